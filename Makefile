@@ -1,0 +1,92 @@
+# The commands of the project. They need python3 (3.11 or newer), make and a package index; everything is installed into $(VENV).
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+
+PYTHON ?= python3
+VENV := .venv
+VENV_NEWEST := .venv-newest
+JOBS ?= 2
+
+# Every stamp is remade when one of these changes; otherwise a second run installs nothing.
+PINS := pyproject.toml constraints/py311.txt constraints/py312.txt
+
+# The newest interpreter that is tested: the first that runs (a pyenv shim may exist and not run). Empty if there is none.
+ifndef PYTHON_NEWEST
+PYTHON_NEWEST := $(shell for python in python3.13 python3.12 \
+	"$$HOME"/.pyenv/versions/3.13.*/bin/python3.13 "$$HOME"/.pyenv/versions/3.12.*/bin/python3.12; \
+	do if "$$python" -c "" 2>/dev/null; then echo "$$python"; break; fi; done)
+endif
+
+# The extras that the checks need (a name, because a comma would end an argument of call).
+DEV_EXTRAS := [models,dev]
+
+# $(call install,VENV,PYTHON,EXTRAS): make the environment if there is none, and install the package with the pins of its interpreter.
+define install
+	@if ! "$(2)" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
+		echo "$(2) is missing or older than 3.11; install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3.11" >&2; exit 1; fi
+	@if [ ! -x "$(1)/bin/python" ]; then \
+		echo "Making $(1) with $$("$(2)" --version)"; \
+		"$(2)" -m venv "$(1)" || { rm -rf "$(1)"; echo "python -m venv failed; on Debian and Ubuntu install python3-venv" >&2; exit 1; }; fi
+	@pins=$$("$(1)/bin/python" -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")'); \
+		echo "Installing capture$(3) into $(1), versions of constraints/$$pins.txt"; \
+		"$(1)/bin/python" -m pip install --quiet --disable-pip-version-check -e '.$(3)' -c "constraints/$$pins.txt"
+endef
+
+.PHONY: help
+help: ## Say what the targets do
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 22
+
+.PHONY: setup
+setup: $(VENV)/.stamp-dev ## Install everything that the checks need
+
+# The demo needs the core only: no model framework, no tools.
+$(VENV)/.stamp-core: $(PINS)
+	$(call install,$(VENV),$(PYTHON),)
+	@touch $@
+
+$(VENV)/.stamp-dev: $(PINS)
+	$(call install,$(VENV),$(PYTHON),$(DEV_EXTRAS))
+	@touch $(VENV)/.stamp-core $@
+
+$(VENV_NEWEST)/.stamp-dev: $(PINS)
+	$(call install,$(VENV_NEWEST),$(PYTHON_NEWEST),$(DEV_EXTRAS))
+	@touch $@
+
+.PHONY: demo
+demo: $(VENV)/.stamp-core ## The whole path on a small GPT, eight virtual CPU devices
+	$(VENV)/bin/capture demo
+
+.PHONY: lint
+lint: $(VENV)/.stamp-dev ## Style, types and import contracts
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+.PHONY: format
+format: $(VENV)/.stamp-dev ## Rewrite the sources in the project's style
+	$(VENV)/bin/ruff check --fix
+	$(VENV)/bin/ruff format
+
+.PHONY: test
+test: $(VENV)/.stamp-dev ## All tests, the README's blocks and the doctests
+	$(VENV)/bin/python -m pytest -q -n $(JOBS)
+
+.PHONY: check
+check: lint test ## What .ci/run runs: lint, then test
+
+.PHONY: test-newest
+ifeq ($(strip $(PYTHON_NEWEST)),)
+test-newest:
+	@echo "Skipped: neither python3.13 nor python3.12 was found; name one: make test-newest PYTHON_NEWEST=/path/to/python3.12"
+else
+test-newest: $(VENV_NEWEST)/.stamp-dev ## All tests with the newest Python and JAX that are supported, if there is one
+	$(VENV_NEWEST)/bin/python -m pytest -q -n $(JOBS)
+endif
+
+.PHONY: clean
+clean: ## Remove the environments and the caches
+	rm -rf $(VENV) $(VENV_NEWEST) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis

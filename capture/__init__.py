@@ -1,0 +1,33 @@
+"""CAPTURE: which stages, devices and schedule train a JAX model in the least memory, known before anything runs.
+
+The public names load their module on first use, so ``import capture`` loads no framework and planning from a profile never does.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+#: Module of each public name. A name must not be that of a submodule: once loaded, the submodule would hide it.
+_MODULE_OF = {
+    "CaptureError": "capture.errors",
+    "Cluster": "capture.cluster",
+    "LayerGraph": "capture.graph",
+    "Workload": "capture.workload",
+    "WorkloadSpec": "capture.workload",
+}
+
+__all__ = ["__version__", *_MODULE_OF]
+
+
+def __getattr__(name: str) -> Any:
+    """The public name, from the module that defines it (PEP 562)."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its public names are {', '.join(sorted(_MODULE_OF))}.")
+    return getattr(import_module(_MODULE_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_OF})

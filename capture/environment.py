@@ -1,0 +1,126 @@
+"""The process's environment: the one place that reads and sets environment variables.
+
+XLA reads ``XLA_FLAGS`` once, when JAX first uses it. The CLI, the tests and the workers therefore call ``prepare`` before they import
+JAX; in a user's own process, which has usually imported it already, the library only checks and warns. What the user set always stands.
+
+This module imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from capture.errors import Violation
+
+_DEVICE_COUNT = "--xla_force_host_platform_device_count"
+
+
+def required_xla_flags(jax_version: str) -> tuple[str, ...]:
+    """Flags without which a JAX version would be measured wrongly.
+
+    On CPU, jax 0.10's concurrency-optimized scheduler undoes ``jax.checkpoint`` inside one jit: 8 transformer layers took 831 MB of
+    temporaries with remat and 810 MB without it (jax 0.12: 126 and 810 MB). With the sequential scheduler remat saves again. XLA ends the
+    process on a flag that it does not know, so a flag is named only for versions where it was tried.
+
+    Example:
+        >>> required_xla_flags("0.10.2")
+        ('--xla_cpu_enable_concurrency_optimized_scheduler=false',)
+        >>> required_xla_flags("0.12.0.1")
+        ()
+    """
+    if jax_version.split(".")[:2] == ["0", "10"]:
+        return ("--xla_cpu_enable_concurrency_optimized_scheduler=false",)
+    return ()
+
+
+def prepare(num_devices: int | None = None) -> list[Violation]:
+    """Add the flags that the installed JAX needs to ``XLA_FLAGS``; call it before JAX is imported.
+
+    A flag that the user gave keeps its value. If JAX is already imported nothing is changed, and only ``check`` speaks.
+
+    Args:
+        num_devices: Virtual CPU devices of this process, at least 1; None leaves their number alone.
+
+    Returns:
+        What is still not as it should be, as ``check`` does; empty if all is well.
+    """
+    if "jax" not in sys.modules:
+        wanted = [*_required(), *([f"{_DEVICE_COUNT}={num_devices}"] if num_devices is not None else [])]
+        given = _given_text()
+        missing = [flag for flag in wanted if _name(flag) not in _parse(given)]
+        if missing:
+            os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
+    return check()
+
+
+def check() -> list[Violation]:
+    """Flags that the installed JAX needs and this process lacks, each with what to do about it."""
+    given = _parse(_given_text())
+    return [
+        Violation(
+            f"XLA_FLAGS has {_name(flag)}={given.get(_name(flag), 'unset')}, but jax {_version('jax')} needs {flag} for jax.checkpoint to "
+            "save memory on CPU; set it, or call capture.environment.prepare(), before jax is imported.",
+            "environment-xla-flags",
+        )
+        for flag in _required()
+        if given.get(_name(flag)) != _value(flag)
+    ]
+
+
+def active_flags() -> tuple[str, ...]:
+    """The XLA flags that belong in the key of every profile: sorted, the last of each name, without the number of virtual devices.
+
+    The number of devices is left out because a plan for fewer devices runs on a part of the mesh with the same executables.
+    """
+    return tuple(f"{name}={value}" for name, value in sorted(_parse(_given_text()).items()) if name != _DEVICE_COUNT)
+
+
+def versions() -> dict[str, str]:
+    """Versions that belong in the provenance of a profile, by package; those that are not installed are left out. Loads none of them.
+
+    Example:
+        >>> sorted(versions())
+        ['jax', 'jaxlib', 'numpy', 'optax', 'python']
+    """
+    found = {name: _version(name) for name in ("jax", "jaxlib", "numpy", "optax")}
+    return {"python": platform.python_version(), **{name: version for name, version in found.items() if version is not None}}
+
+
+def _required() -> tuple[str, ...]:
+    jax_version = _version("jax")
+    return required_xla_flags(jax_version) if jax_version is not None else ()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _given_text() -> str:
+    """The flags as given; ``XLA_FLAGS`` may also name a file that holds them (XLA tells by the first character)."""
+    text = os.environ.get("XLA_FLAGS", "").strip()
+    if text and not text.startswith("-"):
+        path = Path(text)
+        return " ".join(path.read_text().split()) if path.is_file() else ""
+    return text
+
+
+def _parse(text: str) -> dict[str, str]:
+    """Value by flag name; the last of a name counts, and a bare ``--flag`` means true, as XLA reads them."""
+    return {_name(flag): _value(flag) for flag in shlex.split(text)}
+
+
+def _name(flag: str) -> str:
+    return flag.partition("=")[0]
+
+
+def _value(flag: str) -> str:
+    _, equals, value = flag.partition("=")
+    return value if equals else "true"

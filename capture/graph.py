@@ -1,0 +1,188 @@
+"""A model as layers, tensors and bytes: framework-free, so planning never loads JAX.
+
+The *loss* is traced for one micro-batch and cut into L layers (``capture.tracing``). What is left here is what every planner
+needs: which parameters, batch leaves and tensors of earlier layers a layer reads, which tensors it hands to later
+layers, how large they are at any micro-batch size, and how much it computes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from capture.errors import ProfileError
+
+GRAPH_SCHEMA_VERSION = 1
+
+#: Bytes per element by dtype name, for dtypes that NumPy does not know or that JAX stores differently.
+_ITEM_BYTES = {"bfloat16": 2, "bool": 1, "key<fry>": 8, "float8_e4m3fn": 1, "float8_e5m2": 1, "int4": 1, "uint4": 1}
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one element of a dtype given by name.
+
+    Example:
+        >>> item_bytes("float32"), item_bytes("bfloat16"), item_bytes("bool")
+        (4, 2, 1)
+    """
+    if dtype in _ITEM_BYTES:
+        return _ITEM_BYTES[dtype]
+    return int("".join(filter(str.isdigit, dtype))) // 8
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A parameter, a batch leaf, or a value that crosses a layer boundary.
+
+    Attributes:
+        name: Path of a parameter or batch leaf; the producing equation of a value.
+        shape: At the micro-batch size of the graph.
+        dtype: JAX's name of the dtype, such as ``"float32"``.
+        batch_dim: The dimension that grows with the micro-batch; None if none does.
+        differentiable: Whether a gradient flows back through it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    batch_dim: int | None = None
+    differentiable: bool = True
+
+    @cached_property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes at the micro-batch size of the graph, unsharded."""
+        return self.size * item_bytes(self.dtype)
+
+    def shard_bytes(self, data_parallel: int) -> int:
+        """Bytes per device when the batch dimension is split; whole where it cannot be split evenly."""
+        if self.batch_dim is None or self.shape[self.batch_dim] % data_parallel:
+            return self.nbytes
+        return self.nbytes // data_parallel
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The smallest unit that a plan may place.
+
+    Attributes:
+        layer_id: Position in program order, from 0.
+        name: For people: the scope of its first equation, or ``layer_3``.
+        params: Indices into ``LayerGraph.params``; a shared parameter stands in several layers.
+        inputs: Indices into ``LayerGraph.values`` of what earlier layers made and this layer reads.
+        outputs: Indices into ``LayerGraph.values`` of what this layer makes and later layers (or the caller: the loss) read.
+        batch: Indices into ``LayerGraph.batch`` of the batch leaves it reads.
+        flops: Forward floating-point operations for one micro-batch (2 per multiply-add).
+        key: Content hash: equal keys mean the same program on other parameters.
+    """
+
+    layer_id: int
+    name: str
+    params: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    batch: tuple[int, ...]
+    flops: int
+    key: str
+
+
+@dataclass(frozen=True)
+class LayerGraph:
+    """L layers in program order, and the tensors between them, for one micro-batch size.
+
+    Attributes:
+        model_hash: Content hash of the traced program, its shapes and its layer boundaries.
+        microbatch_size: Examples in the traced micro-batch (over all data-parallel replicas).
+        layers: In program order.
+        params: Trainable parameters. A parameter stacked over scanned layers appears once per layer.
+        values: Tensors that cross at least one layer boundary, and the loss.
+        batch: Batch leaves, then the random key if the loss takes one.
+    """
+
+    model_hash: str
+    microbatch_size: int
+    layers: tuple[Layer, ...]
+    params: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    batch: tuple[Tensor, ...]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @cached_property
+    def _producer(self) -> dict[int, int]:
+        return {value: layer.layer_id for layer in self.layers for value in layer.outputs}
+
+    @cached_property
+    def _last_reader(self) -> dict[int, int]:
+        return {value: layer.layer_id for layer in self.layers for value in layer.inputs}
+
+    def crossing(self, cut: int) -> tuple[int, ...]:
+        """Values made by layers before ``cut`` and read by layers from ``cut`` on, ascending.
+
+        A skip connection over several layers crosses every cut in between: it passes through the stages there.
+        """
+        return tuple(sorted(v for v, reader in self._last_reader.items() if self._producer[v] < cut <= reader))
+
+    def stage_params(self, first: int, stop: int) -> tuple[int, ...]:
+        """Parameters of layers [first, stop), each once, ascending."""
+        return tuple(sorted({p for layer in self.layers[first:stop] for p in layer.params}))
+
+    def stage_batch(self, first: int, stop: int) -> tuple[int, ...]:
+        """Batch leaves that layers [first, stop) read, each once, ascending."""
+        return tuple(sorted({b for layer in self.layers[first:stop] for b in layer.batch}))
+
+    def param_owner(self, param: int) -> int:
+        """The first layer that reads a parameter: its stage updates it."""
+        return next(layer.layer_id for layer in self.layers if param in layer.params)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        return sum(p.size for p in self.params)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema_version": GRAPH_SCHEMA_VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> LayerGraph:
+        """The graph that ``to_json`` wrote.
+
+        Raises:
+            ProfileError: ``graph-schema`` if the schema version is unknown.
+        """
+        if data.get("schema_version") != GRAPH_SCHEMA_VERSION:
+            raise ProfileError.of(
+                f"layer graph has schema_version={data.get('schema_version')!r}; this version reads {GRAPH_SCHEMA_VERSION}. "
+                "Profile the model again.",
+                "graph-schema",
+            )
+
+        def tensors(rows):
+            return tuple(Tensor(**{**row, "shape": tuple(row["shape"])}) for row in rows)
+
+        def layer(row):
+            fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
+            return Layer(**fields)
+
+        return cls(
+            model_hash=data["model_hash"],
+            microbatch_size=data["microbatch_size"],
+            layers=tuple(map(layer, data["layers"])),
+            params=tensors(data["params"]),
+            values=tensors(data["values"]),
+            batch=tensors(data["batch"]),
+        )
+
+
+def content_hash(data: Any) -> str:
+    """Short hash of a JSON-serialisable value, stable over processes and versions."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]

@@ -1,0 +1,312 @@
+"""A complete decision, enough to run: which layers on which devices, split how, in which schedule.
+
+Frozen, validated, JSON with a schema version. A plan remembers its workload, so that ``run``, ``predict`` and ``explain`` need
+nothing else. The fields of the JSON document are those of the classes below; ``stages[].layers`` is ``[first, last]``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from capture.cluster import Cluster
+from capture.errors import PlanError, Violation
+from capture.schedule import SCHEDULES, Schedule, make_schedule
+from capture.workload import WorkloadSpec
+
+PLAN_SCHEMA_VERSION = 1
+
+Remat = Literal["none", "dots", "full"]
+REMAT_POLICIES: tuple[Remat, ...] = ("none", "dots", "full")
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Contiguous layers on one submesh, forward and backward.
+
+    Attributes:
+        layers: First and last layer, both included.
+        devices: Device ids of the submesh in node-major order; device ``devices[r * tensor_parallel + c]`` is replica r, shard c.
+        data_parallel: Replicas among which a micro-batch is split.
+        tensor_parallel: Ways in which parameters are split.
+        remat: What the backward pass recomputes: ``"none"`` keeps all activations, ``"dots"`` keeps the results of matrix products
+            with parameters, ``"full"`` keeps the inputs of the layers.
+        shard_optimizer: Optimizer state split over the data-parallel replicas instead of replicated (ZeRO stage 1).
+    """
+
+    layers: tuple[int, int]
+    devices: tuple[int, ...]
+    data_parallel: int = 1
+    tensor_parallel: int = 1
+    remat: Remat = "none"
+    shard_optimizer: bool = False
+
+    @property
+    def first(self) -> int:
+        return self.layers[0]
+
+    @property
+    def stop(self) -> int:
+        return self.layers[1] + 1
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.devices)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "layers": list(self.layers),
+            "num_devices": self.num_devices,
+            "devices": list(self.devices),
+            "data_parallel": self.data_parallel,
+            "tensor_parallel": self.tensor_parallel,
+            "remat": self.remat,
+            "shard_optimizer": self.shard_optimizer,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> StagePlan:
+        return cls(
+            tuple(data["layers"]),
+            tuple(data["devices"]),
+            data["data_parallel"],
+            data["tensor_parallel"],
+            data.get("remat", "none"),
+            data.get("shard_optimizer", False),
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A pipeline of stages over a cluster.
+
+    Attributes:
+        cluster: All devices.
+        num_layers: Layers of the model.
+        stages: In pipeline order; they cover the layers once, and no device twice.
+        global_batch_size: Examples in a step.
+        num_microbatches: Micro-batches that a step accumulates, M.
+        schedule: ``"gpipe"`` or ``"1f1b"``.
+        auto_layers: Layers were cut automatically into ``num_layers``; otherwise at the model's marks.
+        tensor_parallel_rule: How parameters are split: ``"auto"`` or ``"largest"``.
+        model_hash: Content hash of the traced program at the plan's micro-batch size; empty if never traced.
+        workload: The workload by name; None for a plan made from Python objects.
+        prediction: Predicted bytes per device with their parts (``Prediction.to_json``), if predicted.
+        why: What the search has to say about its choice, if searched.
+
+    Raises:
+        PlanError: every rule that is broken, with its code: ``plan-stages``, ``plan-layers``, ``plan-devices``, ``plan-degrees``,
+            ``plan-batch``, ``plan-schedule``, ``plan-remat``.
+    """
+
+    cluster: Cluster
+    num_layers: int
+    stages: tuple[StagePlan, ...]
+    global_batch_size: int
+    num_microbatches: int
+    schedule: str = "1f1b"
+    auto_layers: bool = False
+    tensor_parallel_rule: str = "auto"
+    model_hash: str = ""
+    workload: WorkloadSpec | None = None
+    prediction: Mapping[str, Any] | None = field(default=None, compare=False)
+    why: Mapping[str, Any] | None = field(default=None, compare=False)
+
+    def __post_init__(self):
+        PlanError.check(_violations(self))
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+    @property
+    def microbatch_size(self) -> int:
+        """Examples in a micro-batch, over all data-parallel replicas."""
+        return self.global_batch_size // self.num_microbatches
+
+    @cached_property
+    def schedule_table(self) -> Schedule:
+        return make_schedule(self.schedule, self.num_stages, self.num_microbatches)
+
+    def stage_of_layer(self, layer_id: int) -> int:
+        return next(s for s, stage in enumerate(self.stages) if stage.first <= layer_id < stage.stop)
+
+    def with_(self, **changes: Any) -> Plan:
+        """A copy with other fields, validated again."""
+        return replace(self, **changes)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema_version": PLAN_SCHEMA_VERSION,
+            "workload": None
+            if self.workload is None
+            else {"location": self.workload.location, "function": self.workload.function, "arguments": dict(self.workload.arguments)},
+            "model_hash": self.model_hash,
+            "cluster": {"nodes": list(self.cluster.nodes), "target_per_node": [self.cluster.target] * len(self.cluster.nodes)},
+            "num_layers": self.num_layers,
+            "auto_layers": self.auto_layers,
+            "global_batch_size": self.global_batch_size,
+            "num_microbatches": self.num_microbatches,
+            "microbatch_size": self.microbatch_size,
+            "schedule": self.schedule,
+            "tensor_parallel_rule": self.tensor_parallel_rule,
+            "stages": [stage.to_json() for stage in self.stages],
+            "prediction": self.prediction,
+            "why": self.why,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Plan:
+        """The plan that ``to_json`` wrote.
+
+        Raises:
+            PlanError: ``plan-schema`` for an unknown schema version, ``plan-corrupt`` for missing or wrong fields, ``plan-mixed-targets``
+                for nodes of different targets, and the codes of the constructor.
+        """
+        if not isinstance(data, Mapping) or data.get("schema_version") != PLAN_SCHEMA_VERSION:
+            version = data.get("schema_version") if isinstance(data, Mapping) else None
+            raise PlanError.of(
+                f"plan has schema_version={version!r}; this version of capture reads {PLAN_SCHEMA_VERSION}. "
+                "Make the plan again with capture plan.",
+                "plan-schema",
+            )
+        try:
+            targets = set(data["cluster"]["target_per_node"])
+            if len(targets) != 1:
+                raise PlanError.of(f"plan mixes the targets {sorted(targets)}; one target per plan for now.", "plan-mixed-targets")
+            workload = data["workload"]
+            return cls(
+                cluster=Cluster(tuple(data["cluster"]["nodes"]), targets.pop()),
+                num_layers=data["num_layers"],
+                stages=tuple(map(StagePlan.from_json, data["stages"])),
+                global_batch_size=data["global_batch_size"],
+                num_microbatches=data["num_microbatches"],
+                schedule=data["schedule"],
+                auto_layers=data["auto_layers"],
+                tensor_parallel_rule=data["tensor_parallel_rule"],
+                model_hash=data["model_hash"],
+                workload=None if workload is None else WorkloadSpec(workload["location"], workload["function"], workload["arguments"]),
+                prediction=data.get("prediction"),
+                why=data.get("why"),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise PlanError.of(
+                f"plan is not what capture plan writes: {type(error).__name__}: {error}. Make the plan again.", "plan-corrupt"
+            ) from error
+
+    def save(self, path: Path) -> None:
+        """Write JSON; the path of the workload is stored relative to the file."""
+        plan = self if self.workload is None else replace(self, workload=self.workload.relative_to(path.parent))
+        path.write_text(json.dumps(plan.to_json(), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Plan:
+        """Read what ``save`` wrote, also from another working directory.
+
+        Raises:
+            PlanError: ``plan-file`` if there is no such file, ``plan-corrupt`` if it is no JSON, and the codes of ``from_json``.
+        """
+        try:
+            data = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise PlanError.of(f"plan file {str(path)!r} does not exist.", "plan-file") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise PlanError.of(f"plan file {str(path)!r} is not JSON: {error}.", "plan-corrupt") from None
+        plan = cls.from_json(data)
+        return plan if plan.workload is None else replace(plan, workload=plan.workload.resolved_from(path.parent))
+
+
+def batch_violations(global_batch_size: int, num_microbatches: int) -> list[Violation]:
+    """The rules of a batch alone, for callers that have no stages yet."""
+    if num_microbatches < 1 or global_batch_size < 1:
+        return [
+            Violation(
+                f"global_batch_size={global_batch_size} and num_microbatches={num_microbatches} must both be at least 1.", "plan-batch"
+            )
+        ]
+    if global_batch_size % num_microbatches:
+        return [
+            Violation(
+                f"global_batch_size={global_batch_size} is not divisible by num_microbatches={num_microbatches}; "
+                f"{num_microbatches * (global_batch_size // num_microbatches or 1)} would be.",
+                "plan-batch",
+            )
+        ]
+    return []
+
+
+def _violations(plan: Plan) -> list[Violation]:
+    found = batch_violations(plan.global_batch_size, plan.num_microbatches)
+    if plan.schedule not in SCHEDULES:
+        found.append(Violation(f"schedule={plan.schedule!r} is unknown; choose one of {', '.join(SCHEDULES)}.", "plan-schedule"))
+    found += _layer_violations(plan.stages, plan.num_layers)
+    found += _device_violations(plan.stages, plan.cluster)
+    for s, stage in enumerate(plan.stages):
+        if stage.data_parallel * stage.tensor_parallel != stage.num_devices or min(stage.data_parallel, stage.tensor_parallel) < 1:
+            found.append(
+                Violation(
+                    f"stage {s} has data_parallel={stage.data_parallel} x tensor_parallel={stage.tensor_parallel} "
+                    f"on {stage.num_devices} devices; the product must be the number of devices.",
+                    "plan-degrees",
+                )
+            )
+        elif not batch_violations(plan.global_batch_size, plan.num_microbatches) and plan.microbatch_size % stage.data_parallel:
+            found.append(
+                Violation(
+                    f"microbatch_size={plan.microbatch_size} (global batch {plan.global_batch_size} / {plan.num_microbatches} micro-batches) "
+                    f"is not divisible by data_parallel={stage.data_parallel} of stage {s}; lower the degree or the number of micro-batches.",
+                    "plan-batch",
+                )
+            )
+        if stage.remat not in REMAT_POLICIES:
+            found.append(Violation(f"stage {s} has remat={stage.remat!r}; choose one of {', '.join(REMAT_POLICIES)}.", "plan-remat"))
+    return found
+
+
+def _layer_violations(stages: Sequence[StagePlan], num_layers: int) -> list[Violation]:
+    if len(stages) > num_layers:
+        return [
+            Violation(
+                f"num_stages={len(stages)} is more than num_layers={num_layers}; every stage needs a layer: use fewer stages "
+                "or cut the model into more layers (--num-layers).",
+                "plan-stages",
+            )
+        ]
+    found, expected = [], 0
+    for s, stage in enumerate(stages):
+        if stage.first != expected or stage.stop <= stage.first:
+            found.append(
+                Violation(
+                    f"stage {s} has layers={list(stage.layers)} but must begin at layer {expected} and hold at least one layer; "
+                    "stages cover the layers once, in order.",
+                    "plan-layers",
+                )
+            )
+        expected = stage.stop
+    if expected != num_layers:
+        found.append(Violation(f"stages end before layer {expected} of num_layers={num_layers}; they must cover every layer.", "plan-layers"))
+    return found
+
+
+def _device_violations(stages: Sequence[StagePlan], cluster: Cluster) -> list[Violation]:
+    found, user = [], dict[int, int]()
+    for s, stage in enumerate(stages):
+        for device in stage.devices:
+            if not 0 <= device < cluster.num_devices:
+                found.append(
+                    Violation(
+                        f"stage {s} uses device {device}; a cluster {cluster} has devices 0 to {cluster.num_devices - 1}.", "plan-devices"
+                    )
+                )
+            elif device in user:
+                found.append(Violation(f"device {device} is used by stage {user[device]} and stage {s}; once is allowed.", "plan-devices"))
+            else:
+                user[device] = s
+    idle = sorted(set(range(cluster.num_devices)) - set(user))
+    if idle and not found:
+        found.append(Violation(f"devices {idle} of the cluster {cluster} are not used; every device must hold a stage.", "plan-devices"))
+    return found

@@ -1,0 +1,311 @@
+"""Any optax transformation, cut by stage: the update of the whole model is traced once and sliced by what it reads.
+
+Slicing the traced update, instead of calling the transformation once per stage, keeps its meaning: masks and labels by
+parameter path still see the whole tree, and values that need every gradient (a global norm) are found by data flow. Such values
+travel between stages as small summaries; an update that would need a large tensor of another stage is refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax.extend import core as jex_core
+
+from capture.errors import WorkloadError
+
+_INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
+_MAX_SUMMARY_ELEMENTS = 256
+
+
+@dataclass(frozen=True)
+class StageUpdate:
+    """The optimizer of one stage.
+
+    Attributes:
+        params: Parameters it updates, indices into the layer graph.
+        state: Leaves of the whole optimizer state that the stage holds; leaves of no parameter (a step count) are in every stage.
+        summary: Avals of the small values that updates of other stages need from this stage's gradients.
+    """
+
+    optimizer: SlicedOptimizer
+    stage_id: int
+    params: tuple[int, ...]
+    state: tuple[int, ...]
+    summary: tuple[Any, ...]
+
+    @property
+    def siblings(self) -> tuple[StageUpdate, ...]:
+        """The updates of all stages, in stage order."""
+        return self.optimizer.stages
+
+    @property
+    def state_structs(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes of all leaves of the whole optimizer state."""
+        return self.optimizer.state_structs
+
+    @property
+    def param_of_state(self) -> dict[int, int]:
+        """Per state leaf that belongs to a single parameter, that parameter."""
+        return self.optimizer.param_of_state
+
+    def init(self, params: Sequence[Any]) -> list[Any]:
+        """The stage's leaves of the initial optimizer state; traceable."""
+        return self.optimizer._init(self, params)
+
+    def summarize(self, params: Sequence[Any], state: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
+        """The stage's summary values; traceable."""
+        return self.optimizer._summarize(self, params, state, grads)
+
+    def update(
+        self, params: Sequence[Any], state: Sequence[Any], grads: Sequence[Any], summaries: Sequence[Sequence[Any]]
+    ) -> tuple[list[Any], list[Any]]:
+        """New parameters and new state of the stage; traceable.
+
+        Args:
+            params, state, grads: Of this stage.
+            summaries: Of all other stages in stage order.
+        """
+        return self.optimizer._update(self, params, state, grads, summaries)
+
+
+class SlicedOptimizer:
+    """The traced ``init`` and ``update`` of a transformation over the whole model, and their slices for given stages.
+
+    Args:
+        optimizer: An optax transformation.
+        params_struct: The parameters as a pytree of ``ShapeDtypeStruct``; leaf order is that of the layer graph.
+        stages: Per stage, the indices of the parameters it updates; together they are all parameters.
+
+    Raises:
+        WorkloadError: ``optimizer-cross-stage`` if the update of one stage needs a large tensor of another.
+    """
+
+    def __init__(self, optimizer: Any, params_struct: Any, stages: Sequence[Sequence[int]]):
+        self._num_params = len(jax.tree.leaves(params_struct))
+        structs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), params_struct)
+        state_struct = jax.eval_shape(optimizer.init, structs)
+        self._state_leaves, self._state_tree = jax.tree.flatten(state_struct)
+
+        def step(params, state, grads):
+            updates, state = optimizer.update(grads, state, params)
+            new = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
+            return jax.tree.leaves(new), jax.tree.leaves(state)
+
+        self._update_program = _Inlined(jax.make_jaxpr(step)(structs, state_struct, structs))
+        self._init_program = _Inlined(jax.make_jaxpr(lambda p: jax.tree.leaves(optimizer.init(p)))(structs))
+        self._param_names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params_struct)]
+        self._stage_of_param = {p: s for s, params in enumerate(stages) for p in params}
+        assert len(self._stage_of_param) == self._num_params, "every parameter belongs to exactly one stage"
+        self._trace_ownership()
+        self._trace_dependencies()
+        self.stages = tuple(self._stage(s, tuple(params)) for s, params in enumerate(stages))
+
+    @property
+    def num_state_leaves(self) -> int:
+        return len(self._state_leaves)
+
+    @property
+    def state_structs(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes of all leaves of the optimizer state, in ``jax.tree`` order."""
+        return self._state_leaves
+
+    def unflatten_state(self, leaves: Sequence[Any]) -> Any:
+        """The optimizer state as optax would hold it."""
+        return jax.tree.unflatten(self._state_tree, leaves)
+
+    @cached_property
+    def param_of_state(self) -> dict[int, int]:
+        """Per state leaf that belongs to a single parameter, that parameter."""
+        return {k: next(iter(params)) for k, params in enumerate(self._state_params) if len(params) == 1}
+
+    def _trace_ownership(self) -> None:
+        """Which parameters a state leaf belongs to: those its new value depends on, other than through small shared values."""
+        program, n, num_state = self._update_program, self._num_params, self.num_state_leaves
+        state_in, state_out = program.inputs[n : n + num_state], program.outputs[n:]
+        self._state_params: list[frozenset[int]] = [frozenset()] * num_state
+        while True:  # a leaf may feed another, so iterate to the fixed point
+            sources = self._sources(dict(zip(state_in, self._state_params, strict=True)))
+            flow = program.propagate(sources, ownership=True)
+            found = [old | flow.get(out, frozenset()) - {_NOBODY} for old, out in zip(self._state_params, state_out, strict=True)]
+            if found == self._state_params:
+                return
+            self._state_params = found
+
+    def _trace_dependencies(self) -> None:
+        """The stages that each value of the update depends on."""
+        program, n = self._update_program, self._num_params
+        state_in = program.inputs[n : n + self.num_state_leaves]
+        flow = program.propagate(self._sources(dict(zip(state_in, self._state_params, strict=True))))
+        self._stages_of = {var: frozenset(self._stage_of_param[p] for p in params) for var, params in flow.items()}
+
+    def _sources(self, state: dict[Any, frozenset[int]]) -> dict[Any, frozenset[int]]:
+        variables, n = self._update_program.inputs, self._num_params
+        grads = variables[n + self.num_state_leaves :]
+        return {v: frozenset([p]) for own in (variables[:n], grads) for p, v in enumerate(own)} | state
+
+    def _stage(self, stage_id: int, params: tuple[int, ...]) -> StageUpdate:
+        state = []
+        for k, owners in enumerate(self._state_params):
+            stages = {self._stage_of_param[p] for p in owners}
+            if len(stages) > 1:
+                self._refuse(self._state_leaves[k].shape, owners)
+            if not stages or stages == {stage_id}:
+                state.append(k)
+        summary = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self._exports(stage_id))
+        return StageUpdate(self, stage_id, params, tuple(state), summary)
+
+    def _exports(self, stage_id: int) -> list[Any]:
+        """Values of one stage that the updates of others need, in program order."""
+        return [v for v in self._exchanged if self._stages_of[v] == {stage_id}]
+
+    @cached_property
+    def _exchanged(self) -> list[Any]:
+        """Values that depend on a single stage and that the update of another stage needs."""
+        found: dict[Any, None] = {}
+        for stage_id in set(self._stage_of_param.values()):
+            foreign = {v for v, stages in self._stages_of.items() if len(stages) == 1 and stage_id not in stages}
+            wanted = self._wanted(stage_id)
+            for equation in self._update_program.needed(wanted, foreign):
+                found.update({v: None for v in equation.invars if not isinstance(v, jex_core.Literal) and v in foreign})
+        for v in found:
+            if math.prod(v.aval.shape) > _MAX_SUMMARY_ELEMENTS:
+                stage = next(iter(self._stages_of[v]))
+                self._refuse(v.aval.shape, [p for p, s in self._stage_of_param.items() if s == stage])
+        return sorted(found, key=self._update_program.order)
+
+    def _wanted(self, stage_id: int) -> list[Any]:
+        outputs, n = self._update_program.outputs, self._num_params
+        params = [outputs[p] for p, s in self._stage_of_param.items() if s == stage_id]
+        state = [
+            outputs[n + k] for k, owners in enumerate(self._state_params) if all(self._stage_of_param[p] == stage_id for p in owners)
+        ]
+        return params + state
+
+    def _refuse(self, shape: tuple[int, ...], params: Any) -> None:
+        names = ", ".join(self._param_names[p] for p in sorted(params)[:3])
+        raise WorkloadError.of(
+            f"the optimizer needs a tensor of shape {shape} made from gradients of several pipeline stages (of {names}, ...); only values "
+            f"of up to {_MAX_SUMMARY_ELEMENTS} elements, such as a global norm, travel between stages. Use a transformation that treats "
+            "parameters separately, or a single stage.",
+            "optimizer-cross-stage",
+        )
+
+    def _inputs(self, stage: StageUpdate, params, state, grads) -> dict[Any, Any]:
+        variables, n = self._update_program.inputs, self._num_params
+        env = {variables[p]: value for p, value in zip(stage.params, params, strict=True)}
+        env |= {variables[n + k]: value for k, value in zip(stage.state, state, strict=True)}
+        env |= {variables[n + self.num_state_leaves + p]: value for p, value in zip(stage.params, grads, strict=True)}
+        return env
+
+    def _init(self, stage: StageUpdate, params: Sequence[Any]) -> list[Any]:
+        env = {self._init_program.inputs[p]: value for p, value in zip(stage.params, params, strict=True)}
+        return self._init_program.evaluate(env, [self._init_program.outputs[k] for k in stage.state])
+
+    def _summarize(self, stage: StageUpdate, params, state, grads) -> list[Any]:
+        return self._update_program.evaluate(self._inputs(stage, params, state, grads), self._exports(stage.stage_id))
+
+    def _update(self, stage: StageUpdate, params, state, grads, summaries) -> tuple[list[Any], list[Any]]:
+        env = self._inputs(stage, params, state, grads)
+        others = [s for s in range(len(self.stages)) if s != stage.stage_id]
+        if summaries:
+            for s, values in zip(others, summaries, strict=True):
+                env |= dict(zip(self._exports(s), values, strict=True))
+        n = self._num_params
+        wanted = [self._update_program.outputs[p] for p in stage.params]
+        wanted += [self._update_program.outputs[n + k] for k in stage.state]
+        results = self._update_program.evaluate(env, wanted)
+        return results[: len(stage.params)], results[len(stage.params) :]
+
+
+_NOBODY = -1  # owner of what is shared by all
+
+
+def _owner_of_result(owners: frozenset[int], size: int) -> frozenset[int]:
+    params = owners - {_NOBODY}
+    shared = len(params) > 1 and size <= _MAX_SUMMARY_ELEMENTS
+    if shared or (_NOBODY in owners and (size == 1 or not params)):
+        return frozenset([_NOBODY])
+    return params
+
+
+class _Inlined:
+    """A jaxpr with its calls opened, so that data flow is seen per equation."""
+
+    def __init__(self, closed: Any):
+        def run(*args):
+            return _evaluate_inlined(closed.jaxpr, closed.consts, args)
+
+        flat = jax.make_jaxpr(run)(*[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars])
+        self._jaxpr, self._consts = flat.jaxpr, flat.consts
+        self.inputs, self.outputs = list(self._jaxpr.invars), list(self._jaxpr.outvars)
+
+    def propagate(self, owners: dict[Any, frozenset[int]], *, ownership: bool = False) -> dict[Any, frozenset[int]]:
+        """Union of the owners of the inputs that each value depends on.
+
+        With ``ownership``, a small value made from several owners (a norm over all gradients) belongs to nobody, and so does a
+        scalar made from such a value; a gradient scaled by it still belongs to its parameter.
+        """
+        flow = dict(owners)
+        for equation in self._jaxpr.eqns:
+            parts = [flow[v] for v in equation.invars if not isinstance(v, jex_core.Literal) and v in flow]
+            union = frozenset().union(*parts) if parts else frozenset()
+            for out in equation.outvars:
+                flow[out] = _owner_of_result(union, math.prod(out.aval.shape)) if ownership else union
+        return flow
+
+    @cached_property
+    def _position(self) -> dict[Any, int]:
+        return {out: i for i, equation in enumerate(self._jaxpr.eqns) for out in equation.outvars}
+
+    def order(self, var: Any) -> int:
+        """Position of a value in program order; inputs come first."""
+        return self._position.get(var, -1)
+
+    def needed(self, wanted: Sequence[Any], given: Any = ()) -> list[Any]:
+        """Equations that the wanted values depend on, in order, stopping at given ones."""
+        live = {v for v in wanted if not isinstance(v, jex_core.Literal)} - set(given)
+        chosen = []
+        for equation in reversed(self._jaxpr.eqns):
+            if any(out in live for out in equation.outvars):
+                chosen.append(equation)
+                live.update(v for v in equation.invars if not isinstance(v, jex_core.Literal) and v not in given)
+        return chosen[::-1]
+
+    def evaluate(self, env: dict[Any, Any], wanted: Sequence[Any]) -> list[Any]:
+        """Values of the wanted variables from those in ``env``."""
+        values = dict(zip(self._jaxpr.constvars, self._consts, strict=True)) | env
+
+        def read(atom):
+            return atom.val if isinstance(atom, jex_core.Literal) else values[atom]
+
+        for equation in self.needed(wanted, values):
+            _bind(equation, [read(v) for v in equation.invars], values)
+        return [read(v) for v in wanted]
+
+
+def _bind(equation: Any, args: Sequence[Any], values: dict[Any, Any]) -> None:
+    results = equation.primitive.bind(*args, **equation.primitive.get_bind_params(equation.params))
+    values.update(zip(equation.outvars, results if equation.primitive.multiple_results else [results], strict=True))
+
+
+def _evaluate_inlined(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom):
+        return atom.val if isinstance(atom, jex_core.Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        inputs = [read(v) for v in equation.invars]
+        body = equation.params.get(_INLINED.get(equation.primitive.name, ""))
+        if body is None:
+            _bind(equation, inputs, values)
+        else:
+            inner, inner_consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
+            values.update(zip(equation.outvars, _evaluate_inlined(inner, inner_consts, inputs), strict=True))
+    return [read(v) for v in jaxpr.outvars]
+

@@ -1,0 +1,327 @@
+"""The compiled programs of one stage: forward, backward, summarize, update; and what each needs while it runs.
+
+The forward program returns, beside its outputs, exactly the values that ``jax.vjp`` saved for the backward pass and that exist
+nowhere else: residuals that *are* a parameter, an input, a batch leaf, an output or a constant are recognised by identity and are
+not returned, so that weights are not copied once per micro-batch. ``jax.checkpoint`` around each layer is the only knob of
+what is saved.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from capture.graph import LayerGraph, Tensor
+from capture.interface import StageCost, owned_and_borrowed
+from capture.runtime.optimizer import StageUpdate
+from capture.runtime.sharding import struct_of
+from capture.tracing import StageSlice
+
+DATA_AXIS, MODEL_AXIS = "data", "model"
+
+
+@dataclass(frozen=True, eq=False)
+class Executable:
+    """A compiled program and its needs.
+
+    Attributes:
+        call: Runs it on arrays of the shardings it was compiled for; refuses others.
+        outputs: Structure of its results, with shardings.
+        transient_bytes: Per device, temporaries + outputs - aliased inputs.
+    """
+
+    call: Callable[..., Any]
+    outputs: Any
+    transient_bytes: int
+
+
+def compile_program(function: Callable[..., Any], args: Sequence[Any], *, donate: Sequence[int] = (), out_shardings: Any = None) -> Executable:
+    """Compile for abstract arguments; nothing is allocated.
+
+    Args:
+        function: Pure.
+        args: ``ShapeDtypeStruct`` pytrees with shardings.
+        donate: Positions of donated arguments.
+        out_shardings: As for ``jax.jit``; None lets the compiler choose.
+    """
+    jitted = jax.jit(function, donate_argnums=tuple(donate), **({} if out_shardings is None else {"out_shardings": out_shardings}))
+    with warnings.catch_warnings():
+        # Residuals are donated to be freed, whether or not an output fits into them.
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        lowered = jitted.lower(*args)
+        compiled = lowered.compile()
+    memory = compiled.memory_analysis()
+    transient = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    outputs = jax.tree.map(
+        lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding), lowered.out_info, compiled.output_shardings
+    )
+    return Executable(compiled, outputs, int(transient))
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """Where the backward pass finds one value that ``jax.vjp`` saved."""
+
+    source: str  # "param", "input", "batch", "output", "residual" or "constant"
+    index: int
+
+
+class StagePrograms:
+    """The programs of layers [first, stop) on a mesh.
+
+    Args:
+        graph: At the plan's micro-batch size.
+        layers: The slice of the traced model.
+        devices: ``data_parallel * tensor_parallel`` devices, replicas first.
+        data_parallel, tensor_parallel: Degrees.
+        specs: Per parameter of the graph, how it is split over the mesh axis ``"model"`` (``()`` if not).
+        update: The stage's slice of the optimizer, for the parameters that it owns.
+        remat: See ``StagePlan.remat``.
+        shard_optimizer: Optimizer state split over the replicas.
+        num_arriving: Per owned parameter that later stages borrow, how many do.
+        num_microbatches: The loss of a micro-batch counts 1 / num_microbatches.
+    """
+
+    def __init__(
+        self,
+        graph: LayerGraph,
+        layers: StageSlice,
+        devices: Sequence[Any],
+        data_parallel: int,
+        tensor_parallel: int,
+        specs: Sequence[PartitionSpec],
+        update: StageUpdate,
+        *,
+        remat: str = "none",
+        shard_optimizer: bool = False,
+        num_arriving: dict[int, int] | None = None,
+        num_microbatches: int = 1,
+    ):
+        self.graph, self.layers, self.optimizer, self.remat = graph, layers, update, remat
+        self.data_parallel, self.num_microbatches = data_parallel, num_microbatches
+        self.mesh = Mesh(np.asarray(devices).reshape(data_parallel, tensor_parallel), (DATA_AXIS, MODEL_AXIS))
+        self.shard_optimizer = shard_optimizer
+        self.owned, self.borrowed = owned_and_borrowed(graph, layers.first, layers.stop)
+        assert update.params == self.owned, "the optimizer's slice is that of the stage"
+        self.arriving = tuple(p for p in self.owned for _ in range((num_arriving or {}).get(p, 0)))
+        self.specs = specs
+        sent = graph.crossing(layers.stop)
+        self.differentiable_inputs = tuple(v for v in layers.inputs if graph.values[v].differentiable)
+        self.differentiable_outputs = tuple(v for v in layers.outputs if graph.values[v].differentiable)
+        self.is_last = layers.stop == graph.num_layers
+        # Gradients that arrive: of outputs, and of inputs that pass through to later stages as well.
+        self.cotangents = tuple(v for v in sent if graph.values[v].differentiable and (v in layers.outputs or v in layers.inputs))
+        self._saved: list[_Saved] = []
+        self._constants: list[Any] = []
+        self._vjp_tree: Any = None
+
+    # ---- shardings -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def tensor_sharding(self, tensor: Tensor) -> NamedSharding:
+        """Values and batch leaves are split along their batch dimension where that is even, else whole on every device."""
+        if tensor.batch_dim is None or tensor.shape[tensor.batch_dim] % self.data_parallel:
+            return self.replicated
+        return NamedSharding(self.mesh, PartitionSpec(*[None] * tensor.batch_dim, DATA_AXIS))
+
+    def value_sharding(self, value: int) -> NamedSharding:
+        return self.tensor_sharding(self.graph.values[value])
+
+    def batch_sharding(self, leaf: int) -> NamedSharding:
+        return self.tensor_sharding(self.graph.batch[leaf])
+
+    def param_sharding(self, param: int) -> NamedSharding:
+        return NamedSharding(self.mesh, self.specs[param])
+
+    def state_sharding(self, leaf: int) -> NamedSharding:
+        """Optimizer state of the shape of its parameter is split like it, and over the replicas too if the plan says so."""
+        struct = self.optimizer.state_structs[leaf]
+        param = self.optimizer.param_of_state.get(leaf)
+        spec = PartitionSpec()
+        if param is not None and struct.shape == self.graph.params[param].shape:
+            spec = self.specs[param]
+        if not self.shard_optimizer or self.data_parallel == 1:
+            return NamedSharding(self.mesh, spec)
+        axes = [*spec, *[None] * (len(struct.shape) - len(spec))]
+        free = [d for d, axis in enumerate(axes) if axis is None and struct.shape[d] % self.data_parallel == 0 and struct.shape[d]]
+        if free:
+            axes[max(free, key=lambda d: struct.shape[d])] = DATA_AXIS
+        return NamedSharding(self.mesh, PartitionSpec(*axes))
+
+    # ---- arguments -------------------------------------------------------------------------------------------------
+
+    def param_structs(self, params: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
+        return [struct_of(self.graph.params[p], self.param_sharding(p)) for p in params]
+
+    def value_structs(self, values: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
+        return [struct_of(self.graph.values[v], self.value_sharding(v)) for v in values]
+
+    def batch_structs(self, leaves: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
+        return [struct_of(self.graph.batch[b], self.batch_sharding(b)) for b in leaves]
+
+    def state_structs(self) -> list[jax.ShapeDtypeStruct]:
+        structs = self.optimizer.state_structs
+        return [jax.ShapeDtypeStruct(structs[k].shape, structs[k].dtype, sharding=self.state_sharding(k)) for k in self.optimizer.state]
+
+    @property
+    def params(self) -> tuple[int, ...]:
+        """Parameters in the order in which the programs take them: owned, then borrowed."""
+        return self.owned + self.borrowed
+
+    # ---- programs --------------------------------------------------------------------------------------------------
+
+    def _apply(self, params: Sequence[Any], differentiable: Sequence[Any], inputs: Sequence[Any], batch: Sequence[Any]):
+        """(differentiable outputs, other outputs) of the layers."""
+        by_id = dict(zip(self.params, params, strict=True))
+        values = dict(zip(self.layers.inputs, inputs, strict=True)) | dict(zip(self.differentiable_inputs, differentiable, strict=True))
+        results = self.layers([by_id[p] for p in self.layers.params], [values[v] for v in self.layers.inputs], batch, remat=self.remat)
+        by_value = dict(zip(self.layers.outputs, results, strict=True))
+        rest = [v for v in self.layers.outputs if v not in self.differentiable_outputs]
+        return [by_value[v] for v in self.differentiable_outputs], [by_value[v] for v in rest]
+
+    def _forward(self, params, inputs, batch):
+        differentiable = [inputs[self.layers.inputs.index(v)] for v in self.differentiable_inputs]
+        made, vjp, rest = jax.vjp(lambda p, x: self._apply(p, x, inputs, batch), params, differentiable, has_aux=True)
+        others = [v for v in self.layers.outputs if v not in self.differentiable_outputs]
+        by_value = dict(zip(self.differentiable_outputs, made, strict=True)) | dict(zip(others, rest, strict=True))
+        outputs = [by_value[v] for v in self.layers.outputs]
+        saved, self._vjp_tree = jax.tree.flatten(vjp)
+        known = {
+            id(array): _Saved(source, i)
+            for source, group in (("output", outputs), ("batch", batch), ("input", inputs), ("param", params))
+            for i, array in enumerate(group)
+        }
+        residuals: list[Any] = []
+        self._saved, self._constants = [], []
+        for array in saved:
+            if not isinstance(array, jax.core.Tracer):
+                known[id(array)] = _Saved("constant", len(self._constants))
+                self._constants.append(array)
+            elif id(array) not in known:
+                known[id(array)] = _Saved("residual", len(residuals))
+                residuals.append(array)
+            self._saved.append(known[id(array)])
+        return outputs, residuals
+
+    def _kept(self, source: str) -> tuple[int, ...]:
+        """Positions that the backward pass reads among the inputs, outputs or batch leaves."""
+        assert self._vjp_tree is not None, "the forward program is traced first"
+        return tuple(sorted({saved.index for saved in self._saved if saved.source == source}))
+
+    def _backward(self, params, inputs, batch, outputs, residuals, cotangents, accumulated):
+        groups = {
+            "param": params,
+            "residual": residuals,
+            "constant": self._constants,
+            "input": dict(zip(self._kept("input"), inputs, strict=True)),
+            "batch": dict(zip(self._kept("batch"), batch, strict=True)),
+            "output": dict(zip(self._kept("output"), outputs, strict=True)),
+        }
+        vjp = jax.tree.unflatten(self._vjp_tree, [groups[saved.source][saved.index] for saved in self._saved])
+        arrived = dict(zip(self.cotangents, cotangents, strict=True))
+        seeds = []
+        for v in self.differentiable_outputs:
+            tensor = self.graph.values[v]
+            seeds.append(jnp.full(tensor.shape, 1 / self.num_microbatches, tensor.dtype) if self.is_last else arrived[v])
+        param_gradients, input_gradients = vjp(seeds)
+        for i, v in enumerate(self.differentiable_inputs):
+            if v in arrived:
+                input_gradients[i] = input_gradients[i] + arrived[v]
+        return input_gradients, [a + g.astype(a.dtype) for a, g in zip(accumulated, param_gradients, strict=True)]
+
+    def _summarize(self, params, state, gradients, arrived):
+        return self.optimizer.summarize(params, state, self._add_arrived(gradients, arrived))
+
+    def _update(self, params, state, gradients, borrowed, arrived, summaries):
+        params, state = self.optimizer.update(params, state, self._add_arrived(gradients, arrived), summaries)
+        return params, state, [jnp.zeros_like(g) for g in gradients], [jnp.zeros_like(g) for g in borrowed]
+
+    def _add_arrived(self, gradients, arrived):
+        total = dict(zip(self.owned, gradients, strict=True))
+        for p, gradient in zip(self.arriving, arrived, strict=True):
+            total[p] = total[p] + gradient
+        return list(total.values())
+
+    @cached_property
+    def forward(self) -> Executable:
+        """(params, inputs, batch) -> (outputs, residuals)."""
+        out = ([self.value_sharding(v) for v in self.layers.outputs], None)
+        args = (self.param_structs(self.params), self.value_structs(self.layers.inputs), self.batch_structs(self.layers.batch))
+        return compile_program(self._forward, args, out_shardings=out)
+
+    @cached_property
+    def backward(self) -> Executable:
+        """(params, kept inputs, kept batch, kept outputs, residuals, cotangents, accumulated) -> (input gradients, accumulated)."""
+        residuals = self.forward.outputs[1]
+        layers, gradients = self.layers, self.param_structs(self.params)
+        args = (
+            self.param_structs(self.params),
+            self.value_structs([layers.inputs[i] for i in self._kept("input")]),
+            self.batch_structs([layers.batch[i] for i in self._kept("batch")]),
+            self.value_structs([layers.outputs[i] for i in self._kept("output")]),
+            residuals,
+            self.value_structs(self.cotangents),
+            gradients,
+        )
+        out = ([self.value_sharding(v) for v in self.differentiable_inputs], [g.sharding for g in gradients])
+        return compile_program(self._backward, args, donate=(1, 3, 4, 5, 6), out_shardings=out)
+
+    @cached_property
+    def _own(self) -> tuple[list[Any], list[Any], list[Any]]:
+        return self.param_structs(self.owned), self.state_structs(), self.param_structs(self.owned)
+
+    def _summary_structs(self, values: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=self.replicated) for v in values]
+
+    @cached_property
+    def summarize(self) -> Executable | None:
+        """(params, state, gradients, arrived) -> summary; None where the optimizer needs nothing of other stages."""
+        if not any(stage.summary for stage in self.optimizer.siblings):
+            return None
+        arriving = self.param_structs(self.arriving)
+        out = [self.replicated] * len(self.optimizer.summary)
+        return compile_program(self._summarize, (*self._own, arriving), out_shardings=out)
+
+    @cached_property
+    def update(self) -> Executable:
+        """(params, state, gradients, borrowed gradients, arrived, summaries) -> (params, state, cleared gradients, cleared borrowed)."""
+        borrowed = self.param_structs(self.borrowed)
+        others = [s for s in self.optimizer.siblings if s is not self.optimizer]
+        summaries = [self._summary_structs(s.summary) for s in others] if self.summarize else []
+        args = (*self._own, borrowed, self.param_structs(self.arriving), summaries)
+        out = tuple([struct.sharding for struct in group] for group in (*self._own, borrowed))
+        return compile_program(self._update, args, donate=(0, 1, 2, 3), out_shardings=out)
+
+    @cached_property
+    def cost(self) -> StageCost:
+        """What the compiler says of the stage: compiles every program."""
+        forward, backward, update, summarize = self.forward, self.backward, self.update, self.summarize
+        return StageCost(
+            residual_bytes=sum(map(shard_bytes, forward.outputs[1])),
+            forward_bytes=forward.transient_bytes,
+            backward_bytes=backward.transient_bytes,
+            update_bytes=update.transient_bytes,
+            optimizer_bytes=sum(map(shard_bytes, self.state_structs())),
+            kept_inputs=self._kept("input"),
+            kept_outputs=self._kept("output"),
+            kept_batch=self._kept("batch"),
+            summarize_bytes=summarize.transient_bytes if summarize else 0,
+            summary_bytes=sum(map(shard_bytes, summarize.outputs)) if summarize else 0,
+        )
+
+
+def shard_bytes(array: Any) -> int:
+    """Bytes that an array, or the structure of one with its sharding, takes on each of its devices."""
+    elements = int(np.prod(array.sharding.shard_shape(array.shape), dtype=np.int64))
+    return elements * (8 if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array.dtype.itemsize)

@@ -1,0 +1,203 @@
+"""Move an array between shardings on different, overlapping or equal device sets, without the host and without blocking.
+
+``jax.device_put`` of a sharded array to another layout goes through host memory and holds up the thread that dispatches the
+pipeline. Here every destination shard is cut out of the source shards on their own devices, the pieces are copied device to
+device, and joined on the destination; all of it is only enqueued. The same move is made thousands of times in a step, so
+what to cut, copy and join is worked out once (``plan_reshard``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from capture.errors import ExecutionError
+
+#: First and last-plus-one index in every dimension.
+Box = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class _Fetch:
+    """One piece: cut from a source shard (``piece`` numbers the cuts of that shard; None takes it whole), for one device."""
+
+    source: jax.Device
+    piece: int | None
+    target: jax.Device
+
+
+def reshard(x: jax.Array, sharding: Sharding, *, may_alias: bool = False) -> jax.Array:
+    """The same values under another sharding.
+
+    Args:
+        x: Any array of any rank, typed random keys included; its shards must be addressable by this process.
+        sharding: Of the result, usually a ``NamedSharding``.
+        may_alias: Whether the result may share buffers with ``x``. Leave it False if ``x`` may be donated later: donating an
+            array deletes its buffers, and with them every alias.
+
+    Returns:
+        The array; the copies may still be running.
+
+    Raises:
+        ExecutionError: ``reshard-addressable``, see ``plan_reshard``.
+    """
+    return plan_reshard(x.shape, x.dtype, x.sharding, sharding, may_alias=may_alias)(x)
+
+
+@lru_cache(maxsize=4096)
+def plan_reshard(
+    shape: tuple[int, ...], dtype: Any, src: Sharding, dst: Sharding, *, may_alias: bool = False
+) -> Callable[[jax.Array], jax.Array]:
+    """Work out a move once, to be made many times.
+
+    A destination shard overlaps a grid of source shards. Each overlap is cut on a device that holds it (the destination
+    itself if it does, else the replica with the least to send so far), copied, and the grid is joined dimension by dimension.
+
+    Args:
+        shape: Global shape.
+        dtype: Of the elements; typed random keys move as their key data.
+        src: Sharding of the arrays that will be given; an equivalent one serves as well.
+        dst: Sharding of the results.
+        may_alias: As in ``reshard``.
+
+    Returns:
+        A function of one array.
+
+    Raises:
+        ExecutionError: ``reshard-addressable`` if a device of either sharding belongs to another process.
+    """
+    for role, sharding in (("source", src), ("destination", dst)):
+        if not sharding.is_fully_addressable:
+            raise ExecutionError.of(
+                f"the {role} sharding {sharding} has devices of another process; reshard moves arrays within one process.",
+                "reshard-addressable",
+            )
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        return _plan_keys(shape, dtype, src, dst, may_alias)
+    src_boxes, dst_boxes = _boxes(src, shape), _boxes(dst, shape)
+    # One device to one, or shard for shard onto other devices: XLA does these without the host. On devices in common it
+    # would alias, whatever ``may_alias`` says, if the source is a replica (seen in jax 0.10.2 and 0.12).
+    if list(src_boxes.values()) == list(dst_boxes.values()) and (may_alias or not src.device_set & dst.device_set):
+        return lambda x: jax.device_put(x, dst)
+    return _plan_pieces(shape, src_boxes, dst_boxes, dst, may_alias)
+
+
+def _plan_keys(shape: tuple[int, ...], dtype: Any, src: Sharding, dst: Sharding, may_alias: bool) -> Callable[[jax.Array], jax.Array]:
+    """Key data has the shape of the keys and one more dimension, which a ``NamedSharding`` of the keys leaves whole."""
+    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+    move = plan_reshard(data.shape, data.dtype, src, dst, may_alias=may_alias)
+
+    def move_keys(x: jax.Array) -> jax.Array:
+        return jax.random.wrap_key_data(move(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+
+    return move_keys
+
+
+def _plan_pieces(
+    shape: tuple[int, ...], src_boxes: dict[jax.Device, Box], dst_boxes: dict[jax.Device, Box], dst: Sharding, may_alias: bool
+) -> Callable[[jax.Array], jax.Array]:
+    """The general move: cut, copy, join."""
+    cuts: dict[jax.Device, list[Box]] = {}
+    fetches: list[_Fetch] = []
+    joins: list[tuple[int, Callable[..., jax.Array] | None]] = []
+    sent: Counter[jax.Device] = Counter()
+    holders: dict[Box, list[jax.Device]] = {}
+    for device, box in src_boxes.items():
+        holders.setdefault(box, []).append(device)
+    for target, wanted in dst_boxes.items():
+        starts = []
+        for box, devices in sorted(holders.items()):
+            part = _overlap(box, wanted)
+            if part is None:
+                continue
+            source = min(devices, key=lambda device: (device != target, sent[device]))
+            sent[source] += math.prod(stop - start for start, stop in part)
+            piece = None
+            if part != box:
+                local = tuple((a - origin, b - origin) for (a, b), (origin, _) in zip(part, box, strict=True))
+                pieces = cuts.setdefault(source, [])
+                if local not in pieces:
+                    pieces.append(local)
+                piece = pieces.index(local)
+            fetches.append(_Fetch(source, piece, target))
+            starts.append(tuple(start for start, _ in part))
+        joins.append((len(starts), _joiner(tuple(starts)) if len(starts) > 1 else None))
+
+    cutters = {device: _cutter(tuple(boxes)) for device, boxes in cuts.items()}
+    # What is already in place needs no copy: a cut is a new buffer, and so is what a join makes of whole shards.
+    joined = [join is not None for count, join in joins for _ in range(count)]
+    copies = [
+        number
+        for number, fetch in enumerate(fetches)
+        if fetch.source != fetch.target or (fetch.piece is None and not may_alias and not joined[number])
+    ]
+    placements = [SingleDeviceSharding(fetches[number].target, memory_kind=dst.memory_kind) for number in copies]
+
+    def move(x: jax.Array) -> jax.Array:
+        shards = {shard.device: shard.data for shard in x.addressable_shards}
+        pieces = {device: cutter(shards[device]) for device, cutter in cutters.items()}
+        parts = [shards[fetch.source] if fetch.piece is None else pieces[fetch.source][fetch.piece] for fetch in fetches]
+        moved = jax.device_put([parts[number] for number in copies], placements, may_alias=may_alias) if copies else []
+        for number, part in zip(copies, moved, strict=True):
+            parts[number] = part
+        arrays, position = [], 0
+        for count, join in joins:
+            arrays.append(parts[position] if join is None else join(*parts[position : position + count]))
+            position += count
+        return jax.make_array_from_single_device_arrays(shape, dst, arrays)
+
+    return move
+
+
+def _boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[jax.Device, Box]:
+    """What each device holds, in the order of the sharding's devices."""
+    indices = sharding.devices_indices_map(shape)
+    return {
+        device: tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+        for device, index in indices.items()
+        if index is not None
+    }
+
+
+def _overlap(box: Box, wanted: Box) -> Box | None:
+    """The part of ``wanted`` that ``box`` holds; an empty dimension is held by everyone."""
+    part = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, wanted, strict=True))
+    touching = all(start < stop or c == d for (start, stop), (c, d) in zip(part, wanted, strict=True))
+    return part if touching else None
+
+
+@lru_cache(maxsize=4096)
+def _cutter(boxes: tuple[Box, ...]) -> Callable[[jax.Array], tuple[jax.Array, ...]]:
+    """One program that cuts all pieces wanted of a shard."""
+
+    @jax.jit
+    def cut(shard: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(shard[tuple(slice(start, stop) for start, stop in box)] for box in boxes)
+
+    return cut
+
+
+@lru_cache(maxsize=4096)
+def _joiner(starts: tuple[tuple[int, ...], ...]) -> Callable[..., jax.Array]:
+    """One program that joins a grid of pieces, given with the index of their first element in ascending order."""
+
+    def nest(pieces: Sequence[tuple[tuple[int, ...], jax.Array]], dim: int) -> jax.Array:
+        if len(pieces) == 1:
+            return pieces[0][1]
+        rows = sorted({start[dim] for start, _ in pieces})
+        parts = [nest([piece for piece in pieces if piece[0][dim] == row], dim + 1) for row in rows]
+        return jnp.concatenate(parts, dim) if len(parts) > 1 else parts[0]
+
+    @jax.jit
+    def join(*pieces: jax.Array) -> jax.Array:
+        return nest(list(zip(starts, pieces, strict=True)), 0)
+
+    return join

@@ -1,0 +1,75 @@
+"""How the parameters of a model are split at a tensor-parallel degree: decided layer by layer, so that any stage agrees."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from capture.graph import Tensor, item_bytes
+from capture.runtime.tensor_parallel import Rule, parameter_specs
+from capture.tracing import TracedModel
+
+
+def struct_of(tensor: Tensor, sharding: jax.sharding.Sharding | None = None) -> jax.ShapeDtypeStruct:
+    """A tensor of the layer graph as JAX's structure."""
+    dtype = jax.eval_shape(lambda: jax.random.key(0)).dtype if tensor.dtype.startswith("key<") else jnp.dtype(tensor.dtype)
+    return jax.ShapeDtypeStruct(tensor.shape, dtype, sharding=sharding)
+
+
+class ModelSharding:
+    """Specs of all parameters per tensor-parallel degree; a shared parameter is split as its first layer wants it.
+
+    Args:
+        traced: The model.
+        rule: See ``parameter_specs``.
+    """
+
+    def __init__(self, traced: TracedModel, rule: Rule = "auto"):
+        self._traced, self._rule = traced, rule
+        self._specs: dict[int, list[PartitionSpec]] = {}
+        self._by_key: dict[tuple[str, int], list[PartitionSpec]] = {}
+
+    def specs(self, degree: int) -> list[PartitionSpec]:
+        """One spec per parameter of the graph; equal layers are walked once."""
+        if degree not in self._specs:
+            graph = self._traced.graph
+            specs: dict[int, PartitionSpec] = {}
+            for layer in graph.layers:
+                for p, spec in zip(layer.params, self._layer_specs(layer.layer_id, degree), strict=True):
+                    specs.setdefault(p, spec)
+            self._specs[degree] = [specs.get(p, PartitionSpec()) for p in range(len(graph.params))]
+        return self._specs[degree]
+
+    def _layer_specs(self, layer_id: int, degree: int) -> list[PartitionSpec]:
+        graph = self._traced.graph
+        layer, one = graph.layers[layer_id], self._traced.slice(layer_id, layer_id + 1)
+        key = (layer.key, degree)
+        by_name = isinstance(self._rule, Mapping)  # names differ between equal layers
+        if key not in self._by_key or by_name:
+            params = [struct_of(graph.params[p]) for p in one.params]
+            args = [struct_of(graph.values[v]) for v in one.inputs] + [struct_of(graph.batch[b]) for b in one.batch]
+            count = len(one.inputs)
+            found = parameter_specs(
+                lambda p, a: one(p, a[:count], a[count:]),
+                params,
+                args,
+                degree,
+                self._rule,
+                [graph.params[p].name for p in one.params],
+            )
+            of_param = dict(zip(one.params, found, strict=True))
+            self._by_key[key] = [of_param[p] for p in layer.params]
+        return self._by_key[key]
+
+    def param_bytes(self, degree: int) -> tuple[int, ...]:
+        """Bytes per device of every parameter of the graph."""
+        return tuple(_shard_bytes(p, spec, degree) for p, spec in zip(self._traced.graph.params, self.specs(degree), strict=True))
+
+
+def _shard_bytes(tensor: Tensor, spec: Sequence[str | None], degree: int) -> int:
+    shape = [size // degree if d < len(spec) and spec[d] else size for d, size in enumerate(tensor.shape)]
+    return math.prod(shape) * item_bytes(tensor.dtype)

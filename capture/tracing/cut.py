@@ -1,0 +1,118 @@
+"""Where to cut the program into layers: at the model's marks, or automatically.
+
+Automatic cutting is a dynamic programme: among all ways to have L contiguous layers whose FLOPs differ from the mean by at
+most a tolerance, the one with the fewest bytes crossing the cuts. Source: the layer clustering of Alpa (Zheng et al., OSDI
+2022, section 5.2, equation 6), which bounds FLOPs from above only and minimises the largest crossing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from itertools import accumulate
+
+from capture.errors import TracingError
+from capture.graph import item_bytes
+from capture.tracing.program import Program
+
+#: A layer's FLOPs lie within mean / (1 + t) and mean * (1 + t); t grows by half until that is possible.
+FLOPS_TOLERANCE = 0.25
+
+
+def mark_cuts(program: Program) -> list[int]:
+    """Cut positions at the marks; a mark with nothing to compute before or after it is no cut.
+
+    Raises:
+        TracingError: ``trace-no-marks`` if no mark divides the program.
+    """
+    end = len(program.ops)
+    real = list(accumulate((i not in program.recomputed for i in range(end)), initial=0))
+    # The layer that makes the loss is the last one, even if something for its effects only comes after.
+    last = program.producer[program.loss]
+    cuts = [0]
+    for mark in program.marks:
+        if real[mark.position] > real[cuts[-1]] and mark.position <= last and real[end] > real[mark.position]:
+            cuts.append(mark.position)
+    if len(cuts) == 1:
+        raise TracingError.of(
+            f"the loss has {len(program.marks)} layer marks and none of them divides it; "
+            'mark the boundaries in the model with jax.ad_checkpoint.checkpoint_name(x, "layer_boundary"), '
+            "or give num_layers to cut it automatically.",
+            "trace-no-marks",
+        )
+    return [*cuts, end]
+
+
+def crossing_bytes(program: Program) -> list[int]:
+    """Bytes that are live across each position 0..len(ops), recomputed values and leaves excluded."""
+    end = len(program.ops)
+    last_read: dict[int, int] = {v: i for i, op in enumerate(program.ops) if i not in program.recomputed for v in op.reads}
+    change = [0] * (end + 2)
+    for value, made in program.producer.items():
+        if made not in program.recomputed and (read := last_read.get(value, made)) > made:
+            aval = program.avals[value]
+            nbytes = math.prod(aval.shape) * item_bytes(str(aval.dtype))
+            change[made + 1] += nbytes
+            change[read + 1] -= nbytes
+    return list(accumulate(change[: end + 1]))
+
+
+def cluster_cuts(program: Program, num_layers: int) -> list[int]:
+    """Cut positions of ``num_layers`` layers with near-equal FLOPs and the fewest bytes crossing.
+
+    Raises:
+        TracingError: ``trace-num-layers`` if the program has fewer operations that compute something.
+    """
+    end = len(program.ops)
+    done = list(accumulate((0 if i in program.recomputed else op.flops for i, op in enumerate(program.ops)), initial=0))
+    # Between two computing ops only one place is worth a cut: the one with the fewest bytes, the later of equals.
+    live = crossing_bytes(program)
+    best_place: dict[int, int] = {}
+    for position in range(1, program.producer[program.loss] + 1):
+        flop = done[position]
+        if 0 < flop < done[end] and live[position] <= live[best_place.get(flop, position)]:
+            best_place[flop] = position
+    places = [0, *best_place.values(), end]
+    if not 1 <= num_layers < len(places):
+        raise TracingError.of(
+            f"num_layers={num_layers} is not possible: the loss has {len(places) - 1} operations that compute something; "
+            f"give 1 to {len(places) - 1}.",
+            "trace-num-layers",
+        )
+    mean = done[end] / num_layers
+    costs = [live[p] + 0.5 * abs(done[p] / mean - round(done[p] / mean)) if mean else 0.0 for p in places]
+    progress = [float(done[p]) for p in places]
+    tolerance = FLOPS_TOLERANCE
+    while (chosen := _cheapest_path(progress, costs, num_layers, mean / (1 + tolerance), mean * (1 + tolerance))) is None:
+        tolerance *= 1.5
+    return [places[i] for i in chosen]
+
+
+def _cheapest_path(progress: list[float], costs: list[float], num_steps: int, least: float, most: float) -> list[int] | None:
+    """Indices 0 = i_0 < ... < i_L = last with steps of progress in [least, most] and the least cost in between; O(n L)."""
+    end = len(progress) - 1
+    best = [0.0] + [math.inf] * end
+    origins: list[list[int]] = []
+    for _ in range(num_steps):
+        reached, origin = [math.inf] * (end + 1), [-1] * (end + 1)
+        window: deque[int] = deque()  # candidates in reach, costs ascending
+        entering = 0
+        for j in range(1, end + 1):
+            while entering < j and progress[entering] <= progress[j] - least:
+                if best[entering] < math.inf:
+                    while window and best[window[-1]] >= best[entering]:
+                        window.pop()
+                    window.append(entering)
+                entering += 1
+            while window and progress[window[0]] < progress[j] - most:
+                window.popleft()
+            if window:
+                reached[j], origin[j] = best[window[0]] + (costs[j] if j < end else 0.0), window[0]
+        best = reached
+        origins.append(origin)
+    if best[end] == math.inf:
+        return None
+    path = [end]
+    for origin in reversed(origins):
+        path.append(origin[path[-1]])
+    return path[::-1]

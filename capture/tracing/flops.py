@@ -1,0 +1,53 @@
+"""Forward floating-point operations of an equation, from shapes alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from jax.extend import core as jex_core
+
+#: Only move, name or reinterpret data.
+_NO_FLOPS = frozenset(
+    "reshape broadcast_in_dim transpose squeeze expand_dims slice dynamic_slice dynamic_update_slice gather concatenate pad rev iota "
+    "convert_element_type bitcast_convert_type copy copy_p stop_gradient name select_n split optimization_barrier "
+    "random_seed random_wrap random_unwrap random_split random_fold_in".split()
+)
+
+
+def sub_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
+    """The open jaxprs among an equation's parameters (bodies, branches, conditions)."""
+    for value in params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, (jex_core.Jaxpr, jex_core.ClosedJaxpr)):
+                yield getattr(item, "jaxpr", item)
+
+
+def equation_flops(equation) -> int:
+    """Floating-point operations: 2 per multiply-add, 1 per element of other arithmetic, 0 for moving data.
+
+    A scan counts its body ``length`` times, a ``cond`` its dearest branch, a ``while`` one iteration.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> [equation_flops(e) for e in jax.make_jaxpr(jnp.dot)(jnp.ones((2, 3)), jnp.ones((3, 5))).eqns]
+        [60]
+    """
+    name, params = equation.primitive.name, equation.params
+    out_size = sum(math.prod(v.aval.shape) for v in equation.outvars)
+    if name == "dot_general":
+        (contracting, _), _ = params["dimension_numbers"]
+        return 2 * out_size * math.prod(equation.invars[0].aval.shape[d] for d in contracting)
+    if name == "conv_general_dilated":
+        kernel = equation.invars[1].aval.shape
+        return 2 * out_size * math.prod(kernel) // max(1, kernel[params["dimension_numbers"].rhs_spec[0]])
+    bodies = [sum(map(equation_flops, body.eqns)) for body in sub_jaxprs(params)]
+    if name == "cond":
+        return max(bodies, default=0)
+    if name.startswith(("reduce_", "arg", "scatter")):
+        # A reduction combines what it reads, a scatter what it writes; the body says only how.
+        return math.prod(equation.invars[-1 if name.startswith("scatter") else 0].aval.shape)
+    if bodies:
+        return params.get("length", 1) * sum(bodies)
+    return 0 if name in _NO_FLOPS else out_size

@@ -1,0 +1,175 @@
+"""Content hashes of layers: what they compute, on what shapes, and nothing about where or when they were traced."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+
+from capture.tracing.flops import sub_jaxprs
+from capture.tracing.layers import LayerOps
+from capture.tracing.program import Program
+
+#: Parameters of equations that say nothing about the result, or that hold the functions of a custom rule (hashed by what they trace to).
+_IGNORED = frozenset(("name", "debug_info", "ctx_mesh", "fwd_jaxpr_thunk", "jvp_jaxpr_fun", "bwd", "out_trees", "inline", "keep_unused"))
+_CUSTOM_RULES = ("custom_jvp_call", "custom_vjp_call")
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class ProgramHasher:
+    """Hashes the layers of one program; remembers the text of bodies that occur again."""
+
+    def __init__(self, program: Program):
+        self._program = program
+        self._consts: dict[int, str] = {}
+        self._known: dict[tuple[int, bool], tuple[Any, str]] = {}  # by id of an object, which is kept so that the id stays its own
+        self._in_rule = False
+        self._open_functions: set[int] = set()
+
+    def layer_key(self, layer: LayerOps) -> str:
+        """Equal for layers that run the same program on other parameters.
+
+        Leaves and inputs are named by their position in the layer's lists, which is the order of its arguments.
+        """
+        program = self._program
+        names: dict[int, str] = {}
+        for prefix, values in (("p", layer.params), ("i", layer.inputs), ("b", layer.batch)):
+            names.update({v: f"{prefix}{n}" for n, v in enumerate(values)})
+        lines = [f"{name}:{_type(program.avals[v])}:{v in program.differentiable}" for v, name in names.items()]
+        names.update({v: self._const(v) for v in layer.consts})
+        regions: dict[Any, str] = {}
+        for op in layer.ops:
+            for region in op.regions:
+                regions.setdefault(region, f"r{len(regions)}{self._text(region.policy)}{region.prevent_cse}")
+            for v in op.outputs:
+                names[v] = f"v{len(names)}"
+            inputs = ",".join(names[v] if isinstance(v, int) else _array(v.val) for v in op.inputs)
+            outputs = ",".join(f"{names[v]}:{_type(program.avals[v])}" for v in op.outputs)
+            lines.append(f"{outputs}={self._equation(op)}({inputs})[{','.join(regions[r] for r in op.regions)}]")
+        lines += [f"out {names[v]}:{v in program.differentiable}" for v in layer.outputs]
+        return digest("\n".join(lines))
+
+    def _const(self, value: int) -> str:
+        if value not in self._consts:
+            self._consts[value] = _array(self._program.consts[value])
+        return self._consts[value]
+
+    def _equation(self, equation) -> str:
+        """Primitive and parameters of an ``Op`` or of an equation of a jaxpr."""
+        name, params = equation.primitive.name, equation.params
+        shown = {k: v for k, v in params.items() if k not in _IGNORED or (name == "name" and k == "name")}
+        text = f"{name}{self._text(shown)}"
+        return text + self._rule(equation.primitive, params) if name in _CUSTOM_RULES else text
+
+    def _rule(self, primitive, params: Mapping[str, Any]) -> str:
+        """A custom derivative by what it traces to: the functions themselves have only addresses to tell them apart.
+
+        Inside a rule, custom functions (often the same one) are only evaluated, so there their rules do not matter.
+        """
+        if self._in_rule:
+            return ""
+        if (id(params), False) not in self._known:
+            avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in next(sub_jaxprs(params)).invars]
+            text = ""
+            if any(map(_is_float, avals)):
+                traced = jax.make_jaxpr(_pullback(primitive, params))(*avals)
+                self._in_rule = True
+                text = self._text(traced)
+                self._in_rule = False
+            self._known[id(params), False] = params, text
+        return self._known[id(params), False][1]
+
+    def _jaxpr(self, body) -> str:
+        jaxpr, consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
+        names = {v: f"a{n}:{_type(v.aval)}" for n, v in enumerate((*jaxpr.constvars, *jaxpr.invars))}
+        lines = [" ".join(names.values()), *map(_array, consts)]
+
+        def read(atom) -> str:
+            return _array(atom.val) if isinstance(atom, jex_core.Literal) else names[atom]
+
+        for equation in jaxpr.eqns:
+            inputs = ",".join(map(read, equation.invars))
+            for v in equation.outvars:
+                names[v] = f"v{len(names)}:{_type(v.aval)}"
+            lines.append(f"{','.join(names[v] for v in equation.outvars)}={self._equation(equation)}({inputs})")
+        return digest("\n".join([*lines, *map(read, jaxpr.outvars)]))
+
+    def _text(self, value: Any) -> str:
+        """A parameter of an equation, without names, addresses and variable identity."""
+        if isinstance(value, Mapping):
+            return "{" + ",".join(f"{k}:{self._text(v)}" for k, v in sorted(value.items())) + "}"
+        if isinstance(value, (tuple, list)):
+            return f"{type(value).__name__}(" + ",".join(map(self._text, value)) + ")"
+        if isinstance(value, (set, frozenset)):
+            return "{" + ",".join(sorted(map(self._text, value))) + "}"
+        if isinstance(value, (jex_core.Jaxpr, jex_core.ClosedJaxpr)):
+            known = (id(value), self._in_rule)
+            if known not in self._known:
+                self._known[known] = value, self._jaxpr(value)
+            return self._known[known][1]
+        if isinstance(value, (np.ndarray, jax.Array)):
+            return _array(value)
+        if isinstance(value, functools.partial):
+            return "partial" + self._text((value.func, value.args, value.keywords))
+        if isinstance(value, types.FunctionType):
+            return f"{value.__module__}.{value.__qualname__}" + self._function(value)
+        return _ADDRESS.sub("", repr(value))
+
+    def _function(self, function: types.FunctionType) -> str:
+        """Code and closure: two lambdas of one line may differ in what they close over only."""
+        if id(function) in self._open_functions:
+            return "recursive"
+        self._open_functions.add(id(function))
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+        text = digest(_code(function.__code__) + self._text((cells, function.__defaults__ or (), function.__kwdefaults__ or {})))
+        self._open_functions.remove(id(function))
+        return text
+
+
+def _is_float(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def _pullback(primitive, params: Mapping[str, Any]) -> Callable[..., Any]:
+    """Primals and gradients of a call with a custom rule."""
+
+    def function(*arguments):
+        def call(floats):
+            remaining = iter(floats)
+            mixed = [next(remaining) if _is_float(x) else x for x in arguments]
+            result = primitive.bind(*mixed, **primitive.get_bind_params(params))
+            return [x for x in (result if primitive.multiple_results else [result]) if _is_float(x)]
+
+        primals, pull = jax.vjp(call, [x for x in arguments if _is_float(x)])
+        return primals, pull(primals)
+
+    return function
+
+
+def _code(code: types.CodeType) -> str:
+    nested = [_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
+    return digest(repr((code.co_code, code.co_names, nested)))
+
+
+def _type(aval) -> str:
+    return f"{getattr(aval, 'dtype', aval)}{list(getattr(aval, 'shape', ()))}"
+
+
+def _array(array: Any) -> str:
+    """A constant by content."""
+    if isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    array = np.asarray(array)
+    return f"{array.dtype}{array.shape}{hashlib.sha256(array.tobytes()).hexdigest()[:16]}"

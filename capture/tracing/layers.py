@@ -1,0 +1,77 @@
+"""Which operations each layer runs, once the cut positions are known.
+
+A layer runs its own operations and its own copies of the recomputed ones that it needs (``Program.recomputed``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from capture.tracing.program import Op, Program
+
+
+@dataclass(frozen=True, eq=False)
+class LayerOps:
+    """One layer in terms of the program's values, each list ascending.
+
+    Attributes:
+        ops: In program order, recomputed ones included.
+        own: How many of them run in no other layer.
+        params, batch, consts: Leaves and constants that the ops read.
+        inputs: Values of earlier layers that the ops read.
+        outputs: Values that later layers read; of the last layer, the loss.
+    """
+
+    ops: tuple[Op, ...]
+    own: int
+    params: tuple[int, ...]
+    batch: tuple[int, ...]
+    consts: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    @property
+    def flops(self) -> int:
+        return sum(op.flops for op in self.ops)
+
+
+def assign_layers(program: Program, cuts: Sequence[int]) -> list[LayerOps]:
+    """Layers between consecutive cut positions ``0 = cuts[0] < ... < cuts[-1] = len(program.ops)``."""
+    params, batch, consts = set(program.params), set(program.batch), set(program.consts)
+    picked: list[tuple[list[int], int]] = []
+    external: list[set[int]] = []
+    for k, (start, stop) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        own = [i for i in range(start, stop) if i not in program.recomputed]
+        wanted = {v for i in own for v in program.ops[i].reads}
+        if k == len(cuts) - 2:
+            wanted.add(program.loss)
+        copied: set[int] = set()
+        pending = list(wanted)
+        while pending:
+            i = program.producer.get(pending.pop())
+            if i in program.recomputed and i not in copied:
+                copied.add(i)
+                pending += program.ops[i].reads
+        indices = sorted({*own, *copied})
+        made = {v for i in indices for v in program.ops[i].outputs}
+        picked.append((indices, len(own)))
+        external.append({v for i in indices for v in program.ops[i].reads} - made)
+    leaves = params | batch | consts
+    crossing = set().union(*external) - leaves
+    layers = []
+    for k, (indices, num_own) in enumerate(picked):
+        made = {v for i in indices if i not in program.recomputed for v in program.ops[i].outputs}
+        outputs = made & crossing if k < len(picked) - 1 else {program.loss}
+        layers.append(
+            LayerOps(
+                ops=tuple(program.ops[i] for i in indices),
+                own=num_own,
+                params=tuple(sorted(external[k] & params)),
+                batch=tuple(sorted(external[k] & batch)),
+                consts=tuple(sorted(external[k] & consts)),
+                inputs=tuple(sorted(external[k] - leaves)),
+                outputs=tuple(sorted(outputs)),
+            )
+        )
+    return layers

@@ -1,0 +1,292 @@
+"""Trace a workload's loss into a ``LayerGraph`` and executable slices; nothing is allocated."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from capture.errors import TracingError
+from capture.graph import Layer, LayerGraph, Tensor, content_hash
+from capture.tracing.cut import FLOPS_TOLERANCE, cluster_cuts, mark_cuts
+from capture.tracing.flatten import EquationPath, flatten
+from capture.tracing.hashing import ProgramHasher
+from capture.tracing.layers import LayerOps, assign_layers
+from capture.tracing.program import Program
+from capture.tracing.slices import LayerCall, LayerFunction, StageSlice
+from capture.workload import PyTree, WorkloadProtocol, takes_key
+
+
+@dataclass(frozen=True, eq=False)
+class TracedModel:
+    """A loss cut into layers.
+
+    Attributes:
+        graph: The layers, framework-free.
+        params_struct: Shapes and dtypes of the user's parameters.
+        split_struct: The same tree, where a leaf stacked over unrolled layers is a list of one leaf per layer; its leaves are
+            ``graph.params``, in order.
+    """
+
+    graph: LayerGraph
+    params_struct: PyTree
+    split_struct: PyTree
+    _stacked: dict[int, int]  # leaf of params_struct -> dimension of the layers
+    _batch_tree: Any
+    _takes_key: bool
+    _calls: tuple[LayerCall, ...]
+    _slices: dict[tuple[int, int], StageSlice] = field(default_factory=dict)
+
+    def split_params(self, params: PyTree) -> PyTree:
+        """The user's tree in the form of ``split_struct``; arrays of NumPy or JAX, also while tracing."""
+        tree = jax.tree.structure(self.params_struct)
+        leaves = tree.flatten_up_to(params)
+        return tree.unflatten([_unstack(leaf, self._stacked[i]) if i in self._stacked else leaf for i, leaf in enumerate(leaves)])
+
+    def join_params(self, split: PyTree) -> PyTree:
+        """The inverse of ``split_params``."""
+        tree = jax.tree.structure(self.params_struct)
+        leaves = tree.flatten_up_to(split)
+        return tree.unflatten([_stack(leaf, self._stacked[i]) if i in self._stacked else leaf for i, leaf in enumerate(leaves)])
+
+    def batch_leaves(self, batch: PyTree, key: jax.Array | None = None) -> list[Any]:
+        """Flat leaves in the order of ``graph.batch``; the key comes last if the loss takes one, and is not used otherwise.
+
+        Args:
+            batch: Of the structure that the workload's ``batch`` returns.
+            key: The random key of the micro-batch, typed or raw.
+
+        Raises:
+            TracingError: ``trace-key`` if the loss takes a key and none is given.
+        """
+        leaves = self._batch_tree.flatten_up_to(batch)
+        if not self._takes_key:
+            return leaves
+        if key is None:
+            raise TracingError.of("loss_fn(params, batch, key) takes a random key, and none is given; pass key=.", "trace-key")
+        return [*leaves, key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)]
+
+    def slice(self, first: int, stop: int) -> StageSlice:
+        """Layers [first, stop) as one pure function.
+
+        Raises:
+            TracingError: ``trace-slice`` unless 0 <= first < stop <= num_layers.
+        """
+        if not 0 <= first < stop <= self.graph.num_layers:
+            raise TracingError.of(
+                f"layers [{first}, {stop}) are no slice of a model of num_layers={self.graph.num_layers}; "
+                f"give 0 <= first < stop <= {self.graph.num_layers}.",
+                "trace-slice",
+            )
+        if (first, stop) not in self._slices:
+            self._slices[first, stop] = _stage_slice(self.graph, self._calls, first, stop)
+        return self._slices[first, stop]
+
+
+def trace(workload: WorkloadProtocol, microbatch_size: int, num_layers: int | None = None) -> TracedModel:
+    """Trace the loss for one micro-batch and cut it into layers.
+
+    **Assumes** that the traced program does not depend on the values of parameters or data.
+
+    Args:
+        workload: The task.
+        microbatch_size: Examples in one micro-batch, at least 1.
+        num_layers: None to cut at the model's marks ``jax.ad_checkpoint.checkpoint_name(x, "layer_boundary")``: k marks make k + 1 layers,
+            and a scan with a mark in its body is unrolled. A number to cut automatically, marks or not: near-equal FLOPs and the fewest
+            bytes crossing; scans over stacked parameters are unrolled where one scan is more than a layer.
+
+    Raises:
+        TracingError: ``trace-microbatch``, ``trace-batch``, ``trace-loss-scalar``, ``trace-no-marks``, ``trace-mark-position`` or
+            ``trace-num-layers``.
+    """
+    if microbatch_size < 1:
+        raise TracingError.of(f"microbatch_size={microbatch_size} is no batch; give at least 1.", "trace-microbatch")
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    params_struct = jax.eval_shape(workload.init, key)
+    batch_struct, batch_dims = _batch(workload, microbatch_size, key)
+    closed = _loss_jaxpr(workload, params_struct, batch_struct, key)
+    params = jax.tree.leaves_with_path(params_struct)
+    program, unroll, stacked = _flatten_loss(closed, len(params), num_layers)
+    layers = assign_layers(program, mark_cuts(program) if num_layers is None else cluster_cuts(program, num_layers))
+    values = sorted({v for layer in layers for v in layer.outputs}, key=lambda v: (v == program.loss, v))
+
+    grown = _grown_avals(workload, params_struct, microbatch_size, key, program, unroll, stacked)
+    tree = jax.tree.structure(params_struct)
+    split_struct = tree.unflatten(
+        [_unstacked_structs(leaf, stacked[i]) if i in stacked else leaf for i, (_, leaf) in enumerate(params)]
+    )
+    batch_names = [_path_name(path, "batch") for path, _ in jax.tree.leaves_with_path(batch_struct)]
+    if takes_key(workload):
+        batch_names.append("key")
+        batch_dims.append(None)
+    value_dims = {v: _grown_dim(program.avals[v].shape, grown[v].shape) if grown else None for v in values}
+
+    def tensor(v: int, name: str, batch_dim: int | None = None) -> Tensor:
+        aval = program.avals[v]
+        return Tensor(name, tuple(map(int, aval.shape)), str(aval.dtype), batch_dim, v in program.differentiable)
+
+    param_names = [name for i, (path, leaf) in enumerate(params) for name in _split_names(_path_name(path, "params"), leaf, stacked.get(i))]
+    tensors = {
+        "params": tuple(map(tensor, program.params, param_names)),
+        "values": tuple(tensor(v, _value_name(program, v), value_dims[v]) for v in values),
+        "batch": tuple(map(tensor, program.batch, batch_names, batch_dims)),
+    }
+    calls = _layer_calls(program, layers, values)
+    names = _layer_names(layers)
+    hasher = ProgramHasher(program)
+    graph_layers = tuple(
+        Layer(i, names[i], call.params, call.inputs, call.outputs, call.batch, layer.flops, hasher.layer_key(layer))
+        for i, (layer, call) in enumerate(zip(layers, calls, strict=True))
+    )
+    wiring = [[layer.key, layer.params, layer.inputs, layer.outputs, layer.batch] for layer in graph_layers]
+    shapes = {kind: [[t.shape, t.dtype] for t in group] for kind, group in tensors.items()}
+    graph = LayerGraph(content_hash([microbatch_size, wiring, shapes]), microbatch_size, graph_layers, **tensors)
+    return TracedModel(graph, params_struct, split_struct, stacked, jax.tree.structure(batch_struct), takes_key(workload), calls)
+
+
+def _batch(workload: WorkloadProtocol, microbatch_size: int, key) -> tuple[PyTree, list[int | None]]:
+    """Shapes of a micro-batch, and the dimension of each leaf that grows with it."""
+    struct, double = (jax.eval_shape(lambda k, n=n: workload.batch(k, n), key) for n in (microbatch_size, 2 * microbatch_size))
+    leaves, doubled = jax.tree.leaves(struct), jax.tree.leaves(double)
+    if len(leaves) == len(doubled):
+        dims = [_grown_dim(a.shape, b.shape) for a, b in zip(leaves, doubled, strict=True)]
+    else:
+        dims = [0 if a.shape[:1] == (microbatch_size,) else None for a in leaves]
+    if all(dim is None for dim in dims):
+        shapes = ", ".join(map(_struct_text, leaves)) or "no arrays"
+        raise TracingError.of(
+            f"batch(key, {microbatch_size}) returned {shapes}, and batch(key, {2 * microbatch_size}) nothing larger; "
+            "return arrays that carry the examples in one dimension.",
+            "trace-batch",
+        )
+    return struct, dims
+
+
+def _loss_jaxpr(workload: WorkloadProtocol, params_struct: PyTree, batch_struct: PyTree, key):
+    arguments = (params_struct, batch_struct, key) if takes_key(workload) else (params_struct, batch_struct)
+    closed, result = jax.make_jaxpr(workload.loss_fn, return_shape=True)(*arguments)
+    leaves = jax.tree.leaves(result)
+    if len(leaves) != 1 or leaves[0].shape != () or not jnp.issubdtype(leaves[0].dtype, jnp.floating):
+        raise TracingError.of(
+            f"loss_fn returned {', '.join(map(_struct_text, leaves)) or 'nothing'}; "
+            "return one scalar float, the mean over the examples of the batch.",
+            "trace-loss-scalar",
+        )
+    return closed
+
+
+def _flatten_loss(closed, num_params: int, num_layers: int | None) -> tuple[Program, frozenset[EquationPath] | None, dict[int, int]]:
+    """The program, the scans that were unrolled (None: those with marks) and the stacked leaves.
+
+    Flattened again with every fact that flattening found: a scan too large for one layer, a parameter stacked over layers.
+    """
+    unroll = None if num_layers is None else frozenset[EquationPath]()
+    found = flatten(closed, num_params, unroll, {})
+    if num_layers is not None:
+        total = sum(op.flops for op in found.program.ops)
+        largest = total / max(1, num_layers) * (1 + FLOPS_TOLERANCE)
+        unroll = frozenset(path for path, flops in found.scan_flops.items() if flops > largest)
+        if unroll:
+            found = flatten(closed, num_params, unroll, {})
+    stacked = found.stacked
+    return (flatten(closed, num_params, unroll, stacked) if stacked else found).program, unroll, stacked
+
+
+def _grown_avals(workload, params_struct, microbatch_size, key, program: Program, unroll, stacked) -> Sequence[Any] | None:
+    """Shapes of the same values at twice the micro-batch size; None if the program is another one there."""
+    try:
+        batch_struct = jax.eval_shape(lambda k: workload.batch(k, 2 * microbatch_size), key)
+        closed = _loss_jaxpr(workload, params_struct, batch_struct, key)
+        other = flatten(closed, len(jax.tree.leaves(params_struct)), unroll, stacked).program
+    except Exception:  # a model may fix its batch size in any way; then no dimension is known to grow
+        return None
+    same = [(op.primitive, op.outputs) for op in program.ops] == [(op.primitive, op.outputs) for op in other.ops]
+    return other.avals if same else None
+
+
+def _grown_dim(shape: Sequence[int], doubled: Sequence[int]) -> int | None:
+    """The dimension that doubled with the micro-batch."""
+    if len(shape) != len(doubled):
+        return None
+    return next((d for d, (a, b) in enumerate(zip(shape, doubled, strict=True)) if b == 2 * a > 0), None)
+
+
+def _layer_calls(program: Program, layers: Sequence[LayerOps], values: Sequence[int]) -> tuple[LayerCall, ...]:
+    of_param = {v: i for i, v in enumerate(program.params)}
+    of_batch = {v: i for i, v in enumerate(program.batch)}
+    of_value = {v: i for i, v in enumerate(values)}
+    return tuple(
+        LayerCall(
+            LayerFunction(layer, program.consts),
+            tuple(of_param[v] for v in layer.params),
+            tuple(of_value[v] for v in layer.inputs),
+            tuple(of_batch[v] for v in layer.batch),
+            tuple(of_value[v] for v in layer.outputs),
+        )
+        for layer in layers
+    )
+
+
+def _stage_slice(graph: LayerGraph, calls: Sequence[LayerCall], first: int, stop: int) -> StageSlice:
+    params, batch = graph.stage_params(first, stop), graph.stage_batch(first, stop)
+    made = {v for call in calls[first:stop] for v in call.outputs}
+    inputs = tuple(sorted({v for call in calls[first:stop] for v in call.inputs} - made))
+    leaving = calls[-1].outputs if stop == graph.num_layers else graph.crossing(stop)
+    outputs = tuple(v for v in leaving if v in made)
+    # Named by position, so that stages of equal layers on other parameters have equal keys.
+    names: dict[tuple[str, int], int] = {}
+    for kind, indices in (("p", params), ("b", batch), ("v", inputs)):
+        names.update({(kind, index): n for n, index in enumerate(indices)})
+    wiring = []
+    for layer, call in zip(graph.layers[first:stop], calls[first:stop], strict=True):
+        for v in call.outputs:
+            names["v", v] = len(names)
+        groups = (("p", call.params), ("b", call.batch), ("v", call.inputs), ("v", call.outputs))
+        wiring.append([layer.key, [[names[kind, index] for index in indices] for kind, indices in groups]])
+    key = content_hash([wiring, [names["v", v] for v in outputs], len(params), len(batch), len(inputs)])
+    return StageSlice(first, stop, params, batch, inputs, outputs, key, tuple(calls[first:stop]))
+
+
+def _unstack(leaf: Any, dim: int) -> list[Any]:
+    return [leaf[(slice(None),) * dim + (i,)] for i in range(leaf.shape[dim])]
+
+
+def _stack(parts: list[Any], dim: int) -> Any:
+    return np.stack(parts, dim) if all(isinstance(part, np.ndarray) for part in parts) else jnp.stack(parts, dim)
+
+
+def _unstacked_structs(leaf, dim: int) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(leaf.shape[:dim] + leaf.shape[dim + 1 :], leaf.dtype)] * leaf.shape[dim]
+
+
+def _split_names(name: str, leaf, dim: int | None) -> list[str]:
+    return [name] if dim is None else [f"{name}[{i}]" for i in range(leaf.shape[dim])]
+
+
+def _path_name(path, root: str) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/") or root
+
+
+def _value_name(program: Program, value: int) -> str:
+    op = program.ops[program.producer[value]]
+    return f"{op.scope}/{op.primitive.name}" if op.scope else op.primitive.name
+
+
+def _layer_names(layers: Sequence[LayerOps]) -> list[str]:
+    """The name scope that all ops of a layer share, where it tells the layer from the others; else ``layer_3``."""
+    scopes = [_common_scope([op.scope for op in layer.ops if op.scope]) for layer in layers]
+    root = _common_scope(scopes)
+    return [scope if scope != root and scopes.count(scope) == 1 else f"layer_{i}" for i, scope in enumerate(scopes)]
+
+
+def _common_scope(scopes: Sequence[str]) -> str:
+    return "/".join(os.path.commonprefix([scope.split("/") for scope in scopes])) if scopes else ""
+
+
+def _struct_text(struct) -> str:
+    return f"{struct.dtype}[{','.join(map(str, struct.shape))}]"

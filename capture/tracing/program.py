@@ -1,0 +1,210 @@
+"""The traced loss as one flat list of operations, and what each value depends on.
+
+Values are small integers, so that cutting and slicing never touch JAX variables. Calls and rematerialised regions have been
+opened (``flatten.py``); the operations of a region remember it, so that slices can wrap them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend import core as jex_core
+
+from capture.tracing.flops import equation_flops
+
+#: Never computed twice because two layers need the result: too expensive, or too opaque to tell.
+_NEVER_RECOMPUTED = frozenset(
+    "dot_general ragged_dot conv_general_dilated scan while cond custom_vjp_call shard_map pallas_call sort pure_callback io_callback".split()
+)
+
+
+@dataclass(frozen=True)
+class RematRegion:
+    """A ``jax.checkpoint`` region of the model.
+
+    Attributes:
+        region_id: In order of appearance.
+        segment: Number of layer marks before; a mark inside a region divides it in two.
+        policy: What the region may save, as given to ``jax.checkpoint``.
+        prevent_cse: As given to ``jax.checkpoint``.
+    """
+
+    region_id: int
+    segment: int
+    policy: Callable[..., Any] | None = field(compare=False)
+    prevent_cse: Any = field(compare=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """One equation; an input is the id of a value or a literal.
+
+    Attributes:
+        primitive: The JAX primitive.
+        params: Its parameters.
+        inputs: Value ids and literals.
+        outputs: Value ids.
+        context: JAX's context of the equation (``compute_on`` and the like).
+        has_effects: Kept even if nobody reads its outputs.
+        scope: Name scopes around it, joined with ``/``.
+        regions: The remat regions around it, outermost first.
+        flops: Forward floating-point operations.
+    """
+
+    primitive: Any
+    params: dict[str, Any]
+    inputs: tuple[int | jex_core.Literal, ...]
+    outputs: tuple[int, ...]
+    context: Any
+    has_effects: bool
+    scope: str
+    regions: tuple[RematRegion, ...]
+    flops: int
+
+    @classmethod
+    def of(cls, equation, inputs: tuple, outputs: tuple[int, ...], scope: str, regions: tuple[RematRegion, ...]) -> Op:
+        return cls(
+            equation.primitive,
+            equation.params,
+            inputs,
+            outputs,
+            equation.ctx,
+            bool(equation.effects),
+            scope,
+            regions,
+            equation_flops(equation),
+        )
+
+    @property
+    def reads(self) -> Iterator[int]:
+        return (v for v in self.inputs if isinstance(v, int))
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A layer boundary that the model carries: between ``ops[position - 1]`` and ``ops[position]``, on one value."""
+
+    position: int
+    value: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A loss as operations on values 0..len(avals)-1.
+
+    Attributes:
+        ops: In an order that respects dependencies.
+        avals: Shape and dtype by value.
+        consts: Closed-over arrays by value.
+        params: Values of the parameter leaves, a leaf stacked over unrolled layers once per layer.
+        batch: Values of the batch leaves, then of the random key.
+        loss: Value of the loss.
+        marks: Layer boundaries, ascending.
+    """
+
+    ops: tuple[Op, ...]
+    avals: tuple[Any, ...]
+    consts: dict[int, Any]
+    params: tuple[int, ...]
+    batch: tuple[int, ...]
+    loss: int
+    marks: tuple[Mark, ...]
+
+    @cached_property
+    def producer(self) -> dict[int, int]:
+        """Index of the op that makes a value; leaves and constants have none."""
+        return {v: i for i, op in enumerate(self.ops) for v in op.outputs}
+
+    def _reached_from(self, leaves: tuple[int, ...], stop: frozenset[str] = frozenset()) -> frozenset[int]:
+        reached = set(leaves)
+        for op in self.ops:
+            if op.primitive.name not in stop and not reached.isdisjoint(op.reads):
+                reached.update(op.outputs)
+        return frozenset(reached)
+
+    @cached_property
+    def from_params(self) -> frozenset[int]:
+        """Values computed from parameters."""
+        return self._reached_from(self.params)
+
+    @cached_property
+    def from_batch(self) -> frozenset[int]:
+        """Values computed from the batch or the random key."""
+        return self._reached_from(self.batch)
+
+    @cached_property
+    def differentiable(self) -> frozenset[int]:
+        """Floating-point values through which a gradient can flow back to a parameter."""
+        reached = self._reached_from(self.params, stop=frozenset({"stop_gradient"}))
+        return frozenset(v for v in reached if jnp.issubdtype(self.avals[v].dtype, jnp.inexact))
+
+    def _is_early(self, op: Op) -> bool:
+        """Whether the op needs parameters only, or batch only: it could run in any layer."""
+        return not op.has_effects and not (any(v in self.from_params for v in op.outputs) and any(v in self.from_batch for v in op.outputs))
+
+    @cached_property
+    def recomputed(self) -> frozenset[int]:
+        """Ops that every layer which needs the result runs itself, so that the result never crosses a boundary.
+
+        They are cheap and fed by leaves, constants and each other: casts and slices of parameters, masks, positions, key splits.
+        """
+        sources = {*self.params, *self.batch, *self.consts}
+        found = set()
+        for i, op in enumerate(self.ops):
+            if op.primitive.name not in _NEVER_RECOMPUTED and self._is_early(op) and sources.issuperset(op.reads):
+                found.add(i)
+                sources.update(op.outputs)
+        return frozenset(found)
+
+    def sunk(self) -> Program:
+        """The program with ops that any layer could run moved to just before their first user.
+
+        A marked value stays where it is. An op moves in front of a remat region rather than into it, where it would divide the region.
+        """
+        users: dict[int, list[int]] = {}
+        region_start: dict[RematRegion, int] = {}
+        for i, op in enumerate(self.ops):
+            for v in op.reads:
+                users.setdefault(v, []).append(i)
+            for region in op.regions:
+                region_start.setdefault(region, i)
+        anchored = {mark.value for mark in self.marks}
+        position = list(range(len(self.ops)))
+
+        def place_before(user: int, op: Op) -> int:
+            outside = next((r for r in self.ops[user].regions if r not in op.regions), None)
+            return position[user] if outside is None else region_start[outside]
+
+        for i in reversed(range(len(self.ops))):
+            op = self.ops[i]
+            readers = [u for v in op.outputs for u in users.get(v, ())]
+            if readers and i not in self.recomputed and self._is_early(op) and anchored.isdisjoint(op.outputs):
+                position[i] = max(i, min(place_before(u, op) for u in readers))
+        order = sorted(range(len(self.ops)), key=lambda i: (position[i], i))
+        before = [0] * (len(self.ops) + 1)
+        for p in position:
+            before[p + 1] += 1
+        for p in range(len(self.ops)):
+            before[p + 1] += before[p]
+        marks = tuple(Mark(before[mark.position], mark.value) for mark in self.marks)
+        return Program(tuple(self.ops[i] for i in order), self.avals, self.consts, self.params, self.batch, self.loss, marks)
+
+    def without_dead_ops(self) -> Program:
+        """The program without ops whose results nobody reads."""
+        live = {self.loss}
+        kept = [False] * len(self.ops)
+        for i in reversed(range(len(self.ops))):
+            op = self.ops[i]
+            if op.has_effects or not live.isdisjoint(op.outputs):
+                kept[i] = True
+                live.update(op.reads)
+        before = [0]
+        for keep in kept:
+            before.append(before[-1] + keep)
+        marks = tuple(Mark(before[mark.position], mark.value) for mark in self.marks)
+        ops = tuple(op for op, keep in zip(self.ops, kept, strict=True) if keep)
+        return Program(ops, self.avals, self.consts, self.params, self.batch, self.loss, marks)

@@ -1,0 +1,153 @@
+"""Layers and stages as pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import jax
+from jax.extend import core as jex_core
+
+from capture.errors import TracingError
+from capture.tracing.layers import LayerOps
+from capture.tracing.program import Op
+
+#: What a stage may keep of each layer for the backward pass, by the name of the mode; "none" recomputes nothing.
+REMAT_POLICIES: Mapping[str, Callable[..., Any]] = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class _Region:
+    """A remat region of the model, or the part of it that falls into one layer."""
+
+    policy: Callable[..., Any] | None
+    prevent_cse: Any
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    steps: tuple[Op | _Region, ...]
+
+
+class LayerFunction:
+    """One layer: ``(params, inputs, batch) -> outputs``, lists in the order of its ``LayerOps``."""
+
+    def __init__(self, layer: LayerOps, consts: Mapping[int, Any]):
+        self._layer = layer
+        self._consts = {v: consts[v] for v in layer.consts}
+        last_read = {v: i for i, op in enumerate(layer.ops) for v in op.reads}
+        last_read.update(dict.fromkeys(layer.outputs, len(layer.ops)))
+        self._steps = _nest(list(enumerate(layer.ops)), last_read, frozenset(layer.consts), depth=0)
+
+    def __call__(self, params: Sequence[Any], inputs: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
+        layer = self._layer
+        env = dict(self._consts)
+        for values, arrays in ((layer.params, params), (layer.inputs, inputs), (layer.batch, batch)):
+            env.update(zip(values, arrays, strict=True))
+        _run(self._steps, env, self._consts)
+        return [env[v] for v in layer.outputs]
+
+
+def _nest(ops: Sequence[tuple[int, Op]], last_read: Mapping[int, int], consts: frozenset[int], depth: int) -> tuple[Op | _Region, ...]:
+    """Group consecutive ops of the same remat region; ops come with their index in the layer."""
+    steps: list[Op | _Region] = []
+    for region, group in groupby(ops, key=lambda item: item[1].regions[depth] if len(item[1].regions) > depth else None):
+        members = list(group)
+        if region is None:
+            steps += [op for _, op in members]
+            continue
+        made = [v for _, op in members for v in op.outputs]
+        read = {v for _, op in members for v in op.reads}
+        steps.append(
+            _Region(
+                policy=region.policy,
+                prevent_cse=region.prevent_cse,
+                inputs=tuple(sorted(read.difference(made, consts))),
+                outputs=tuple(v for v in made if last_read.get(v, -1) > members[-1][0]),
+                steps=_nest(members, last_read, consts, depth + 1),
+            )
+        )
+    return tuple(steps)
+
+
+def _run(steps: Iterable[Op | _Region], env: dict[int, Any], consts: Mapping[int, Any]) -> None:
+    for step in steps:
+        if isinstance(step, _Region):
+            region = jax.checkpoint(partial(_run_region, step, consts), policy=step.policy, prevent_cse=step.prevent_cse)
+            env.update(zip(step.outputs, region([env[v] for v in step.inputs]), strict=True))
+            continue
+        arguments = [v.val if isinstance(v, jex_core.Literal) else env[v] for v in step.inputs]
+        with step.context.manager:
+            result = step.primitive.bind(*arguments, **step.primitive.get_bind_params(step.params))
+        env.update(zip(step.outputs, result if step.primitive.multiple_results else [result], strict=True))
+
+
+def _run_region(region: _Region, consts: Mapping[int, Any], inputs: Sequence[Any]) -> list[Any]:
+    env = {**consts, **dict(zip(region.inputs, inputs, strict=True))}
+    _run(region.steps, env, consts)
+    return [env[v] for v in region.outputs]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """A layer function and the graph indices of its arguments and results."""
+
+    function: LayerFunction
+    params: tuple[int, ...]
+    inputs: tuple[int, ...]
+    batch: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class StageSlice:
+    """Layers [first, stop) of a model as one pure function, differentiable with ``jax.vjp``.
+
+    Attributes:
+        first, stop: The layers.
+        params: Indices into ``graph.params``: what the parameter list holds; equals ``graph.stage_params(first, stop)``.
+        batch: Indices into ``graph.batch``; equals ``graph.stage_batch(first, stop)``.
+        inputs: Indices into ``graph.values`` of what earlier layers made and these read. Values that only pass through are not here.
+        outputs: Indices into ``graph.values`` of what these layers make and later ones read; of the last slice, the loss.
+        key: Content hash: equal keys mean the same program on other parameters, so one compile serves all.
+    """
+
+    first: int
+    stop: int
+    params: tuple[int, ...]
+    batch: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    key: str
+    calls: tuple[LayerCall, ...]
+
+    def __call__(self, params: Sequence[Any], inputs: Sequence[Any], batch: Sequence[Any], *, remat: str = "none") -> list[Any]:
+        """Run the layers.
+
+        Args:
+            params: One array per ``self.params``.
+            inputs: One per ``self.inputs``.
+            batch: One per ``self.batch``.
+            remat: ``"none"``; ``"full"``: of each layer only its inputs are kept for the backward pass; ``"dots"``: also the results of
+                matrix products without batch dimensions (those with parameters, in a Transformer).
+
+        Returns:
+            One array per ``self.outputs``.
+
+        Raises:
+            TracingError: ``trace-remat`` for another mode.
+        """
+        if remat != "none" and remat not in REMAT_POLICIES:
+            raise TracingError.of(f"remat={remat!r} is no remat mode; give 'none', 'full' or 'dots'.", "trace-remat")
+        of_param = dict(zip(self.params, params, strict=True))
+        of_batch = dict(zip(self.batch, batch, strict=True))
+        values = dict(zip(self.inputs, inputs, strict=True))
+        for call in self.calls:
+            run = call.function if remat == "none" else jax.checkpoint(jax.jit(call.function), policy=REMAT_POLICIES[remat])
+            made = run([of_param[p] for p in call.params], [values[v] for v in call.inputs], [of_batch[b] for b in call.batch])
+            values.update(zip(call.outputs, made, strict=True))
+        return [values[v] for v in self.outputs]

@@ -1,0 +1,18 @@
+"""Searches for the plan with the least peak memory. Pure NumPy: never loads JAX."""
+
+from recommender.problem import NEVER, InFlightCost, SearchProblem, StageChoice, hybrid_choices, paper_choices
+from recommender.result import Infeasible, PlacedStage, SearchResult
+from recommender.search import search
+
+__all__ = [
+    "NEVER",
+    "InFlightCost",
+    "Infeasible",
+    "PlacedStage",
+    "SearchProblem",
+    "SearchResult",
+    "StageChoice",
+    "hybrid_choices",
+    "paper_choices",
+    "search",
+]

@@ -1,0 +1,17 @@
+"""Set-up of every test process, the workers of pytest-xdist included: eight virtual CPU devices, and the same examples each time."""
+
+from __future__ import annotations
+
+import sys
+
+from hypothesis import settings
+
+from capture import environment
+from capture.errors import CaptureError
+
+if "jax" in sys.modules:  # a plugin imported it: the devices can no longer be set, and the multi-device tests would fail one by one
+    raise RuntimeError("jax was imported before tests/conftest.py; disable the pytest plugin that does so.")
+CaptureError.check(environment.prepare(num_devices=8))
+
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")

@@ -1,0 +1,80 @@
+"""capture.environment: flags are added, never replaced, and what belongs in a profile key is normalised."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from capture import environment
+
+SCHEDULER = "--xla_cpu_enable_concurrency_optimized_scheduler"
+COUNT = "--xla_force_host_platform_device_count"
+
+
+@pytest.fixture
+def jax_010(monkeypatch):
+    """A process that has jax 0.10.2 installed, has not imported it, and has no flags."""
+    monkeypatch.setattr(environment, "_version", lambda package: {"jax": "0.10.2"}.get(package))
+    monkeypatch.delitem(sys.modules, "jax", raising=False)
+    monkeypatch.setenv("XLA_FLAGS", "")
+
+
+@pytest.mark.parametrize(("version", "flags"), [("0.10.0", 1), ("0.10.2", 1), ("0.12.0.1", 0), ("0.1.0", 0), ("1.10.0", 0), ("0.100.0", 0)])
+def test_flags_are_named_only_for_the_versions_that_need_them(version, flags):
+    assert len(environment.required_xla_flags(version)) == flags
+
+
+def test_prepare_adds_what_is_missing_once(jax_010):
+    assert environment.prepare(num_devices=4) == []
+    assert os.environ["XLA_FLAGS"] == f"{SCHEDULER}=false {COUNT}=4"
+    assert environment.prepare(num_devices=8) == []
+    assert os.environ["XLA_FLAGS"] == f"{SCHEDULER}=false {COUNT}=4"
+
+
+def test_prepare_keeps_what_the_user_set_and_says_what_is_wrong_with_it(jax_010, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", f"{SCHEDULER}=true --xla_dump_to=/tmp/x")
+    (violation,) = environment.prepare()
+    assert os.environ["XLA_FLAGS"] == f"{SCHEDULER}=true --xla_dump_to=/tmp/x"
+    assert str(violation) == (
+        f"XLA_FLAGS has {SCHEDULER}=true, but jax 0.10.2 needs {SCHEDULER}=false for jax.checkpoint to save memory on CPU; "
+        "set it, or call capture.environment.prepare(), before jax is imported. [environment-xla-flags]"
+    )
+
+
+def test_prepare_only_checks_once_jax_is_imported(jax_010, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax", object())
+    (violation,) = environment.prepare(num_devices=4)
+    assert violation.code == "environment-xla-flags"
+    assert f"{SCHEDULER}=unset" in violation.message
+    assert os.environ["XLA_FLAGS"] == ""
+
+
+def test_prepare_keeps_flags_that_are_given_in_a_file(jax_010, monkeypatch, tmp_path):
+    (tmp_path / "flags").write_text("--xla_a=1\n--xla_b\n")
+    monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags"))
+    environment.prepare()
+    assert os.environ["XLA_FLAGS"] == f"--xla_a=1 --xla_b {SCHEDULER}=false"
+
+
+def test_active_flags_are_sorted_the_last_of_each_and_without_the_device_count(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_b --xla_a=1 {COUNT}=8 --xla_c='x y' --xla_a=2")
+    assert environment.active_flags() == ("--xla_a=2", "--xla_b=true", "--xla_c=x y")
+
+
+def test_versions_leaves_out_what_is_not_installed(jax_010):
+    assert set(environment.versions()) == {"python", "jax"}
+
+
+def test_a_prepared_process_has_the_devices():
+    code = (
+        "from capture import environment; environment.prepare(num_devices=3); import jax, json;"
+        "print(json.dumps([jax.device_count('cpu'), environment.check() == [], list(environment.active_flags())]))"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    output = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, timeout=120).stdout
+    required = environment.required_xla_flags(environment.versions()["jax"])
+    assert json.loads(output) == [3, True, list(required)]
