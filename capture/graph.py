@@ -20,7 +20,10 @@ from capture.errors import ProfileError
 GRAPH_SCHEMA_VERSION = 1
 
 #: Bytes per element by dtype name, for dtypes that NumPy does not know or that JAX stores differently.
-_ITEM_BYTES = {"bfloat16": 2, "bool": 1, "key<fry>": 8, "float8_e4m3fn": 1, "float8_e5m2": 1, "int4": 1, "uint4": 1}
+_ITEM_BYTES = {
+    **{"bfloat16": 2, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int4": 1, "uint4": 1},
+    **{"key<fry>": 8, "key<rbg>": 16, "key<urbg>": 16},
+}
 
 
 def item_bytes(dtype: str) -> int:

@@ -61,6 +61,16 @@ def tiny_params(model: str) -> Any:
     return quick_jit(load(model).init)(KEY)
 
 
+@cache
+def tiny_batch(model: str) -> Any:
+    """Four examples."""
+    return quick_jit(load(model).batch, static_argnums=1)(jax.random.key(1), 4)
+
+
+def examples(batch: Any, start: int, stop: int) -> Any:
+    return jax.tree.map(lambda leaf: leaf[start:stop], batch)
+
+
 def import_model(model: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(MODELS))
     return importlib.import_module(model)
@@ -115,14 +125,11 @@ def test_published_parameter_counts():
     [
         ("gpt", "size=tiny", 8),
         ("gpt", "size=2.6B", 32),
-        ("gpt", "size=6.7B", 32),
-        ("gpt", "size=125M&num_layers=3&tied=true", 3),
+        ("gpt", "size=6.7B&num_layers=3&tied=true", 3),
         ("moe", "size=tiny", 4),
-        ("moe", "size=2.4B", 16),
         ("moe", "size=7.1B", 16),
         ("wide_resnet", "size=tiny", 4),
         ("wide_resnet", "size=tiny&layers=8", 8),
-        ("wide_resnet", "size=1B&layers=32", 32),
         ("wide_resnet", "size=2B", 16),
         ("wide_resnet", "size=2B&layers=32", 32),
         ("unet", "size=tiny", 5),
@@ -142,8 +149,7 @@ def train_step(workload: Workload, params: Any, batch: Any) -> tuple[jax.Array, 
 
 @pytest.mark.parametrize("model", TINY_CLASSES)
 def test_one_step_of_the_tiny_model(model):
-    workload, params = load(model), tiny_params(model)
-    batch = workload.batch(KEY, 4)
+    workload, params, batch = load(model), tiny_params(model), tiny_batch(model)
     assert all(leaf.shape[0] == 4 for leaf in jax.tree.leaves(batch))
     step = quick_jit(partial(train_step, workload))
     loss, grads, new_params, _ = step(params, batch)
@@ -160,8 +166,7 @@ def test_one_step_of_the_tiny_model(model):
 
 @pytest.mark.parametrize("model", TINY_CLASSES)
 def test_bfloat16_leaves_loss_parameters_and_state_in_float32(model):
-    workload, params = load(model, "size=tiny&dtype=bfloat16"), tiny_params(model)
-    batch = workload.batch(KEY, 4)
+    workload, params, batch = load(model, "size=tiny&dtype=bfloat16"), tiny_params(model), tiny_batch(model)
     loss, grads, new_params, state = jax.eval_shape(partial(train_step, workload), params, batch)
     assert loss.shape == () and loss.dtype == jnp.float32
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves((grads, new_params)))
@@ -195,17 +200,15 @@ def test_optimizer_state_has_the_published_size():
     assert momentum == resnet_params
 
 
-def loss_and_mean_of_halves(workload: Workload, params: Any, batch_size: int) -> tuple[jax.Array, jax.Array]:
-    batch = workload.batch(jax.random.key(1), batch_size)
-    half = batch_size // 2
-    halves = [jax.tree.map(lambda leaf, start=start: leaf[start : start + half], batch) for start in (0, half)]
+def loss_and_mean_of_halves(workload: Workload, params: Any, batch: Any) -> tuple[float, float]:
     loss_fn = quick_jit(workload.loss_fn)
-    return loss_fn(params, batch), (loss_fn(params, halves[0]) + loss_fn(params, halves[1])) / 2
+    first, second = (float(loss_fn(params, examples(batch, start, start + 2))) for start in (0, 2))
+    return float(loss_fn(params, batch)), (first + second) / 2
 
 
 @pytest.mark.parametrize("model", ["gpt", "moe", "unet"])
 def test_loss_is_the_mean_over_micro_batches(model):
-    whole, halves = loss_and_mean_of_halves(load(model), tiny_params(model), 4)
+    whole, halves = loss_and_mean_of_halves(load(model), tiny_params(model), tiny_batch(model))
     np.testing.assert_allclose(whole, halves, rtol=1e-5)
 
 
@@ -214,17 +217,17 @@ def test_wide_resnet_loss_is_not_the_mean_over_micro_batches():
     params = jax.tree_util.tree_map_with_path(
         lambda path, leaf: jnp.ones_like(leaf) if path[-1].key == "scale" else leaf, tiny_params("wide_resnet")
     )
-    whole, halves = loss_and_mean_of_halves(load("wide_resnet"), params, 4)
-    assert abs(float(whole) - float(halves)) > 1e-3
+    whole, halves = loss_and_mean_of_halves(load("wide_resnet"), params, tiny_batch("wide_resnet"))
+    assert abs(whole - halves) > 1e-3
 
 
 def test_expert_groups_lie_within_consecutive_examples():
-    """With groups of two examples, halves of two examples hold whole groups and halves of one example are refused."""
-    workload = load("moe", "size=tiny&group_tokens=64")
-    whole, halves = loss_and_mean_of_halves(workload, tiny_params("moe"), 4)
+    """With groups of two examples, micro-batches of two examples hold whole groups and three examples are refused."""
+    workload = load("moe", "size=tiny&num_layers=1&group_tokens=64")
+    whole, halves = loss_and_mean_of_halves(workload, tiny_params("moe"), tiny_batch("moe"))
     np.testing.assert_allclose(whole, halves, rtol=1e-5)
     with pytest.raises(ValueError) as error:
-        jax.eval_shape(workload.loss_fn, tiny_params("moe"), workload.batch(KEY, 3))
+        jax.eval_shape(workload.loss_fn, tiny_params("moe"), examples(tiny_batch("moe"), 0, 3))
     assert str(error.value) == (
         "3 examples of 32 tokens are not whole expert groups of 64 tokens; use a multiple of 2 examples in each micro-batch, "
         "or another group_tokens. [workload-batch]"
@@ -260,12 +263,11 @@ def test_balance_loss_is_one_when_uniform_and_counts_in_the_loss(monkeypatch):
     moe = import_model("moe", monkeypatch)
     gates = jnp.full((1, 4, 4), 0.25 - 1e-3) + 4e-3 * jnp.eye(4)  # each token prefers an expert of its own
     assert float(moe.top2_gating(gates, 2)[1]) == pytest.approx(1.0)
-    workload = load("moe", "size=tiny&num_layers=1")
-    params, batch = quick_jit(workload.init)(KEY), workload.batch(KEY, 1)
+    workload, params, batch = load("moe", "size=tiny&num_layers=1"), tiny_params("moe"), tiny_batch("moe")
     model = moe.Moe(replace(moe.SIZES["tiny"], num_layers=1))
     logits, balance = quick_jit(model.apply)({"params": params}, batch["tokens"])
-    log_probability = np.asarray(jax.nn.log_softmax(logits))
-    cross_entropy = -np.take_along_axis(log_probability, np.asarray(batch["labels"])[..., None], -1).mean()
+    logits, labels = np.asarray(logits, np.float64), np.asarray(batch["labels"])[..., None]
+    cross_entropy = (np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, labels, -1)[..., 0]).mean()
     assert float(balance) > 1.0
     assert float(quick_jit(workload.loss_fn)(params, batch)) == pytest.approx(cross_entropy + 0.01 * float(balance), rel=1e-6)
 
@@ -273,11 +275,13 @@ def test_balance_loss_is_one_when_uniform_and_counts_in_the_loss(monkeypatch):
 def test_gpt_reads_no_later_token(monkeypatch):
     gpt = import_model("gpt", monkeypatch)
     model = gpt.Gpt(gpt.SIZES["tiny"])
-    tokens = load("gpt").batch(KEY, 1)["tokens"]
+    tokens = np.array(tiny_batch("gpt")["tokens"][:1])
+    changed = tokens.copy()
+    changed[0, 20] = (changed[0, 20] + 1) % 256
     logits = quick_jit(lambda tokens: model.apply({"params": tiny_params("gpt")}, tokens)[0])
-    before, after = logits(tokens), logits(tokens.at[0, 20].add(1) % 256)
+    before, after = np.asarray(logits(tokens)), np.asarray(logits(changed))
     np.testing.assert_array_equal(before[:20], after[:20])
-    assert bool((before[20:] != after[20:]).any(-1).all())
+    assert (before[20:] != after[20:]).any(-1).all()
 
 
 def test_tied_head_has_no_weights_of_its_own():
@@ -289,7 +293,7 @@ def test_tied_head_has_no_weights_of_its_own():
 def test_dropout_makes_the_loss_take_a_key():
     dropping, plain = load("gpt", "size=tiny&num_layers=1&dropout=0.5"), load("gpt", "size=tiny&num_layers=1")
     assert takes_key(dropping) and not takes_key(plain)
-    params, batch = quick_jit(plain.init)(KEY), plain.batch(KEY, 2)
+    params, batch = tiny_params("gpt"), tiny_batch("gpt")
     loss_fn = quick_jit(dropping.loss_fn)
     first, again, other = (float(loss_fn(params, batch, jax.random.key(seed))) for seed in (0, 0, 1))
     assert first == again != other

@@ -293,6 +293,14 @@ def test_specs_by_name_need_names():
     assert refused.value.codes == ("tensor-parallel-rule",)
 
 
+def test_an_unknown_rule_is_refused():
+    with pytest.raises(PlanError) as refused:
+        parameter_specs(lambda p, a: p[0], [floats(8, 8)], [], 4, "larger")  # type: ignore[arg-type]
+    assert str(refused.value) == (
+        "tensor-parallel rule 'larger' is unknown; use 'auto', 'largest', or specs by regular expression. [tensor-parallel-rule]"
+    )
+
+
 @pytest.mark.parametrize(
     ("shape", "result", "dim", "expected"),
     [

@@ -1,61 +1,87 @@
 from __future__ import annotations
 
+import functools
 import json
+import math
 import os
 import subprocess
 import sys
+from collections import Counter
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax import lax
 
 from capture.errors import TracingError
-from capture.graph import LayerGraph
+from capture.graph import LayerGraph, item_bytes
 from capture.tracing import LAYER_BOUNDARY, StageSlice, TracedModel, trace
+from capture.tracing.cut import cheapest_path, cluster_cuts, crossing_bytes
+from capture.tracing.flatten import flatten
+from capture.tracing.layers import assign_layers
 from capture.workload import takes_key
 from tests import tracing_models as models
 
 B = 2
 
-#: Model, num_layers to ask for, number of layers to get.
+WORKLOADS = {
+    "unet": models.unet,
+    "lstm": models.lstm,
+    "convnet": models.convnet,
+    "linen": models.linen,
+    "linen-dropout-remat": lambda: models.linen(dropout=0.2, remat=True),
+    "linen-mark-in-remat": lambda: models.linen(remat=True, mark_inside=True),
+    "linen-scan": lambda: models.linen(stacked=True, mark_inside=True),
+    "linen-scan-remat-dropout": lambda: models.linen(stacked=True, mark_inside=True, remat=True, dropout=0.2),
+    "nnx": models.nnx_mlp,
+    "pytree-module": models.pytree_module,
+    "scan": models.scanned,
+    "scan-penalty": lambda: models.scanned(penalty=0.01),
+    "scan-unmarked": lambda: models.scanned(marked=False),
+    "routed": models.routed,
+    "control": models.control,
+}
+#: Workload and num_layers to ask for: the number of layers to get.
 CASES = {
-    "unet": (models.unet, None, 6),
-    "lstm": (models.lstm, None, 2),
-    "convnet": (models.convnet, None, 4),
-    "linen": (models.linen, None, 3),
-    "linen-dropout-remat": (lambda: models.linen(dropout=0.2, remat=True), None, 3),
-    "linen-mark-in-remat": (lambda: models.linen(remat=True, mark_inside=True), None, 3),
-    "linen-scan": (lambda: models.linen(stacked=True, mark_inside=True), None, 3),
-    "linen-scan-remat-dropout": (lambda: models.linen(stacked=True, mark_inside=True, remat=True, dropout=0.2), None, 3),
-    "nnx": (models.nnx_mlp, None, 4),
-    "pytree-module": (models.pytree_module, None, 3),
-    "scan": (models.scanned, None, 5),
-    "scan-penalty": (lambda: models.scanned(penalty=0.01), None, 5),
-    "routed": (models.routed, None, 4),
-    "unet-automatic": (models.unet, 3, 3),
-    "linen-automatic": (lambda: models.linen(dropout=0.2, remat=True), 5, 5),
-    "scan-automatic": (lambda: models.scanned(marked=False), 3, 3),
+    ("unet", None): 6,
+    ("unet", 3): 3,
+    ("lstm", None): 2,
+    ("convnet", None): 4,
+    ("linen", None): 3,
+    ("linen-dropout-remat", None): 3,
+    ("linen-dropout-remat", 5): 5,
+    ("linen-mark-in-remat", None): 3,
+    ("linen-scan", None): 3,
+    ("linen-scan-remat-dropout", None): 3,
+    ("nnx", None): 4,
+    ("pytree-module", None): 3,
+    ("scan", None): 5,
+    ("scan-penalty", None): 5,
+    ("scan-unmarked", 3): 3,
+    ("routed", None): 4,
+    ("control", None): 7,
 }
 #: Those whose slices are also run; the others differ from one of these in nothing that runs.
-COMPOSED = [name for name in CASES if name not in ("linen", "linen-scan", "scan-penalty", "unet-automatic")]
+COMPOSED = [case for case in CASES if case not in {("linen", None), ("linen-scan", None), ("unet", 3)}]
 
 
-@pytest.fixture(scope="module")
-def traced():
-    """Every case traced once: name -> (workload, traced model)."""
-    cache = {}
+def case_id(value):
+    return f"{value[0]}-{value[1] or 'marks'}" if isinstance(value, tuple) else None
 
-    def get(name):
-        if name not in cache:
-            make, num_layers, _ = CASES[name]
-            workload = make()
-            cache[name] = workload, trace(workload, B, num_layers)
-        return cache[name]
 
-    return get
+@functools.cache
+def workload_of(name):
+    return WORKLOADS[name]()
+
+
+@functools.cache
+def traced(name, num_layers=None) -> TracedModel:
+    return trace(workload_of(name), B, num_layers)
 
 
 def is_float(x):
@@ -69,12 +95,12 @@ def loss_and_grads(model: TracedModel, cuts: list[int], remats: list[str]):
 
     def run(params, batch):
         values, tape = {}, []
-        for i, (first, stop) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        for i, (first, stop) in enumerate(pairwise(cuts)):
             stage, remat = model.slice(first, stop), remats[i % len(remats)]
             moving_p = [p for p in stage.params if trained[p]]
             moving_v = [v for v in stage.inputs if graph.values[v].differentiable]
 
-            def call(ps, vs, stage=stage, remat=remat, moving_p=moving_p, moving_v=moving_v):
+            def call(ps, vs, stage=stage, remat=remat, moving_p=moving_p, moving_v=moving_v, values=values):
                 p_of, v_of = dict(zip(moving_p, ps, strict=True)), dict(zip(moving_v, vs, strict=True))
                 outs = stage(
                     [p_of.get(p, params[p]) for p in stage.params],
@@ -118,8 +144,10 @@ def example(workload, model):
     return jax.tree.map(fill, model.params_struct), jax.tree.map(fill, batch), (jax.random.key(3),) if takes_key(workload) else ()
 
 
-def check_composition(workload, model: TracedModel, cuts: list[int], remats: list[str]):
-    params, batch, keys = example(workload, model)
+@functools.cache
+def reference(name):
+    """Arrays, loss and gradients of a workload, without any cutting."""
+    workload, (params, batch, keys) = workload_of(name), example(workload_of(name), traced(name, None if "unmarked" not in name else 3))
     tree, leaves = jax.tree.structure(params), jax.tree.leaves(params)
     trained = [is_float(x) for x in leaves]
 
@@ -129,39 +157,43 @@ def check_composition(workload, model: TracedModel, cuts: list[int], remats: lis
 
     loss, grads = compiled(jax.value_and_grad(whole))([x for t, x in zip(trained, leaves, strict=True) if t])
     remaining = iter(grads)
-    grads = model.split_params(tree.unflatten([next(remaining) if t else x for t, x in zip(trained, leaves, strict=True)]))
-    grads = [g for g, p in zip(jax.tree.leaves(grads), model.graph.params, strict=True) if p.differentiable]
+    return params, batch, keys, float(loss), tree.unflatten([next(remaining) if t else x for t, x in zip(trained, leaves, strict=True)])
+
+
+def check_composition(name, model: TracedModel, cuts: list[int], remats: list[str]):
+    params, batch, keys, loss, grads = reference(name)
     split = jax.tree.leaves(model.split_params(params))
     got_loss, got_grads = compiled(loss_and_grads(model, cuts, remats))(split, model.batch_leaves(batch, *keys))
-    assert float(got_loss) == pytest.approx(float(loss), rel=1e-6)
-    names = [p.name for p in model.graph.params if p.differentiable]
-    for name, got, expected in zip(names, got_grads, grads, strict=True):
-        scale = float(jnp.max(jnp.abs(expected)))
+    assert float(got_loss) == pytest.approx(loss, rel=1e-6)
+    expected_grads = jax.tree.leaves(model.split_params(grads))
+    trained = [p for p, tensor in enumerate(model.graph.params) if tensor.differentiable]
+    for p, got in zip(trained, got_grads, strict=True):
+        scale = float(jnp.max(jnp.abs(expected_grads[p])))
         # The floor, a few roundings of terms of size 1, is for gradients that cancel: those of an attention's key bias are zero on paper.
-        np.testing.assert_allclose(got, expected, rtol=0, atol=max(1e-5 * scale, 1e-6), err_msg=name)
+        np.testing.assert_allclose(got, expected_grads[p], rtol=0, atol=max(1e-5 * scale, 1e-6), err_msg=model.graph.params[p].name)
 
 
 def compiled(function):
     return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})  # compiling is what these tests wait for
 
 
-@pytest.mark.parametrize("name", COMPOSED)
-def test_slices_compose_to_the_whole(traced, name):
-    workload, model = traced(name)
-    check_composition(workload, model, list(range(model.graph.num_layers + 1)), ["none", "full", "dots"])
+@pytest.mark.parametrize("case", COMPOSED, ids=case_id)
+def test_slices_compose_to_the_whole(case):
+    model = traced(*case)
+    check_composition(case[0], model, list(range(model.graph.num_layers + 1)), ["none", "full", "dots"])
 
 
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
 @pytest.mark.parametrize(("name", "cuts"), [("unet", [0, 2, 5, 6]), ("routed", [0, 1, 4])])
-def test_stages_of_several_layers_compose_to_the_whole(traced, name, cuts, remat):
-    check_composition(*traced(name), cuts, [remat])
+def test_stages_of_several_layers_compose_to_the_whole(name, cuts, remat):
+    check_composition(name, traced(name), cuts, [remat])
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_graph_is_consistent(traced, name):
-    workload, model = traced(name)
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_graph_is_consistent(case):
+    model = traced(*case)
     graph = model.graph
-    assert graph.num_layers == CASES[name][2]
+    assert graph.num_layers == CASES[case]
     assert [layer.layer_id for layer in graph.layers] == list(range(graph.num_layers))
     assert LayerGraph.from_json(json.loads(json.dumps(graph.to_json()))) == graph
     assert {p for layer in graph.layers for p in layer.params} <= set(range(len(graph.params)))
@@ -187,9 +219,9 @@ def test_graph_is_consistent(traced, name):
 
 
 @pytest.mark.parametrize("name", ["scan", "linen-scan", "unet", "nnx"])
-def test_split_params_round_trip(traced, name):
-    workload, model = traced(name)
-    params = example(workload, model)[0]
+def test_split_params_round_trip(name):
+    model = traced(name)
+    params = example(workload_of(name), model)[0]
     for tree in (params, jax.tree.map(np.asarray, params)):
         split = model.split_params(tree)
         assert jax.tree.structure(split) == jax.tree.structure(model.split_struct)
@@ -210,8 +242,8 @@ def test_stacked_parameters_are_divided_through_casts_and_transposes():
     assert {v.dtype for v in model.graph.values[:-1]} == {"bfloat16"}
 
 
-def test_skips_cross_every_cut_they_span_and_once(traced):
-    graph = traced("unet")[1].graph
+def test_skips_cross_every_cut_they_span_and_once():
+    graph = traced("unet").graph
     assert [len(graph.crossing(cut)) for cut in range(1, 6)] == [1, 3, 3, 2, 1]
     emb = next(i for i, p in enumerate(graph.params) if p.name == "emb")
     assert [layer.layer_id for layer in graph.layers if emb in layer.params] == [0, 5]
@@ -227,8 +259,8 @@ def test_batch_dim_is_where_the_batch_is():
     assert [(v.shape, v.batch_dim) for v in graph.values] == [((models.T, B, models.D), 1), ((), None)]
 
 
-def test_integers_cross_and_masks_and_keys_do_not(traced):
-    graph = traced("routed")[1].graph
+def test_integers_cross_and_masks_and_keys_do_not():
+    graph = traced("routed").graph
     crossing = {(graph.values[v].dtype, graph.values[v].differentiable) for cut in (1, 2, 3) for v in graph.crossing(cut)}
     assert crossing == {("float32", True), ("int32", False)}
     assert graph.batch[-1].name == "key" and graph.batch[-1].dtype == "key<fry>"
@@ -272,10 +304,10 @@ def test_flops_count_matrix_products_twice_and_scans_by_length():
     assert conv.flops == 2 * (B * 4 * 4 * models.D) * (3 * 3 * 2)
 
 
-def test_layer_names_are_scopes_where_they_differ(traced):
-    names = [layer.name for layer in traced("linen")[1].graph.layers]
+def test_layer_names_are_scopes_where_they_differ():
+    names = [layer.name for layer in traced("linen").graph.layers]
     assert names == ["layer_0", "Transformer/Block_1", "layer_2"]
-    assert [layer.name for layer in traced("unet")[1].graph.layers] == [f"layer_{i}" for i in range(6)]
+    assert [layer.name for layer in traced("unet").graph.layers] == [f"layer_{i}" for i in range(6)]
 
 
 def test_equal_blocks_have_equal_keys_and_others_do_not():
@@ -326,12 +358,12 @@ def test_custom_rules_and_constants_are_part_of_the_key():
     assert keys[1] == keys[2] != keys[3]
 
 
-def test_hashes_are_stable_over_processes(traced):
+def test_hashes_are_stable_over_processes():
     names = ["convnet", "linen-dropout-remat", "routed"]
     program = (
-        "from tests.test_tracing import CASES, B; from capture.tracing import trace\n"
+        "from tests.test_tracing import traced\n"
         f"for name in {names}:\n"
-        "    make, n, _ = CASES[name]; m = trace(make(), B, n)\n"
+        "    m = traced(name)\n"
         "    print(m.graph.model_hash, *[layer.key for layer in m.graph.layers], m.slice(1, 3).key)"
     )
     root = Path(__file__).parents[1]
@@ -339,7 +371,7 @@ def test_hashes_are_stable_over_processes(traced):
     result = subprocess.run([sys.executable, "-c", program], env=env, cwd=root, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     for name, line in zip(names, result.stdout.strip().splitlines(), strict=True):
-        model = traced(name)[1]
+        model = traced(name)
         assert line.split() == [model.graph.model_hash, *[layer.key for layer in model.graph.layers], model.slice(1, 3).key]
 
 
@@ -385,8 +417,8 @@ def residuals(stage: StageSlice, model: TracedModel, remat: str) -> list[tuple]:
 
 
 @pytest.mark.parametrize("name", ["linen", "linen-dropout-remat", "linen-scan", "routed", "unet", "convnet"])
-def test_full_remat_keeps_layer_inputs_and_nothing_else(traced, name):
-    model = traced(name)[1]
+def test_full_remat_keeps_layer_inputs_and_nothing_else(name):
+    model = traced(name)
     graph = model.graph
     for first, stop in ((1, 2), (1, 3), (0, graph.num_layers)):
         stage = model.slice(first, stop)
@@ -398,9 +430,63 @@ def test_full_remat_keeps_layer_inputs_and_nothing_else(traced, name):
         for item in kept:
             assert item in allowed, f"{item} is kept and is no input of layers [{first}, {stop})"
             allowed.remove(item)
-    linen = traced("linen")[1]
+    linen = traced("linen")
     stage = linen.slice(1, 3)
     assert len(residuals(stage, linen, "full")) < len(residuals(stage, linen, "dots")) < len(residuals(stage, linen, "none"))
+
+
+def test_remat_regions_of_the_model_are_kept():
+    plain, remat, inside = traced("linen"), traced("linen-dropout-remat"), traced("linen-mark-in-remat")
+    for model in (remat, inside):
+        stage = model.slice(1, 2)
+        kept = residuals(stage, model, "none")
+        assert len(kept) < len(residuals(plain.slice(1, 2), plain, "none")) / 2
+        assert len(kept) <= len(stage.params) + len(stage.inputs) + len(stage.batch)
+        assert model.graph.layers[1].key != plain.graph.layers[1].key
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 5, 9])
+@pytest.mark.parametrize("name", ["linen-dropout-remat", "routed", "control"])
+def test_layers_cover_the_program_once(name, num_layers):
+    workload = workload_of(name)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    params, batch = jax.eval_shape(workload.init, key), jax.eval_shape(lambda k: workload.batch(k, B), key)
+    closed = jax.make_jaxpr(workload.loss_fn)(params, batch, key)
+    program = flatten(closed, len(jax.tree.leaves(params)), frozenset(), {}).program
+    cuts = cluster_cuts(program, num_layers)
+    assert cuts[0] == 0 and cuts[-1] == len(program.ops) and len(cuts) == num_layers + 1 and cuts == sorted(set(cuts))
+    layers = assign_layers(program, cuts)
+    assert sum(layer.own for layer in layers) == len(program.ops) - len(program.recomputed)
+    times = Counter(id(op) for layer in layers for op in layer.ops)
+    assert times.keys() == {id(op) for op in program.ops}
+    assert all(times[id(op)] == 1 for i, op in enumerate(program.ops) if i not in program.recomputed)
+    made = set()
+    for op in program.ops:  # sinking kept the order of dependencies
+        assert all(v in made for v in op.reads if v in program.producer)
+        made.update(op.outputs)
+    live = crossing_bytes(program)
+    for k, cut in enumerate(cuts[1:-1], start=1):
+        crossing = {v for layer in layers[k:] for v in layer.inputs} & {v for layer in layers[:k] for v in layer.outputs}
+        assert live[cut] == sum(math.prod(program.avals[v].shape) * item_bytes(str(program.avals[v].dtype)) for v in crossing)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), min_size=2, max_size=8), st.integers(1, 4), st.sampled_from([0.0, 0.3, 2.0])
+)
+def test_cheapest_path_is_the_best_of_all(steps, num_steps, tolerance):
+    progress = [float(sum(f for f, _ in steps[:i])) for i in range(len(steps) + 1)]
+    costs = [float(c) for _, c in steps] + [0.0]
+    mean = progress[-1] / num_steps
+    least, most = mean / (1 + tolerance), mean * (1 + tolerance)
+    feasible = {}
+    for middle in combinations(range(1, len(steps)), num_steps - 1):
+        path = [0, *middle, len(steps)]
+        if all(least <= progress[b] - progress[a] <= most for a, b in pairwise(path)):
+            feasible[tuple(path)] = sum(costs[i] for i in middle)
+    found = cheapest_path(progress, costs, num_steps, least, most)
+    assert (found is None) == (not feasible)
+    if found is not None:
+        assert feasible[tuple(found)] == min(feasible.values())
 
 
 def loss_workload(loss, **shapes):
@@ -410,7 +496,9 @@ def loss_workload(loss, **shapes):
 def test_nothing_is_allocated():
     shapes = {"w": (1 << 20, 1 << 20)}
     workload = models.workload(
-        lambda p, x: jnp.mean(models.mark(x @ p["w"]) ** 2), lambda key: models.normals(key, **shapes), lambda key, n: jnp.zeros((n, 1 << 20))
+        lambda p, x: jnp.mean(models.mark(x @ p["w"]) ** 2),
+        lambda key: models.normals(key, **shapes),
+        lambda key, n: jnp.zeros((n, 1 << 20)),
     )
     model = trace(workload, 8)
     assert model.graph.params[0].nbytes == 4 << 40
@@ -420,7 +508,7 @@ def test_nothing_is_allocated():
 ERRORS = [
     (
         lambda: trace(models.repeated(), B),
-        'the loss has 0 layer marks and none of them divides it; mark the boundaries in the model with '
+        "the loss has 0 layer marks and none of them divides it; mark the boundaries in the model with "
         'jax.ad_checkpoint.checkpoint_name(x, "layer_boundary"), or give num_layers to cut it automatically. [trace-no-marks]',
     ),
     (
@@ -446,7 +534,9 @@ ERRORS = [
     ),
     (lambda: trace(models.repeated(), 0, 2), "microbatch_size=0 is no batch; give at least 1. [trace-microbatch]"),
     (
-        lambda: trace(models.workload(lambda p, b: p["w"].sum(), lambda key: models.normals(key, w=(2,)), lambda key, n: jnp.zeros((3,))), B, 1),
+        lambda: trace(
+            models.workload(lambda p, b: p["w"].sum(), lambda key: models.normals(key, w=(2,)), lambda key, n: jnp.zeros((3,))), B, 1
+        ),
         "batch(key, 2) returned float32[3], and batch(key, 4) nothing larger; return arrays that carry the examples in one dimension. "
         "[trace-batch]",
     ),

@@ -43,7 +43,8 @@ def cross_entropy(logits, labels):
 
 
 def normals(key, **shapes):
-    return {name: jax.random.normal(k, shape) * 0.5 for (name, shape), k in zip(shapes.items(), jax.random.split(key, len(shapes)), strict=True)}
+    keys = jax.random.split(key, len(shapes))
+    return {name: jax.random.normal(k, shape) * 0.5 for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
 
 
 def unet() -> Workload:
@@ -141,7 +142,7 @@ class Block(nn.Module):
     def __call__(self, x, _=None):
         mask = jnp.tril(jnp.ones((T, T), bool))
         h = nn.LayerNorm()(x)
-        x = x + nn.SelfAttention(2, deterministic=True)(h, mask=mask)
+        x = x + nn.MultiHeadDotProductAttention(2, deterministic=True)(h, mask=mask)
         h = nn.gelu(nn.Dense(2 * D)(nn.LayerNorm()(x)))
         x = x + nn.Dropout(self.dropout, deterministic=self.dropout == 0)(nn.Dense(D)(h))
         return (mark(x), None) if self.mark_inside else (x, None)
@@ -245,7 +246,7 @@ def scanned(num_layers=4, marked=True, dtype=jnp.float32, penalty=0.0) -> Worklo
         w, b = p["layers"]["w"].astype(dtype), jnp.moveaxis(p["layers"]["b"].astype(dtype), -1, 0)
         x, norms = lax.scan(body, batch[0].astype(dtype), (w, b))
         decay = penalty * jnp.sum(p["layers"]["w"] ** 2) if penalty else 0.0
-        return (cross_entropy(x.astype(jnp.float32) @ p["head"], batch[1]) + 0.1 * norms.astype(jnp.float32).sum() + decay).astype(jnp.float32)
+        return cross_entropy(x.astype(jnp.float32) @ p["head"], batch[1]) + 0.1 * norms.astype(jnp.float32).sum() + decay
 
     return workload(loss, init, vectors_batch)
 
@@ -289,3 +290,38 @@ def routed() -> Workload:
         return cross_entropy((h * table) @ p["out"], batch["labels"])
 
     return workload(loss, init, tokens_batch)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def scaled_noise(x, key, scale):
+    return x + scale * jax.random.normal(key, x.shape)
+
+
+scaled_noise.defvjp(lambda x, key, scale: (scaled_noise(x, key, scale), None), lambda scale, _, g: (g, None))
+
+
+def control() -> Workload:
+    """Scans in a scan and in reverse, marks in pairs and at both ends, branches, loops, jit in jit, effects, a rule with a key."""
+
+    def init(key):
+        return {**normals(key, groups=(2, 2, D, D), back=(1, D, D), w=(D, D), head=(D, 3)), "gain": jnp.float32(1.0)}
+
+    @jax.jit
+    def inner(x, w):
+        return jax.jit(lambda x: mark(jnp.tanh(x @ w)))(x) * 2
+
+    def loss(p, batch, key):
+        x, labels = mark(batch)  # nothing before it: no cut
+
+        def group(x, ws):
+            return lax.scan(lambda x, w: (mark(x + jnp.sin(x @ w)), None), x, ws)[0], x.mean()
+
+        x, means = lax.scan(group, x, p["groups"])
+        x, _ = lax.scan(lambda x, w: (lax.cond(x.mean() > 0, jnp.sin, jnp.cos, x @ w), None), x, p["back"], reverse=True)
+        x, means = mark((x, means))  # one boundary
+        x = lax.fori_loop(0, 2, lambda _, x: jnp.tanh(x), x)
+        jax.debug.callback(lambda _: None, x.mean())
+        x = scaled_noise(inner(x, p["w"]), key, 0.1) * p["gain"]
+        return mark(cross_entropy(x @ p["head"], labels) + means.sum())
+
+    return workload(loss, init, vectors_batch)

@@ -17,9 +17,11 @@ import jax
 from jax.extend import core as jex_core
 
 from capture.errors import WorkloadError
+from capture.runtime.dataflow import DataFlow
 
-_INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
+#: Larger values do not travel between stages at the end of a step.
 _MAX_SUMMARY_ELEMENTS = 256
+_NOBODY = -1  # owner of what is shared by all
 
 
 @dataclass(frozen=True)
@@ -73,32 +75,50 @@ class StageUpdate:
         return self.optimizer._update(self, params, state, grads, summaries)
 
 
-class SlicedOptimizer:
-    """The traced ``init`` and ``update`` of a transformation over the whole model, and their slices for given stages.
+class TracedOptimizer:
+    """The traced ``init`` and ``update`` of a transformation over the whole model.
 
     Args:
         optimizer: An optax transformation.
         params_struct: The parameters as a pytree of ``ShapeDtypeStruct``; leaf order is that of the layer graph.
-        stages: Per stage, the indices of the parameters it updates; together they are all parameters.
-
-    Raises:
-        WorkloadError: ``optimizer-cross-stage`` if the update of one stage needs a large tensor of another.
     """
 
-    def __init__(self, optimizer: Any, params_struct: Any, stages: Sequence[Sequence[int]]):
-        self._num_params = len(jax.tree.leaves(params_struct))
+    def __init__(self, optimizer: Any, params_struct: Any):
         structs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), params_struct)
+        self.params = jax.tree.leaves(structs)
+        self.param_names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params_struct)]
         state_struct = jax.eval_shape(optimizer.init, structs)
-        self._state_leaves, self._state_tree = jax.tree.flatten(state_struct)
+        self.state, self.state_tree = jax.tree.flatten(state_struct)
 
         def step(params, state, grads):
             updates, state = optimizer.update(grads, state, params)
             new = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
             return jax.tree.leaves(new), jax.tree.leaves(state)
 
-        self._update_program = _Inlined(jax.make_jaxpr(step)(structs, state_struct, structs))
-        self._init_program = _Inlined(jax.make_jaxpr(lambda p: jax.tree.leaves(optimizer.init(p)))(structs))
-        self._param_names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params_struct)]
+        self.update = DataFlow(jax.make_jaxpr(step)(structs, state_struct, structs))
+        self.init = DataFlow(jax.make_jaxpr(lambda p: jax.tree.leaves(optimizer.init(p)))(structs))
+
+    @cached_property
+    def param_keys(self) -> list[str]:
+        """Per parameter, a content hash of its update: equal keys mean the same computation on another parameter."""
+        return [self.update.key_of(self.update.outputs[p]) for p in range(len(self.params))]
+
+
+class SlicedOptimizer:
+    """Slices of a traced optimizer for given stages.
+
+    Args:
+        traced: Of the whole model.
+        stages: Per stage, the indices of the parameters it updates; together they are all parameters.
+
+    Raises:
+        WorkloadError: ``optimizer-cross-stage`` if the update of one stage needs a large tensor of another.
+    """
+
+    def __init__(self, traced: TracedOptimizer, stages: Sequence[Sequence[int]]):
+        self._num_params = len(traced.params)
+        self._state_leaves, self._state_tree = traced.state, traced.state_tree
+        self._update_program, self._init_program, self._param_names = traced.update, traced.init, traced.param_names
         self._stage_of_param = {p: s for s, params in enumerate(stages) for p in params}
         assert len(self._stage_of_param) == self._num_params, "every parameter belongs to exactly one stage"
         self._trace_ownership()
@@ -130,7 +150,7 @@ class SlicedOptimizer:
         self._state_params: list[frozenset[int]] = [frozenset()] * num_state
         while True:  # a leaf may feed another, so iterate to the fixed point
             sources = self._sources(dict(zip(state_in, self._state_params, strict=True)))
-            flow = program.propagate(sources, ownership=True)
+            flow = program.propagate(sources, _owner_of_result)
             found = [old | flow.get(out, frozenset()) - {_NOBODY} for old, out in zip(self._state_params, state_out, strict=True)]
             if found == self._state_params:
                 return
@@ -222,90 +242,11 @@ class SlicedOptimizer:
         return results[: len(stage.params)], results[len(stage.params) :]
 
 
-_NOBODY = -1  # owner of what is shared by all
-
-
 def _owner_of_result(owners: frozenset[int], size: int) -> frozenset[int]:
+    """A small value made from several owners (a norm over all gradients) belongs to nobody, and so does a scalar made from such
+    a value; a gradient scaled by it still belongs to its parameter."""
     params = owners - {_NOBODY}
     shared = len(params) > 1 and size <= _MAX_SUMMARY_ELEMENTS
     if shared or (_NOBODY in owners and (size == 1 or not params)):
         return frozenset([_NOBODY])
     return params
-
-
-class _Inlined:
-    """A jaxpr with its calls opened, so that data flow is seen per equation."""
-
-    def __init__(self, closed: Any):
-        def run(*args):
-            return _evaluate_inlined(closed.jaxpr, closed.consts, args)
-
-        flat = jax.make_jaxpr(run)(*[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars])
-        self._jaxpr, self._consts = flat.jaxpr, flat.consts
-        self.inputs, self.outputs = list(self._jaxpr.invars), list(self._jaxpr.outvars)
-
-    def propagate(self, owners: dict[Any, frozenset[int]], *, ownership: bool = False) -> dict[Any, frozenset[int]]:
-        """Union of the owners of the inputs that each value depends on.
-
-        With ``ownership``, a small value made from several owners (a norm over all gradients) belongs to nobody, and so does a
-        scalar made from such a value; a gradient scaled by it still belongs to its parameter.
-        """
-        flow = dict(owners)
-        for equation in self._jaxpr.eqns:
-            parts = [flow[v] for v in equation.invars if not isinstance(v, jex_core.Literal) and v in flow]
-            union = frozenset().union(*parts) if parts else frozenset()
-            for out in equation.outvars:
-                flow[out] = _owner_of_result(union, math.prod(out.aval.shape)) if ownership else union
-        return flow
-
-    @cached_property
-    def _position(self) -> dict[Any, int]:
-        return {out: i for i, equation in enumerate(self._jaxpr.eqns) for out in equation.outvars}
-
-    def order(self, var: Any) -> int:
-        """Position of a value in program order; inputs come first."""
-        return self._position.get(var, -1)
-
-    def needed(self, wanted: Sequence[Any], given: Any = ()) -> list[Any]:
-        """Equations that the wanted values depend on, in order, stopping at given ones."""
-        live = {v for v in wanted if not isinstance(v, jex_core.Literal)} - set(given)
-        chosen = []
-        for equation in reversed(self._jaxpr.eqns):
-            if any(out in live for out in equation.outvars):
-                chosen.append(equation)
-                live.update(v for v in equation.invars if not isinstance(v, jex_core.Literal) and v not in given)
-        return chosen[::-1]
-
-    def evaluate(self, env: dict[Any, Any], wanted: Sequence[Any]) -> list[Any]:
-        """Values of the wanted variables from those in ``env``."""
-        values = dict(zip(self._jaxpr.constvars, self._consts, strict=True)) | env
-
-        def read(atom):
-            return atom.val if isinstance(atom, jex_core.Literal) else values[atom]
-
-        for equation in self.needed(wanted, values):
-            _bind(equation, [read(v) for v in equation.invars], values)
-        return [read(v) for v in wanted]
-
-
-def _bind(equation: Any, args: Sequence[Any], values: dict[Any, Any]) -> None:
-    results = equation.primitive.bind(*args, **equation.primitive.get_bind_params(equation.params))
-    values.update(zip(equation.outvars, results if equation.primitive.multiple_results else [results], strict=True))
-
-
-def _evaluate_inlined(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
-
-    def read(atom):
-        return atom.val if isinstance(atom, jex_core.Literal) else values[atom]
-
-    for equation in jaxpr.eqns:
-        inputs = [read(v) for v in equation.invars]
-        body = equation.params.get(_INLINED.get(equation.primitive.name, ""))
-        if body is None:
-            _bind(equation, inputs, values)
-        else:
-            inner, inner_consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
-            values.update(zip(equation.outvars, _evaluate_inlined(inner, inner_consts, inputs), strict=True))
-    return [read(v) for v in jaxpr.outvars]
-

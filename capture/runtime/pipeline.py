@@ -15,7 +15,7 @@ from capture.graph import Tensor
 from capture.interface import owned_and_borrowed, plan_interfaces
 from capture.ledger import Ledger
 from capture.plan import Plan
-from capture.runtime.optimizer import SlicedOptimizer
+from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
 from capture.runtime.programs import Executable, StagePrograms
 from capture.runtime.reshard import reshard
 from capture.runtime.sharding import ModelSharding
@@ -121,7 +121,8 @@ class PipelinedStep:
         graph = traced.graph
         owned = [owned_and_borrowed(graph, stage.first, stage.stop) for stage in plan.stages]
         unused = set(range(len(graph.params))) - {p for own, _ in owned for p in own}
-        self.optimizer = SlicedOptimizer(workload.optimizer, traced.split_struct, [own for own, _ in owned] + [sorted(unused)] * bool(unused))
+        partition = [own for own, _ in owned] + [tuple(sorted(unused))] * bool(unused)
+        self.optimizer = SlicedOptimizer(TracedOptimizer(workload.optimizer, traced.split_struct), partition)
         borrowers = [p for _, borrowed in owned for p in borrowed]
         self.stages = [
             StagePrograms(

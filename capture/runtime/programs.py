@@ -2,8 +2,8 @@
 
 The forward program returns, beside its outputs, exactly the values that ``jax.vjp`` saved for the backward pass and that exist
 nowhere else: residuals that *are* a parameter, an input, a batch leaf, an output or a constant are recognised by identity and are
-not returned, so that weights are not copied once per micro-batch. ``jax.checkpoint`` around each layer is the only knob of
-what is saved.
+not returned, and those that depend on parameters and constants alone (casts of weights, masks) are made again in the backward
+pass, so that neither is stored once per micro-batch. ``jax.checkpoint`` around each layer is the only knob of what is saved.
 """
 
 from __future__ import annotations
@@ -15,17 +15,22 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capture.graph import LayerGraph, Tensor
 from capture.interface import StageCost, owned_and_borrowed
+from capture.runtime.dataflow import DataFlow
 from capture.runtime.optimizer import StageUpdate
 from capture.runtime.sharding import struct_of
 from capture.tracing import StageSlice
 
 DATA_AXIS, MODEL_AXIS = "data", "model"
+
+#: Leave out optimisations of machine code: half the compile time, byte-identical buffer assignment.
+_MEASURING_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +48,7 @@ class Executable:
     transient_bytes: int
 
 
-def compile_program(function: Callable[..., Any], args: Sequence[Any], *, donate: Sequence[int] = (), out_shardings: Any = None) -> Executable:
+def compile_program(function: Callable[..., Any], args: Sequence[Any], *, donate: Sequence[int] = (), out_shardings: Any = None, to_measure: bool = False) -> Executable:
     """Compile for abstract arguments; nothing is allocated.
 
     Args:
@@ -51,13 +56,14 @@ def compile_program(function: Callable[..., Any], args: Sequence[Any], *, donate
         args: ``ShapeDtypeStruct`` pytrees with shardings.
         donate: Positions of donated arguments.
         out_shardings: As for ``jax.jit``; None lets the compiler choose.
+        to_measure: Skip what takes the compiler long and changes no buffer: the program runs, but slowly.
     """
     jitted = jax.jit(function, donate_argnums=tuple(donate), **({} if out_shardings is None else {"out_shardings": out_shardings}))
     with warnings.catch_warnings():
         # Residuals are donated to be freed, whether or not an output fits into them.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         lowered = jitted.lower(*args)
-        compiled = lowered.compile()
+        compiled = lowered.compile(compiler_options=_MEASURING_OPTIONS if to_measure else None)
     memory = compiled.memory_analysis()
     transient = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     outputs = jax.tree.map(
@@ -88,6 +94,7 @@ class StagePrograms:
         shard_optimizer: Optimizer state split over the replicas.
         num_arriving: Per owned parameter that later stages borrow, how many do.
         num_microbatches: The loss of a micro-batch counts 1 / num_microbatches.
+        to_measure: Compile quickly, for the memory report only.
     """
 
     def __init__(
@@ -104,9 +111,10 @@ class StagePrograms:
         shard_optimizer: bool = False,
         num_arriving: dict[int, int] | None = None,
         num_microbatches: int = 1,
+        to_measure: bool = False,
     ):
         self.graph, self.layers, self.optimizer, self.remat = graph, layers, update, remat
-        self.data_parallel, self.num_microbatches = data_parallel, num_microbatches
+        self.data_parallel, self.num_microbatches, self._to_measure = data_parallel, num_microbatches, to_measure
         self.mesh = Mesh(np.asarray(devices).reshape(data_parallel, tensor_parallel), (DATA_AXIS, MODEL_AXIS))
         self.shard_optimizer = shard_optimizer
         self.owned, self.borrowed = owned_and_borrowed(graph, layers.first, layers.stop)
@@ -190,7 +198,7 @@ class StagePrograms:
         rest = [v for v in self.layers.outputs if v not in self.differentiable_outputs]
         return [by_value[v] for v in self.differentiable_outputs], [by_value[v] for v in rest]
 
-    def _forward(self, params, inputs, batch):
+    def _forward_saving_all(self, params, inputs, batch):
         differentiable = [inputs[self.layers.inputs.index(v)] for v in self.differentiable_inputs]
         made, vjp, rest = jax.vjp(lambda p, x: self._apply(p, x, inputs, batch), params, differentiable, has_aux=True)
         others = [v for v in self.layers.outputs if v not in self.differentiable_outputs]
@@ -214,6 +222,30 @@ class StagePrograms:
             self._saved.append(known[id(array)])
         return outputs, residuals
 
+    def _forward(self, params, inputs, batch):
+        outputs, residuals = self._forward_saving_all(params, inputs, batch)
+        return outputs, [residuals[i] for i in self._stored]
+
+    @cached_property
+    def _saving_all(self) -> DataFlow:
+        """The forward pass with everything that ``jax.vjp`` saves; its last outputs are the residuals."""
+        return DataFlow(jax.make_jaxpr(self._forward_saving_all)(*self._forward_args))
+
+    @cached_property
+    def _stored(self) -> list[int]:
+        """Residuals that depend on data. Others (masks, casts of parameters) are made again in the backward pass."""
+        flow, num_params = self._saving_all, len(self.params)
+        reached = flow.propagate({v: frozenset([0]) for v in flow.inputs[num_params:]})
+        residuals = flow.outputs[len(self.layers.outputs) :]
+        return [i for i, v in enumerate(residuals) if not isinstance(v, jax.extend.core.Literal) and reached.get(v)]
+
+    def _made_again(self, params) -> dict[int, Any]:
+        flow = self._saving_all
+        residuals = flow.outputs[len(self.layers.outputs) :]
+        others = [i for i in range(len(residuals)) if i not in set(self._stored)]
+        values = flow.evaluate(dict(zip(flow.inputs, params, strict=False)), [residuals[i] for i in others])
+        return dict(zip(others, values, strict=True))
+
     def _kept(self, source: str) -> tuple[int, ...]:
         """Positions that the backward pass reads among the inputs, outputs or batch leaves."""
         assert self._vjp_tree is not None, "the forward program is traced first"
@@ -222,7 +254,7 @@ class StagePrograms:
     def _backward(self, params, inputs, batch, outputs, residuals, cotangents, accumulated):
         groups = {
             "param": params,
-            "residual": residuals,
+            "residual": self._made_again(params) | dict(zip(self._stored, residuals, strict=True)),
             "constant": self._constants,
             "input": dict(zip(self._kept("input"), inputs, strict=True)),
             "batch": dict(zip(self._kept("batch"), batch, strict=True)),
@@ -253,12 +285,18 @@ class StagePrograms:
             total[p] = total[p] + gradient
         return list(total.values())
 
+    def _compile(self, function: Callable[..., Any], args: Sequence[Any], donate: Sequence[int], out_shardings: Any) -> Executable:
+        return compile_program(function, args, donate=donate, out_shardings=out_shardings, to_measure=self._to_measure)
+
+    @cached_property
+    def _forward_args(self) -> tuple[list[Any], list[Any], list[Any]]:
+        return self.param_structs(self.params), self.value_structs(self.layers.inputs), self.batch_structs(self.layers.batch)
+
     @cached_property
     def forward(self) -> Executable:
         """(params, inputs, batch) -> (outputs, residuals)."""
         out = ([self.value_sharding(v) for v in self.layers.outputs], None)
-        args = (self.param_structs(self.params), self.value_structs(self.layers.inputs), self.batch_structs(self.layers.batch))
-        return compile_program(self._forward, args, out_shardings=out)
+        return self._compile(self._forward, self._forward_args, (), out)
 
     @cached_property
     def backward(self) -> Executable:
@@ -275,7 +313,7 @@ class StagePrograms:
             gradients,
         )
         out = ([self.value_sharding(v) for v in self.differentiable_inputs], [g.sharding for g in gradients])
-        return compile_program(self._backward, args, donate=(1, 3, 4, 5, 6), out_shardings=out)
+        return self._compile(self._backward, args, (1, 3, 4, 5, 6), out)
 
     @cached_property
     def _own(self) -> tuple[list[Any], list[Any], list[Any]]:
@@ -291,7 +329,7 @@ class StagePrograms:
             return None
         arriving = self.param_structs(self.arriving)
         out = [self.replicated] * len(self.optimizer.summary)
-        return compile_program(self._summarize, (*self._own, arriving), out_shardings=out)
+        return self._compile(self._summarize, (*self._own, arriving), (), out)
 
     @cached_property
     def update(self) -> Executable:
@@ -301,7 +339,7 @@ class StagePrograms:
         summaries = [self._summary_structs(s.summary) for s in others] if self.summarize else []
         args = (*self._own, borrowed, self.param_structs(self.arriving), summaries)
         out = tuple([struct.sharding for struct in group] for group in (*self._own, borrowed))
-        return compile_program(self._update, args, donate=(0, 1, 2, 3), out_shardings=out)
+        return self._compile(self._update, args, (0, 1, 2, 3), out)
 
     @cached_property
     def cost(self) -> StageCost:

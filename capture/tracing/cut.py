@@ -83,12 +83,12 @@ def cluster_cuts(program: Program, num_layers: int) -> list[int]:
     costs = [live[p] + 0.5 * abs(done[p] / mean - round(done[p] / mean)) if mean else 0.0 for p in places]
     progress = [float(done[p]) for p in places]
     tolerance = FLOPS_TOLERANCE
-    while (chosen := _cheapest_path(progress, costs, num_layers, mean / (1 + tolerance), mean * (1 + tolerance))) is None:
+    while (chosen := cheapest_path(progress, costs, num_layers, mean / (1 + tolerance), mean * (1 + tolerance))) is None:
         tolerance *= 1.5
     return [places[i] for i in chosen]
 
 
-def _cheapest_path(progress: list[float], costs: list[float], num_steps: int, least: float, most: float) -> list[int] | None:
+def cheapest_path(progress: list[float], costs: list[float], num_steps: int, least: float, most: float) -> list[int] | None:
     """Indices 0 = i_0 < ... < i_L = last with steps of progress in [least, most] and the least cost in between; O(n L)."""
     end = len(progress) - 1
     best = [0.0] + [math.inf] * end

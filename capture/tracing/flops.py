@@ -10,9 +10,10 @@ from jax.extend import core as jex_core
 
 #: Only move, name or reinterpret data.
 _NO_FLOPS = frozenset(
-    "reshape broadcast_in_dim transpose squeeze expand_dims slice dynamic_slice dynamic_update_slice gather concatenate pad rev iota "
-    "convert_element_type bitcast_convert_type copy copy_p stop_gradient name select_n split optimization_barrier "
-    "random_seed random_wrap random_unwrap random_split random_fold_in".split()
+    {"reshape", "broadcast_in_dim", "transpose", "squeeze", "expand_dims", "rev", "concatenate", "pad", "split", "iota", "select_n"}
+    | {"slice", "dynamic_slice", "dynamic_update_slice", "gather", "copy", "copy_p", "convert_element_type", "bitcast_convert_type"}
+    | {"name", "stop_gradient", "optimization_barrier", "debug_callback", "debug_print"}
+    | {"random_seed", "random_wrap", "random_unwrap", "random_split", "random_fold_in"}
 )
 
 

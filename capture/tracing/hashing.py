@@ -73,7 +73,7 @@ class ProgramHasher:
         text = f"{name}{self._text(shown)}"
         return text + self._rule(equation.primitive, params) if name in _CUSTOM_RULES else text
 
-    def _rule(self, primitive, params: Mapping[str, Any]) -> str:
+    def _rule(self, primitive, params: dict[str, Any]) -> str:
         """A custom derivative by what it traces to: the functions themselves have only addresses to tell them apart.
 
         Inside a rule, custom functions (often the same one) are only evaluated, so there their rules do not matter.
@@ -142,7 +142,7 @@ def _is_float(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def _pullback(primitive, params: Mapping[str, Any]) -> Callable[..., Any]:
+def _pullback(primitive, params: dict[str, Any]) -> Callable[..., Any]:
     """Primals and gradients of a call with a custom rule."""
 
     def function(*arguments):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from capture.tracing.program import Op, Program
 
@@ -41,7 +42,7 @@ def assign_layers(program: Program, cuts: Sequence[int]) -> list[LayerOps]:
     params, batch, consts = set(program.params), set(program.batch), set(program.consts)
     picked: list[tuple[list[int], int]] = []
     external: list[set[int]] = []
-    for k, (start, stop) in enumerate(zip(cuts, cuts[1:], strict=False)):
+    for k, (start, stop) in enumerate(pairwise(cuts)):
         own = [i for i in range(start, stop) if i not in program.recomputed]
         wanted = {v for i in own for v in program.ops[i].reads}
         if k == len(cuts) - 2:

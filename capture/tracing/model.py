@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import jax
@@ -44,13 +44,13 @@ class TracedModel:
 
     def split_params(self, params: PyTree) -> PyTree:
         """The user's tree in the form of ``split_struct``; arrays of NumPy or JAX, also while tracing."""
-        tree = jax.tree.structure(self.params_struct)
+        tree = _structure(self.params_struct)
         leaves = tree.flatten_up_to(params)
         return tree.unflatten([_unstack(leaf, self._stacked[i]) if i in self._stacked else leaf for i, leaf in enumerate(leaves)])
 
     def join_params(self, split: PyTree) -> PyTree:
         """The inverse of ``split_params``."""
-        tree = jax.tree.structure(self.params_struct)
+        tree = _structure(self.params_struct)
         leaves = tree.flatten_up_to(split)
         return tree.unflatten([_stack(leaf, self._stacked[i]) if i in self._stacked else leaf for i, leaf in enumerate(leaves)])
 
@@ -116,8 +116,7 @@ def trace(workload: WorkloadProtocol, microbatch_size: int, num_layers: int | No
     values = sorted({v for layer in layers for v in layer.outputs}, key=lambda v: (v == program.loss, v))
 
     grown = _grown_avals(workload, params_struct, microbatch_size, key, program, unroll, stacked)
-    tree = jax.tree.structure(params_struct)
-    split_struct = tree.unflatten(
+    split_struct = _structure(params_struct).unflatten(
         [_unstacked_structs(leaf, stacked[i]) if i in stacked else leaf for i, (_, leaf) in enumerate(params)]
     )
     batch_names = [_path_name(path, "batch") for path, _ in jax.tree.leaves_with_path(batch_struct)]
@@ -146,7 +145,7 @@ def trace(workload: WorkloadProtocol, microbatch_size: int, num_layers: int | No
     wiring = [[layer.key, layer.params, layer.inputs, layer.outputs, layer.batch] for layer in graph_layers]
     shapes = {kind: [[t.shape, t.dtype] for t in group] for kind, group in tensors.items()}
     graph = LayerGraph(content_hash([microbatch_size, wiring, shapes]), microbatch_size, graph_layers, **tensors)
-    return TracedModel(graph, params_struct, split_struct, stacked, jax.tree.structure(batch_struct), takes_key(workload), calls)
+    return TracedModel(graph, params_struct, split_struct, stacked, _structure(batch_struct), takes_key(workload), calls)
 
 
 def _batch(workload: WorkloadProtocol, microbatch_size: int, key) -> tuple[PyTree, list[int | None]]:
@@ -252,6 +251,10 @@ def _stage_slice(graph: LayerGraph, calls: Sequence[LayerCall], first: int, stop
     return StageSlice(first, stop, params, batch, inputs, outputs, key, tuple(calls[first:stop]))
 
 
+def _structure(tree: PyTree) -> Any:
+    return jax.tree.structure(tree)  # JAX's stubs leave its methods out
+
+
 def _unstack(leaf: Any, dim: int) -> list[Any]:
     return [leaf[(slice(None),) * dim + (i,)] for i in range(leaf.shape[dim])]
 
@@ -285,7 +288,8 @@ def _layer_names(layers: Sequence[LayerOps]) -> list[str]:
 
 
 def _common_scope(scopes: Sequence[str]) -> str:
-    return "/".join(os.path.commonprefix([scope.split("/") for scope in scopes])) if scopes else ""
+    same = takewhile(lambda parts: len(set(parts)) == 1, zip(*(scope.split("/") for scope in scopes), strict=False))
+    return "/".join(parts[0] for parts in same)
 
 
 def _struct_text(struct) -> str:

@@ -1,0 +1,116 @@
+"""Data flow through a traced function: what depends on what, and evaluating a part of it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax.extend import core as jex_core
+
+from capture.graph import content_hash
+
+_INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
+
+
+class DataFlow:
+    """A closed jaxpr with its calls opened, so that data flow is seen per equation.
+
+    Attributes:
+        inputs, outputs: Variables (outputs may be literals), in the order of the jaxpr.
+    """
+
+    def __init__(self, closed: Any):
+        def run(*args):
+            return _evaluate_inlined(closed.jaxpr, closed.consts, args)
+
+        flat = jax.make_jaxpr(run)(*[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars])
+        self._jaxpr, self._consts = flat.jaxpr, flat.consts
+        self.inputs, self.outputs = list(self._jaxpr.invars), list(self._jaxpr.outvars)
+
+    def propagate(
+        self, owners: Mapping[Any, frozenset[int]], of_result: Callable[[frozenset[int], int], frozenset[int]] | None = None
+    ) -> dict[Any, frozenset[int]]:
+        """Union of the owners of the inputs that each value depends on.
+
+        Args:
+            owners: Of the inputs.
+            of_result: Maps the union and the number of elements of a value to its owners; by default the union.
+        """
+        flow = dict(owners)
+        for equation in self._jaxpr.eqns:
+            parts = [flow[v] for v in equation.invars if not isinstance(v, jex_core.Literal) and v in flow]
+            union = frozenset().union(*parts) if parts else frozenset()
+            for out in equation.outvars:
+                flow[out] = union if of_result is None else of_result(union, math.prod(out.aval.shape))
+        return flow
+
+    def key_of(self, wanted: Any) -> str:
+        """Content hash of the equations that a value depends on, with values renumbered."""
+        numbers: dict[Any, int] = {}
+
+        def text(atom: Any) -> str:
+            if isinstance(atom, jex_core.Literal):
+                return str(atom)
+            return f"v{numbers.setdefault(atom, len(numbers))}:{atom.aval.str_short()}"
+
+        lines = [
+            f"{list(map(text, e.outvars))}={e.primitive.name}{sorted((k, str(v)) for k, v in e.params.items())}{list(map(text, e.invars))}"
+            for e in self.needed([wanted])
+        ]
+        return content_hash([re.sub(r"0x[0-9a-f]+", "", line) for line in lines])
+
+    @cached_property
+    def _position(self) -> dict[Any, int]:
+        return {out: i for i, equation in enumerate(self._jaxpr.eqns) for out in equation.outvars}
+
+    def order(self, var: Any) -> int:
+        """Position of a value in program order; inputs come first."""
+        return self._position.get(var, -1)
+
+    def needed(self, wanted: Sequence[Any], given: Any = ()) -> list[Any]:
+        """Equations that the wanted values depend on, in order, stopping at given ones."""
+        live = {v for v in wanted if not isinstance(v, jex_core.Literal)} - set(given)
+        chosen = []
+        for equation in reversed(self._jaxpr.eqns):
+            if any(out in live for out in equation.outvars):
+                chosen.append(equation)
+                live.update(v for v in equation.invars if not isinstance(v, jex_core.Literal) and v not in given)
+        return chosen[::-1]
+
+    def evaluate(self, env: dict[Any, Any], wanted: Sequence[Any]) -> list[Any]:
+        """Values of the wanted variables from those in ``env``."""
+        values = dict(zip(self._jaxpr.constvars, self._consts, strict=True)) | env
+
+        def read(atom):
+            return atom.val if isinstance(atom, jex_core.Literal) else values[atom]
+
+        for equation in self.needed(wanted, values):
+            _bind(equation, [read(v) for v in equation.invars], values)
+        return [read(v) for v in wanted]
+
+
+def _bind(equation: Any, args: Sequence[Any], values: dict[Any, Any]) -> None:
+    results = equation.primitive.bind(*args, **equation.primitive.get_bind_params(equation.params))
+    values.update(zip(equation.outvars, results if equation.primitive.multiple_results else [results], strict=True))
+
+
+def _evaluate_inlined(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom):
+        return atom.val if isinstance(atom, jex_core.Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        inputs = [read(v) for v in equation.invars]
+        body = equation.params.get(_INLINED.get(equation.primitive.name, ""))
+        if body is None:
+            _bind(equation, inputs, values)
+        else:
+            inner, inner_consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
+            values.update(zip(equation.outvars, _evaluate_inlined(inner, inner_consts, inputs), strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
