@@ -17,8 +17,9 @@ import time
 
 import numpy as np
 
+from capture.choices import StageChoice, hybrid_choices, paper_choices
 from capture.cluster import Cluster
-from recommender.problem import NEVER, InFlightCost, SearchProblem, StageChoice, hybrid_choices, paper_choices
+from recommender.problem import NEVER, InFlightCost, SearchProblem
 from recommender.search import ALGORITHMS, search
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -21,8 +22,15 @@ GRAPH_SCHEMA_VERSION = 1
 
 #: Bytes per element by dtype name, for dtypes that NumPy does not know or that JAX stores differently.
 _ITEM_BYTES = {
-    **{"bfloat16": 2, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int4": 1, "uint4": 1},
-    **{"key<fry>": 8, "key<rbg>": 16, "key<urbg>": 16},
+    "bfloat16": 2,
+    "bool": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int4": 1,
+    "uint4": 1,
+    "key<fry>": 8,
+    "key<rbg>": 16,
+    "key<urbg>": 16,
 }
 
 
@@ -35,7 +43,7 @@ def item_bytes(dtype: str) -> int:
     """
     if dtype in _ITEM_BYTES:
         return _ITEM_BYTES[dtype]
-    return int("".join(filter(str.isdigit, dtype))) // 8
+    return max(1, int(re.findall(r"\d+", dtype)[0]) // 8)  # the first number: float8_e4m3fnuz has 8 bits
 
 
 @dataclass(frozen=True)

@@ -70,8 +70,9 @@ class StagePlan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StagePlan:
+        first, last = data["layers"]
         return cls(
-            tuple(data["layers"]),
+            (first, last),
             tuple(data["devices"]),
             data["data_parallel"],
             data["tensor_parallel"],
@@ -176,7 +177,7 @@ class Plan:
             )
         try:
             targets = set(data["cluster"]["target_per_node"])
-            if len(targets) != 1:
+            if len(targets) > 1:
                 raise PlanError.of(f"plan mixes the targets {sorted(targets)}; one target per plan for now.", "plan-mixed-targets")
             workload = data["workload"]
             return cls(
@@ -193,7 +194,7 @@ class Plan:
                 prediction=data.get("prediction"),
                 why=data.get("why"),
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise PlanError.of(
                 f"plan is not what capture plan writes: {type(error).__name__}: {error}. Make the plan again.", "plan-corrupt"
             ) from error

@@ -214,13 +214,21 @@ def build_step(stages: Sequence[StageInterface], schedule: Schedule) -> StepProg
             program.keep(f"gradient{p}", s, "gradients", stage.param_bytes[p])
     passes = _Passes(program)
     for clock in schedule.clocks:
-        transfers: list[Instruction] = []
+        transfers: dict[Task, list[Instruction]] = {task: [] for task in clock}
         for task in clock:
-            program.instructions += passes.run(task, transfers)
-        program.instructions += transfers
+            program.instructions += passes.run(task, transfers[task])
+        for task in sorted(clock, key=_order_of_transfers):
+            program.instructions += transfers[task]
     program.num_passes = len(program.instructions)
     program.instructions += [*_updates(program), Free(tuple(passes.losses))]
     return program
+
+
+def _order_of_transfers(task: Task) -> tuple[bool, int]:
+    """Activations from the last stage to the first, then gradients from the first to the last: a stage hands on and frees what it made
+    before it receives, except where two neighbours exchange both in one clock."""
+    forward = task.kind == "forward"
+    return not forward, -task.stage_id if forward else task.stage_id
 
 
 class _Passes:
@@ -272,6 +280,7 @@ class _Passes:
             label,
         )
         if last:
+            assert not stage.kept_outputs, "the loss outlives the backward pass, which would free it"
             self.losses += outputs
         for v in stage.sent:
             source = self.values["output", s, m, v] if v in stage.outputs else self.values["input", s, m, v]
@@ -312,12 +321,12 @@ def _updates(program: StepProgram) -> Iterator[Instruction]:
     stages, state = program.stages, program.persistent
     owner_of = {p: s for s, stage in enumerate(stages) for p in stage.owned}
     arrived: dict[int, list[int]] = {s: [] for s in range(len(stages))}
-    for s, stage in enumerate(stages):
-        for p in stage.borrowed:
-            owner = owner_of[p]
-            slot = program.slot(f"gradient{p} of {s}@{owner}", owner, "received gradients", stages[owner].param_bytes[p])
-            arrived[owner].append(slot)
-            yield Move(state[f"gradient{p}", s], slot, "param", p, f"send gradient of parameter {p} from stage {s} to {owner}")
+    for p, owner in sorted(owner_of.items()):  # by parameter: the order in which the owner's programs take them
+        for s, stage in enumerate(stages):
+            if p in stage.borrowed:
+                slot = program.slot(f"gradient{p} of {s}@{owner}", owner, "received gradients", stages[owner].param_bytes[p])
+                arrived[owner].append(slot)
+                yield Move(state[f"gradient{p}", s], slot, "param", p, f"send gradient of parameter {p} from stage {s} to {owner}")
     summaries = {}
     if any(stage.summary_bytes for stage in stages):
         for s, stage in enumerate(stages):
@@ -331,11 +340,12 @@ def _updates(program: StepProgram) -> Iterator[Instruction]:
                     yield Move(summaries[s, s], summaries[s, t], "summary", s, f"send summary from stage {s} to {t}")
     for s, stage in enumerate(stages):
         borrowed = tuple(state[f"gradient{p}", s] for p in stage.borrowed)
-        others = tuple(summaries[t, s] for t in range(len(stages)) if (t, s) in summaries)
+        seen = {t: summaries[t, s] for t in range(len(stages)) if (t, s) in summaries}
+        others = tuple(slot for t, slot in seen.items() if t != s)
         own = (state["params", s], state["optimizer", s], state["gradients", s])
         inputs = (*((slot,) for slot in own), borrowed, tuple(arrived[s]), others)
         yield Run(s, "update", inputs, (*own, *borrowed), (*own, *borrowed), f"update on stage {s}")
-        yield Free((*arrived[s], *others))
+        yield Free((*arrived[s], *seen.values()))
     for s, stage in enumerate(stages):
         for p in stage.borrowed:
             owner = owner_of[p]

@@ -193,6 +193,8 @@ def _import_file(path: Path) -> ModuleType:
 
 def _import_module(name: str) -> ModuleType:
     try:
+        if name.startswith("."):
+            raise ModuleNotFoundError("a module name does not begin with a dot; a path ends in .py")
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise WorkloadError.of(f"workload module {name!r} cannot be imported: {error}.", "workload-module") from None

@@ -1,6 +1,6 @@
 """Searches for the plan with the least peak memory. Pure NumPy: never loads JAX."""
 
-from recommender.problem import NEVER, InFlightCost, SearchProblem, StageChoice, hybrid_choices, paper_choices
+from recommender.problem import NEVER, InFlightCost, SearchProblem
 from recommender.result import Infeasible, PlacedStage, SearchResult
 from recommender.search import search
 
@@ -11,8 +11,5 @@ __all__ = [
     "PlacedStage",
     "SearchProblem",
     "SearchResult",
-    "StageChoice",
-    "hybrid_choices",
-    "paper_choices",
     "search",
 ]

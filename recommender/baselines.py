@@ -13,9 +13,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from capture.choices import StageChoice
 from capture.cluster import Cluster
 from capture.errors import PlanError
-from recommender.problem import SearchProblem, StageChoice
+from recommender.problem import SearchProblem
 from recommender.result import PlacedStage
 
 

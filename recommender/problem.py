@@ -8,57 +8,12 @@ from functools import cached_property
 
 import numpy as np
 
+from capture.choices import StageChoice
 from capture.cluster import Cluster
 from capture.errors import PlanError, Violation
 
 #: Bytes of what is impossible. Above every real cost, and the sum of two still fits int64.
 NEVER = 1 << 61
-
-
-@dataclass(frozen=True)
-class StageChoice:
-    """How the devices of one stage share its work.
-
-    Attributes:
-        data_parallel: Replicas of the stage.
-        tensor_parallel: Devices over which each replica's tensors are split.
-        remat: What the stage recomputes instead of storing.
-        shard_optimizer: Whether the replicas split the optimizer state.
-    """
-
-    data_parallel: int = 1
-    tensor_parallel: int = 1
-    remat: str = "none"
-    shard_optimizer: bool = False
-
-    @property
-    def num_devices(self) -> int:
-        return self.data_parallel * self.tensor_parallel
-
-
-def paper_choices(max_devices: int) -> dict[int, tuple[StageChoice, ...]]:
-    """Data *or* tensor parallelism, in powers of two: 2 log2(k) + 1 choices for at most k devices.
-
-    Source: CAPTURE III-C; its count 2 log2(k) - 1 leaves out two choices (readings C-j, C-k, C-r).
-
-    Example:
-        >>> sum(len(choices) for choices in paper_choices(4).values())
-        5
-    """
-    return {
-        d: (StageChoice(d, 1), StageChoice(1, d)) if d > 1 else (StageChoice(),)
-        for d in (1 << bit for bit in range(max_devices.bit_length()))
-    }
-
-
-def hybrid_choices(max_devices: int) -> dict[int, tuple[StageChoice, ...]]:
-    """Data *and* tensor parallelism, in powers of two: log2(d) + 1 choices on d devices.
-
-    Example:
-        >>> [(c.data_parallel, c.tensor_parallel) for c in hybrid_choices(4)[4]]
-        [(4, 1), (2, 2), (1, 4)]
-    """
-    return {1 << bit: tuple(StageChoice(1 << bit - tp, 1 << tp) for tp in range(bit + 1)) for bit in range(max_devices.bit_length())}
 
 
 @dataclass(frozen=True)

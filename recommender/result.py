@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from recommender.problem import SearchProblem, StageChoice
+from capture.choices import StageChoice
+from recommender.problem import SearchProblem
 
 TieBreak = Literal["full", "partial", "none"]
 

@@ -8,8 +8,9 @@ from itertools import product
 
 import numpy as np
 
+from capture.choices import StageChoice, hybrid_choices, paper_choices
 from capture.cluster import Cluster
-from recommender.problem import NEVER, InFlightCost, SearchProblem, StageChoice, hybrid_choices, paper_choices
+from recommender.problem import NEVER, InFlightCost, SearchProblem
 
 #: (nodes, layers, whole_nodes, any_divisor); each is small enough for brute force.
 SHAPES = [

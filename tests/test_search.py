@@ -16,12 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from search_kit import SHAPES, additive, brute_force, every_plan, every_sorted_vector, known_cases, pipeline_problem, random_problem
 
+from capture.choices import StageChoice, hybrid_choices, paper_choices
 from capture.cluster import Cluster
 from capture.errors import PlanError
-from recommender import InFlightCost, SearchProblem, SearchResult, StageChoice, hybrid_choices, paper_choices, search
+from capture.sampling import random_plans
+from recommender import InFlightCost, SearchProblem, SearchResult, search
 from recommender.baselines import equal_cuts, fixed_degree_plan, with_cost
 from recommender.fillings import count_plans
-from recommender.sampling import random_plans
 
 STORED_CASES = json.loads((Path(__file__).parent / "data" / "search_cases.json").read_text())
 
@@ -329,5 +330,5 @@ def test_random_plans_are_valid(shape, num_layers, seed):
 
 
 def test_searching_never_loads_jax():
-    code = "import recommender, recommender.baselines, recommender.sampling, sys; sys.exit('jax' in sys.modules)"
+    code = "import recommender, recommender.baselines, recommender.fillings, sys; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=Path(__file__).parent.parent).returncode == 0

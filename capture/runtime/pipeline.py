@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from capture.errors import ExecutionError, PlanError, Violation
@@ -15,12 +16,12 @@ from capture.graph import Tensor
 from capture.interface import owned_and_borrowed, plan_interfaces
 from capture.ledger import Ledger
 from capture.plan import Plan
+from capture.runtime.dispatch import Action, Frame, bind, to_device, to_host
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
 from capture.runtime.programs import Executable, StagePrograms
-from capture.runtime.reshard import reshard
 from capture.runtime.sharding import ModelSharding
 from capture.runtime.tensor_parallel import Rule
-from capture.step import Feed, Free, Instruction, Move, Run, StepProgram, build_step, replay
+from capture.step import Instruction, Run, StepProgram, build_step, replay
 from capture.tracing import TracedModel, trace
 from capture.workload import PyTree, WorkloadProtocol
 
@@ -35,10 +36,12 @@ class PipelineState:
     Attributes:
         slots: Per persistent slot of the step program, its arrays: parameters, optimizer state, gradient accumulators.
         num_steps: Updates so far.
+        unused: On the host, the parameters that the loss does not read, by index into the layer graph: no step changes them.
     """
 
     slots: dict[str, list[jax.Array]]
     num_steps: int = field(metadata={"static": True}, default=0)
+    unused: dict[int, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -104,8 +107,8 @@ def trace_for_plan(workload: WorkloadProtocol, plan: Plan) -> TracedModel:
     elif plan.model_hash and traced.graph.model_hash != plan.model_hash:
         violations.append(
             Violation(
-                f"the plan was made for model_hash={plan.model_hash} and this model has {traced.graph.model_hash}: the model, its shapes or "
-                "the version of JAX changed. Plan it again with capture plan.",
+                f"the plan was made for model_hash={plan.model_hash} and this model has {traced.graph.model_hash}: the model, its "
+                "shapes or the version of JAX changed. Plan it again with capture plan.",
                 "plan-other-model",
             )
         )
@@ -118,10 +121,11 @@ class PipelinedStep:
 
     def __init__(self, workload: WorkloadProtocol, plan: Plan, traced: TracedModel, devices: list[Any], sharding: ModelSharding):
         self.workload, self.plan, self.traced = workload, plan, traced
+        self.devices = devices[: plan.cluster.num_devices]
         graph = traced.graph
         owned = [owned_and_borrowed(graph, stage.first, stage.stop) for stage in plan.stages]
-        unused = set(range(len(graph.params))) - {p for own, _ in owned for p in own}
-        partition = [own for own, _ in owned] + [tuple(sorted(unused))] * bool(unused)
+        self._unused = tuple(sorted(set(range(len(graph.params))) - {p for own, _ in owned for p in own}))
+        partition = [own for own, _ in owned] + [self._unused] * bool(self._unused)
         self.optimizer = SlicedOptimizer(TracedOptimizer(workload.optimizer, traced.split_struct), partition)
         borrowers = [p for _, borrowed in owned for p in borrowed]
         self.stages = [
@@ -159,72 +163,73 @@ class PipelinedStep:
         return self.init_from(self.workload.init(key))
 
     def init_from(self, params: PyTree) -> PipelineState:
-        """The state of a training that begins at the given parameters (a pytree as ``workload.init`` returns)."""
-        leaves = jax.tree.leaves(self.traced.split_params(params))
-        optimizer = []
-        for stage in self.stages:
-            own = [jax.ShapeDtypeStruct(leaves[p].shape, leaves[p].dtype) for p in stage.owned]
-            shardings = [stage.state_sharding(k) for k in stage.optimizer.state]
-            init = jax.jit(stage.optimizer.init, out_shardings=shardings)
-            arrays = [jax.device_put(np.asarray(leaves[p]), stage.param_sharding(p)) for p in stage.owned]
-            optimizer.append(init(arrays) if own or shardings else [])
-        return self._state(leaves, optimizer, 0)
+        """The state of a training that begins at the given parameters (a pytree as ``workload.init`` returns).
+
+        Raises:
+            ExecutionError: ``run-params`` naming every parameter that the model does not have so.
+        """
+        return self._state(self._param_leaves(params), None, 0)
 
     def restore(self, params: PyTree, optimizer_state: PyTree, num_steps: int = 0) -> PipelineState:
-        """The state from whole-model trees, as ``params`` and ``optimizer_state`` of any plan of this model return them."""
-        leaves = jax.tree.leaves(self.traced.split_params(params))
-        state_leaves = jax.tree.leaves(optimizer_state)
-        optimizer = [
-            [jax.device_put(np.asarray(state_leaves[k]), stage.state_sharding(k)) for k in stage.optimizer.state] for stage in self.stages
-        ]
-        return self._state(leaves, optimizer, num_steps)
+        """The state from whole-model trees, as ``params`` and ``optimizer_state`` of any plan of this model return them.
 
-    def _state(self, leaves: Sequence[Any], optimizer: Sequence[list[jax.Array]], num_steps: int) -> PipelineState:
-        slots = {}
-        # From the host: an array that is already on the device would alias the caller's, and the first update would delete it.
-        for (name, s), slot in self.program.persistent.items():
-            stage = self.stages[s]
-            if name == "optimizer":
-                arrays = optimizer[s]
-            else:
-                param = None if name in ("params", "gradients") else int(name.removeprefix("param").removeprefix("gradient"))
-                params = stage.owned if param is None else (param,)
-                arrays = [
-                    jax.device_put(
-                        np.zeros(leaves[p].shape, leaves[p].dtype) if name.startswith("gradient") else np.asarray(leaves[p]),
-                        stage.param_sharding(p),
-                    )
-                    for p in params
-                ]
-            slots[self.program.slots[slot].name] = arrays
-        return PipelineState(slots, num_steps)
+        Raises:
+            ExecutionError: ``run-params`` or ``run-optimizer`` naming every leaf that the model does not have so.
+        """
+        leaves = self._param_leaves(params)
+        structs = self.optimizer.state_structs
+        state_leaves = jax.tree.leaves(optimizer_state)
+        ExecutionError.check(_leaf_violations("optimizer state", structs, state_leaves, "run-optimizer"))
+        return self._state(leaves, state_leaves, num_steps)
+
+    def _param_leaves(self, params: PyTree) -> list[np.ndarray]:
+        """Host arrays in the order of the layer graph."""
+        given, expected = jax.tree.leaves(params), jax.tree.leaves(self.traced.params_struct)
+        ExecutionError.check(_leaf_violations("parameters", expected, given, "run-params"))
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(self.traced.split_params(params))]
+
+    def _state(self, leaves: Sequence[np.ndarray], state_leaves: Sequence[Any] | None, num_steps: int) -> PipelineState:
+        slots: dict[str, list[jax.Array]] = {}
+        for s, stage in enumerate(self.stages):
+            params, optimizer, gradients = _initial(stage, leaves, state_leaves)
+            count = len(stage.owned)
+            slots |= {f"params@{s}": params[:count], f"optimizer@{s}": optimizer, f"gradients@{s}": gradients[:count]}
+            for p, param, gradient in zip(stage.borrowed, params[count:], gradients[count:], strict=True):
+                slots |= {f"param{p}@{s}": [param], f"gradient{p}@{s}": [gradient]}
+        return PipelineState(slots, num_steps, {p: leaves[p] for p in self._unused})
 
     def params(self, state: PipelineState) -> PyTree:
         """The whole model's parameters on the host, as the workload's ``init`` returns them."""
-        leaves: list[Any] = [np.zeros(p.shape, p.dtype) for p in self.traced.graph.params]
+        found = dict(state.unused)
         for s, stage in enumerate(self.stages):
-            for p, array in zip(stage.owned, state.slots[f"params@{s}"], strict=True):
-                leaves[p] = np.asarray(array)
-        tree = jax.tree.structure(self.traced.split_struct)
-        return self.traced.join_params(tree.unflatten(leaves))
+            found |= zip(stage.owned, map(np.asarray, state.slots[f"params@{s}"]), strict=True)
+        return self._join(found)
 
     def gradients(self, state: PipelineState) -> PyTree:
         """The gradient accumulators on the host, shaped like the parameters; zero between steps."""
-        leaves: list[Any] = [np.zeros(p.shape, p.dtype) for p in self.traced.graph.params]
+        found = {p: np.zeros_like(array) for p, array in state.unused.items()}
         for s, stage in enumerate(self.stages):
-            for p, array in zip(stage.owned, state.slots[f"gradients@{s}"], strict=True):
-                leaves[p] = leaves[p] + np.asarray(array)
-            for p in stage.borrowed:
-                leaves[p] = leaves[p] + np.asarray(state.slots[f"gradient{p}@{s}"][0])
-        return self.traced.join_params(jax.tree.structure(self.traced.split_struct).unflatten(leaves))
+            found |= zip(stage.owned, map(np.asarray, state.slots[f"gradients@{s}"]), strict=True)
+            for p in stage.borrowed:  # its owner is an earlier stage
+                found[p] = found[p] + np.asarray(state.slots[f"gradient{p}@{s}"][0])
+        return self._join(found)
+
+    def _join(self, leaves: dict[int, np.ndarray]) -> PyTree:
+        tree = jax.tree.structure(self.traced.split_struct)
+        return self.traced.join_params(tree.unflatten([leaves[p] for p in range(tree.num_leaves)]))
 
     def optimizer_state(self, state: PipelineState) -> PyTree:
-        """The whole model's optimizer state on the host, as optax holds it over ``TracedModel.split_struct``."""
-        leaves: list[Any] = [np.zeros(s.shape, s.dtype) for s in self.optimizer.state_structs]
+        """The whole model's optimizer state on the host, as optax holds it over ``TracedModel.split_struct``.
+
+        That of parameters that the loss does not read is zero.
+        """
+        found: dict[int, jax.Array] = {}
         for s, stage in enumerate(self.stages):
-            for k, array in zip(stage.optimizer.state, state.slots[f"optimizer@{s}"], strict=True):
-                leaves[k] = np.asarray(array)
-        return self.optimizer.unflatten_state(leaves)
+            found |= zip(stage.optimizer.state, state.slots[f"optimizer@{s}"], strict=True)
+        structs = enumerate(self.optimizer.state_structs)
+        return self.optimizer.unflatten_state(
+            [to_host(found[k]) if k in found else np.zeros(struct.shape, struct.dtype) for k, struct in structs]
+        )
 
     # ---- execution -------------------------------------------------------------------------------------------------
 
@@ -255,75 +260,63 @@ class PipelinedStep:
         self, state: PipelineState, batch: PyTree, key: jax.Array | None, observer: Observer | None, stop: int
     ) -> tuple[PipelineState, StepMetrics]:
         program = self.program
-        microbatches = self._microbatches(batch, key)
-        environment: list[Any] = [None] * len(program.slots)
+        self._check_state(state)
+        frame = Frame([None] * len(program.slots), split_microbatches(self.traced, self.plan.num_microbatches, batch, key), [])
         for slot in program.persistent.values():
-            environment[slot] = state.slots[program.slots[slot].name]
-        losses: list[jax.Array] = []
-        for instruction in program.instructions[:stop]:
-            if observer is not None:
-                observer(instruction, environment)
-            match instruction:
-                case Run():
-                    self._run(instruction, environment, losses)
-                case Move():
-                    environment[instruction.target] = self._move(instruction, environment[instruction.source])
-                case Feed(slot=slot, microbatch=m, batch=leaves):
-                    stage = self.stages[program.slots[slot].stage_id]
-                    environment[slot] = [jax.device_put(microbatches[m][b], stage.batch_sharding(b)) for b in leaves]
-                case Free(slots=slots):
-                    for slot in slots:
-                        environment[slot] = None
-        slots = {program.slots[slot].name: environment[slot] for slot in program.persistent.values()}
-        return PipelineState(slots, state.num_steps + (stop == len(program.instructions))), StepMetrics(losses)
+            frame.slots[slot] = state.slots[program.slots[slot].name]
+        if observer is None:
+            for action in self._actions[:stop]:
+                action(frame)
+        else:
+            for instruction, action in zip(program.instructions[:stop], self._actions, strict=False):
+                observer(instruction, frame.slots)
+                action(frame)
+        slots = {program.slots[slot].name: arrays for slot in program.persistent.values() if (arrays := frame.slots[slot]) is not None}
+        finished = stop == len(program.instructions)
+        return PipelineState(slots, state.num_steps + finished, state.unused), StepMetrics(frame.losses)
 
-    def _microbatches(self, batch: PyTree, key: jax.Array | None) -> list[list[Any]]:
-        """Per micro-batch, its leaves on the host (and its random key)."""
-        return split_microbatches(self.traced, self.plan.num_microbatches, batch, key)
+    @cached_property
+    def _actions(self) -> list[Action]:
+        return bind(self.program, self.stages)
+
+    def _check_state(self, state: PipelineState) -> None:
+        """Refuse what would fail deep inside JAX: a state of another plan, or one that a step has already taken over."""
+        expected = {self.program.slots[slot].name for slot in self.program.persistent.values()}
+        if set(state.slots) != expected:
+            raise ExecutionError.of(
+                f"the state has the slots {sorted(state.slots)} and this plan {sorted(expected)}; carry it over with "
+                "step.restore(other.params(state), other.optimizer_state(state), state.num_steps).",
+                "run-state",
+            )
+        if any(array.is_deleted() for arrays in state.slots.values() for array in arrays):
+            raise ExecutionError.of(
+                "the state was already taken over by a step, which donates its arrays; go on with the state that the step returned.",
+                "run-state-consumed",
+            )
 
     def executable(self, run: Run) -> Executable:
         """The compiled program that an instruction runs."""
         return getattr(self.stages[run.stage_id], run.program)
 
-    def _run(self, run: Run, environment: list[Any], losses: list[jax.Array]) -> None:
-        stage = self.stages[run.stage_id]
-        if run.program == "update":
-            *groups, others = run.inputs
-            args = [*_lists(groups, environment), [environment[slot] for slot in others]]
-        else:
-            args = _lists(run.inputs, environment)
-        results = self.executable(run).call(*args)
-        for slot in run.donated:
-            environment[slot] = None
-        match run.program:
-            case "forward":
-                outputs, residuals = results
-                made = [*([a] for a in outputs), residuals]
-                if stage.is_last:
-                    losses.append(outputs[0])
-            case "backward":
-                gradients, accumulated = results
-                count = len(stage.owned)
-                made = [*([a] for a in gradients), accumulated[:count], *([a] for a in accumulated[count:])]
-            case "update":
-                params, optimizer, cleared, borrowed = results
-                made = [params, optimizer, cleared, *([a] for a in borrowed)]
-            case _:
-                made = [results]
-        for slot, arrays in zip(run.outputs, made, strict=True):
-            environment[slot] = arrays
 
-    def _move(self, move: Move, arrays: list[jax.Array]) -> list[jax.Array]:
-        stage = self.stages[self.program.slots[move.target].stage_id]
-        match move.kind:
-            case "value":
-                sharding = stage.value_sharding(move.key)
-            case "param":
-                sharding = stage.param_sharding(move.key)
-            case _:
-                sharding = stage.replicated
-        chosen = arrays if move.index is None else [arrays[move.index]]
-        return [reshard(array, sharding) for array in chosen]
+def _initial(stage: StagePrograms, leaves: Sequence[np.ndarray], state_leaves: Sequence[Any] | None) -> Any:
+    """A stage's parameters, optimizer state (initial, or as given) and zero gradients, all in buffers of their own.
+
+    What ``jax.device_put`` returns may alias memory of the caller, and what a program makes may not; only the latter is donated
+    without a copy.
+    """
+
+    def make(params, given):
+        optimizer = stage.optimizer.init(params[: len(stage.owned)]) if state_leaves is None else list(map(jnp.copy, given))
+        return list(map(jnp.copy, params)), optimizer, list(map(jnp.zeros_like, params))
+
+    of_params = [stage.param_sharding(p) for p in stage.params]
+    of_state = [stage.state_sharding(k) for k in stage.optimizer.state]
+    params = [jax.device_put(leaves[p], sharding) for p, sharding in zip(stage.params, of_params, strict=True)]
+    given = []
+    if state_leaves is not None:
+        given = [to_device(_host_or_key(state_leaves[k]), sharding) for k, sharding in zip(stage.optimizer.state, of_state, strict=True)]
+    return jax.jit(make, out_shardings=(of_params, of_state, of_params))(params, given)
 
 
 def split_microbatches(traced: TracedModel, num_microbatches: int, batch: PyTree, key: jax.Array | None) -> list[list[Any]]:
@@ -339,15 +332,31 @@ def split_microbatches(traced: TracedModel, num_microbatches: int, batch: PyTree
         ExecutionError: ``run-batch`` naming every leaf of another shape or dtype.
     """
     tensors = traced.graph.batch
-    host = jax.tree.map(np.asarray, batch)
-    result = []
-    for m in range(num_microbatches):
-        own = None if key is None else jax.random.fold_in(key, m)
-        leaves = traced.batch_leaves(host, own)
-        if m == 0:
-            ExecutionError.check(_batch_violations(tensors, leaves, num_microbatches))
-        result.append([_part(leaf, tensor, m) for leaf, tensor in zip(leaves, tensors, strict=True)])
-    return result
+    host = jax.tree.map(_host_leaf, batch)
+    keys = [None] * num_microbatches if key is None else _microbatch_keys(key, num_microbatches)
+    try:
+        parts = [traced.batch_leaves(host, own) for own in keys]
+    except ValueError as error:  # of JAX's flattening; it names the first difference
+        raise ExecutionError.of(f"the batch has another structure than the plan's: {error}.", "run-batch") from None
+    ExecutionError.check(_batch_violations(tensors, parts[0], num_microbatches))
+    return [[_part(leaf, tensor, m) for leaf, tensor in zip(leaves, tensors, strict=True)] for m, leaves in enumerate(parts)]
+
+
+def _host_leaf(leaf: Any) -> np.ndarray:
+    """As JAX would take it: 64-bit numbers as 32-bit, unless it is told to keep them."""
+    array = np.asarray(leaf)
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+
+
+def _host_or_key(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.asarray(leaf)
+
+
+@partial(jax.jit, static_argnums=1)
+def _microbatch_keys(key: jax.Array, num_microbatches: int) -> list[jax.Array]:
+    """One program instead of one per key. A loop, because not every kind of key folds the same under ``jax.vmap``."""
+    keys = jax.lax.map(lambda m: jax.random.fold_in(key, m), np.arange(num_microbatches))
+    return [keys[m] for m in range(num_microbatches)]
 
 
 def _part(leaf: Any, tensor: Tensor, microbatch: int) -> Any:
@@ -355,6 +364,19 @@ def _part(leaf: Any, tensor: Tensor, microbatch: int) -> Any:
         return leaf
     size = tensor.shape[tensor.batch_dim]
     return leaf[(slice(None),) * tensor.batch_dim + (slice(microbatch * size, (microbatch + 1) * size),)]
+
+
+def _leaf_violations(what: str, expected: Sequence[Any], given: Sequence[Any], code: str) -> list[Violation]:
+    if len(expected) != len(given):
+        return [Violation(f"the {what} have {len(given)} leaves and the model's {len(expected)}; give those of this model.", code)]
+    return [
+        Violation(
+            f"leaf {i} of the {what} has shape {tuple(np.shape(leaf))} {leaf.dtype}; the model has {tuple(struct.shape)} {struct.dtype}.",
+            code,
+        )
+        for i, (struct, leaf) in enumerate(zip(expected, given, strict=True))
+        if tuple(np.shape(leaf)) != tuple(struct.shape) or leaf.dtype != struct.dtype
+    ]
 
 
 def _batch_violations(tensors: Sequence[Tensor], leaves: Sequence[Any], num_microbatches: int) -> list[Violation]:
@@ -370,8 +392,3 @@ def _batch_violations(tensors: Sequence[Tensor], leaves: Sequence[Any], num_micr
                 )
             )
     return found
-
-
-def _lists(groups: Sequence[tuple[int, ...]], environment: list[Any]) -> list[list[Any]]:
-    """The arguments of a program: per group, the arrays of its slots in one list."""
-    return [[array for slot in group for array in environment[slot]] for group in groups]

@@ -205,9 +205,10 @@ class StagePrograms:
         by_value = dict(zip(self.differentiable_outputs, made, strict=True)) | dict(zip(others, rest, strict=True))
         outputs = [by_value[v] for v in self.layers.outputs]
         saved, self._vjp_tree = jax.tree.flatten(vjp)
+        returned = [] if self.is_last else outputs  # the loss outlives the backward pass, which is given what it reads to free
         known = {
             id(array): _Saved(source, i)
-            for source, group in (("output", outputs), ("batch", batch), ("input", inputs), ("param", params))
+            for source, group in (("output", returned), ("batch", batch), ("input", inputs), ("param", params))
             for i, array in enumerate(group)
         }
         residuals: list[Any] = []

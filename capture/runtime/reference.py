@@ -72,7 +72,8 @@ def max_relative_error(value: PyTree, reference: PyTree, floor: float = 1e-6) ->
     analytically (the bias of attention keys) hold only rounding noise.
     """
     pairs = [
-        (np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in zip(jax.tree.leaves(value), jax.tree.leaves(reference), strict=True)
+        (np.asarray(a, np.float64), np.asarray(b, np.float64))
+        for a, b in zip(jax.tree.leaves(value), jax.tree.leaves(reference), strict=True)
     ]
     largest = max((float(np.abs(b).max(initial=0.0)) for _, b in pairs), default=0.0)
 

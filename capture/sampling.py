@@ -8,10 +8,31 @@ from itertools import pairwise
 
 import numpy as np
 
+from capture.choices import StageChoice
 from capture.cluster import Cluster
 from capture.errors import PlanError
-from recommender.fillings import count_fillings
-from recommender.problem import StageChoice
+
+
+def count_fillings(degrees: Sequence[Sequence[int]], weights: Mapping[int, int] | None = None) -> list[list[int]]:
+    """counts[p][s]: ordered sequences of s stage sizes that fill exactly the devices from p on; exact integers.
+
+    Args:
+        degrees: Per device p, the sizes that a stage starting there may have.
+        weights: Per size, how many different stages count; 1 if None.
+
+    Example:
+        >>> count_fillings([[1, 2], [1]])[0]  # one stage of two devices, or two of one
+        [0, 1, 1]
+    """
+    num_devices = len(degrees)
+    counts = [[0] * (num_devices + 1) for _ in range(num_devices + 1)]
+    counts[num_devices][0] = 1
+    for p in reversed(range(num_devices)):
+        for d in degrees[p]:
+            weight = 1 if weights is None else weights[d]
+            for num_stages in range(num_devices - p - d + 1):
+                counts[p][num_stages + 1] += weight * counts[p + d][num_stages]
+    return counts
 
 
 @dataclass(frozen=True)
@@ -52,7 +73,7 @@ def random_plans(
     Source: CAPTURE IV-B evaluates 500 random plans and does not say how they were drawn; the order of draws is ours.
 
     Example:
-        >>> from recommender.problem import paper_choices
+        >>> from capture.choices import paper_choices
         >>> plan = next(random_plans(Cluster((4,)), 8, paper_choices(4), seed=0))
         >>> plan[0].first, plan[-1].stop, sum(stage.choice.num_devices for stage in plan)
         (0, 8, 4)

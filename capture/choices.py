@@ -1,0 +1,56 @@
+"""The ways in which a stage may use its devices, and the sets of them that searches and profiles go through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from capture.plan import Remat
+
+
+@dataclass(frozen=True, order=True)
+class StageChoice:
+    """How the devices of one stage share its work.
+
+    Attributes:
+        data_parallel: Replicas of the stage.
+        tensor_parallel: Devices over which each replica's tensors are split.
+        remat: What the stage recomputes instead of storing.
+        shard_optimizer: Whether the replicas split the optimizer state.
+    """
+
+    data_parallel: int = 1
+    tensor_parallel: int = 1
+    remat: Remat = "none"
+    shard_optimizer: bool = False
+
+    @property
+    def num_devices(self) -> int:
+        return self.data_parallel * self.tensor_parallel
+
+
+def paper_choices(max_devices: int, *, remat: Remat = "none", shard_optimizer: bool = False) -> dict[int, tuple[StageChoice, ...]]:
+    """Data *or* tensor parallelism, in powers of two: 2 log2(k) + 1 choices for at most k devices.
+
+    Source: CAPTURE III-C; its count 2 log2(k) - 1 leaves out two choices (readings C-j, C-k, C-r).
+
+    Example:
+        >>> sum(len(choices) for choices in paper_choices(4).values())
+        5
+    """
+    degrees = [1 << bit for bit in range(max_devices.bit_length())]
+    return {
+        d: tuple(StageChoice(dp, tp, remat, shard_optimizer) for dp, tp in ([(d, 1), (1, d)] if d > 1 else [(1, 1)])) for d in degrees
+    }
+
+
+def hybrid_choices(max_devices: int, *, remat: Remat = "none", shard_optimizer: bool = False) -> dict[int, tuple[StageChoice, ...]]:
+    """Data *and* tensor parallelism, in powers of two: log2(d) + 1 choices on d devices.
+
+    Example:
+        >>> [(c.data_parallel, c.tensor_parallel) for c in hybrid_choices(4)[4]]
+        [(4, 1), (2, 2), (1, 4)]
+    """
+    return {
+        1 << bit: tuple(StageChoice(1 << bit - tp, 1 << tp, remat, shard_optimizer) for tp in range(bit + 1))
+        for bit in range(max_devices.bit_length())
+    }

@@ -1,0 +1,107 @@
+"""The peak of a stage in closed form: the maximum over what the schedule lets coincide.
+
+    forward     state + k kept + x received + g gradients_in + received + batch + forward
+    backward    state + k kept + x received + (g + 1) gradients_in + backward
+    update      state + update
+
+with k micro-batches kept (the one whose backward pass runs included), x waiting inputs and g waiting gradients, from the schedule's
+table (``Schedule.occupancies``). It equals the replay of the step byte for byte when the parts do, but for the losses and the
+exchange of shared parameters at the end of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from capture.interface import StageCost
+from capture.schedule import Occupancy
+from capture.step import StageInterface
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes per device; integers, or arrays of equal shape for many stages at once.
+
+    Attributes:
+        params, gradients, optimizer: The state.
+        kept: Per micro-batch in flight: everything that the backward pass reads again.
+        received: Values from the stage before, those that pass through included, per micro-batch.
+        gradients_in: Gradients from the stage after, per micro-batch.
+        batch: Leaves of the batch that the forward pass reads.
+        forward, backward, update: What the running program needs: temporaries + outputs - aliased inputs.
+    """
+
+    params: Any
+    gradients: Any
+    optimizer: Any
+    kept: Any
+    received: Any
+    gradients_in: Any
+    batch: Any
+    forward: Any
+    backward: Any
+    update: Any
+
+    @property
+    def state(self) -> Any:
+        return self.params + self.gradients + self.optimizer
+
+
+def of_interface(stage: StageInterface) -> StageMemory:
+    """The parts of a stage whose costs are known."""
+    params = sum(stage.param_bytes.values())
+    kept = stage.residual_bytes + sum(stage.value_bytes[v] for v in (*stage.kept_inputs, *stage.kept_outputs))
+    return StageMemory(
+        params=params,
+        gradients=params,
+        optimizer=stage.optimizer_bytes,
+        kept=kept + sum(stage.batch_bytes[b] for b in stage.kept_batch),
+        received=sum(stage.value_bytes[v] for v in stage.received),
+        gradients_in=sum(stage.value_bytes[v] for v in stage.sent if v in stage.differentiable),
+        batch=sum(stage.batch_bytes.values()),
+        forward=stage.transient_bytes["forward"],
+        backward=stage.transient_bytes["backward"],
+        update=stage.transient_bytes["update"],
+    )
+
+
+def kept_bytes(stage: StageInterface, cost: StageCost) -> int:
+    """What one micro-batch keeps for its backward pass."""
+    kept = [stage.value_bytes[stage.used[i]] for i in cost.kept_inputs] + [stage.value_bytes[stage.outputs[i]] for i in cost.kept_outputs]
+    return cost.residual_bytes + sum(kept) + sum(stage.batch_bytes[stage.batch[i]] for i in cost.kept_batch)
+
+
+def peak_of(memory: StageMemory, occupancies: Sequence[Occupancy]) -> Any:
+    """The peak in bytes per device; of the shape of the parts."""
+    instants = [_instant(memory, occupancy) for occupancy in occupancies]
+    return np.maximum.reduce([*instants, memory.state + memory.update])
+
+
+def _instant(memory: StageMemory, occupancy: Occupancy) -> Any:
+    held = memory.state + occupancy.num_kept * memory.kept + occupancy.num_waiting_inputs * memory.received
+    if occupancy.kind == "forward":
+        return held + occupancy.num_waiting_gradients * memory.gradients_in + memory.received + memory.batch + memory.forward
+    return held + (occupancy.num_waiting_gradients + 1) * memory.gradients_in + memory.backward
+
+
+def peak_parts(memory: StageMemory, occupancies: Sequence[Occupancy]) -> tuple[str, dict[str, int]]:
+    """The instant of the peak, and the bytes by category at it; they sum to the peak."""
+    state = {"parameters": memory.params, "gradients": memory.gradients, "optimizer": memory.optimizer}
+    candidates = [("update", {**state, "temporaries": memory.update})]
+    for o in occupancies:
+        forward = o.kind == "forward"
+        parts = {
+            **state,
+            "activations": o.num_kept * memory.kept,
+            "received activations": (o.num_waiting_inputs + forward) * memory.received,
+            "received gradients": (o.num_waiting_gradients + (not forward)) * memory.gradients_in,
+            "batch": memory.batch if forward else 0,
+            "temporaries": memory.forward if forward else memory.backward,
+        }
+        candidates.append((o.kind, parts))
+    instant, parts = max(candidates, key=lambda item: sum(item[1].values()))
+    return instant, {category: int(nbytes) for category, nbytes in parts.items() if nbytes}

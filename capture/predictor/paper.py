@@ -1,0 +1,85 @@
+"""The paper's predictor, as printed: peaks only, a straight line over the batch, a logarithm over the degree, no schedule.
+
+    M_p(l, l + n) = M_i(l) + sum of M_a(k), k = l + 1 .. l + n                    (III-B1)
+    straight line through the two profiled batch sizes, at the target batch         (Description 2)
+    logarithm through 2- and 4-way, at higher degrees                               (III-B3)
+
+Kept to be compared with; its known errors are listed in ``papers_checklist`` readings C-h and C-w: no adjustment for 1F1B, and a
+logarithm that turns negative at high degrees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from capture.choices import StageChoice
+from capture.errors import ProfileError
+from capture.plan import Plan
+from capture.predictor.fit import fit_degree, fit_line, inverse
+
+MAX_PROFILED_DEGREE = 4
+
+
+class PaperPredictor:
+    """Peaks of stages from the statistics of the paper's runs.
+
+    Args:
+        statistics: ``PaperStatistics``.
+        fit: ``"log"`` as printed, ``"inverse"`` for a + b / k in its place.
+    """
+
+    name = "paper"
+
+    def __init__(self, statistics: Any, fit: str = "log"):
+        self._statistics, self._transform = statistics, np.log if fit == "log" else inverse
+        self._tables: dict[tuple[StageChoice, int], np.ndarray] = {}
+
+    def peaks(self, choice: StageChoice, num_microbatches: int) -> np.ndarray:
+        """Predicted peaks of every stage: float64 (L, L + 1), NaN where a statistic is missing or stop <= first.
+
+        Raises:
+            ProfileError: ``profile-choice`` for data and tensor parallelism together, or a degree that cannot be fitted.
+        """
+        key = (choice, num_microbatches)
+        if key not in self._tables:
+            self._tables[key] = self._table(choice, num_microbatches)
+        return self._tables[key]
+
+    def _table(self, choice: StageChoice, num_microbatches: int) -> np.ndarray:
+        known: Mapping[StageChoice, Any] = self._statistics.statistics
+        if choice in known:
+            sizes = sorted(known[choice])
+            tables = [_sums(known[choice][m].isolated, known[choice][m].added) for m in sizes]
+            return fit_line(sizes, tables, num_microbatches)
+        degree = choice.num_devices
+        profiled = [
+            StageChoice(*((k, 1) if choice.data_parallel > 1 else (1, k)), choice.remat, choice.shard_optimizer) for k in (2, 4)
+        ]
+        if min(choice.data_parallel, choice.tensor_parallel) > 1 or degree <= MAX_PROFILED_DEGREE or any(c not in known for c in profiled):
+            raise ProfileError.of(
+                f"the paper's profile has no runs for data_parallel={choice.data_parallel} x tensor_parallel={choice.tensor_parallel} with "
+                f"remat={choice.remat!r}: it predicts data or tensor parallelism alone, 1-, 2- and 4-way and higher powers of two.",
+                "profile-choice",
+            )
+        return fit_degree([2, 4], [self.peaks(c, num_microbatches) for c in profiled], degree, self._transform)
+
+    def predict(self, plan: Plan) -> tuple[float, ...]:
+        """Peak per device in node-major order; NaN where a statistic is missing."""
+        peaks = {}
+        for stage in plan.stages:
+            choice = StageChoice(stage.data_parallel, stage.tensor_parallel, stage.remat, stage.shard_optimizer)
+            for device in stage.devices:
+                peaks[device] = float(self.peaks(choice, plan.num_microbatches)[stage.first, stage.stop])
+        return tuple(peaks[d] for d in range(plan.cluster.num_devices))
+
+
+def _sums(isolated: np.ndarray, added: np.ndarray) -> np.ndarray:
+    """M_i(first) + the sum of M_a up to stop, for every stage."""
+    num_layers = len(isolated)
+    table = np.full((num_layers, num_layers + 1), np.nan)
+    for first in range(num_layers):
+        table[first, first + 1 :] = isolated[first] + np.concatenate([[0.0], np.cumsum(added[first + 1 :])])
+    return table

@@ -1,0 +1,76 @@
+"""From measured windows to every stage: M_i plus the sum of M_a, with several neighbour counts and long windows as anchors.
+
+For a component X (what is kept, temporaries of the backward pass, ...), with N the largest neighbour count measured:
+
+    X[a, b) = measured                                              b - a <= N + 1
+    X[a, b) = X[a, b - 1) + M_a(b - 1),  M_a(l) = X[l - N, l] - X[l - N, l - 1]      beyond
+
+Longer measured windows (anchors) show how far this drifts; the drift is interpolated over the length of the stage.
+
+Source: CAPTURE III-A1 and III-B1, per component instead of per peak; IV-B on several neighbour counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+
+def extend_windows(windows: Mapping[tuple[int, int], np.ndarray], num_layers: int) -> np.ndarray:
+    """All stages from some windows.
+
+    Args:
+        windows: Per (first, stop), an array of components; at least every single layer and every pair of neighbours.
+        num_layers: L.
+
+    Returns:
+        float64 array (components, L, L + 1), NaN where stop <= first.
+
+    Raises:
+        KeyError: for a single layer or a pair that was not measured.
+    """
+    size = len(next(iter(windows.values())))
+    table = np.full((size, num_layers, num_layers + 1), np.nan)
+    most = _contiguous(windows, num_layers)
+    for first in range(num_layers):
+        for stop in range(first + 1, num_layers + 1):
+            if stop - first <= most:
+                table[:, first, stop] = windows[first, stop]
+            else:
+                added = windows[stop - most, stop] - windows[stop - most, stop - 1]
+                table[:, first, stop] = table[:, first, stop - 1] + added
+    return table + _drift(table, windows, most)
+
+
+def _contiguous(windows: Mapping[tuple[int, int], np.ndarray], num_layers: int) -> int:
+    """The largest n such that all windows of 1 to n layers are there."""
+    most = 0
+    while most < num_layers and all((a, a + most + 1) in windows for a in range(num_layers - most)):
+        most += 1
+    if most < min(2, num_layers):
+        raise KeyError(next((a, a + most + 1) for a in range(num_layers - most) if (a, a + most + 1) not in windows))
+    return most
+
+
+def _drift(table: np.ndarray, windows: Mapping[tuple[int, int], np.ndarray], most: int) -> np.ndarray:
+    """Measured minus summed at the anchors, linear in the length between them and beyond the last.
+
+    A stage that begins too late for an anchor takes the drift of the last one that fits.
+    """
+    size, num_layers, _ = table.shape
+    lengths = sorted({stop - first for first, stop in windows if stop - first > most})
+    lengths = [n for n in lengths if all((first, first + n) in windows for first in range(num_layers - n + 1))]
+    drift = np.zeros_like(table)
+    if not lengths:
+        return drift
+    spans = np.arange(num_layers + 1)
+    for first in range(num_layers):
+        starts = [min(first, num_layers - n) for n in lengths]
+        seen = np.array([windows[a, a + n] - table[:, a, a + n] for a, n in zip(starts, lengths, strict=True)])  # (anchors, components)
+        points, values = np.array([most, *lengths]), np.vstack([np.zeros(size), seen])
+        slope = (values[-1] - values[-2]) / (points[-1] - points[-2])
+        reach = np.maximum(spans - first, most)
+        inside = np.stack([np.interp(reach, points, values[:, c]) for c in range(size)])
+        drift[:, first] = inside + slope[:, None] * np.maximum(0, reach - points[-1])
+    return drift

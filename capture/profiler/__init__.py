@@ -1,0 +1,1 @@
+"""Which stage configs to measure, and measuring them by compiling."""

@@ -1,0 +1,168 @@
+"""Measure stage configs by compiling their programs for virtual CPU devices: nothing is allocated, nothing is run.
+
+The result of a stage config is content-addressed by its programs, degrees and versions, so identical layers compile once, and a
+finished measurement is never made again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from capture import environment
+from capture.errors import CaptureError, TargetError
+from capture.graph import content_hash
+from capture.interface import StageCost, owned_and_borrowed
+from capture.profile import StageConfig
+from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
+from capture.runtime.programs import StagePrograms
+from capture.runtime.sharding import ModelSharding
+from capture.runtime.tensor_parallel import Rule
+from capture.store import Store
+from capture.tracing import TracedModel, trace
+from capture.workload import WorkloadProtocol
+
+#: Bump when the programs of a stage change for the same model, so that old measurements are not taken for new ones.
+PROGRAM_VERSION = 1
+
+
+@dataclass(frozen=True)
+class CompileFailure:
+    """A stage config that could not be measured."""
+
+    config: StageConfig
+    message: str
+
+
+class CompileBackend:
+    """``compile:cpu``: the compiler's memory report per stage config, for a model at any micro-batch size.
+
+    Args:
+        workload: The task.
+        num_layers: None for the model's marks, or the number of layers to cut automatically.
+        rule: How parameters are split.
+        store: Where measurements are kept.
+    """
+
+    name = "compile:cpu"
+
+    def __init__(self, workload: WorkloadProtocol, num_layers: int | None = None, rule: Rule = "auto", store: Store | None = None):
+        self.workload, self._num_layers, self._rule = workload, num_layers, rule
+        self.store = Store() if store is None else store
+        self._traced: dict[int, TracedModel] = {}
+        self._shardings: dict[int, ModelSharding] = {}
+
+    def traced(self, microbatch_size: int) -> TracedModel:
+        """The model at a micro-batch size; traced once."""
+        if microbatch_size not in self._traced:
+            self._traced[microbatch_size] = trace(self.workload, microbatch_size, self._num_layers)
+        return self._traced[microbatch_size]
+
+    def sharding(self, microbatch_size: int) -> ModelSharding:
+        """How its parameters are split."""
+        if microbatch_size not in self._shardings:
+            self._shardings[microbatch_size] = ModelSharding(self.traced(microbatch_size), self._rule)
+        return self._shardings[microbatch_size]
+
+    @cached_property
+    def _optimizer(self) -> TracedOptimizer:
+        traced = next(iter(self._traced.values()))
+        return TracedOptimizer(self.workload.optimizer, traced.split_struct)
+
+    @cached_property
+    def provenance(self) -> dict[str, Any]:
+        """What beside the program decides a measurement."""
+        return {
+            "backend": self.name,
+            "target": "cpu",
+            "versions": environment.versions(),
+            "flags": list(environment.active_flags()),
+            "program_version": PROGRAM_VERSION,
+        }
+
+    def key(self, config: StageConfig) -> str:
+        """Content hash of everything that can change the measurement; equal for stages that are equal but for their position."""
+        traced = self.traced(config.microbatch_size)
+        graph, layers = traced.graph, traced.slice(config.first, config.stop)
+        specs = self.sharding(config.microbatch_size).specs(config.choice.tensor_parallel)
+        owned, borrowed = owned_and_borrowed(graph, config.first, config.stop)
+        sent = set(graph.crossing(config.stop))
+        choice = config.choice
+        return content_hash(
+            [
+                self.provenance,
+                layers.key,
+                [choice.data_parallel, choice.tensor_parallel, choice.remat, choice.shard_optimizer],
+                [str(specs[p]) for p in layers.params],
+                [[graph.values[v].batch_dim, graph.values[v].differentiable, v in sent] for v in (*layers.inputs, *layers.outputs)],
+                [graph.batch[b].batch_dim for b in layers.batch],
+                [p in owned for p in layers.params],
+                [self._optimizer.param_keys[p] for p in owned],
+                len(borrowed),
+                config.stop == graph.num_layers,
+            ]
+        )
+
+    def measure(self, config: StageConfig) -> StageCost:
+        """Compile a stage config, or take its measurement from the store.
+
+        Raises:
+            TargetError: ``target-devices`` if this process has fewer (virtual) devices than the stage.
+        """
+        key = self.key(config)
+        found = self.store.get([key])
+        if key in found:
+            return StageCost.from_json(found[key])
+        start = time.perf_counter()
+        cost = self._compile(config)
+        self.store.put(key, cost.to_json(), provenance=self.provenance, seconds=time.perf_counter() - start)
+        return cost
+
+    def _compile(self, config: StageConfig) -> StageCost:
+        traced, choice = self.traced(config.microbatch_size), config.choice
+        devices = jax.devices("cpu")
+        if len(devices) < choice.num_devices:
+            raise TargetError.of(
+                f"a stage on {choice.num_devices} devices cannot be compiled in a process with {len(devices)} virtual CPU devices; set "
+                f"--xla_force_host_platform_device_count={choice.num_devices} in XLA_FLAGS before JAX loads (the capture command does).",
+                "target-devices",
+            )
+        owned, _ = owned_and_borrowed(traced.graph, config.first, config.stop)
+        rest = tuple(p for p in range(len(traced.graph.params)) if p not in set(owned))
+        update = SlicedOptimizer(self._optimizer, [owned, rest] if rest else [owned]).stages[0]
+        programs = StagePrograms(
+            traced.graph,
+            traced.slice(config.first, config.stop),
+            devices[: choice.num_devices],
+            choice.data_parallel,
+            choice.tensor_parallel,
+            self.sharding(config.microbatch_size).specs(choice.tensor_parallel),
+            update,
+            remat=choice.remat,
+            shard_optimizer=choice.shard_optimizer,
+            to_measure=True,
+        )
+        return programs.cost
+
+    def distinct(self, configs: Iterable[StageConfig]) -> dict[str, StageConfig]:
+        """One config per different measurement, by key."""
+        return {self.key(config): config for config in configs}
+
+    def try_measure(self, config: StageConfig) -> StageCost | CompileFailure:
+        """As ``measure``; a stage that cannot be compiled is reported, not raised."""
+        try:
+            return self.measure(config)
+        except CaptureError as error:
+            return CompileFailure(config, str(error))
+        except Exception as error:  # a compiler or model error of one stage must not lose the others
+            return CompileFailure(config, f"{type(error).__name__}: {error}")
+
+    def missing(self, keyed: Mapping[str, StageConfig]) -> dict[str, StageConfig]:
+        """Those that are not in the store."""
+        found = self.store.get(keyed)
+        return {key: config for key, config in keyed.items() if key not in found}

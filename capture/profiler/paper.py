@@ -1,0 +1,233 @@
+"""The paper's own profiling runs: generated partitionings, two batch sizes, pipeline-only and 2- and 4-way data and tensor parallel.
+
+A run gives one number per stage, its peak. With a backend that compiles, the run is the replay of the partitioning's own schedule
+over its compiled stages; the micro-batch size stays and their number is halved and quartered (reading C-f).
+
+Source: CAPTURE III-A, Description 1; readings C-a to C-f, C-u.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from capture.choices import StageChoice
+from capture.graph import LayerGraph
+from capture.interface import StageCost, stage_interface
+from capture.predictor.formula import of_interface, peak_of
+from capture.profile import StageConfig
+from capture.profiler.partitionings import pipeline_partitionings
+from capture.schedule import make_schedule
+
+#: The five sets of runs: no parallelism inside a stage, and 2- and 4-way data or tensor parallelism.
+PROFILED_CHOICES = (StageChoice(), StageChoice(2, 1), StageChoice(4, 1), StageChoice(1, 2), StageChoice(1, 4))
+
+
+@dataclass(frozen=True)
+class LayerStatistics:
+    """M_i and M_a of every layer in bytes, from runs at one batch size and choice; NaN where no run gave one.
+
+    Attributes:
+        isolated: M_i(l): the peak of layer l alone on a device.
+        added: M_a(l): what adding layer l to its neighbours before it adds; of layer 0, NaN.
+    """
+
+    isolated: np.ndarray
+    added: np.ndarray
+
+
+@dataclass(frozen=True)
+class PaperStatistics:
+    """What the paper's profile of a model holds.
+
+    Attributes:
+        statistics: Per choice, per number of micro-batches of the run.
+        num_runs: Runs that were needed.
+        schedule: Of the runs.
+        microbatch_size: Of the runs.
+        failed: Runs that went out of memory or could not be compiled, by name.
+    """
+
+    statistics: Mapping[StageChoice, Mapping[int, LayerStatistics]]
+    num_runs: int
+    schedule: str
+    microbatch_size: int
+    failed: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "num_runs": self.num_runs,
+            "schedule": self.schedule,
+            "microbatch_size": self.microbatch_size,
+            "failed": list(self.failed),
+            "statistics": [
+                {
+                    "data_parallel": choice.data_parallel,
+                    "tensor_parallel": choice.tensor_parallel,
+                    "remat": choice.remat,
+                    "shard_optimizer": choice.shard_optimizer,
+                    "num_microbatches": m,
+                    "isolated_bytes": _to_list(layer.isolated),
+                    "added_bytes": _to_list(layer.added),
+                }
+                for choice, by_batch in self.statistics.items()
+                for m, layer in by_batch.items()
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> PaperStatistics:
+        statistics: dict[StageChoice, dict[int, LayerStatistics]] = {}
+        for row in data["statistics"]:
+            choice = StageChoice(row["data_parallel"], row["tensor_parallel"], row["remat"], row["shard_optimizer"])
+            layer = LayerStatistics(_to_array(row["isolated_bytes"]), _to_array(row["added_bytes"]))
+            statistics.setdefault(choice, {})[row["num_microbatches"]] = layer
+        return cls(statistics, data["num_runs"], data["schedule"], data["microbatch_size"], tuple(data["failed"]))
+
+
+def _to_list(values: np.ndarray) -> list[int | None]:
+    return [None if np.isnan(v) else round(float(v)) for v in values]
+
+
+def _to_array(values: Sequence[int | None]) -> np.ndarray:
+    return np.array([np.nan if v is None else v for v in values], np.float64)
+
+
+@dataclass(frozen=True)
+class PaperRuns:
+    """The runs of one set.
+
+    Attributes:
+        choice: Of every stage.
+        partitionings: Layers per stage.
+    """
+
+    choice: StageChoice
+    partitionings: tuple[tuple[int, ...], ...]
+
+    def configs(self, microbatch_size: int) -> list[StageConfig]:
+        """The distinct stages of all runs."""
+        return [StageConfig(first, stop, self.choice, microbatch_size) for p in self.partitionings for first, stop in _ranges(p)]
+
+
+def paper_runs(num_layers: int, num_devices: int, microbatch_size: int, remat: str = "none", shard_optimizer: bool = False) -> list[PaperRuns]:
+    """The five sets for a model and a cluster.
+
+    Each set places the layers on S = D / k sub-meshes; on at least 4, since fewer than 3 isolate no inner layer, and on at most L.
+
+    Args:
+        num_layers: L.
+        num_devices: D.
+        microbatch_size: A choice whose replicas do not divide it is left out.
+        remat, shard_optimizer: Of every stage.
+    """
+    runs = []
+    for choice in PROFILED_CHOICES:
+        if microbatch_size % choice.data_parallel == 0:
+            num_stages = min(num_layers, max(4, num_devices // choice.num_devices))
+            partitionings = tuple(map(tuple, pipeline_partitionings(num_layers, num_stages)))
+            own = StageChoice(choice.data_parallel, choice.tensor_parallel, remat, shard_optimizer)  # type: ignore[arg-type]
+            runs.append(PaperRuns(own, partitionings))
+    return runs
+
+
+def _ranges(partitioning: Sequence[int]) -> list[tuple[int, int]]:
+    bounds = np.concatenate([[0], np.cumsum(partitioning)]).tolist()
+    return list(zip(bounds, bounds[1:], strict=False))
+
+
+def profile_batches(num_microbatches: int) -> tuple[int, ...]:
+    """Quarter and half of the target number of micro-batches, ascending (III-A2); fewer where the target is small."""
+    return tuple(sorted({max(1, num_microbatches // 4), max(1, num_microbatches // 2)}))
+
+
+def run_paper_profile(
+    runs: Iterable[PaperRuns],
+    graph: LayerGraph,
+    param_bytes: Mapping[int, Sequence[int]],
+    schedule: str,
+    num_microbatches: int,
+    measure: Callable[[StageConfig], StageCost | None],
+) -> PaperStatistics:
+    """Form M_i and M_a from the peaks of every run.
+
+    Args:
+        runs: From ``paper_runs``.
+        graph: At the micro-batch size of the runs.
+        param_bytes: Per tensor-parallel degree.
+        schedule: Of the runs.
+        num_microbatches: Of the target; the runs use half and a quarter.
+        measure: The cost of a stage config; None if it could not be measured, and the run is named as failed.
+    """
+    statistics: dict[StageChoice, dict[int, LayerStatistics]] = {}
+    num_runs, failed = 0, []
+    for run in runs:
+        costs = {(c.first, c.stop): measure(c) for c in run.configs(graph.microbatch_size)}
+        for m in profile_batches(num_microbatches):
+            peaks: dict[tuple[int, int], int] = {}
+            for partitioning in run.partitionings:
+                num_runs += 1
+                occupancies = make_schedule(schedule, len(partitioning), m).occupancies
+                for s, (first, stop) in enumerate(_ranges(partitioning)):
+                    cost = costs[first, stop]
+                    if cost is None:
+                        failed.append(f"{list(partitioning)} with {run.choice}, stage {s}")
+                        continue
+                    sizes = param_bytes[run.choice.tensor_parallel]
+                    interface = stage_interface(graph, first, stop, (), run.choice.data_parallel, sizes, cost)
+                    peaks.setdefault((first, stop), int(peak_of(of_interface(interface), occupancies[s])))
+            statistics.setdefault(run.choice, {})[m] = layer_statistics(peaks, graph.num_layers)
+    return PaperStatistics(statistics, num_runs, schedule, graph.microbatch_size, tuple(dict.fromkeys(failed)))
+
+
+def layer_statistics(peaks: Mapping[tuple[int, int], int], num_layers: int, *, average: bool = False) -> LayerStatistics:
+    """M_i(l) = PM(l), M_a(l) = PM(l - n, l) - PM(l - n, l - 1).
+
+    Args:
+        peaks: PM by (first, stop).
+        num_layers: L.
+        average: Over every n that the runs give, instead of the smallest (CAPTURE IV-B).
+
+    Example:
+        >>> layer_statistics({(0, 1): 5, (1, 2): 7, (0, 2): 9}, 2).added.tolist()
+        [nan, 4.0]
+    """
+    isolated = np.array([peaks.get((layer, layer + 1), np.nan) for layer in range(num_layers)], np.float64)
+    added = np.full(num_layers, np.nan)
+    for layer in range(1, num_layers):
+        found = [
+            peaks[first, layer + 1] - peaks[first, layer]
+            for first in range(layer - 1, -1, -1)
+            if (first, layer + 1) in peaks and (first, layer) in peaks
+        ]
+        if found:
+            added[layer] = np.mean(found) if average else found[0]
+    return LayerStatistics(isolated, added)
+
+
+def merge_layers(statistics: LayerStatistics, num_merged: int) -> list[tuple[int, int]]:
+    """The layer merger: join the two neighbours whose merged M_i is least, until ``num_merged`` layers are left.
+
+    M_i(l, l + 1) = M_i(l) + M_a(l + 1);  M_a(l, l + 1) = M_a(l) + M_a(l + 1).
+
+    Returns:
+        The merged layers as (first, stop).
+
+    Source: CAPTURE III-A3; reading C-u: neighbours only.
+
+    Example:
+        >>> merge_layers(LayerStatistics(np.array([9.0, 2.0, 3.0]), np.array([np.nan, 1.0, 1.0])), 2)
+        [(0, 1), (1, 3)]
+    """
+    groups = [(i, i + 1) for i in range(len(statistics.isolated))]
+    isolated, added = list(statistics.isolated), list(statistics.added)
+    while len(groups) > max(1, num_merged):
+        merged = [isolated[i] + added[i + 1] for i in range(len(groups) - 1)]
+        i = int(np.nanargmin(merged))
+        groups[i : i + 2] = [(groups[i][0], groups[i + 1][1])]
+        isolated[i : i + 2] = [merged[i]]
+        added[i : i + 2] = [added[i] + added[i + 1]]
+    return groups

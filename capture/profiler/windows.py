@@ -1,0 +1,65 @@
+"""The stage configs of the default profile: every window of a few neighbouring layers, at every degree and two micro-batch sizes.
+
+A window [l - n, l] measured beside [l - n, l - 1] gives M_a(l) with n neighbours; [l, l] is M_i(l). Because each
+measurement is one compile and equal layers share it, all windows of 1 to N + 1 layers cost little, and the predictor knows M_a for
+several neighbour counts (CAPTURE IV-B names a single one as a cause of its errors).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from capture.choices import StageChoice
+from capture.cluster import Cluster
+from capture.profile import StageConfig
+
+DEFAULT_NEIGHBOURS = 3
+#: Longer windows, whose deviation from the sum of M_a corrects stages of many layers.
+ANCHOR_LENGTHS = (8, 16, 32)
+
+
+def window_configs(
+    num_layers: int, choices: Iterable[StageChoice], microbatch_sizes: Sequence[int], num_neighbours: int = DEFAULT_NEIGHBOURS
+) -> list[StageConfig]:
+    """All windows of 1 to ``num_neighbours`` + 1 layers, and the longer anchors at the largest micro-batch size.
+
+    Args:
+        num_layers: L.
+        choices: Of the stages.
+        microbatch_sizes: Over all replicas; a choice that does not divide one is left out there.
+        num_neighbours: Most neighbours n of M_a, at least 1.
+
+    Example:
+        >>> len(window_configs(4, [StageChoice()], [8], num_neighbours=1))
+        7
+    """
+    short = range(1, num_neighbours + 2)
+    configs = []
+    for size in sorted(microbatch_sizes):
+        anchors = [n for n in ANCHOR_LENGTHS if n > num_neighbours + 1 and n <= num_layers] if size == max(microbatch_sizes) else []
+        ranges = [(first, first + n) for n in (*short, *anchors) for first in range(num_layers - n + 1)]
+        configs += [StageConfig(*layers, choice, size) for choice in choices if size % choice.data_parallel == 0 for layers in ranges]
+    return configs
+
+
+def choices_to_profile(
+    cluster: Cluster,
+    choices: Mapping[int, Sequence[StageChoice]],
+    microbatch_size: int,
+    *,
+    any_divisor: bool = False,
+    whole_nodes: bool = False,
+) -> list[StageChoice]:
+    """Of some choices, those that a stage on the cluster can have at a micro-batch size."""
+    degrees = {d for here in cluster.stage_degrees(any_divisor=any_divisor, whole_nodes=whole_nodes) for d in here}
+    return [choice for d in sorted(degrees) for choice in choices.get(d, ()) if microbatch_size % choice.data_parallel == 0]
+
+
+def profiled_microbatch_sizes(microbatch_size: int, choices: Iterable[StageChoice]) -> tuple[int, ...]:
+    """The target size, and half of it where every choice can split half; ascending.
+
+    Predictions at the target size then need no scaling, and two points fix the straight line of Description 2 for others.
+    """
+    half = microbatch_size // 2
+    splits = half >= 1 and microbatch_size % 2 == 0 and all(half % choice.data_parallel == 0 for choice in choices)
+    return (half, microbatch_size) if splits else (microbatch_size,)

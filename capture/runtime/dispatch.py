@@ -1,0 +1,177 @@
+"""The instructions of a step, bound to executables and transfers once, so that a step only calls them in order.
+
+Nothing here waits for a device: programs, copies and feeds are enqueued, and the host runs ahead of the devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from capture.runtime.programs import StagePrograms
+from capture.runtime.reshard import plan_reshard, reshard
+from capture.runtime.sharding import struct_of
+from capture.step import Feed, Free, Instruction, Move, Run, StepProgram
+
+
+@dataclass
+class Frame:
+    """What one execution of a step works on.
+
+    Attributes:
+        slots: Per slot of the step program its arrays, or None while it is not alive.
+        microbatches: Per micro-batch its leaves: host arrays, and the random key if the loss takes one.
+        losses: One per micro-batch that the last stage has run.
+    """
+
+    slots: list[list[jax.Array] | None]
+    microbatches: Sequence[Sequence[Any]]
+    losses: list[jax.Array]
+
+
+Action = Callable[[Frame], None]
+
+
+def bind(program: StepProgram, stages: Sequence[StagePrograms]) -> list[Action]:
+    """One action per instruction; compiles every stage that is not compiled yet.
+
+    Args:
+        program: Of these stages.
+        stages: In pipeline order.
+    """
+    return [_bind(instruction, program, stages) for instruction in program.instructions]
+
+
+def to_device(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    """A host array or a random key on the devices, in buffers of their own.
+
+    On CPU ``jax.device_put`` aliases aligned host memory, ``may_alias=False`` or not (jax 0.10.2 and 0.12): without the copy, a caller
+    that refills its batch would change a step that is still running.
+    """
+    return reshard(leaf, sharding) if isinstance(leaf, jax.Array) else jax.device_put(np.array(leaf), sharding)
+
+
+def to_host(array: jax.Array) -> Any:
+    """A NumPy array; typed random keys, which NumPy lacks, stay JAX arrays, on the default device."""
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(np.asarray(jax.random.key_data(array)), impl=jax.random.key_impl(array))
+    return np.asarray(array)
+
+
+def _bind(instruction: Instruction, program: StepProgram, stages: Sequence[StagePrograms]) -> Action:
+    match instruction:
+        case Feed():
+            return _bind_feed(instruction, stages[program.slots[instruction.slot].stage_id])
+        case Run():
+            return _bind_run(instruction, stages[instruction.stage_id])
+        case Move():
+            source, target = (stages[program.slots[slot].stage_id] for slot in (instruction.source, instruction.target))
+            return _bind_move(instruction, source, target)
+        case Free():
+            return _bind_free(instruction, frozenset(program.persistent.values()))
+
+
+def _bind_feed(feed: Feed, stage: StagePrograms) -> Action:
+    slot, microbatch = feed.slot, feed.microbatch
+    placements = [(b, stage.batch_sharding(b)) for b in feed.batch]
+
+    def action(frame: Frame) -> None:
+        leaves = frame.microbatches[microbatch]
+        frame.slots[slot] = [to_device(leaves[b], sharding) for b, sharding in placements]
+
+    return action
+
+
+def _bind_free(free: Free, persistent: frozenset[int]) -> Action:
+    """Dropping the reference frees a slot, but the arrays of the old state are still the caller's: those are deleted."""
+    consumed = [slot for slot in free.slots if slot in persistent]
+
+    def action(frame: Frame) -> None:
+        for slot in consumed:
+            for array in frame.slots[slot] or ():
+                array.delete()
+        for slot in free.slots:
+            frame.slots[slot] = None
+
+    return action
+
+
+def _bind_move(move: Move, source: StagePrograms, target: StagePrograms) -> Action:
+    match move.kind:
+        case "value":
+            structs = [struct_of(source.graph.values[move.key])]
+            src, dst = source.value_sharding(move.key), target.value_sharding(move.key)
+        case "param":
+            structs = [struct_of(source.graph.params[move.key])]
+            src, dst = source.param_sharding(move.key), target.param_sharding(move.key)
+        case _:
+            structs = list(source.optimizer.summary)
+            src, dst = source.replicated, target.replicated
+    moves = [plan_reshard(tuple(struct.shape), struct.dtype, src, dst) for struct in structs]
+    first, last, index = move.source, move.target, move.index
+
+    def action(frame: Frame) -> None:
+        arrays = frame.slots[first]
+        assert arrays is not None, f"{move.label}: the source is not alive"
+        chosen = arrays if index is None else [arrays[index]]
+        frame.slots[last] = [one(array) for one, array in zip(moves, chosen, strict=True)]
+
+    return action
+
+
+def _bind_run(run: Run, stage: StagePrograms) -> Action:
+    call = getattr(stage, run.program).call
+    gathers = [_gather(group) for group in run.inputs]
+    if run.program == "update":  # the values of every other stage are a group of their own
+        gathers[-1] = lambda slots, group=run.inputs[-1]: [slots[slot] for slot in group]
+    scatter = _SCATTERS[run.program]
+    donated, outputs, keep_loss = run.donated, run.outputs, stage.is_last and run.program == "forward"
+    num_owned = len(stage.owned)
+
+    def action(frame: Frame) -> None:
+        slots = frame.slots
+        results = call(*[gather(slots) for gather in gathers])
+        for slot in donated:
+            slots[slot] = None
+        for slot, arrays in zip(outputs, scatter(results, num_owned), strict=True):
+            slots[slot] = arrays
+        if keep_loss:
+            frame.losses.append(results[0][0])
+
+    return action
+
+
+def _gather(group: tuple[int, ...]) -> Callable[[list[Any]], list[Any]]:
+    """Reads the arrays of some slots into one list; that of a single slot serves as it is."""
+    if len(group) == 1:
+        (only,) = group
+        return lambda slots: slots[only]
+    return lambda slots: [array for slot in group for array in slots[slot]]
+
+
+def _of_forward(results: Any, num_owned: int) -> list[list[jax.Array]]:
+    outputs, residuals = results
+    return [*([a] for a in outputs), residuals]
+
+
+def _of_backward(results: Any, num_owned: int) -> list[list[jax.Array]]:
+    gradients, accumulated = results
+    return [*([a] for a in gradients), accumulated[:num_owned], *([a] for a in accumulated[num_owned:])]
+
+
+def _of_update(results: Any, num_owned: int) -> list[list[jax.Array]]:
+    params, optimizer, cleared, borrowed = results
+    return [params, optimizer, cleared, *([a] for a in borrowed)]
+
+
+def _of_summarize(results: Any, num_owned: int) -> list[list[jax.Array]]:
+    return [results]
+
+
+#: From what a program returns to the arrays of its output slots.
+_SCATTERS = {"forward": _of_forward, "backward": _of_backward, "update": _of_update, "summarize": _of_summarize}

@@ -1,0 +1,232 @@
+"""Measure a step that is really executed, independently of the replay: live arrays, the allocator, the process's resident set.
+
+    meter                  what it reads                                            where
+    live arrays            ``jax.live_arrays()`` + XLA's buffer assignment          any device
+    allocator              ``device.memory_stats()["peak_bytes_in_use"]``           GPU
+    resident set           VmHWM of the process, reset before the step              Linux
+
+A meter that is not available here reads None, never a number of the replay.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from capture.errors import ExecutionError, Violation
+from capture.ledger import Ledger
+from capture.runtime.pipeline import PipelinedStep, PipelineState
+from capture.step import Instruction, Run, book, hold
+from capture.workload import PyTree
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one executed step needed.
+
+    Attributes:
+        peak_bytes_per_device: By device id of the plan.
+        meter: What ``peak_bytes_per_device`` was read from.
+        live_peak_bytes_per_device: Of the live-array meter; the same where there is no allocator to read.
+        resident_set_before_bytes, resident_set_peak_bytes: Of the whole process, on its host; None where they cannot be read.
+        num_checks: Instructions before which the ledger was compared with the live arrays; 0 unless strict.
+        loss: Of the step.
+        state: After the step.
+    """
+
+    peak_bytes_per_device: tuple[int, ...]
+    meter: str
+    live_peak_bytes_per_device: tuple[int, ...]
+    resident_set_before_bytes: int | None
+    resident_set_peak_bytes: int | None
+    num_checks: int
+    loss: float
+    state: PipelineState
+
+
+def measure_step(
+    step: PipelinedStep, state: PipelineState, batch: PyTree, key: jax.Array | None = None, *, strict: bool = False
+) -> Measurement:
+    """Execute one step under every meter that works here.
+
+    The live-array meter looks at every instruction, so the step runs slower than usual, in program order.
+
+    Args:
+        step: Compiled.
+        state: Consumed; go on with ``Measurement.state``.
+        batch, key: As for the step.
+        strict: Compare the booked ledger with the live arrays before every instruction and after the last.
+
+    Raises:
+        ExecutionError: ``run-ledger-mismatch`` if strict and a device holds other bytes than booked.
+    """
+    jax.block_until_ready(state)
+    live, allocator, resident = LiveArrayMeter(step, strict=strict), AllocatorMeter(step.devices), ResidentSetMeter()
+    resident.start()
+    state, metrics = step(state, batch, key, observer=live)
+    loss = metrics.loss
+    del metrics  # its losses are live, and booked as released
+    live.finish()
+    jax.block_until_ready(state)
+    peaks, meter = live.peak_bytes_per_device, live.meter
+    if (allocated := allocator.peak_bytes_per_device) is not None:
+        peaks, meter = allocated, allocator.meter
+    return Measurement(
+        peaks, meter, live.peak_bytes_per_device, resident.before_bytes, resident.peak_bytes, live.num_checks, loss, state
+    )
+
+
+class LiveArrayMeter:
+    """Peak per device from the arrays that are alive and the buffer assignment of the program that is about to run.
+
+    An observer: ``step(state, batch, observer=meter)``, then ``meter.finish()``. Arrays that were alive before the step and are
+    not its state (the caller's batch, other models) are left out.
+
+    **Assumes** that nothing else in the process makes or drops arrays during the step.
+
+    Args:
+        step: The step that it will observe.
+        strict: Book the instructions in a ledger too, and compare the two before every instruction.
+    """
+
+    def __init__(self, step: PipelinedStep, *, strict: bool = False):
+        self.strict, self.num_checks = strict, 0
+        self._step, self._program = step, step.program
+        self._devices = step.devices
+        self._ledger = Ledger(len(self._devices))
+        self._peak = [0] * len(self._devices)
+        self._baseline: list[int] | None = None
+
+    @property
+    def meter(self) -> str:
+        return f"live arrays + XLA buffer assignment of the running program ({self._devices[0].platform})"
+
+    @property
+    def peak_bytes_per_device(self) -> tuple[int, ...]:
+        return tuple(self._peak)
+
+    def __call__(self, instruction: Instruction, environment: Sequence[Any]) -> None:
+        """Look before an instruction.
+
+        Raises:
+            ExecutionError: ``run-ledger-mismatch``.
+        """
+        live = self._live()
+        if self._baseline is None:
+            persistent = self._program.persistent.values()
+            own = self._in_plan_order(live_bytes(array for slot in persistent for array in environment[slot]))
+            self._baseline = [total - mine for total, mine in zip(live, own, strict=True)]
+            for slot in persistent:
+                hold(self._ledger, self._program, slot, "before the step")
+        live = self._look(live, getattr(instruction, "label", "a release"))
+        if isinstance(instruction, Run):
+            transient = self._step.executable(instruction).transient_bytes
+            for device in self._program.stages[instruction.stage_id].devices:
+                self._peak[device] = max(self._peak[device], live[device] + transient)
+        book(self._ledger, self._program, instruction)
+
+    def finish(self) -> None:
+        """Look once more, after the last instruction; the new state must still be alive, and the losses no more.
+
+        Raises:
+            ExecutionError: ``run-ledger-mismatch``.
+        """
+        assert self._baseline is not None, "the meter observes a step before it is finished"
+        self._look(self._live(), "the end of the step")
+
+    def _look(self, live: Sequence[int], label: str) -> list[int]:
+        """Bytes of the step that are alive, noted and checked."""
+        own = [total - before for total, before in zip(live, self._baseline or live, strict=True)]
+        self._peak = [max(peak, nbytes) for peak, nbytes in zip(self._peak, own, strict=True)]
+        if self.strict:
+            self.num_checks += 1
+            ExecutionError.check(
+                Violation(
+                    f"before {label!r} device {device} holds {nbytes} bytes of live arrays and the ledger has booked {booked}; an array "
+                    "outlives its last use, or dies early: drop references to arrays of the step, or report a defect of the runtime.",
+                    "run-ledger-mismatch",
+                )
+                for device, (nbytes, booked) in enumerate(zip(own, self._ledger.live_bytes_per_device, strict=True))
+                if nbytes != booked
+            )
+        return own
+
+    def _live(self) -> list[int]:
+        return self._in_plan_order(live_bytes(jax.live_arrays()))
+
+    def _in_plan_order(self, by_device: Counter[jax.Device]) -> list[int]:
+        return [by_device[device] for device in self._devices]
+
+
+def live_bytes(arrays: Iterable[jax.Array]) -> Counter[jax.Device]:
+    """Bytes of the distinct buffers of some arrays, by device.
+
+    Looking at a shard makes an array of it, which is alive as well, so buffers are counted by their address.
+    """
+    buffers: dict[tuple[jax.Device, int], int] = {}
+    for array in arrays:
+        if array.is_deleted():
+            continue
+        if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+            array = jax.random.key_data(array)  # the buffer behind the keys, not a copy
+        for shard in array.addressable_shards:
+            if shard.data.nbytes:
+                buffers[shard.device, shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
+    total: Counter[jax.Device] = Counter()
+    for (device, _), nbytes in buffers.items():
+        total[device] += nbytes
+    return total
+
+
+class AllocatorMeter:
+    """The high-water mark of each device's allocator. It cannot be reset: it is that of the step only in a fresh process.
+
+    Args:
+        devices: In the order of the plan.
+    """
+
+    meter = "allocator high-water mark since the process began (memory_stats peak_bytes_in_use)"
+
+    def __init__(self, devices: Sequence[jax.Device]):
+        self._devices = devices
+
+    @property
+    def peak_bytes_per_device(self) -> tuple[int, ...] | None:
+        """None where the platform keeps no such statistics (CPU)."""
+        peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in self._devices]
+        return None if None in peaks else tuple(map(int, peaks))
+
+
+class ResidentSetMeter:
+    """Peak resident set of this process from ``start`` on; on CPU it holds the arrays of all virtual devices and everything else."""
+
+    def __init__(self) -> None:
+        self.before_bytes: int | None = None
+
+    def start(self) -> None:
+        """Forget earlier peaks."""
+        gc.collect()
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the current size
+        except OSError:
+            return
+        self.before_bytes = _status_bytes("VmHWM")
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """None if the system has no such counter, or does not let it be reset."""
+        return None if self.before_bytes is None else _status_bytes("VmHWM")
+
+
+def _status_bytes(field: str) -> int | None:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), None)
