@@ -124,3 +124,8 @@ def _name(flag: str) -> str:
 def _value(flag: str) -> str:
     _, equals, value = flag.partition("=")
     return value if equals else "true"
+
+
+def default_store_path() -> Path:
+    """Where measurements are kept unless another file is named: the user's cache folder (``XDG_CACHE_HOME``)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "capture" / "store.sqlite"

@@ -62,6 +62,8 @@ class Ledger:
             self._live[device] -= nbytes
             self._parts[device][category] -= nbytes
             assert self._parts[device][category] >= 0, f"{category} on device {device} dropped more than was held"
+            if self.record_timeline:
+                self.timeline.append((f"free {category}", device, self._live[device]))
 
     def execute(self, devices: Iterable[int], transient_bytes: int, label: str) -> None:
         """A program runs on the devices and needs so much beside what is live."""

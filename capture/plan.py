@@ -258,8 +258,9 @@ def _violations(plan: Plan) -> list[Violation]:
         elif not batch_violations(plan.global_batch_size, plan.num_microbatches) and plan.microbatch_size % stage.data_parallel:
             found.append(
                 Violation(
-                    f"microbatch_size={plan.microbatch_size} (global batch {plan.global_batch_size} / {plan.num_microbatches} micro-batches) "
-                    f"is not divisible by data_parallel={stage.data_parallel} of stage {s}; lower the degree or the number of micro-batches.",
+                    f"microbatch_size={plan.microbatch_size} (global batch {plan.global_batch_size} / {plan.num_microbatches} "
+                    f"micro-batches) is not divisible by data_parallel={stage.data_parallel} of stage {s}; lower the degree or the "
+                    "number of micro-batches.",
                     "plan-batch",
                 )
             )
@@ -289,7 +290,9 @@ def _layer_violations(stages: Sequence[StagePlan], num_layers: int) -> list[Viol
             )
         expected = stage.stop
     if expected != num_layers:
-        found.append(Violation(f"stages end before layer {expected} of num_layers={num_layers}; they must cover every layer.", "plan-layers"))
+        found.append(
+            Violation(f"stages end before layer {expected} of num_layers={num_layers}; they must cover every layer.", "plan-layers")
+        )
     return found
 
 

@@ -300,9 +300,7 @@ class _Passes:
             self._take("residuals", s, m, [0]),
         )
         cotangents = self._take("gradient", s, m, stage.cotangents)
-        gradients = tuple(
-            self._new("input gradient", "sent gradients", s, m, v, stage.value_bytes[v]) for v in stage.input_gradients
-        )
+        gradients = tuple(self._new("input gradient", "sent gradients", s, m, v, stage.value_bytes[v]) for v in stage.input_gradients)
         accumulated = self._gradients(s)
         donated = (*kept[0], *kept[2], *kept[3], *cotangents, *accumulated)
         yield Run(s, "backward", (self._params(s), *kept, cotangents, accumulated), (*gradients, *accumulated), donated, label)
@@ -331,8 +329,8 @@ def _updates(program: StepProgram) -> Iterator[Instruction]:
     if any(stage.summary_bytes for stage in stages):
         for s, stage in enumerate(stages):
             summaries[s, s] = program.slot(f"summary@{s}", s, "optimizer", stage.summary_bytes)
-            inputs = ((state["params", s],), (state["optimizer", s],), (state["gradients", s],), tuple(arrived[s]))
-            yield Run(s, "summarize", inputs, (summaries[s, s],), (), f"summarize gradients on stage {s}")
+            read = ((state["params", s],), (state["optimizer", s],), (state["gradients", s],), tuple(arrived[s]))
+            yield Run(s, "summarize", read, (summaries[s, s],), (), f"summarize gradients on stage {s}")
         for s in range(len(stages)):
             for t in range(len(stages)):
                 if s != t:

@@ -96,7 +96,7 @@ def layer_graphs(draw, max_layers: int = 6) -> LayerGraph:
 
 @st.composite
 def stage_interfaces(draw, graph: LayerGraph, *, summaries: bool | None = None) -> list[StageInterface]:
-    """Stages of a graph, with costs as a compiler could report them: outputs that alias no input take room beside the temporaries."""
+    """Stages of a graph, with costs as a compiler could report them: an output takes room unless it aliases a donated input."""
     cuts = sorted(draw(st.sets(st.integers(1, graph.num_layers - 1)) if graph.num_layers > 1 else st.just(set())))
     summaries = draw(st.booleans()) if summaries is None else summaries
     sizes, few = st.integers(0, 300), st.integers(0, 20)
@@ -112,13 +112,15 @@ def stage_interfaces(draw, graph: LayerGraph, *, summaries: bool | None = None) 
         residual_bytes = draw(sizes)
         output_bytes = sum(graph.values[v].shard_bytes(degree) for v in outputs)
         gradient_bytes = sum(graph.values[v].shard_bytes(degree) for v in used if graph.values[v].differentiable)
+        kept_inputs = positions(len(used))
+        aliasable_bytes = sum(graph.values[used[i]].shard_bytes(degree) for i in kept_inputs)  # donated to the gradients
         cost = StageCost(
             residual_bytes=residual_bytes,
             forward_bytes=output_bytes + residual_bytes + draw(sizes),
-            backward_bytes=gradient_bytes + draw(sizes),
+            backward_bytes=gradient_bytes + draw(sizes) - draw(st.integers(0, min(gradient_bytes, aliasable_bytes))),
             update_bytes=draw(sizes),
             optimizer_bytes=draw(sizes),
-            kept_inputs=positions(len(used)),
+            kept_inputs=kept_inputs,
             kept_outputs=positions(num_outputs),
             kept_batch=positions(len(graph.stage_batch(first, stop))),
             summarize_bytes=draw(sizes) if summaries else 0,

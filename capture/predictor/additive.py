@@ -67,7 +67,7 @@ class AdditivePredictor:
             [kept_bytes(interface, cost), cost.forward_bytes, cost.backward_bytes, cost.update_bytes, cost.optimizer_bytes], np.float64
         )
 
-    def _measured_table(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
+    def _measured_table(self, choice: StageChoice, microbatch_size: int) -> tuple[np.ndarray, np.ndarray]:
         try:
             return extend_windows(self._windows[choice, microbatch_size], self.profile.graph.num_layers)
         except KeyError as error:
@@ -89,10 +89,11 @@ class AdditivePredictor:
         if key not in self._tables:
             sizes = sorted(size for known, size in self._windows if known == choice)
             if microbatch_size in sizes:
-                self._tables[key] = self._measured_table(choice, microbatch_size)
+                self._tables[key] = sum(self._measured_table(choice, microbatch_size))
             elif sizes:
                 tables = [self._measured_table(choice, size) for size in sizes]
-                self._tables[key] = fit_line(sizes, tables, microbatch_size)
+                drift = tables[-1][1] * (microbatch_size / sizes[-1])
+                self._tables[key] = fit_line(sizes, [table for table, _ in tables], microbatch_size) + drift
             else:
                 self._tables[key] = self._extrapolated_table(choice, microbatch_size)
         return self._tables[key]

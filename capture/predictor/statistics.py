@@ -17,15 +17,16 @@ from collections.abc import Mapping
 import numpy as np
 
 
-def extend_windows(windows: Mapping[tuple[int, int], np.ndarray], num_layers: int) -> np.ndarray:
-    """All stages from some windows.
+def extend_windows(windows: Mapping[tuple[int, int], np.ndarray], num_layers: int) -> tuple[np.ndarray, np.ndarray]:
+    """All stages from some windows: the sum of M_a, and the drift to add to it.
 
     Args:
         windows: Per (first, stop), an array of components; at least every single layer and every pair of neighbours.
         num_layers: L.
 
     Returns:
-        float64 array (components, L, L + 1), NaN where stop <= first.
+        Two float64 arrays (components, L, L + 1), NaN where stop <= first: their sum is the best prediction; the first alone is
+        comparable between micro-batch sizes that have different anchors.
 
     Raises:
         KeyError: for a single layer or a pair that was not measured.
@@ -40,7 +41,7 @@ def extend_windows(windows: Mapping[tuple[int, int], np.ndarray], num_layers: in
             else:
                 added = windows[stop - most, stop] - windows[stop - most, stop - 1]
                 table[:, first, stop] = table[:, first, stop - 1] + added
-    return table + _drift(table, windows, most)
+    return table, _drift(table, windows, most)
 
 
 def _contiguous(windows: Mapping[tuple[int, int], np.ndarray], num_layers: int) -> int:

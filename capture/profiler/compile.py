@@ -20,7 +20,7 @@ from capture.graph import content_hash
 from capture.interface import StageCost, owned_and_borrowed
 from capture.profile import StageConfig
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
-from capture.runtime.programs import StagePrograms
+from capture.runtime.programs import StagePrograms, UpdateCost
 from capture.runtime.sharding import ModelSharding
 from capture.runtime.tensor_parallel import Rule
 from capture.store import Store
@@ -56,6 +56,7 @@ class CompileBackend:
         self.store = Store() if store is None else store
         self._traced: dict[int, TracedModel] = {}
         self._shardings: dict[int, ModelSharding] = {}
+        self._updates: dict[str, UpdateCost] = {}
 
     def traced(self, microbatch_size: int) -> TracedModel:
         """The model at a micro-batch size; traced once."""
@@ -147,7 +148,12 @@ class CompileBackend:
             shard_optimizer=choice.shard_optimizer,
             to_measure=True,
         )
-        return programs.cost
+        specs = self.sharding(config.microbatch_size).specs(choice.tensor_parallel)
+        keys = [(self._optimizer.param_keys[p], str(specs[p]), p in owned) for p in programs.params]
+        key = content_hash([keys, choice.data_parallel, choice.tensor_parallel, choice.shard_optimizer])
+        if key not in self._updates:
+            self._updates[key] = programs.update_cost
+        return programs.cost_given_update(self._updates[key])
 
     def distinct(self, configs: Iterable[StageConfig]) -> dict[str, StageConfig]:
         """One config per different measurement, by key."""

@@ -13,9 +13,9 @@ from capture.choices import StageChoice
 from capture.cluster import Cluster
 from capture.profile import StageConfig
 
-DEFAULT_NEIGHBOURS = 3
+DEFAULT_NEIGHBOURS = 2
 #: Longer windows, whose deviation from the sum of M_a corrects stages of many layers.
-ANCHOR_LENGTHS = (8, 16, 32)
+ANCHOR_LENGTHS = (8, 16)
 
 
 def window_configs(

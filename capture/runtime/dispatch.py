@@ -93,12 +93,17 @@ def _bind_free(free: Free, persistent: frozenset[int]) -> Action:
 
     def action(frame: Frame) -> None:
         for slot in consumed:
-            for array in frame.slots[slot] or ():
-                array.delete()
+            _delete(frame.slots[slot])
         for slot in free.slots:
             frame.slots[slot] = None
 
     return action
+
+
+def _delete(arrays: Sequence[jax.Array] | None) -> None:
+    for array in arrays or ():
+        if not array.is_deleted():
+            array.delete()
 
 
 def _bind_move(move: Move, source: StagePrograms, target: StagePrograms) -> Action:
@@ -127,15 +132,20 @@ def _bind_move(move: Move, source: StagePrograms, target: StagePrograms) -> Acti
 def _bind_run(run: Run, stage: StagePrograms) -> Action:
     call = getattr(stage, run.program).call
     gathers = [_gather(group) for group in run.inputs]
-    if run.program == "update":  # the values of every other stage are a group of their own
-        gathers[-1] = lambda slots, group=run.inputs[-1]: [slots[slot] for slot in group]
+    if run.program == "update":
+        gathers[-1] = _gather_summaries(run.inputs[-1], len(stage.optimizer.siblings) - 1)
     scatter = _SCATTERS[run.program]
     donated, outputs, keep_loss = run.donated, run.outputs, stage.is_last and run.program == "forward"
     num_owned = len(stage.owned)
+    # The caller still refers to the old state, and a donated array that the program does not read is not deleted by the call.
+    consumes_state = run.program == "update"
 
     def action(frame: Frame) -> None:
         slots = frame.slots
         results = call(*[gather(slots) for gather in gathers])
+        if consumes_state:
+            for slot in donated:
+                _delete(slots[slot])
         for slot in donated:
             slots[slot] = None
         for slot, arrays in zip(outputs, scatter(results, num_owned), strict=True):
@@ -152,6 +162,12 @@ def _gather(group: tuple[int, ...]) -> Callable[[list[Any]], list[Any]]:
         (only,) = group
         return lambda slots: slots[only]
     return lambda slots: [array for slot in group for array in slots[slot]]
+
+
+def _gather_summaries(group: tuple[int, ...], num_others: int) -> Callable[[list[Any]], list[Any]]:
+    """Reads the values of every other stage as a list of its own; parameters that no stage reads are the last, and send none."""
+    missing = num_others - len(group) if group else 0
+    return lambda slots: [*(slots[slot] for slot in group), *([] for _ in range(missing))]
 
 
 def _of_forward(results: Any, num_owned: int) -> list[list[jax.Array]]:

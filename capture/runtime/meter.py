@@ -11,6 +11,7 @@ A meter that is not available here reads None, never a number of the replay.
 from __future__ import annotations
 
 import gc
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ from capture.ledger import Ledger
 from capture.runtime.pipeline import PipelinedStep, PipelineState
 from capture.step import Instruction, Run, book, hold
 from capture.workload import PyTree
+
+#: A device and an address on it.
+Buffer = tuple[jax.Device, int]
 
 
 @dataclass(frozen=True)
@@ -77,9 +81,7 @@ def measure_step(
     peaks, meter = live.peak_bytes_per_device, live.meter
     if (allocated := allocator.peak_bytes_per_device) is not None:
         peaks, meter = allocated, allocator.meter
-    return Measurement(
-        peaks, meter, live.peak_bytes_per_device, resident.before_bytes, resident.peak_bytes, live.num_checks, loss, state
-    )
+    return Measurement(peaks, meter, live.peak_bytes_per_device, resident.before_bytes, resident.peak_bytes, live.num_checks, loss, state)
 
 
 class LiveArrayMeter:
@@ -101,6 +103,8 @@ class LiveArrayMeter:
         self._devices = step.devices
         self._ledger = Ledger(len(self._devices))
         self._peak = [0] * len(self._devices)
+        self._foreign: list[jax.Array] = []
+        self._seen: dict[int, tuple[Any, Sequence[tuple[Buffer, int]]]] = {}  # an array's addresses stay; looking them up takes longest
         self._baseline: list[int] | None = None
 
     @property
@@ -117,19 +121,23 @@ class LiveArrayMeter:
         Raises:
             ExecutionError: ``run-ledger-mismatch``.
         """
-        live = self._live()
         if self._baseline is None:
-            persistent = self._program.persistent.values()
-            own = self._in_plan_order(live_bytes(array for slot in persistent for array in environment[slot]))
-            self._baseline = [total - mine for total, mine in zip(live, own, strict=True)]
-            for slot in persistent:
-                hold(self._ledger, self._program, slot, "before the step")
+            self._begin([array for slot in self._program.persistent.values() for array in environment[slot]])
+        live = self._live()
         live = self._look(live, getattr(instruction, "label", "a release"))
         if isinstance(instruction, Run):
             transient = self._step.executable(instruction).transient_bytes
             for device in self._program.stages[instruction.stage_id].devices:
                 self._peak[device] = max(self._peak[device], live[device] + transient)
         book(self._ledger, self._program, instruction)
+
+    def _begin(self, state: list[jax.Array]) -> None:
+        """Set apart what is alive and not of the step, and keep it alive, so that it counts the same until the end."""
+        own = buffers(state)
+        self._foreign = [array for array in jax.live_arrays() if not buffers([array]).keys() <= own.keys()]
+        self._baseline = self._per_device({buffer: size for buffer, size in buffers(self._foreign).items() if buffer not in own})
+        for slot in self._program.persistent.values():
+            hold(self._ledger, self._program, slot, "before the step")
 
     def finish(self) -> None:
         """Look once more, after the last instruction; the new state must still be alive, and the losses no more.
@@ -158,30 +166,37 @@ class LiveArrayMeter:
         return own
 
     def _live(self) -> list[int]:
-        return self._in_plan_order(live_bytes(jax.live_arrays()))
+        found: dict[Buffer, int] = {}
+        for array in jax.live_arrays():
+            if array.is_deleted():
+                continue
+            reference, known = self._seen.get(id(array), (None, ()))
+            if reference is None or reference() is not array:
+                known = _array_buffers(array)
+                self._seen[id(array)] = weakref.ref(array), known
+            found.update(known)
+        return self._per_device(found)
 
-    def _in_plan_order(self, by_device: Counter[jax.Device]) -> list[int]:
-        return [by_device[device] for device in self._devices]
+    def _per_device(self, sizes: dict[Buffer, int]) -> list[int]:
+        total: Counter[jax.Device] = Counter()
+        for (device, _), nbytes in sizes.items():
+            total[device] += nbytes
+        return [total[device] for device in self._devices]
 
 
-def live_bytes(arrays: Iterable[jax.Array]) -> Counter[jax.Device]:
-    """Bytes of the distinct buffers of some arrays, by device.
+def buffers(arrays: Iterable[jax.Array]) -> dict[Buffer, int]:
+    """Bytes of the distinct buffers of some arrays.
 
-    Looking at a shard makes an array of it, which is alive as well, so buffers are counted by their address.
+    Looking at a shard makes an array of it, which is alive as well, so buffers are told apart by their address.
     """
-    buffers: dict[tuple[jax.Device, int], int] = {}
-    for array in arrays:
-        if array.is_deleted():
-            continue
-        if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
-            array = jax.random.key_data(array)  # the buffer behind the keys, not a copy
-        for shard in array.addressable_shards:
-            if shard.data.nbytes:
-                buffers[shard.device, shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
-    total: Counter[jax.Device] = Counter()
-    for (device, _), nbytes in buffers.items():
-        total[device] += nbytes
-    return total
+    return {buffer: size for array in arrays if not array.is_deleted() for buffer, size in _array_buffers(array)}
+
+
+def _array_buffers(array: jax.Array) -> list[tuple[Buffer, int]]:
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)  # the buffer behind the keys, not a copy
+    shards = [(shard.device, shard.data) for shard in array.addressable_shards]
+    return [((device, data.unsafe_buffer_pointer()), data.nbytes) for device, data in shards if data.nbytes]
 
 
 class AllocatorMeter:

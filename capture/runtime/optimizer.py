@@ -8,12 +8,13 @@ travel between stages as small summaries; an update that would need a large tens
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from capture.errors import WorkloadError
@@ -81,9 +82,10 @@ class TracedOptimizer:
     Args:
         optimizer: An optax transformation.
         params_struct: The parameters as a pytree of ``ShapeDtypeStruct``; leaf order is that of the layer graph.
+        unread: Parameters that the loss does not read: their gradient is the constant 0, so that no stage waits for it.
     """
 
-    def __init__(self, optimizer: Any, params_struct: Any):
+    def __init__(self, optimizer: Any, params_struct: Any, unread: Collection[int] = ()):
         structs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), params_struct)
         self.params = jax.tree.leaves(structs)
         self.param_names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params_struct)]
@@ -91,6 +93,8 @@ class TracedOptimizer:
         self.state, self.state_tree = jax.tree.flatten(state_struct)
 
         def step(params, state, grads):
+            leaves, tree = jax.tree.flatten(grads)
+            grads = tree.unflatten([jnp.zeros_like(g) if p in unread else g for p, g in enumerate(leaves)])
             updates, state = optimizer.update(grads, state, params)
             new = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
             return jax.tree.leaves(new), jax.tree.leaves(state)
@@ -133,6 +137,11 @@ class SlicedOptimizer:
     def state_structs(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes of all leaves of the optimizer state, in ``jax.tree`` order."""
         return self._state_leaves
+
+    @property
+    def state_struct(self) -> Any:
+        """Shapes of the optimizer state, as optax would hold it."""
+        return self.unflatten_state(self._state_leaves)
 
     def unflatten_state(self, leaves: Sequence[Any]) -> Any:
         """The optimizer state as optax would hold it."""

@@ -126,7 +126,7 @@ class PipelinedStep:
         owned = [owned_and_borrowed(graph, stage.first, stage.stop) for stage in plan.stages]
         self._unused = tuple(sorted(set(range(len(graph.params))) - {p for own, _ in owned for p in own}))
         partition = [own for own, _ in owned] + [self._unused] * bool(self._unused)
-        self.optimizer = SlicedOptimizer(TracedOptimizer(workload.optimizer, traced.split_struct), partition)
+        self.optimizer = SlicedOptimizer(TracedOptimizer(workload.optimizer, traced.split_struct, self._unused), partition)
         borrowers = [p for _, borrowed in owned for p in borrowed]
         self.stages = [
             StagePrograms(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -70,6 +70,16 @@ def compile_program(function: Callable[..., Any], args: Sequence[Any], *, donate
         lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding), lowered.out_info, compiled.output_shardings
     )
     return Executable(compiled, outputs, int(transient))
+
+
+@dataclass(frozen=True)
+class UpdateCost:
+    """The part of ``StageCost`` that depends on parameters and optimizer alone."""
+
+    update_bytes: int
+    optimizer_bytes: int
+    summarize_bytes: int
+    summary_bytes: int
 
 
 @dataclass(frozen=True)
@@ -345,18 +355,30 @@ class StagePrograms:
     @cached_property
     def cost(self) -> StageCost:
         """What the compiler says of the stage: compiles every program."""
-        forward, backward, update, summarize = self.forward, self.backward, self.update, self.summarize
+        return self.cost_given_update(self.update_cost)
+
+    @cached_property
+    def update_cost(self) -> UpdateCost:
+        """What the compiler says of the end of a step, which does not depend on the micro-batch."""
+        update, summarize = self.update, self.summarize
+        return UpdateCost(
+            update_bytes=update.transient_bytes,
+            optimizer_bytes=sum(map(shard_bytes, self.state_structs())),
+            summarize_bytes=summarize.transient_bytes if summarize else 0,
+            summary_bytes=sum(map(shard_bytes, summarize.outputs)) if summarize else 0,
+        )
+
+    def cost_given_update(self, update: UpdateCost) -> StageCost:
+        """The cost of the stage where that of its update is known already: compiles forward and backward."""
+        forward, backward = self.forward, self.backward
         return StageCost(
             residual_bytes=sum(map(shard_bytes, forward.outputs[1])),
             forward_bytes=forward.transient_bytes,
             backward_bytes=backward.transient_bytes,
-            update_bytes=update.transient_bytes,
-            optimizer_bytes=sum(map(shard_bytes, self.state_structs())),
             kept_inputs=self._kept("input"),
             kept_outputs=self._kept("output"),
             kept_batch=self._kept("batch"),
-            summarize_bytes=summarize.transient_bytes if summarize else 0,
-            summary_bytes=sum(map(shard_bytes, summarize.outputs)) if summarize else 0,
+            **asdict(update),
         )
 
 

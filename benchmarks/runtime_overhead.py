@@ -1,0 +1,278 @@
+"""What the native runtime costs beside the work it dispatches, on virtual CPU devices.
+
+Two questions, each answered by medians of one run of this script on the same cores:
+
+* step: a pipelined step against one jitted single-device step that accumulates the same micro-batches and updates once. All virtual
+  devices share the cores, so a pipeline can at best be as fast; the ratio is the cost of cutting the program and of dispatching it.
+* dispatch: how long the host thread is busy per task (one forward pass and the transfer of its outputs), with the devices idle, against
+  the bare compiled call and the bare reshard.
+
+``--quick`` takes fewer steps and the small model only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from capture import environment
+from capture.errors import CaptureError
+
+NUM_DEVICES = 8
+CaptureError.check(environment.prepare(num_devices=NUM_DEVICES))
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+
+from capture.cluster import Cluster  # noqa: E402
+from capture.plan import Plan, StagePlan  # noqa: E402
+from capture.runtime.pipeline import PipelinedStep, pipeshard  # noqa: E402
+from capture.runtime.reshard import plan_reshard  # noqa: E402
+from capture.step import Feed, Move, Run  # noqa: E402
+from capture.workload import WorkloadProtocol, WorkloadSpec  # noqa: E402
+
+GPT = str(Path(__file__).parents[1] / "models" / "gpt.py") + ":gpt?size=tiny"
+WORKLOADS = {"gpt tiny": GPT, "gpt tiny, sequence 256": GPT + "&seq_len=256"}
+#: (data, tensor) parallel degrees of the stages.
+PLANS = {
+    "one device": ((1, 1),),
+    "four one-device stages": ((1, 1),) * 4,
+    "1 / 1 / DP2 / DP2xTP2": ((1, 1), (1, 1), (2, 1), (2, 2)),
+    "DP2 / DP4": ((2, 1), (4, 1)),
+    "TP2 / DP2xTP2": ((1, 2), (2, 2)),
+}
+GLOBAL_BATCH_SIZE, NUM_MICROBATCHES = 16, 4
+
+
+def make_plan(degrees: tuple[tuple[int, int], ...], num_layers: int) -> Plan:
+    """Equal stages on consecutive devices, 1F1B."""
+    cuts = [num_layers * s // len(degrees) for s in range(len(degrees) + 1)]
+    stages, device = [], 0
+    for s, (data, tensor) in enumerate(degrees):
+        stages.append(StagePlan((cuts[s], cuts[s + 1] - 1), tuple(range(device, device + data * tensor)), data, tensor))
+        device += data * tensor
+    return Plan(Cluster((device,)), num_layers, tuple(stages), GLOBAL_BATCH_SIZE, NUM_MICROBATCHES)
+
+
+def single_device_step(workload: WorkloadProtocol) -> Callable[..., Any]:
+    """One jitted program: a scan over the micro-batches, then the update."""
+
+    def step(params, state, batch):
+        parts = jax.tree.map(lambda leaf: leaf.reshape(NUM_MICROBATCHES, -1, *leaf.shape[1:]), batch)
+
+        def add(total, part):
+            loss, grads = jax.value_and_grad(workload.loss_fn)(params, part)
+            return jax.tree.map(lambda t, g: t + g / NUM_MICROBATCHES, total, grads), loss
+
+        grads, losses = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), parts)
+        updates, state = workload.optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, losses.mean()
+
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def measure_steps(name: str, num_steps: int) -> list[dict[str, Any]]:
+    """Pipelined and single-device steps in turn, so that both meet the same load of the machine."""
+    workload = WorkloadSpec.parse(WORKLOADS[name]).load()
+    batch = jax.tree.map(np.asarray, workload.batch(jax.random.key(1), GLOBAL_BATCH_SIZE))
+    params = jax.tree.map(np.asarray, workload.init(jax.random.key(0)))
+    single, carried = single_device_step(workload), []
+    carried = [jax.tree.map(jnp.array, params), workload.optimizer.init(params)]
+
+    def run_single():
+        carried[0], carried[1], loss = single(*carried, batch)
+        jax.block_until_ready((carried, loss))
+
+    run_single()
+    rows = []
+    for plan_name in ("one device", "four one-device stages", "1 / 1 / DP2 / DP2xTP2"):
+        log(f"{name}, {plan_name}: compiling")
+        step = pipeshard(workload, make_plan(PLANS[plan_name], 8))
+        held = [step.init_from(params)]
+
+        def run_pipelined(step=step, held=held):
+            held[0], metrics = step(held[0], batch)
+            jax.block_until_ready((held[0], metrics.losses))
+
+        run_pipelined()
+        pairs = [(seconds(run_pipelined), seconds(run_single)) for _ in range(num_steps)]
+        pipelined, alone = (median(times) for times in zip(*pairs, strict=True))
+        rows.append(
+            {
+                "workload": name,
+                "plan": plan_name,
+                "num_instructions": len(step.program.instructions),
+                "pipelined_step_seconds": pipelined,
+                "single_device_step_seconds": alone,
+                "ratio": pipelined / alone,
+                "num_steps": num_steps,
+            }
+        )
+    return rows
+
+
+class DispatchTimer:
+    """An observer: seconds from handing an instruction to the runtime until it comes back, the devices idle before each."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[Any, list[float]] = {}
+        self._current: Any = None
+        self._start = 0.0
+
+    def __call__(self, instruction: Any, slots: list[Any]) -> None:
+        elapsed = time.perf_counter() - self._start
+        if self._current is not None:
+            self.seconds.setdefault(self._current, []).append(elapsed)
+        jax.block_until_ready(slots)
+        self._current, self._start = instruction, time.perf_counter()
+
+    def median(self, instructions: list[Any]) -> float:
+        """Over all instructions and steps."""
+        return median(t for instruction in instructions for t in self.seconds[instruction])
+
+
+def measure_dispatch(plan_name: str, num_steps: int) -> list[dict[str, Any]]:
+    """Host time of the forward tasks of every stage but the last, in the runtime and bare."""
+    workload = WorkloadSpec.parse(GPT).load()
+    log(f"dispatch, {plan_name}: compiling")
+    step = pipeshard(workload, make_plan(PLANS[plan_name], 8))
+    batch = jax.tree.map(np.asarray, workload.batch(jax.random.key(1), GLOBAL_BATCH_SIZE))
+    state, timer, bare = step.init(jax.random.key(0)), DispatchTimer(), BareCalls(step, num_steps)
+    for _ in range(2):
+        state, _ = step(state, batch)
+    for _ in range(num_steps):
+        state, _ = step(state, batch, observer=timer)
+    state, _ = step(state, batch, observer=bare)
+    rows = []
+    for s in range(step.plan.num_stages - 1):
+        of_stage = [i for i in step.program.instructions if isinstance(i, Run) and i.stage_id == s]
+        runs = [i for i in of_stage if i.program == "forward"]
+        moves = [i for i in step.program.instructions if isinstance(i, Move) and i.kind == "value" and _sends(step, i, s)]
+        feeds = [i for i in step.program.instructions if isinstance(i, Feed) and step.program.slots[i.slot].stage_id == s]
+        run_seconds, move_seconds = timer.median(runs), timer.median(moves)
+        degrees = [f"DP{stage.data_parallel}xTP{stage.tensor_parallel}" for stage in step.plan.stages[s : s + 2]]
+        rows.append(
+            {
+                "plan": plan_name,
+                "pair": " -> ".join(degrees),
+                "num_leaves": sum(len(group) for group in _group_sizes(step, runs[0])),
+                "bare_call_seconds": bare.call[s],
+                "bare_reshard_seconds": bare.reshard[s],
+                "program_seconds": run_seconds,
+                "transfer_seconds": move_seconds,
+                "feed_seconds": timer.median(feeds) if feeds else None,
+                "task_seconds": run_seconds + move_seconds,
+                "ratio": (run_seconds + move_seconds) / (bare.call[s] + bare.reshard[s]),
+            }
+        )
+    return rows
+
+
+class BareCalls:
+    """An observer that repeats, on the arrays of the step, each stage's first forward call and first transfer without the runtime."""
+
+    def __init__(self, step: PipelinedStep, repeat: int):
+        self.call: dict[int, float] = {}
+        self.reshard: dict[int, float] = {}
+        self._step, self._repeat = step, 8 * repeat
+
+    def __call__(self, instruction: Any, slots: list[Any]) -> None:
+        jax.block_until_ready(slots)
+        if isinstance(instruction, Run) and instruction.program == "forward" and instruction.stage_id not in self.call:
+            args = [[array for slot in group for array in slots[slot]] for group in instruction.inputs]
+            call = self._step.executable(instruction).call
+            self.call[instruction.stage_id] = self._median(lambda: call(*args))
+        if isinstance(instruction, Move) and instruction.kind == "value":
+            s = self._step.program.slots[instruction.source].stage_id
+            if _sends(self._step, instruction, s) and s not in self.reshard:
+                (array,) = slots[instruction.source]
+                target = self._step.stages[s + 1].value_sharding(instruction.key)
+                move = plan_reshard(array.shape, array.dtype, array.sharding, target)
+                self.reshard[s] = self._median(lambda: move(array))
+
+    def _median(self, call: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(self._repeat):
+            start = time.perf_counter()
+            result = call()
+            times.append(time.perf_counter() - start)
+            jax.block_until_ready(result)
+        return median(times)
+
+
+def _sends(step: PipelinedStep, move: Move, stage_id: int) -> bool:
+    """Whether it takes an activation from this stage to the next."""
+    source, target = (step.program.slots[slot].stage_id for slot in (move.source, move.target))
+    return (source, target) == (stage_id, stage_id + 1)
+
+
+def _group_sizes(step: PipelinedStep, run: Run) -> list[tuple[int, ...]]:
+    stage = step.stages[run.stage_id]
+    return [stage.params, *run.inputs[1:]]
+
+
+def log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_table(document: dict[str, Any]) -> None:
+    log(f"\n{'workload':24} {'plan':24} {'pipelined':>10} {'single':>10} {'ratio':>6}")
+    for row in document["steps"]:
+        times = f"{row['pipelined_step_seconds'] * 1e3:7.1f} ms {row['single_device_step_seconds'] * 1e3:7.1f} ms"
+        log(f"{row['workload']:24} {row['plan']:24} {times} {row['ratio']:6.2f}")
+    log(f"\n{'pair':22} {'leaves':>6} {'call':>8} {'reshard':>8} {'bare':>8} {'program':>8} {'transfer':>8} {'task':>8} {'ratio':>6}")
+    for row in document["dispatch"]:
+        bare = row["bare_call_seconds"] + row["bare_reshard_seconds"]
+        parts = [row["bare_call_seconds"], row["bare_reshard_seconds"], bare, row["program_seconds"], row["transfer_seconds"]]
+        cells = " ".join(f"{part * 1e6:5.0f} us" for part in [*parts, row["task_seconds"]])
+        log(f"{row['pair']:22} {row['num_leaves']:6} {cells} {row['ratio']:6.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the small model and fewer steps")
+    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
+    args = parser.parse_args()
+    num_steps = 5 if args.quick else 30
+    names = list(WORKLOADS)[: 1 if args.quick else None]
+    load_before = os.getloadavg()
+    document = {
+        "benchmark": "runtime_overhead",
+        "date": datetime.date.today().isoformat(),
+        "hardware": {
+            "platform": platform.platform(),
+            "num_cores": len(os.sched_getaffinity(0)),
+            "devices": f"{NUM_DEVICES} virtual CPU devices on shared cores",
+        },
+        "versions": environment.versions(),
+        "xla_flags": list(environment.active_flags()),
+        "global_batch_size": GLOBAL_BATCH_SIZE,
+        "num_microbatches": NUM_MICROBATCHES,
+        "steps": [row for name in names for row in measure_steps(name, num_steps)],
+        "dispatch": [row for name in list(PLANS)[1:] for row in measure_dispatch(name, num_steps)],
+    }
+    document["hardware"] |= {"load_average_before": load_before, "load_average_after": os.getloadavg()}
+    print_table(document)
+    if args.json:
+        print(json.dumps(document, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The ``capture`` command. Nothing imports it."""

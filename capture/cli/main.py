@@ -1,0 +1,48 @@
+"""The command line: one file per verb. Exit code 0 on success, 1 for an infeasible result, 2 for bad input."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from capture import __version__
+from capture.cli import demo, evaluate, explain, plan, predict, profile, run
+from capture.errors import CaptureError
+
+VERBS = (demo, profile, plan, predict, run, evaluate, explain)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All verbs; each module has ``NAME``, ``HELP``, ``add_arguments`` and ``main``."""
+    parser = argparse.ArgumentParser(
+        prog="capture",
+        description="Plans of least peak memory for training JAX models on many devices: predicted, proven and run.",
+        epilog="A WORKLOAD is path/to/file.py:function?key=value or package.module:function?key=value.",
+    )
+    parser.add_argument("--version", action="version", version=f"capture {__version__}")
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    for verb in VERBS:
+        sub = verbs.add_parser(verb.NAME, help=verb.HELP, description=verb.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        verb.add_arguments(sub)
+        sub.add_argument("--json", action="store_true", help="print one JSON document on standard output")
+        sub.add_argument("--quiet", action="store_true", help="no progress on standard error")
+        sub.set_defaults(main=verb.main)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a verb; a broken rule of the user's input is printed with its code, without a traceback."""
+    options = build_parser().parse_args(arguments)
+    try:
+        return options.main(options)
+    except CaptureError as error:
+        print("\n".join(f"error: {violation}" for violation in error.violations), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; finished measurements are kept, the same command resumes", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""Options that several verbs share, and what they mean."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from capture import environment
+from capture.cluster import Cluster
+from capture.errors import PlanError, TargetError
+from capture.plan import REMAT_POLICIES, batch_violations
+from capture.profile import Profile
+from capture.schedule import SCHEDULES
+from capture.store import Store
+from capture.workload import WorkloadSpec
+
+TARGETS = ("cpu",)
+DEFAULT_MICROBATCHES = 16
+DEFAULT_MICROBATCH_SIZE = 16
+
+
+def add_workload(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("workload", metavar="WORKLOAD", help="path/to/file.py:function?key=value or module:function")
+    parser.add_argument("--num-layers", type=int, metavar="L", help="cut into L layers automatically (default: at the model's marks)")
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cluster", required=True, metavar="NxG", help="N nodes of G devices, or a list of nodes such as 4+2")
+    parser.add_argument("--target", default="cpu", help=f"device kind: {', '.join(TARGETS)} (default: %(default)s)")
+    parser.add_argument("--whole-nodes", action="store_true", help="stages may span 2, 4, 8, ... whole nodes")
+    parser.add_argument("--any-divisor", action="store_true", help="degrees may be any divisor of a node, not only powers of two")
+
+
+def add_batch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--global-batch", type=int, metavar="B", help=f"examples in a step (default: {DEFAULT_MICROBATCH_SIZE} per micro-batch)")
+    parser.add_argument("--microbatches", type=int, default=DEFAULT_MICROBATCHES, metavar="M", help="micro-batches in a step (default: %(default)s)")
+    parser.add_argument("--schedule", choices=tuple(SCHEDULES), default="1f1b", help="pipeline schedule (default: %(default)s)")
+    parser.add_argument("--remat", choices=REMAT_POLICIES, default="none", help="what the backward pass recomputes (default: %(default)s)")
+    parser.add_argument("--shard-optimizer", action="store_true", help="split optimizer state over data-parallel replicas")
+    parser.add_argument("--tensor-parallel-rule", choices=("auto", "largest"), default="auto", help="how parameters are split (default: %(default)s)")
+
+
+def add_store(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--store", type=Path, metavar="FILE", help="measurements, kept and reused (default: ~/.cache/capture/store.sqlite)")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="worker processes that compile (default: %(default)s)")
+    parser.add_argument("--neighbours", type=int, default=2, metavar="N", help="most neighbours of M_a (default: %(default)s)")
+    parser.add_argument("--calibration-plans", type=int, default=12, metavar="P", help="random plans that calibrate the interval (default: %(default)s)")
+
+
+def read_cluster(options: argparse.Namespace) -> Cluster:
+    """The cluster, of a known target.
+
+    Raises:
+        TargetError: ``target-unknown``.
+    """
+    if options.target not in TARGETS:
+        raise TargetError.of(f"target={options.target!r} is unknown; choose one of {', '.join(TARGETS)}.", "target-unknown")
+    return Cluster.parse(options.cluster, options.target)
+
+
+def read_batch(options: argparse.Namespace) -> tuple[int, int]:
+    """(global batch size, number of micro-batches).
+
+    Raises:
+        PlanError: ``plan-batch``.
+    """
+    global_batch = options.global_batch if options.global_batch is not None else DEFAULT_MICROBATCH_SIZE * max(1, options.microbatches)
+    PlanError.check(batch_violations(global_batch, options.microbatches))
+    return global_batch, options.microbatches
+
+
+def open_store(options: argparse.Namespace) -> Store:
+    return Store(options.store or environment.default_store_path())
+
+
+def make_profile(
+    options: argparse.Namespace, cluster: Cluster, microbatch_size: int, progress: Any, *, paper: tuple[str, int] | None = None
+) -> Profile:
+    """Profile the workload of the options through the store."""
+    spec = WorkloadSpec.parse(options.workload)
+    environment.prepare(num_devices=cluster.num_devices)
+    from profiling_runs import profile
+
+    return profile(
+        spec,
+        cluster,
+        microbatch_size=microbatch_size,
+        num_layers=options.num_layers,
+        remat=(options.remat,),
+        shard_optimizer=options.shard_optimizer,
+        whole_nodes=options.whole_nodes,
+        any_divisor=options.any_divisor,
+        num_neighbours=options.neighbours,
+        tensor_parallel_rule=options.tensor_parallel_rule,
+        calibration_plans=options.calibration_plans,
+        paper=paper,
+        store=open_store(options),
+        num_workers=options.workers,
+        progress=progress,
+    )

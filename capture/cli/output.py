@@ -1,0 +1,75 @@
+"""What verbs print: one JSON document, or tables for people; progress goes to standard error."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from capture.quantities import format_bytes
+
+
+def emit(options: argparse.Namespace, document: Mapping[str, Any], text: str) -> None:
+    """The document with ``--json``, else the text."""
+    print(json.dumps(document, indent=2) if options.json else text)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Columns aligned, the first to the left.
+
+    Example:
+        >>> print(table(["a", "b"], [["x", 12], ["yy", 3]]))
+        a    b
+        x   12
+        yy   3
+    """
+    cells = [list(map(str, row)) for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))) for row in cells]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def progress(options: argparse.Namespace) -> Callable[[str, int, int], None]:
+    """A bar per kind of work on standard error."""
+    if options.quiet:
+        return lambda what, done, total: None
+    from tqdm import tqdm
+
+    bars: dict[str, Any] = {}
+
+    def show(what: str, done: int, total: int) -> None:
+        if what not in bars or bars[what].total != total:
+            bars[what] = tqdm(total=total, desc=what, unit="stage", file=sys.stderr, dynamic_ncols=True)
+        bar = bars[what]
+        bar.update(done - bar.n)
+        if done == total:
+            bar.close()
+            del bars[what]
+
+    return show
+
+
+def say(options: argparse.Namespace, text: str) -> None:
+    """A line of progress."""
+    if not options.quiet:
+        print(text, file=sys.stderr)
+
+
+def stage_table(plan: Any, stages: Sequence[Any]) -> str:
+    """One line per stage of a plan with its prediction."""
+    rows = [
+        [
+            s,
+            f"{stage.layers[0]}-{stage.layers[1]}",
+            f"{stage.devices[0]}-{stage.devices[-1]}" if stage.num_devices > 1 else stage.devices[0],
+            stage.data_parallel,
+            stage.tensor_parallel,
+            format_bytes(predicted.peak_bytes),
+            f"{format_bytes(predicted.interval_bytes[0])} to {format_bytes(predicted.interval_bytes[1])}",
+            max(predicted.parts, key=lambda category: predicted.parts[category]),
+        ]
+        for s, (stage, predicted) in enumerate(zip(plan.stages, stages, strict=True))
+    ]
+    return table(["stage", "layers", "devices", "dp", "tp", "peak per device", "interval", "most of it"], rows)

@@ -1,0 +1,38 @@
+"""Sizes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from capture.errors import PlanError
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from ``"40GB"``, ``"39.5GiB"`` or a plain number.
+
+    Raises:
+        PlanError: ``memory-syntax``.
+
+    Example:
+        >>> parse_bytes("1.5KiB"), parse_bytes("40GB"), parse_bytes("12")
+        (1536, 40000000000, 12)
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text, re.IGNORECASE)
+    if not match:
+        raise PlanError.of(f"memory={text!r} is no size; write bytes, or a number with KB, MB, GB, TB, KiB, MiB, GiB or TiB.", "memory-syntax")
+    return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+
+
+def format_bytes(nbytes: float) -> str:
+    """Three significant digits with a decimal unit.
+
+    Example:
+        >>> format_bytes(13379844), format_bytes(999)
+        ('13.4 MB', '999 B')
+    """
+    for unit, scale in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if abs(nbytes) >= scale:
+            return f"{nbytes / scale:.3g} {unit}" if abs(nbytes) < 1000 * scale else f"{nbytes / scale:.0f} {unit}"
+    return f"{nbytes:.0f} B"

@@ -1,0 +1,282 @@
+"""Collect a profile: list the stage configs, measure what the store does not have, put the facts together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from itertools import islice
+from typing import Any
+
+from capture.choices import StageChoice, hybrid_choices
+from capture.cluster import Cluster
+from capture.errors import TargetError
+from capture.interface import StageCost, stage_interface
+from capture.plan import Plan, StagePlan
+from capture.predictor import AdditivePredictor
+from capture.predictor.formula import of_interface, peak_of
+from capture.profile import Calibration, Profile, StageConfig
+from capture.profiler.paper import PaperStatistics, paper_runs, run_paper_profile
+from capture.profiler.windows import DEFAULT_NEIGHBOURS, choices_to_profile, profiled_microbatch_sizes, window_configs
+from capture.sampling import DrawnStage, random_plans
+from capture.schedule import SCHEDULES
+from capture.store import Store
+from capture.workload import WorkloadProtocol, WorkloadSpec
+from profiling_runs.local import Measured, WorkerModel, measure_here, measure_in_processes
+
+CALIBRATION_SEED = 20_240_000
+DEFAULT_CALIBRATION_PLANS = 12
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass
+class Measurements:
+    """Measured stage configs of one model, as they are needed.
+
+    Attributes:
+        backend: Knows keys and compiles.
+        spec: The workload by name; None measures in this process.
+        num_workers: Worker processes.
+        num_devices: Virtual devices of a worker.
+        progress: Called with (what, done, total).
+    """
+
+    backend: Any
+    spec: WorkloadSpec | None
+    num_workers: int
+    num_devices: int
+    num_layers: int | None
+    rule: str
+    progress: Progress
+    costs: dict[StageConfig, StageCost] = field(default_factory=dict)
+    failures: dict[StageConfig, str] = field(default_factory=dict)
+    _keys: dict[StageConfig, str] = field(default_factory=dict)
+
+    def key(self, config: StageConfig) -> str:
+        """Content hash of the measurement of a config."""
+        if config not in self._keys:
+            self._keys[config] = self.backend.key(config)
+        return self._keys[config]
+
+    def require(self, configs: Iterable[StageConfig], what: str) -> None:
+        """Measure those that neither this object nor the store has; failures are kept, not raised."""
+        wanted = [config for config in dict.fromkeys(configs) if config not in self.costs and config not in self.failures]
+        by_key: dict[str, list[StageConfig]] = {}
+        for config in wanted:
+            by_key.setdefault(self.key(config), []).append(config)
+        for key, value in self.backend.store.get(by_key).items():
+            self._keep(by_key[key], StageCost.from_json(value))
+        missing = {key: same[0] for key, same in by_key.items() if same[0] not in self.costs}
+        if not missing:
+            return
+        self.progress(what, 0, len(missing))
+        for done, result in enumerate(self._run(missing), start=1):
+            if result.cost is None:
+                self.failures.update(dict.fromkeys(by_key[result.key], result.error))
+            else:
+                if self.spec is not None:  # in this process the backend has stored it already
+                    provenance = self.backend.provenance
+                    self.backend.store.put(result.key, result.cost.to_json(), provenance=provenance, seconds=result.seconds)
+                self._keep(by_key[result.key], result.cost)
+            self.progress(what, done, len(missing))
+
+    def _run(self, missing: Mapping[str, StageConfig]) -> Iterator[Measured]:
+        if self.spec is None or self.num_workers < 1:
+            return measure_here(self.backend, missing)
+        model = WorkerModel(self.spec, self.num_layers, self.rule, self.num_devices)
+        return measure_in_processes(model, missing, min(self.num_workers, len(missing)))
+
+    def _keep(self, configs: Iterable[StageConfig], cost: StageCost) -> None:
+        self.costs.update(dict.fromkeys(configs, cost))
+
+
+def profile(
+    workload: WorkloadProtocol | WorkloadSpec,
+    cluster: Cluster,
+    *,
+    microbatch_size: int,
+    backend: str = "compile:cpu",
+    num_layers: int | None = None,
+    remat: Sequence[str] = ("none",),
+    shard_optimizer: bool = False,
+    choices: Iterable[StageChoice] | None = None,
+    whole_nodes: bool = False,
+    any_divisor: bool = False,
+    num_neighbours: int = DEFAULT_NEIGHBOURS,
+    tensor_parallel_rule: str = "auto",
+    calibration_plans: int = DEFAULT_CALIBRATION_PLANS,
+    paper: tuple[str, int] | None = None,
+    store: Store | None = None,
+    num_workers: int = 2,
+    progress: Progress = lambda what, done, total: None,
+) -> Profile:
+    """Measure a model's layers for every stage that a plan on the cluster may have.
+
+    Args:
+        workload: The task, or its name; by name it is measured in worker processes.
+        cluster: Decides the degrees to profile.
+        microbatch_size: Examples in a micro-batch over all replicas; half of it is profiled too.
+        backend: ``"compile:cpu"``.
+        num_layers: None cuts at the model's marks; a number cuts automatically.
+        remat, shard_optimizer: Of the stages.
+        choices: Instead of all data- and tensor-parallel degree pairs that fit the cluster.
+        whole_nodes, any_divisor: See ``Cluster.stage_degrees``.
+        num_neighbours: Most neighbours of M_a.
+        tensor_parallel_rule: ``"auto"`` or ``"largest"``.
+        calibration_plans: Random plans whose stages are measured to calibrate the interval; 0 leaves it wide.
+        paper: (schedule, number of micro-batches) to make the paper's profiling runs as well.
+        store: Of measurements; in memory if None.
+        num_workers: Worker processes.
+        progress: Called with (what, done, total).
+
+    Returns:
+        The profile. Stage configs that failed are named in ``failures``.
+
+    Raises:
+        TargetError: ``target-unknown`` for another backend.
+        WorkloadError, TracingError: if the model cannot be traced.
+    """
+    if backend != "compile:cpu":
+        raise TargetError.of(f"backend={backend!r} is unknown; this version has compile:cpu.", "target-unknown")
+    from capture.profiler.compile import CompileBackend
+
+    spec = workload if isinstance(workload, WorkloadSpec) else None
+    task = workload.load() if isinstance(workload, WorkloadSpec) else workload
+    compiler = CompileBackend(task, num_layers, tensor_parallel_rule, store)
+    graph = compiler.traced(microbatch_size).graph
+    wanted = list(choices) if choices is not None else default_choices(cluster, microbatch_size, remat, shard_optimizer, whole_nodes, any_divisor)
+    sizes = profiled_microbatch_sizes(microbatch_size, wanted)
+    most = max(choice.num_devices for choice in wanted)
+    measurements = Measurements(compiler, spec, num_workers, max(most, 1), num_layers, tensor_parallel_rule, progress)
+    configs = window_configs(graph.num_layers, wanted, sizes, num_neighbours)
+    measurements.require(configs, "layer windows")
+    degrees = sorted({choice.tensor_parallel for choice in wanted})
+    param_bytes = {tp: compiler.sharding(microbatch_size).param_bytes(tp) for tp in degrees}
+    result = Profile(
+        graph=graph,
+        measurements={config: measurements.costs[config] for config in configs if config in measurements.costs},
+        param_bytes=param_bytes,
+        provenance={**compiler.provenance, "created": datetime.now(timezone.utc).isoformat(timespec="seconds")},
+        workload=spec,
+        auto_layers=num_layers is not None,
+        tensor_parallel_rule=tensor_parallel_rule,
+        microbatch_sizes=sizes,
+        model_hashes={size: compiler.traced(size).graph.model_hash for size in sizes},
+        failures=tuple(f"layers {c.first} to {c.stop - 1}, {c.choice}: {error}" for c, error in measurements.failures.items()),
+    )
+    if paper is not None:
+        result = replace(result, paper=_paper_profile(result, measurements, cluster, paper, remat[0], shard_optimizer).to_json())
+    if calibration_plans and not measurements.failures:
+        result = replace(result, calibration=calibrate(result, measurements, cluster, wanted, calibration_plans, whole_nodes, any_divisor))
+    return result
+
+
+def default_choices(
+    cluster: Cluster, microbatch_size: int, remat: Sequence[str], shard_optimizer: bool, whole_nodes: bool, any_divisor: bool
+) -> list[StageChoice]:
+    """Every degree pair, for each way to rematerialise."""
+    found = []
+    for policy in remat:
+        hybrid = hybrid_choices(cluster.num_devices, remat=policy, shard_optimizer=shard_optimizer)  # type: ignore[arg-type]
+        if any_divisor:
+            hybrid = divisor_choices(cluster.num_devices, policy, shard_optimizer)
+        found += choices_to_profile(cluster, hybrid, microbatch_size, any_divisor=any_divisor, whole_nodes=whole_nodes)
+    return found
+
+
+def divisor_choices(max_devices: int, remat: str, shard_optimizer: bool) -> dict[int, tuple[StageChoice, ...]]:
+    """All pairs of degrees whose product is the number of devices, for any number."""
+    return {
+        d: tuple(StageChoice(d // tp, tp, remat, shard_optimizer) for tp in range(1, d + 1) if d % tp == 0)  # type: ignore[arg-type]
+        for d in range(1, max_devices + 1)
+    }
+
+
+def _paper_profile(
+    result: Profile, measurements: Measurements, cluster: Cluster, paper: tuple[str, int], remat: str, shard_optimizer: bool
+) -> PaperStatistics:
+    schedule, num_microbatches = paper
+    graph = result.graph
+    runs = paper_runs(graph.num_layers, cluster.num_devices, graph.microbatch_size, remat, shard_optimizer)
+    measurements.require([c for run in runs for c in run.configs(graph.microbatch_size)], "paper runs")
+    sharding = measurements.backend.sharding(graph.microbatch_size)
+    param_bytes = {run.choice.tensor_parallel: sharding.param_bytes(run.choice.tensor_parallel) for run in runs}
+    return run_paper_profile(runs, graph, param_bytes, schedule, num_microbatches, measurements.costs.get)
+
+
+def calibrate(
+    result: Profile,
+    measurements: Measurements,
+    cluster: Cluster,
+    choices: Sequence[StageChoice],
+    num_plans: int,
+    whole_nodes: bool,
+    any_divisor: bool,
+) -> Calibration:
+    """Errors on the stages of random plans that the profile does not hold.
+
+    Each plan is drawn as ``evaluate`` draws its own, with another seed; both schedules, a few numbers of micro-batches.
+    """
+    by_degree: dict[int, tuple[StageChoice, ...]] = {}
+    for choice in choices:
+        by_degree[choice.num_devices] = (*by_degree.get(choice.num_devices, ()), choice)
+    graph, known = result.graph, {measurements.key(config) for config in result.measurements}
+    draws = random_plans(cluster, graph.num_layers, by_degree, CALIBRATION_SEED, whole_nodes=whole_nodes, any_divisor=any_divisor)
+    plans = [plan_of(drawn, result, cluster, 8 * graph.microbatch_size, 8, name) for drawn in islice(draws, num_plans) for name in SCHEDULES]
+    configs = [stage_config(stage, graph.microbatch_size) for plan in plans for stage in plan.stages]
+    fresh = [config for config in configs if measurements.key(config) not in known]
+    measurements.require(fresh, "calibration")
+    predictor, errors = AdditivePredictor(result), {}
+    for plan in plans:
+        predicted = predictor.predict(plan)
+        for s, stage in enumerate(plan.stages):
+            config = stage_config(stage, graph.microbatch_size)
+            if measurements.key(config) not in known and config in measurements.costs:
+                peak = measured_peak(plan, s, graph, result.param_bytes, measurements.costs[config])
+                errors[plan.schedule, plan.num_stages - s, config] = peak / predicted.stages[s].peak_bytes - 1
+    return Calibration(tuple(errors.values()), CALIBRATION_SEED, num_plans)
+
+
+def plan_of(
+    drawn: Sequence[DrawnStage], result: Profile, cluster: Cluster, global_batch_size: int, num_microbatches: int, schedule: str
+) -> Plan:
+    """A plan from drawn stages."""
+    stages = tuple(
+        StagePlan(
+            (stage.first, stage.stop - 1),
+            tuple(range(stage.start_device, stage.start_device + stage.choice.num_devices)),
+            stage.choice.data_parallel,
+            stage.choice.tensor_parallel,
+            stage.choice.remat,
+            stage.choice.shard_optimizer,
+        )
+        for stage in drawn
+    )
+    return Plan(
+        cluster,
+        result.graph.num_layers,
+        stages,
+        global_batch_size,
+        num_microbatches,
+        schedule,
+        result.auto_layers,
+        result.tensor_parallel_rule,
+        result.model_hashes.get(global_batch_size // num_microbatches, ""),
+        result.workload,
+    )
+
+
+def stage_config(stage: StagePlan, microbatch_size: int) -> StageConfig:
+    """The config of a plan's stage."""
+    choice = StageChoice(stage.data_parallel, stage.tensor_parallel, stage.remat, stage.shard_optimizer)
+    return StageConfig(stage.first, stage.stop, choice, microbatch_size)
+
+
+def measured_peak(plan: Plan, stage_id: int, graph: Any, param_bytes: Mapping[int, Sequence[int]], cost: StageCost) -> int:
+    """Peak of a stage whose programs were compiled, from the schedule's occupancies."""
+    stage = plan.stages[stage_id]
+    interface = stage_interface(
+        graph, stage.first, stage.stop, stage.devices, stage.data_parallel, param_bytes[stage.tensor_parallel], cost
+    )
+    return int(peak_of(of_interface(interface), plan.schedule_table.occupancies[stage_id]))

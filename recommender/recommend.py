@@ -1,0 +1,292 @@
+"""From a profile to a recommended plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from capture.choices import StageChoice
+from capture.cluster import Cluster
+from capture.errors import PlanError, ProfileError, Violation
+from capture.plan import Plan, StagePlan, batch_violations
+from capture.predictor import AdditivePredictor, Prediction
+from capture.predictor.paper import PaperPredictor
+from capture.profile import Profile
+from capture.profiler.paper import PaperStatistics
+from capture.schedule import SCHEDULES
+from recommender.baselines import fixed_degree_plan
+from recommender.problem import NEVER, SearchProblem
+from recommender.result import PlacedStage, SearchResult
+from recommender.search import search
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """A plan, what it is predicted to need, and why it was chosen.
+
+    Attributes:
+        status: ``"ok"``, or ``"infeasible"`` if nothing fits; the least-peak plan is there all the same where one exists.
+        plan: None where no plan exists.
+        prediction: Of the plan.
+        search: How it was found, and how far that is proven.
+        why: For people and scripts: the choice, the runner-up baselines, or what is missing and the cheapest change.
+    """
+
+    status: str
+    plan: Plan | None
+    prediction: Prediction | None
+    search: SearchResult
+    why: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "status": self.status,
+            "plan": None if self.plan is None else self.plan.to_json(),
+            "prediction": None if self.prediction is None else self.prediction.to_json(),
+            "search": {
+                "seconds": self.search.seconds,
+                "algorithm": self.search.algorithm,
+                "optimal": self.search.optimal,
+                "tie_break": self.search.tie_break,
+                "tie_break_columns": self.search.tie_break_columns,
+                "num_explored": self.search.num_explored,
+            },
+            "why": dict(self.why),
+        }
+
+
+def recommend(
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    global_batch_size: int,
+    num_microbatches: int,
+    schedule: str = "1f1b",
+    memory_limit_bytes: int | None = None,
+    mode: str = "default",
+    algorithm: str = "minmax",
+    whole_nodes: bool = False,
+    any_divisor: bool = False,
+    merge_layers: int | None = None,
+) -> Recommendation:
+    """The plan of least peak memory on a cluster.
+
+    Args:
+        profile: Of the model.
+        cluster: May be smaller or larger than the profiled one.
+        global_batch_size, num_microbatches: Of a step.
+        schedule: ``"gpipe"`` or ``"1f1b"``.
+        memory_limit_bytes: Per device; a plan above it is a result, ``status == "infeasible"``.
+        mode: ``"default"``: data and tensor parallelism together, schedule-aware; ``"paper"``: either of them, the paper's predictor.
+        algorithm: See ``recommender.search``.
+        whole_nodes, any_divisor: See ``Cluster.stage_degrees``.
+        merge_layers: Cut only between layers that the paper's layer merger leaves; None cuts anywhere.
+
+    Raises:
+        PlanError: ``plan-batch``, ``plan-schedule``, ``recommend-mode``; ProfileError: if the profile lacks what the search needs.
+    """
+    PlanError.check(_violations(global_batch_size, num_microbatches, schedule, mode))
+    problem = search_problem(
+        profile,
+        cluster,
+        global_batch_size=global_batch_size,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        memory_limit_bytes=memory_limit_bytes,
+        mode=mode,
+        whole_nodes=whole_nodes,
+        any_divisor=any_divisor,
+        merge_layers=merge_layers,
+    )
+    result = search(problem, algorithm)
+    if not result.stages:
+        return Recommendation("infeasible", None, None, result, _infeasible(result))
+    plan = plan_of_stages(result.stages, profile, cluster, global_batch_size, num_microbatches, schedule)
+    prediction = AdditivePredictor(profile).predict(plan)
+    why = _infeasible(result) if result.status == "infeasible" else _why(result, prediction, problem, profile)
+    plan = plan.with_(prediction=prediction.to_json(), why=why)
+    return Recommendation(result.status, plan, prediction, result, why)
+
+
+def _violations(global_batch_size: int, num_microbatches: int, schedule: str, mode: str) -> list[Violation]:
+    found = batch_violations(global_batch_size, num_microbatches)
+    if schedule not in SCHEDULES:
+        found.append(Violation(f"schedule={schedule!r} is unknown; choose one of {', '.join(SCHEDULES)}.", "plan-schedule"))
+    if mode not in ("default", "paper"):
+        found.append(Violation(f"mode={mode!r} is unknown; choose default or paper.", "recommend-mode"))
+    return found
+
+
+def search_problem(
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    global_batch_size: int,
+    num_microbatches: int,
+    schedule: str,
+    memory_limit_bytes: int | None = None,
+    mode: str = "default",
+    whole_nodes: bool = False,
+    any_divisor: bool = False,
+    merge_layers: int | None = None,
+) -> SearchProblem:
+    """The search that a profile poses: predicted bytes of every stage, at every position, for every choice.
+
+    Raises:
+        ProfileError: ``profile-degrees`` if no profiled choice fits a stage of one device, ``profile-paper`` without paper statistics.
+    """
+    microbatch_size = global_batch_size // num_microbatches
+    degrees = {d for here in cluster.stage_degrees(any_divisor=any_divisor, whole_nodes=whole_nodes) for d in here}
+    usable: dict[int, list[StageChoice]] = {}
+    for choice in profile.choices:
+        pure = min(choice.data_parallel, choice.tensor_parallel) == 1
+        if choice.num_devices in degrees and microbatch_size % choice.data_parallel == 0 and (mode == "default" or pure):
+            usable.setdefault(choice.num_devices, []).append(choice)
+    if not usable:
+        raise ProfileError.of(
+            f"the profile has no choice for stages on {sorted(degrees)} devices at microbatch_size={microbatch_size}; "
+            f"profile for cluster {cluster}.",
+            "profile-degrees",
+        )
+    num_layers = profile.graph.num_layers
+    max_stages = min(num_layers, cluster.num_devices)
+    rows = _default_rows(profile, microbatch_size, schedule, num_microbatches, max_stages) if mode == "default" else _paper_rows(
+        profile, num_microbatches
+    )
+    blocked = _blocked(profile, merge_layers)
+    cost = {}
+    for d, choices in usable.items():
+        table = np.stack([rows(choice) for choice in choices])
+        table[..., blocked] = NEVER
+        cost[d] = table
+    return SearchProblem(
+        cluster, num_layers, {d: tuple(choices) for d, choices in usable.items()}, cost, whole_nodes, any_divisor, memory_limit_bytes
+    )
+
+
+def _default_rows(profile: Profile, microbatch_size: int, schedule: str, num_microbatches: int, max_stages: int):
+    predictor = AdditivePredictor(profile)
+    return lambda choice: predictor.peaks(choice, microbatch_size, schedule, num_microbatches, max_stages)
+
+
+def _paper_rows(profile: Profile, num_microbatches: int):
+    if profile.paper is None:
+        raise ProfileError.of(
+            "the profile has no runs of the paper's kind; make it with capture profile --mode paper.", "profile-paper"
+        )
+    predictor = PaperPredictor(PaperStatistics.from_json(profile.paper))
+
+    def rows(choice: StageChoice) -> np.ndarray:
+        peaks = predictor.peaks(choice, num_microbatches)
+        return np.where(np.isnan(peaks), NEVER, np.ceil(np.nan_to_num(peaks))).astype(np.int64)[None]
+
+    return rows
+
+
+def _blocked(profile: Profile, merge_layers: int | None) -> np.ndarray:
+    """Stages that cannot be: empty ones, and those that cut a merged layer."""
+    from capture.profiler.paper import merge_layers as merge
+
+    num_layers = profile.graph.num_layers
+    blocked = np.tri(num_layers, num_layers + 1, dtype=bool)
+    if merge_layers is not None:
+        if profile.paper is None:
+            raise ProfileError.of("the layer merger needs M_i and M_a of the paper's runs; profile with --mode paper.", "profile-paper")
+        statistics = PaperStatistics.from_json(profile.paper).statistics
+        by_batch = next(by_batch for choice, by_batch in statistics.items() if choice.num_devices == 1)
+        bounds = {first for first, _ in merge(by_batch[max(by_batch)], merge_layers)} | {num_layers}
+        inside = np.array([cut not in bounds for cut in range(num_layers + 1)])
+        blocked |= inside[:num_layers, None] | inside[None, :]
+    return blocked
+
+
+def plan_of_stages(
+    stages: Sequence[PlacedStage], profile: Profile, cluster: Cluster, global_batch_size: int, num_microbatches: int, schedule: str
+) -> Plan:
+    """A plan from placed stages."""
+    return Plan(
+        cluster=cluster,
+        num_layers=profile.graph.num_layers,
+        stages=tuple(
+            StagePlan(
+                (stage.first, stage.stop - 1),
+                tuple(range(stage.start_device, stage.stop_device)),
+                stage.choice.data_parallel,
+                stage.choice.tensor_parallel,
+                stage.choice.remat,
+                stage.choice.shard_optimizer,
+            )
+            for stage in stages
+        ),
+        global_batch_size=global_batch_size,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        auto_layers=profile.auto_layers,
+        tensor_parallel_rule=profile.tensor_parallel_rule,
+        model_hash=profile.model_hashes.get(global_batch_size // num_microbatches, ""),
+        workload=profile.workload,
+    )
+
+
+def baseline_plan(
+    profile: Profile, cluster: Cluster, *, global_batch_size: int, num_microbatches: int, schedule: str, weigh: str = "flops"
+) -> Plan:
+    """Stages of one device (of a node where layers are too few) with equal FLOPs, parameters or layers.
+
+    Args:
+        weigh: ``"flops"``, ``"params"`` or ``"layers"``.
+    """
+    graph = profile.graph
+    weights = {
+        "flops": [layer.flops for layer in graph.layers],
+        "params": [sum(graph.params[p].size for p in layer.params) for layer in graph.layers],
+        "layers": [1] * graph.num_layers,
+    }[weigh]
+    microbatch_size = global_batch_size // num_microbatches
+    fitting = [
+        choice
+        for choice in sorted(profile.choices, key=lambda c: (c.num_devices, c.tensor_parallel))
+        if cluster.num_devices % choice.num_devices == 0
+        and cluster.num_devices // choice.num_devices <= graph.num_layers
+        and microbatch_size % choice.data_parallel == 0
+        and all(size % choice.num_devices == 0 for size in cluster.nodes)
+    ]
+    if not fitting:
+        raise PlanError.of(f"no profiled degree divides the nodes of cluster {cluster} into at most {graph.num_layers} stages.", "baseline-degree")
+    stages = fixed_degree_plan(cluster, weights, fitting[0])
+    return plan_of_stages(stages, profile, cluster, global_batch_size, num_microbatches, schedule)
+
+
+def _why(result: SearchResult, prediction: Prediction, problem: SearchProblem, profile: Profile) -> dict[str, Any]:
+    stage_id = max(range(len(result.stages)), key=lambda s: prediction.stages[s].peak_bytes)
+    stage, predicted = result.stages[stage_id], prediction.stages[stage_id]
+    largest = max(predicted.parts, key=lambda category: predicted.parts[category])
+    proof = "no plan of this space needs less" if result.optimal else "the search is not a proof"
+    return {
+        "summary": f"{len(result.stages)} stages; the peak is {predicted.peak_bytes:,} bytes on stage {stage_id} (layers {stage.first} to "
+        f"{stage.stop - 1}), most of it {largest}; {proof} (tie-break: {result.tie_break}).",
+        "bottleneck_stage": stage_id,
+        "bottleneck_category": largest,
+        "num_choices": len({choice for choices in problem.choices.values() for choice in choices}),
+    }
+
+
+def _infeasible(result: SearchResult) -> dict[str, Any]:
+    why = result.why
+    assert why is not None, "an infeasible result says why"
+    return {
+        "code": why.code,
+        "summary": why.message,
+        "memory_limit_bytes": why.memory_limit_bytes,
+        "least_peak_bytes": why.least_peak_bytes,
+        "stage_id": why.stage_id,
+    }
+
+
+def with_remat(profile: Profile, remat: str) -> Profile:
+    """The profile restricted to one way to rematerialise."""
+    kept = {config: cost for config, cost in profile.measurements.items() if config.choice.remat == remat}
+    return replace(profile, measurements=kept)

@@ -1,0 +1,303 @@
+"""Plans: all broken rules at once, word for word; the JSON form; files that move."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from capture.cluster import Cluster
+from capture.errors import ClusterError, PlanError
+from capture.plan import REMAT_POLICIES, Plan, StagePlan, batch_violations
+from capture.workload import WorkloadSpec
+
+
+def two_stages(**changes) -> Plan:
+    stages = (StagePlan((0, 1), (0, 1), data_parallel=2), StagePlan((2, 2), (2, 3), tensor_parallel=2))
+    return Plan(**{"cluster": Cluster((4,)), "num_layers": 3, "stages": stages, "global_batch_size": 16, "num_microbatches": 4} | changes)
+
+
+def messages(call) -> list[str]:
+    with pytest.raises(PlanError) as caught:
+        call()
+    return str(caught.value).splitlines()
+
+
+@st.composite
+def plans(draw) -> Plan:
+    """Any valid plan."""
+    num_stages = draw(st.integers(1, 4))
+    stages, layer, device = [], 0, 0
+    for _ in range(num_stages):
+        num_layers, data_parallel, tensor_parallel = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 3))
+        degree = data_parallel * tensor_parallel
+        stages.append(
+            StagePlan(
+                (layer, layer + num_layers - 1),
+                tuple(draw(st.permutations(range(device, device + degree)))),
+                data_parallel,
+                tensor_parallel,
+                draw(st.sampled_from(REMAT_POLICIES)),
+                draw(st.booleans()),
+            )
+        )
+        layer, device = layer + num_layers, device + degree
+    num_microbatches = draw(st.integers(1, 5))
+    split = draw(st.integers(1, device))
+    json_values = st.none() | st.integers() | st.text(max_size=3) | st.lists(st.integers(), max_size=2)
+    return Plan(
+        cluster=Cluster((device,) if split == device else (split, device - split), draw(st.sampled_from(["cpu", "a100-40g"]))),
+        num_layers=layer,
+        stages=tuple(stages),
+        global_batch_size=4 * num_microbatches * draw(st.integers(1, 3)),
+        num_microbatches=num_microbatches,
+        schedule=draw(st.sampled_from(["gpipe", "1f1b"])),
+        auto_layers=draw(st.booleans()),
+        tensor_parallel_rule=draw(st.sampled_from(["auto", "largest"])),
+        model_hash=draw(st.text("0123456789abcdef", max_size=16)),
+        workload=draw(st.none() | st.just(WorkloadSpec("models/gpt.py", "gpt", {"size": "tiny", "tied": True, "depth": 3, "rate": 0.1}))),
+        prediction=draw(st.none() | st.dictionaries(st.text(max_size=3), json_values, max_size=2)),
+        why=draw(st.none() | st.dictionaries(st.text(max_size=3), json_values, max_size=2)),
+    )
+
+
+@given(plans())
+def test_json_round_trip(plan):
+    document = json.loads(json.dumps(plan.to_json()))
+    again = Plan.from_json(document)
+    assert again == plan
+    assert (again.prediction, again.why) == (plan.prediction, plan.why), "these do not count in the comparison"
+    assert again.to_json() == document
+
+
+@given(plans())
+def test_stages_cover_the_layers_and_the_devices_once(plan):
+    assert [plan.stage_of_layer(i) for i in range(plan.num_layers)] == sorted(plan.stage_of_layer(i) for i in range(plan.num_layers))
+    assert sum(stage.stop - stage.first for stage in plan.stages) == plan.num_layers
+    assert sorted(d for stage in plan.stages for d in stage.devices) == list(range(plan.cluster.num_devices))
+    assert plan.microbatch_size * plan.num_microbatches == plan.global_batch_size
+    assert plan.schedule_table.num_stages == plan.num_stages
+
+
+def test_the_document_names_its_units_and_what_follows_from_the_fields():
+    document = two_stages().to_json()
+    assert document == {
+        "schema_version": 1,
+        "workload": None,
+        "model_hash": "",
+        "cluster": {"nodes": [4], "target_per_node": ["cpu"]},
+        "num_layers": 3,
+        "auto_layers": False,
+        "global_batch_size": 16,
+        "num_microbatches": 4,
+        "microbatch_size": 4,
+        "schedule": "1f1b",
+        "tensor_parallel_rule": "auto",
+        "stages": [
+            {"layers": [0, 1], "num_devices": 2, "devices": [0, 1], "data_parallel": 2, "tensor_parallel": 1}
+            | {"remat": "none", "shard_optimizer": False},
+            {"layers": [2, 2], "num_devices": 2, "devices": [2, 3], "data_parallel": 1, "tensor_parallel": 2}
+            | {"remat": "none", "shard_optimizer": False},
+        ],
+        "prediction": None,
+        "why": None,
+    }
+
+
+# ---- broken rules --------------------------------------------------------------------------------------------------
+
+
+def test_all_violations_are_reported_at_once():
+    stages = (
+        StagePlan((0, 0), (0, 4), data_parallel=3),
+        StagePlan((2, 3), (0,), remat="some"),
+        StagePlan((4, 5), (1, 2, 3), data_parallel=3),
+    )
+    call = lambda: Plan(Cluster((4,)), 7, stages, 16, 4, schedule="zigzag")  # noqa: E731
+    assert messages(call) == [
+        "schedule='zigzag' is unknown; choose one of gpipe, 1f1b. [plan-schedule]",
+        "stage 1 has layers=[2, 3] but must begin at layer 1 and hold at least one layer; stages cover the layers once, in order. "
+        "[plan-layers]",
+        "stages end before layer 6 of num_layers=7; they must cover every layer. [plan-layers]",
+        "stage 0 uses device 4; a cluster 1x4 has devices 0 to 3. [plan-devices]",
+        "device 0 is used by stage 0 and stage 1; once is allowed. [plan-devices]",
+        "stage 0 has data_parallel=3 x tensor_parallel=1 on 2 devices; the product must be the number of devices. [plan-degrees]",
+        "stage 1 has remat='some'; choose one of none, dots, full. [plan-remat]",
+        "microbatch_size=4 (global batch 16 / 4 micro-batches) is not divisible by data_parallel=3 of stage 2; lower the degree or the "
+        "number of micro-batches. [plan-batch]",
+    ]
+
+
+def test_codes_can_be_read_by_scripts():
+    with pytest.raises(PlanError) as caught:
+        two_stages(schedule="zigzag", num_microbatches=3)
+    assert caught.value.codes == ("plan-batch", "plan-schedule")
+
+
+@pytest.mark.parametrize(
+    ("global_batch_size", "num_microbatches", "expected"),
+    [
+        (16, 3, "global_batch_size=16 is not divisible by num_microbatches=3; 15 would be. [plan-batch]"),
+        (3, 4, "global_batch_size=3 is not divisible by num_microbatches=4; 4 would be. [plan-batch]"),
+        (0, 4, "global_batch_size=0 and num_microbatches=4 must both be at least 1. [plan-batch]"),
+        (16, 0, "global_batch_size=16 and num_microbatches=0 must both be at least 1. [plan-batch]"),
+    ],
+)
+def test_batches(global_batch_size, num_microbatches, expected):
+    assert messages(lambda: two_stages(global_batch_size=global_batch_size, num_microbatches=num_microbatches)) == [expected]
+    assert [str(violation) for violation in batch_violations(global_batch_size, num_microbatches)] == [expected]
+
+
+def test_more_stages_than_layers():
+    stages = tuple(StagePlan((s, s), (s,)) for s in range(3))
+    assert messages(lambda: Plan(Cluster((3,)), 2, stages, 4, 4)) == [
+        "num_stages=3 is more than num_layers=2; every stage needs a layer: use fewer stages or cut the model into more layers "
+        "(--num-layers). [plan-stages]"
+    ]
+
+
+def test_idle_devices():
+    assert messages(lambda: two_stages(cluster=Cluster((4, 2)))) == [
+        "devices [4, 5] of the cluster 4+2 are not used; every device must hold a stage. [plan-devices]"
+    ]
+
+
+@pytest.mark.parametrize("layers", [((0, 1), (2, 1)), ((0, 1), (1, 2)), ((1, 1), (2, 2))])
+def test_layers_that_are_missing_empty_or_twice(layers):
+    stages = (StagePlan(layers[0], (0,)), StagePlan(layers[1], (1,)))
+    with pytest.raises(PlanError) as caught:
+        Plan(Cluster((2,)), 3, stages, 4, 4)
+    assert set(caught.value.codes) == {"plan-layers"}
+
+
+def test_no_stages():
+    assert messages(lambda: Plan(Cluster((1,)), 2, (), 4, 4)) == [
+        "stages end before layer 0 of num_layers=2; they must cover every layer. [plan-layers]",
+        "devices [0] of the cluster 1x1 are not used; every device must hold a stage. [plan-devices]",
+    ]
+
+
+def test_negative_degrees_do_not_cancel():
+    assert messages(lambda: Plan(Cluster((1,)), 1, (StagePlan((0, 0), (0,), -1, -1),), 4, 4)) == [
+        "stage 0 has data_parallel=-1 x tensor_parallel=-1 on 1 devices; the product must be the number of devices. [plan-degrees]"
+    ]
+
+
+def test_a_changed_copy_is_validated_again():
+    assert two_stages().with_(num_microbatches=8).microbatch_size == 2
+    assert messages(lambda: two_stages().with_(num_microbatches=16))[0].startswith("microbatch_size=1 (global batch 16 / 16 micro-batches)")
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_finds_its_workload_from_another_directory(tmp_path, monkeypatch):
+    for folder in ("models", "plans", "elsewhere"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "models" / "net.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    plan = two_stages(workload=WorkloadSpec("models/net.py", "net", {"size": "tiny"}))
+    plan.save(Path("plans/plan.json"))
+    assert json.loads(Path("plans/plan.json").read_text())["workload"] == {
+        "location": "../models/net.py",
+        "function": "net",
+        "arguments": {"size": "tiny"},
+    }
+    assert Plan.load(Path("plans/plan.json")) == plan
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    moved = Plan.load(tmp_path / "plans" / "plan.json")
+    assert moved.workload == WorkloadSpec("../models/net.py", "net", {"size": "tiny"})
+    assert moved.workload.location and Path(moved.workload.location).is_file()
+
+
+def test_a_plan_and_its_model_may_move_together(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "net.py").write_text("")
+    monkeypatch.chdir(tmp_path / "here")
+    two_stages(workload=WorkloadSpec("net.py", "net")).save(Path("plan.json"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").rename(tmp_path / "there")
+    assert Plan.load(Path("there/plan.json")).workload == WorkloadSpec("there/net.py", "net")
+
+
+def test_files_that_are_no_plan(tmp_path):
+    path = tmp_path / "plan.json"
+    assert messages(lambda: Plan.load(path)) == [f"plan file {str(path)!r} does not exist. [plan-file]"]
+    path.write_text('{"schema_version": 1,')
+    assert messages(lambda: Plan.load(path)) == [
+        f"plan file {str(path)!r} is not JSON: Expecting property name enclosed in double quotes: line 1 column 22 (char 21). "
+        "[plan-corrupt]"
+    ]
+    path.write_bytes(b"\xff\xfe\x00")
+    assert messages(lambda: Plan.load(path))[0].endswith("[plan-corrupt]")
+
+
+@pytest.mark.parametrize(
+    ("document", "version"), [({"schema_version": 2}, "2"), ({}, "None"), ([], "None"), ("plan", "None"), (None, "None")]
+)
+def test_another_schema_version(document, version):
+    assert messages(lambda: Plan.from_json(document)) == [
+        f"plan has schema_version={version}; this version of capture reads 1. Make the plan again with capture plan. [plan-schema]"
+    ]
+
+
+def test_mixed_targets():
+    document = two_stages(cluster=Cluster((2, 2), "h100")).to_json()
+    document["cluster"]["target_per_node"] = ["h100", "a100"]
+    assert messages(lambda: Plan.from_json(document)) == [
+        "plan mixes the targets ['a100', 'h100']; one target per plan for now. [plan-mixed-targets]"
+    ]
+
+
+def test_a_missing_field_is_named():
+    document = two_stages().to_json()
+    del document["schedule"]
+    assert messages(lambda: Plan.from_json(document)) == [
+        "plan is not what capture plan writes: KeyError: 'schedule'. Make the plan again. [plan-corrupt]"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("stages", 0, "layers"), [0]),
+        (("stages", 0, "layers"), [0, 1, 2]),
+        (("stages", 0, "layers"), ["0", "1"]),
+        (("stages", 0, "devices"), ["0", "1"]),
+        (("stages", 0, "devices"), 0),
+        (("stages", 0), None),
+        (("stages",), 3),
+        (("cluster",), None),
+        (("cluster", "nodes"), ["4"]),
+        (("cluster", "target_per_node"), []),
+        (("cluster", "target_per_node"), [["cpu"]]),
+        (("num_microbatches",), None),
+        (("num_layers",), "3"),
+        (("schedule",), []),
+        (("workload",), "models/gpt.py:gpt"),
+        (("workload",), {"location": "models/gpt.py"}),
+    ],
+)
+def test_wrong_fields_are_a_corrupt_plan(path, value):
+    document = two_stages().to_json()
+    inner = document
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    with pytest.raises(PlanError) as caught:
+        Plan.from_json(document)
+    assert caught.value.codes == ("plan-corrupt",)
+
+
+def test_codes_of_the_constructor_pass_through_a_document():
+    document = two_stages().to_json()
+    document["num_microbatches"] = 3
+    with pytest.raises(PlanError) as caught:
+        Plan.from_json(document)
+    assert caught.value.codes == ("plan-batch",)
+    document["cluster"]["nodes"] = [0]
+    with pytest.raises(ClusterError):
+        Plan.from_json(document)
