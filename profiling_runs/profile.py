@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
 
@@ -91,6 +91,31 @@ class Measurements:
         self.costs.update(dict.fromkeys(configs, cost))
 
 
+def open_measurements(
+    workload: WorkloadProtocol | WorkloadSpec,
+    *,
+    num_devices: int,
+    num_layers: int | None = None,
+    tensor_parallel_rule: str = "auto",
+    store: Store | None = None,
+    num_workers: int = 2,
+    progress: Progress = lambda what, done, total: None,
+) -> Measurements:
+    """Measurements of a workload that are made when they are required.
+
+    Args:
+        workload: The task, or its name; by name it is measured in worker processes.
+        num_devices: Virtual devices of a worker, at least those of the largest stage.
+        num_layers, tensor_parallel_rule, store, num_workers, progress: As for ``profile``.
+    """
+    from capture.profiler.compile import CompileBackend
+
+    spec = workload if isinstance(workload, WorkloadSpec) else None
+    task = workload.load() if isinstance(workload, WorkloadSpec) else workload
+    compiler = CompileBackend(task, num_layers, tensor_parallel_rule, store)
+    return Measurements(compiler, spec, num_workers, num_devices, num_layers, tensor_parallel_rule, progress)
+
+
 def profile(
     workload: WorkloadProtocol | WorkloadSpec,
     cluster: Cluster,
@@ -110,6 +135,7 @@ def profile(
     store: Store | None = None,
     num_workers: int = 2,
     progress: Progress = lambda what, done, total: None,
+    measurements: Measurements | None = None,
 ) -> Profile:
     """Measure a model's layers for every stage that a plan on the cluster may have.
 
@@ -129,6 +155,7 @@ def profile(
         store: Of measurements; in memory if None.
         num_workers: Worker processes.
         progress: Called with (what, done, total).
+        measurements: Open already (``open_measurements``); then workload, store and workers are its own.
 
     Returns:
         The profile. Stage configs that failed are named in ``failures``.
@@ -139,16 +166,20 @@ def profile(
     """
     if backend != "compile:cpu":
         raise TargetError.of(f"backend={backend!r} is unknown; this version has compile:cpu.", "target-unknown")
-    from capture.profiler.compile import CompileBackend
-
-    spec = workload if isinstance(workload, WorkloadSpec) else None
-    task = workload.load() if isinstance(workload, WorkloadSpec) else workload
-    compiler = CompileBackend(task, num_layers, tensor_parallel_rule, store)
+    if measurements is None:
+        measurements = open_measurements(
+            workload,
+            num_devices=cluster.num_devices,
+            num_layers=num_layers,
+            tensor_parallel_rule=tensor_parallel_rule,
+            store=store,
+            num_workers=num_workers,
+            progress=progress,
+        )
+    compiler = measurements.backend
     graph = compiler.traced(microbatch_size).graph
     wanted = list(choices) if choices is not None else default_choices(cluster, microbatch_size, remat, shard_optimizer, whole_nodes, any_divisor)
     sizes = profiled_microbatch_sizes(microbatch_size, wanted)
-    most = max(choice.num_devices for choice in wanted)
-    measurements = Measurements(compiler, spec, num_workers, max(most, 1), num_layers, tensor_parallel_rule, progress)
     configs = window_configs(graph.num_layers, wanted, sizes, num_neighbours)
     measurements.require(configs, "layer windows")
     degrees = sorted({choice.tensor_parallel for choice in wanted})
@@ -157,8 +188,8 @@ def profile(
         graph=graph,
         measurements={config: measurements.costs[config] for config in configs if config in measurements.costs},
         param_bytes=param_bytes,
-        provenance={**compiler.provenance, "created": datetime.now(timezone.utc).isoformat(timespec="seconds")},
-        workload=spec,
+        provenance={**compiler.provenance, "created": datetime.now(UTC).isoformat(timespec="seconds")},
+        workload=measurements.spec,
         auto_layers=num_layers is not None,
         tensor_parallel_rule=tensor_parallel_rule,
         microbatch_sizes=sizes,
@@ -166,7 +197,8 @@ def profile(
         failures=tuple(f"layers {c.first} to {c.stop - 1}, {c.choice}: {error}" for c, error in measurements.failures.items()),
     )
     if paper is not None:
-        result = replace(result, paper=_paper_profile(result, measurements, cluster, paper, remat[0], shard_optimizer).to_json())
+        runs = paper_profile(measurements, cluster, microbatch_size, *paper, remat=remat[0], shard_optimizer=shard_optimizer)
+        result = replace(result, paper=runs.to_json())
     if calibration_plans and not measurements.failures:
         result = replace(result, calibration=calibrate(result, measurements, cluster, wanted, calibration_plans, whole_nodes, any_divisor))
     return result
@@ -193,14 +225,20 @@ def divisor_choices(max_devices: int, remat: str, shard_optimizer: bool) -> dict
     }
 
 
-def _paper_profile(
-    result: Profile, measurements: Measurements, cluster: Cluster, paper: tuple[str, int], remat: str, shard_optimizer: bool
+def paper_profile(
+    measurements: Measurements,
+    cluster: Cluster,
+    microbatch_size: int,
+    schedule: str,
+    num_microbatches: int,
+    *,
+    remat: str = "none",
+    shard_optimizer: bool = False,
 ) -> PaperStatistics:
-    schedule, num_microbatches = paper
-    graph = result.graph
-    runs = paper_runs(graph.num_layers, cluster.num_devices, graph.microbatch_size, remat, shard_optimizer)
-    measurements.require([c for run in runs for c in run.configs(graph.microbatch_size)], "paper runs")
-    sharding = measurements.backend.sharding(graph.microbatch_size)
+    """The paper's profiling runs of a model (see ``capture.profiler.paper``)."""
+    graph, sharding = measurements.backend.traced(microbatch_size).graph, measurements.backend.sharding(microbatch_size)
+    runs = paper_runs(graph.num_layers, cluster.num_devices, microbatch_size, remat, shard_optimizer)
+    measurements.require([c for run in runs for c in run.configs(microbatch_size)], "paper runs")
     param_bytes = {run.choice.tensor_parallel: sharding.param_bytes(run.choice.tensor_parallel) for run in runs}
     return run_paper_profile(runs, graph, param_bytes, schedule, num_microbatches, measurements.costs.get)
 

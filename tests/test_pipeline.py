@@ -18,7 +18,7 @@ LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-6, 1e-5
 
 
 def compare(
-    workload, plan, *, params=None, num_steps: int = 2, gradient_tolerance: float = GRADIENT_TOLERANCE, params_tolerance: float = 1e-5
+    workload, plan, *, params=None, num_steps: int = 2, gradient_floor: float = 1e-6, params_tolerance: float = 1e-5
 ) -> PipelinedStep:
     """Run the plan and the reference side by side."""
     step = pipeshard(workload, plan)
@@ -31,7 +31,7 @@ def compare(
     expected_loss, expected_gradients = reference.loss_and_gradients(expected_params, batch, key)
     state, metrics = step.accumulate(step.init_from(params), batch, key)
     assert metrics.loss == pytest.approx(expected_loss, rel=LOSS_TOLERANCE)
-    assert max_relative_error(step.gradients(state), expected_gradients) < gradient_tolerance
+    assert max_relative_error(step.gradients(state), expected_gradients, gradient_floor) < GRADIENT_TOLERANCE
 
     state = step.init_from(params)
     for _ in range(num_steps):
@@ -95,14 +95,14 @@ def test_adafactor():
 
 
 @pytest.mark.parametrize(
-    ("name", "layers", "gradient_tolerance"),
+    ("name", "layers", "gradient_floor"),
     [
-        ("models/moe.py:moe?size=tiny&num_layers=2", (1, 1), GRADIENT_TOLERANCE),
-        # Batch statistics over two replicas are summed in another order, and the gradient of a normalised value cancels: 1.4e-5 measured.
-        ("models/wide_resnet.py:wide_resnet?size=tiny", (2, 2), 5e-5),
+        ("models/moe.py:moe?size=tiny&num_layers=2", (1, 1), 1e-6),
+        # The next normalisation takes out a shift by the first one, whose bias gets rounding noise: 5e-8, the largest is 0.9.
+        ("models/wide_resnet.py:wide_resnet?size=tiny", (2, 2), 0.1),
     ],
 )
-def test_model_zoo(name, layers, gradient_tolerance):
+def test_model_zoo(name, layers, gradient_floor):
     """Statistics over the batch and the capacity of experts are those of a micro-batch, as in the reference."""
     workload = WorkloadSpec.parse(name).load()
     random = np.random.default_rng(0)
@@ -113,7 +113,7 @@ def test_model_zoo(name, layers, gradient_tolerance):
         return (random.normal(size=leaf.shape) * np.prod(leaf.shape[:-1]) ** -0.5).astype(leaf.dtype)
 
     params = jax.tree.map(weights, jax.eval_shape(workload.init, jax.random.key(0)))
-    compare(workload, pipeline(layers, ((1, 1), (2, 1))), params=params, num_steps=0, gradient_tolerance=gradient_tolerance)
+    compare(workload, pipeline(layers, ((1, 1), (2, 1))), params=params, num_steps=0, gradient_floor=gradient_floor)
 
 
 def test_layers_cut_automatically():

@@ -146,7 +146,7 @@ class CompileBackend:
             update,
             remat=choice.remat,
             shard_optimizer=choice.shard_optimizer,
-            to_measure=True,
+            fast_compile=True,
         )
         specs = self.sharding(config.microbatch_size).specs(choice.tensor_parallel)
         keys = [(self._optimizer.param_keys[p], str(specs[p]), p in owned) for p in programs.params]

@@ -61,7 +61,7 @@ class StepMetrics:
 
 
 def pipeshard(
-    workload: WorkloadProtocol, plan: Plan, devices: Sequence[jax.Device] | None = None, rule: Rule | None = None
+    workload: WorkloadProtocol, plan: Plan, devices: Sequence[jax.Device] | None = None, rule: Rule | None = None, *, fast_compile: bool = False
 ) -> PipelinedStep:
     """Compile a plan's stages and return its training step.
 
@@ -70,6 +70,7 @@ def pipeshard(
         plan: Device id i of the plan is ``devices[i]``.
         devices: By default the first devices of ``jax.devices()``.
         rule: How parameters are split; by default ``plan.tensor_parallel_rule``.
+        fast_compile: Compile in half the time, to programs that need the same memory and run slower.
 
     Returns:
         ``step(state, batch)`` or ``step(state, batch, key)``, with ``step.init(key)``.
@@ -86,7 +87,7 @@ def pipeshard(
             "run-devices",
         )
     traced = trace_for_plan(workload, plan)
-    return PipelinedStep(workload, plan, traced, list(devices), ModelSharding(traced, rule or plan.tensor_parallel_rule))
+    return PipelinedStep(workload, plan, traced, list(devices), ModelSharding(traced, rule or plan.tensor_parallel_rule), fast_compile)
 
 
 def trace_for_plan(workload: WorkloadProtocol, plan: Plan) -> TracedModel:
@@ -119,7 +120,7 @@ def trace_for_plan(workload: WorkloadProtocol, plan: Plan) -> TracedModel:
 class PipelinedStep:
     """A compiled training step of a plan. Made by ``pipeshard``."""
 
-    def __init__(self, workload: WorkloadProtocol, plan: Plan, traced: TracedModel, devices: list[Any], sharding: ModelSharding):
+    def __init__(self, workload: WorkloadProtocol, plan: Plan, traced: TracedModel, devices: list[Any], sharding: ModelSharding, fast_compile: bool = False):
         self.workload, self.plan, self.traced = workload, plan, traced
         self.devices = devices[: plan.cluster.num_devices]
         graph = traced.graph
@@ -141,6 +142,7 @@ class PipelinedStep:
                 shard_optimizer=stage.shard_optimizer,
                 num_arriving={p: borrowers.count(p) for p in borrowers},
                 num_microbatches=plan.num_microbatches,
+                fast_compile=fast_compile,
             )
             for s, stage in enumerate(plan.stages)
         ]

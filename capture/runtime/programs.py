@@ -48,7 +48,7 @@ class Executable:
     transient_bytes: int
 
 
-def compile_program(function: Callable[..., Any], args: Sequence[Any], *, donate: Sequence[int] = (), out_shardings: Any = None, to_measure: bool = False) -> Executable:
+def compile_program(function: Callable[..., Any], args: Sequence[Any], *, donate: Sequence[int] = (), out_shardings: Any = None, fast_compile: bool = False) -> Executable:
     """Compile for abstract arguments; nothing is allocated.
 
     Args:
@@ -56,14 +56,14 @@ def compile_program(function: Callable[..., Any], args: Sequence[Any], *, donate
         args: ``ShapeDtypeStruct`` pytrees with shardings.
         donate: Positions of donated arguments.
         out_shardings: As for ``jax.jit``; None lets the compiler choose.
-        to_measure: Skip what takes the compiler long and changes no buffer: the program runs, but slowly.
+        fast_compile: Skip what takes the compiler long and changes no buffer: the program runs, but slowly.
     """
     jitted = jax.jit(function, donate_argnums=tuple(donate), **({} if out_shardings is None else {"out_shardings": out_shardings}))
     with warnings.catch_warnings():
         # Residuals are donated to be freed, whether or not an output fits into them.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         lowered = jitted.lower(*args)
-        compiled = lowered.compile(compiler_options=_MEASURING_OPTIONS if to_measure else None)
+        compiled = lowered.compile(compiler_options=_MEASURING_OPTIONS if fast_compile else None)
     memory = compiled.memory_analysis()
     transient = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     outputs = jax.tree.map(
@@ -104,7 +104,7 @@ class StagePrograms:
         shard_optimizer: Optimizer state split over the replicas.
         num_arriving: Per owned parameter that later stages borrow, how many do.
         num_microbatches: The loss of a micro-batch counts 1 / num_microbatches.
-        to_measure: Compile quickly, for the memory report only.
+        fast_compile: Compile quickly, for the memory report only.
     """
 
     def __init__(
@@ -121,10 +121,10 @@ class StagePrograms:
         shard_optimizer: bool = False,
         num_arriving: dict[int, int] | None = None,
         num_microbatches: int = 1,
-        to_measure: bool = False,
+        fast_compile: bool = False,
     ):
         self.graph, self.layers, self.optimizer, self.remat = graph, layers, update, remat
-        self.data_parallel, self.num_microbatches, self._to_measure = data_parallel, num_microbatches, to_measure
+        self.data_parallel, self.num_microbatches, self._fast_compile = data_parallel, num_microbatches, fast_compile
         self.mesh = Mesh(np.asarray(devices).reshape(data_parallel, tensor_parallel), (DATA_AXIS, MODEL_AXIS))
         self.shard_optimizer = shard_optimizer
         self.owned, self.borrowed = owned_and_borrowed(graph, layers.first, layers.stop)
@@ -297,7 +297,7 @@ class StagePrograms:
         return list(total.values())
 
     def _compile(self, function: Callable[..., Any], args: Sequence[Any], donate: Sequence[int], out_shardings: Any) -> Executable:
-        return compile_program(function, args, donate=donate, out_shardings=out_shardings, to_measure=self._to_measure)
+        return compile_program(function, args, donate=donate, out_shardings=out_shardings, fast_compile=self._fast_compile)
 
     @cached_property
     def _forward_args(self) -> tuple[list[Any], list[Any], list[Any]]:

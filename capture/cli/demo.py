@@ -1,0 +1,103 @@
+"""The whole path on a small GPT and eight virtual CPU devices (2 nodes of 4): profile, recommend, run, compare.
+
+Two plans are run: the recommended one, and a baseline with equal FLOPs per stage. For both, the table shows what was predicted for
+every device and what was measured while it ran, and the loss against one device.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from capture import environment
+from capture.cli import options as shared
+from capture.cli.output import emit, progress, say, table
+from capture.cli.run import execute
+from capture.cluster import Cluster
+from capture.quantities import format_bytes
+from capture.workload import WorkloadSpec
+
+NAME = "demo"
+HELP = "the whole path on a small GPT"
+
+WORKLOAD = "capture.cli.tiny_gpt:gpt"
+CLUSTER = "2x4"
+MICROBATCHES, MICROBATCH_SIZE, SCHEDULE = 8, 4, "1f1b"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="updates (default: %(default)s)")
+    parser.add_argument("--store", type=Path, metavar="FILE", help="measurements, kept and reused (default: ~/.cache/capture/store.sqlite)")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="worker processes that compile (default: %(default)s)")
+
+
+def main(options: argparse.Namespace) -> int:
+    cluster = Cluster.parse(CLUSTER)
+    environment.prepare(num_devices=cluster.num_devices)
+    from capture.predictor import AdditivePredictor
+    from profiling_runs import profile
+    from recommender.recommend import baseline_plan, recommend
+
+    spec = WorkloadSpec.parse(WORKLOAD)
+    say(options, f"profiling {WORKLOAD} for {cluster} by compiling: nothing is run")
+    measured = profile(
+        spec,
+        cluster,
+        microbatch_size=MICROBATCH_SIZE,
+        num_neighbours=1,
+        calibration_plans=4,
+        store=shared.open_store(options),
+        num_workers=options.workers,
+        progress=progress(options),
+    )
+    batch = {"global_batch_size": MICROBATCHES * MICROBATCH_SIZE, "num_microbatches": MICROBATCHES, "schedule": SCHEDULE}
+    recommended = recommend(measured, cluster, **batch)
+    assert recommended.plan is not None, "a plan without a memory limit exists"
+    baseline = baseline_plan(measured, cluster, **batch)
+    predicted = AdditivePredictor(measured).predict(baseline)
+    plans = {"recommended": recommended.plan, "baseline": baseline.with_(prediction=predicted.to_json())}
+    document: dict[str, Any] = {"workload": WORKLOAD, "cluster": CLUSTER, **batch, "search": recommended.to_json()["search"], "why": recommended.why}
+    for name, plan in plans.items():
+        say(options, f"running the {name} plan on {cluster.num_devices} virtual devices")
+        ran = execute(plan, spec.load(), num_steps=options.steps, check=True, fast_compile=True, report=lambda text: say(options, f"  {text}"))
+        document[name] = {
+            "stages": [stage.to_json() for stage in plan.stages],
+            "predicted_peak_bytes_per_device": ran["predicted_peak_bytes_per_device"],
+            "measured_peak_bytes_per_device": ran["measured_peak_bytes_per_device"],
+            "predicted": {"peak_bytes_per_device": ran["predicted_peak_bytes_per_device"]},
+            "measured": {"peak_bytes_per_device": ran["measured_peak_bytes_per_device"]},
+            "meter": ran["meter"],
+            "loss": ran["loss"],
+            "reference_loss": ran["reference_loss"],
+            "max_relative_loss_error": ran["max_relative_loss_error"],
+            "max_relative_gradient_error": ran["max_relative_gradient_error"],
+        }
+    document["max_relative_loss_error"] = max(document[name]["max_relative_loss_error"] for name in plans)
+    document["versions"] = environment.versions()
+    emit(options, document, as_text(document))
+    return 0
+
+
+def as_text(document: dict[str, Any]) -> str:
+    """One table: per device, predicted and measured peak of both plans."""
+    names = ("recommended", "baseline")
+    columns = [document[name][f"{kind}_peak_bytes_per_device"] for name in names for kind in ("predicted", "measured")]
+    rows = [[d, *map(format_bytes, peaks)] for d, peaks in enumerate(zip(*columns, strict=True))]
+    rows.append(["peak", *(format_bytes(max(column)) for column in columns)])
+    header = ["device", *(f"{name} {kind}" for name in names for kind in ("predicted", "measured"))]
+    best, other = (max(document[name]["measured_peak_bytes_per_device"]) for name in names)
+    layout = {
+        name: ", ".join(f"{s['layers'][0]}-{s['layers'][1]} (dp {s['data_parallel']}, tp {s['tensor_parallel']})" for s in document[name]["stages"])
+        for name in names
+    }
+    return "\n".join(
+        [
+            table(header, rows),
+            f"measured by {document['recommended']['meter']}",
+            f"recommended: layers {layout['recommended']}",
+            f"baseline (equal FLOPs): layers {layout['baseline']}",
+            f"the recommended plan needs {1 - best / other:.1%} less at its peak; loss differs from one device by at most "
+            f"{document['max_relative_loss_error']:.1e} (relative) over {len(document['recommended']['loss'])} steps",
+        ]
+    )

@@ -1,0 +1,259 @@
+"""How good are the predictions? Random plans, predicted from the profile alone, against their own compiled stages.
+
+Plans are drawn uniformly over stage count, then cuts, degrees and kind. The truth is the replay of the plan over its compiled
+stages. A stage whose programs were compiled for the profile or the calibration is counted apart: a lookup is no prediction. The
+statistics are those of the paper's Figure 7. Interrupted, the same command resumes: compiled stages are in the store.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from capture import environment
+from capture.cli import options as shared
+from capture.cli.output import emit, progress, say, table
+from capture.schedule import SCHEDULES
+from capture.workload import WorkloadSpec
+
+NAME = "evaluate"
+HELP = "compare predictions of random plans with compiled truth"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shared.add_workload(parser)
+    shared.add_cluster(parser)
+    shared.add_batch(parser)
+    shared.add_store(parser)
+    parser.set_defaults(schedule="both")
+    next(a for a in parser._actions if a.dest == "schedule").choices = (*SCHEDULES, "both")
+    parser.add_argument("--plans", type=int, default=200, metavar="N", help="random plans (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the plans (default: %(default)s)")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write every prediction, as JSON")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One device of one plan: what was predicted and what the compiled stages need.
+
+    Attributes:
+        plan: Index of the drawn plan, schedule included.
+        predicted, low, high: In bytes; NaN where a mode has no prediction.
+        measured: In bytes.
+        known: Whether the stage's programs were compiled for the profile or the calibration.
+    """
+
+    plan: tuple[int, str]
+    stage: int
+    predicted: float
+    low: float
+    high: float
+    measured: float
+    known: bool
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less 1."""
+        return self.predicted / self.measured - 1
+
+
+def main(options: argparse.Namespace) -> int:
+    cluster = shared.read_cluster(options)
+    global_batch, num_microbatches = shared.read_batch(options)
+    environment.prepare(num_devices=cluster.num_devices)
+    from capture.sampling import random_plans
+    from profiling_runs.profile import open_measurements, paper_profile, plan_of, profile, stage_config
+
+    microbatch_size = global_batch // num_microbatches
+    measurements = open_measurements(
+        WorkloadSpec.parse(options.workload),
+        num_devices=cluster.num_devices,
+        num_layers=options.num_layers,
+        tensor_parallel_rule=options.tensor_parallel_rule,
+        store=shared.open_store(options),
+        num_workers=options.workers,
+        progress=progress(options),
+    )
+    result = profile(
+        measurements.spec,
+        cluster,
+        microbatch_size=microbatch_size,
+        remat=(options.remat,),
+        shard_optimizer=options.shard_optimizer,
+        whole_nodes=options.whole_nodes,
+        any_divisor=options.any_divisor,
+        num_neighbours=options.neighbours,
+        calibration_plans=options.calibration_plans,
+        measurements=measurements,
+    )
+    known = {measurements.key(config) for config in measurements.costs}
+    schedules = tuple(SCHEDULES) if options.schedule == "both" else (options.schedule,)
+    papers = {
+        schedule: paper_profile(
+            measurements, cluster, microbatch_size, schedule, num_microbatches, remat=options.remat, shard_optimizer=options.shard_optimizer
+        )
+        for schedule in schedules
+    }
+    known_to_paper = {measurements.key(config) for config in measurements.costs}
+    by_degree: dict[int, tuple[Any, ...]] = {}
+    for choice in result.choices:
+        by_degree[choice.num_devices] = (*by_degree.get(choice.num_devices, ()), choice)
+    # Calibration draws with a seed of its own; this keeps the two streams apart whatever seed is given.
+    generator = np.random.default_rng([options.seed, 1])
+    draws = random_plans(
+        cluster, result.graph.num_layers, by_degree, generator, whole_nodes=options.whole_nodes, any_divisor=options.any_divisor
+    )
+    plans = {
+        (i, schedule): plan_of(drawn, result, cluster, global_batch, num_microbatches, schedule)
+        for i, drawn in enumerate(islice(draws, options.plans))
+        for schedule in schedules
+    }
+    measurements.require([stage_config(s, microbatch_size) for plan in plans.values() for s in plan.stages], "stages of the plans")
+    say(options, "replaying the plans")
+    default, paper = outcomes(plans, result, measurements, papers, known, known_to_paper)
+    document = {
+        "workload": options.workload,
+        "cluster": str(cluster),
+        "target": cluster.target,
+        "num_plans": options.plans,
+        "seed": options.seed,
+        "schedules": list(schedules),
+        "remat": options.remat,
+        "global_batch_size": global_batch,
+        "num_microbatches": num_microbatches,
+        "interval_factors": list(result.calibration.interval()) if result.calibration else None,
+        "default": statistics(default),
+        "paper": statistics(paper),
+        "default_where_paper_predicts": statistics(_matching(default, paper)),
+        "by_schedule": {
+            s: {"default": statistics(_of(default, s)), "paper": statistics(_of(paper, s))} for s in schedules
+        },
+        "num_failed_stages": len(measurements.failures),
+        "provenance": dict(result.provenance),
+    }
+    if options.output is not None:
+        import json
+
+        rows = [[*o.plan, o.stage, o.predicted, o.low, o.high, o.measured, o.known] for o in default]
+        options.output.write_text(json.dumps({**document, "predictions": rows}))
+    emit(options, document, as_text(document))
+    return 0
+
+
+def outcomes(
+    plans: Any, result: Any, measurements: Any, papers: Any, known: set[str], known_to_paper: set[str]
+) -> tuple[list[Outcome], list[Outcome]]:
+    """Per device and plan, the outcome of the default mode and of the paper's."""
+    from capture.errors import ProfileError
+    from capture.interface import plan_interfaces
+    from capture.predictor import AdditivePredictor
+    from capture.predictor.paper import PaperPredictor
+    from capture.step import build_step, replay
+    from profiling_runs.profile import stage_config
+
+    predictor = AdditivePredictor(result)
+    paper_predictors = {schedule: PaperPredictor(statistics) for schedule, statistics in papers.items()}
+    default, paper = [], []
+    for key, plan in plans.items():
+        configs = [stage_config(stage, plan.microbatch_size) for stage in plan.stages]
+        if any(config not in measurements.costs for config in configs):
+            continue
+        graph = measurements.backend.traced(plan.microbatch_size).graph
+        interfaces = plan_interfaces(plan, graph, result.param_bytes, [measurements.costs[config] for config in configs])
+        truth = replay(build_step(interfaces, plan.schedule_table), plan.cluster.num_devices).peak_bytes_per_device
+        predicted = predictor.predict(plan)
+        for s, (stage, config) in enumerate(zip(plan.stages, configs, strict=True)):
+            seen = measurements.key(config)
+            try:
+                by_paper = float(paper_predictors[plan.schedule].peaks(config.choice, plan.num_microbatches)[stage.first, stage.stop])
+            except ProfileError:  # data and tensor parallelism together: not in the paper's space
+                by_paper = float("nan")
+            for device in stage.devices:
+                low, high = predicted.interval_bytes_per_device[device]
+                default.append(Outcome(key, s, predicted.peak_bytes_per_device[device], low, high, truth[device], seen in known))
+                paper.append(Outcome(key, s, by_paper, float("nan"), float("nan"), truth[device], seen in known_to_paper))
+    return default, paper
+
+
+def statistics(found: Sequence[Outcome]) -> dict[str, Any]:
+    """The statistics of Figure 7, per device and per plan.
+
+    Source: CAPTURE IV-B.
+    """
+    fresh = [o for o in found if not o.known and not np.isnan(o.predicted)]
+    errors = np.array([o.error for o in fresh])
+    peaks: dict[Any, tuple[float, float]] = {}
+    for o in found:
+        if not np.isnan(o.predicted):
+            predicted, measured = peaks.get(o.plan, (0.0, 0.0))
+            peaks[o.plan] = max(predicted, o.predicted), max(measured, o.measured)
+    per_plan = np.array([predicted / measured - 1 for predicted, measured in peaks.values()])
+    covered = [o.low <= o.measured <= o.high for o in fresh if not np.isnan(o.low)]
+    return {
+        "num_predictions": len(fresh),
+        "num_compiled_before": sum(o.known for o in found),
+        "num_not_predictable": sum(bool(np.isnan(o.predicted)) for o in found),
+        **_shares(errors),
+        "mean_abs_error_fraction": float(np.abs(errors).mean()) if len(errors) else None,
+        "max_abs_error_fraction": float(np.abs(errors).max()) if len(errors) else None,
+        "mean_error_fraction": float(errors.mean()) if len(errors) else None,
+        "underpredicted_fraction": float((errors < 0).mean()) if len(errors) else None,
+        "interval_coverage_fraction": float(np.mean(covered)) if covered else None,
+        "per_plan": {
+            "num_predictions": len(per_plan),
+            **_shares(per_plan),
+            "mean_abs_error_fraction": float(np.abs(per_plan).mean()) if len(per_plan) else None,
+            "max_abs_error_fraction": float(np.abs(per_plan).max()) if len(per_plan) else None,
+        },
+    }
+
+
+def _shares(errors: np.ndarray) -> dict[str, float | None]:
+    return {f"within_{p}pct": float((np.abs(errors) <= p / 100).mean()) if len(errors) else None for p in (2, 5, 11)}
+
+
+def _of(found: Sequence[Outcome], schedule: str) -> list[Outcome]:
+    return [o for o in found if o.plan[1] == schedule]
+
+
+def _matching(default: Sequence[Outcome], paper: Sequence[Outcome]) -> list[Outcome]:
+    return [mine for mine, theirs in zip(default, paper, strict=True) if not np.isnan(theirs.predicted)]
+
+
+def as_text(document: dict[str, Any]) -> str:
+    """Both modes side by side."""
+    names = {"default": "default", "default_where_paper_predicts": "default, where the paper predicts", "paper": "paper"}
+    rows = []
+    for key, name in names.items():
+        s = document[key]
+        shares = [_percent(s[f"within_{p}pct"]) for p in (2, 5, 11)]
+        rows.append(
+            [
+                name,
+                s["num_predictions"],
+                *shares,
+                _percent(s["mean_abs_error_fraction"]),
+                _percent(s["max_abs_error_fraction"]),
+                _percent(s["mean_error_fraction"]),
+                _percent(s["interval_coverage_fraction"]),
+            ]
+        )
+    header = ["mode", "predictions", "within 2 %", "within 5 %", "within 11 %", "mean |error|", "max |error|", "mean error", "in interval"]
+    skipped = document["default"]["num_compiled_before"]
+    return "\n".join(
+        [
+            f"{document['num_plans']} random plans of {document['workload']} on {document['cluster']}, target {document['target']}, "
+            f"{' and '.join(document['schedules'])}; {skipped} device predictions of stages compiled before are left out",
+            table(header, rows),
+        ]
+    )
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2%}"

@@ -1,0 +1,164 @@
+"""Execute a plan here, on virtual CPU devices or accelerators: measured memory beside predicted, loss beside that of one device.
+
+Measured is only what was executed: live arrays of this process and the buffer assignment of the running program (on CPU), or
+the allocator (on GPU). The process's resident set is an independent check of the sum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from capture import environment
+from capture.cli.output import emit, say, table
+from capture.errors import PlanError
+from capture.plan import Plan
+from capture.quantities import format_bytes
+from capture.workload import WorkloadSpec
+
+NAME = "run"
+HELP = "execute a plan on the devices of this machine"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", type=Path, metavar="PLAN")
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="updates (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of parameters and data (default: %(default)s)")
+    parser.add_argument("--check", action="store_true", help="compare loss and gradients with one device, and the ledger with live arrays")
+    parser.add_argument("--workload", help="for a plan made from Python objects")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="save the state with Orbax at the end")
+    parser.add_argument("--restore", type=Path, metavar="DIR", help="continue from a saved state, also of another plan of the model")
+
+
+def workload_of(plan: Plan, named: str | None) -> WorkloadSpec:
+    """The workload that a plan remembers, or the one that is named.
+
+    Raises:
+        PlanError: ``plan-workload`` if there is neither.
+    """
+    if named is not None:
+        return WorkloadSpec.parse(named)
+    if plan.workload is None:
+        raise PlanError.of("the plan was made from Python objects and names no workload; give --workload.", "plan-workload")
+    return plan.workload
+
+
+def main(options: argparse.Namespace) -> int:
+    plan = Plan.load(options.plan)
+    spec = workload_of(plan, options.workload)
+    environment.prepare(num_devices=plan.cluster.num_devices)
+    document = execute(
+        plan,
+        spec.load(),
+        num_steps=options.steps,
+        seed=options.seed,
+        check=options.check,
+        report=lambda text: say(options, text),
+        save=options.save,
+        restore=options.restore,
+    )
+    emit(options, document, as_text(document))
+    return 0
+
+
+def execute(
+    plan: Plan,
+    workload: Any,
+    *,
+    num_steps: int,
+    seed: int = 0,
+    check: bool = False,
+    report: Any = lambda text: None,
+    save: Path | None = None,
+    restore: Path | None = None,
+    fast_compile: bool = False,
+) -> dict[str, Any]:
+    """Run some steps and measure the first; the document of ``capture run --json``."""
+    import jax
+    import numpy as np
+
+    from capture.runtime import checkpoint
+    from capture.runtime.meter import measure_step
+    from capture.runtime.pipeline import pipeshard
+    from capture.runtime.reference import ReferenceStep, max_relative_error
+    from capture.workload import takes_key
+
+    report("compiling the stages")
+    step = pipeshard(workload, plan, fast_compile=fast_compile)
+    keys = jax.random.split(jax.random.key(seed), 3)
+    params = workload.init(keys[0])
+    batches = [workload.batch(jax.random.fold_in(keys[1], i), plan.global_batch_size) for i in range(num_steps)]
+    step_keys = [jax.random.fold_in(keys[2], i) if takes_key(workload) else None for i in range(num_steps)]
+    document: dict[str, Any] = {}
+    if check:
+        report("comparing with one device")
+        reference = ReferenceStep(workload, step.traced, plan.num_microbatches)
+        document |= _check(step, reference, params, batches, step_keys, max_relative_error)
+    state = step.init_from(params) if restore is None else checkpoint.restore(step, restore)
+    losses, seconds = [], []
+    measured = None
+    for i, (batch, key) in enumerate(zip(batches, step_keys, strict=True)):
+        start = time.perf_counter()
+        if measured is None:
+            measured = measure_step(step, state, batch, key, strict=check)
+            state, loss = measured.state, measured.loss
+        else:
+            state, metrics = step(state, batch, key)
+            loss = metrics.loss
+        losses.append(loss)
+        seconds.append(time.perf_counter() - start)
+        report(f"step {i}: loss {loss:.6f}")
+    if save is not None:
+        document["saved"] = str(checkpoint.save(step, state, save))
+    predicted = plan.prediction
+    document |= {
+        "predicted_peak_bytes_per_device": None if predicted is None else predicted["peak_bytes_per_device"],
+        "replayed_peak_bytes_per_device": list(step.replay().peak_bytes_per_device),
+        "measured_peak_bytes_per_device": None if measured is None else list(measured.peak_bytes_per_device),
+        "meter": None if measured is None else measured.meter,
+        "ledger_checks": 0 if measured is None else measured.num_checks,
+        "resident_set_peak_bytes": None if measured is None else measured.resident_set_peak_bytes,
+        "resident_set_before_bytes": None if measured is None else measured.resident_set_before_bytes,
+        "loss": [float(np.float64(loss)) for loss in losses],
+        "step_seconds": seconds,
+        "num_devices": plan.cluster.num_devices,
+        "platform": jax.devices()[0].platform,
+        "versions": environment.versions(),
+    }
+    if "reference_loss" in document and restore is None:
+        pairs = zip(document["loss"], document["reference_loss"], strict=True)
+        document["max_relative_loss_error"] = max(abs(a - b) / abs(b) for a, b in pairs)
+    return document
+
+
+def _check(step: Any, reference: Any, params: Any, batches: list[Any], keys: list[Any], error: Any) -> dict[str, Any]:
+    """Loss of every step and gradients of the first, on one device."""
+    state, _ = step.accumulate(step.init_from(params), batches[0], keys[0])
+    mine = step.gradients(state)
+    del state
+    own, optimizer = reference.init(params)
+    _, gradients = reference.loss_and_gradients(own, batches[0], keys[0])
+    losses = []
+    for batch, key in zip(batches, keys, strict=True):
+        own, optimizer, loss = reference(own, optimizer, batch, key)
+        losses.append(float(loss))
+    return {"reference_loss": losses, "max_relative_gradient_error": error(mine, gradients)}
+
+
+def as_text(document: dict[str, Any]) -> str:
+    """A table of devices and the losses."""
+    predicted, measured = document["predicted_peak_bytes_per_device"], document["measured_peak_bytes_per_device"] or []
+    rows = [
+        [d, format_bytes(predicted[d]) if predicted else "-", format_bytes(peak), f"{peak / predicted[d] - 1:+.2%}" if predicted else "-"]
+        for d, peak in enumerate(measured)
+    ]
+    lines = [table(["device", "predicted peak", "measured peak", "error"], rows), f"measured by {document['meter']}"]
+    lines.append("loss " + " ".join(f"{loss:.6f}" for loss in document["loss"]))
+    if "reference_loss" in document:
+        lines.append("one device " + " ".join(f"{loss:.6f}" for loss in document["reference_loss"]))
+        if "max_relative_loss_error" in document:
+            lines.append(f"largest relative error: loss {document['max_relative_loss_error']:.1e}, ")
+            lines[-1] += f"gradients {document['max_relative_gradient_error']:.1e}"
+    return "\n".join(lines)
