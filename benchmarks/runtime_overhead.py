@@ -260,7 +260,7 @@ def main() -> None:
         "benchmark": "runtime_overhead",
         "date": datetime.date.today().isoformat(),
         "hardware": {
-            "platform": platform.platform(),
+            "platform": f"{platform.system()} {platform.machine()}",
             "num_cores": len(os.sched_getaffinity(0)),
             "devices": f"{NUM_DEVICES} virtual CPU devices; the cores are shared by all of them",
         },

@@ -145,8 +145,11 @@ class LayerGraph:
         return tuple(sorted(v for v, reader in self._last_reader.items() if self._producer[v] < cut <= reader))
 
     def stage_params(self, first: int, stop: int) -> tuple[int, ...]:
-        """Parameters of layers [first, stop), each once, ascending."""
-        return tuple(sorted({p for layer in self.layers[first:stop] for p in layer.params}))
+        """Parameters of layers [first, stop), each once, in the order in which the layers first read them.
+
+        Not by index: a tree sorts ``block_10`` before ``block_9``, and equal stages should see equal orders.
+        """
+        return tuple(dict.fromkeys(p for layer in self.layers[first:stop] for p in layer.params))
 
     def stage_batch(self, first: int, stop: int) -> tuple[int, ...]:
         """Batch leaves that layers [first, stop) read, each once, ascending."""

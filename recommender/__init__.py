@@ -1,6 +1,7 @@
-"""Searches for the plan with the least peak memory. Pure NumPy: never loads JAX."""
+"""Plans of least peak memory: from a profile to a recommendation, and the searches behind it. Never loads JAX."""
 
 from recommender.problem import NEVER, InFlightCost, SearchProblem
+from recommender.recommendation import Recommendation, baseline_plan, recommend
 from recommender.result import Infeasible, PlacedStage, SearchResult
 from recommender.search import search
 
@@ -9,7 +10,10 @@ __all__ = [
     "InFlightCost",
     "Infeasible",
     "PlacedStage",
+    "Recommendation",
     "SearchProblem",
     "SearchResult",
+    "baseline_plan",
+    "recommend",
     "search",
 ]

@@ -37,7 +37,7 @@ def main(options: argparse.Namespace) -> int:
     environment.prepare(num_devices=cluster.num_devices)
     from capture.predictor import AdditivePredictor
     from profiling_runs import profile
-    from recommender.recommend import baseline_plan, recommend
+    from recommender import baseline_plan, recommend
 
     spec = WorkloadSpec.parse(WORKLOAD)
     say(options, f"profiling {WORKLOAD} for {cluster} by compiling: nothing is run")

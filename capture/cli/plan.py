@@ -37,7 +37,7 @@ def main(options: argparse.Namespace) -> int:
         needs_paper = options.mode == "paper" or options.merge_layers is not None
         paper = (options.schedule, num_microbatches) if needs_paper else None
         profile = shared.make_profile(options, cluster, global_batch // num_microbatches, progress(options), paper=paper)
-    from recommender.recommend import recommend
+    from recommender import recommend
 
     result = recommend(
         profile,

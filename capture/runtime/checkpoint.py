@@ -137,7 +137,7 @@ def _filled(struct: Any, read: Mapping[str, np.ndarray]) -> Any:
         array = read.get(jax.tree_util.keystr(path))
         if array is None:
             return np.empty(expected.shape, expected.dtype)
-        return jax.random.wrap_key_data(array, impl=_KEY_IMPLS[str(expected.dtype)]) if _is_key(expected) else array
+        return jax.random.wrap_key_data(jnp.asarray(array), impl=_KEY_IMPLS[str(expected.dtype)]) if _is_key(expected) else array
 
     return jax.tree_util.tree_map_with_path(filled, struct)
 

@@ -59,7 +59,7 @@ def to_device(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 def to_host(array: jax.Array) -> Any:
     """A NumPy array; typed random keys, which NumPy lacks, stay JAX arrays, on the default device."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(np.asarray(jax.random.key_data(array)), impl=jax.random.key_impl(array))
+        return jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(array))), impl=jax.random.key_impl(array))
     return np.asarray(array)
 
 

@@ -215,7 +215,7 @@ class AllocatorMeter:
     def peak_bytes_per_device(self) -> tuple[int, ...] | None:
         """None where the platform keeps no such statistics (CPU)."""
         peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in self._devices]
-        return None if None in peaks else tuple(map(int, peaks))
+        return None if None in peaks else tuple(int(peak) for peak in peaks if peak is not None)
 
 
 class ResidentSetMeter:

@@ -94,7 +94,7 @@ class TracedOptimizer:
 
         def step(params, state, grads):
             leaves, tree = jax.tree.flatten(grads)
-            grads = tree.unflatten([jnp.zeros_like(g) if p in unread else g for p, g in enumerate(leaves)])
+            grads = jax.tree.unflatten(tree, [jnp.zeros_like(g) if p in unread else g for p, g in enumerate(leaves)])
             updates, state = optimizer.update(grads, state, params)
             new = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
             return jax.tree.leaves(new), jax.tree.leaves(state)
@@ -210,9 +210,7 @@ class SlicedOptimizer:
     def _wanted(self, stage_id: int) -> list[Any]:
         outputs, n = self._update_program.outputs, self._num_params
         params = [outputs[p] for p, s in self._stage_of_param.items() if s == stage_id]
-        state = [
-            outputs[n + k] for k, owners in enumerate(self._state_params) if all(self._stage_of_param[p] == stage_id for p in owners)
-        ]
+        state = [outputs[n + k] for k, owners in enumerate(self._state_params) if all(self._stage_of_param[p] == stage_id for p in owners)]
         return params + state
 
     def _refuse(self, shape: tuple[int, ...], params: Any) -> None:

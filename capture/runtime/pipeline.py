@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from capture.errors import ExecutionError, PlanError, Violation
-from capture.graph import Tensor
 from capture.interface import owned_and_borrowed, plan_interfaces
 from capture.ledger import Ledger
 from capture.plan import Plan
 from capture.runtime.dispatch import Action, Frame, bind, to_device, to_host
+from capture.runtime.microbatches import split_microbatches
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
 from capture.runtime.programs import Executable, StagePrograms
 from capture.runtime.sharding import ModelSharding
@@ -61,7 +61,12 @@ class StepMetrics:
 
 
 def pipeshard(
-    workload: WorkloadProtocol, plan: Plan, devices: Sequence[jax.Device] | None = None, rule: Rule | None = None, *, fast_compile: bool = False
+    workload: WorkloadProtocol,
+    plan: Plan,
+    devices: Sequence[jax.Device] | None = None,
+    rule: Rule | None = None,
+    *,
+    fast_compile: bool = False,
 ) -> PipelinedStep:
     """Compile a plan's stages and return its training step.
 
@@ -87,7 +92,9 @@ def pipeshard(
             "run-devices",
         )
     traced = trace_for_plan(workload, plan)
-    return PipelinedStep(workload, plan, traced, list(devices), ModelSharding(traced, rule or plan.tensor_parallel_rule), fast_compile)
+    return PipelinedStep(
+        workload, plan, traced, list(devices), ModelSharding(traced, rule or cast(Rule, plan.tensor_parallel_rule)), fast_compile
+    )
 
 
 def trace_for_plan(workload: WorkloadProtocol, plan: Plan) -> TracedModel:
@@ -120,7 +127,15 @@ def trace_for_plan(workload: WorkloadProtocol, plan: Plan) -> TracedModel:
 class PipelinedStep:
     """A compiled training step of a plan. Made by ``pipeshard``."""
 
-    def __init__(self, workload: WorkloadProtocol, plan: Plan, traced: TracedModel, devices: list[Any], sharding: ModelSharding, fast_compile: bool = False):
+    def __init__(
+        self,
+        workload: WorkloadProtocol,
+        plan: Plan,
+        traced: TracedModel,
+        devices: list[Any],
+        sharding: ModelSharding,
+        fast_compile: bool = False,
+    ):
         self.workload, self.plan, self.traced = workload, plan, traced
         self.devices = devices[: plan.cluster.num_devices]
         graph = traced.graph
@@ -217,7 +232,7 @@ class PipelinedStep:
         return self._join(found)
 
     def _join(self, leaves: dict[int, np.ndarray]) -> PyTree:
-        tree = jax.tree.structure(self.traced.split_struct)
+        tree: Any = jax.tree.structure(self.traced.split_struct)  # JAX's stubs leave its methods out
         return self.traced.join_params(tree.unflatten([leaves[p] for p in range(tree.num_leaves)]))
 
     def optimizer_state(self, state: PipelineState) -> PyTree:
@@ -321,51 +336,8 @@ def _initial(stage: StagePrograms, leaves: Sequence[np.ndarray], state_leaves: S
     return jax.jit(make, out_shardings=(of_params, of_state, of_params))(params, given)
 
 
-def split_microbatches(traced: TracedModel, num_microbatches: int, batch: PyTree, key: jax.Array | None) -> list[list[Any]]:
-    """Per micro-batch, the leaves of ``graph.batch`` on the host, the micro-batch's own key last if the loss takes one.
-
-    Args:
-        traced: At the micro-batch size.
-        num_microbatches: M; leaf dimensions that hold the examples are cut into M equal parts, other leaves are shared.
-        batch: A global batch.
-        key: Of the step; micro-batch m gets ``jax.random.fold_in(key, m)``.
-
-    Raises:
-        ExecutionError: ``run-batch`` naming every leaf of another shape or dtype.
-    """
-    tensors = traced.graph.batch
-    host = jax.tree.map(_host_leaf, batch)
-    keys = [None] * num_microbatches if key is None else _microbatch_keys(key, num_microbatches)
-    try:
-        parts = [traced.batch_leaves(host, own) for own in keys]
-    except ValueError as error:  # of JAX's flattening; it names the first difference
-        raise ExecutionError.of(f"the batch has another structure than the plan's: {error}.", "run-batch") from None
-    ExecutionError.check(_batch_violations(tensors, parts[0], num_microbatches))
-    return [[_part(leaf, tensor, m) for leaf, tensor in zip(leaves, tensors, strict=True)] for m, leaves in enumerate(parts)]
-
-
-def _host_leaf(leaf: Any) -> np.ndarray:
-    """As JAX would take it: 64-bit numbers as 32-bit, unless it is told to keep them."""
-    array = np.asarray(leaf)
-    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
-
-
 def _host_or_key(leaf: Any) -> Any:
     return leaf if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.asarray(leaf)
-
-
-@partial(jax.jit, static_argnums=1)
-def _microbatch_keys(key: jax.Array, num_microbatches: int) -> list[jax.Array]:
-    """One program instead of one per key. A loop, because not every kind of key folds the same under ``jax.vmap``."""
-    keys = jax.lax.map(lambda m: jax.random.fold_in(key, m), np.arange(num_microbatches))
-    return [keys[m] for m in range(num_microbatches)]
-
-
-def _part(leaf: Any, tensor: Tensor, microbatch: int) -> Any:
-    if tensor.batch_dim is None:
-        return leaf
-    size = tensor.shape[tensor.batch_dim]
-    return leaf[(slice(None),) * tensor.batch_dim + (slice(microbatch * size, (microbatch + 1) * size),)]
 
 
 def _leaf_violations(what: str, expected: Sequence[Any], given: Sequence[Any], code: str) -> list[Violation]:
@@ -379,18 +351,3 @@ def _leaf_violations(what: str, expected: Sequence[Any], given: Sequence[Any], c
         for i, (struct, leaf) in enumerate(zip(expected, given, strict=True))
         if tuple(np.shape(leaf)) != tuple(struct.shape) or leaf.dtype != struct.dtype
     ]
-
-
-def _batch_violations(tensors: Sequence[Tensor], leaves: Sequence[Any], num_microbatches: int) -> list[Violation]:
-    found = []
-    for tensor, leaf in zip(tensors, leaves, strict=True):
-        expected = tuple(size * num_microbatches if d == tensor.batch_dim else size for d, size in enumerate(tensor.shape))
-        if tuple(leaf.shape) != expected or str(leaf.dtype) != tensor.dtype:
-            found.append(
-                Violation(
-                    f"{tensor.name} has shape {tuple(leaf.shape)} {leaf.dtype}; the plan was made for {expected} {tensor.dtype} "
-                    f"({num_microbatches} micro-batches).",
-                    "run-batch",
-                )
-            )
-    return found

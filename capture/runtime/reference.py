@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from capture.runtime.pipeline import split_microbatches
+from capture.runtime.microbatches import split_microbatches
 from capture.tracing import TracedModel
 from capture.workload import PyTree, WorkloadProtocol
 
@@ -49,7 +49,9 @@ class ReferenceStep:
 
     def loss_and_gradients(self, params: PyTree, batch: PyTree, key: jax.Array | None = None) -> tuple[float, PyTree]:
         """Mean loss and mean gradients over the micro-batches."""
-        tree, losses, total = jax.tree.structure(batch), [], None
+        losses: list[float] = []
+        tree: Any = jax.tree.structure(batch)  # JAX's stubs leave its methods out
+        total = None
         for leaves in split_microbatches(self.traced, self.num_microbatches, batch, key):
             count = tree.num_leaves
             loss, grads = self._grad(params, tree.unflatten(leaves[:count]), *leaves[count:])
