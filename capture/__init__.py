@@ -1,6 +1,7 @@
 """CAPTURE: which stages, devices and schedule train a JAX model in the least memory, known before anything runs.
 
-The public names load their module on first use, so ``import capture`` loads no framework and planning from a profile never does.
+The public names load their module on first use, so ``import capture`` loads no framework and planning from a profile never does;
+only ``pipeshard`` loads JAX. Profiles are made by ``profiling_runs.profile``, plans by ``recommender.recommend``.
 """
 
 from __future__ import annotations
@@ -12,11 +13,19 @@ __version__ = "0.1.0"
 
 #: Module of each public name. A name must not be that of a submodule: once loaded, the submodule would hide it.
 _MODULE_OF = {
+    "AdditivePredictor": "capture.predictor",
     "CaptureError": "capture.errors",
     "Cluster": "capture.cluster",
     "LayerGraph": "capture.graph",
+    "Plan": "capture.plan",
+    "Prediction": "capture.predictor",
+    "Profile": "capture.profile",
+    "StageChoice": "capture.choices",
+    "StagePlan": "capture.plan",
+    "Store": "capture.store",
     "Workload": "capture.workload",
     "WorkloadSpec": "capture.workload",
+    "pipeshard": "capture.runtime.pipeline",
 }
 
 __all__ = ["__version__", *_MODULE_OF]

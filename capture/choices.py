@@ -31,7 +31,7 @@ class StageChoice:
 def paper_choices(max_devices: int, *, remat: Remat = "none", shard_optimizer: bool = False) -> dict[int, tuple[StageChoice, ...]]:
     """Data *or* tensor parallelism, in powers of two: 2 log2(k) + 1 choices for at most k devices.
 
-    Source: CAPTURE III-C; its count 2 log2(k) - 1 leaves out two choices (readings C-j, C-k, C-r).
+    Source: CAPTURE III-C; its count 2 log2(k) - 1 leaves out two choices (READINGS.md, C-j, C-k, C-r).
 
     Example:
         >>> sum(len(choices) for choices in paper_choices(4).values())

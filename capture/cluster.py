@@ -65,7 +65,7 @@ class Cluster:
         nodes, as Alpa's submeshes do; with ``any_divisor`` its degree may be any divisor of the node's size, not
         only a power of two.
 
-        Source: CAPTURE III-C (degrees are powers of two up to the devices of a node; reading C-j, C-k).
+        Source: CAPTURE III-C (degrees are powers of two up to the devices of a node: READINGS.md, C-j and C-k).
 
         Example:
             >>> Cluster((4,)).stage_degrees()

@@ -12,6 +12,7 @@ import os
 import platform
 import shlex
 import sys
+import warnings
 from importlib import metadata
 from pathlib import Path
 
@@ -70,6 +71,12 @@ def check() -> list[Violation]:
         for flag in _required()
         if given.get(_name(flag)) != _value(flag)
     ]
+
+
+def warn() -> None:
+    """Warn of what ``check`` finds: what measures and runs in a user's own process calls it, where nobody may have called ``prepare``."""
+    for violation in check():
+        warnings.warn(str(violation), stacklevel=3)
 
 
 def active_flags() -> tuple[str, ...]:

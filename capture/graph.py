@@ -142,7 +142,12 @@ class LayerGraph:
 
         A skip connection over several layers crosses every cut in between: it passes through the stages there.
         """
-        return tuple(sorted(v for v, reader in self._last_reader.items() if self._producer[v] < cut <= reader))
+        return self._crossings[cut]
+
+    @cached_property
+    def _crossings(self) -> tuple[tuple[int, ...], ...]:
+        spans = sorted((v, self._producer[v], reader) for v, reader in self._last_reader.items())
+        return tuple(tuple(v for v, made, read in spans if made < cut <= read) for cut in range(self.num_layers + 1))
 
     def stage_params(self, first: int, stop: int) -> tuple[int, ...]:
         """Parameters of layers [first, stop), each once, in the order in which the layers first read them.
@@ -157,7 +162,11 @@ class LayerGraph:
 
     def param_owner(self, param: int) -> int:
         """The first layer that reads a parameter: its stage updates it."""
-        return next(layer.layer_id for layer in self.layers if param in layer.params)
+        return self._owners[param]
+
+    @cached_property
+    def _owners(self) -> dict[int, int]:
+        return {p: layer.layer_id for layer in reversed(self.layers) for p in layer.params}
 
     @cached_property
     def num_parameters(self) -> int:

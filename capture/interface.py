@@ -43,7 +43,8 @@ class StageCost:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StageCost:
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in data.items()})
+        fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+        return cls(**fields)
 
 
 def owned_and_borrowed(graph: LayerGraph, first: int, stop: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

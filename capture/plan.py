@@ -23,6 +23,9 @@ PLAN_SCHEMA_VERSION = 1
 Remat = Literal["none", "dots", "full"]
 REMAT_POLICIES: tuple[Remat, ...] = ("none", "dots", "full")
 
+TensorParallelRule = Literal["auto", "largest"]
+TENSOR_PARALLEL_RULES: tuple[TensorParallelRule, ...] = ("auto", "largest")
+
 
 @dataclass(frozen=True)
 class StagePlan:
@@ -101,7 +104,7 @@ class Plan:
 
     Raises:
         PlanError: every rule that is broken, with its code: ``plan-stages``, ``plan-layers``, ``plan-devices``, ``plan-degrees``,
-            ``plan-batch``, ``plan-schedule``, ``plan-remat``.
+            ``plan-batch``, ``plan-schedule``, ``plan-remat``, ``plan-rule``.
     """
 
     cluster: Cluster
@@ -111,7 +114,7 @@ class Plan:
     num_microbatches: int
     schedule: str = "1f1b"
     auto_layers: bool = False
-    tensor_parallel_rule: str = "auto"
+    tensor_parallel_rule: TensorParallelRule = "auto"
     model_hash: str = ""
     workload: WorkloadSpec | None = None
     prediction: Mapping[str, Any] | None = field(default=None, compare=False)
@@ -244,6 +247,9 @@ def _violations(plan: Plan) -> list[Violation]:
     found = batch_violations(plan.global_batch_size, plan.num_microbatches)
     if plan.schedule not in SCHEDULES:
         found.append(Violation(f"schedule={plan.schedule!r} is unknown; choose one of {', '.join(SCHEDULES)}.", "plan-schedule"))
+    if plan.tensor_parallel_rule not in TENSOR_PARALLEL_RULES:
+        rules = ", ".join(TENSOR_PARALLEL_RULES)
+        found.append(Violation(f"tensor_parallel_rule={plan.tensor_parallel_rule!r} is unknown; choose one of {rules}.", "plan-rule"))
     found += _layer_violations(plan.stages, plan.num_layers)
     found += _device_violations(plan.stages, plan.cluster)
     for s, stage in enumerate(plan.stages):

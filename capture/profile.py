@@ -18,6 +18,7 @@ from capture.choices import StageChoice
 from capture.errors import ProfileError
 from capture.graph import LayerGraph, Tensor
 from capture.interface import StageCost
+from capture.plan import TensorParallelRule
 from capture.workload import WorkloadSpec
 
 PROFILE_SCHEMA_VERSION = 1
@@ -91,7 +92,7 @@ class Profile:
     provenance: Mapping[str, Any]
     workload: WorkloadSpec | None = None
     auto_layers: bool = False
-    tensor_parallel_rule: str = "auto"
+    tensor_parallel_rule: TensorParallelRule = "auto"
     microbatch_sizes: tuple[int, ...] = ()
     model_hashes: Mapping[int, str] = field(default_factory=dict)
     paper: Mapping[str, Any] | None = None
@@ -192,6 +193,8 @@ class Profile:
             data = json.loads(path.read_text())
         except FileNotFoundError:
             raise ProfileError.of(f"profile {str(path)!r} does not exist.", "profile-file") from None
+        except OSError as error:
+            raise ProfileError.of(f"profile {str(path)!r} cannot be read: {error.strerror}.", "profile-file") from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ProfileError.of(f"profile {str(path)!r} is not JSON: {error}. Make it again.", "profile-corrupt") from None
         return cls.from_json(data)

@@ -136,7 +136,7 @@ def _gpipe(num_stages: int, num_microbatches: int) -> list[list[Task]]:
 
 
 def _one_forward_one_backward(num_stages: int, num_microbatches: int) -> list[list[Task]]:
-    """Stage s keeps at most min(S - s, M) micro-batches in flight (PipeDream-Flush; CAPTURE Fig. 2b, reading C-w)."""
+    """Stage s keeps at most min(S - s, M) micro-batches in flight (PipeDream-Flush; CAPTURE Fig. 2b; READINGS.md, C-w)."""
     orders = []
     for s in range(num_stages):
         warmup = min(num_stages - s - 1, num_microbatches)

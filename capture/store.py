@@ -35,13 +35,17 @@ class Store:
         path: Of the database; its folder is made. None keeps it in memory.
 
     Raises:
-        ProfileError: ``store-corrupt`` if the file is no SQLite database, ``store-schema`` if another version wrote it.
+        ProfileError: ``store-corrupt`` if the file is no SQLite database, ``store-schema`` if another version wrote it, ``store-file`` if its
+            folder cannot be made.
     """
 
     def __init__(self, path: Path | None = None):
         self.path = path
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ProfileError.of(f"the folder of store {str(path)!r} cannot be made: {error}. Name another file with --store.", "store-file") from error
         try:
             self._database = sqlite3.connect(":memory:" if path is None else path, timeout=60, isolation_level=None, check_same_thread=False)
             self._database.execute("PRAGMA journal_mode=WAL")
@@ -52,8 +56,9 @@ class Store:
                     "Name another file with --store.",
                     "store-schema",
                 )
-            self._database.execute(_TABLE)
-            self._database.execute(f"PRAGMA user_version={STORE_SCHEMA_VERSION}")
+            if version != STORE_SCHEMA_VERSION:
+                self._database.execute(_TABLE)
+                self._database.execute(f"PRAGMA user_version={STORE_SCHEMA_VERSION}")
         except sqlite3.DatabaseError as error:
             raise ProfileError.of(
                 f"store {str(path)!r} is no database of measurements: {error}. Move it away, or name another file with --store.",

@@ -8,11 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from capture import environment
+from capture.errors import ProfileError
 from capture.interface import StageCost
+from capture.plan import TensorParallelRule
 from capture.profile import StageConfig
 from capture.workload import WorkloadSpec
 
@@ -40,18 +44,28 @@ class WorkerModel:
 
     workload: WorkloadSpec
     num_layers: int | None
-    tensor_parallel_rule: str
+    tensor_parallel_rule: TensorParallelRule
     num_devices: int
 
 
 def measure_in_processes(model: WorkerModel, jobs: Mapping[str, StageConfig], num_workers: int) -> Iterator[Measured]:
-    """Yield measurements as they finish, in any order."""
+    """Yield measurements as they finish, in any order.
+
+    Raises:
+        ProfileError: ``profile-worker`` if a worker process ended; what was yielded stands.
+    """
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(model, os.getpid()))
     try:
         futures = [pool.submit(_measure, key, config) for key, config in jobs.items()]
         for future in as_completed(futures):
             yield future.result()
+    except BrokenProcessPool as error:
+        raise ProfileError.of(
+            f"a worker process that compiles ended before it was done (out of memory?): {error} Finished measurements are kept: run the same "
+            f"command again, with fewer than --workers {num_workers} or with --workers 0.",
+            "profile-worker",
+        ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -59,21 +73,21 @@ def measure_in_processes(model: WorkerModel, jobs: Mapping[str, StageConfig], nu
 def measure_here(backend: Any, jobs: Mapping[str, StageConfig]) -> Iterator[Measured]:
     """The same in this process, one after the other: for workloads that exist only as Python objects."""
     for key, config in jobs.items():
-        yield _timed(key, lambda config=config: backend.try_measure(config))
+        yield _timed(key, partial(backend.try_measure, config))
 
 
 _worker: dict[str, Any] = {}  # the backend of a worker process, set once by its initializer
 
 
 def _start_worker(model: WorkerModel, parent: int) -> None:
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=end_with, args=(parent,), daemon=True).start()
     environment.prepare(num_devices=model.num_devices)
     from capture.profiler.compile import CompileBackend
 
     _worker["backend"] = CompileBackend(model.workload.load(), model.num_layers, model.tensor_parallel_rule)
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """A worker whose parent was killed ends too."""
     while os.getppid() == parent:
         time.sleep(0.5)
@@ -81,7 +95,7 @@ def _end_with(parent: int) -> None:
 
 
 def _measure(key: str, config: StageConfig) -> Measured:
-    return _timed(key, lambda: _worker["backend"].try_measure(config))
+    return _timed(key, partial(_worker["backend"].try_measure, config))
 
 
 def _timed(key: str, measure: Callable[[], Any]) -> Measured:

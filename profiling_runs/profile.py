@@ -10,9 +10,9 @@ from typing import Any
 
 from capture.choices import StageChoice, hybrid_choices
 from capture.cluster import Cluster
-from capture.errors import TargetError
+from capture.errors import PlanError, ProfileError, TargetError, Violation
 from capture.interface import StageCost, stage_interface
-from capture.plan import Plan, StagePlan
+from capture.plan import Plan, Remat, StagePlan, TensorParallelRule
 from capture.predictor import AdditivePredictor
 from capture.predictor.formula import of_interface, peak_of
 from capture.profile import Calibration, Profile, StageConfig
@@ -23,9 +23,11 @@ from capture.schedule import SCHEDULES
 from capture.store import Store
 from capture.workload import WorkloadProtocol, WorkloadSpec
 from profiling_runs.local import Measured, WorkerModel, measure_here, measure_in_processes
+from profiling_runs.runs import executed_profile
 
 CALIBRATION_SEED = 20_240_000
 DEFAULT_CALIBRATION_PLANS = 12
+BACKENDS = ("compile:cpu", "run")
 
 Progress = Callable[[str, int, int], None]
 
@@ -47,7 +49,7 @@ class Measurements:
     num_workers: int
     num_devices: int
     num_layers: int | None
-    rule: str
+    rule: TensorParallelRule
     progress: Progress
     costs: dict[StageConfig, StageCost] = field(default_factory=dict)
     failures: dict[StageConfig, str] = field(default_factory=dict)
@@ -96,7 +98,7 @@ def open_measurements(
     *,
     num_devices: int,
     num_layers: int | None = None,
-    tensor_parallel_rule: str = "auto",
+    tensor_parallel_rule: TensorParallelRule = "auto",
     store: Store | None = None,
     num_workers: int = 2,
     progress: Progress = lambda what, done, total: None,
@@ -123,19 +125,20 @@ def profile(
     microbatch_size: int,
     backend: str = "compile:cpu",
     num_layers: int | None = None,
-    remat: Sequence[str] = ("none",),
+    remat: Sequence[Remat] = ("none",),
     shard_optimizer: bool = False,
     choices: Iterable[StageChoice] | None = None,
     whole_nodes: bool = False,
     any_divisor: bool = False,
     num_neighbours: int = DEFAULT_NEIGHBOURS,
-    tensor_parallel_rule: str = "auto",
+    tensor_parallel_rule: TensorParallelRule = "auto",
     calibration_plans: int = DEFAULT_CALIBRATION_PLANS,
     paper: tuple[str, int] | None = None,
     store: Store | None = None,
     num_workers: int = 2,
     progress: Progress = lambda what, done, total: None,
     measurements: Measurements | None = None,
+    memory_limit_bytes: int | None = None,
 ) -> Profile:
     """Measure a model's layers for every stage that a plan on the cluster may have.
 
@@ -143,29 +146,50 @@ def profile(
         workload: The task, or its name; by name it is measured in worker processes.
         cluster: Decides the degrees to profile.
         microbatch_size: Examples in a micro-batch over all replicas; half of it is profiled too.
-        backend: ``"compile:cpu"``.
+        backend: ``"compile:cpu"`` compiles layer windows and runs nothing. ``"run"`` executes the paper's profiling runs and nothing else:
+            the profile serves the paper's mode alone (see ``executed_profile``), and what is said of windows below does not matter.
         num_layers: None cuts at the model's marks; a number cuts automatically.
         remat, shard_optimizer: Of the stages.
-        choices: Instead of all data- and tensor-parallel degree pairs that fit the cluster.
-        whole_nodes, any_divisor: See ``Cluster.stage_degrees``.
-        num_neighbours: Most neighbours of M_a.
+        choices: Of the windows, instead of all data- and tensor-parallel degree pairs that fit the cluster.
+        whole_nodes, any_divisor: Of the windows; see ``Cluster.stage_degrees``.
+        num_neighbours: Of the windows: most neighbours of M_a.
         tensor_parallel_rule: ``"auto"`` or ``"largest"``.
-        calibration_plans: Random plans whose stages are measured to calibrate the interval; 0 leaves it wide.
-        paper: (schedule, number of micro-batches) to make the paper's profiling runs as well.
+        calibration_plans: Random plans whose stages are measured to calibrate the interval of the windows; 0 leaves it wide.
+        paper: (schedule, number of micro-batches) to make the paper's profiling runs as well; needed with ``"run"``.
         store: Of measurements; in memory if None.
         num_workers: Worker processes.
         progress: Called with (what, done, total).
         measurements: Open already (``open_measurements``); then workload, store and workers are its own.
+        memory_limit_bytes: With ``"run"``: a run that needs more on a device is not made, and named as failed.
 
     Returns:
-        The profile. Stage configs that failed are named in ``failures``.
+        The profile. Stage configs or runs that failed are named in ``failures``.
 
     Raises:
         TargetError: ``target-unknown`` for another backend.
+        ProfileError: ``profile-backend`` for arguments that the backend has no use for, or without those that it needs.
         WorkloadError, TracingError: if the model cannot be traced.
     """
-    if backend != "compile:cpu":
-        raise TargetError.of(f"backend={backend!r} is unknown; this version has compile:cpu.", "target-unknown")
+    _check_backend(backend, paper, memory_limit_bytes, choices, measurements)
+    if backend == "run":
+        assert paper is not None, "checked"
+        executed = executed_profile(
+            workload,
+            cluster,
+            microbatch_size=microbatch_size,
+            schedule=paper[0],
+            num_microbatches=paper[1],
+            num_layers=num_layers,
+            remat=remat[0],
+            shard_optimizer=shard_optimizer,
+            tensor_parallel_rule=tensor_parallel_rule,
+            memory_limit_bytes=memory_limit_bytes,
+            store=store,
+            num_workers=num_workers,
+            progress=progress,
+        )
+        task = workload.load() if isinstance(workload, WorkloadSpec) else workload
+        return replace(executed, warnings=_split_warnings(task, microbatch_size))
     if measurements is None:
         measurements = open_measurements(
             workload,
@@ -194,33 +218,65 @@ def profile(
         tensor_parallel_rule=tensor_parallel_rule,
         microbatch_sizes=sizes,
         model_hashes={size: compiler.traced(size).graph.model_hash for size in sizes},
-        failures=tuple(f"layers {c.first} to {c.stop - 1}, {c.choice}: {error}" for c, error in measurements.failures.items()),
+        warnings=_split_warnings(compiler.workload, microbatch_size),
     )
+    if calibration_plans and not measurements.failures:
+        result = replace(result, calibration=calibrate(result, measurements, cluster, wanted, calibration_plans, whole_nodes, any_divisor))
     if paper is not None:
         runs = paper_profile(measurements, cluster, microbatch_size, *paper, remat=remat[0], shard_optimizer=shard_optimizer)
         result = replace(result, paper=runs.to_json())
-    if calibration_plans and not measurements.failures:
-        result = replace(result, calibration=calibrate(result, measurements, cluster, wanted, calibration_plans, whole_nodes, any_divisor))
-    return result
+    failures = tuple(f"layers {c.first} to {c.stop - 1}, {c.choice}: {error}" for c, error in measurements.failures.items())
+    return replace(result, failures=failures)
+
+
+def _split_warnings(task: WorkloadProtocol, microbatch_size: int) -> tuple[str, ...]:
+    from capture.tracing.batch_split import check_split, split_warning
+
+    warning = split_warning(check_split(task, microbatch_size))
+    return () if warning is None else (warning,)
+
+
+def _check_backend(backend: str, paper: Any, memory_limit_bytes: int | None, *of_windows: Any) -> None:
+    if backend not in BACKENDS:
+        raise TargetError.of(f"backend={backend!r} is unknown; choose one of {', '.join(BACKENDS)}.", "target-unknown")
+    violations = []
+    if backend == "run" and paper is None:
+        violations.append(
+            Violation(
+                "backend='run' makes the paper's profiling runs: give paper=(schedule, num_microbatches), or --mode paper.",
+                "profile-backend",
+            )
+        )
+    if backend == "run" and any(argument is not None for argument in of_windows):
+        violations.append(Violation("choices and measurements are those of compiled windows; backend='run' has none.", "profile-backend"))
+    if backend != "run" and memory_limit_bytes is not None:
+        violations.append(
+            Violation(
+                f"memory_limit_bytes={memory_limit_bytes} is the limit of executed runs, and backend={backend!r} runs nothing; "
+                "use backend='run', or leave it out.",
+                "profile-backend",
+            )
+        )
+    ProfileError.check(violations)
 
 
 def default_choices(
-    cluster: Cluster, microbatch_size: int, remat: Sequence[str], shard_optimizer: bool, whole_nodes: bool, any_divisor: bool
+    cluster: Cluster, microbatch_size: int, remat: Sequence[Remat], shard_optimizer: bool, whole_nodes: bool, any_divisor: bool
 ) -> list[StageChoice]:
     """Every degree pair, for each way to rematerialise."""
     found = []
     for policy in remat:
-        hybrid = hybrid_choices(cluster.num_devices, remat=policy, shard_optimizer=shard_optimizer)  # type: ignore[arg-type]
+        hybrid = hybrid_choices(cluster.num_devices, remat=policy, shard_optimizer=shard_optimizer)
         if any_divisor:
             hybrid = divisor_choices(cluster.num_devices, policy, shard_optimizer)
         found += choices_to_profile(cluster, hybrid, microbatch_size, any_divisor=any_divisor, whole_nodes=whole_nodes)
     return found
 
 
-def divisor_choices(max_devices: int, remat: str, shard_optimizer: bool) -> dict[int, tuple[StageChoice, ...]]:
+def divisor_choices(max_devices: int, remat: Remat, shard_optimizer: bool) -> dict[int, tuple[StageChoice, ...]]:
     """All pairs of degrees whose product is the number of devices, for any number."""
     return {
-        d: tuple(StageChoice(d // tp, tp, remat, shard_optimizer) for tp in range(1, d + 1) if d % tp == 0)  # type: ignore[arg-type]
+        d: tuple(StageChoice(d // tp, tp, remat, shard_optimizer) for tp in range(1, d + 1) if d % tp == 0)
         for d in range(1, max_devices + 1)
     }
 
@@ -232,7 +288,7 @@ def paper_profile(
     schedule: str,
     num_microbatches: int,
     *,
-    remat: str = "none",
+    remat: Remat = "none",
     shard_optimizer: bool = False,
 ) -> PaperStatistics:
     """The paper's profiling runs of a model (see ``capture.profiler.paper``)."""
@@ -260,7 +316,10 @@ def calibrate(
     for choice in choices:
         by_degree[choice.num_devices] = (*by_degree.get(choice.num_devices, ()), choice)
     graph, known = result.graph, {measurements.key(config) for config in result.measurements}
-    draws = random_plans(cluster, graph.num_layers, by_degree, CALIBRATION_SEED, whole_nodes=whole_nodes, any_divisor=any_divisor)
+    try:
+        draws = random_plans(cluster, graph.num_layers, by_degree, CALIBRATION_SEED, whole_nodes=whole_nodes, any_divisor=any_divisor)
+    except PlanError:  # no plan fills the cluster, which the search then reports as its result
+        return Calibration((), CALIBRATION_SEED, 0)
     plans = [plan_of(drawn, result, cluster, 8 * graph.microbatch_size, 8, name) for drawn in islice(draws, num_plans) for name in SCHEDULES]
     configs = [stage_config(stage, graph.microbatch_size) for plan in plans for stage in plan.stages]
     fresh = [config for config in configs if measurements.key(config) not in known]

@@ -1,7 +1,7 @@
 """The paper's search: enumerate placements of stage configurations, pruned by the best peak so far.
 
 The reference that the exact search is compared with, and the way to search under rules that the programme cannot express. Where
-Algorithm 4 is doubtful, this is the reading (its name in brackets):
+Algorithm 4 is doubtful, this is the reading (its id in ``capture/READINGS.md`` in brackets):
 
 * degrees are powers of two up to and including the devices of a node [C-j, C-k], data *or* tensor parallel if ``choices`` says so [C-r];
 * mesh and plan are values, so nothing needs undoing [C-l];

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from capture.choices import StageChoice
 from capture.cluster import Cluster
 from capture.errors import PlanError, ProfileError, Violation
 from capture.plan import Plan, StagePlan, batch_violations
-from capture.predictor import AdditivePredictor, Prediction
+from capture.predictor import AdditivePredictor, Prediction, peak_of
 from capture.predictor.paper import PaperPredictor
 from capture.profile import Profile
 from capture.profiler.paper import PaperStatistics
@@ -21,6 +21,10 @@ from recommender.baselines import fixed_degree_plan
 from recommender.problem import NEVER, SearchProblem
 from recommender.result import PlacedStage, SearchResult
 from recommender.search import search
+
+
+#: Of the cost table of one degree, all its choices together.
+_LARGEST_TABLE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -105,10 +109,19 @@ def recommend(
     if not result.stages:
         return Recommendation("infeasible", None, None, result, _infeasible(result))
     plan = plan_of_stages(result.stages, profile, cluster, global_batch_size, num_microbatches, schedule)
-    prediction = AdditivePredictor(profile).predict(plan)
+    if mode == "default":
+        plan = plan.with_(stages=_with_best_choices(result.stages, problem, AdditivePredictor(profile), plan))
+    prediction = _predict(profile, plan)
     why = _infeasible(result) if result.status == "infeasible" else _why(result, prediction, problem, profile)
     plan = plan.with_(prediction=prediction.to_json(), why=why)
     return Recommendation(result.status, plan, prediction, result, why)
+
+
+def _predict(profile: Profile, plan: Plan) -> Prediction:
+    """By the default predictor, which itemises; by the paper's where the profile holds executed runs alone."""
+    if profile.measurements:
+        return AdditivePredictor(profile).predict(plan)
+    return _paper_predictor(profile).prediction(plan, profile.provenance)
 
 
 def _violations(global_batch_size: int, num_microbatches: int, schedule: str, mode: str) -> list[Violation]:
@@ -136,14 +149,14 @@ def search_problem(
     """The search that a profile poses: predicted bytes of every stage, at every position, for every choice.
 
     Raises:
-        ProfileError: ``profile-degrees`` if no profiled choice fits a stage of one device, ``profile-paper`` without paper statistics.
+        ProfileError: ``profile-degrees`` if no profiled choice fits a stage of one device, ``profile-paper`` without paper statistics,
+            ``profile-windows`` in the default mode if there is nothing else.
     """
     microbatch_size = global_batch_size // num_microbatches
     degrees = {d for here in cluster.stage_degrees(any_divisor=any_divisor, whole_nodes=whole_nodes) for d in here}
     usable: dict[int, list[StageChoice]] = {}
-    for choice in profile.choices:
-        pure = min(choice.data_parallel, choice.tensor_parallel) == 1
-        if choice.num_devices in degrees and microbatch_size % choice.data_parallel == 0 and (mode == "default" or pure):
+    for choice in _choices(profile, mode, degrees):
+        if choice.num_devices in degrees and microbatch_size % choice.data_parallel == 0:
             usable.setdefault(choice.num_devices, []).append(choice)
     if not usable:
         raise ProfileError.of(
@@ -157,14 +170,62 @@ def search_problem(
         profile, num_microbatches
     )
     blocked = _blocked(profile, merge_layers)
-    cost = {}
-    for d, choices in usable.items():
-        table = np.stack([rows(choice) for choice in choices])
-        table[..., blocked] = NEVER
-        cost[d] = table
-    return SearchProblem(
-        cluster, num_layers, {d: tuple(choices) for d, choices in usable.items()}, cost, whole_nodes, any_divisor, memory_limit_bytes
-    )
+    choices = {d: tuple(found) for d, found in usable.items()}
+    cost = {d: _cost_table(found, rows, blocked) for d, found in choices.items()}
+    # In a reduced table the first choice stands for the best one of its degree; ``_with_best_choices`` finds which that is.
+    choices = {d: found if len(cost[d]) == len(found) else found[:1] for d, found in choices.items()}
+    return SearchProblem(cluster, num_layers, choices, cost, whole_nodes, any_divisor, memory_limit_bytes)
+
+
+def _cost_table(choices: Sequence[StageChoice], rows: Callable[[StageChoice], np.ndarray], blocked: np.ndarray) -> np.ndarray:
+    """Bytes of every stage per choice; reduced to the best choice where all of them would not fit into memory comfortably."""
+    first = rows(choices[0])
+    reduce = len(choices) > 1 and first.nbytes * len(choices) > _LARGEST_TABLE_BYTES
+    table = first.copy() if reduce else np.stack([first, *map(rows, choices[1:])])
+    if reduce:
+        for choice in choices[1:]:
+            np.minimum(table, rows(choice), out=table)
+        table = table[None]
+    table[..., blocked] = NEVER
+    return table
+
+
+def _with_best_choices(stages: Sequence[PlacedStage], problem: SearchProblem, predictor: AdditivePredictor, plan: Plan) -> tuple[StagePlan, ...]:
+    """The stages of a plan, each with the best choice of its degree at its position, where the search looked at a reduced table."""
+    resolved = []
+    for s, (placed, stage) in enumerate(zip(stages, plan.stages, strict=True)):
+        if len(problem.cost[placed.choice.num_devices]) > 1 or placed.choice.num_devices == 1:
+            resolved.append(stage)
+            continue
+        occupancies = plan.schedule_table.occupancies[s]
+        best = min(
+            (c for c in predictor.profile.choices if c.num_devices == stage.num_devices and plan.microbatch_size % c.data_parallel == 0),
+            key=lambda c: int(peak_of(predictor.memory(c, plan.microbatch_size), occupancies)[stage.first, stage.stop]),
+        )
+        resolved.append(
+            replace(
+                stage,
+                data_parallel=best.data_parallel,
+                tensor_parallel=best.tensor_parallel,
+                remat=best.remat,
+                shard_optimizer=best.shard_optimizer,
+            )
+        )
+    return tuple(resolved)
+
+
+def _choices(profile: Profile, mode: str, degrees: Collection[int]) -> Sequence[StageChoice]:
+    """The choices of a mode that the profile can predict."""
+    if mode == "paper":
+        known = _paper_predictor(profile).choices(degrees)
+        return [choice for choice in known if choice in profile.choices] if profile.measurements else known
+    if not profile.measurements and profile.paper is not None:
+        raise ProfileError.of(
+            "the profile holds executed runs of the paper's kind alone, which the default predictor cannot use; plan with --mode paper, or "
+            "profile with --backend compile:cpu.",
+            "profile-windows",
+        )
+    return profile.choices
 
 
 def _default_rows(profile: Profile, microbatch_size: int, schedule: str, num_microbatches: int, max_stages: int):
@@ -172,12 +233,16 @@ def _default_rows(profile: Profile, microbatch_size: int, schedule: str, num_mic
     return lambda choice: predictor.peaks(choice, microbatch_size, schedule, num_microbatches, max_stages)
 
 
-def _paper_rows(profile: Profile, num_microbatches: int):
+def _paper_predictor(profile: Profile) -> PaperPredictor:
     if profile.paper is None:
         raise ProfileError.of(
             "the profile has no runs of the paper's kind; make it with capture profile --mode paper.", "profile-paper"
         )
-    predictor = PaperPredictor(PaperStatistics.from_json(profile.paper))
+    return PaperPredictor(PaperStatistics.from_json(profile.paper))
+
+
+def _paper_rows(profile: Profile, num_microbatches: int):
+    predictor = _paper_predictor(profile)
 
     def rows(choice: StageChoice) -> np.ndarray:
         peaks = predictor.peaks(choice, num_microbatches)
@@ -284,9 +349,3 @@ def _infeasible(result: SearchResult) -> dict[str, Any]:
         "least_peak_bytes": why.least_peak_bytes,
         "stage_id": why.stage_id,
     }
-
-
-def with_remat(profile: Profile, remat: str) -> Profile:
-    """The profile restricted to one way to rematerialise."""
-    kept = {config: cost for config, cost in profile.measurements.items() if config.choice.remat == remat}
-    return replace(profile, measurements=kept)

@@ -4,7 +4,7 @@ Adding one stage to two suffixes that use the same devices never changes which o
 only its least vector. That also holds for the C largest values alone: the first difference of two vectors stays the first difference.
 Candidates are compared column by column, and only those that still tie.
 
-Source: CAPTURE III-C, tie-breaking; devices are excluded one at a time until none is left (readings C-o, C-p).
+Source: CAPTURE III-C, tie-breaking; devices are excluded one at a time until none is left (READINGS.md, C-o and C-p).
 """
 
 from __future__ import annotations

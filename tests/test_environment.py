@@ -53,6 +53,11 @@ def test_prepare_only_checks_once_jax_is_imported(jax_010, monkeypatch):
     assert os.environ["XLA_FLAGS"] == ""
 
 
+def test_a_process_that_was_not_prepared_is_warned(jax_010):
+    with pytest.warns(UserWarning, match=r"unset, but jax 0.10.2 needs .* \[environment-xla-flags\]$"):
+        environment.warn()
+
+
 def test_prepare_keeps_flags_that_are_given_in_a_file(jax_010, monkeypatch, tmp_path):
     (tmp_path / "flags").write_text("--xla_a=1\n--xla_b\n")
     monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags"))

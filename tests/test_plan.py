@@ -116,9 +116,10 @@ def test_all_violations_are_reported_at_once():
         StagePlan((2, 3), (0,), remat="some"),
         StagePlan((4, 5), (1, 2, 3), data_parallel=3),
     )
-    call = lambda: Plan(Cluster((4,)), 7, stages, 16, 4, schedule="zigzag")  # noqa: E731
+    call = lambda: Plan(Cluster((4,)), 7, stages, 16, 4, schedule="zigzag", tensor_parallel_rule="most")  # noqa: E731
     assert messages(call) == [
         "schedule='zigzag' is unknown; choose one of gpipe, 1f1b. [plan-schedule]",
+        "tensor_parallel_rule='most' is unknown; choose one of auto, largest. [plan-rule]",
         "stage 1 has layers=[2, 3] but must begin at layer 1 and hold at least one layer; stages cover the layers once, in order. "
         "[plan-layers]",
         "stages end before layer 6 of num_layers=7; they must cover every layer. [plan-layers]",

@@ -27,7 +27,7 @@ MICROBATCHES, MICROBATCH_SIZE, SCHEDULE = 8, 4, "1f1b"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=3, metavar="N", help="updates (default: %(default)s)")
+    parser.add_argument("--steps", type=shared.at_least(1), default=3, metavar="N", help="updates (default: %(default)s)")
     parser.add_argument("--store", type=Path, metavar="FILE", help="measurements, kept and reused (default: ~/.cache/capture/store.sqlite)")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="worker processes that compile (default: %(default)s)")
 
@@ -51,7 +51,7 @@ def main(options: argparse.Namespace) -> int:
         num_workers=options.workers,
         progress=progress(options),
     )
-    batch = {"global_batch_size": MICROBATCHES * MICROBATCH_SIZE, "num_microbatches": MICROBATCHES, "schedule": SCHEDULE}
+    batch: dict[str, Any] = {"global_batch_size": MICROBATCHES * MICROBATCH_SIZE, "num_microbatches": MICROBATCHES, "schedule": SCHEDULE}
     recommended = recommend(measured, cluster, **batch)
     assert recommended.plan is not None, "a plan without a memory limit exists"
     baseline = baseline_plan(measured, cluster, **batch)

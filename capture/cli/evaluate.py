@@ -31,9 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_cluster(parser)
     shared.add_batch(parser)
     shared.add_store(parser)
+    shared.add_profiling(parser)
     parser.set_defaults(schedule="both")
     next(a for a in parser._actions if a.dest == "schedule").choices = (*SCHEDULES, "both")
-    parser.add_argument("--plans", type=int, default=200, metavar="N", help="random plans (default: %(default)s)")
+    parser.add_argument("--plans", type=shared.at_least(1), default=200, metavar="N", help="random plans (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the plans (default: %(default)s)")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write every prediction, as JSON")
 
@@ -71,8 +72,9 @@ def main(options: argparse.Namespace) -> int:
     from profiling_runs.profile import open_measurements, paper_profile, plan_of, profile, stage_config
 
     microbatch_size = global_batch // num_microbatches
+    spec = WorkloadSpec.parse(options.workload)
     measurements = open_measurements(
-        WorkloadSpec.parse(options.workload),
+        spec,
         num_devices=cluster.num_devices,
         num_layers=options.num_layers,
         tensor_parallel_rule=options.tensor_parallel_rule,
@@ -81,7 +83,7 @@ def main(options: argparse.Namespace) -> int:
         progress=progress(options),
     )
     result = profile(
-        measurements.spec,
+        spec,
         cluster,
         microbatch_size=microbatch_size,
         remat=(options.remat,),

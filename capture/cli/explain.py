@@ -146,7 +146,7 @@ def as_text(document: dict[str, Any]) -> str:
     lines = [table(header, rows)]
     if document["stages"][0]["predicted_layers_bytes"] is not None:
         per_layer = [
-            (sum(parts.values()), stage["layers"][0] + i, max(parts, key=lambda c, parts=parts: parts[c]))
+            (sum(parts.values()), stage["layers"][0] + i, max(parts, key=parts.__getitem__))
             for stage in document["stages"]
             for i, parts in enumerate(stage["predicted_layers_bytes"])
             if parts

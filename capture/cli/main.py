@@ -32,12 +32,17 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a verb; a broken rule of the user's input is printed with its code, without a traceback."""
+    """Run a verb; a broken rule of the user's input, or a file that cannot be used, is printed with its code, without a traceback."""
     options = build_parser().parse_args(arguments)
     try:
         return options.main(options)
     except CaptureError as error:
         print("\n".join(f"error: {violation}" for violation in error.violations), file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"error: {error.filename!r}: {error.strerror}. [file]", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted; finished measurements are kept, the same command resumes", file=sys.stderr)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from capture import environment
 from capture.cluster import Cluster
-from capture.errors import PlanError, TargetError
-from capture.plan import REMAT_POLICIES, batch_violations
+from capture.errors import PlanError, ProfileError, TargetError, Violation
+from capture.plan import REMAT_POLICIES, TENSOR_PARALLEL_RULES, batch_violations
 from capture.profile import Profile
 from capture.schedule import SCHEDULES
 from capture.store import Store
 from capture.workload import WorkloadSpec
 
 TARGETS = ("cpu",)
+BACKENDS = ("compile:cpu", "run")
+DEFAULT_NEIGHBOURS = 2
+DEFAULT_CALIBRATION_PLANS = 12
 DEFAULT_MICROBATCHES = 16
 DEFAULT_MICROBATCH_SIZE = 16
 
@@ -38,14 +42,36 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schedule", choices=tuple(SCHEDULES), default="1f1b", help="pipeline schedule (default: %(default)s)")
     parser.add_argument("--remat", choices=REMAT_POLICIES, default="none", help="what the backward pass recomputes (default: %(default)s)")
     parser.add_argument("--shard-optimizer", action="store_true", help="split optimizer state over data-parallel replicas")
-    parser.add_argument("--tensor-parallel-rule", choices=("auto", "largest"), default="auto", help="how parameters are split (default: %(default)s)")
+    parser.add_argument("--tensor-parallel-rule", choices=TENSOR_PARALLEL_RULES, default="auto", help="how parameters are split (default: %(default)s)")
 
 
 def add_store(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--store", type=Path, metavar="FILE", help="measurements, kept and reused (default: ~/.cache/capture/store.sqlite)")
-    parser.add_argument("--workers", type=int, default=2, metavar="N", help="worker processes that compile (default: %(default)s)")
-    parser.add_argument("--neighbours", type=int, default=2, metavar="N", help="most neighbours of M_a (default: %(default)s)")
-    parser.add_argument("--calibration-plans", type=int, default=12, metavar="P", help="random plans that calibrate the interval (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="worker processes that compile; 0: this one (default: %(default)s)")
+
+
+def add_profiling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--neighbours", type=at_least(1), default=DEFAULT_NEIGHBOURS, metavar="N", help="most neighbours of M_a (default: %(default)s)")
+    parser.add_argument(
+        "--calibration-plans", type=at_least(0), default=DEFAULT_CALIBRATION_PLANS, metavar="P", help="random plans that calibrate the interval (default: %(default)s)"
+    )
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of a whole number that has a smallest value.
+
+    Example:
+        >>> at_least(1)("0")
+        Traceback (most recent call last):
+        argparse.ArgumentTypeError: '0' is no whole number of at least 1. [option-number]
+    """
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}. [option-number]")
+        return int(text)
+
+    return read
 
 
 def read_cluster(options: argparse.Namespace) -> Cluster:
@@ -74,21 +100,59 @@ def open_store(options: argparse.Namespace) -> Store:
     return Store(options.store or environment.default_store_path())
 
 
+def add_backend(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--backend",
+        choices=BACKENDS,
+        default=BACKENDS[0],
+        help="compile:cpu compiles and runs nothing; run executes the paper's profiling runs, with --mode paper (default: %(default)s)",
+    )
+
+
+def check_backend(options: argparse.Namespace) -> None:
+    """Refuse what executed runs cannot give, and options that they have no use for.
+
+    Raises:
+        ProfileError: ``profile-backend``.
+    """
+    if options.backend != "run":
+        return
+    violations = []
+    if options.mode != "paper":
+        violations.append(Violation("--backend run makes the runs of the paper's mode alone; add --mode paper.", "profile-backend"))
+    if (options.neighbours, options.calibration_plans) != (DEFAULT_NEIGHBOURS, DEFAULT_CALIBRATION_PLANS):
+        violations.append(
+            Violation("--neighbours and --calibration-plans are of compiled layer windows; leave them out with --backend run.", "profile-backend")
+        )
+    ProfileError.check(violations)
+
+
 def make_profile(
-    options: argparse.Namespace, cluster: Cluster, microbatch_size: int, progress: Any, *, paper: tuple[str, int] | None = None
+    options: argparse.Namespace,
+    cluster: Cluster,
+    microbatch_size: int,
+    progress: Any,
+    *,
+    paper: tuple[str, int] | None = None,
+    remat: str | None = None,
+    shard_optimizer: bool | None = None,
+    memory_limit_bytes: int | None = None,
 ) -> Profile:
-    """Profile the workload of the options through the store."""
+    """Profile the workload of the options through the store; ``remat`` and ``shard_optimizer`` override the options."""
     spec = WorkloadSpec.parse(options.workload)
-    environment.prepare(num_devices=cluster.num_devices)
+    from capture.profiler.paper import most_run_devices
+
+    environment.prepare(num_devices=most_run_devices(cluster.num_devices) if options.backend == "run" else cluster.num_devices)
     from profiling_runs import profile
 
     return profile(
         spec,
         cluster,
         microbatch_size=microbatch_size,
+        backend=options.backend,
         num_layers=options.num_layers,
-        remat=(options.remat,),
-        shard_optimizer=options.shard_optimizer,
+        remat=(remat or options.remat,),
+        shard_optimizer=options.shard_optimizer if shard_optimizer is None else shard_optimizer,
         whole_nodes=options.whole_nodes,
         any_divisor=options.any_divisor,
         num_neighbours=options.neighbours,
@@ -98,4 +162,5 @@ def make_profile(
         store=open_store(options),
         num_workers=options.workers,
         progress=progress,
+        memory_limit_bytes=memory_limit_bytes,
     )

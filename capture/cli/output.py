@@ -32,7 +32,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def progress(options: argparse.Namespace) -> Callable[[str, int, int], None]:
-    """A bar per kind of work on standard error."""
+    """A bar per kind of work on standard error; in a log file, a line now and then."""
     if options.quiet:
         return lambda what, done, total: None
     from tqdm import tqdm
@@ -41,7 +41,8 @@ def progress(options: argparse.Namespace) -> Callable[[str, int, int], None]:
 
     def show(what: str, done: int, total: int) -> None:
         if what not in bars or bars[what].total != total:
-            bars[what] = tqdm(total=total, desc=what, unit="stage", file=sys.stderr, dynamic_ncols=True)
+            pause = 0.1 if sys.stderr.isatty() else 10.0
+            bars[what] = tqdm(total=total, desc=what, unit="stage", file=sys.stderr, dynamic_ncols=True, mininterval=pause)
         bar = bars[what]
         bar.update(done - bar.n)
         if done == total:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from capture.cli import options as shared
 from capture.cli.output import emit, progress, stage_table
+from capture.cli.suggest import cheapest_change
+from capture.cluster import Cluster
+from capture.errors import ProfileError
 from capture.profile import Profile
 from capture.quantities import format_bytes, parse_bytes
+from capture.workload import WorkloadSpec
 
 NAME = "plan"
 HELP = "recommend the plan of least peak memory"
@@ -19,6 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_cluster(parser)
     shared.add_batch(parser)
     shared.add_store(parser)
+    shared.add_profiling(parser)
+    shared.add_backend(parser)
     parser.add_argument("--profile", type=Path, metavar="FILE", help="use this profile instead of measuring")
     parser.add_argument("--memory", metavar="SIZE", help="limit per device, such as 40GB; exit code 1 if nothing fits")
     parser.add_argument("--mode", choices=("default", "paper"), default="default", help="paper: the paper's predictor and space")
@@ -31,8 +40,9 @@ def main(options: argparse.Namespace) -> int:
     cluster = shared.read_cluster(options)
     global_batch, num_microbatches = shared.read_batch(options)
     limit = None if options.memory is None else parse_bytes(options.memory)
+    shared.check_backend(options)
     if options.profile is not None:
-        profile = Profile.load(options.profile)
+        profile = _read_profile(options)
     else:
         needs_paper = options.mode == "paper" or options.merge_layers is not None
         paper = (options.schedule, num_microbatches) if needs_paper else None
@@ -52,12 +62,52 @@ def main(options: argparse.Namespace) -> int:
         any_divisor=options.any_divisor,
         merge_layers=options.merge_layers,
     )
+    document = {**result.to_json(), "warnings": list(profile.warnings)}
     lines = [f"{result.status}: {result.why['summary']}"]
+    if result.status == "infeasible" and limit is not None and options.mode == "default":
+        change = cheapest_change(options, profile, cluster, global_batch, limit, None if options.profile else _reprofile(options, cluster))
+        document["why"] = {**document["why"], "cheapest_change": change}
+        lines.append(f"cheapest change: {change['summary']}" if change else "no single change of those that were tried fits")
     if result.plan is not None and result.prediction is not None:
         lines += [stage_table(result.plan, result.prediction.stages), f"peak {format_bytes(result.prediction.peak_bytes)} per device"]
         if result.status == "ok":
             result.plan.save(options.output)
             lines.append(f"plan -> {options.output} (search: {result.search.algorithm}, {result.search.seconds * 1e3:.1f} ms)")
     lines += [f"warning: {warning}" for warning in profile.warnings]
-    emit(options, {**result.to_json(), "warnings": list(profile.warnings)}, "\n".join(lines))
+    emit(options, document, "\n".join(lines))
     return 0 if result.status == "ok" else 1
+
+
+def _reprofile(options: argparse.Namespace, cluster: Cluster) -> Callable[..., Profile]:
+    global_batch, num_microbatches = shared.read_batch(options)
+
+    def reprofile(*, microbatch_size: int | None = None, **changes: Any) -> Profile:
+        size = microbatch_size or global_batch // num_microbatches
+        return shared.make_profile(options, cluster, size, progress(options), **changes)
+
+    return reprofile
+
+
+def _read_profile(options: argparse.Namespace) -> Profile:
+    """The profile of a file, for the workload as it is named now.
+
+    Raises:
+        ProfileError: ``profile-choice`` if nothing was profiled with the options of the stages.
+    """
+    profile = Profile.load(options.profile)
+    measurements = {
+        config: cost
+        for config, cost in profile.measurements.items()
+        if (config.choice.remat, config.choice.shard_optimizer) == (options.remat, options.shard_optimizer)
+    }
+    kinds = {(c.remat, c.shard_optimizer) for c in profile.choices}
+    if not profile.measurements and profile.paper is not None:  # executed runs alone
+        kinds = {(row["remat"], row["shard_optimizer"]) for row in profile.paper["statistics"]}
+    if (options.remat, options.shard_optimizer) not in kinds:
+        profiled = sorted(f"remat={remat}, shard_optimizer={shard}" for remat, shard in kinds)
+        raise ProfileError.of(
+            f"profile {str(options.profile)!r} has no stage with remat={options.remat}, shard_optimizer={options.shard_optimizer}; it has "
+            f"{'; '.join(profiled) or 'none'}. Ask for those, or profile again.",
+            "profile-choice",
+        )
+    return replace(profile, workload=WorkloadSpec.parse(options.workload), measurements=measurements)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from capture import environment
+from capture.cli.options import at_least
 from capture.cli.output import emit, say, table
 from capture.errors import PlanError
 from capture.plan import Plan
@@ -24,7 +25,7 @@ HELP = "execute a plan on the devices of this machine"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", type=Path, metavar="PLAN")
-    parser.add_argument("--steps", type=int, default=3, metavar="N", help="updates (default: %(default)s)")
+    parser.add_argument("--steps", type=at_least(1), default=3, metavar="N", help="updates (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of parameters and data (default: %(default)s)")
     parser.add_argument("--check", action="store_true", help="compare loss and gradients with one device, and the ledger with live arrays")
     parser.add_argument("--workload", help="for a plan made from Python objects")

@@ -14,7 +14,7 @@ import numpy as np
 from capture.choices import StageChoice
 from capture.errors import ProfileError
 from capture.graph import LayerGraph
-from capture.interface import StageCost, stage_interface
+from capture.interface import StageCost
 from capture.plan import Plan
 from capture.predictor.fit import fit_degrees, fit_line
 from capture.predictor.formula import StageMemory, kept_bytes, peak_of, peak_parts
@@ -45,6 +45,7 @@ class AdditivePredictor:
         self.profile, self._extrapolates = profile, allow_extrapolation
         self._graphs: dict[int, LayerGraph] = {}
         self._tables: dict[tuple[StageChoice, int], np.ndarray] = {}
+        self._params: dict[int, np.ndarray] = {}
         self._memories: dict[tuple[StageChoice, int], StageMemory] = {}
         self._windows: dict[tuple[StageChoice, int], dict[tuple[int, int], np.ndarray]] = {}
         for config, cost in profile.measurements.items():
@@ -59,13 +60,8 @@ class AdditivePredictor:
         return self._graphs[microbatch_size]
 
     def _components(self, first: int, stop: int, choice: StageChoice, microbatch_size: int, cost: StageCost) -> np.ndarray:
-        graph = self.graph(microbatch_size)
-        interface = stage_interface(
-            graph, first, stop, (), choice.data_parallel, self.profile.param_bytes[choice.tensor_parallel], cost
-        )
-        return np.array(
-            [kept_bytes(interface, cost), cost.forward_bytes, cost.backward_bytes, cost.update_bytes, cost.optimizer_bytes], np.float64
-        )
+        kept = kept_bytes(self.graph(microbatch_size), first, stop, choice.data_parallel, cost)
+        return np.array([kept, cost.forward_bytes, cost.backward_bytes, cost.update_bytes, cost.optimizer_bytes], np.float64)
 
     def _measured_table(self, choice: StageChoice, microbatch_size: int) -> tuple[np.ndarray, np.ndarray]:
         try:
@@ -89,7 +85,8 @@ class AdditivePredictor:
         if key not in self._tables:
             sizes = sorted(size for known, size in self._windows if known == choice)
             if microbatch_size in sizes:
-                self._tables[key] = sum(self._measured_table(choice, microbatch_size))
+                table, drift = self._measured_table(choice, microbatch_size)
+                self._tables[key] = table + drift
             elif sizes:
                 tables = [self._measured_table(choice, size) for size in sizes]
                 drift = tables[-1][1] * (microbatch_size / sizes[-1])
@@ -135,45 +132,29 @@ class AdditivePredictor:
     def _exact(self, choice: StageChoice, microbatch_size: int) -> dict[str, np.ndarray]:
         """What the layer graph knows of every stage."""
         graph, dp = self.graph(microbatch_size), choice.data_parallel
-        num_layers = graph.num_layers
+        shape = (graph.num_layers, graph.num_layers + 1)
+        crossing = [[graph.values[v] for v in graph.crossing(cut)] for cut in range(graph.num_layers + 1)]
+        received = np.array([sum(v.shard_bytes(dp) for v in values) for values in crossing])
+        returned = np.array([sum(v.shard_bytes(dp) for v in values if v.differentiable) for values in crossing])
         params = self._stage_params(choice.tensor_parallel)
-        received = np.array([sum(graph.values[v].shard_bytes(dp) for v in graph.crossing(cut)) for cut in range(num_layers + 1)])
-        returned = np.array(
-            [
-                sum(graph.values[v].shard_bytes(dp) for v in graph.crossing(cut) if graph.values[v].differentiable)
-                for cut in range(num_layers + 1)
-            ]
-        )
-        batch = np.zeros((num_layers, num_layers + 1), np.int64)
-        for first in range(num_layers):
-            seen: set[int] = set()
-            for stop in range(first + 1, num_layers + 1):
-                seen.update(graph.layers[stop - 1].batch)
-                batch[first, stop] = sum(graph.batch[b].shard_bytes(dp) for b in seen)
+        leaves = np.array([leaf.shard_bytes(dp) for leaf in graph.batch])
         return {
             "params": params,
             "gradients": params,
-            "received": np.broadcast_to(received[:num_layers, None], params.shape),
-            "gradients_in": np.broadcast_to(returned[None, :], params.shape),
-            "batch": batch,
+            "received": np.broadcast_to(received[:-1, None], shape),
+            "gradients_in": np.broadcast_to(returned[None, :], shape),
+            "batch": _once_per_stage([layer.batch for layer in graph.layers], leaves),
         }
 
     def _stage_params(self, tensor_parallel: int) -> np.ndarray:
         """Parameter bytes of every stage, shared ones counted once."""
-        graph = self.profile.graph
-        if tensor_parallel in self.profile.param_bytes:
-            sizes = np.array(self.profile.param_bytes[tensor_parallel], np.float64)
-        else:
-            sizes = _fit_sizes(self.profile.param_bytes, tensor_parallel)
-        result = np.zeros((graph.num_layers, graph.num_layers + 1), np.int64)
-        for first in range(graph.num_layers):
-            total, seen = 0.0, set[int]()
-            for stop in range(first + 1, graph.num_layers + 1):
-                new = [p for p in graph.layers[stop - 1].params if p not in seen]
-                seen.update(new)
-                total += sizes[new].sum()
-                result[first, stop] = round(total)
-        return result
+        if tensor_parallel not in self._params:
+            if tensor_parallel in self.profile.param_bytes:
+                sizes = np.array(self.profile.param_bytes[tensor_parallel], np.int64)
+            else:
+                sizes = _fit_sizes(self.profile.param_bytes, tensor_parallel)
+            self._params[tensor_parallel] = _once_per_stage([layer.params for layer in self.profile.graph.layers], sizes)
+        return self._params[tensor_parallel]
 
     def peaks(self, choice: StageChoice, microbatch_size: int, schedule: str, num_microbatches: int, max_stages: int) -> np.ndarray:
         """Peaks of every stage at every position: int64 (K, L, L + 1), row j - 1 with j stages to the end (the last row: K or more)."""
@@ -217,7 +198,7 @@ class AdditivePredictor:
             tuple(stage.peak_bytes for stage in order),
             tuple(stage.interval_bytes for stage in order),
             {**self.profile.provenance, "predictor": self.name},
-            INTERVAL_COVERAGE if self.profile.calibration else None,
+            INTERVAL_COVERAGE if self.profile.calibration and self.profile.calibration.errors else None,
         )
 
     def _check_model(self, plan: Plan) -> None:
@@ -269,9 +250,24 @@ def _shared_out(total: int, weights: Sequence[int] | np.ndarray) -> list[int]:
     return np.diff(ends).tolist()
 
 
+def _once_per_stage(items_of_layer: Sequence[Sequence[int]], sizes: np.ndarray) -> np.ndarray:
+    """Per stage [first, stop), the total size of the items that its layers read, each counted once.
+
+    An item counts in stages that begin after its previous reader and reach its next one.
+    """
+    num_layers = len(items_of_layer)
+    new = np.zeros((num_layers, num_layers), np.int64)  # [first, layer]: items of the layer that no layer since first has read
+    last_reader: dict[int, int] = {}
+    for layer, items in enumerate(items_of_layer):
+        for item in dict.fromkeys(items):
+            new[last_reader.get(item, -1) + 1 : layer + 1, layer] += sizes[item]
+            last_reader[item] = layer
+    return np.concatenate([np.zeros((num_layers, 1), np.int64), np.cumsum(new, axis=1)], axis=1)
+
+
 def _fit_sizes(param_bytes: Mapping[int, Sequence[int]], tensor_parallel: int) -> np.ndarray:
     known = sorted(param_bytes)
     whole, most = np.array(param_bytes[known[0]], np.float64), np.array(param_bytes[known[-1]], np.float64)
     # A parameter that is split at the largest known degree is split at this one too.
-    return np.where(most < whole, whole * known[0] / tensor_parallel, whole)
+    return np.ceil(np.where(most < whole, whole * known[0] / tensor_parallel, whole)).astype(np.int64)
 

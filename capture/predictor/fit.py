@@ -18,6 +18,8 @@ def _regress(features: Sequence[Sequence[float]], targets: Sequence[np.ndarray],
     flat = np.stack([np.asarray(t, np.float64).ravel() for t in targets])
     valid = ~np.isnan(flat).any(axis=0)
     result = np.full(flat.shape[1], np.nan)
+    if not valid.any():
+        return result.reshape(shape)
     model = LinearRegression().fit(np.asarray(features, np.float64), flat[:, valid])
     result[valid] = model.predict(np.asarray([at], np.float64))[0]
     return result.reshape(shape)
@@ -42,7 +44,7 @@ def fit_degree(degrees: Sequence[float], values: Sequence[np.ndarray], at: float
         at: The degree to predict.
         transform: ``inverse`` (a + b / k) or ``np.log`` (the paper's).
 
-    Source: CAPTURE III-B3; reading C-h: its own analytic models are a + b / k.
+    Source: CAPTURE III-B3; READINGS.md, C-h: its own analytic models are a + b / k.
 
     Example:
         >>> float(fit_degree([2, 4], [np.array(6.0), np.array(4.0)], 8, inverse).round(6))

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from capture.interface import StageCost
+from capture.graph import LayerGraph
+from capture.interface import StageCost, stage_values
 from capture.schedule import Occupancy
 from capture.step import StageInterface
 
@@ -69,10 +70,17 @@ def of_interface(stage: StageInterface) -> StageMemory:
     )
 
 
-def kept_bytes(stage: StageInterface, cost: StageCost) -> int:
-    """What one micro-batch keeps for its backward pass."""
-    kept = [stage.value_bytes[stage.used[i]] for i in cost.kept_inputs] + [stage.value_bytes[stage.outputs[i]] for i in cost.kept_outputs]
-    return cost.residual_bytes + sum(kept) + sum(stage.batch_bytes[stage.batch[i]] for i in cost.kept_batch)
+def kept_bytes(graph: LayerGraph, first: int, stop: int, data_parallel: int, cost: StageCost) -> int:
+    """What one micro-batch of layers [first, stop) keeps for its backward pass, per device."""
+    total = cost.residual_bytes
+    if cost.kept_inputs or cost.kept_outputs:
+        used, outputs = stage_values(graph, first, stop)
+        kept = [used[i] for i in cost.kept_inputs] + [outputs[i] for i in cost.kept_outputs]
+        total += sum(graph.values[v].shard_bytes(data_parallel) for v in kept)
+    if cost.kept_batch:
+        batch = graph.stage_batch(first, stop)
+        total += sum(graph.batch[batch[i]].shard_bytes(data_parallel) for i in cost.kept_batch)
+    return total
 
 
 def peak_of(memory: StageMemory, occupancies: Sequence[Occupancy]) -> Any:

@@ -34,13 +34,16 @@ def extend_windows(windows: Mapping[tuple[int, int], np.ndarray], num_layers: in
     size = len(next(iter(windows.values())))
     table = np.full((size, num_layers, num_layers + 1), np.nan)
     most = _contiguous(windows, num_layers)
+    # M_a of every layer that has as many neighbours before it as the largest window
+    added = np.zeros((size, num_layers))
+    for layer in range(most - 1, num_layers):
+        first = layer + 1 - most
+        added[:, layer] = windows[first, layer + 1] - (windows[first, layer] if most > 1 else 0)
     for first in range(num_layers):
-        for stop in range(first + 1, num_layers + 1):
-            if stop - first <= most:
-                table[:, first, stop] = windows[first, stop]
-            else:
-                added = windows[stop - most, stop] - windows[stop - most, stop - 1]
-                table[:, first, stop] = table[:, first, stop - 1] + added
+        reach = min(first + most, num_layers)
+        for stop in range(first + 1, reach + 1):
+            table[:, first, stop] = windows[first, stop]
+        table[:, first, reach + 1 :] = windows[first, reach][:, None] + np.cumsum(added[:, reach:], axis=1)
     return table, _drift(table, windows, most)
 
 

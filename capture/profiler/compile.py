@@ -52,6 +52,7 @@ class CompileBackend:
     name = "compile:cpu"
 
     def __init__(self, workload: WorkloadProtocol, num_layers: int | None = None, rule: Rule = "auto", store: Store | None = None):
+        environment.warn()
         self.workload, self._num_layers, self._rule = workload, num_layers, rule
         self.store = Store() if store is None else store
         self._traced: dict[int, TracedModel] = {}

@@ -1,22 +1,26 @@
 """The paper's own profiling runs: generated partitionings, two batch sizes, pipeline-only and 2- and 4-way data and tensor parallel.
 
-A run gives one number per stage, its peak. With a backend that compiles, the run is the replay of the partitioning's own schedule
-over its compiled stages; the micro-batch size stays and their number is halved and quartered (reading C-f).
+A run gives one number per stage, its peak. With the backend ``run`` the partitioning is executed (``capture.profiler.run``); with one
+that compiles, the run is the replay of the partitioning's own schedule over its compiled stages. The micro-batch size stays and
+their number is halved and quartered.
 
-Source: CAPTURE III-A, Description 1; readings C-a to C-f, C-u.
+Source: CAPTURE III-A, Description 1; READINGS.md, C-a to C-f.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
 from capture.choices import StageChoice
+from capture.errors import ProfileError
 from capture.graph import LayerGraph
 from capture.interface import StageCost, stage_interface
+from capture.plan import Remat
 from capture.predictor.formula import of_interface, peak_of
 from capture.profile import StageConfig
 from capture.profiler.partitionings import pipeline_partitionings
@@ -24,6 +28,9 @@ from capture.schedule import make_schedule
 
 #: The five sets of runs: no parallelism inside a stage, and 2- and 4-way data or tensor parallelism.
 PROFILED_CHOICES = (StageChoice(), StageChoice(2, 1), StageChoice(4, 1), StageChoice(1, 2), StageChoice(1, 4))
+
+#: Of a run, where the model has more layers.
+_LEAST_STAGES = 4
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,7 @@ class PaperStatistics:
         schedule: Of the runs.
         microbatch_size: Of the runs.
         failed: Runs that went out of memory or could not be compiled, by name.
+        num_failed_runs: Runs that lack the peak of a stage.
     """
 
     statistics: Mapping[StageChoice, Mapping[int, LayerStatistics]]
@@ -56,12 +64,14 @@ class PaperStatistics:
     schedule: str
     microbatch_size: int
     failed: tuple[str, ...] = ()
+    num_failed_runs: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return {
             "num_runs": self.num_runs,
             "schedule": self.schedule,
             "microbatch_size": self.microbatch_size,
+            "num_failed_runs": self.num_failed_runs,
             "failed": list(self.failed),
             "statistics": [
                 {
@@ -85,7 +95,14 @@ class PaperStatistics:
             choice = StageChoice(row["data_parallel"], row["tensor_parallel"], row["remat"], row["shard_optimizer"])
             layer = LayerStatistics(_to_array(row["isolated_bytes"]), _to_array(row["added_bytes"]))
             statistics.setdefault(choice, {})[row["num_microbatches"]] = layer
-        return cls(statistics, data["num_runs"], data["schedule"], data["microbatch_size"], tuple(data["failed"]))
+        return cls(
+            statistics,
+            data["num_runs"],
+            data["schedule"],
+            data["microbatch_size"],
+            tuple(data["failed"]),
+            data.get("num_failed_runs", len(data["failed"])),
+        )
 
 
 def _to_list(values: np.ndarray) -> list[int | None]:
@@ -110,33 +127,63 @@ class PaperRuns:
 
     def configs(self, microbatch_size: int) -> list[StageConfig]:
         """The distinct stages of all runs."""
-        return [StageConfig(first, stop, self.choice, microbatch_size) for p in self.partitionings for first, stop in _ranges(p)]
+        return [StageConfig(first, stop, self.choice, microbatch_size) for p in self.partitionings for first, stop in ranges(p)]
 
 
-def paper_runs(num_layers: int, num_devices: int, microbatch_size: int, remat: str = "none", shard_optimizer: bool = False) -> list[PaperRuns]:
+@dataclass(frozen=True)
+class RunPeaks:
+    """What came of one run.
+
+    Attributes:
+        peak_bytes: Per stage, on each of its devices; None where there is none.
+        failures: What there is no peak of, and why.
+    """
+
+    peak_bytes: tuple[int | None, ...]
+    failures: tuple[str, ...] = ()
+
+
+def paper_runs(num_layers: int, num_devices: int, microbatch_size: int, remat: Remat = "none", shard_optimizer: bool = False) -> list[PaperRuns]:
     """The five sets for a model and a cluster.
 
-    Each set places the layers on S = D / k sub-meshes; on at least 4, since fewer than 3 isolate no inner layer, and on at most L.
+    Each set places the layers on S = D / k sub-meshes; on at least 4, since fewer than 3 isolate no inner layer, and on at most L - 1,
+    since L stages add no layer to another (3 layers or fewer get no M_a at all).
 
     Args:
         num_layers: L.
-        num_devices: D.
+        num_devices: D; a choice that needs more is left out.
         microbatch_size: A choice whose replicas do not divide it is left out.
         remat, shard_optimizer: Of every stage.
     """
     runs = []
     for choice in PROFILED_CHOICES:
-        if microbatch_size % choice.data_parallel == 0:
-            num_stages = min(num_layers, max(4, num_devices // choice.num_devices))
+        if microbatch_size % choice.data_parallel == 0 and choice.num_devices <= num_devices:
+            num_stages = min(num_layers if num_layers <= 3 else num_layers - 1, max(_LEAST_STAGES, num_devices // choice.num_devices))
             partitionings = tuple(map(tuple, pipeline_partitionings(num_layers, num_stages)))
-            own = StageChoice(choice.data_parallel, choice.tensor_parallel, remat, shard_optimizer)  # type: ignore[arg-type]
+            own = StageChoice(choice.data_parallel, choice.tensor_parallel, remat, shard_optimizer)
             runs.append(PaperRuns(own, partitionings))
     return runs
 
 
-def _ranges(partitioning: Sequence[int]) -> list[tuple[int, int]]:
-    bounds = np.concatenate([[0], np.cumsum(partitioning)]).tolist()
-    return list(zip(bounds, bounds[1:], strict=False))
+def most_run_devices(num_devices: int) -> int:
+    """Most devices that a run for a cluster of ``num_devices`` takes.
+
+    Example:
+        >>> most_run_devices(1), most_run_devices(8), most_run_devices(32)
+        (4, 16, 32)
+    """
+    degrees = [choice.num_devices for choice in PROFILED_CHOICES if choice.num_devices <= num_devices]
+    return max(k * max(_LEAST_STAGES, num_devices // k) for k in degrees)
+
+
+def ranges(partitioning: Sequence[int]) -> list[tuple[int, int]]:
+    """The stages [first, stop) of a partitioning.
+
+    Example:
+        >>> ranges([2, 1, 3])
+        [(0, 2), (2, 3), (3, 6)]
+    """
+    return list(pairwise([0, *accumulate(partitioning)]))
 
 
 def profile_batches(num_microbatches: int) -> tuple[int, ...]:
@@ -152,7 +199,7 @@ def run_paper_profile(
     num_microbatches: int,
     measure: Callable[[StageConfig], StageCost | None],
 ) -> PaperStatistics:
-    """Form M_i and M_a from the peaks of every run.
+    """Form M_i and M_a from runs that are replayed over compiled stages.
 
     Args:
         runs: From ``paper_runs``.
@@ -162,25 +209,59 @@ def run_paper_profile(
         num_microbatches: Of the target; the runs use half and a quarter.
         measure: The cost of a stage config; None if it could not be measured, and the run is named as failed.
     """
+    runs = list(runs)
+    costs = {run.choice: {(c.first, c.stop): measure(c) for c in run.configs(graph.microbatch_size)} for run in runs}
+
+    def replayed(choice: StageChoice, partitioning: Sequence[int], num_microbatches: int) -> RunPeaks:
+        occupancies = make_schedule(schedule, len(partitioning), num_microbatches).occupancies
+        peaks: list[int | None] = []
+        for s, (first, stop) in enumerate(ranges(partitioning)):
+            cost = costs[choice][first, stop]
+            if cost is None:
+                peaks.append(None)
+                continue
+            interface = stage_interface(graph, first, stop, (), choice.data_parallel, param_bytes[choice.tensor_parallel], cost)
+            peaks.append(int(peak_of(of_interface(interface), occupancies[s])))
+        failures = [f"{list(partitioning)} with {choice}, stage {s}" for s, peak in enumerate(peaks) if peak is None]
+        return RunPeaks(tuple(peaks), tuple(failures))
+
+    return form_statistics(runs, graph.num_layers, graph.microbatch_size, schedule, num_microbatches, replayed)
+
+
+def form_statistics(
+    runs: Iterable[PaperRuns],
+    num_layers: int,
+    microbatch_size: int,
+    schedule: str,
+    num_microbatches: int,
+    peaks_of_run: Callable[[StageChoice, tuple[int, ...], int], RunPeaks],
+) -> PaperStatistics:
+    """M_i and M_a for every choice and number of micro-batches, whatever a run is.
+
+    A stage that several partitionings hold counts as in the first of them that gives its peak.
+
+    Args:
+        runs: From ``paper_runs``.
+        num_layers: L.
+        microbatch_size, schedule: Of the runs.
+        num_microbatches: Of the target; the runs use half and a quarter.
+        peaks_of_run: Called with the choice, the partitioning and the number of micro-batches of each run.
+    """
     statistics: dict[StageChoice, dict[int, LayerStatistics]] = {}
-    num_runs, failed = 0, []
+    num_runs, num_failed, failures = 0, 0, list[str]()
     for run in runs:
-        costs = {(c.first, c.stop): measure(c) for c in run.configs(graph.microbatch_size)}
         for m in profile_batches(num_microbatches):
             peaks: dict[tuple[int, int], int] = {}
             for partitioning in run.partitionings:
+                outcome = peaks_of_run(run.choice, partitioning, m)
                 num_runs += 1
-                occupancies = make_schedule(schedule, len(partitioning), m).occupancies
-                for s, (first, stop) in enumerate(_ranges(partitioning)):
-                    cost = costs[first, stop]
-                    if cost is None:
-                        failed.append(f"{list(partitioning)} with {run.choice}, stage {s}")
-                        continue
-                    sizes = param_bytes[run.choice.tensor_parallel]
-                    interface = stage_interface(graph, first, stop, (), run.choice.data_parallel, sizes, cost)
-                    peaks.setdefault((first, stop), int(peak_of(of_interface(interface), occupancies[s])))
-            statistics.setdefault(run.choice, {})[m] = layer_statistics(peaks, graph.num_layers)
-    return PaperStatistics(statistics, num_runs, schedule, graph.microbatch_size, tuple(dict.fromkeys(failed)))
+                num_failed += None in outcome.peak_bytes
+                failures += outcome.failures
+                for stage, peak in zip(ranges(partitioning), outcome.peak_bytes, strict=True):
+                    if peak is not None:
+                        peaks.setdefault(stage, peak)
+            statistics.setdefault(run.choice, {})[m] = layer_statistics(peaks, num_layers)
+    return PaperStatistics(statistics, num_runs, schedule, microbatch_size, tuple(dict.fromkeys(failures)), num_failed)
 
 
 def layer_statistics(peaks: Mapping[tuple[int, int], int], num_layers: int, *, average: bool = False) -> LayerStatistics:
@@ -216,7 +297,10 @@ def merge_layers(statistics: LayerStatistics, num_merged: int) -> list[tuple[int
     Returns:
         The merged layers as (first, stop).
 
-    Source: CAPTURE III-A3; reading C-u: neighbours only.
+    Raises:
+        ProfileError: ``profile-missing`` if the runs gave no M_i and M_a to merge by.
+
+    Source: CAPTURE III-A3; READINGS.md, C-u: neighbours only.
 
     Example:
         >>> merge_layers(LayerStatistics(np.array([9.0, 2.0, 3.0]), np.array([np.nan, 1.0, 1.0])), 2)
@@ -226,6 +310,12 @@ def merge_layers(statistics: LayerStatistics, num_merged: int) -> list[tuple[int
     isolated, added = list(statistics.isolated), list(statistics.added)
     while len(groups) > max(1, num_merged):
         merged = [isolated[i] + added[i + 1] for i in range(len(groups) - 1)]
+        if np.isnan(merged).all():
+            raise ProfileError.of(
+                f"the layer merger cannot go from {len(groups)} to {num_merged} layers: the paper's runs gave no M_i and M_a for those left "
+                "(4 layers or more are needed, and runs that did not fail).",
+                "profile-missing",
+            )
         i = int(np.nanargmin(merged))
         groups[i : i + 2] = [(groups[i][0], groups[i + 1][1])]
         isolated[i : i + 2] = [merged[i]]

@@ -6,8 +6,9 @@
     then       the first GPU is fixed to q layers and the procedure repeats on the next
     lines 14-15, last: [.., q, 1, 1], [.., q - 1, 1, 2], and its mirror image
 
-As printed, with q = L / G layers per fixed GPU, the last two GPUs' layers are never alone (reading C-a); with
-q = (L - 2) / (G - 2), rounded up, M_a of the last layer but one is missing (C-c). The coverage test decides: any (L, G).
+As printed, with q = L / G layers per fixed GPU, the last two GPUs' layers are never alone; with
+q = (L - 2) / (G - 2), rounded down, M_a of the last layer but one is missing. The coverage test decides, for any (L, G)
+(READINGS.md, C-a to C-d).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Coverage:
 
 
 def coverage(partitionings: list[list[int]], num_layers: int) -> Coverage:
-    """Which M_i and M_a a set of partitionings cannot give (reading C-d: derived from the runs)."""
+    """Which M_i and M_a a set of partitionings cannot give (derived from the runs: READINGS.md, C-d)."""
     ranges = stage_ranges(partitionings)
     alone = {first for first, stop in ranges if stop == first + 1}
     added = {stop - 1 for first, stop in ranges if (first, stop - 1) in ranges}
@@ -69,15 +70,15 @@ def pipeline_partitionings(num_layers: int, num_stages: int) -> list[list[int]]:
         At most L + 1 partitionings for G >= 3 where the paper's scheme applies; numbers of layers per stage, each summing to L.
 
     Raises:
-        ProfileError: ``profile-partitionings`` if G = 2 and L > 3, or G = 1 and L > 1: no partitioning isolates the inner layers.
+        ProfileError: ``profile-partitionings`` if G > L, or G < 3 and L > G: no partitioning isolates the inner layers.
 
-    Source: CAPTURE III-A1, Description 1; readings C-a to C-d.
+    Source: CAPTURE III-A1, Description 1; READINGS.md, C-a to C-d.
 
     Example:
         >>> pipeline_partitionings(4, 4)
         [[1, 1, 1, 1]]
     """
-    if num_stages > num_layers or (num_stages < 3 and num_layers > num_stages + (num_stages == 2)):
+    if num_stages > num_layers or num_stages < min(3, num_layers):
         raise ProfileError.of(
             f"num_layers={num_layers} on num_stages={num_stages}: no partitioning places every layer alone on a stage; "
             "profile with 3 to num_layers stages, or in the default mode, which measures layer windows directly.",

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from capture import environment
 from capture.errors import ExecutionError, PlanError, Violation
 from capture.interface import owned_and_borrowed, plan_interfaces
 from capture.ledger import Ledger
@@ -84,6 +85,7 @@ def pipeshard(
         PlanError: ``plan-other-model`` if the plan was made for another model, ``plan-num-layers``.
         ExecutionError: ``run-devices`` if there are fewer devices than the plan uses.
     """
+    environment.warn()
     devices = jax.devices() if devices is None else devices
     if len(devices) < plan.cluster.num_devices:
         raise ExecutionError.of(

@@ -30,7 +30,7 @@ from capture.tracing import StageSlice
 DATA_AXIS, MODEL_AXIS = "data", "model"
 
 #: Leave out optimisations of machine code: half the compile time, byte-identical buffer assignment.
-_MEASURING_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+_MEASURING_OPTIONS: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +65,7 @@ def compile_program(function: Callable[..., Any], args: Sequence[Any], *, donate
         lowered = jitted.lower(*args)
         compiled = lowered.compile(compiler_options=_MEASURING_OPTIONS if fast_compile else None)
     memory = compiled.memory_analysis()
+    assert memory is not None, "XLA reports the memory of a program on CPU, GPU and TPU"
     transient = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     outputs = jax.tree.map(
         lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding), lowered.out_info, compiled.output_shardings
@@ -234,13 +235,19 @@ class StagePrograms:
         return outputs, residuals
 
     def _forward(self, params, inputs, batch):
-        outputs, residuals = self._forward_saving_all(params, inputs, batch)
-        return outputs, [residuals[i] for i in self._stored]
+        # The traced pass is replayed, not traced again: differentiating a long stage is what takes the time.
+        results = jax.extend.core.jaxpr_as_fun(self._traced_forward)(*params, *inputs, *batch)
+        num_outputs = len(self.layers.outputs)
+        return results[:num_outputs], [results[num_outputs + i] for i in self._stored]
+
+    @cached_property
+    def _traced_forward(self) -> Any:
+        """The forward pass with everything that ``jax.vjp`` saves; its last outputs are the residuals."""
+        return jax.make_jaxpr(self._forward_saving_all)(*self._forward_args)
 
     @cached_property
     def _saving_all(self) -> DataFlow:
-        """The forward pass with everything that ``jax.vjp`` saves; its last outputs are the residuals."""
-        return DataFlow(jax.make_jaxpr(self._forward_saving_all)(*self._forward_args))
+        return DataFlow(self._traced_forward)
 
     @cached_property
     def _stored(self) -> list[int]:

@@ -70,6 +70,6 @@ class ModelSharding:
         return tuple(_shard_bytes(p, spec, degree) for p, spec in zip(self._traced.graph.params, self.specs(degree), strict=True))
 
 
-def _shard_bytes(tensor: Tensor, spec: Sequence[str | None], degree: int) -> int:
+def _shard_bytes(tensor: Tensor, spec: PartitionSpec, degree: int) -> int:
     shape = [size // degree if d < len(spec) and spec[d] else size for d, size in enumerate(tensor.shape)]
     return math.prod(shape) * item_bytes(tensor.dtype)

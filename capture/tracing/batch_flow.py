@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core as jex_core
 
-from capture.tracing.batch_rules import RULES, Step
+from capture.tracing.batch_rules import RULES, Step, grown_dims
 from capture.tracing.batch_states import SAME, Kind, State, broken, constant_state, linear, unknown
 
 _BODIES = {
@@ -35,8 +35,11 @@ def loss_state(closed: Any, doubled: Any, num_params: int) -> State:
     """
     states = []
     for i, (a, b) in enumerate(zip(closed.jaxpr.invars, doubled.jaxpr.invars, strict=True)):
-        grows = a.aval.shape != b.aval.shape
-        states.append(State(Kind.EXAMPLES) if i >= num_params and grows else unknown("a parameter of batch size") if grows else SAME)
+        dims = grown_dims(a.aval.shape, b.aval.shape)
+        regular = i >= num_params and len(dims) == 1
+        states.append(
+            SAME if not dims else State(Kind.EXAMPLES) if regular else unknown(f"input {i} of the loss has no single batch dimension")
+        )
     return walk(closed, doubled, states, "")[0]
 
 
@@ -93,8 +96,13 @@ def _equation(step: Step, states: Sequence[State]) -> Sequence[State]:
 def _differs(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
     simple = (bool, int, float, str, tuple, np.dtype)
     return any(
-        isinstance(value, simple) and key not in _SIZES and not _bodies(value) and value != two.get(key) for key, value in one.items()
+        isinstance(value, simple) and key not in _SIZES and not _bodies(value) and not _equal(value, two.get(key))
+        for key, value in one.items()
     )
+
+
+def _equal(one: Any, two: Any) -> bool:
+    return one == two or (one != one and two != two)  # a fill value may be NaN
 
 
 def _bodies(value: Any) -> bool:
@@ -141,8 +149,6 @@ def _scan(step: Step, states: Sequence[State]) -> list[State]:
     first_row = len(states) - num_scanned
     consts, carry, rows = states[: first_row - num_carry], states[first_row - num_carry : first_row], states[first_row:]
     if step.one.params["length"] == step.two.params["length"]:
-        if any(dims[:1] == (0,) for dims in step.in_grown[first_row:]):
-            return [unknown(f"{step.where} runs over a batch dimension of fixed length")] * len(step.one.outvars)
         loop = _Loop(step.one.params["jaxpr"], step.two.params["jaxpr"], consts, rows, step.where, step.scope)
         carried, collected = loop.run(carry)
         return [*carried, *collected]
@@ -161,7 +167,7 @@ def _while(step: Step, states: Sequence[State]) -> list[State]:
     loop = _Loop(one["body_jaxpr"], two["body_jaxpr"], consts, (), step.where, step.scope)
     carried, _ = loop.run(carry)
     (stop,) = walk(one["cond_jaxpr"], two["cond_jaxpr"], [*cond_consts, *carried], step.scope)
-    if stop == SAME:
+    if stop.is_fixed:
         return carried
     return [_chosen_by(stop, s, f"the number of iterations of {step.where}") for s in carried]
 
@@ -174,7 +180,7 @@ def _cond(step: Step, states: Sequence[State]) -> list[State]:
     results = list(branches[0])
     for other in branches[1:]:
         results = [join(a, b, step.where) for a, b in zip(results, other, strict=True)]
-    return results if index == SAME else [_chosen_by(index, s, f"the branch of {step.where}") for s in results]
+    return results if index.is_fixed else [_chosen_by(index, s, f"the branch of {step.where}") for s in results]
 
 
 def _chosen_by(choice: State, result: State, what: str) -> State:

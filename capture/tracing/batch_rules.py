@@ -98,7 +98,7 @@ def _mover(flow: Flow, is_linear: bool = True, operands: int | None = None) -> R
             return unknown(f"{step.where} rearranges the examples of the micro-batch")
         if any(s.is_aggregated for s in positions):
             return broken(f"{step.where} is not linear in a value computed from the whole micro-batch")
-        if any(not s.is_data_free or s.degree not in (0, None) for s in positions):
+        if not all(s.is_fixed for s in positions):
             return unknown(f"{step.where} reads positions that depend on the data or the batch size")
         return linear(data, step.where) if is_linear else function(data, step.where)
 
@@ -272,6 +272,8 @@ def _reduce(step: Step, states: Sequence[State]) -> State:
 def _dot(step: Step, states: Sequence[State]) -> State:
     (contracted, batched) = step.params["dimension_numbers"]
     result = product(*states, step.where)
+    if result.kind in (Kind.BROKEN, Kind.UNKNOWN):
+        return result
     dims = [step.in_dim(0), step.in_dim(1)]
     for side in (0, 1):
         dim = dims[side]
@@ -281,7 +283,7 @@ def _dot(step: Step, states: Sequence[State]) -> State:
             if dims[1 - side] != contracted[1 - side][list(contracted[side]).index(dim)]:
                 return unknown(f"{step.where} multiplies the batch dimension by another")
             kind = Kind.AGGREGATE if result.kind in (Kind.EXAMPLES, Kind.MIXED) else result.kind
-            return scaled(State(kind, result.degree), 1) if kind in (Kind.SAME, Kind.AGGREGATE) else result
+            return scaled(State(kind, result.degree), 1)
         taken = {*contracted[side], *batched[side]}
         free = [d for d in range(len(step.in_shapes[side])) if d not in taken]
         lead = len(batched[0]) + (len(step.in_shapes[0]) - len(contracted[0]) - len(batched[0]) if side else 0)
@@ -324,7 +326,7 @@ def _gather(step: Step, states: Sequence[State]) -> State:
         indices = State(Kind.EXAMPLES) if indices.kind in (Kind.ADDRESS, Kind.POSITION) else indices
     elif indices.kind in (Kind.ADDRESS, Kind.POSITION):
         return elsewhere
-    if indices.is_data_free and indices.degree in (0, None) and index_dim is None:
+    if indices.is_fixed and index_dim is None:
         return operand
     if operand.is_aggregated:
         return linear([operand, State(Kind.SAME)], step.where) if indices.is_data_free else function(states, step.where)

@@ -63,6 +63,11 @@ class State:
         return self.kind is Kind.SAME
 
     @property
+    def is_fixed(self) -> bool:
+        """Neither data nor the number of examples are in it."""
+        return self.kind is Kind.SAME and self.degree in (0, None)
+
+    @property
     def is_aggregated(self) -> bool:
         return self.kind in _AGGREGATED
 
@@ -80,18 +85,20 @@ def unknown(reason: str) -> State:
 
 def constant_state(value: Any, doubled: Any, where: str) -> State:
     """State of a constant of the program, from its values at n and at 2 n examples."""
-    if value is doubled and not np.ndim(value):
+    if value is doubled or (np.shape(value) == np.shape(doubled) and np.array_equal(value, doubled)):
         return State(Kind.SAME, None if _is_zero(value) else 0.0)
-    if np.shape(value) == np.shape(doubled):
-        if value is doubled or np.array_equal(value, doubled):
-            return State(Kind.SAME, None if _is_zero(value) else 0.0)
-        if np.ndim(value) == 0 and (ratio := float(doubled) / float(value) if float(value) else 0.0) > 0:
-            return State(Kind.SAME, math.log2(ratio))
-    return unknown(f"a constant array that depends on the batch size is read by {where}")
+    if np.shape(value) == np.shape(doubled) == () and float(value) and (ratio := float(doubled) / float(value)) > 0:
+        return State(Kind.SAME, math.log2(ratio))
+    if np.ndim(value) == np.ndim(doubled) == 1 and len(doubled) == 2 * len(value):
+        if np.array_equal(doubled, np.arange(len(doubled))):
+            return State(Kind.POSITION)
+        if np.array_equal(doubled, np.concatenate([value, value])):
+            return SAME
+    return unknown(f"{where} holds a constant that depends on the batch size")
 
 
 def _is_zero(value: Any) -> bool:
-    return np.ndim(value) == 0 and value == 0
+    return np.ndim(value) == 0 and isinstance(value, (bool, int, float, np.generic, np.ndarray)) and value == 0
 
 
 def scaled(state: State, degree: float) -> State:
@@ -113,7 +120,7 @@ def linear(states: Sequence[State], where: str) -> State:
     if kinds <= {Kind.EXAMPLES, Kind.AGGREGATE, Kind.MIXED}:
         degree = common_degree(states)
         if degree is not None and math.isnan(degree):
-            if any(map(_AGGREGATED.__contains__, kinds)):
+            if kinds & set(_AGGREGATED):
                 return broken(f"{where} adds values that grow differently with the number of examples, such as a sum and a mean over them")
             return unknown(f"{where} reads the number of examples")
         return State(kinds.pop() if len(kinds) == 1 else Kind.MIXED if kinds else Kind.SAME, degree)
@@ -147,7 +154,7 @@ def function(states: Sequence[State], where: str, factor: float | None = None) -
     if not kinds <= {Kind.EXAMPLES}:
         return _special(where)
     degree = common_degree(states)
-    if degree is None or degree == 0:
+    if degree is None or math.isclose(degree, 0, abs_tol=1e-6):
         return State(kinds.pop() if kinds else Kind.SAME)
     if factor is None or math.isnan(degree):
         return unknown(f"{where} reads the number of examples")

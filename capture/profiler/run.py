@@ -1,0 +1,285 @@
+"""The backend ``run``, the paper's way to profile: execute the partitionings with the native runtime, two training steps each.
+
+The peaks of the second step count, as the meters of ``capture.runtime.meter`` read them, never as replayed: live arrays and the
+buffer assignment of the running program; in a fresh process on an accelerator its allocator, for those devices whose mark the steps
+have raised above that of the initialisation.
+
+A finished run is content-addressed and never made again. A run that goes out of memory, or needs more than a limit, is a result too:
+the statistics that it alone would give are missing.
+
+Source: CAPTURE III-A; III-A2 on runs that go out of memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+
+from capture import environment
+from capture.choices import StageChoice
+from capture.cluster import Cluster
+from capture.errors import CaptureError
+from capture.graph import content_hash
+from capture.plan import Plan, StagePlan, TensorParallelRule
+from capture.profile import StageConfig
+from capture.profiler.compile import PROGRAM_VERSION, CompileBackend
+from capture.profiler.paper import RunPeaks, ranges
+from capture.quantities import format_bytes
+from capture.runtime.meter import AllocatorMeter, LiveArrayMeter, measure_step
+from capture.runtime.pipeline import PipelinedStep
+from capture.runtime.programs import StagePrograms
+from capture.store import Store
+from capture.workload import WorkloadProtocol, takes_key
+
+
+@dataclass(frozen=True)
+class ProfilingRun:
+    """One execution of a partitioning.
+
+    Attributes:
+        partitioning: Layers per stage.
+        choice: Of every stage.
+        microbatch_size: Examples in a micro-batch over all replicas.
+        num_microbatches: In a step.
+        schedule: ``"gpipe"`` or ``"1f1b"``.
+    """
+
+    partitioning: tuple[int, ...]
+    choice: StageChoice
+    microbatch_size: int
+    num_microbatches: int
+    schedule: str
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.partitioning) * self.choice.num_devices
+
+    @property
+    def configs(self) -> list[StageConfig]:
+        """Its stages."""
+        return [StageConfig(first, stop, self.choice, self.microbatch_size) for first, stop in ranges(self.partitioning)]
+
+    def plan(self) -> Plan:
+        """The run as a plan on a flat cluster of its own size."""
+        choice, k = self.choice, self.choice.num_devices
+        stages = tuple(
+            StagePlan(
+                (first, stop - 1),
+                tuple(range(s * k, (s + 1) * k)),
+                choice.data_parallel,
+                choice.tensor_parallel,
+                choice.remat,
+                choice.shard_optimizer,
+            )
+            for s, (first, stop) in enumerate(ranges(self.partitioning))
+        )
+        global_batch_size = self.num_microbatches * self.microbatch_size
+        return Plan(
+            Cluster((self.num_devices,)), sum(self.partitioning), stages, global_batch_size, self.num_microbatches, self.schedule
+        )
+
+    def failed(self, why: str) -> RunPeaks:
+        """The result of a run that gave no peaks."""
+        dp, tp = self.choice.data_parallel, self.choice.tensor_parallel
+        name = f"run of {list(self.partitioning)} layers, data_parallel={dp} x tensor_parallel={tp}, {self.num_microbatches} micro-batches"
+        return RunPeaks((None,) * len(self.partitioning), (f"{name}: {why}",))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices on which runs are made.
+
+    Attributes:
+        platform, device_kind: As JAX names them.
+        num_devices: That a process has.
+    """
+
+    platform: str
+    device_kind: str
+    num_devices: int
+
+    @classmethod
+    def here(cls) -> Machine:
+        """The devices of this process."""
+        devices = jax.devices()
+        return cls(devices[0].platform, devices[0].device_kind, len(devices))
+
+
+class RunBackend:
+    """``run``: measured peaks per stage of executed partitionings of a model.
+
+    Args:
+        workload: The task.
+        num_layers: None for the model's marks, or the number of layers to cut automatically.
+        rule: How parameters are split.
+        store: Where finished runs are kept.
+        memory_limit_bytes: Per device; a run that needs more fails instead of being made. None for no limit.
+        machine: On which the runs are made, by default this process; another one only to find what is in the store.
+        fresh_process: Whether every run gets a process of its own, so that the allocator's marks are those of the run.
+    """
+
+    name = "run"
+
+    def __init__(
+        self,
+        workload: WorkloadProtocol,
+        num_layers: int | None = None,
+        rule: TensorParallelRule = "auto",
+        store: Store | None = None,
+        *,
+        memory_limit_bytes: int | None = None,
+        machine: Machine | None = None,
+        fresh_process: bool = False,
+    ):
+        self.compiler = CompileBackend(workload, num_layers, rule, store)
+        self.workload, self.memory_limit_bytes, self.fresh_process = workload, memory_limit_bytes, fresh_process
+        self.machine = Machine.here() if machine is None else machine
+        self._stage_keys: dict[StageConfig, str] = {}
+        self._compiled: dict[Any, StagePrograms] = {}
+
+    @property
+    def store(self) -> Store:
+        return self.compiler.store
+
+    @cached_property
+    def provenance(self) -> dict[str, Any]:
+        """What beside the program decides a measurement."""
+        allocator = self.fresh_process and self.machine.platform != "cpu"
+        return {
+            "backend": self.name,
+            "target": self.machine.platform,
+            "device_kind": self.machine.device_kind,
+            "meter": "allocator, else live arrays + XLA buffer assignment" if allocator else "live arrays + XLA buffer assignment",
+            "versions": environment.versions(),
+            "flags": list(environment.active_flags()),
+            "program_version": PROGRAM_VERSION,
+        }
+
+    # ---- the store -------------------------------------------------------------------------------------------------
+
+    def key(self, run: ProfilingRun) -> str:
+        """Content hash of everything that can change the measurement."""
+        for config in run.configs:
+            if config not in self._stage_keys:
+                self._stage_keys[config] = self.compiler.key(config)
+        stages = [self._stage_keys[config] for config in run.configs]
+        model_hash = self.compiler.traced(run.microbatch_size).graph.model_hash
+        return content_hash([self.provenance, model_hash, stages, run.schedule, run.num_microbatches])
+
+    def find(self, run: ProfilingRun) -> RunPeaks | None:
+        """What is known of a run without making it; None if it must be made."""
+        key = self.key(run)
+        found = self.store.get([key, _replay_key(key)])
+        if key in found:
+            return self._limited(run, tuple(found[key]["peak_bytes_per_stage"]), "measured")
+        if _replay_key(key) in found:
+            replayed = self._limited(run, tuple(found[_replay_key(key)]["peak_bytes_per_stage"]), "replayed")
+            if replayed.failures:
+                return replayed
+        if run.num_devices > self.machine.num_devices:
+            return run.failed(f"needs {run.num_devices} devices and there are {self.machine.num_devices} ({self.machine.platform})")
+        return None
+
+    def _limited(self, run: ProfilingRun, peaks: tuple[int, ...], how: str) -> RunPeaks:
+        limit = self.memory_limit_bytes
+        if limit is not None and max(peaks) > limit:
+            return run.failed(f"needs {format_bytes(max(peaks))} on a device ({how}), more than {format_bytes(limit)}")
+        return RunPeaks(peaks)
+
+    def keep(self, run: ProfilingRun, executed: Executed, seconds: float) -> RunPeaks:
+        """Put what came of a run into the store, and say it; what failed for another reason than the limit is tried again next time."""
+        key, peaks = self.key(run), executed.peak_bytes_per_stage
+        if peaks is None:
+            return run.failed(executed.failure)
+        value = {"peak_bytes_per_stage": list(peaks), "meter": executed.meter}
+        self.store.put(key if executed.meter else _replay_key(key), value, provenance=self.provenance, seconds=seconds)
+        return self._limited(run, peaks, "measured" if executed.meter else "replayed")
+
+    def measure(self, run: ProfilingRun) -> RunPeaks:
+        """The peaks of a run, from the store or executed in this process."""
+        if (found := self.find(run)) is not None:
+            return found
+        start = time.perf_counter()
+        return self.keep(run, self.execute(run), time.perf_counter() - start)
+
+    # ---- execution -------------------------------------------------------------------------------------------------
+
+    def execute(self, run: ProfilingRun) -> Executed:
+        """Make a run here; a failure is reported, not raised."""
+        try:
+            return self._execute(run)
+        except CaptureError as error:
+            return Executed(None, "", str(error))
+        except Exception as error:  # one run must not lose the others
+            first_line = (str(error).splitlines() or [""])[0]
+            return Executed(None, "", ("out of memory: " if _is_out_of_memory(error) else f"{type(error).__name__}: ") + first_line)
+
+    def _execute(self, run: ProfilingRun) -> Executed:
+        plan, compiler = run.plan(), self.compiler
+        # As ``pipeshard`` does, but the model is traced once for all runs.
+        traced, sharding = compiler.traced(run.microbatch_size), compiler.sharding(run.microbatch_size)
+        step = PipelinedStep(self.workload, plan, traced, list(jax.devices()), sharding, fast_compile=True)
+        self._reuse_programs(step)
+        if self.memory_limit_bytes is not None:
+            replayed = _per_stage(plan, step.replay().peak_bytes_per_device)
+            if max(replayed) > self.memory_limit_bytes:
+                return Executed(replayed, "")
+        with jax.default_device(jax.devices("cpu")[0]):  # no accelerator ever holds the whole model or the batch
+            keys = jax.random.split(jax.random.key(0), 3)
+            params = jax.tree.map(np.asarray, self.workload.init(keys[0]))
+            batch = jax.tree.map(np.asarray, self.workload.batch(keys[1], plan.global_batch_size))
+        state = jax.block_until_ready(step.init_from(params))
+        initial = AllocatorMeter(step.devices).peak_bytes_per_device
+        key = keys[2] if takes_key(self.workload) else None
+        state, metrics = step(state, batch, key)
+        del metrics  # its losses are live
+        measured = measure_step(step, state, batch, key)
+        peaks, meter = measured.live_peak_bytes_per_device, LiveArrayMeter(step).meter
+        if self.fresh_process and initial is not None:
+            pairs = zip(measured.peak_bytes_per_device, initial, peaks, strict=True)
+            peaks = tuple(allocated if allocated > before else live for allocated, before, live in pairs)
+            meter = f"{measured.meter} where the steps raised it, else {meter}"
+        return Executed(_per_stage(plan, peaks), meter)
+
+    def _reuse_programs(self, step: PipelinedStep) -> None:
+        """Take what an earlier run has compiled for an equal stage on the same devices."""
+        if any(update.summary for update in step.optimizer.stages):
+            return  # its update reads something of every other stage
+        plan = step.plan
+        for s, stage in enumerate(step.stages):
+            size = (plan.microbatch_size, plan.num_microbatches if stage.is_last else 0)  # the loss is divided by their number
+            step.stages[s] = self._compiled.setdefault((plan.stages[s], size, stage.arriving), stage)
+
+
+@dataclass(frozen=True)
+class Executed:
+    """What came of an attempt to make a run; plain data, to be sent between processes.
+
+    Attributes:
+        peak_bytes_per_stage: On each device of a stage; None if the run failed.
+        meter: What they were read from; empty if they were only replayed, because they are above the limit.
+        failure: Why there are none.
+    """
+
+    peak_bytes_per_stage: tuple[int, ...] | None
+    meter: str
+    failure: str = ""
+
+
+def _per_stage(plan: Plan, per_device: Sequence[int]) -> tuple[int, ...]:
+    return tuple(max(per_device[d] for d in stage.devices) for stage in plan.stages)
+
+
+def _replay_key(key: str) -> str:
+    """Of the replayed peaks of a run that is above a limit."""
+    return content_hash([key, "replay"])
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or (isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error))

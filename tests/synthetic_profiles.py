@@ -1,0 +1,102 @@
+"""Profiles with planted statistics: every component of a stage's memory is M_i + the sum of M_a, affine in the examples per device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain as concatenated
+
+import numpy as np
+from synthetic_graphs import chain
+
+from capture.choices import StageChoice, hybrid_choices
+from capture.cluster import Cluster
+from capture.graph import LayerGraph
+from capture.interface import StageCost, stage_values
+from capture.plan import Plan, StagePlan
+from capture.profile import Calibration, Profile, StageConfig, rescaled
+from capture.profiler.windows import window_configs
+
+COMPONENTS = ("residual_bytes", "forward_bytes", "backward_bytes", "update_bytes", "optimizer_bytes")
+MICROBATCH_SIZE = 16
+SIZES = (8, 16)
+
+
+class Planted:
+    """What the measurements of a model come from.
+
+    Attributes:
+        graph: A chain of layers at ``MICROBATCH_SIZE``; value and parameter tensors of a few bytes.
+        fixed: int64 (components, 2, L): bytes of [isolated, added] layers that no degree and no micro-batch changes.
+        per_example: The same per example and device; multiples of 16, so that they stay whole at every degree.
+    """
+
+    def __init__(self, num_layers: int, seed: int = 0, *, largest: int = 1000, skips: Sequence[tuple[int, int]] = ()):
+        generator = np.random.default_rng(seed)
+        self.graph: LayerGraph = rescaled(chain(num_layers, skips=skips), MICROBATCH_SIZE, f"hash{MICROBATCH_SIZE}")
+        self.fixed = generator.integers(0, largest, (len(COMPONENTS), 2, num_layers))
+        self.per_example = 16 * generator.integers(0, largest // 16, (len(COMPONENTS), 2, num_layers))
+        self.per_example[-2:] = 0  # the update sees no examples
+
+    def components(self, config: StageConfig) -> np.ndarray:
+        """Bytes per device: int64 (components,)."""
+        layers, first = np.arange(config.first + 1, config.stop), config.first
+        fixed, per = (t[:, 0, first] + t[:, 1, layers].sum(axis=1) for t in (self.fixed, self.per_example))
+        return fixed + per * config.microbatch_size // config.choice.num_devices
+
+    def cost(self, config: StageConfig) -> StageCost:
+        """What a compiler would report: an inner stage keeps its input, a model of its own cost keeps its batch."""
+        used, _ = stage_values(self.graph, config.first, config.stop)
+        keeps_batch = config.first == 0
+        numbers = dict(zip(COMPONENTS, self.components(config).tolist(), strict=True))
+        return StageCost(**numbers, kept_inputs=tuple(range(len(used))), kept_outputs=(), kept_batch=(0,) if keeps_batch else ())
+
+    def profile(
+        self,
+        choices: Iterable[StageChoice],
+        *,
+        sizes: Sequence[int] = SIZES,
+        num_neighbours: int = 1,
+        errors: Sequence[float] | None = None,
+    ) -> Profile:
+        """Measurements of all windows, as ``profiling_runs.profile`` makes them."""
+        choices = list(choices)
+        configs = window_configs(self.graph.num_layers, choices, sizes, num_neighbours)
+        degrees = {choice.tensor_parallel for choice in choices}
+        return Profile(
+            graph=rescaled(self.graph, max(sizes), f"hash{max(sizes)}"),
+            measurements={config: self.cost(config) for config in configs},
+            param_bytes={tp: tuple(p.nbytes for p in self.graph.params) for tp in degrees},
+            provenance={"backend": "planted", "target": "cpu"},
+            microbatch_sizes=tuple(sizes),
+            model_hashes={size: f"hash{size}" for size in sizes},
+            calibration=None if errors is None else Calibration(tuple(errors), 1, len(errors)),
+        )
+
+
+def hybrid(max_devices: int) -> list[StageChoice]:
+    """All pairs of degrees up to a number of devices, in powers of two."""
+    return list(concatenated.from_iterable(hybrid_choices(max_devices).values()))
+
+
+def make_plan(
+    layers: Sequence[int], choices: Sequence[StageChoice], *, schedule: str = "1f1b", num_microbatches: int = 4, size: int = MICROBATCH_SIZE
+) -> Plan:
+    """A plan by the number of layers and the choice of its stages, on one node."""
+    stages, first, device = [], 0, 0
+    for count, choice in zip(layers, choices, strict=True):
+        devices = tuple(range(device, device + choice.num_devices))
+        stages.append(
+            StagePlan(
+                (first, first + count - 1), devices, choice.data_parallel, choice.tensor_parallel, choice.remat, choice.shard_optimizer
+            )
+        )
+        first, device = first + count, device + choice.num_devices
+    return Plan(Cluster((device,)), first, tuple(stages), size * num_microbatches, num_microbatches, schedule)
+
+
+def configs_of(plan: Plan) -> list[StageConfig]:
+    """The stage config of every stage."""
+    return [
+        StageConfig(s.first, s.stop, StageChoice(s.data_parallel, s.tensor_parallel, s.remat, s.shard_optimizer), plan.microbatch_size)
+        for s in plan.stages
+    ]

@@ -1,0 +1,253 @@
+"""Losses that split over micro-batches, and losses that do not."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from capture.cluster import Cluster
+from capture.tracing.batch_split import SplitCheck, check_split, split_warning
+from capture.workload import Workload, WorkloadProtocol, WorkloadSpec
+from profiling_runs.profile import profile
+
+FEATURES, CLASSES = 6, 5
+
+
+@cache
+def zoo(name: str) -> WorkloadProtocol:
+    return WorkloadSpec.parse(f"models/{name}").load()
+
+
+def toy(loss_fn) -> Workload:
+    """Data x [n, 6], labels [n], weights [n] in (0, 1); parameters [6, 5]."""
+
+    def batch(key, n):
+        x_key, y_key, w_key = jax.random.split(key, 3)
+        labels = jax.random.randint(y_key, (n,), 0, CLASSES)
+        return {"x": jax.random.normal(x_key, (n, FEATURES)), "labels": labels, "weights": jax.random.uniform(w_key, (n,))}
+
+    return Workload(loss_fn, lambda key: jax.random.normal(key, (FEATURES, CLASSES)), batch, optax.sgd(0.1))
+
+
+def losses(w, batch):
+    """Cross-entropy of each example, [n]."""
+    return optax.softmax_cross_entropy_with_integer_labels(batch["x"] @ w, batch["labels"])
+
+
+def abstract(workload, size=4) -> SplitCheck:
+    check = check_split(workload, size, numeric_limit_parameters=0)
+    assert check.method == "abstract"
+    return check
+
+
+def numeric(workload, size=4) -> SplitCheck:
+    check = check_split(workload, size)
+    assert check.method == "numeric"
+    return check
+
+
+@pytest.mark.parametrize("method", [numeric, abstract])
+@pytest.mark.parametrize("name", ["gpt.py:gpt", "moe.py:moe", "unet.py:unet"])
+def test_the_zoo_splits(name, method):
+    check = method(zoo(name))
+    assert check.splits is True, check.reason
+    assert split_warning(check) is None
+
+
+@pytest.mark.parametrize("method", [numeric, abstract])
+def test_batch_statistics_do_not_split(method):
+    check = method(zoo("wide_resnet.py:wide_resnet"))
+    assert check.splits is False
+    assert "Square in WideResNet/norm_stem is not linear in a value computed from the whole micro-batch." in check.reason
+    assert split_warning(check).endswith("[workload-split]")
+
+
+@pytest.mark.parametrize(
+    ("name", "splits"),
+    [
+        ("moe.py:moe?size=380M", True),  # expert groups of two examples
+        ("wide_resnet.py:wide_resnet?size=250M&layers=32", False),
+        ("gpt.py:gpt?dropout=0.1", True),
+    ],
+)
+def test_a_large_model_or_one_with_dropout_is_only_traced(name, splits):
+    check = check_split(zoo(name), 4)
+    assert (check.splits, check.method) == (splits, "abstract"), check.reason
+
+
+def test_a_batch_that_the_model_refuses_is_undecided():
+    check = check_split(zoo("moe.py:moe?size=380M"), 3)  # an example is half an expert group
+    assert check.splits is None
+    assert "cannot be traced for 3 and 6 examples" in check.reason
+    assert split_warning(check).startswith("Whether the loss splits over micro-batches was not decided: ")
+
+
+def per_layer_scan(w, batch):
+    def layer(x, shift):
+        return jax.nn.relu(x + shift), (x**2).mean()
+
+    x, penalties = jax.lax.scan(layer, batch["x"], jnp.arange(3.0))
+    return losses(w, {**batch, "x": x}).mean() + penalties.sum()
+
+
+def summed_in_scan(w, batch):
+    def chunk(total, scale):
+        return total + losses(w * scale, batch).sum(), None
+
+    return jax.lax.scan(chunk, 0.0, jnp.arange(3.0))[0] / batch["x"].shape[0]
+
+
+def normalized_in_scan(w, batch):
+    def layer(x, scale):
+        return scale * x / jnp.sqrt((x**2).mean(0)), None
+
+    return losses(w, {**batch, "x": jax.lax.scan(layer, batch["x"], jnp.ones(3))[0]}).mean()
+
+
+def batch_norm(w, batch):
+    x = batch["x"]
+    return losses(w, {**batch, "x": (x - x.mean(0)) / jnp.sqrt(x.var(0) + 1e-5)}).mean()
+
+
+def own_position(index):
+    def loss(w, batch):
+        return -jax.nn.log_softmax(batch["x"] @ w)[index(batch["x"].shape[0]), batch["labels"]].mean()
+
+    return loss
+
+
+@jax.custom_vjp
+def doubled(x):
+    return 2 * x
+
+
+doubled.defvjp(lambda x: (2 * x, None), lambda _, g: (2 * g,))
+
+SPLIT = {
+    "mean": lambda w, b: losses(w, b).mean(),
+    "sum over number": lambda w, b: losses(w, b).sum() / b["x"].shape[0],
+    "each over number": lambda w, b: (losses(w, b) / b["x"].shape[0]).sum(),
+    "product over number": lambda w, b: losses(w, b) @ b["weights"] / b["x"].shape[0],
+    "over counted ones": lambda w, b: losses(w, b).sum() / jnp.ones_like(b["weights"]).sum(),
+    "weight per example": lambda w, b: (losses(w, b) * b["weights"]).mean(),
+    "penalty": lambda w, b: losses(w, b).mean() + 0.1 * (w**2).sum(),
+    "penalty on each": lambda w, b: (losses(w, b) + 0.1 * (w**2).sum()).mean(),
+    "mean added to each": lambda w, b: (losses(w, b) + 0.1 * (b["x"] ** 2).mean()).mean(),
+    "vmap": lambda w, b: jax.vmap(lambda x: jax.nn.logsumexp(x @ w))(b["x"]).mean(),
+    "batch last": lambda w, b: jnp.tanh(w.T @ b["x"].T).max(0).mean(),
+    "one example at a time": lambda w, b: jax.lax.map(lambda x: jnp.sin(x @ w).sum(), b["x"]).mean(),
+    "arange": own_position(jnp.arange),
+    "constant arange": own_position(lambda n: jnp.asarray(list(range(n)))),
+    "scan over layers": per_layer_scan,
+    "sum in a scan": summed_in_scan,
+    "custom derivative": lambda w, b: doubled(losses(w, b)).mean(),
+    "remat": lambda w, b: jax.checkpoint(losses)(w, b).mean(),
+    "loop": lambda w, b: losses(w, {**b, "x": jax.lax.fori_loop(0, 3, lambda i, x: jnp.sin(x) + i, b["x"])}).mean(),
+    "cond": lambda w, b: jax.lax.cond(w.sum() > 0, lambda: losses(w, b).mean(), lambda: 2 * losses(w, b).mean()),
+    "sort of features": lambda w, b: jnp.sort(b["x"] @ w, -1)[:, 1:].cumsum(-1).mean(),
+}
+NO_SPLIT = {
+    "sum": lambda w, b: losses(w, b).sum(),
+    "weighted mean": lambda w, b: (losses(w, b) * b["weights"]).sum() / b["weights"].sum(),
+    "masked mean": lambda w, b: jnp.where(b["weights"] > 0.3, losses(w, b), 0.0).sum() / (b["weights"] > 0.3).sum(),
+    "max": lambda w, b: losses(w, b).max(),
+    "root of mean": lambda w, b: jnp.sqrt((losses(w, b) ** 2).mean()),
+    "variance": lambda w, b: losses(w, b).var(),
+    "unbiased": lambda w, b: losses(w, b).sum() / (b["x"].shape[0] - 1),
+    "sum and mean": lambda w, b: losses(w, b).mean() + 0.1 * (b["x"] ** 2).sum(),
+    "batch norm": batch_norm,
+    "batch norm in a scan": normalized_in_scan,
+    "product of means": lambda w, b: losses(w, b).mean() * b["weights"].mean(),
+    "contrastive": lambda w, b: jax.nn.logsumexp((b["x"] @ w) @ (b["x"] @ w).T, axis=-1).mean(),
+    "distances": lambda w, b: jnp.abs(losses(w, b)[:, None] - losses(w, b)[None, :]).mean(),
+    "top examples": lambda w, b: jax.lax.top_k(losses(w, b), 2)[0].mean(),
+    "cumulative": lambda w, b: jnp.cumsum(losses(w, b)).mean(),
+    "branch on data": lambda w, b: jax.lax.cond(b["x"].sum() > 0, lambda: losses(w, b).mean(), lambda: 2 * losses(w, b).mean()),
+}
+#: Not followed, whether they split or not.
+UNDECIDED = {
+    "own position": lambda w, b: (losses(w, b) * jnp.arange(b["x"].shape[0])).mean(),
+    "reversed": lambda w, b: (losses(w, b) * b["weights"][::-1]).mean(),
+    "shuffled": lambda w, b: losses(w, b)[b["labels"] % b["x"].shape[0]].mean(),
+    "first examples": lambda w, b: losses(w, b)[:2].mean(),
+    "two views": lambda w, b: jnp.concatenate([b["x"] @ w, jnp.sin(b["x"]) @ w]).mean(),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_losses_that_split(name):
+    check = abstract(toy(SPLIT[name]))
+    assert check.splits is True, check.reason
+
+
+@pytest.mark.parametrize("name", NO_SPLIT)
+def test_losses_that_do_not_split(name):
+    check = abstract(toy(NO_SPLIT[name]))
+    assert check.splits is False, check.reason
+
+
+@pytest.mark.parametrize("name", UNDECIDED)
+def test_undecided_rather_than_wrong(name):
+    assert abstract(toy(UNDECIDED[name])).splits is None
+
+
+@pytest.mark.parametrize("name", ["scan over layers", "sum in a scan", "mean added to each"])
+def test_running_agrees_that_a_loss_splits(name):
+    assert numeric(toy(SPLIT[name])).splits is True
+
+
+@pytest.mark.parametrize("name", ["sum", "weighted mean", "max", "batch norm in a scan"])
+def test_running_agrees_that_a_loss_does_not_split(name):
+    assert numeric(toy(NO_SPLIT[name])).splits is False
+
+
+def test_the_reason_names_the_operation_and_its_scope():
+    def loss(w, batch):
+        with jax.named_scope("weighted"):
+            return (losses(w, batch) * batch["weights"]).sum() / batch["weights"].sum()
+
+    check = abstract(toy(loss))
+    assert check == SplitCheck(False, "abstract", "Div in weighted divides by a value computed from the whole micro-batch.")
+    assert split_warning(check) == (
+        "The loss of a batch is not the mean of the losses of its micro-batches, so a step depends on the number of micro-batches: "
+        "Div in weighted divides by a value computed from the whole micro-batch. [workload-split]"
+    )
+
+
+def test_a_random_key_decides_for_tracing():
+    def noisy(w, batch, key):
+        return (losses(w, batch) * jax.random.bernoulli(key, 0.5, batch["weights"].shape)).mean()
+
+    def normalized(w, batch, key):
+        return losses(w, batch).mean() / jax.random.normal(key, batch["weights"].shape).std()
+
+    assert check_split(toy(noisy), 4) == SplitCheck(True, "abstract", "The loss is a mean over the examples.")
+    assert check_split(toy(normalized), 4).splits is False
+
+
+def test_data_that_hide_a_weighted_mean_are_told():
+    def batch(key, n):
+        return {**toy(None).batch(key, n), "weights": jnp.ones(n)}
+
+    task = toy(NO_SPLIT["weighted mean"])
+    check = check_split(Workload(task.loss_fn, task.init, batch, task.optimizer), 4)
+    assert check.splits is True
+    assert "That may change with other data: Div at the top level of the loss divides by" in check.reason
+
+
+def test_a_profile_warns():
+    def init(key):
+        return {"a": jax.random.normal(key, (FEATURES, FEATURES)), "b": jax.random.normal(key, (FEATURES, CLASSES))}
+
+    def loss(params, batch):
+        x = jax.ad_checkpoint.checkpoint_name(batch["x"] @ params["a"], "layer_boundary")
+        return losses(params["b"], {**batch, "x": x}).sum()
+
+    task = Workload(loss, init, toy(None).batch, optax.sgd(0.1))
+    result = profile(task, Cluster.parse("1x1"), microbatch_size=2, calibration_plans=0)
+    assert len(result.warnings) == 1
+    assert "a sum over the examples, not a mean. [workload-split]" in result.warnings[0]

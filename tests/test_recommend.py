@@ -1,0 +1,206 @@
+"""From a profile to a plan: the search's answer is the best of all plans as the predictor sees them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+import pytest
+from search_kit import brute_force
+from synthetic_profiles import Planted, hybrid
+
+from capture.choices import StageChoice, hybrid_choices
+from capture.cluster import Cluster
+from capture.errors import CaptureError
+from capture.plan import Plan
+from capture.predictor import AdditivePredictor
+from capture.predictor.paper import PaperPredictor
+from capture.profile import Profile
+from capture.profiler.paper import PaperStatistics, merge_layers, paper_runs, run_paper_profile
+from capture.sampling import random_plans
+from capture.schedule import SCHEDULES
+from profiling_runs.profile import divisor_choices, plan_of
+from recommender import baseline_plan, recommend
+from recommender.recommendation import search_problem
+
+BATCH = {"global_batch_size": 128, "num_microbatches": 8}
+
+
+def a_profile(num_layers: int = 6, max_devices: int = 4, seed: int = 0, **options) -> Profile:
+    return Planted(num_layers, seed).profile(hybrid(max_devices), **options)
+
+
+def with_paper(num_layers: int = 8, schedule: str = "gpipe", num_devices: int = 4) -> Profile:
+    planted = Planted(num_layers, 5)
+    profile = planted.profile(hybrid(num_devices))
+    param_bytes = dict.fromkeys((1, 2, 4), profile.param_bytes[1])
+    runs = run_paper_profile(paper_runs(num_layers, num_devices, 16), planted.graph, param_bytes, schedule, 8, planted.cost)
+    return replace(profile, paper=runs.to_json())
+
+
+def codes_of(call) -> tuple[str, ...]:
+    with pytest.raises(CaptureError) as error:
+        call()
+    return error.value.codes
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("seed", range(4))
+def test_the_recommendation_is_the_best_of_all_plans(seed, schedule):
+    """The sorted per-device peaks are the least of every plan, by brute force and by the paper's enumeration."""
+    profile, cluster = a_profile(seed=seed), (Cluster((4,)), Cluster((2, 2)))[seed % 2]
+    result = recommend(profile, cluster, **BATCH, schedule=schedule)
+    best = brute_force(search_problem(profile, cluster, **BATCH, schedule=schedule))
+    assert result.search.sorted_peaks == best
+    assert recommend(profile, cluster, **BATCH, schedule=schedule, algorithm="enumerate").search.sorted_peaks == best
+    assert tuple(sorted(result.prediction.peak_bytes_per_device, reverse=True)) == best
+
+
+@pytest.mark.parametrize("cluster", [Cluster((4, 2)), Cluster((4,) * 4), Cluster((2,)), Cluster((8,)), Cluster((1, 1))], ids=str)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_no_random_plan_is_predicted_to_need_less(cluster, schedule):
+    """Six devices as 4 + 2, sixteen, and fewer than were profiled."""
+    profile = a_profile(18, 8, 2)
+    result = recommend(profile, cluster, **BATCH, schedule=schedule)
+    plan = result.plan
+    assert result.status == "ok" and plan.cluster == cluster
+    assert sorted(d for stage in plan.stages for d in stage.devices) == list(range(cluster.num_devices))
+    predictor = AdditivePredictor(profile)
+    draws = random_plans(cluster, 18, {d: c for d, c in hybrid_choices(8).items()}, 3)
+    for drawn in islice(draws, 100):
+        other = plan_of(drawn, profile, cluster, 128, 8, schedule)
+        mine, theirs = (tuple(sorted(predictor.predict(p).peak_bytes_per_device, reverse=True)) for p in (plan, other))
+        assert mine <= theirs
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_prediction_in_the_plan_is_the_searchs_peak(schedule):
+    result = recommend(a_profile(errors=[0.01]), Cluster((4,)), **BATCH, schedule=schedule)
+    assert result.prediction.peak_bytes_per_device == result.search.peak_bytes_per_device
+    assert result.plan.prediction == result.prediction.to_json()
+    assert result.plan.schedule == schedule and result.plan.model_hash == "hash16"
+    assert Plan.from_json(json.loads(json.dumps(result.plan.to_json()))) == result.plan
+
+
+def test_the_document_has_what_scripts_rely_on():
+    document = json.loads(json.dumps(recommend(a_profile(), Cluster((4,)), **BATCH).to_json()))
+    assert document["status"] == "ok"
+    assert {"layers", "num_devices", "data_parallel", "tensor_parallel"} <= set(document["plan"]["stages"][0])
+    assert len(document["prediction"]["peak_bytes_per_device"]) == 4
+    assert document["search"]["algorithm"] == "minmax" and document["search"]["optimal"] is True and document["search"]["seconds"] > 0
+    assert document["why"]["summary"].startswith(f"{len(document['plan']['stages'])} stages; the peak is ")
+    assert document["why"]["bottleneck_category"] in document["prediction"]["stages"][document["why"]["bottleneck_stage"]]["parts_bytes"]
+
+
+# ---- limits and spaces ---------------------------------------------------------------------------------------------
+
+
+def test_a_memory_limit_that_nothing_fits_is_a_result_with_a_reason():
+    profile, cluster = a_profile(), Cluster((4,))
+    free = recommend(profile, cluster, **BATCH)
+    least = free.search.peak_bytes
+    assert recommend(profile, cluster, **BATCH, memory_limit_bytes=least).status == "ok"
+    result = recommend(profile, cluster, **BATCH, memory_limit_bytes=least - 1)
+    assert result.status == "infeasible"
+    assert result.plan == free.plan  # the least-peak plan, to look at
+    why = result.why
+    assert (why["code"], why["least_peak_bytes"], why["memory_limit_bytes"]) == ("memory-limit", least, least - 1)
+    assert result.search.stages[why["stage_id"]].peak_bytes == least
+    assert why["summary"].startswith(f"The least peak of any plan is {least:,} bytes, 1 above memory_limit_bytes={least - 1:,}: stage_id=")
+
+
+def test_too_few_layers_for_the_devices_is_a_result_without_a_plan():
+    result = recommend(a_profile(3, 1), Cluster((1,) * 8), **BATCH)
+    assert (result.status, result.plan, result.prediction) == ("infeasible", None, None)
+    assert result.why["code"] == "too-few-layers"
+    assert json.loads(json.dumps(result.to_json()))["plan"] is None
+
+
+def test_whole_nodes_and_any_divisor_widen_the_space():
+    choices = [choice for same in divisor_choices(6, "none", False).values() for choice in same]
+    planted = Planted(6, 1)
+    profile = planted.profile([c for c in choices if c.num_devices in (1, 2, 3, 6)], sizes=(24, 48))
+    batch = {"global_batch_size": 48 * 8, "num_microbatches": 8}
+    narrow = recommend(profile, Cluster((3, 3)), **batch).search
+    wide = recommend(profile, Cluster((3, 3)), **batch, any_divisor=True, whole_nodes=True).search
+    assert {s.choice.num_devices for s in narrow.stages} <= {1, 2}
+    assert wide.sorted_peaks <= narrow.sorted_peaks
+    problem = search_problem(profile, Cluster((3, 3)), **batch, schedule="1f1b", any_divisor=True, whole_nodes=True)
+    assert wide.sorted_peaks == brute_force(problem)
+    assert {d for here in problem.degrees for d in here} == {1, 3, 6}
+
+
+def test_the_paper_mode_searches_data_or_tensor_parallelism_by_the_papers_numbers():
+    profile, cluster = with_paper(), Cluster((4,))
+    result = recommend(profile, cluster, **BATCH, schedule="gpipe", mode="paper")
+    assert all(1 in (stage.data_parallel, stage.tensor_parallel) for stage in result.plan.stages)
+    predictor = PaperPredictor(PaperStatistics.from_json(profile.paper))
+    assert result.search.peak_bytes_per_device == tuple(np.ceil(predictor.predict(result.plan)).astype(int))
+    assert result.search.sorted_peaks == brute_force(search_problem(profile, cluster, **BATCH, schedule="gpipe", mode="paper"))
+
+
+@pytest.mark.parametrize("num_merged", [2, 4, 7])
+def test_merged_layers_are_never_cut(num_merged):
+    profile = with_paper()
+    statistics = PaperStatistics.from_json(profile.paper).statistics[StageChoice()]
+    merged = merge_layers(statistics[max(statistics)], num_merged)
+    assert len(merged) == num_merged
+    result = recommend(profile, Cluster((4,)), **BATCH, schedule="gpipe", merge_layers=num_merged)
+    assert {stage.first for stage in result.plan.stages} <= {first for first, _ in merged}
+    free = recommend(profile, Cluster((4,)), **BATCH, schedule="gpipe")
+    assert free.search.sorted_peaks <= result.search.sorted_peaks
+    assert recommend(profile, Cluster((4,)), **BATCH, schedule="gpipe", merge_layers=8).plan == free.plan
+
+
+def test_a_choice_that_does_not_split_the_microbatch_is_not_used():
+    profile = a_profile()
+    problem = search_problem(profile, Cluster((4,)), global_batch_size=16, num_microbatches=8, schedule="1f1b")
+    assert {choice.data_parallel for choices in problem.choices.values() for choice in choices} == {1, 2}
+    assert recommend(profile, Cluster((4,)), global_batch_size=16, num_microbatches=8).plan.microbatch_size == 2
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
+
+
+def test_all_broken_rules_are_named_at_once():
+    profile, cluster = a_profile(2, 1), Cluster((1,))
+    batch = {"global_batch_size": 10, "num_microbatches": 4}
+    assert codes_of(lambda: recommend(profile, cluster, **batch, schedule="zigzag", mode="fast")) == (
+        "plan-batch",
+        "plan-schedule",
+        "recommend-mode",
+    )
+    with pytest.raises(CaptureError) as error:
+        recommend(profile, cluster, **batch)
+    assert str(error.value) == "global_batch_size=10 is not divisible by num_microbatches=4; 8 would be. [plan-batch]"
+
+
+def test_what_the_profile_lacks_is_named():
+    profile, cluster = a_profile(4, 2), Cluster((2,))
+    assert codes_of(lambda: recommend(profile, cluster, **BATCH, mode="paper")) == ("profile-paper",)
+    assert codes_of(lambda: recommend(profile, cluster, **BATCH, merge_layers=2)) == ("profile-paper",)
+    assert codes_of(lambda: recommend(profile, cluster, **BATCH, algorithm="guess")) == ("search-algorithm",)
+    fours = Planted(4).profile([StageChoice(4, 1)])
+    assert codes_of(lambda: recommend(fours, cluster, **BATCH)) == ("profile-degrees",)
+
+
+# ---- baselines -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weigh", ["flops", "params", "layers"])
+def test_the_baseline_shares_layers_out_evenly_and_never_beats_the_search(weigh):
+    profile, cluster = a_profile(8), Cluster((4,))
+    plan = baseline_plan(profile, cluster, **BATCH, schedule="1f1b", weigh=weigh)
+    assert plan.num_stages == 4 and {stage.num_devices for stage in plan.stages} == {1}
+    if weigh != "params":
+        assert [stage.stop - stage.first for stage in plan.stages] == [2, 2, 2, 2]
+    needs = max(AdditivePredictor(profile).predict(plan).peak_bytes_per_device)
+    assert recommend(profile, cluster, **BATCH).search.peak_bytes <= needs
+
+
+def test_with_too_few_layers_the_baseline_takes_a_larger_degree():
+    plan = baseline_plan(a_profile(3), Cluster((4, 4)), **BATCH, schedule="gpipe")
+    assert [stage.num_devices for stage in plan.stages] == [4, 4]
+    assert codes_of(lambda: baseline_plan(a_profile(1, 1), Cluster((2,)), **BATCH, schedule="gpipe")) == ("baseline-degree",)

@@ -1,0 +1,228 @@
+"""The backend ``run``: executed profiling runs give the statistics that compiled ones do, once each."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import optax
+import pytest
+from pipeline_models import mlp
+
+import capture.profiler.run
+from capture.cli.main import main
+from capture.cluster import Cluster
+from capture.errors import ProfileError
+from capture.predictor.paper import PaperPredictor
+from capture.profile import Profile
+from capture.profiler.paper import PaperStatistics
+from capture.profiler.run import Executed, Machine, ProfilingRun, RunBackend, StageChoice
+from capture.store import Store
+from capture.workload import WorkloadSpec
+from profiling_runs import profile
+from recommender import recommend
+
+CLUSTER, MICROBATCH_SIZE, TARGET = Cluster((2,)), 2, ("1f1b", 8)
+TARGETS = {"microbatch_size": MICROBATCH_SIZE, "paper": TARGET}
+#: Sets: one device, 2-way data, 2-way tensor parallel; 4 layers on 3 stages: 3 partitionings, at 2 and at 4 micro-batches.
+NUM_RUNS = 18
+TINY = mlp(optax.adam(1e-3))
+
+
+@pytest.fixture(scope="module")
+def store() -> Store:
+    return Store()
+
+
+@pytest.fixture(scope="module")
+def executed(store) -> Profile:
+    return profile(TINY, CLUSTER, backend="run", store=store, **TARGETS)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Profile:
+    return profile(TINY, CLUSTER, num_neighbours=1, calibration_plans=0, **TARGETS)
+
+
+@pytest.fixture
+def executions(monkeypatch) -> list[ProfilingRun]:
+    """Grows with every run that is executed."""
+    made: list[ProfilingRun] = []
+    execute = RunBackend.execute
+
+    def counted(self, run):
+        made.append(run)
+        return execute(self, run)
+
+    monkeypatch.setattr(RunBackend, "execute", counted)
+    return made
+
+
+def statistics(result: Profile) -> PaperStatistics:
+    assert result.paper is not None
+    return PaperStatistics.from_json(result.paper)
+
+
+def test_executed_statistics_are_the_compiled_ones(executed, compiled):
+    mine, theirs = statistics(executed), statistics(compiled)
+    assert (mine.num_runs, mine.num_failed_runs, mine.failed) == (NUM_RUNS, 0, ()) == (theirs.num_runs, theirs.num_failed_runs, theirs.failed)
+    assert mine.statistics.keys() == theirs.statistics.keys() == {StageChoice(), StageChoice(2, 1), StageChoice(1, 2)}
+    for choice, by_batch in mine.statistics.items():
+        assert sorted(by_batch) == [2, 4]
+        for m, layers in by_batch.items():
+            other = theirs.statistics[choice][m]
+            assert not np.isnan(layers.isolated).any()
+            assert not np.isnan(layers.added[1:]).any()
+            np.testing.assert_array_equal(layers.isolated[:-1], other.isolated[:-1])
+            np.testing.assert_array_equal(layers.added[:-1], other.added[:-1])
+            # The last stage holds its losses until the end of a step, which the formula leaves out.
+            assert 0 <= layers.isolated[-1] - other.isolated[-1] <= 4 * m
+            assert 0 <= layers.added[-1] - other.added[-1] + 4 * m <= 8 * m
+
+
+def test_the_profile_says_what_was_executed(executed):
+    assert executed.measurements == {}
+    assert executed.failures == ()
+    assert executed.provenance["backend"] == "run"
+    assert executed.provenance["target"] == "cpu"
+    assert executed.provenance["meter"] == "live arrays + XLA buffer assignment"
+    assert Profile.from_json(json.loads(json.dumps(executed.to_json()))) == executed
+
+
+def test_a_second_call_executes_nothing(executed, store, executions):
+    again = profile(TINY, CLUSTER, backend="run", store=store, **TARGETS)
+    assert executions == []
+    assert again.paper == executed.paper
+
+
+def test_an_interrupted_profile_goes_on_where_it_stopped(executed, monkeypatch, executions):
+    half = Store()
+
+    def stop(what, done, total):
+        if done == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        profile(TINY, CLUSTER, backend="run", store=half, progress=stop, **TARGETS)
+    assert len(executions) == len(half) == 5
+    fake = Executed((1, 2, 3), "a meter of this test")
+    monkeypatch.setattr(RunBackend, "execute", lambda self, run: executions.append(run) or fake)
+    profile(TINY, CLUSTER, backend="run", store=half, **TARGETS)
+    assert len(executions) == len(set(executions)) == len(half) == NUM_RUNS
+
+
+def test_the_second_step_is_measured_never_the_replay(monkeypatch):
+    steps = []
+    measure = capture.profiler.run.measure_step
+
+    def measured(step, state, batch, key):
+        steps.append(state.num_steps)
+        result = measure(step, state, batch, key)
+        return replace(result, live_peak_bytes_per_device=(11, 12, 13))
+
+    monkeypatch.setattr(capture.profiler.run, "measure_step", measured)
+    backend = RunBackend(TINY)
+    run = ProfilingRun((2, 1, 1), StageChoice(), MICROBATCH_SIZE, 2, "gpipe")
+    assert backend.measure(run).peak_bytes == (11, 12, 13)
+    assert steps == [1]
+
+
+def test_the_same_plan_as_from_compiled_runs(executed, compiled):
+    batch = {"global_batch_size": 16, "num_microbatches": 8, "schedule": "1f1b", "mode": "paper"}
+    mine, theirs = recommend(executed, CLUSTER, **batch), recommend(compiled, CLUSTER, **batch)
+    assert mine.status == theirs.status == "ok"
+    assert mine.plan is not None
+    assert mine.plan == theirs.plan
+    assert mine.prediction is not None
+    expected = PaperPredictor(statistics(executed)).predict(mine.plan)
+    assert mine.prediction.peak_bytes_per_device == tuple(int(np.ceil(peak)) for peak in expected)
+    assert mine.prediction.source["predictor"] == "paper"
+    assert mine.prediction.source["backend"] == "run"
+    assert mine.prediction.coverage is None
+    stage = mine.prediction.stages[0]
+    assert stage.parts == {"not itemised": stage.peak_bytes}
+    assert stage.interval_bytes == (stage.peak_bytes // 2, 2 * stage.peak_bytes)
+
+
+def test_the_default_mode_refuses_executed_runs(executed):
+    with pytest.raises(ProfileError) as error:
+        recommend(executed, CLUSTER, global_batch_size=16, num_microbatches=8)
+    assert error.value.codes == ("profile-windows",)
+
+
+def test_runs_above_the_limit_are_named_and_what_they_alone_give_is_missing(executed, store, executions):
+    """What is in the store already is judged by the limit as if it were made now."""
+    isolated = statistics(executed).statistics[StageChoice()][4].isolated
+    pairs = isolated[:-1] + statistics(executed).statistics[StageChoice()][4].added[1:]
+    limit = int((isolated.max() + pairs.min()) / 2)  # a layer alone fits, two do not
+    assert isolated.max() < limit < pairs.min()
+    for of in (store, Store()):
+        limited = profile(TINY, CLUSTER, backend="run", store=of, memory_limit_bytes=limit, **TARGETS)
+        found = statistics(limited)
+        assert (found.num_runs, found.num_failed_runs) == (NUM_RUNS, len(found.failed))
+        assert len([failure for failure in found.failed if "data_parallel=1 x tensor_parallel=1" in failure]) == 6
+        assert limited.failures == found.failed
+        assert "layers, data_parallel=1 x tensor_parallel=1, 2 micro-batches: needs " in limited.failures[0]
+        assert np.isnan(found.statistics[StageChoice()][4].isolated).all()
+    num_executed = len(executions)
+    profile(TINY, CLUSTER, backend="run", store=of, memory_limit_bytes=limit, **TARGETS)
+    assert len(executions) == num_executed  # not even compiled again
+    plan = recommend(limited, CLUSTER, global_batch_size=16, num_microbatches=8, mode="paper").plan
+    assert plan is not None
+    assert [stage.num_devices for stage in plan.stages] == [2]  # stages on one device have no statistics
+    with pytest.raises(ProfileError) as error:
+        profile(TINY, CLUSTER, backend="run", store=store, memory_limit_bytes=10, **TARGETS)
+    assert error.value.codes == ("profile-runs",)
+
+
+@pytest.mark.parametrize("failure", [MemoryError("no room"), capture.profiler.run.jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room")])
+def test_out_of_memory_is_a_result_and_tried_again(monkeypatch, failure):
+    def fail(*args):
+        raise failure
+
+    monkeypatch.setattr(capture.profiler.run, "measure_step", fail)
+    backend = RunBackend(TINY)
+    run = ProfilingRun((2, 1, 1), StageChoice(), MICROBATCH_SIZE, 2, "gpipe")
+    (message,) = backend.measure(run).failures
+    assert message.startswith("run of [2, 1, 1] layers, data_parallel=1 x tensor_parallel=1, 2 micro-batches: out of memory: ")
+    assert message.endswith("no room")
+    monkeypatch.undo()
+    assert backend.measure(run).failures == ()
+
+
+def test_a_run_that_needs_more_devices_than_there_are_is_named():
+    backend = RunBackend(TINY, machine=Machine("cpu", "cpu", 4))
+    run = ProfilingRun((2, 1, 1), StageChoice(2, 1), MICROBATCH_SIZE, 2, "gpipe")
+    assert backend.measure(run).failures[0].endswith("needs 6 devices and there are 4 (cpu)")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"backend": "run", "paper": None},
+        {"backend": "run", "choices": [StageChoice()]},
+        {"backend": "compile:cpu", "memory_limit_bytes": 10},
+    ],
+)
+def test_arguments_without_use_are_refused(changes):
+    with pytest.raises(ProfileError) as error:
+        profile(TINY, CLUSTER, **{**TARGETS, **changes})
+    assert error.value.codes == ("profile-backend",)
+
+
+def test_the_command_runs_in_workers_and_resumes(tmp_path, capsys, executed):
+    """The numbers of the workers are those of this process; a plan follows from the written profile."""
+    path, plan = tmp_path / "profile.json", tmp_path / "plan.json"
+    batch = ["--cluster", "1x2", "--global-batch", "16", "--microbatches", "8", "--mode", "paper"]
+    command = ["--quiet", "--json", "profile", "pipeline_models:tiny", *batch, "--backend", "run"]
+    for _ in range(2):
+        assert main([*command, "--store", str(tmp_path / "store.sqlite"), "-o", str(path)]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert (document["num_runs"], document["num_failed_runs"], document["num_measurements"]) == (NUM_RUNS, 0, 0)
+    assert Profile.load(path).paper == executed.paper
+    assert Profile.load(path).workload == WorkloadSpec("pipeline_models", "tiny")
+    assert main(["--json", "plan", "pipeline_models:tiny", *batch, "--profile", str(path), "-o", str(plan)]) == 0
+    assert json.loads(capsys.readouterr().out)["prediction"]["source"]["predictor"] == "paper"
+    assert main(["profile", "pipeline_models:tiny", *batch[:-2], "--backend", "run", "-o", str(path)]) == 2
+    assert "[profile-backend]" in capsys.readouterr().err
