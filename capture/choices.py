@@ -38,9 +38,7 @@ def paper_choices(max_devices: int, *, remat: Remat = "none", shard_optimizer: b
         5
     """
     degrees = [1 << bit for bit in range(max_devices.bit_length())]
-    return {
-        d: tuple(StageChoice(dp, tp, remat, shard_optimizer) for dp, tp in ([(d, 1), (1, d)] if d > 1 else [(1, 1)])) for d in degrees
-    }
+    return {d: tuple(StageChoice(dp, tp, remat, shard_optimizer) for dp, tp in ([(d, 1), (1, d)] if d > 1 else [(1, 1)])) for d in degrees}
 
 
 def hybrid_choices(max_devices: int, *, remat: Remat = "none", shard_optimizer: bool = False) -> dict[int, tuple[StageChoice, ...]]:

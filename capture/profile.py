@@ -208,9 +208,7 @@ def rescaled(graph: LayerGraph, microbatch_size: int, model_hash: str = "") -> L
     def tensor(t: Tensor) -> Tensor:
         if t.batch_dim is None:
             return t
-        shape = tuple(
-            size * microbatch_size // graph.microbatch_size if d == t.batch_dim else size for d, size in enumerate(t.shape)
-        )
+        shape = tuple(size * microbatch_size // graph.microbatch_size if d == t.batch_dim else size for d, size in enumerate(t.shape))
         return Tensor(t.name, shape, t.dtype, t.batch_dim, t.differentiable)
 
     def tensors(group: Sequence[Tensor]) -> tuple[Tensor, ...]:

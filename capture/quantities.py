@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 from capture.errors import PlanError
 
@@ -21,18 +22,20 @@ def parse_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text, re.IGNORECASE)
     if not match:
-        raise PlanError.of(f"memory={text!r} is no size; write bytes, or a number with KB, MB, GB, TB, KiB, MiB, GiB or TiB.", "memory-syntax")
-    return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+        raise PlanError.of(
+            f"memory={text!r} is no size; write bytes, or a number with KB, MB, GB, TB, KiB, MiB, GiB or TiB.", "memory-syntax"
+        )
+    return int(Decimal(match[1]) * _UNITS[(match[2] or "").lower()])
 
 
 def format_bytes(nbytes: float) -> str:
     """Three significant digits with a decimal unit.
 
     Example:
-        >>> format_bytes(13379844), format_bytes(999)
-        ('13.4 MB', '999 B')
+        >>> format_bytes(13379844), format_bytes(999), format_bytes(999_999)
+        ('13.4 MB', '999 B', '1 MB')
     """
     for unit, scale in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if abs(nbytes) >= scale:
-            return f"{nbytes / scale:.3g} {unit}" if abs(nbytes) < 1000 * scale else f"{nbytes / scale:.0f} {unit}"
+        if abs(nbytes) >= 0.9995 * scale:  # 999.5 of the smaller unit would be written with four digits
+            return f"{nbytes / scale:.3g} {unit}" if abs(nbytes) < 999.5 * scale else f"{nbytes / scale:.0f} {unit}"
     return f"{nbytes:.0f} B"

@@ -35,8 +35,8 @@ class Store:
         path: Of the database; its folder is made. None keeps it in memory.
 
     Raises:
-        ProfileError: ``store-corrupt`` if the file is no SQLite database, ``store-schema`` if another version wrote it, ``store-file`` if its
-            folder cannot be made.
+        ProfileError: ``store-corrupt`` if the file is no SQLite database, ``store-schema`` if another version wrote it, ``store-file`` if
+            its folder cannot be made.
     """
 
     def __init__(self, path: Path | None = None):
@@ -45,9 +45,13 @@ class Store:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise ProfileError.of(f"the folder of store {str(path)!r} cannot be made: {error}. Name another file with --store.", "store-file") from error
+                raise ProfileError.of(
+                    f"the folder of store {str(path)!r} cannot be made: {error}. Name another file with --store.", "store-file"
+                ) from error
         try:
-            self._database = sqlite3.connect(":memory:" if path is None else path, timeout=60, isolation_level=None, check_same_thread=False)
+            self._database = sqlite3.connect(
+                ":memory:" if path is None else path, timeout=60, isolation_level=None, check_same_thread=False
+            )
             self._database.execute("PRAGMA journal_mode=WAL")
             (version,) = self._database.execute("PRAGMA user_version").fetchone()
             if version not in (0, STORE_SCHEMA_VERSION):

@@ -62,8 +62,8 @@ def measure_in_processes(model: WorkerModel, jobs: Mapping[str, StageConfig], nu
             yield future.result()
     except BrokenProcessPool as error:
         raise ProfileError.of(
-            f"a worker process that compiles ended before it was done (out of memory?): {error} Finished measurements are kept: run the same "
-            f"command again, with fewer than --workers {num_workers} or with --workers 0.",
+            f"a worker process that compiles ended before it was done (out of memory?): {error} Finished measurements are kept: run the "
+            f"same command again, with fewer than --workers {num_workers} or with --workers 0.",
             "profile-worker",
         ) from error
     finally:

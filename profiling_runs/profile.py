@@ -202,7 +202,11 @@ def profile(
         )
     compiler = measurements.backend
     graph = compiler.traced(microbatch_size).graph
-    wanted = list(choices) if choices is not None else default_choices(cluster, microbatch_size, remat, shard_optimizer, whole_nodes, any_divisor)
+    wanted = (
+        list(choices)
+        if choices is not None
+        else default_choices(cluster, microbatch_size, remat, shard_optimizer, whole_nodes, any_divisor)
+    )
     sizes = profiled_microbatch_sizes(microbatch_size, wanted)
     configs = window_configs(graph.num_layers, wanted, sizes, num_neighbours)
     measurements.require(configs, "layer windows")
@@ -320,7 +324,9 @@ def calibrate(
         draws = random_plans(cluster, graph.num_layers, by_degree, CALIBRATION_SEED, whole_nodes=whole_nodes, any_divisor=any_divisor)
     except PlanError:  # no plan fills the cluster, which the search then reports as its result
         return Calibration((), CALIBRATION_SEED, 0)
-    plans = [plan_of(drawn, result, cluster, 8 * graph.microbatch_size, 8, name) for drawn in islice(draws, num_plans) for name in SCHEDULES]
+    plans = [
+        plan_of(drawn, result, cluster, 8 * graph.microbatch_size, 8, name) for drawn in islice(draws, num_plans) for name in SCHEDULES
+    ]
     configs = [stage_config(stage, graph.microbatch_size) for plan in plans for stage in plan.stages]
     fresh = [config for config in configs if measurements.key(config) not in known]
     measurements.require(fresh, "calibration")

@@ -277,4 +277,3 @@ def _timed(backend: RunBackend, key: str, run: ProfilingRun) -> Made:
     start = time.perf_counter()
     executed = backend.execute(run)
     return key, executed, time.perf_counter() - start
-

@@ -22,7 +22,6 @@ from recommender.problem import NEVER, SearchProblem
 from recommender.result import PlacedStage, SearchResult
 from recommender.search import search
 
-
 #: Of the cost table of one degree, all its choices together.
 _LARGEST_TABLE_BYTES = 64 * 2**20
 
@@ -166,8 +165,10 @@ def search_problem(
         )
     num_layers = profile.graph.num_layers
     max_stages = min(num_layers, cluster.num_devices)
-    rows = _default_rows(profile, microbatch_size, schedule, num_microbatches, max_stages) if mode == "default" else _paper_rows(
-        profile, num_microbatches
+    rows = (
+        _default_rows(profile, microbatch_size, schedule, num_microbatches, max_stages)
+        if mode == "default"
+        else _paper_rows(profile, num_microbatches)
     )
     blocked = _blocked(profile, merge_layers)
     choices = {d: tuple(found) for d, found in usable.items()}
@@ -190,11 +191,13 @@ def _cost_table(choices: Sequence[StageChoice], rows: Callable[[StageChoice], np
     return table
 
 
-def _with_best_choices(stages: Sequence[PlacedStage], problem: SearchProblem, predictor: AdditivePredictor, plan: Plan) -> tuple[StagePlan, ...]:
+def _with_best_choices(
+    stages: Sequence[PlacedStage], problem: SearchProblem, predictor: AdditivePredictor, plan: Plan
+) -> tuple[StagePlan, ...]:
     """The stages of a plan, each with the best choice of its degree at its position, where the search looked at a reduced table."""
     resolved = []
     for s, (placed, stage) in enumerate(zip(stages, plan.stages, strict=True)):
-        if len(problem.cost[placed.choice.num_devices]) > 1 or placed.choice.num_devices == 1:
+        if len(problem.choices[placed.choice.num_devices]) > 1 or placed.choice.num_devices == 1:
             resolved.append(stage)
             continue
         occupancies = plan.schedule_table.occupancies[s]
@@ -235,9 +238,7 @@ def _default_rows(profile: Profile, microbatch_size: int, schedule: str, num_mic
 
 def _paper_predictor(profile: Profile) -> PaperPredictor:
     if profile.paper is None:
-        raise ProfileError.of(
-            "the profile has no runs of the paper's kind; make it with capture profile --mode paper.", "profile-paper"
-        )
+        raise ProfileError.of("the profile has no runs of the paper's kind; make it with capture profile --mode paper.", "profile-paper")
     return PaperPredictor(PaperStatistics.from_json(profile.paper))
 
 
@@ -320,7 +321,9 @@ def baseline_plan(
         and all(size % choice.num_devices == 0 for size in cluster.nodes)
     ]
     if not fitting:
-        raise PlanError.of(f"no profiled degree divides the nodes of cluster {cluster} into at most {graph.num_layers} stages.", "baseline-degree")
+        raise PlanError.of(
+            f"no profiled degree divides the nodes of cluster {cluster} into at most {graph.num_layers} stages.", "baseline-degree"
+        )
     stages = fixed_degree_plan(cluster, weights, fitting[0])
     return plan_of_stages(stages, profile, cluster, global_batch_size, num_microbatches, schedule)
 

@@ -70,7 +70,7 @@ def test_batch_statistics_do_not_split(method):
     ("name", "splits"),
     [
         ("moe.py:moe?size=380M", True),  # expert groups of two examples
-        ("wide_resnet.py:wide_resnet?size=250M&layers=32", False),
+        ("wide_resnet.py:wide_resnet?size=250M", False),
         ("gpt.py:gpt?dropout=0.1", True),
     ],
 )
@@ -195,12 +195,12 @@ def test_undecided_rather_than_wrong(name):
     assert abstract(toy(UNDECIDED[name])).splits is None
 
 
-@pytest.mark.parametrize("name", ["scan over layers", "sum in a scan", "mean added to each"])
+@pytest.mark.parametrize("name", ["scan over layers", "mean added to each"])
 def test_running_agrees_that_a_loss_splits(name):
     assert numeric(toy(SPLIT[name])).splits is True
 
 
-@pytest.mark.parametrize("name", ["sum", "weighted mean", "max", "batch norm in a scan"])
+@pytest.mark.parametrize("name", ["weighted mean", "batch norm in a scan"])
 def test_running_agrees_that_a_loss_does_not_split(name):
     assert numeric(toy(NO_SPLIT[name])).splits is False
 

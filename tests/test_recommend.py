@@ -8,7 +8,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from search_kit import brute_force
+from search_kit import brute_force, every_plan
 from synthetic_profiles import Planted, hybrid
 
 from capture.choices import StageChoice, hybrid_choices
@@ -68,7 +68,7 @@ def test_no_random_plan_is_predicted_to_need_less(cluster, schedule):
     assert result.status == "ok" and plan.cluster == cluster
     assert sorted(d for stage in plan.stages for d in stage.devices) == list(range(cluster.num_devices))
     predictor = AdditivePredictor(profile)
-    draws = random_plans(cluster, 18, {d: c for d, c in hybrid_choices(8).items()}, 3)
+    draws = random_plans(cluster, 18, hybrid_choices(8), 3)
     for drawn in islice(draws, 100):
         other = plan_of(drawn, profile, cluster, 128, 8, schedule)
         mine, theirs = (tuple(sorted(predictor.predict(p).peak_bytes_per_device, reverse=True)) for p in (plan, other))
@@ -141,17 +141,25 @@ def test_the_paper_mode_searches_data_or_tensor_parallelism_by_the_papers_number
     assert result.search.sorted_peaks == brute_force(search_problem(profile, cluster, **BATCH, schedule="gpipe", mode="paper"))
 
 
-@pytest.mark.parametrize("num_merged", [2, 4, 7])
-def test_merged_layers_are_never_cut(num_merged):
-    profile = with_paper()
+@pytest.mark.parametrize(("num_merged", "num_devices"), [(2, 2), (4, 3), (4, 4), (7, 4)])
+def test_merged_layers_are_never_cut(num_merged, num_devices):
+    profile, cluster = with_paper(), Cluster((1,) * num_devices)  # as many stages as devices
     statistics = PaperStatistics.from_json(profile.paper).statistics[StageChoice()]
     merged = merge_layers(statistics[max(statistics)], num_merged)
     assert len(merged) == num_merged
-    result = recommend(profile, Cluster((4,)), **BATCH, schedule="gpipe", merge_layers=num_merged)
-    assert {stage.first for stage in result.plan.stages} <= {first for first, _ in merged}
-    free = recommend(profile, Cluster((4,)), **BATCH, schedule="gpipe")
+    problem = search_problem(profile, cluster, **BATCH, schedule="gpipe")
+    cuts = {first for first, _ in merged}
+    allowed = [
+        tuple(sorted((int(problem.bytes_per_choice(1, 1, first, stop)[0]) for first, stop, _ in plan), reverse=True))
+        for plan in every_plan(problem)
+        if {first for first, _, _ in plan} <= cuts
+    ]
+    result = recommend(profile, cluster, **BATCH, schedule="gpipe", merge_layers=num_merged)
+    assert {stage.first for stage in result.plan.stages} <= cuts
+    assert result.search.sorted_peaks == min(allowed)
+    free = recommend(profile, cluster, **BATCH, schedule="gpipe")
     assert free.search.sorted_peaks <= result.search.sorted_peaks
-    assert recommend(profile, Cluster((4,)), **BATCH, schedule="gpipe", merge_layers=8).plan == free.plan
+    assert recommend(profile, cluster, **BATCH, schedule="gpipe", merge_layers=8).plan == free.plan
 
 
 def test_a_choice_that_does_not_split_the_microbatch_is_not_used():

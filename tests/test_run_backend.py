@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import jax
 import numpy as np
-import optax
 import pytest
 from pipeline_models import mlp
 
@@ -21,13 +21,29 @@ from capture.profiler.run import Executed, Machine, ProfilingRun, RunBackend, St
 from capture.store import Store
 from capture.workload import WorkloadSpec
 from profiling_runs import profile
+from profiling_runs.local import WorkerModel
+from profiling_runs.runs import RunWorker, _make_in_processes
 from recommender import recommend
 
 CLUSTER, MICROBATCH_SIZE, TARGET = Cluster((2,)), 2, ("1f1b", 8)
 TARGETS = {"microbatch_size": MICROBATCH_SIZE, "paper": TARGET}
 #: Sets: one device, 2-way data, 2-way tensor parallel; 4 layers on 3 stages: 3 partitionings, at 2 and at 4 micro-batches.
 NUM_RUNS = 18
-TINY = mlp(optax.adam(1e-3))
+TINY = mlp()
+ONE_RUN = ProfilingRun((2, 1, 1), StageChoice(), MICROBATCH_SIZE, 2, "gpipe")
+
+
+KILLED = """
+import os
+from dataclasses import replace
+
+from pipeline_models import mlp
+
+
+def killed():
+    task = mlp()
+    return replace(task, batch=lambda key, n: os._exit(9) if n == 32 else task.batch(key, n))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +59,11 @@ def executed(store) -> Profile:
 @pytest.fixture(scope="module")
 def compiled() -> Profile:
     return profile(TINY, CLUSTER, num_neighbours=1, calibration_plans=0, **TARGETS)
+
+
+@pytest.fixture(scope="module")
+def backend() -> RunBackend:
+    return RunBackend(TINY)
 
 
 @pytest.fixture
@@ -64,9 +85,18 @@ def statistics(result: Profile) -> PaperStatistics:
     return PaperStatistics.from_json(result.paper)
 
 
+def limit_of_one_layer(result: Profile) -> int:
+    """Bytes with which one layer fits on a device, and two do not."""
+    layers = statistics(result).statistics[StageChoice()][4]
+    most, pairs = layers.isolated.max(), layers.isolated[:-1] + layers.added[1:]
+    assert most < pairs.min()
+    return int((most + pairs.min()) / 2)
+
+
 def test_executed_statistics_are_the_compiled_ones(executed, compiled):
     mine, theirs = statistics(executed), statistics(compiled)
-    assert (mine.num_runs, mine.num_failed_runs, mine.failed) == (NUM_RUNS, 0, ()) == (theirs.num_runs, theirs.num_failed_runs, theirs.failed)
+    for found in (mine, theirs):
+        assert (found.num_runs, found.num_failed_runs, found.failed) == (NUM_RUNS, 0, ())
     assert mine.statistics.keys() == theirs.statistics.keys() == {StageChoice(), StageChoice(2, 1), StageChoice(1, 2)}
     for choice, by_batch in mine.statistics.items():
         assert sorted(by_batch) == [2, 4]
@@ -78,7 +108,7 @@ def test_executed_statistics_are_the_compiled_ones(executed, compiled):
             np.testing.assert_array_equal(layers.added[:-1], other.added[:-1])
             # The last stage holds its losses until the end of a step, which the formula leaves out.
             assert 0 <= layers.isolated[-1] - other.isolated[-1] <= 4 * m
-            assert 0 <= layers.added[-1] - other.added[-1] + 4 * m <= 8 * m
+            assert 0 <= layers.added[-1] - other.added[-1] <= 4 * m
 
 
 def test_the_profile_says_what_was_executed(executed):
@@ -96,8 +126,9 @@ def test_a_second_call_executes_nothing(executed, store, executions):
     assert again.paper == executed.paper
 
 
-def test_an_interrupted_profile_goes_on_where_it_stopped(executed, monkeypatch, executions):
-    half = Store()
+def test_an_interrupted_profile_goes_on_where_it_stopped(monkeypatch):
+    half, made = Store(), []
+    monkeypatch.setattr(RunBackend, "execute", lambda self, run: made.append(run) or Executed((1, 2, 3), "a meter of this test"))
 
     def stop(what, done, total):
         if done == 5:
@@ -105,26 +136,21 @@ def test_an_interrupted_profile_goes_on_where_it_stopped(executed, monkeypatch, 
 
     with pytest.raises(KeyboardInterrupt):
         profile(TINY, CLUSTER, backend="run", store=half, progress=stop, **TARGETS)
-    assert len(executions) == len(half) == 5
-    fake = Executed((1, 2, 3), "a meter of this test")
-    monkeypatch.setattr(RunBackend, "execute", lambda self, run: executions.append(run) or fake)
+    assert len(made) == len(half) == 5
     profile(TINY, CLUSTER, backend="run", store=half, **TARGETS)
-    assert len(executions) == len(set(executions)) == len(half) == NUM_RUNS
+    assert len(made) == len(set(made)) == len(half) == NUM_RUNS
 
 
-def test_the_second_step_is_measured_never_the_replay(monkeypatch):
+def test_the_second_step_is_measured_never_the_replay(monkeypatch, backend):
     steps = []
     measure = capture.profiler.run.measure_step
 
     def measured(step, state, batch, key):
         steps.append(state.num_steps)
-        result = measure(step, state, batch, key)
-        return replace(result, live_peak_bytes_per_device=(11, 12, 13))
+        return replace(measure(step, state, batch, key), live_peak_bytes_per_device=(11, 12, 13))
 
     monkeypatch.setattr(capture.profiler.run, "measure_step", measured)
-    backend = RunBackend(TINY)
-    run = ProfilingRun((2, 1, 1), StageChoice(), MICROBATCH_SIZE, 2, "gpipe")
-    assert backend.measure(run).peak_bytes == (11, 12, 13)
+    assert backend.execute(ONE_RUN).peak_bytes_per_stage == (11, 12, 13)
     assert steps == [1]
 
 
@@ -153,21 +179,15 @@ def test_the_default_mode_refuses_executed_runs(executed):
 
 def test_runs_above_the_limit_are_named_and_what_they_alone_give_is_missing(executed, store, executions):
     """What is in the store already is judged by the limit as if it were made now."""
-    isolated = statistics(executed).statistics[StageChoice()][4].isolated
-    pairs = isolated[:-1] + statistics(executed).statistics[StageChoice()][4].added[1:]
-    limit = int((isolated.max() + pairs.min()) / 2)  # a layer alone fits, two do not
-    assert isolated.max() < limit < pairs.min()
-    for of in (store, Store()):
-        limited = profile(TINY, CLUSTER, backend="run", store=of, memory_limit_bytes=limit, **TARGETS)
-        found = statistics(limited)
-        assert (found.num_runs, found.num_failed_runs) == (NUM_RUNS, len(found.failed))
-        assert len([failure for failure in found.failed if "data_parallel=1 x tensor_parallel=1" in failure]) == 6
-        assert limited.failures == found.failed
-        assert "layers, data_parallel=1 x tensor_parallel=1, 2 micro-batches: needs " in limited.failures[0]
-        assert np.isnan(found.statistics[StageChoice()][4].isolated).all()
-    num_executed = len(executions)
-    profile(TINY, CLUSTER, backend="run", store=of, memory_limit_bytes=limit, **TARGETS)
-    assert len(executions) == num_executed  # not even compiled again
+    limit = limit_of_one_layer(executed)
+    limited = profile(TINY, CLUSTER, backend="run", store=store, memory_limit_bytes=limit, **TARGETS)
+    assert executions == []
+    found = statistics(limited)
+    assert (found.num_runs, found.num_failed_runs) == (NUM_RUNS, len(found.failed))
+    assert len([failure for failure in found.failed if "data_parallel=1 x tensor_parallel=1" in failure]) == 6
+    assert limited.failures == found.failed
+    assert limited.failures[0].startswith("run of [1, 1, 2] layers, data_parallel=1 x tensor_parallel=1, 2 micro-batches: needs ")
+    assert np.isnan(found.statistics[StageChoice()][4].isolated).all()
     plan = recommend(limited, CLUSTER, global_batch_size=16, num_microbatches=8, mode="paper").plan
     assert plan is not None
     assert [stage.num_devices for stage in plan.stages] == [2]  # stages on one device have no statistics
@@ -176,25 +196,48 @@ def test_runs_above_the_limit_are_named_and_what_they_alone_give_is_missing(exec
     assert error.value.codes == ("profile-runs",)
 
 
-@pytest.mark.parametrize("failure", [MemoryError("no room"), capture.profiler.run.jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room")])
-def test_out_of_memory_is_a_result_and_tried_again(monkeypatch, failure):
+def test_a_run_above_the_limit_is_not_made_and_compiled_once(executed, monkeypatch, executions):
+    monkeypatch.setattr(capture.profiler.run, "measure_step", None)  # calling it would fail in another way
+    backend = RunBackend(TINY, memory_limit_bytes=limit_of_one_layer(executed))
+    first = backend.measure(ONE_RUN)
+    assert "needs " in first.failures[0]
+    assert " (replayed), more than " in first.failures[0]
+    assert backend.measure(ONE_RUN) == first
+    assert executions == [ONE_RUN]
+    monkeypatch.undo()
+    backend.memory_limit_bytes = None
+    assert backend.measure(ONE_RUN).failures == ()
+
+
+@pytest.mark.parametrize("failure", [MemoryError("no room"), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room")])
+def test_out_of_memory_is_a_result_and_tried_again(monkeypatch, backend, failure):
     def fail(*args):
         raise failure
 
     monkeypatch.setattr(capture.profiler.run, "measure_step", fail)
-    backend = RunBackend(TINY)
-    run = ProfilingRun((2, 1, 1), StageChoice(), MICROBATCH_SIZE, 2, "gpipe")
+    run = replace(ONE_RUN, num_microbatches=2 if isinstance(failure, MemoryError) else 3)
     (message,) = backend.measure(run).failures
-    assert message.startswith("run of [2, 1, 1] layers, data_parallel=1 x tensor_parallel=1, 2 micro-batches: out of memory: ")
-    assert message.endswith("no room")
+    assert message == (
+        f"run of [2, 1, 1] layers, data_parallel=1 x tensor_parallel=1, {run.num_microbatches} micro-batches: out of memory: {failure}"
+    )
     monkeypatch.undo()
     assert backend.measure(run).failures == ()
 
 
 def test_a_run_that_needs_more_devices_than_there_are_is_named():
     backend = RunBackend(TINY, machine=Machine("cpu", "cpu", 4))
-    run = ProfilingRun((2, 1, 1), StageChoice(2, 1), MICROBATCH_SIZE, 2, "gpipe")
-    assert backend.measure(run).failures[0].endswith("needs 6 devices and there are 4 (cpu)")
+    assert backend.measure(replace(ONE_RUN, choice=StageChoice(2, 1))).failures[0].endswith("needs 6 devices and there are 4 (cpu)")
+
+
+def test_a_killed_process_fails_its_run_alone(tmp_path):
+    """As the system does where memory runs out on CPU."""
+    file = tmp_path / "killed.py"
+    file.write_text(KILLED)
+    model = WorkerModel(WorkloadSpec(str(file), "killed"), None, "auto", 3)
+    jobs = {"killed": replace(ONE_RUN, num_microbatches=16), "made": ONE_RUN}
+    made = {key: executed for key, executed, _ in _make_in_processes(RunWorker(model, None, fresh_process=False), jobs, 1)}
+    assert made["killed"] == Executed(None, "", "out of memory? Its process was killed")
+    assert made["made"].peak_bytes_per_stage is not None
 
 
 @pytest.mark.parametrize(
@@ -214,15 +257,18 @@ def test_arguments_without_use_are_refused(changes):
 def test_the_command_runs_in_workers_and_resumes(tmp_path, capsys, executed):
     """The numbers of the workers are those of this process; a plan follows from the written profile."""
     path, plan = tmp_path / "profile.json", tmp_path / "plan.json"
-    batch = ["--cluster", "1x2", "--global-batch", "16", "--microbatches", "8", "--mode", "paper"]
-    command = ["--quiet", "--json", "profile", "pipeline_models:tiny", *batch, "--backend", "run"]
+    batch = ["pipeline_models:mlp", "--json", "--quiet", "--cluster", "1x1", "--global-batch", "16", "--microbatches", "8"]
+    command = ["profile", *batch, "--backend", "run", "--store", str(tmp_path / "store.sqlite"), "-o", str(path)]
     for _ in range(2):
-        assert main([*command, "--store", str(tmp_path / "store.sqlite"), "-o", str(path)]) == 0
+        assert main([*command, "--mode", "paper"]) == 0
         document = json.loads(capsys.readouterr().out)
-        assert (document["num_runs"], document["num_failed_runs"], document["num_measurements"]) == (NUM_RUNS, 0, 0)
-    assert Profile.load(path).paper == executed.paper
-    assert Profile.load(path).workload == WorkloadSpec("pipeline_models", "tiny")
-    assert main(["--json", "plan", "pipeline_models:tiny", *batch, "--profile", str(path), "-o", str(plan)]) == 0
+        assert (document["num_runs"], document["num_failed_runs"], document["num_measurements"]) == (6, 0, 0)
+    found = Profile.load(path)
+    assert found.workload == WorkloadSpec("pipeline_models", "mlp")
+    for m, layers in statistics(found).statistics[StageChoice()].items():
+        np.testing.assert_array_equal(layers.isolated, statistics(executed).statistics[StageChoice()][m].isolated)
+        np.testing.assert_array_equal(layers.added, statistics(executed).statistics[StageChoice()][m].added)
+    assert main(["plan", *batch, "--mode", "paper", "--profile", str(path), "-o", str(plan)]) == 0
     assert json.loads(capsys.readouterr().out)["prediction"]["source"]["predictor"] == "paper"
-    assert main(["profile", "pipeline_models:tiny", *batch[:-2], "--backend", "run", "-o", str(path)]) == 2
-    assert "[profile-backend]" in capsys.readouterr().err
+    assert main(command) == 2
+    assert capsys.readouterr().err == "error: --backend run makes the runs of the paper's mode alone; add --mode paper. [profile-backend]\n"

@@ -57,10 +57,18 @@ def main(options: argparse.Namespace) -> int:
     baseline = baseline_plan(measured, cluster, **batch)
     predicted = AdditivePredictor(measured).predict(baseline)
     plans = {"recommended": recommended.plan, "baseline": baseline.with_(prediction=predicted.to_json())}
-    document: dict[str, Any] = {"workload": WORKLOAD, "cluster": CLUSTER, **batch, "search": recommended.to_json()["search"], "why": recommended.why}
+    document: dict[str, Any] = {
+        "workload": WORKLOAD,
+        "cluster": CLUSTER,
+        **batch,
+        "search": recommended.to_json()["search"],
+        "why": recommended.why,
+    }
     for name, plan in plans.items():
         say(options, f"running the {name} plan on {cluster.num_devices} virtual devices")
-        ran = execute(plan, spec.load(), num_steps=options.steps, check=True, fast_compile=True, report=lambda text: say(options, f"  {text}"))
+        ran = execute(
+            plan, spec.load(), num_steps=options.steps, check=True, fast_compile=True, report=lambda text: say(options, f"  {text}")
+        )
         document[name] = {
             "stages": [stage.to_json() for stage in plan.stages],
             "predicted_peak_bytes_per_device": ran["predicted_peak_bytes_per_device"],
@@ -88,7 +96,9 @@ def as_text(document: dict[str, Any]) -> str:
     header = ["device", *(f"{name} {kind}" for name in names for kind in ("predicted", "measured"))]
     best, other = (max(document[name]["measured_peak_bytes_per_device"]) for name in names)
     layout = {
-        name: ", ".join(f"{s['layers'][0]}-{s['layers'][1]} (dp {s['data_parallel']}, tp {s['tensor_parallel']})" for s in document[name]["stages"])
+        name: ", ".join(
+            f"{s['layers'][0]}-{s['layers'][1]} (dp {s['data_parallel']}, tp {s['tensor_parallel']})" for s in document[name]["stages"]
+        )
         for name in names
     }
     return "\n".join(

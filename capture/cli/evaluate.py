@@ -94,6 +94,14 @@ def main(options: argparse.Namespace) -> int:
         calibration_plans=options.calibration_plans,
         measurements=measurements,
     )
+    by_degree: dict[int, tuple[Any, ...]] = {}
+    for choice in result.choices:
+        by_degree[choice.num_devices] = (*by_degree.get(choice.num_devices, ()), choice)
+    # Calibration draws with a seed of its own; this keeps the two streams apart whatever seed is given.
+    generator = np.random.default_rng([options.seed, 1])
+    draws = random_plans(
+        cluster, result.graph.num_layers, by_degree, generator, whole_nodes=options.whole_nodes, any_divisor=options.any_divisor
+    )
     known = {measurements.key(config) for config in measurements.costs}
     schedules = tuple(SCHEDULES) if options.schedule == "both" else (options.schedule,)
     papers = {
@@ -103,14 +111,6 @@ def main(options: argparse.Namespace) -> int:
         for schedule in schedules
     }
     known_to_paper = {measurements.key(config) for config in measurements.costs}
-    by_degree: dict[int, tuple[Any, ...]] = {}
-    for choice in result.choices:
-        by_degree[choice.num_devices] = (*by_degree.get(choice.num_devices, ()), choice)
-    # Calibration draws with a seed of its own; this keeps the two streams apart whatever seed is given.
-    generator = np.random.default_rng([options.seed, 1])
-    draws = random_plans(
-        cluster, result.graph.num_layers, by_degree, generator, whole_nodes=options.whole_nodes, any_divisor=options.any_divisor
-    )
     plans = {
         (i, schedule): plan_of(drawn, result, cluster, global_batch, num_microbatches, schedule)
         for i, drawn in enumerate(islice(draws, options.plans))
@@ -133,9 +133,7 @@ def main(options: argparse.Namespace) -> int:
         "default": statistics(default),
         "paper": statistics(paper),
         "default_where_paper_predicts": statistics(_matching(default, paper)),
-        "by_schedule": {
-            s: {"default": statistics(_of(default, s)), "paper": statistics(_of(paper, s))} for s in schedules
-        },
+        "by_schedule": {s: {"default": statistics(_of(default, s)), "paper": statistics(_of(paper, s))} for s in schedules},
         "num_failed_stages": len(measurements.failures),
         "provenance": dict(result.provenance),
     }

@@ -82,7 +82,9 @@ def explain(plan: Plan, measurements: Any) -> dict[str, Any]:
     for name, changed in _changes(plan):
         other = _replayed(changed, measurements)
         if other is not None:
-            changes.append({"change": name, "peak_bytes": max(other.peak_bytes_per_device), "saves_bytes": peak - max(other.peak_bytes_per_device)})
+            changes.append(
+                {"change": name, "peak_bytes": max(other.peak_bytes_per_device), "saves_bytes": peak - max(other.peak_bytes_per_device)}
+            )
     changes.sort(key=lambda change: -change["saves_bytes"])
     return {
         "peak_bytes": peak,

@@ -10,7 +10,7 @@ from typing import Any
 from capture import environment
 from capture.cluster import Cluster
 from capture.errors import PlanError, ProfileError, TargetError, Violation
-from capture.plan import REMAT_POLICIES, TENSOR_PARALLEL_RULES, batch_violations
+from capture.plan import REMAT_POLICIES, TENSOR_PARALLEL_RULES, Remat, batch_violations
 from capture.profile import Profile
 from capture.schedule import SCHEDULES
 from capture.store import Store
@@ -37,23 +37,37 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
 
 
 def add_batch(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--global-batch", type=int, metavar="B", help=f"examples in a step (default: {DEFAULT_MICROBATCH_SIZE} per micro-batch)")
-    parser.add_argument("--microbatches", type=int, default=DEFAULT_MICROBATCHES, metavar="M", help="micro-batches in a step (default: %(default)s)")
+    parser.add_argument(
+        "--global-batch", type=int, metavar="B", help=f"examples in a step (default: {DEFAULT_MICROBATCH_SIZE} per micro-batch)"
+    )
+    parser.add_argument(
+        "--microbatches", type=int, default=DEFAULT_MICROBATCHES, metavar="M", help="micro-batches in a step (default: %(default)s)"
+    )
     parser.add_argument("--schedule", choices=tuple(SCHEDULES), default="1f1b", help="pipeline schedule (default: %(default)s)")
     parser.add_argument("--remat", choices=REMAT_POLICIES, default="none", help="what the backward pass recomputes (default: %(default)s)")
     parser.add_argument("--shard-optimizer", action="store_true", help="split optimizer state over data-parallel replicas")
-    parser.add_argument("--tensor-parallel-rule", choices=TENSOR_PARALLEL_RULES, default="auto", help="how parameters are split (default: %(default)s)")
+    parser.add_argument(
+        "--tensor-parallel-rule", choices=TENSOR_PARALLEL_RULES, default="auto", help="how parameters are split (default: %(default)s)"
+    )
 
 
 def add_store(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--store", type=Path, metavar="FILE", help="measurements, kept and reused (default: ~/.cache/capture/store.sqlite)")
-    parser.add_argument("--workers", type=int, default=2, metavar="N", help="worker processes that compile; 0: this one (default: %(default)s)")
+    parser.add_argument(
+        "--workers", type=int, default=2, metavar="N", help="worker processes that compile; 0: this one (default: %(default)s)"
+    )
 
 
 def add_profiling(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--neighbours", type=at_least(1), default=DEFAULT_NEIGHBOURS, metavar="N", help="most neighbours of M_a (default: %(default)s)")
     parser.add_argument(
-        "--calibration-plans", type=at_least(0), default=DEFAULT_CALIBRATION_PLANS, metavar="P", help="random plans that calibrate the interval (default: %(default)s)"
+        "--neighbours", type=at_least(1), default=DEFAULT_NEIGHBOURS, metavar="N", help="most neighbours of M_a (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--calibration-plans",
+        type=at_least(0),
+        default=DEFAULT_CALIBRATION_PLANS,
+        metavar="P",
+        help="random plans that calibrate the interval (default: %(default)s)",
     )
 
 
@@ -122,7 +136,7 @@ def check_backend(options: argparse.Namespace) -> None:
         violations.append(Violation("--backend run makes the runs of the paper's mode alone; add --mode paper.", "profile-backend"))
     if (options.neighbours, options.calibration_plans) != (DEFAULT_NEIGHBOURS, DEFAULT_CALIBRATION_PLANS):
         violations.append(
-            Violation("--neighbours and --calibration-plans are of compiled layer windows; leave them out with --backend run.", "profile-backend")
+            Violation("--neighbours and --calibration-plans are of compiled windows; leave them out with --backend run.", "profile-backend")
         )
     ProfileError.check(violations)
 
@@ -134,7 +148,7 @@ def make_profile(
     progress: Any,
     *,
     paper: tuple[str, int] | None = None,
-    remat: str | None = None,
+    remat: Remat | None = None,
     shard_optimizer: bool | None = None,
     memory_limit_bytes: int | None = None,
 ) -> Profile:

@@ -54,7 +54,7 @@ def main(options: argparse.Namespace) -> int:
         "provenance": dict(result.provenance),
     }
     text = (
-        f"{graph.num_layers} layers, {graph.num_parameters / 1e9:.3g} B parameters: {len(result.measurements)} measurements at micro-batch "
+        f"{graph.num_layers} layers, {graph.num_parameters:,} parameters: {len(result.measurements)} measurements at micro-batch "
         f"sizes {', '.join(map(str, result.microbatch_sizes))} -> {options.output}"
     )
     if result.paper is not None:

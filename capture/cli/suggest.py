@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from capture.cluster import Cluster
@@ -71,17 +72,18 @@ def _changes(
     if schedule != "1f1b":
         yield Change("--schedule 1f1b", lambda: profile, cluster, m, "1f1b")
     size = global_batch // (2 * m)
-    if global_batch % (2 * m) == 0 and (reprofile is not None or size in profile.microbatch_sizes):
-        profiled = size in profile.microbatch_sizes
-        yield Change(f"--microbatches {2 * m}", lambda: profile if profiled else reprofile(microbatch_size=size), cluster, 2 * m, schedule)
+    if global_batch % (2 * m) == 0:
+        if size in profile.microbatch_sizes:
+            yield Change(f"--microbatches {2 * m}", lambda: profile, cluster, 2 * m, schedule)
+        elif reprofile is not None:
+            yield Change(f"--microbatches {2 * m}", partial(reprofile, microbatch_size=size), cluster, 2 * m, schedule)
     if reprofile is not None:
         if not options.shard_optimizer:
-            yield Change("--shard-optimizer", lambda: reprofile(shard_optimizer=True), cluster, m, schedule)
+            yield Change("--shard-optimizer", partial(reprofile, shard_optimizer=True), cluster, m, schedule)
         for remat in ("dots", "full"):
             if options.remat not in (remat, "full"):
-                yield Change(f"--remat {remat}", lambda remat=remat: reprofile(remat=remat), cluster, m, schedule)
+                yield Change(f"--remat {remat}", partial(reprofile, remat=remat), cluster, m, schedule)
     for factor in (2, 4, 8):
         larger = Cluster(cluster.nodes * factor, cluster.target)
         if larger.num_devices <= profile.graph.num_layers * max(cluster.nodes):
             yield Change(f"--cluster {larger}", lambda: profile, larger, m, schedule)
-

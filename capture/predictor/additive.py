@@ -124,9 +124,7 @@ class AdditivePredictor:
             table = np.nan_to_num(self.table(choice, microbatch_size))
             kept, forward, backward, update, optimizer = np.ceil(np.maximum(table, 0)).astype(np.int64)
             exact = self._exact(choice, microbatch_size)
-            self._memories[key] = StageMemory(
-                **exact, optimizer=optimizer, kept=kept, forward=forward, backward=backward, update=update
-            )
+            self._memories[key] = StageMemory(**exact, optimizer=optimizer, kept=kept, forward=forward, backward=backward, update=update)
         return self._memories[key]
 
     def _exact(self, choice: StageChoice, microbatch_size: int) -> dict[str, np.ndarray]:
@@ -270,4 +268,3 @@ def _fit_sizes(param_bytes: Mapping[int, Sequence[int]], tensor_parallel: int) -
     whole, most = np.array(param_bytes[known[0]], np.float64), np.array(param_bytes[known[-1]], np.float64)
     # A parameter that is split at the largest known degree is split at this one too.
     return np.ceil(np.where(most < whole, whole * known[0] / tensor_parallel, whole)).astype(np.int64)
-

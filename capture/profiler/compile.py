@@ -7,7 +7,6 @@ finished measurement is never made again.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -74,7 +73,9 @@ class CompileBackend:
     @cached_property
     def _optimizer(self) -> TracedOptimizer:
         traced = next(iter(self._traced.values()))
-        return TracedOptimizer(self.workload.optimizer, traced.split_struct)
+        read = {p for layer in traced.graph.layers for p in layer.params}
+        unread = [p for p in range(len(traced.graph.params)) if p not in read]
+        return TracedOptimizer(self.workload.optimizer, traced.split_struct, unread)
 
     @cached_property
     def provenance(self) -> dict[str, Any]:
@@ -156,10 +157,6 @@ class CompileBackend:
             self._updates[key] = programs.update_cost
         return programs.cost_given_update(self._updates[key])
 
-    def distinct(self, configs: Iterable[StageConfig]) -> dict[str, StageConfig]:
-        """One config per different measurement, by key."""
-        return {self.key(config): config for config in configs}
-
     def try_measure(self, config: StageConfig) -> StageCost | CompileFailure:
         """As ``measure``; a stage that cannot be compiled is reported, not raised."""
         try:
@@ -168,8 +165,3 @@ class CompileBackend:
             return CompileFailure(config, str(error))
         except Exception as error:  # a compiler or model error of one stage must not lose the others
             return CompileFailure(config, f"{type(error).__name__}: {error}")
-
-    def missing(self, keyed: Mapping[str, StageConfig]) -> dict[str, StageConfig]:
-        """Those that are not in the store."""
-        found = self.store.get(keyed)
-        return {key: config for key, config in keyed.items() if key not in found}

@@ -143,7 +143,9 @@ class RunPeaks:
     failures: tuple[str, ...] = ()
 
 
-def paper_runs(num_layers: int, num_devices: int, microbatch_size: int, remat: Remat = "none", shard_optimizer: bool = False) -> list[PaperRuns]:
+def paper_runs(
+    num_layers: int, num_devices: int, microbatch_size: int, remat: Remat = "none", shard_optimizer: bool = False
+) -> list[PaperRuns]:
     """The five sets for a model and a cluster.
 
     Each set places the layers on S = D / k sub-meshes; on at least 4, since fewer than 3 isolate no inner layer, and on at most L - 1,
@@ -312,8 +314,8 @@ def merge_layers(statistics: LayerStatistics, num_merged: int) -> list[tuple[int
         merged = [isolated[i] + added[i + 1] for i in range(len(groups) - 1)]
         if np.isnan(merged).all():
             raise ProfileError.of(
-                f"the layer merger cannot go from {len(groups)} to {num_merged} layers: the paper's runs gave no M_i and M_a for those left "
-                "(4 layers or more are needed, and runs that did not fail).",
+                f"the layer merger cannot go from {len(groups)} to {num_merged} layers: the paper's runs gave no M_i and M_a for those "
+                "left (4 layers or more are needed, and runs that did not fail).",
                 "profile-missing",
             )
         i = int(np.nanargmin(merged))

@@ -80,9 +80,7 @@ class ProfilingRun:
             for s, (first, stop) in enumerate(ranges(self.partitioning))
         )
         global_batch_size = self.num_microbatches * self.microbatch_size
-        return Plan(
-            Cluster((self.num_devices,)), sum(self.partitioning), stages, global_batch_size, self.num_microbatches, self.schedule
-        )
+        return Plan(Cluster((self.num_devices,)), sum(self.partitioning), stages, global_batch_size, self.num_microbatches, self.schedule)
 
     def failed(self, why: str) -> RunPeaks:
         """The result of a run that gave no peaks."""

@@ -113,4 +113,3 @@ def _evaluate_inlined(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) ->
             inner, inner_consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
             values.update(zip(equation.outvars, _evaluate_inlined(inner, inner_consts, inputs), strict=True))
     return [read(v) for v in jaxpr.outvars]
-

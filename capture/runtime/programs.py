@@ -48,7 +48,9 @@ class Executable:
     transient_bytes: int
 
 
-def compile_program(function: Callable[..., Any], args: Sequence[Any], *, donate: Sequence[int] = (), out_shardings: Any = None, fast_compile: bool = False) -> Executable:
+def compile_program(
+    function: Callable[..., Any], args: Sequence[Any], *, donate: Sequence[int] = (), out_shardings: Any = None, fast_compile: bool = False
+) -> Executable:
     """Compile for abstract arguments; nothing is allocated.
 
     Args:

@@ -17,9 +17,10 @@ from jax.extend import core as jex_core
 from capture.tracing.batch_rules import RULES, Step, grown_dims
 from capture.tracing.batch_states import SAME, Kind, State, broken, constant_state, linear, unknown
 
+#: Call-like primitives, and the parameter that holds the body.
 _BODIES = {
-    **{"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr"},
-    **{"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"},
+    **dict.fromkeys(("jit", "pjit", "remat2", "checkpoint"), "jaxpr"),
+    **dict.fromkeys(("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
 }
 #: Sizes among the parameters of a primitive, which may differ between n and 2 n examples; rules read the shapes.
 _SIZES = {"shape", "new_sizes", "slice_sizes", "limit_indices", "sizes", "length"}
@@ -68,8 +69,8 @@ def walk(body: Any, doubled: Any, states: Sequence[State], scope: str) -> list[S
 def _equation(step: Step, states: Sequence[State]) -> Sequence[State]:
     num_outputs = len(step.one.outvars)
     if step.name in _BODIES:
-        bodies = (eqn.params[_BODIES[step.name]] for eqn in (step.one, step.two))
-        return walk(*bodies, states, step.scope)
+        body = _BODIES[step.name]
+        return walk(step.one.params[body], step.two.params[body], states, step.scope)
     for kind in (Kind.BROKEN, Kind.UNKNOWN):
         if (bad := next((s for s in states if s.kind is kind), None)) and step.name not in ("scan", "while", "cond", "select_n"):
             return [bad] * num_outputs
@@ -142,7 +143,7 @@ def join(one: State, two: State, where: str) -> State:
 
 
 def _scan(step: Step, states: Sequence[State]) -> list[State]:
-    body, doubled = (getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"]) for eqn in (step.one, step.two))
+    body = getattr(step.one.params["jaxpr"], "jaxpr", step.one.params["jaxpr"])
     num_scanned = sum(a.aval.ndim != b.aval.ndim for a, b in zip(step.one.invars, body.invars, strict=True))
     num_collected = sum(a.aval.ndim != b.aval.ndim for a, b in zip(step.one.outvars, body.outvars, strict=True))
     num_carry = len(step.one.outvars) - num_collected

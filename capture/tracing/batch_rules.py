@@ -184,7 +184,7 @@ def _converted(step: Step, states: Sequence[State]) -> State:
 
 
 def _mul(step: Step, states: Sequence[State]) -> State:
-    return product(*states, step.where)
+    return product(states[0], states[1], step.where)
 
 
 def _div(step: Step, states: Sequence[State]) -> State:
@@ -271,7 +271,7 @@ def _reduce(step: Step, states: Sequence[State]) -> State:
 
 def _dot(step: Step, states: Sequence[State]) -> State:
     (contracted, batched) = step.params["dimension_numbers"]
-    result = product(*states, step.where)
+    result = product(states[0], states[1], step.where)
     if result.kind in (Kind.BROKEN, Kind.UNKNOWN):
         return result
     dims = [step.in_dim(0), step.in_dim(1)]
@@ -298,7 +298,7 @@ def _conv(step: Step, states: Sequence[State]) -> State:
     plain = step.params["batch_group_count"] == 1 and step.in_dim(0) in (None, numbers.lhs_spec[0]) and step.in_dim(1) is None
     if not plain or step.out_dim not in (None, numbers.out_spec[0]):
         return unknown(f"{step.where} has the examples in another dimension than that of the batch")
-    return product(*states, step.where)
+    return product(states[0], states[1], step.where)
 
 
 def _gather(step: Step, states: Sequence[State]) -> State:

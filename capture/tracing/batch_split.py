@@ -29,7 +29,7 @@ ROUNDING_TOLERANCE = 2e-2
 _NUMERIC_LIMIT_FLOPS = 2e9
 _NUMERIC_LIMIT_BATCH_ELEMENTS = 2**22
 #: Compiling takes longer than running once.
-_QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+_QUICK_COMPILE: dict[str, str | bool] = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
 
 
 @dataclass(frozen=True)

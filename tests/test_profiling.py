@@ -1,0 +1,169 @@
+"""Which stage configs are measured, and that each different one is measured once."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from pipeline_models import mlp
+
+from capture.choices import StageChoice, hybrid_choices
+from capture.cluster import Cluster
+from capture.errors import TargetError
+from capture.profile import StageConfig
+from capture.profiler.compile import CompileBackend, CompileFailure
+from capture.profiler.windows import choices_to_profile, profiled_microbatch_sizes, window_configs
+from capture.store import Store
+from profiling_runs import profile
+from profiling_runs.profile import CALIBRATION_SEED, divisor_choices
+
+ONE, TWO, SPLIT = StageChoice(), StageChoice(2, 1), StageChoice(1, 2)
+
+
+# ---- what to measure -----------------------------------------------------------------------------------------------
+
+
+def test_windows_are_all_runs_of_one_to_n_plus_one_layers_at_every_size():
+    configs = window_configs(5, [ONE, TWO], [2, 4], num_neighbours=2)
+    assert len(configs) == len(set(configs)) == (5 + 4 + 3) * 2 * 2
+    assert {(c.first, c.stop) for c in configs} == {(a, a + n) for n in (1, 2, 3) for a in range(5 - n + 1)}
+
+
+def test_long_windows_are_measured_at_the_largest_size_alone():
+    lengths = {size: {c.num_layers for c in window_configs(20, [ONE], [8, 16]) if c.microbatch_size == size} for size in (8, 16)}
+    assert lengths == {8: {1, 2, 3}, 16: {1, 2, 3, 8, 16}}
+    assert {c.num_layers for c in window_configs(9, [ONE], [4])} == {1, 2, 3, 8}
+
+
+def test_a_choice_that_does_not_split_a_size_is_left_out_there():
+    configs = window_configs(2, [ONE, StageChoice(4, 1)], [2, 4])
+    assert {c.microbatch_size for c in configs if c.choice.data_parallel == 4} == {4}
+
+
+def test_fewer_layers_than_neighbours_are_no_problem():
+    assert [(c.first, c.stop) for c in window_configs(1, [ONE], [4])] == [(0, 1)]
+
+
+def test_half_the_microbatch_is_profiled_where_every_choice_splits_it():
+    assert profiled_microbatch_sizes(16, [ONE, StageChoice(8, 1)]) == (8, 16)
+    assert profiled_microbatch_sizes(16, [ONE, StageChoice(16, 1)]) == (16,)
+    assert profiled_microbatch_sizes(1, [ONE]) == (1,)
+    assert profiled_microbatch_sizes(9, [ONE]) == (9,)
+
+
+def test_choices_are_those_that_a_stage_of_the_cluster_may_have():
+    def pairs(cluster, microbatch_size, **options):
+        choices = choices_to_profile(cluster, options.pop("choices", hybrid_choices(8)), microbatch_size, **options)
+        return [(c.data_parallel, c.tensor_parallel) for c in choices]
+
+    assert pairs(Cluster((4, 2)), 8) == [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4)]
+    assert pairs(Cluster((4,)), 2) == [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)]
+    assert pairs(Cluster((1, 1)), 8) == [(1, 1)]
+    assert pairs(Cluster((1, 1)), 8, whole_nodes=True) == [(1, 1), (2, 1), (1, 2)]
+    by_three = divisor_choices(3, "none", False)
+    assert pairs(Cluster((3,)), 3, any_divisor=True, choices=by_three) == [(1, 1), (3, 1), (1, 3)]
+
+
+# ---- measuring -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def backend() -> CompileBackend:
+    return CompileBackend(mlp(num_blocks=5))
+
+
+def test_equal_stages_share_a_measurement_and_different_ones_do_not(backend):
+    inner, other = StageConfig(1, 3, ONE, 4), StageConfig(2, 4, ONE, 4)
+    assert backend.key(inner) == backend.key(other)
+    different = [
+        inner,
+        StageConfig(0, 2, ONE, 4),  # feeds on the batch
+        StageConfig(3, 5, ONE, 4),  # ends in the loss
+        StageConfig(1, 4, ONE, 4),
+        StageConfig(1, 3, ONE, 8),
+        StageConfig(1, 3, TWO, 4),
+        StageConfig(1, 3, SPLIT, 4),
+        StageConfig(1, 3, StageChoice(1, 1, "full"), 4),
+        StageConfig(1, 3, StageChoice(2, 1, "none", True), 4),
+    ]
+    assert len({backend.key(config) for config in [*different, other]}) == len(different)
+    assert CompileBackend(mlp(num_blocks=5)).key(inner) == backend.key(inner)
+
+
+def test_flags_and_versions_are_part_of_the_key(backend, monkeypatch):
+    config = StageConfig(1, 2, ONE, 4)
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"] + " --xla_cpu_enable_fast_math=true")
+    assert CompileBackend(mlp(num_blocks=5)).key(config) != backend.key(config)
+
+
+def test_a_measurement_is_made_once(backend, monkeypatch):
+    config = StageConfig(1, 2, ONE, 4)
+    cost = backend.measure(config)
+    assert cost.backward_bytes > 0 and cost.residual_bytes > 0
+
+    def refuse(config):
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(backend, "_compile", refuse)
+    assert backend.measure(StageConfig(2, 3, ONE, 4)) == cost
+    with pytest.raises(AssertionError, match="compiled again"):
+        backend.measure(StageConfig(0, 1, ONE, 4))
+
+
+def test_too_few_devices_and_compiler_errors_are_reported(backend, monkeypatch):
+    with pytest.raises(TargetError) as error:
+        backend.measure(StageConfig(1, 2, StageChoice(1, 16), 16))
+    assert error.value.codes == ("target-devices",)
+    failure = backend.try_measure(StageConfig(1, 2, StageChoice(1, 16), 16))
+    assert isinstance(failure, CompileFailure) and failure.message.endswith("[target-devices]")
+
+    def fail(config):
+        raise RuntimeError("out of registers")
+
+    monkeypatch.setattr(backend, "_compile", fail)
+    assert backend.try_measure(StageConfig(3, 5, ONE, 4)) == CompileFailure(StageConfig(3, 5, ONE, 4), "RuntimeError: out of registers")
+
+
+# ---- the profile of a model ----------------------------------------------------------------------------------------
+
+
+def test_a_profile_in_this_process_measures_and_calibrates_by_another_seed():
+    store, seen = Store(), []
+    result = profile(
+        mlp(num_blocks=5),
+        Cluster((1, 1)),
+        microbatch_size=2,
+        num_neighbours=1,
+        calibration_plans=3,
+        store=store,
+        progress=lambda what, done, total: seen.append((what, done, total)),
+    )
+    assert result.choices == (ONE,) and result.microbatch_sizes == (1, 2) and result.workload is None
+    assert len(result.measurements) == (5 + 4) * 2 and result.failures == ()
+    assert result.model_hashes[2] == result.graph.model_hash != result.model_hashes[1]
+    assert result.calibration.seed == CALIBRATION_SEED and 0 < len(result.calibration.errors) <= 12
+    assert seen[0] == ("layer windows", 0, seen[0][2]) and ("layer windows", seen[0][2], seen[0][2]) in seen
+    assert len(store) == seen[0][2] + next(total for what, _, total in seen if what == "calibration")
+    rows = len(store)
+    again = profile(mlp(num_blocks=5), Cluster((1, 1)), microbatch_size=2, num_neighbours=1, calibration_plans=3, store=store)
+    assert len(store) == rows and again.measurements == result.measurements and again.calibration == result.calibration
+
+
+def test_what_fails_is_named_and_the_rest_is_kept(monkeypatch):
+    compile_one = CompileBackend._compile
+
+    def fail_on_pairs(self, config):
+        if config.num_layers == 2:
+            raise RuntimeError("no")
+        return compile_one(self, config)
+
+    monkeypatch.setattr(CompileBackend, "_compile", fail_on_pairs)
+    result = profile(mlp(num_blocks=2), Cluster((1,)), microbatch_size=1, num_neighbours=1)
+    assert result.failures == (f"layers 0 to 1, {ONE}: RuntimeError: no",)
+    assert {(c.first, c.stop) for c in result.measurements} == {(0, 1), (1, 2)}
+    assert result.calibration is None
+
+
+def test_an_unknown_backend_is_refused():
+    with pytest.raises(TargetError, match=r"^backend='compile:abacus' is unknown; .*compile:cpu.* \[target-unknown\]$"):
+        profile(mlp(), Cluster((1,)), microbatch_size=4, backend="compile:abacus")
