@@ -17,7 +17,7 @@ from capture.graph import LayerGraph
 from capture.interface import StageCost
 from capture.plan import Plan
 from capture.predictor.fit import fit_degrees, fit_line
-from capture.predictor.formula import StageMemory, kept_bytes, peak_of, peak_parts
+from capture.predictor.formula import StageMemory, kept_bytes, peak_parts, peaks_by_position
 from capture.predictor.prediction import Prediction, StagePrediction
 from capture.predictor.statistics import extend_windows
 from capture.profile import Calibration, Profile
@@ -158,7 +158,7 @@ class AdditivePredictor:
         """Peaks of every stage at every position: int64 (K, L, L + 1), row j - 1 with j stages to the end (the last row: K or more)."""
         memory = self.memory(choice, microbatch_size)
         positions = occupancy_by_position(schedule, num_microbatches, max_stages)
-        return np.stack([peak_of(memory, occupancies) for occupancies in positions])
+        return peaks_by_position(memory, positions)
 
     # ---- plans -----------------------------------------------------------------------------------------------------
 

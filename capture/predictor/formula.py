@@ -89,6 +89,27 @@ def peak_of(memory: StageMemory, occupancies: Sequence[Occupancy]) -> Any:
     return np.maximum.reduce([*instants, memory.state + memory.update])
 
 
+def peaks_by_position(memory: StageMemory, positions: Sequence[Sequence[Occupancy]]) -> np.ndarray:
+    """``peak_of`` for many positions at once, stacked along a new first dimension; for arrays, without temporary ones."""
+    shape = np.shape(memory.kept)
+    update = memory.state + memory.update
+    fixed = {
+        "forward": memory.state + memory.received + memory.batch + memory.forward,
+        "backward": memory.state + memory.gradients_in + memory.backward,
+    }
+    result, instant = np.empty((len(positions), *shape), np.int64), np.empty(shape, np.int64)
+    for peak, occupancies in zip(result, positions, strict=True):
+        peak[...] = update
+        for o in occupancies:
+            np.multiply(memory.kept, o.num_kept, out=instant)
+            instant += fixed[o.kind]
+            for count, part in ((o.num_waiting_inputs, memory.received), (o.num_waiting_gradients, memory.gradients_in)):
+                if count:
+                    instant += count * part
+            np.maximum(peak, instant, out=peak)
+    return result
+
+
 def _instant(memory: StageMemory, occupancy: Occupancy) -> Any:
     held = memory.state + occupancy.num_kept * memory.kept + occupancy.num_waiting_inputs * memory.received
     if occupancy.kind == "forward":
