@@ -52,6 +52,10 @@ class Calibration:
     seed: int
     num_plans: int
 
+    def coverage(self, wanted: float = 0.98) -> float | None:
+        """The probability that the errors support: n / (n + 1) where they are too few for the wanted one, None without errors."""
+        return min(wanted, len(self.errors) / (len(self.errors) + 1)) if self.errors else None
+
     def interval(self, coverage: float = 0.98) -> tuple[float, float]:
         """Factors (low, high) on a prediction that hold the measured peak with the given probability.
 

@@ -341,7 +341,7 @@ def test_devices_take_their_stages_bytes_in_node_major_order():
     )
     document = json.loads(json.dumps(prediction.to_json()))
     assert document["source"] == {"backend": "planted", "target": "cpu", "predictor": "additive"}
-    assert document["interval_coverage"] == 0.98
+    assert document["interval_coverage"] == 2 / 3  # all that two errors support
     assert [stage["peak_bytes"] for stage in document["stages"]] == [first, last]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,8 +13,16 @@ from capture.quantities import format_bytes
 
 
 def emit(options: argparse.Namespace, document: Mapping[str, Any], text: str) -> None:
-    """The document with ``--json``, else the text."""
-    print(json.dumps(document, indent=2) if options.json else text)
+    """The document with ``--json``, else the text. A number that is none (the loss of a training that diverged) becomes null."""
+    print(json.dumps(_finite(document), indent=2, allow_nan=False) if options.json else text)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -196,7 +196,7 @@ class AdditivePredictor:
             tuple(stage.peak_bytes for stage in order),
             tuple(stage.interval_bytes for stage in order),
             {**self.profile.provenance, "predictor": self.name},
-            INTERVAL_COVERAGE if self.profile.calibration and self.profile.calibration.errors else None,
+            self.profile.calibration.coverage(INTERVAL_COVERAGE) if self.profile.calibration else None,
         )
 
     def _check_model(self, plan: Plan) -> None:
