@@ -202,18 +202,20 @@ class Plan:
                 f"plan is not what capture plan writes: {type(error).__name__}: {error}. Make the plan again.", "plan-corrupt"
             ) from error
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path | str) -> None:
         """Write JSON; the path of the workload is stored relative to the file."""
+        path = Path(path)
         plan = self if self.workload is None else replace(self, workload=self.workload.relative_to(path.parent))
         path.write_text(json.dumps(plan.to_json(), indent=2) + "\n")
 
     @classmethod
-    def load(cls, path: Path) -> Plan:
+    def load(cls, path: Path | str) -> Plan:
         """Read what ``save`` wrote, also from another working directory.
 
         Raises:
             PlanError: ``plan-file`` if there is no such file, ``plan-corrupt`` if it is no JSON, and the codes of ``from_json``.
         """
+        path = Path(path)
         try:
             data = json.loads(path.read_text())
         except FileNotFoundError:

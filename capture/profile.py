@@ -182,17 +182,18 @@ class Profile:
                 f"profile is not what capture profile writes: {type(error).__name__}: {error}. Make it again.", "profile-corrupt"
             ) from error
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path | str) -> None:
         """Write JSON."""
-        path.write_text(json.dumps(self.to_json()) + "\n")
+        Path(path).write_text(json.dumps(self.to_json()) + "\n")
 
     @classmethod
-    def load(cls, path: Path) -> Profile:
+    def load(cls, path: Path | str) -> Profile:
         """Read what ``save`` wrote.
 
         Raises:
             ProfileError: ``profile-file`` if there is no such file, ``profile-corrupt`` if it is no JSON, and the codes of ``from_json``.
         """
+        path = Path(path)
         try:
             data = json.loads(path.read_text())
         except FileNotFoundError:

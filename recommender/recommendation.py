@@ -333,8 +333,9 @@ def _why(result: SearchResult, prediction: Prediction, problem: SearchProblem, p
     stage, predicted = result.stages[stage_id], prediction.stages[stage_id]
     largest = max(predicted.parts, key=lambda category: predicted.parts[category])
     proof = "no plan of this space needs less" if result.optimal else "the search is not a proof"
+    count = f"{len(result.stages)} stage{'s' * (len(result.stages) > 1)}"
     return {
-        "summary": f"{len(result.stages)} stages; the peak is {predicted.peak_bytes:,} bytes on stage {stage_id} (layers {stage.first} to "
+        "summary": f"{count}; the peak is {predicted.peak_bytes:,} bytes on stage {stage_id} (layers {stage.first} to "
         f"{stage.stop - 1}), most of it {largest}; {proof} (tie-break: {result.tie_break}).",
         "bottleneck_stage": stage_id,
         "bottleneck_category": largest,

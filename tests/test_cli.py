@@ -245,7 +245,12 @@ PLAN = ["plan", "tiny.py:model", "--profile", "profile.json"]
 )
 def test_bad_input_ends_with_2_and_one_message_with_its_code(inside, capsys, code, arguments):
     status, out, err = run_here(capsys, *arguments, "--json")
-    assert (status, out) == (2, "")
+    assert status == 2
+    if code == "option-number":  # refused before it is known that a document is wanted
+        assert out == ""
+    else:
+        document = json.loads(out)
+        assert (document["status"], [error["code"] for error in document["errors"]]) == ("error", [code])
     (message,) = [line for line in err.splitlines() if "error: " in line]
     assert message.endswith(f"[{code}]")
     assert "Traceback" not in err
@@ -382,3 +387,17 @@ def test_quiet_progress_says_nothing(capsys):
     progress(SimpleNamespace(quiet=False))("work", 3, 3)
     out, err = capsys.readouterr()
     assert out == "" and err.count("work") <= 2
+
+
+def test_an_exception_of_the_model_is_no_infeasible_result(inside, capsys, tmp_path):
+    broken = tmp_path / "broken.py"
+    broken.write_text("def model():\n    raise RuntimeError('no data here')\n")
+    status, out, err = run_here(capsys, "profile", f"{broken}:model", *BATCH, *STORE, "--quiet", "--json")
+    assert (status, json.loads(out)["errors"]) == (2, [{"code": "exception", "message": "RuntimeError: no data here"}])
+    assert "Traceback" in err
+
+
+@pytest.mark.parametrize("arguments", [["tiny.py:model?width=24"], ["tiny.py:model", "--num-layers", "9"]])
+def test_a_profile_of_another_model_is_refused(inside, capsys, arguments):
+    status, _, err = run_here(capsys, "plan", *arguments, *BATCH, "--profile", "profile.json")
+    assert status == 2 and err.endswith("[profile-other-model]\n")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import traceback
 from collections.abc import Sequence
 
 from capture import __version__
 from capture.cli import demo, evaluate, explain, plan, predict, profile, run
-from capture.errors import CaptureError
+from capture.errors import CaptureError, Violation
 
 VERBS = (demo, profile, plan, predict, run, evaluate, explain)
 
@@ -37,16 +39,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return options.main(options)
     except CaptureError as error:
-        print("\n".join(f"error: {violation}" for violation in error.violations), file=sys.stderr)
-        return 2
-    except OSError as error:
-        if error.filename is None:
-            raise
-        print(f"error: {error.filename!r}: {error.strerror}. [file]", file=sys.stderr)
+        _report(options, error.violations)
         return 2
     except KeyboardInterrupt:
         print("interrupted; finished measurements are kept, the same command resumes", file=sys.stderr)
         return 130
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _report(options, [Violation(f"{error.filename!r}: {error.strerror}.", "file")])
+        return 2
+    except Exception as error:  # of the user's model, most likely: the traceback says where
+        traceback.print_exc()
+        _report(options, [Violation(f"{type(error).__name__}: {error}", "exception")])
+        return 2
+
+
+def _report(options: argparse.Namespace, violations: Sequence[Violation]) -> None:
+    """Every broken rule on standard error; with ``--json`` a document on standard output as well."""
+    print("\n".join(f"error: {violation}" for violation in violations), file=sys.stderr)
+    if options.json:
+        errors = [{"code": violation.code, "message": violation.message} for violation in violations]
+        print(json.dumps({"status": "error", "errors": errors}, indent=2))
 
 
 if __name__ == "__main__":

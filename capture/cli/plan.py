@@ -92,9 +92,21 @@ def _read_profile(options: argparse.Namespace) -> Profile:
     """The profile of a file, for the workload as it is named now.
 
     Raises:
-        ProfileError: ``profile-choice`` if nothing was profiled with the options of the stages.
+        ProfileError: ``profile-other-model`` if it is of another workload or number of layers, ``profile-choice`` if nothing was
+            profiled with the options of the stages.
     """
-    profile = Profile.load(options.profile)
+    profile, named = Profile.load(options.profile), WorkloadSpec.parse(options.workload)
+    if profile.workload is not None and not _same_workload(profile.workload, named):
+        raise ProfileError.of(
+            f"profile {str(options.profile)!r} is of {profile.workload}, and the workload is {named}; profile that one.",
+            "profile-other-model",
+        )
+    if options.num_layers not in (None, profile.graph.num_layers):
+        raise ProfileError.of(
+            f"profile {str(options.profile)!r} has num_layers={profile.graph.num_layers}, and --num-layers asks for {options.num_layers}; "
+            "profile with that number.",
+            "profile-other-model",
+        )
     measurements = {
         config: cost
         for config, cost in profile.measurements.items()
@@ -110,4 +122,13 @@ def _read_profile(options: argparse.Namespace) -> Profile:
             f"{'; '.join(profiled) or 'none'}. Ask for those, or profile again.",
             "profile-choice",
         )
-    return replace(profile, workload=WorkloadSpec.parse(options.workload), measurements=measurements)
+    return replace(profile, workload=named, measurements=measurements)
+
+
+def _same_workload(one: WorkloadSpec, other: WorkloadSpec) -> bool:
+    """Whether two names mean the same function; a file may have moved with its profile."""
+    return (Path(one.location).name, one.function, dict(one.arguments)) == (
+        Path(other.location).name,
+        other.function,
+        dict(other.arguments),
+    )

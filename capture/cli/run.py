@@ -86,18 +86,25 @@ def execute(
     from capture.runtime.reference import ReferenceStep, max_relative_error
     from capture.workload import takes_key
 
+    if check and restore is not None:
+        raise PlanError.of(
+            "--check compares a training from its beginning with one device, and --restore continues one; give one of them.",
+            "run-check-restored",
+        )
     report("compiling the stages")
     step = pipeshard(workload, plan, fast_compile=fast_compile)
     keys = jax.random.split(jax.random.key(seed), 3)
     params = workload.init(keys[0])
-    batches = [workload.batch(jax.random.fold_in(keys[1], i), plan.global_batch_size) for i in range(num_steps)]
-    step_keys = [jax.random.fold_in(keys[2], i) if takes_key(workload) else None for i in range(num_steps)]
+    restored = None if restore is None else checkpoint.restore(step, restore)
+    done = 0 if restored is None else restored.num_steps  # a restored training goes on with the data that come next
+    batches = [workload.batch(jax.random.fold_in(keys[1], done + i), plan.global_batch_size) for i in range(num_steps)]
+    step_keys = [jax.random.fold_in(keys[2], done + i) if takes_key(workload) else None for i in range(num_steps)]
     document: dict[str, Any] = {}
     if check:
         report("comparing with one device")
         reference = ReferenceStep(workload, step.traced, plan.num_microbatches)
         document |= _check(step, reference, params, batches, step_keys, max_relative_error)
-    state = step.init_from(params) if restore is None else checkpoint.restore(step, restore)
+    state = step.init_from(params) if restored is None else restored
     losses, seconds = [], []
     measured = None
     for i, (batch, key) in enumerate(zip(batches, step_keys, strict=True)):
@@ -110,7 +117,7 @@ def execute(
             loss = metrics.loss
         losses.append(loss)
         seconds.append(time.perf_counter() - start)
-        report(f"step {i}: loss {loss:.6f}")
+        report(f"step {done + i}: loss {loss:.6f}")
     if save is not None:
         document["saved"] = str(checkpoint.save(step, state, save))
     predicted = plan.prediction
@@ -152,10 +159,10 @@ def as_text(document: dict[str, Any]) -> str:
     """A table of devices and the losses."""
     predicted, measured = document["predicted_peak_bytes_per_device"], document["measured_peak_bytes_per_device"] or []
     rows = [
-        [d, format_bytes(predicted[d]) if predicted else "-", format_bytes(peak), f"{peak / predicted[d] - 1:+.2%}" if predicted else "-"]
+        [d, format_bytes(predicted[d]) if predicted else "-", format_bytes(peak), f"{predicted[d] / peak - 1:+.2%}" if predicted else "-"]
         for d, peak in enumerate(measured)
     ]
-    lines = [table(["device", "predicted peak", "measured peak", "error"], rows), f"measured by {document['meter']}"]
+    lines = [table(["device", "predicted peak", "measured peak", "prediction off by"], rows), f"measured by {document['meter']}"]
     lines.append("loss " + " ".join(f"{loss:.6f}" for loss in document["loss"]))
     if "reference_loss" in document:
         lines.append("one device " + " ".join(f"{loss:.6f}" for loss in document["reference_loss"]))

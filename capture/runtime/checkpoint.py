@@ -28,7 +28,7 @@ CHECKPOINT_SCHEMA_VERSION = 1
 _KEY_IMPLS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
 
-def save(step: PipelinedStep, state: PipelineState, directory: Path, *, keep: int = 2) -> Path:
+def save(step: PipelinedStep, state: PipelineState, directory: Path | str, *, keep: int = 2) -> Path:
     """Write a checkpoint and wait until it is complete.
 
     Args:
@@ -44,7 +44,7 @@ def save(step: PipelinedStep, state: PipelineState, directory: Path, *, keep: in
         ExecutionError: ``checkpoint-exists`` if the directory holds one of the same or a later step.
     """
     params, optimizer = _by_path(step.params(state)), _by_path(step.optimizer_state(state))
-    with _manager(directory, keep) as manager:
+    with _manager(Path(directory), keep) as manager:
         latest = manager.latest_step()
         if latest is not None and latest >= state.num_steps:
             raise ExecutionError.of(
@@ -62,10 +62,10 @@ def save(step: PipelinedStep, state: PipelineState, directory: Path, *, keep: in
         parts = ocp.args.Composite(state=ocp.args.StandardSave(stored), metadata=ocp.args.JsonSave(metadata))
         manager.save(state.num_steps, args=parts)
         manager.wait_until_finished()
-    return directory / str(state.num_steps)
+    return Path(directory) / str(state.num_steps)
 
 
-def restore(step: PipelinedStep, directory: Path, num_steps: int | None = None) -> PipelineState:
+def restore(step: PipelinedStep, directory: Path | str, num_steps: int | None = None) -> PipelineState:
     """Read a checkpoint into a step of any plan of the same model.
 
     Args:
@@ -78,6 +78,7 @@ def restore(step: PipelinedStep, directory: Path, num_steps: int | None = None) 
             or ``checkpoint-other-optimizer`` naming every leaf that differs from the model's.
     """
     params, optimizer = _by_path(step.traced.params_struct), _by_path(step.optimizer.state_struct)
+    directory = Path(directory)
     if not directory.is_dir():
         raise ExecutionError.of(f"checkpoint directory {str(directory)!r} does not exist.", "checkpoint-missing")
     with _manager(directory, None) as manager:
