@@ -27,13 +27,7 @@ HELP = "compare predictions of random plans with compiled truth"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    shared.add_workload(parser)
-    shared.add_cluster(parser)
-    shared.add_batch(parser)
-    shared.add_store(parser)
-    shared.add_profiling(parser)
-    parser.set_defaults(schedule="both")
-    next(a for a in parser._actions if a.dest == "schedule").choices = (*SCHEDULES, "both")
+    shared.add_question(parser, schedules=(*SCHEDULES, "both"), schedule="both")
     parser.add_argument("--plans", type=shared.at_least(1), default=200, metavar="N", help="random plans (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the plans (default: %(default)s)")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write every prediction, as JSON")

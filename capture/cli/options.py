@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +36,23 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--any-divisor", action="store_true", help="degrees may be any divisor of a node, not only powers of two")
 
 
-def add_batch(parser: argparse.ArgumentParser) -> None:
+def add_question(parser: argparse.ArgumentParser, schedules: Sequence[str] = tuple(SCHEDULES), schedule: str = "1f1b") -> None:
+    """What is asked (model, cluster, batch, schedule), and how its measurements are made."""
+    add_workload(parser)
+    add_cluster(parser)
+    add_batch(parser, schedules, schedule)
+    add_store(parser)
+    add_profiling(parser)
+
+
+def add_batch(parser: argparse.ArgumentParser, schedules: Sequence[str], schedule: str) -> None:
     parser.add_argument(
         "--global-batch", type=int, metavar="B", help=f"examples in a step (default: {DEFAULT_MICROBATCH_SIZE} per micro-batch)"
     )
     parser.add_argument(
         "--microbatches", type=int, default=DEFAULT_MICROBATCHES, metavar="M", help="micro-batches in a step (default: %(default)s)"
     )
-    parser.add_argument("--schedule", choices=tuple(SCHEDULES), default="1f1b", help="pipeline schedule (default: %(default)s)")
+    parser.add_argument("--schedule", choices=tuple(schedules), default=schedule, help="pipeline schedule (default: %(default)s)")
     parser.add_argument("--remat", choices=REMAT_POLICIES, default="none", help="what the backward pass recomputes (default: %(default)s)")
     parser.add_argument("--shard-optimizer", action="store_true", help="split optimizer state over data-parallel replicas")
     parser.add_argument(

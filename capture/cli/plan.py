@@ -22,11 +22,7 @@ HELP = "recommend the plan of least peak memory"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    shared.add_workload(parser)
-    shared.add_cluster(parser)
-    shared.add_batch(parser)
-    shared.add_store(parser)
-    shared.add_profiling(parser)
+    shared.add_question(parser)
     shared.add_backend(parser)
     parser.add_argument("--profile", type=Path, metavar="FILE", help="use this profile instead of measuring")
     parser.add_argument("--memory", metavar="SIZE", help="limit per device, such as 40GB; exit code 1 if nothing fits")

@@ -49,7 +49,7 @@ class DataFlow:
         return flow
 
     def key_of(self, wanted: Any) -> str:
-        """Content hash of the equations that a value depends on, with values renumbered."""
+        """Hash of the equations that a value depends on, values renumbered; closed-over arrays count by shape, not by content."""
         numbers: dict[Any, int] = {}
 
         def text(atom: Any) -> str:

@@ -104,7 +104,7 @@ class TracedOptimizer:
 
     @cached_property
     def param_keys(self) -> list[str]:
-        """Per parameter, a content hash of its update: equal keys mean the same computation on another parameter."""
+        """Per parameter, a hash of its update: equal keys mean the same operations, hence the same memory, for another parameter."""
         return [self.update.key_of(self.update.outputs[p]) for p in range(len(self.params))]
 
 
