@@ -7,14 +7,16 @@ nothing else. The fields of the JSON document are those of the classes below; ``
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from capture.cluster import Cluster
 from capture.errors import PlanError, Violation
+from capture.fields import FieldError, Fields
 from capture.schedule import SCHEDULES, Schedule, make_schedule
 from capture.workload import WorkloadSpec
 
@@ -39,6 +41,9 @@ class StagePlan:
         remat: What the backward pass recomputes: ``"none"`` keeps all activations, ``"dots"`` keeps the results of matrix products
             with parameters, ``"full"`` keeps the inputs of the layers.
         shard_optimizer: Optimizer state split over the data-parallel replicas instead of replicated (ZeRO stage 1).
+
+    Raises:
+        PlanError: ``plan-layers`` or ``plan-devices`` if those are no sequences of whole numbers.
     """
 
     layers: tuple[int, int]
@@ -47,6 +52,11 @@ class StagePlan:
     tensor_parallel: int = 1
     remat: Remat = "none"
     shard_optimizer: bool = False
+
+    def __post_init__(self):
+        # Lists and ranges are welcome; what is kept can be hashed and written as JSON.
+        object.__setattr__(self, "layers", _whole_numbers(self.layers, "layers", "plan-layers", length=2))
+        object.__setattr__(self, "devices", _whole_numbers(self.devices, "devices", "plan-devices"))
 
     @property
     def first(self) -> int:
@@ -72,15 +82,23 @@ class StagePlan:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> StagePlan:
-        first, last = data["layers"]
+    def from_json(cls, data: Any) -> StagePlan:
+        """The stage that ``to_json`` wrote; ``num_devices`` need not be there.
+
+        Raises:
+            FieldError: naming the field that is missing or wrong.
+        """
+        return cls._read(Fields(data))
+
+    @classmethod
+    def _read(cls, fields: Fields) -> StagePlan:
         return cls(
-            (first, last),
-            tuple(data["devices"]),
-            data["data_parallel"],
-            data["tensor_parallel"],
-            data.get("remat", "none"),
-            data.get("shard_optimizer", False),
+            cast(tuple[int, int], fields.integers("layers", length=2)),
+            fields.integers("devices"),
+            fields.integer("data_parallel", 1),
+            fields.integer("tensor_parallel", 1),
+            cast(Remat, fields.text("remat", "none")),
+            fields.flag("shard_optimizer", False),
         )
 
 
@@ -121,6 +139,7 @@ class Plan:
     why: Mapping[str, Any] | None = field(default=None, compare=False)
 
     def __post_init__(self):
+        object.__setattr__(self, "stages", tuple(self.stages))
         PlanError.check(_violations(self))
 
     @property
@@ -146,9 +165,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         return {
             "schema_version": PLAN_SCHEMA_VERSION,
-            "workload": None
-            if self.workload is None
-            else {"location": self.workload.location, "function": self.workload.function, "arguments": dict(self.workload.arguments)},
+            "workload": None if self.workload is None else self.workload.to_json(),
             "model_hash": self.model_hash,
             "cluster": {"nodes": list(self.cluster.nodes), "target_per_node": [self.cluster.target] * len(self.cluster.nodes)},
             "num_layers": self.num_layers,
@@ -179,28 +196,36 @@ class Plan:
                 "plan-schema",
             )
         try:
-            targets = set(data["cluster"]["target_per_node"])
-            if len(targets) > 1:
-                raise PlanError.of(f"plan mixes the targets {sorted(targets)}; one target per plan for now.", "plan-mixed-targets")
-            workload = data["workload"]
-            return cls(
-                cluster=Cluster(tuple(data["cluster"]["nodes"]), targets.pop()),
-                num_layers=data["num_layers"],
-                stages=tuple(map(StagePlan.from_json, data["stages"])),
-                global_batch_size=data["global_batch_size"],
-                num_microbatches=data["num_microbatches"],
-                schedule=data["schedule"],
-                auto_layers=data["auto_layers"],
-                tensor_parallel_rule=data["tensor_parallel_rule"],
-                model_hash=data["model_hash"],
-                workload=None if workload is None else WorkloadSpec(workload["location"], workload["function"], workload["arguments"]),
-                prediction=data.get("prediction"),
-                why=data.get("why"),
-            )
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            return cls._read(Fields(data))
+        except FieldError as error:
             raise PlanError.of(
-                f"plan is not what capture plan writes: {type(error).__name__}: {error}. Make the plan again.", "plan-corrupt"
-            ) from error
+                f"the plan is not one: {error}. Correct it, or make the plan again with capture plan.", "plan-corrupt"
+            ) from None
+
+    @classmethod
+    def _read(cls, fields: Fields) -> Plan:
+        cluster = fields.object("cluster")
+        targets = set(cluster.texts("target_per_node"))
+        if len(targets) > 1:
+            raise PlanError.of(f"plan mixes the targets {sorted(targets)}; one target per plan for now.", "plan-mixed-targets")
+        if not targets:
+            raise FieldError("cluster.target_per_node is empty and must have a target for every node")
+        workload = fields.optional_object("workload")
+        prediction, why = fields.optional_object("prediction"), fields.optional_object("why")
+        return cls(
+            cluster=Cluster(cluster.integers("nodes"), targets.pop()),
+            num_layers=fields.integer("num_layers"),
+            stages=tuple(map(StagePlan._read, fields.objects("stages"))),
+            global_batch_size=fields.integer("global_batch_size"),
+            num_microbatches=fields.integer("num_microbatches"),
+            schedule=fields.text("schedule", "1f1b"),
+            auto_layers=fields.flag("auto_layers", False),
+            tensor_parallel_rule=cast(TensorParallelRule, fields.text("tensor_parallel_rule", "auto")),
+            model_hash=fields.text("model_hash", ""),
+            workload=None if workload is None else WorkloadSpec.from_json(workload),
+            prediction=None if prediction is None else prediction.data,
+            why=None if why is None else why.data,
+        )
 
     def save(self, path: Path | str) -> None:
         """Write JSON; the path of the workload is stored relative to the file."""
@@ -243,6 +268,17 @@ def batch_violations(global_batch_size: int, num_microbatches: int) -> list[Viol
             )
         ]
     return []
+
+
+def _whole_numbers(given: Any, name: str, code: str, length: int | None = None) -> tuple[int, ...]:
+    try:
+        numbers = tuple(map(operator.index, given))
+    except TypeError:
+        numbers = None
+    if numbers is None or length not in (None, len(numbers)):
+        what = "(first, last), two whole numbers" if length == 2 else "a sequence of whole numbers"
+        raise PlanError.of(f"a stage has {name}={given!r}; give {what}.", code)
+    return numbers
 
 
 def _violations(plan: Plan) -> list[Violation]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from capture.choices import StageChoice
 from capture.errors import ProfileError
+from capture.fields import Fields, describe
 from capture.graph import LayerGraph, Tensor
 from capture.interface import StageCost
 from capture.plan import TensorParallelRule
@@ -116,7 +117,7 @@ class Profile:
     def to_json(self) -> dict[str, Any]:
         return {
             "schema_version": PROFILE_SCHEMA_VERSION,
-            "workload": None if self.workload is None else asdict(self.workload),
+            "workload": None if self.workload is None else self.workload.to_json(),
             "provenance": dict(self.provenance),
             "auto_layers": self.auto_layers,
             "tensor_parallel_rule": self.tensor_parallel_rule,
@@ -165,7 +166,7 @@ class Profile:
                 measurements=measurements,
                 param_bytes={int(tp): tuple(sizes) for tp, sizes in data["param_bytes_by_tensor_parallel"].items()},
                 provenance=data["provenance"],
-                workload=None if data["workload"] is None else WorkloadSpec(**data["workload"]),
+                workload=None if data["workload"] is None else WorkloadSpec.from_json(Fields(data).object("workload")),
                 auto_layers=data["auto_layers"],
                 tensor_parallel_rule=data["tensor_parallel_rule"],
                 microbatch_sizes=tuple(data["microbatch_sizes"]),
@@ -179,7 +180,7 @@ class Profile:
             )
         except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             raise ProfileError.of(
-                f"profile is not what capture profile writes: {type(error).__name__}: {error}. Make it again.", "profile-corrupt"
+                f"profile is not what capture profile writes: {describe(error)}. Make it again.", "profile-corrupt"
             ) from error
 
     def save(self, path: Path | str) -> None:

@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
 from capture.errors import Violation, WorkloadError
+from capture.fields import Fields
 
 PyTree = Any
 
@@ -98,7 +99,7 @@ class WorkloadSpec:
 
     location: str
     function: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)  # a mapping has no hash; equal names still have equal ones
 
     @classmethod
     def parse(cls, text: str) -> WorkloadSpec:
@@ -120,6 +121,18 @@ class WorkloadSpec:
     def __str__(self) -> str:
         query = "&".join(f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in self.arguments.items())
         return f"{self.location}:{self.function}" + (f"?{query}" if query else "")
+
+    def to_json(self) -> dict[str, Any]:
+        return {"location": self.location, "function": self.function, "arguments": dict(self.arguments)}
+
+    @classmethod
+    def from_json(cls, fields: Fields) -> WorkloadSpec:
+        """The name that ``to_json`` wrote.
+
+        Raises:
+            FieldError: naming the field that is missing or wrong.
+        """
+        return cls(fields.text("location"), fields.text("function"), fields.object("arguments").data)
 
     @property
     def is_file(self) -> bool:
@@ -147,8 +160,11 @@ class WorkloadSpec:
         module = _import_file(Path(self.location)) if self.is_file else _import_module(self.location)
         function = getattr(module, self.function, None)
         if not callable(function):
-            public = [name for name, value in vars(module).items() if inspect.isfunction(value) and not name.startswith("_")]
-            raise WorkloadError.of(f"{self.location} has no function {self.function!r}; it has {', '.join(public)}.", "workload-function")
+            own = [name for name, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
+            public = ", ".join(name for name in own if not name.startswith("_"))
+            raise WorkloadError.of(
+                f"{self.location} has no function {self.function!r}; it has {public or 'no public function'}.", "workload-function"
+            )
         try:
             inspect.signature(function).bind(**self.arguments)
         except TypeError as error:
@@ -172,7 +188,11 @@ def _read_value(text: str) -> Any:
 def _import_file(path: Path) -> ModuleType:
     """Import a file under a name of its own, so that a user's ``models`` package is never mistaken for another."""
     if not path.is_file():
-        raise WorkloadError.of(f"workload file {str(path)!r} does not exist (looked in {str(Path.cwd())!r}).", "workload-file")
+        raise WorkloadError.of(
+            f"workload file {str(path)!r} does not exist (looked in {str(Path.cwd())!r}); a plan remembers the path relative to its own "
+            "file, and --workload names another.",
+            "workload-file",
+        )
     path = path.resolve()
     name = f"_workload_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name not in sys.modules:

@@ -240,6 +240,8 @@ PLAN = ["plan", "tiny.py:model", "--profile", "profile.json"]
         ("plan-file", ["run", "missing.json"]),
         ("plan-file", ["explain", "missing.json"]),
         ("profile-file", ["predict", "plan.json", "--profile", "missing.json"]),
+        ("profile-measured", ["plan", "tiny.py:model", *BATCH, "--profile", "profile.json", "--neighbours", "1"]),
+        ("profile-choice", ["plan", "tiny.py:model", *BATCH, "--profile", "profile.json", "--tensor-parallel-rule", "largest"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value[:2] + value[-2:]),
 )
@@ -291,6 +293,28 @@ def test_a_plan_of_a_model_that_was_edited_since_is_refused(inside, capsys, tmp_
         status, out, err = run_here(capsys, *arguments, "--workload", f"{tmp_path}/edited.py:model")
         assert (status, out) == (2, "")
         assert re.search(r"^error: .* \[plan-other-model\]$", err, re.MULTILINE), err
+
+
+def test_a_plan_written_by_hand_gets_its_prediction(inside, capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    document = json.loads(Path("plan.json").read_text())
+    predicted = document.pop("prediction")["peak_bytes_per_device"]
+    document["workload"]["location"] = str(inside / "tiny.py")
+    path.write_text(json.dumps(document))
+    status, out, _ = run_here(capsys, "run", str(path), "--steps", "1", "--quiet")
+    assert status == 0 and "capture predict PLAN --profile FILE -o PLAN" in out
+    assert run_here(capsys, "predict", str(path), "--profile", "profile.json", "-o", str(path))[0] == 0
+    assert json.loads(path.read_text())["prediction"]["peak_bytes_per_device"] == predicted
+    status, out, _ = run_here(capsys, "run", str(path), "--steps", "1", "--quiet")
+    assert status == 0 and "capture predict" not in out
+
+
+def test_progress_in_a_log_file_is_whole_lines(capsys):
+    show = progress(SimpleNamespace(quiet=False))
+    for done in range(4):
+        show("layer windows", done, 3)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["layer windows: 0 of 3, 0 s", "layer windows: 3 of 3, 0 s"]
 
 
 def test_a_plan_made_from_objects_asks_for_its_workload(inside, capsys, tmp_path):
@@ -351,8 +375,8 @@ def test_a_killed_profile_resumes_and_measures_only_what_is_missing(done, tmp_pa
     after = rows(store)
     assert before.items() <= after.items()
     assert len(after) > len(before), "it was killed too late to tell"
-    totals = re.findall(r"layer windows:.*?\d+/(\d+)", resumed.err)
-    assert {int(total) for total in totals} == {len(after) - len(before)}
+    totals = re.findall(r"layer windows: \d+ of (\d+)", resumed.err)
+    assert set(map(int, totals)) == {len(after) - len(before)}
     again = capture(tmp_path, *command, "--workers", "0")
     assert rows(store) == after and "layer windows" not in again.err
     mine, theirs = (

@@ -166,8 +166,8 @@ def test_too_few_devices():
     with pytest.raises(ExecutionError) as error:
         pipeshard(mlp(), plan)
     assert message(error) == (
-        "the plan uses 12 devices and this process has 8 (cpu); on CPU set --xla_force_host_platform_device_count=12 in XLA_FLAGS "
-        "before JAX loads (capture run does). [run-devices]"
+        "the plan uses 12 devices and this process has 8 (cpu); for virtual CPU devices call "
+        "capture.environment.prepare(num_devices=12) before JAX loads (capture run does). [run-devices]"
     )
 
 

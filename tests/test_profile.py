@@ -83,7 +83,7 @@ def test_a_missing_or_wrong_field_is_refused_by_name(key, wrong):
     if wrong == "missing":
         del data[key]
         assert errors_of(lambda: Profile.from_json(data)) == (
-            f"profile is not what capture profile writes: KeyError: {key!r}. Make it again. [profile-corrupt]"
+            f"profile is not what capture profile writes: the field {key!r} is missing. Make it again. [profile-corrupt]"
         )
     elif key not in ("provenance", "auto_layers", "tensor_parallel_rule", "paper"):  # kept as they are
         data[key] = wrong

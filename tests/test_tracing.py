@@ -509,7 +509,8 @@ ERRORS = [
     (
         lambda: trace(models.repeated(), B),
         "the loss has 0 layer marks and none of them divides it; mark the boundaries in the model with "
-        'jax.ad_checkpoint.checkpoint_name(x, "layer_boundary"), or give num_layers to cut it automatically. [trace-no-marks]',
+        'jax.ad_checkpoint.checkpoint_name(x, "layer_boundary"), or give num_layers (--num-layers) to cut it automatically. '
+        "[trace-no-marks]",
     ),
     (
         lambda: trace(loss_workload(lambda p, b: b[0] @ p["w"]), B),

@@ -116,7 +116,8 @@ def test_a_module_is_loaded_by_name():
 
 def test_what_does_not_exist(model_file, tmp_path):
     assert message(WorkloadSpec("zoo/nix.py", "model").load) == (
-        f"workload file 'zoo/nix.py' does not exist (looked in {str(tmp_path)!r}). [workload-file]"
+        f"workload file 'zoo/nix.py' does not exist (looked in {str(tmp_path)!r}); a plan remembers the path relative to its own file, "
+        "and --workload names another. [workload-file]"
     )
     assert message(WorkloadSpec("no_such.module", "f").load) == (
         "workload module 'no_such.module' cannot be imported: No module named 'no_such'. [workload-module]"

@@ -221,33 +221,27 @@ def _matching(default: Sequence[Outcome], paper: Sequence[Outcome]) -> list[Outc
 
 
 def as_text(document: dict[str, Any]) -> str:
-    """Both modes side by side."""
-    names = {"default": "default", "default_where_paper_predicts": "default, where the paper predicts", "paper": "paper"}
-    rows = []
-    for key, name in names.items():
-        s = document[key]
-        shares = [_percent(s[f"within_{p}pct"]) for p in (2, 5, 11)]
-        rows.append(
-            [
-                name,
-                s["num_predictions"],
-                *shares,
-                _percent(s["mean_abs_error_fraction"]),
-                _percent(s["max_abs_error_fraction"]),
-                _percent(s["mean_error_fraction"]),
-                _percent(s["interval_coverage_fraction"]),
-            ]
-        )
+    """Both modes side by side; the paper's, which does not know schedules, also per schedule."""
+    rows = [("default", document["default"]), ("default, where the paper predicts", document["default_where_paper_predicts"])]
+    rows.append(("paper", document["paper"]))
+    if len(document["by_schedule"]) > 1:
+        rows += [(f"paper, {schedule}", modes["paper"]) for schedule, modes in document["by_schedule"].items()]
     header = ["mode", "predictions", "within 2 %", "within 5 %", "within 11 %", "mean |error|", "max |error|", "mean error", "in interval"]
     skipped = document["default"]["num_compiled_before"]
     return "\n".join(
         [
             f"{document['num_plans']} random plans of {document['workload']} on {document['cluster']}, target {document['target']}, "
             f"{' and '.join(document['schedules'])}; {skipped} device predictions of stages compiled before are left out",
-            table(header, rows),
+            table(header, [[name, *_cells(found)] for name, found in rows]),
         ]
     )
 
 
+def _cells(found: dict[str, Any]) -> list[Any]:
+    shares = [_percent(found[f"within_{p}pct"]) for p in (2, 5, 11)]
+    errors = [_percent(found[f"{which}_error_fraction"]) for which in ("mean_abs", "max_abs", "mean")]
+    return [found["num_predictions"], *shares, *errors, _percent(found["interval_coverage_fraction"])]
+
+
 def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2%}"
+    return "-" if value is None else f"{value:.2%}".replace("-0.00%", "0.00%")

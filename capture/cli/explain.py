@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from capture import environment
@@ -22,8 +21,8 @@ HELP = "say who needs the memory, and what one change saves most"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", type=Path, metavar="PLAN")
-    parser.add_argument("--workload", help="for a plan made from Python objects")
+    shared.add_plan(parser)
+    shared.add_plan_workload(parser)
     shared.add_store(parser)
 
 
@@ -155,7 +154,12 @@ def as_text(document: dict[str, Any]) -> str:
         ]
         heaviest = sorted(per_layer, reverse=True)[:5]
         lines.append("heaviest layers (predicted): " + ", ".join(f"{layer} {format_bytes(n)} ({c})" for n, layer, c in heaviest))
-    lines.append(table(["one change", "peak per device", "saves"], [_change_row(change) for change in document["changes"]]))
+    saving = [change for change in document["changes"] if change["saves_bytes"] > 0]
+    if saving:
+        lines.append(table(["one change", "peak per device", "saves"], [_change_row(change) for change in saving]))
+    tried = [change["change"] for change in document["changes"] if change not in saving]
+    if tried:
+        lines.append(f"no saving: {', '.join(tried)}")
     return "\n".join(lines)
 
 

@@ -29,6 +29,14 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-layers", type=int, metavar="L", help="cut into L layers automatically (default: at the model's marks)")
 
 
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", type=Path, metavar="PLAN", help="plan file, of capture plan or written by hand")
+
+
+def add_plan_workload(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workload", metavar="WORKLOAD", help="of the plan, if it names none or the file has moved")
+
+
 def add_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", required=True, metavar="NxG", help="N nodes of G devices, or a list of nodes such as 4+2")
     parser.add_argument("--target", default="cpu", help=f"device kind: {', '.join(TARGETS)} (default: %(default)s)")
@@ -148,6 +156,20 @@ def check_backend(options: argparse.Namespace) -> None:
             Violation("--neighbours and --calibration-plans are of compiled windows; leave them out with --backend run.", "profile-backend")
         )
     ProfileError.check(violations)
+
+
+def check_measures_nothing(options: argparse.Namespace) -> None:
+    """Refuse options of measuring where a profile is given.
+
+    Raises:
+        ProfileError: ``profile-measured``.
+    """
+    defaults = {"store": None, "backend": BACKENDS[0], "neighbours": DEFAULT_NEIGHBOURS, "calibration_plans": DEFAULT_CALIBRATION_PLANS}
+    given = [f"--{name.replace('_', '-')}" for name, default in defaults.items() if getattr(options, name) != default]
+    if given:
+        raise ProfileError.of(
+            f"{', '.join(given)}: with --profile nothing is measured; leave out what is about measuring, or --profile.", "profile-measured"
+        )
 
 
 def make_profile(

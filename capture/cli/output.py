@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -41,22 +42,42 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def progress(options: argparse.Namespace) -> Callable[[str, int, int], None]:
-    """A bar per kind of work on standard error; in a log file, a line now and then."""
+    """A bar per kind of work on standard error; where that is no terminal, a line now and then."""
     if options.quiet:
         return lambda what, done, total: None
+    return _progress_bars() if sys.stderr.isatty() else _progress_lines()
+
+
+def _progress_bars() -> Callable[[str, int, int], None]:
     from tqdm import tqdm
 
     bars: dict[str, Any] = {}
 
     def show(what: str, done: int, total: int) -> None:
         if what not in bars or bars[what].total != total:
-            pause = 0.1 if sys.stderr.isatty() else 10.0
-            bars[what] = tqdm(total=total, desc=what, unit="stage", file=sys.stderr, dynamic_ncols=True, mininterval=pause)
+            bars[what] = tqdm(total=total, desc=what, unit="stage", file=sys.stderr, dynamic_ncols=True)
         bar = bars[what]
         bar.update(done - bar.n)
         if done == total:
             bar.close()
             del bars[what]
+
+    return show
+
+
+def _progress_lines(pause_seconds: float = 15.0) -> Callable[[str, int, int], None]:
+    began: dict[str, float] = {}
+    said: dict[str, float] = {}
+
+    def show(what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if what not in began or done == total or now - said[what] >= pause_seconds:
+            seconds = now - began.setdefault(what, now)
+            left = f", about {seconds / done * (total - done):.0f} s left" if seconds and 0 < done < total else ""
+            print(f"{what}: {done} of {total}, {seconds:.0f} s{left}", file=sys.stderr, flush=True)
+            said[what] = now
+        if done == total:
+            began.pop(what, None)
 
     return show
 
@@ -82,4 +103,8 @@ def stage_table(plan: Any, stages: Sequence[Any]) -> str:
         ]
         for s, (stage, predicted) in enumerate(zip(plan.stages, stages, strict=True))
     ]
-    return table(["stage", "layers", "devices", "dp", "tp", "peak per device", "interval", "most of it"], rows)
+    lines = [table(["stage", "layers", "devices", "dp", "tp", "peak per device", "interval", "most of it"], rows)]
+    guessed = [str(s) for s, predicted in enumerate(stages) if predicted.extrapolated]
+    if guessed:
+        lines.append(f"stages {', '.join(guessed)} have degrees or a micro-batch size that were not profiled: their intervals are wider")
+    return "\n".join(lines)

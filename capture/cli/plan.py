@@ -38,6 +38,7 @@ def main(options: argparse.Namespace) -> int:
     limit = None if options.memory is None else parse_bytes(options.memory)
     shared.check_backend(options)
     if options.profile is not None:
+        shared.check_measures_nothing(options)
         profile = _read_profile(options)
     else:
         needs_paper = options.mode == "paper" or options.merge_layers is not None
@@ -102,6 +103,12 @@ def _read_profile(options: argparse.Namespace) -> Profile:
             f"profile {str(options.profile)!r} has num_layers={profile.graph.num_layers}, and --num-layers asks for {options.num_layers}; "
             "profile with that number.",
             "profile-other-model",
+        )
+    if options.tensor_parallel_rule != profile.tensor_parallel_rule:
+        raise ProfileError.of(
+            f"profile {str(options.profile)!r} has tensor_parallel_rule={profile.tensor_parallel_rule!r}, and --tensor-parallel-rule is "
+            f"{options.tensor_parallel_rule!r}; ask for that of the profile, or profile again.",
+            "profile-choice",
         )
     measurements = {
         config: cost

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from capture import environment
-from capture.cli.options import at_least
+from capture.cli import options as shared
 from capture.cli.output import emit, say, table
 from capture.errors import PlanError
 from capture.plan import Plan
@@ -24,11 +24,11 @@ HELP = "execute a plan on the devices of this machine"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", type=Path, metavar="PLAN")
-    parser.add_argument("--steps", type=at_least(1), default=3, metavar="N", help="updates (default: %(default)s)")
+    shared.add_plan(parser)
+    parser.add_argument("--steps", type=shared.at_least(1), default=3, metavar="N", help="updates (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of parameters and data (default: %(default)s)")
     parser.add_argument("--check", action="store_true", help="compare loss and gradients with one device, and the ledger with live arrays")
-    parser.add_argument("--workload", help="for a plan made from Python objects")
+    shared.add_plan_workload(parser)
     parser.add_argument("--save", type=Path, metavar="DIR", help="save the state with Orbax at the end")
     parser.add_argument("--restore", type=Path, metavar="DIR", help="continue from a saved state, also of another plan of the model")
 
@@ -163,6 +163,8 @@ def as_text(document: dict[str, Any]) -> str:
         for d, peak in enumerate(measured)
     ]
     lines = [table(["device", "predicted peak", "measured peak", "prediction off by"], rows), f"measured by {document['meter']}"]
+    if not predicted:
+        lines.append("the plan has no prediction; capture predict PLAN --profile FILE -o PLAN adds one")
     lines.append("loss " + " ".join(f"{loss:.6f}" for loss in document["loss"]))
     if "reference_loss" in document:
         lines.append("one device " + " ".join(f"{loss:.6f}" for loss in document["reference_loss"]))

@@ -89,8 +89,8 @@ def pipeshard(
     devices = jax.devices() if devices is None else devices
     if len(devices) < plan.cluster.num_devices:
         raise ExecutionError.of(
-            f"the plan uses {plan.cluster.num_devices} devices and this process has {len(devices)} ({devices[0].platform}); on CPU set "
-            f"--xla_force_host_platform_device_count={plan.cluster.num_devices} in XLA_FLAGS before JAX loads (capture run does).",
+            f"the plan uses {plan.cluster.num_devices} devices and this process has {len(devices)} ({devices[0].platform}); for virtual "
+            f"CPU devices call capture.environment.prepare(num_devices={plan.cluster.num_devices}) before JAX loads (capture run does).",
             "run-devices",
         )
     traced = trace_for_plan(workload, plan)

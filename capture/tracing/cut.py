@@ -37,7 +37,7 @@ def mark_cuts(program: Program) -> list[int]:
         raise TracingError.of(
             f"the loss has {len(program.marks)} layer marks and none of them divides it; "
             'mark the boundaries in the model with jax.ad_checkpoint.checkpoint_name(x, "layer_boundary"), '
-            "or give num_layers to cut it automatically.",
+            "or give num_layers (--num-layers) to cut it automatically.",
             "trace-no-marks",
         )
     return [*cuts, end]
