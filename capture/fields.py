@@ -37,6 +37,9 @@ class Fields:
     def integer(self, key: str, default: Any = _MISSING) -> int:
         return _checked(self._get(key, default), int, self._at(key), "a whole number")
 
+    def number(self, key: str, default: Any = _MISSING) -> float:
+        return _checked(self._get(key, default), (int, float), self._at(key), "a number")
+
     def text(self, key: str, default: Any = _MISSING) -> str:
         return _checked(self._get(key, default), str, self._at(key), "a text")
 
@@ -81,8 +84,8 @@ class Fields:
         return [(f"{self._at(key)}[{i}]", item) for i, item in enumerate(items)]
 
 
-def _checked(value: Any, kind: type, path: str, name: str) -> Any:
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+def _checked(value: Any, kind: type | tuple[type, ...], path: str, name: str) -> Any:
+    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
         raise FieldError(f"{path} is {reprlib.repr(value)} and must be {name}")
     return value
 

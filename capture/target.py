@@ -1,0 +1,237 @@
+"""A kind of device to plan for: its memory, rates and links, each number with its source, and how to compile for it.
+
+Targets are JSON files: those of ``capture/targets`` by name, a user's own by path. Every number is an object of ``value`` and
+``source``, except in ``compiler``, which goes to the compiler as it is:
+
+    schema_version   1
+    name, description, platform ("cuda", "tpu" or "cpu")
+    memory           capacity_bytes, allocator_fraction, context_bytes, collective_bytes
+    compute          flops_per_second by data type, efficiency (fraction of that rate which large matrix products reach)
+    memory_rate      bytes_per_second, efficiency
+    links            intra_node, inter_node, host: latency_seconds, bytes_per_second in one direction per device
+    compiler         cuda: the device description that XLA plans with; tpu: the topology's name
+
+``cpu`` has no rates and no capacity: virtual devices measure memory, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from capture.errors import TargetError
+from capture.fields import FieldError, Fields
+from capture.quantities import format_bytes
+
+TARGET_SCHEMA_VERSION = 1
+TARGETS_FOLDER = Path(__file__).parent / "targets"
+
+Platform = Literal["cpu", "cuda", "tpu"]
+PLATFORMS: tuple[Platform, ...] = ("cpu", "cuda", "tpu")
+
+
+@dataclass(frozen=True)
+class Sourced:
+    """A number and where it is from."""
+
+    value: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins two devices, or a device and its host.
+
+    Attributes:
+        latency_seconds: Alpha, of one message.
+        bytes_per_second: 1 / beta, in one direction, per device.
+    """
+
+    latency_seconds: Sourced
+    bytes_per_second: Sourced
+
+    def seconds(self, nbytes: float) -> float:
+        """Time of one message: alpha + n * beta.
+
+        Example:
+            >>> Link(Sourced(1e-6, ""), Sourced(1e9, "")).seconds(1000)
+            2e-06
+        """
+        return self.latency_seconds.value + nbytes / self.bytes_per_second.value
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What a process can use of a device's memory.
+
+    usable = capacity x allocator_fraction - context - collective
+
+    Attributes:
+        capacity_bytes: As the driver or the compiler reports it.
+        allocator_fraction: Share of it that the process may claim.
+        context_bytes: Of the driver's context and its libraries.
+        collective_bytes: Buffers of the collectives library, outside of the compiler's view.
+    """
+
+    capacity_bytes: Sourced
+    allocator_fraction: Sourced
+    context_bytes: Sourced
+    collective_bytes: Sourced
+
+    @property
+    def usable_bytes(self) -> int:
+        """What programs may need at their peak."""
+        claimed = self.capacity_bytes.value * self.allocator_fraction.value
+        return int(claimed - self.context_bytes.value - self.collective_bytes.value)
+
+    @property
+    def pool_fraction(self) -> float:
+        """``usable_bytes`` over capacity: the value of ``XLA_PYTHON_CLIENT_MEM_FRACTION`` that gives a GPU's pool this size."""
+        return self.usable_bytes / self.capacity_bytes.value
+
+    def to_json(self) -> dict[str, Any]:
+        terms = {name: {"value": getattr(self, name).value, "source": getattr(self, name).source} for name in self.__dataclass_fields__}
+        return {"usable_bytes": self.usable_bytes, **terms}
+
+    def __str__(self) -> str:
+        return (
+            f"{format_bytes(self.usable_bytes)} usable: {format_bytes(int(self.capacity_bytes.value))} x {self.allocator_fraction.value:g} - "
+            f"{format_bytes(int(self.context_bytes.value))} context - {format_bytes(int(self.collective_bytes.value))} collectives"
+        )
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast a device computes and reads its memory.
+
+    Attributes:
+        flops_per_second: Specified, by data type name.
+        compute_efficiency: Fraction of it that large matrix products reach.
+        bytes_per_second: Specified, of the device's memory.
+        memory_efficiency: Fraction of it that streaming reaches.
+        intra_node, inter_node, host: Links.
+    """
+
+    flops_per_second: Mapping[str, Sourced]
+    compute_efficiency: Sourced
+    bytes_per_second: Sourced
+    memory_efficiency: Sourced
+    intra_node: Link
+    inter_node: Link
+    host: Link
+
+    def flops_of(self, dtype: str) -> float:
+        """Specified FLOPs per second of a data type; an unlisted one counts as float32."""
+        return self.flops_per_second.get(dtype, self.flops_per_second["float32"]).value
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kind of device.
+
+    Attributes:
+        name: As in ``Cluster.target``: the name of a shipped target, or the path of a file.
+        description: For people.
+        platform: Compiler family.
+        memory: None where capacity means nothing (virtual CPU devices).
+        rates: None likewise.
+        compiler: Settings of the compiler.
+
+    Example:
+        >>> target = Target.load("a100-40g")
+        >>> target.platform, target.memory.usable_bytes < 40 * 2**30
+        ('cuda', True)
+    """
+
+    name: str
+    description: str
+    platform: Platform
+    memory: DeviceMemory | None = None
+    rates: Rates | None = None
+    compiler: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    @classmethod
+    def load(cls, name: str) -> Target:
+        """A shipped target by name, or the file at a path that ends in ``.json``.
+
+        Raises:
+            TargetError: ``target-unknown``, ``target-file`` if a path does not exist or is no JSON, ``target-schema`` for an unknown schema
+                version, ``target-corrupt`` for a missing or wrong field.
+        """
+        return _load(name)
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What of the target can change a compiled program's memory: part of the key of every measurement."""
+        return {"platform": self.platform, "compiler": {k: v for k, v in self.compiler.items() if k != "source"}}
+
+
+def target_names() -> tuple[str, ...]:
+    """Of the shipped targets."""
+    return tuple(sorted(path.stem for path in TARGETS_FOLDER.glob("*.json")))
+
+
+@lru_cache(maxsize=64)
+def _load(name: str) -> Target:
+    is_file = name.endswith(".json")
+    if not is_file and name not in target_names():
+        raise TargetError.of(
+            f"target={name!r} is unknown; choose one of {', '.join(target_names())}, or give the path of a target file (.json).",
+            "target-unknown",
+        )
+    path = Path(name) if is_file else TARGETS_FOLDER / f"{name}.json"
+    try:
+        data = json.loads(path.read_text())
+    except OSError as error:
+        raise TargetError.of(f"target file {name!r} cannot be read: {error.strerror}.", "target-file") from None
+    except ValueError as error:
+        raise TargetError.of(f"target file {name!r} is not JSON: {error}.", "target-file") from None
+    version = data.get("schema_version") if isinstance(data, Mapping) else None
+    if version != TARGET_SCHEMA_VERSION:
+        raise TargetError.of(
+            f"target file {name!r} has schema_version={version!r}; this version of capture reads {TARGET_SCHEMA_VERSION}.", "target-schema"
+        )
+    try:
+        return _read(Fields(data), name)
+    except FieldError as error:
+        raise TargetError.of(f"target file {name!r} is not one: {error}; capture/target.py says what it holds.", "target-corrupt") from None
+
+
+def _read(fields: Fields, name: str) -> Target:
+    platform = fields.text("platform")
+    if platform not in PLATFORMS:
+        raise FieldError(f"platform is {platform!r} and must be one of {', '.join(PLATFORMS)}")
+    memory, compute = fields.optional_object("memory"), fields.optional_object("compute")
+    return Target(
+        name,
+        fields.text("description", ""),
+        cast(Platform, platform),
+        None if memory is None else DeviceMemory(*(_sourced(memory.object(key)) for key in DeviceMemory.__dataclass_fields__)),
+        None if compute is None else _read_rates(fields, compute),
+        fields.object("compiler").data,
+    )
+
+
+def _read_rates(fields: Fields, compute: Fields) -> Rates:
+    flops, memory, links = compute.object("flops_per_second"), fields.object("memory_rate"), fields.object("links")
+    found = {dtype: _sourced(flops.object(dtype)) for dtype in flops.data}
+    if "float32" not in found:
+        raise FieldError("compute.flops_per_second.float32 is missing")
+    return Rates(
+        found,
+        _sourced(compute.object("efficiency")),
+        _sourced(memory.object("bytes_per_second")),
+        _sourced(memory.object("efficiency")),
+        *(
+            Link(_sourced(links.object(kind).object("latency_seconds")), _sourced(links.object(kind).object("bytes_per_second")))
+            for kind in ("intra_node", "inter_node", "host")
+        ),
+    )
+
+
+def _sourced(fields: Fields) -> Sourced:
+    return Sourced(fields.number("value"), fields.text("source"))
