@@ -9,7 +9,6 @@ This module imports nothing but the standard library.
 from __future__ import annotations
 
 import os
-import platform
 import shlex
 import sys
 import warnings
@@ -19,6 +18,18 @@ from pathlib import Path
 from capture.errors import Violation
 
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
+
+
+#: JAX must not look for devices, several workers may load libtpu at once, and no metadata server of a cloud is asked.
+_WITHOUT_DEVICES = {
+    "JAX_PLATFORMS": "cpu",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+
+#: Packages that compile for a platform, beside those that every profile names.
+_COMPILERS = {"cuda": ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt"), "tpu": ("libtpu",)}
 
 
 def required_xla_flags(jax_version: str) -> tuple[str, ...]:
@@ -39,13 +50,15 @@ def required_xla_flags(jax_version: str) -> tuple[str, ...]:
     return ()
 
 
-def prepare(num_devices: int | None = None) -> list[Violation]:
+def prepare(num_devices: int | None = None, platform: str = "cpu") -> list[Violation]:
     """Add the flags that the installed JAX needs to ``XLA_FLAGS``; call it before JAX is imported.
 
     A flag that the user gave keeps its value. If JAX is already imported nothing is changed, and only ``check`` speaks.
 
     Args:
         num_devices: Virtual CPU devices of this process, at least 1; None leaves their number alone.
+        platform: Of the target that this process compiles for. For ``"cuda"`` and ``"tpu"`` JAX itself is told to use the CPU, because it
+            would look for devices that need not be there, and several processes may load libtpu.
 
     Returns:
         What is still not as it should be, as ``check`` does; empty if all is well.
@@ -56,6 +69,8 @@ def prepare(num_devices: int | None = None) -> list[Violation]:
         missing = [flag for flag in wanted if _name(flag) not in _parse(given)]
         if missing:
             os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
+        if platform != "cpu":
+            os.environ.update(_WITHOUT_DEVICES)
     return check()
 
 
@@ -87,15 +102,18 @@ def active_flags() -> tuple[str, ...]:
     return tuple(f"{name}={value}" for name, value in sorted(_parse(_given_text()).items()) if name != _DEVICE_COUNT)
 
 
-def versions() -> dict[str, str]:
+def versions(platform: str = "cpu") -> dict[str, str]:
     """Versions that belong in the provenance of a profile, by package; those that are not installed are left out. Loads none of them.
+
+    Args:
+        platform: Of the target; its compiler is named too.
 
     Example:
         >>> sorted(versions())
         ['jax', 'jaxlib', 'numpy', 'optax', 'python']
     """
-    found = {name: _version(name) for name in ("jax", "jaxlib", "numpy", "optax")}
-    return {"python": platform.python_version(), **{name: version for name, version in found.items() if version is not None}}
+    found = {name: _version(name) for name in ("jax", "jaxlib", "numpy", "optax", *_COMPILERS.get(platform, ()))}
+    return {"python": ".".join(map(str, sys.version_info[:3])), **{name: version for name, version in found.items() if version is not None}}
 
 
 def _required() -> tuple[str, ...]:

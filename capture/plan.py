@@ -119,6 +119,7 @@ class Plan:
         workload: The workload by name; None for a plan made from Python objects.
         prediction: Predicted bytes per device with their parts (``Prediction.to_json``), if predicted.
         why: What the search has to say about its choice, if searched.
+        verification: What the compiler of the target says of the plan's own stages (``Verification.to_json``), if verified.
 
     Raises:
         PlanError: every rule that is broken, with its code: ``plan-stages``, ``plan-layers``, ``plan-devices``, ``plan-degrees``,
@@ -137,6 +138,7 @@ class Plan:
     workload: WorkloadSpec | None = None
     prediction: Mapping[str, Any] | None = field(default=None, compare=False)
     why: Mapping[str, Any] | None = field(default=None, compare=False)
+    verification: Mapping[str, Any] | None = field(default=None, compare=False)
 
     def __post_init__(self):
         object.__setattr__(self, "stages", tuple(self.stages))
@@ -178,6 +180,7 @@ class Plan:
             "stages": [stage.to_json() for stage in self.stages],
             "prediction": self.prediction,
             "why": self.why,
+            "verification": self.verification,
         }
 
     @classmethod
@@ -211,7 +214,7 @@ class Plan:
         if not targets:
             raise FieldError("cluster.target_per_node is empty and must have a target for every node")
         workload = fields.optional_object("workload")
-        prediction, why = fields.optional_object("prediction"), fields.optional_object("why")
+        notes = {name: fields.optional_object(name) for name in ("prediction", "why", "verification")}
         return cls(
             cluster=Cluster(cluster.integers("nodes"), targets.pop()),
             num_layers=fields.integer("num_layers"),
@@ -223,8 +226,7 @@ class Plan:
             tensor_parallel_rule=cast(TensorParallelRule, fields.text("tensor_parallel_rule", "auto")),
             model_hash=fields.text("model_hash", ""),
             workload=None if workload is None else WorkloadSpec.from_json(workload),
-            prediction=None if prediction is None else prediction.data,
-            why=None if why is None else why.data,
+            **{name: None if note is None else note.data for name, note in notes.items()},
         )
 
     def save(self, path: Path | str) -> None:

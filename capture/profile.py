@@ -89,6 +89,7 @@ class Profile:
         calibration: Errors on held-out plans, if made.
         warnings: What a user should know, such as a loss that does not split over micro-batches.
         failures: Stage configs that could not be measured, and why.
+        verified: Stages of plans, compiled as they are: what is looked up and not predicted.
     """
 
     graph: LayerGraph
@@ -104,6 +105,12 @@ class Profile:
     calibration: Calibration | None = None
     warnings: tuple[str, ...] = ()
     failures: tuple[str, ...] = ()
+    verified: Mapping[StageConfig, StageCost] = field(default_factory=dict)
+
+    @property
+    def target(self) -> str:
+        """Name of what was measured."""
+        return str(self.provenance.get("target", "cpu"))
 
     @cached_property
     def choices(self) -> tuple[StageChoice, ...]:
@@ -125,15 +132,8 @@ class Profile:
             "model_hashes": {str(b): h for b, h in self.model_hashes.items()},
             "graph": self.graph.to_json(),
             "param_bytes_by_tensor_parallel": {str(tp): list(sizes) for tp, sizes in self.param_bytes.items()},
-            "measurements": [
-                {
-                    "layers": [config.first, config.stop - 1],
-                    **asdict(config.choice),
-                    "microbatch_size": config.microbatch_size,
-                    "cost": cost.to_json(),
-                }
-                for config, cost in sorted(self.measurements.items())
-            ],
+            "measurements": _rows(self.measurements),
+            "verified": _rows(self.verified),
             "paper": self.paper,
             "calibration": None if self.calibration is None else asdict(self.calibration),
             "warnings": list(self.warnings),
@@ -155,15 +155,11 @@ class Profile:
                 "profile-schema",
             )
         try:
-            measurements = {}
-            for row in data["measurements"]:
-                choice = StageChoice(row["data_parallel"], row["tensor_parallel"], row["remat"], row["shard_optimizer"])
-                config = StageConfig(row["layers"][0], row["layers"][1] + 1, choice, row["microbatch_size"])
-                measurements[config] = StageCost.from_json(row["cost"])
             calibration = data["calibration"]
             return cls(
                 graph=LayerGraph.from_json(data["graph"]),
-                measurements=measurements,
+                measurements=_read_rows(data["measurements"]),
+                verified=_read_rows(data.get("verified", [])),
                 param_bytes={int(tp): tuple(sizes) for tp, sizes in data["param_bytes_by_tensor_parallel"].items()},
                 provenance=data["provenance"],
                 workload=None if data["workload"] is None else WorkloadSpec.from_json(Fields(data).object("workload")),
@@ -204,6 +200,27 @@ class Profile:
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ProfileError.of(f"profile {str(path)!r} is not JSON: {error}. Make it again.", "profile-corrupt") from None
         return cls.from_json(data)
+
+
+def _rows(measurements: Mapping[StageConfig, StageCost]) -> list[dict[str, Any]]:
+    return [
+        {
+            "layers": [config.first, config.stop - 1],
+            **asdict(config.choice),
+            "microbatch_size": config.microbatch_size,
+            "cost": cost.to_json(),
+        }
+        for config, cost in sorted(measurements.items())
+    ]
+
+
+def _read_rows(rows: Sequence[Mapping[str, Any]]) -> dict[StageConfig, StageCost]:
+    measurements = {}
+    for row in rows:
+        choice = StageChoice(row["data_parallel"], row["tensor_parallel"], row["remat"], row["shard_optimizer"])
+        config = StageConfig(row["layers"][0], row["layers"][1] + 1, choice, row["microbatch_size"])
+        measurements[config] = StageCost.from_json(row["cost"])
+    return measurements
 
 
 def rescaled(graph: LayerGraph, microbatch_size: int, model_hash: str = "") -> LayerGraph:

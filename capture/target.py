@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from capture.errors import TargetError
 from capture.fields import FieldError, Fields
@@ -98,10 +98,11 @@ class DeviceMemory:
         return {"usable_bytes": self.usable_bytes, **terms}
 
     def __str__(self) -> str:
-        return (
-            f"{format_bytes(self.usable_bytes)} usable: {format_bytes(int(self.capacity_bytes.value))} x {self.allocator_fraction.value:g} - "
-            f"{format_bytes(int(self.context_bytes.value))} context - {format_bytes(int(self.collective_bytes.value))} collectives"
+        capacity, context, collective = (
+            format_bytes(int(term.value)) for term in (self.capacity_bytes, self.context_bytes, self.collective_bytes)
         )
+        claimed = f"{capacity} x {self.allocator_fraction.value:g}"
+        return f"{format_bytes(self.usable_bytes)} usable: {claimed} - {context} context - {collective} collectives"
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,7 @@ def _read(fields: Fields, name: str) -> Target:
     return Target(
         name,
         fields.text("description", ""),
-        cast(Platform, platform),
+        platform,
         None if memory is None else DeviceMemory(*(_sourced(memory.object(key)) for key in DeviceMemory.__dataclass_fields__)),
         None if compute is None else _read_rates(fields, compute),
         fields.object("compiler").data,

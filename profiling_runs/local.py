@@ -18,6 +18,7 @@ from capture.errors import ProfileError
 from capture.interface import StageCost
 from capture.plan import TensorParallelRule
 from capture.profile import StageConfig
+from capture.target import Target
 from capture.workload import WorkloadSpec
 
 
@@ -46,6 +47,7 @@ class WorkerModel:
     num_layers: int | None
     tensor_parallel_rule: TensorParallelRule
     num_devices: int
+    target: str = "cpu"
 
 
 def measure_in_processes(model: WorkerModel, jobs: Mapping[str, StageConfig], num_workers: int) -> Iterator[Measured]:
@@ -81,10 +83,11 @@ _worker: dict[str, Any] = {}  # the backend of a worker process, set once by its
 
 def _start_worker(model: WorkerModel, parent: int) -> None:
     threading.Thread(target=end_with, args=(parent,), daemon=True).start()
-    environment.prepare(num_devices=model.num_devices)
+    target = Target.load(model.target)
+    environment.prepare(num_devices=model.num_devices, platform=target.platform)
     from capture.profiler.compile import CompileBackend
 
-    _worker["backend"] = CompileBackend(model.workload.load(), model.num_layers, model.tensor_parallel_rule)
+    _worker["backend"] = CompileBackend(model.workload.load(), model.num_layers, model.tensor_parallel_rule, target=target)
 
 
 def end_with(parent: int) -> None:

@@ -21,13 +21,14 @@ from capture.profiler.windows import DEFAULT_NEIGHBOURS, choices_to_profile, pro
 from capture.sampling import DrawnStage, random_plans
 from capture.schedule import SCHEDULES
 from capture.store import Store
+from capture.target import Target
 from capture.workload import WorkloadProtocol, WorkloadSpec
 from profiling_runs.local import Measured, WorkerModel, measure_here, measure_in_processes
 from profiling_runs.runs import executed_profile
 
 CALIBRATION_SEED = 20_240_000
 DEFAULT_CALIBRATION_PLANS = 12
-BACKENDS = ("compile:cpu", "run")
+BACKENDS = ("compile", "run")
 
 Progress = Callable[[str, int, int], None]
 
@@ -86,7 +87,7 @@ class Measurements:
     def _run(self, missing: Mapping[str, StageConfig]) -> Iterator[Measured]:
         if self.spec is None or self.num_workers < 1:
             return measure_here(self.backend, missing)
-        model = WorkerModel(self.spec, self.num_layers, self.rule, self.num_devices)
+        model = WorkerModel(self.spec, self.num_layers, self.rule, self.num_devices, self.backend.target.name)
         return measure_in_processes(model, missing, min(self.num_workers, len(missing)))
 
     def _keep(self, configs: Iterable[StageConfig], cost: StageCost) -> None:
@@ -97,6 +98,7 @@ def open_measurements(
     workload: WorkloadProtocol | WorkloadSpec,
     *,
     num_devices: int,
+    target: str = "cpu",
     num_layers: int | None = None,
     tensor_parallel_rule: TensorParallelRule = "auto",
     store: Store | None = None,
@@ -108,13 +110,14 @@ def open_measurements(
     Args:
         workload: The task, or its name; by name it is measured in worker processes.
         num_devices: Virtual devices of a worker, at least those of the largest stage.
+        target: What is compiled for: a name or a file (``Target.load``).
         num_layers, tensor_parallel_rule, store, num_workers, progress: As for ``profile``.
     """
     from capture.profiler.compile import CompileBackend
 
     spec = workload if isinstance(workload, WorkloadSpec) else None
     task = workload.load() if isinstance(workload, WorkloadSpec) else workload
-    compiler = CompileBackend(task, num_layers, tensor_parallel_rule, store)
+    compiler = CompileBackend(task, num_layers, tensor_parallel_rule, store, Target.load(target))
     return Measurements(compiler, spec, num_workers, num_devices, num_layers, tensor_parallel_rule, progress)
 
 
@@ -123,7 +126,7 @@ def profile(
     cluster: Cluster,
     *,
     microbatch_size: int,
-    backend: str = "compile:cpu",
+    backend: str = "compile",
     num_layers: int | None = None,
     remat: Sequence[Remat] = ("none",),
     shard_optimizer: bool = False,
@@ -146,7 +149,8 @@ def profile(
         workload: The task, or its name; by name it is measured in worker processes.
         cluster: Decides the degrees to profile.
         microbatch_size: Examples in a micro-batch over all replicas; half of it is profiled too.
-        backend: ``"compile:cpu"`` compiles layer windows and runs nothing. ``"run"`` executes the paper's profiling runs and nothing else:
+        backend: ``"compile"`` compiles layer windows for the cluster's target and runs nothing; ``"compile:TARGET"`` names another target
+            for the cluster. ``"run"`` executes the paper's profiling runs and nothing else:
             the profile serves the paper's mode alone (see ``executed_profile``), and what is said of windows below does not matter.
         num_layers: None cuts at the model's marks; a number cuts automatically.
         remat, shard_optimizer: Of the stages.
@@ -170,6 +174,7 @@ def profile(
         ProfileError: ``profile-backend`` for arguments that the backend has no use for, or without those that it needs.
         WorkloadError, TracingError: if the model cannot be traced.
     """
+    backend, cluster = _of_target(backend, cluster)
     _check_backend(backend, paper, memory_limit_bytes, choices, measurements)
     if backend == "run":
         assert paper is not None, "checked"
@@ -194,6 +199,7 @@ def profile(
         measurements = open_measurements(
             workload,
             num_devices=cluster.num_devices,
+            target=cluster.target,
             num_layers=num_layers,
             tensor_parallel_rule=tensor_parallel_rule,
             store=store,
@@ -240,9 +246,15 @@ def _split_warnings(task: WorkloadProtocol, microbatch_size: int) -> tuple[str, 
     return () if warning is None else (warning,)
 
 
+def _of_target(backend: str, cluster: Cluster) -> tuple[str, Cluster]:
+    """``"compile:TARGET"`` as ``"compile"`` and a cluster of the target."""
+    kind, _, target = backend.partition(":")
+    return (kind, Cluster(cluster.nodes, target)) if kind == "compile" and target else (backend, cluster)
+
+
 def _check_backend(backend: str, paper: Any, memory_limit_bytes: int | None, *of_windows: Any) -> None:
     if backend not in BACKENDS:
-        raise TargetError.of(f"backend={backend!r} is unknown; choose one of {', '.join(BACKENDS)}.", "target-unknown")
+        raise TargetError.of(f"backend={backend!r} is unknown; choose compile, compile:TARGET or run.", "target-unknown")
     violations = []
     if backend == "run" and paper is None:
         violations.append(

@@ -176,7 +176,7 @@ def _check_some(outcomes: list[RunPeaks]) -> None:
     if all(outcome.failures for outcome in outcomes):
         raise ProfileError.of(
             f"all {len(outcomes)} profiling runs failed; the first: {outcomes[0].failures[0]}. Raise --memory, set JAX_PLATFORMS=cpu to "
-            "run on virtual CPU devices, or profile with --backend compile:cpu, which runs nothing.",
+            "run on virtual CPU devices, or profile with --backend compile, which runs nothing.",
             "profile-runs",
         )
 

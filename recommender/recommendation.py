@@ -11,12 +11,14 @@ import numpy as np
 from capture.choices import StageChoice
 from capture.cluster import Cluster
 from capture.errors import PlanError, ProfileError, Violation
+from capture.headroom import Headroom
 from capture.plan import Plan, StagePlan, batch_violations
 from capture.predictor import AdditivePredictor, Prediction, peak_of
 from capture.predictor.paper import PaperPredictor
 from capture.profile import Profile
 from capture.profiler.paper import PaperStatistics
 from capture.schedule import SCHEDULES
+from capture.target import Target
 from recommender.baselines import fixed_degree_plan
 from recommender.problem import NEVER, SearchProblem
 from recommender.result import PlacedStage, SearchResult
@@ -36,6 +38,7 @@ class Recommendation:
         prediction: Of the plan.
         search: How it was found, and how far that is proven.
         why: For people and scripts: the choice, the runner-up baselines, or what is missing and the cheapest change.
+        headroom: What the plan leaves of the limit, or of the target's memory; None where neither is known.
     """
 
     status: str
@@ -43,6 +46,19 @@ class Recommendation:
     prediction: Prediction | None
     search: SearchResult
     why: Mapping[str, Any]
+    headroom: Headroom | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the device that needs most: the compiler's if the plan is verified, else predicted; 0 without a plan."""
+        if self.plan is not None and self.plan.verification is not None:
+            return max(self.plan.verification["peak_bytes_per_device"])
+        return 0 if self.prediction is None else self.prediction.peak_bytes
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        """That the plan was searched under."""
+        return self.headroom.limit_bytes if self.headroom else None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -58,6 +74,7 @@ class Recommendation:
                 "num_explored": self.search.num_explored,
             },
             "why": dict(self.why),
+            "headroom": None if self.headroom is None else self.headroom.to_json(),
         }
 
 
@@ -82,7 +99,8 @@ def recommend(
         cluster: May be smaller or larger than the profiled one.
         global_batch_size, num_microbatches: Of a step.
         schedule: ``"gpipe"`` or ``"1f1b"``.
-        memory_limit_bytes: Per device; a plan above it is a result, ``status == "infeasible"``.
+        memory_limit_bytes: Per device; a plan above it is a result, ``status == "infeasible"``. None takes what the target's devices can
+            use (``DeviceMemory.usable_bytes``); virtual CPU devices have no limit.
         mode: ``"default"``: data and tensor parallelism together, schedule-aware; ``"paper"``: either of them, the paper's predictor.
         algorithm: See ``recommender.search``.
         whole_nodes, any_divisor: See ``Cluster.stage_degrees``.
@@ -92,6 +110,8 @@ def recommend(
         PlanError: ``plan-batch``, ``plan-schedule``, ``recommend-mode``; ProfileError: if the profile lacks what the search needs.
     """
     PlanError.check(_violations(global_batch_size, num_microbatches, schedule, mode))
+    memory = Target.load(cluster.target).memory
+    given, memory_limit_bytes = memory_limit_bytes, memory.usable_bytes if memory_limit_bytes is None and memory else memory_limit_bytes
     problem = search_problem(
         profile,
         cluster,
@@ -113,7 +133,8 @@ def recommend(
     prediction = _predict(profile, plan)
     why = _infeasible(result) if result.status == "infeasible" else _why(result, prediction, problem, profile)
     plan = plan.with_(prediction=prediction.to_json(), why=why)
-    return Recommendation(result.status, plan, prediction, result, why)
+    headroom = Headroom.of(prediction.peak_bytes_per_device, prediction.interval_bytes_per_device, prediction.coverage, given, memory)
+    return Recommendation(result.status, plan, prediction, result, why, headroom)
 
 
 def _predict(profile: Profile, plan: Plan) -> Prediction:
@@ -225,7 +246,7 @@ def _choices(profile: Profile, mode: str, degrees: Collection[int]) -> Sequence[
     if not profile.measurements and profile.paper is not None:
         raise ProfileError.of(
             "the profile holds executed runs of the paper's kind alone, which the default predictor cannot use; plan with --mode paper, or "
-            "profile with --backend compile:cpu.",
+            "profile with --backend compile.",
             "profile-windows",
         )
     return profile.choices

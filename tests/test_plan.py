@@ -104,6 +104,7 @@ def test_the_document_names_its_units_and_what_follows_from_the_fields():
         ],
         "prediction": None,
         "why": None,
+        "verification": None,
     }
 
 
@@ -298,7 +299,8 @@ def test_a_wrong_field_is_named_with_its_path(path, value, wrong):
 
 def test_a_plan_written_by_hand_may_leave_out_what_has_a_default():
     document = two_stages().to_json()
-    for key in ("schedule", "auto_layers", "tensor_parallel_rule", "model_hash", "workload", "prediction", "why", "microbatch_size"):
+    optional = ("schedule", "auto_layers", "tensor_parallel_rule", "model_hash", "workload", "microbatch_size")
+    for key in (*optional, "prediction", "why", "verification"):
         del document[key]
     for stage in document["stages"]:
         for key in ("num_devices", "remat", "shard_optimizer"):

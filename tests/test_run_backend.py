@@ -245,7 +245,7 @@ def test_a_killed_process_fails_its_run_alone(tmp_path):
     [
         {"backend": "run", "paper": None},
         {"backend": "run", "choices": [StageChoice()]},
-        {"backend": "compile:cpu", "memory_limit_bytes": 10},
+        {"backend": "compile", "memory_limit_bytes": 10},
     ],
 )
 def test_arguments_without_use_are_refused(changes):

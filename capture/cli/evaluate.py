@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from capture import environment
 from capture.cli import options as shared
 from capture.cli.output import emit, progress, say, table
 from capture.schedule import SCHEDULES
@@ -61,7 +60,7 @@ class Outcome:
 def main(options: argparse.Namespace) -> int:
     cluster = shared.read_cluster(options)
     global_batch, num_microbatches = shared.read_batch(options)
-    environment.prepare(num_devices=cluster.num_devices)
+    shared.prepare(cluster)
     from capture.sampling import random_plans
     from profiling_runs.profile import open_measurements, paper_profile, plan_of, profile, stage_config
 
@@ -70,6 +69,7 @@ def main(options: argparse.Namespace) -> int:
     measurements = open_measurements(
         spec,
         num_devices=cluster.num_devices,
+        target=cluster.target,
         num_layers=options.num_layers,
         tensor_parallel_rule=options.tensor_parallel_rule,
         store=shared.open_store(options),

@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from capture import environment
 from capture.cli import options as shared
 from capture.cli.output import emit, progress, table
-from capture.cli.run import workload_of
-from capture.errors import PlanError
+from capture.errors import ProfileError
 from capture.plan import Plan, Remat
 from capture.quantities import format_bytes
 from capture.schedule import SCHEDULES
@@ -28,39 +26,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     plan = Plan.load(options.plan)
-    spec = workload_of(plan, options.workload)
-    environment.prepare(num_devices=plan.cluster.num_devices)
-    from profiling_runs.profile import open_measurements
+    measurements = shared.open_plan_measurements(options, plan, progress(options))
+    from profiling_runs.verify import check_model
 
-    measurements = open_measurements(
-        spec,
-        num_devices=plan.cluster.num_devices,
-        num_layers=plan.num_layers if plan.auto_layers else None,
-        tensor_parallel_rule=plan.tensor_parallel_rule,
-        store=shared.open_store(options),
-        num_workers=options.workers,
-        progress=progress(options),
-    )
-    _check_model(plan, measurements)
+    check_model(plan, measurements)
     document = explain(plan, measurements)
     emit(options, document, as_text(document))
     return 0
 
 
-def _check_model(plan: Plan, measurements: Any) -> None:
-    graph = measurements.backend.traced(plan.microbatch_size).graph
-    if graph.num_layers != plan.num_layers or (plan.model_hash and plan.model_hash != graph.model_hash):
-        raise PlanError.of(
-            f"the plan was made for model_hash={plan.model_hash} with num_layers={plan.num_layers}; the workload has "
-            f"{graph.model_hash} with {graph.num_layers}. Plan it again with capture plan.",
-            "plan-other-model",
-        )
-
-
 def explain(plan: Plan, measurements: Any) -> dict[str, Any]:
     """The document of ``capture explain --json``: peaks with their parts, and every single change with what it saves."""
-    ledger = _replayed(plan, measurements)
-    assert ledger is not None, "the plan's own stages compile"
+    from profiling_runs.verify import verify
+
+    ledger = verify(plan, measurements).ledger
     peak = max(ledger.peak_bytes_per_device)
     layers = [stage["layers_bytes"] for stage in plan.prediction["stages"]] if plan.prediction else None
     stages = []
@@ -77,13 +56,13 @@ def explain(plan: Plan, measurements: Any) -> dict[str, Any]:
                 "predicted_layers_bytes": None if layers is None else layers[s],
             }
         )
-    changes = []
+    changes: list[dict[str, Any]] = []
     for name, changed in _changes(plan):
-        other = _replayed(changed, measurements)
-        if other is not None:
-            changes.append(
-                {"change": name, "peak_bytes": max(other.peak_bytes_per_device), "saves_bytes": peak - max(other.peak_bytes_per_device)}
-            )
+        try:
+            other = max(verify(changed, measurements).peak_bytes_per_device)
+        except ProfileError:  # a stage of the changed plan does not compile
+            continue
+        changes.append({"change": name, "peak_bytes": other, "saves_bytes": peak - other})
     changes.sort(key=lambda change: -change["saves_bytes"])
     return {
         "peak_bytes": peak,
@@ -110,24 +89,6 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
     fits = plan.global_batch_size % doubled == 0
     if fits and all((plan.global_batch_size // doubled) % stage.data_parallel == 0 for stage in plan.stages):
         yield f"{doubled} micro-batches of half the size", plan.with_(num_microbatches=doubled, model_hash="")
-
-
-def _replayed(plan: Plan, measurements: Any) -> Any:
-    """The ledger of a plan over its compiled stages; None if one does not compile."""
-    from capture.interface import plan_interfaces
-    from capture.step import build_step, replay
-    from profiling_runs.profile import stage_config
-
-    configs = [stage_config(stage, plan.microbatch_size) for stage in plan.stages]
-    measurements.require(configs, "stages of the plan")
-    if any(config not in measurements.costs for config in configs):
-        return None
-    backend = measurements.backend
-    sharding = backend.sharding(plan.microbatch_size)
-    param_bytes = {stage.tensor_parallel: sharding.param_bytes(stage.tensor_parallel) for stage in plan.stages}
-    costs = [measurements.costs[config] for config in configs]
-    interfaces = plan_interfaces(plan, backend.traced(plan.microbatch_size).graph, param_bytes, costs)
-    return replay(build_step(interfaces, plan.schedule_table), plan.cluster.num_devices)
 
 
 def as_text(document: dict[str, Any]) -> str:

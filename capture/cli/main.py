@@ -9,10 +9,10 @@ import traceback
 from collections.abc import Sequence
 
 from capture import __version__
-from capture.cli import demo, evaluate, explain, plan, predict, profile, run
+from capture.cli import demo, evaluate, explain, plan, predict, profile, run, verify
 from capture.errors import CaptureError, Violation
 
-VERBS = (demo, profile, plan, predict, run, evaluate, explain)
+VERBS = (demo, profile, plan, predict, verify, run, explain, evaluate)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -9,15 +9,15 @@ from typing import Any
 
 from capture import environment
 from capture.cluster import Cluster
-from capture.errors import PlanError, ProfileError, TargetError, Violation
-from capture.plan import REMAT_POLICIES, TENSOR_PARALLEL_RULES, Remat, batch_violations
+from capture.errors import PlanError, ProfileError, Violation
+from capture.plan import REMAT_POLICIES, TENSOR_PARALLEL_RULES, Plan, Remat, batch_violations
 from capture.profile import Profile
 from capture.schedule import SCHEDULES
 from capture.store import Store
+from capture.target import Target, target_names
 from capture.workload import WorkloadSpec
 
-TARGETS = ("cpu",)
-BACKENDS = ("compile:cpu", "run")
+BACKENDS = ("compile", "run")
 DEFAULT_NEIGHBOURS = 2
 DEFAULT_CALIBRATION_PLANS = 12
 DEFAULT_MICROBATCHES = 16
@@ -39,7 +39,12 @@ def add_plan_workload(parser: argparse.ArgumentParser) -> None:
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", required=True, metavar="NxG", help="N nodes of G devices, or a list of nodes such as 4+2")
-    parser.add_argument("--target", default="cpu", help=f"device kind: {', '.join(TARGETS)} (default: %(default)s)")
+    parser.add_argument(
+        "--target",
+        default="cpu",
+        metavar="NAME",
+        help=f"device kind: {', '.join(target_names())}, or a target file (.json); it need not be there (default: %(default)s)",
+    )
     parser.add_argument("--whole-nodes", action="store_true", help="stages may span 2, 4, 8, ... whole nodes")
     parser.add_argument("--any-divisor", action="store_true", help="degrees may be any divisor of a node, not only powers of two")
 
@@ -109,11 +114,15 @@ def read_cluster(options: argparse.Namespace) -> Cluster:
     """The cluster, of a known target.
 
     Raises:
-        TargetError: ``target-unknown``.
+        TargetError: as ``Target.load``.
     """
-    if options.target not in TARGETS:
-        raise TargetError.of(f"target={options.target!r} is unknown; choose one of {', '.join(TARGETS)}.", "target-unknown")
+    Target.load(options.target)
     return Cluster.parse(options.cluster, options.target)
+
+
+def prepare(cluster: Cluster) -> None:
+    """Make this process one that compiles for the cluster: as many virtual devices, and no search for devices that need not be there."""
+    environment.prepare(num_devices=cluster.num_devices, platform=Target.load(cluster.target).platform)
 
 
 def read_batch(options: argparse.Namespace) -> tuple[int, int]:
@@ -131,12 +140,44 @@ def open_store(options: argparse.Namespace) -> Store:
     return Store(options.store or environment.default_store_path())
 
 
+def open_plan_measurements(options: argparse.Namespace, plan: Plan, progress: Any) -> Any:
+    """Measurements of a plan's workload, for its target; ``options`` are those of ``add_plan_workload`` and ``add_store``."""
+    spec = workload_of(plan, options.workload)
+    prepare(plan.cluster)
+    from profiling_runs.profile import open_measurements
+
+    return open_measurements(
+        spec,
+        num_devices=plan.cluster.num_devices,
+        target=plan.cluster.target,
+        num_layers=plan.num_layers if plan.auto_layers else None,
+        tensor_parallel_rule=plan.tensor_parallel_rule,
+        store=open_store(options),
+        num_workers=options.workers,
+        progress=progress,
+    )
+
+
+def workload_of(plan: Plan, named: str | None) -> WorkloadSpec:
+    """The workload that a plan remembers, or the one that is named.
+
+    Raises:
+        PlanError: ``plan-workload`` if there is neither.
+    """
+    if named is not None:
+        return WorkloadSpec.parse(named)
+    if plan.workload is None:
+        raise PlanError.of("the plan was made from Python objects and names no workload; give --workload.", "plan-workload")
+    return plan.workload
+
+
 def add_backend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend",
         choices=BACKENDS,
         default=BACKENDS[0],
-        help="compile:cpu compiles and runs nothing; run executes the paper's profiling runs, with --mode paper (default: %(default)s)",
+        help="compile compiles for the target and runs nothing; run executes the paper's profiling runs here, with --mode paper "
+        "(default: %(default)s)",
     )
 
 
@@ -187,7 +228,10 @@ def make_profile(
     spec = WorkloadSpec.parse(options.workload)
     from capture.profiler.paper import most_run_devices
 
-    environment.prepare(num_devices=most_run_devices(cluster.num_devices) if options.backend == "run" else cluster.num_devices)
+    if options.backend == "run":
+        environment.prepare(num_devices=most_run_devices(cluster.num_devices))
+    else:
+        prepare(cluster)
     from profiling_runs import profile
 
     return profile(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from capture.cli.output import emit, progress, stage_table
 from capture.cli.suggest import cheapest_change
 from capture.cluster import Cluster
 from capture.errors import ProfileError
+from capture.plan import Plan
 from capture.profile import Profile
 from capture.quantities import format_bytes, parse_bytes
 from capture.workload import WorkloadSpec
@@ -25,7 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_question(parser)
     shared.add_backend(parser)
     parser.add_argument("--profile", type=Path, metavar="FILE", help="use this profile instead of measuring")
-    parser.add_argument("--memory", metavar="SIZE", help="limit per device, such as 40GB; exit code 1 if nothing fits")
+    parser.add_argument(
+        "--memory", metavar="SIZE", help="limit per device, such as 40GB (default: what the target can use); exit code 1 if nothing fits"
+    )
+    parser.add_argument(
+        "--verify", type=shared.at_least(0), default=0, metavar="K", help="compile the stages of the best plans, up to K, and rank again"
+    )
     parser.add_argument("--mode", choices=("default", "paper"), default="default", help="paper: the paper's predictor and space")
     parser.add_argument("--algorithm", choices=("minmax", "enumerate", "mcap"), default="minmax", help="search (default: %(default)s)")
     parser.add_argument("--merge-layers", type=int, metavar="L", help="the paper's layer merger: cut between L merged layers only")
@@ -46,9 +53,9 @@ def main(options: argparse.Namespace) -> int:
         profile = shared.make_profile(options, cluster, global_batch // num_microbatches, progress(options), paper=paper)
     from recommender import recommend
 
-    result = recommend(
-        profile,
-        cluster,
+    question = partial(
+        recommend,
+        cluster=cluster,
         global_batch_size=global_batch,
         num_microbatches=num_microbatches,
         schedule=options.schedule,
@@ -59,20 +66,52 @@ def main(options: argparse.Namespace) -> int:
         any_divisor=options.any_divisor,
         merge_layers=options.merge_layers,
     )
+    if options.verify:
+        result = _verified(options, profile, cluster, question)
+    else:
+        result = question(profile)
     document = {**result.to_json(), "warnings": list(profile.warnings)}
     lines = [f"{result.status}: {result.why['summary']}"]
-    if result.status == "infeasible" and limit is not None and options.mode == "default":
-        change = cheapest_change(options, profile, cluster, global_batch, limit, None if options.profile else _reprofile(options, cluster))
+    if result.status == "infeasible" and result.memory_limit_bytes is not None and options.mode == "default":
+        reprofile = None if options.profile else _reprofile(options, cluster)
+        change = cheapest_change(options, profile, cluster, global_batch, result.memory_limit_bytes, reprofile)
         document["why"] = {**document["why"], "cheapest_change": change}
         lines.append(f"cheapest change: {change['summary']}" if change else "no single change of those that were tried fits")
     if result.plan is not None and result.prediction is not None:
-        lines += [stage_table(result.plan, result.prediction.stages), f"peak {format_bytes(result.prediction.peak_bytes)} per device"]
+        lines += [stage_table(result.plan, result.prediction.stages), f"peak {format_bytes(result.peak_bytes)} per device"]
+        lines += [str(result.headroom)] if result.headroom else []
         if result.status == "ok":
             result.plan.save(options.output)
             lines.append(f"plan -> {options.output} (search: {result.search.algorithm}, {result.search.seconds * 1e3:.1f} ms)")
     lines += [f"warning: {warning}" for warning in profile.warnings]
     emit(options, document, "\n".join(lines))
     return 0 if result.status == "ok" else 1
+
+
+def _verified(options: argparse.Namespace, profile: Profile, cluster: Cluster, question: Callable[[Profile], Any]) -> Any:
+    """The recommendation whose stages are compiled: see ``recommend_verified``."""
+    if options.mode != "default":
+        raise ProfileError.of("--verify looks compiled stages up in the default predictor; leave out --mode paper.", "verify-mode")
+    shared.prepare(cluster)
+    from profiling_runs.profile import open_measurements
+    from profiling_runs.verify import verify, with_verified
+    from recommender.verified import recommend_verified
+
+    measurements = open_measurements(
+        WorkloadSpec.parse(options.workload),
+        num_devices=cluster.num_devices,
+        target=cluster.target,
+        num_layers=options.num_layers,
+        tensor_parallel_rule=options.tensor_parallel_rule,
+        store=shared.open_store(options),
+        num_workers=options.workers,
+        progress=progress(options),
+    )
+
+    def compiled(plan: Plan, known: Profile) -> tuple[dict[str, Any], Profile]:
+        return verify(plan, measurements).to_json(), with_verified(known, plan, measurements)
+
+    return recommend_verified(profile, question, compiled, options.verify)
 
 
 def _reprofile(options: argparse.Namespace, cluster: Cluster) -> Callable[..., Profile]:

@@ -17,7 +17,6 @@ from capture.cli.output import emit, say, table
 from capture.errors import PlanError
 from capture.plan import Plan
 from capture.quantities import format_bytes
-from capture.workload import WorkloadSpec
 
 NAME = "run"
 HELP = "execute a plan on the devices of this machine"
@@ -33,22 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--restore", type=Path, metavar="DIR", help="continue from a saved state, also of another plan of the model")
 
 
-def workload_of(plan: Plan, named: str | None) -> WorkloadSpec:
-    """The workload that a plan remembers, or the one that is named.
-
-    Raises:
-        PlanError: ``plan-workload`` if there is neither.
-    """
-    if named is not None:
-        return WorkloadSpec.parse(named)
-    if plan.workload is None:
-        raise PlanError.of("the plan was made from Python objects and names no workload; give --workload.", "plan-workload")
-    return plan.workload
-
-
 def main(options: argparse.Namespace) -> int:
     plan = Plan.load(options.plan)
-    spec = workload_of(plan, options.workload)
+    spec = shared.workload_of(plan, options.workload)
     environment.prepare(num_devices=plan.cluster.num_devices)
     document = execute(
         plan,

@@ -20,7 +20,7 @@ from capture.predictor.fit import fit_degrees, fit_line
 from capture.predictor.formula import StageMemory, kept_bytes, peak_parts, peaks_by_position
 from capture.predictor.prediction import Prediction, StagePrediction
 from capture.predictor.statistics import extend_windows
-from capture.profile import Calibration, Profile
+from capture.profile import Calibration, Profile, StageConfig
 from capture.schedule import make_schedule, occupancy_by_position
 
 #: Rows of a statistics table.
@@ -122,6 +122,10 @@ class AdditivePredictor:
         key = (choice, microbatch_size)
         if key not in self._memories:
             table = np.nan_to_num(self.table(choice, microbatch_size))
+            for config, cost in self.profile.verified.items():
+                if (config.choice, config.microbatch_size) == key:
+                    exact_parts = self._components(config.first, config.stop, choice, microbatch_size, cost)
+                    table[:, config.first, config.stop] = exact_parts
             kept, forward, backward, update, optimizer = np.ceil(np.maximum(table, 0)).astype(np.int64)
             exact = self._exact(choice, microbatch_size)
             self._memories[key] = StageMemory(**exact, optimizer=optimizer, kept=kept, forward=forward, backward=backward, update=update)
@@ -166,7 +170,8 @@ class AdditivePredictor:
         """Peaks of a plan with their parts and intervals.
 
         Raises:
-            ProfileError: ``profile-other-model`` if the plan is of another model, and the codes of ``table``.
+            ProfileError: ``profile-other-model`` if the plan is of another model, ``profile-target`` if it is for another target than the
+                profile, and the codes of ``table``.
         """
         self._check_model(plan)
         schedule = make_schedule(plan.schedule, plan.num_stages, plan.num_microbatches)
@@ -177,8 +182,9 @@ class AdditivePredictor:
             memory = StageMemory(*(int(getattr(every, name)[stage.first, stage.stop]) for name in StageMemory.__dataclass_fields__))
             instant, parts = peak_parts(memory, schedule.occupancies[s])
             peak = sum(parts.values())
-            extrapolated = self.is_extrapolated(choice, plan.microbatch_size)
-            low, high = self._interval(extrapolated)
+            verified = StageConfig(stage.first, stage.stop, choice, plan.microbatch_size) in self.profile.verified
+            extrapolated = not verified and self.is_extrapolated(choice, plan.microbatch_size)
+            low, high = (1.0, 1.0) if verified else self._interval(extrapolated)
             stages.append(
                 StagePrediction(
                     peak,
@@ -187,6 +193,7 @@ class AdditivePredictor:
                     parts,
                     tuple(self._layer_parts(stage.first, stage.stop, choice, plan.microbatch_size, parts, instant)),
                     extrapolated,
+                    verified,
                 )
             )
         per_device = {d: s for s, stage in enumerate(plan.stages) for d in stage.devices}
@@ -196,10 +203,16 @@ class AdditivePredictor:
             tuple(stage.peak_bytes for stage in order),
             tuple(stage.interval_bytes for stage in order),
             {**self.profile.provenance, "predictor": self.name},
-            self.profile.calibration.coverage(INTERVAL_COVERAGE) if self.profile.calibration else None,
+            1.0 if all(stage.verified for stage in stages) else self._coverage(),
         )
 
     def _check_model(self, plan: Plan) -> None:
+        if plan.cluster.target != self.profile.target:
+            raise ProfileError.of(
+                f"the plan is for target={plan.cluster.target!r} and the profile of {self.profile.target!r}: what one compiler reports "
+                "says little about another's. Profile with --target of the plan.",
+                "profile-target",
+            )
         known = self.profile.model_hashes.get(plan.microbatch_size, "")
         if plan.num_layers != self.profile.graph.num_layers or (plan.model_hash and known and plan.model_hash != known):
             raise ProfileError.of(
@@ -207,6 +220,9 @@ class AdditivePredictor:
                 f"num_layers={self.profile.graph.num_layers}, model_hash={known or 'unknown'}. Profile the plan's own model.",
                 "profile-other-model",
             )
+
+    def _coverage(self) -> float | None:
+        return self.profile.calibration.coverage(INTERVAL_COVERAGE) if self.profile.calibration else None
 
     def _interval(self, extrapolated: bool) -> tuple[float, float]:
         low, high = (self.profile.calibration or Calibration((), 0, 0)).interval(INTERVAL_COVERAGE)

@@ -18,6 +18,7 @@ class StagePrediction:
         parts: Bytes by category; they sum to ``peak_bytes``.
         layers: Per layer of the stage, the same by category; they sum to ``parts`` but for what passes between stages.
         extrapolated: Whether a degree or a micro-batch size was not profiled.
+        verified: Whether the stage was compiled as it is: its peak is the compiler's.
     """
 
     peak_bytes: int
@@ -26,6 +27,7 @@ class StagePrediction:
     parts: Mapping[str, int]
     layers: tuple[Mapping[str, int], ...]
     extrapolated: bool
+    verified: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -35,6 +37,7 @@ class StagePrediction:
             "parts_bytes": dict(self.parts),
             "layers_bytes": [dict(layer) for layer in self.layers],
             "extrapolated": self.extrapolated,
+            "verified": self.verified,
         }
 
 

@@ -1,4 +1,4 @@
-"""Measure stage configs by compiling their programs for virtual CPU devices: nothing is allocated, nothing is run.
+"""Measure stage configs by compiling their programs for a target, which need not be there: nothing is allocated, nothing is run.
 
 The result of a stage config is content-addressed by its programs, degrees and versions, so identical layers compile once, and a
 finished measurement is never made again.
@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import jax
-
 from capture import environment
-from capture.errors import CaptureError, TargetError
+from capture.errors import CaptureError
 from capture.graph import content_hash
 from capture.interface import StageCost, owned_and_borrowed
 from capture.profile import StageConfig
+from capture.profiler.target_devices import devices_of
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
 from capture.runtime.programs import StagePrograms, UpdateCost
 from capture.runtime.sharding import ModelSharding
 from capture.runtime.tensor_parallel import Rule
 from capture.store import Store
+from capture.target import Target
 from capture.tracing import TracedModel, trace
 from capture.workload import WorkloadProtocol
 
@@ -39,21 +39,28 @@ class CompileFailure:
 
 
 class CompileBackend:
-    """``compile:cpu``: the compiler's memory report per stage config, for a model at any micro-batch size.
+    """``compile:TARGET``: the compiler's memory report per stage config, for a model at any micro-batch size.
 
     Args:
         workload: The task.
         num_layers: None for the model's marks, or the number of layers to cut automatically.
         rule: How parameters are split.
         store: Where measurements are kept.
+        target: What to compile for; virtual CPU devices if None.
     """
 
-    name = "compile:cpu"
-
-    def __init__(self, workload: WorkloadProtocol, num_layers: int | None = None, rule: Rule = "auto", store: Store | None = None):
+    def __init__(
+        self,
+        workload: WorkloadProtocol,
+        num_layers: int | None = None,
+        rule: Rule = "auto",
+        store: Store | None = None,
+        target: Target | None = None,
+    ):
         environment.warn()
         self.workload, self._num_layers, self._rule = workload, num_layers, rule
         self.store = Store() if store is None else store
+        self.target = Target.load("cpu") if target is None else target
         self._traced: dict[int, TracedModel] = {}
         self._shardings: dict[int, ModelSharding] = {}
         self._updates: dict[str, UpdateCost] = {}
@@ -80,13 +87,14 @@ class CompileBackend:
     @cached_property
     def provenance(self) -> dict[str, Any]:
         """What beside the program decides a measurement."""
-        return {
-            "backend": self.name,
-            "target": "cpu",
-            "versions": environment.versions(),
+        facts = {
+            "backend": f"compile:{self.target.name}",
+            "target": self.target.name,
+            "versions": environment.versions(self.target.platform),
             "flags": list(environment.active_flags()),
             "program_version": PROGRAM_VERSION,
         }
+        return facts if self.target.platform == "cpu" else {**facts, "compiler": content_hash([self.target.key])}
 
     def key(self, config: StageConfig) -> str:
         """Content hash of everything that can change the measurement; equal for stages that are equal but for their position."""
@@ -115,7 +123,7 @@ class CompileBackend:
         """Compile a stage config, or take its measurement from the store.
 
         Raises:
-            TargetError: ``target-devices`` if this process has fewer (virtual) devices than the stage.
+            TargetError: as ``devices_of``.
         """
         key = self.key(config)
         found = self.store.get([key])
@@ -128,20 +136,14 @@ class CompileBackend:
 
     def _compile(self, config: StageConfig) -> StageCost:
         traced, choice = self.traced(config.microbatch_size), config.choice
-        devices = jax.devices("cpu")
-        if len(devices) < choice.num_devices:
-            raise TargetError.of(
-                f"a stage on {choice.num_devices} devices cannot be compiled in a process with {len(devices)} virtual CPU devices; set "
-                f"--xla_force_host_platform_device_count={choice.num_devices} in XLA_FLAGS before JAX loads (the capture command does).",
-                "target-devices",
-            )
+        devices = devices_of(self.target, choice.num_devices)
         owned, _ = owned_and_borrowed(traced.graph, config.first, config.stop)
         rest = tuple(p for p in range(len(traced.graph.params)) if p not in set(owned))
         update = SlicedOptimizer(self._optimizer, [owned, rest] if rest else [owned]).stages[0]
         programs = StagePrograms(
             traced.graph,
             traced.slice(config.first, config.stop),
-            devices[: choice.num_devices],
+            devices,
             choice.data_parallel,
             choice.tensor_parallel,
             self.sharding(config.microbatch_size).specs(choice.tensor_parallel),

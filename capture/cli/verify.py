@@ -1,0 +1,72 @@
+"""Compile every stage of a plan for its target: the exact peak of every device, beside the prediction. Nothing is run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from capture.cli import options as shared
+from capture.cli.output import emit, progress, table
+from capture.headroom import Headroom
+from capture.plan import Plan
+from capture.quantities import format_bytes, parse_bytes
+from capture.target import Target
+
+NAME = "verify"
+HELP = "compile a plan's stages for its target: the exact peak per device"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shared.add_plan(parser)
+    shared.add_plan_workload(parser)
+    shared.add_store(parser)
+    parser.add_argument("--memory", metavar="SIZE", help="limit per device (default: what the target's devices can use)")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan with its verification")
+
+
+def main(options: argparse.Namespace) -> int:
+    plan = Plan.load(options.plan)
+    limit = None if options.memory is None else parse_bytes(options.memory)
+    measurements = shared.open_plan_measurements(options, plan, progress(options))
+    from profiling_runs.verify import verify
+
+    found = verify(plan, measurements)
+    peaks = found.peak_bytes_per_device
+    headroom = Headroom.of(peaks, [(peak, peak) for peak in peaks], 1.0, limit, Target.load(plan.cluster.target).memory)
+    if options.output is not None:
+        plan.with_(verification=found.to_json()).save(options.output)
+    document = {
+        "status": "ok" if headroom is None or headroom.verdict == "fits" else "infeasible",
+        **found.to_json(),
+        "stages": [{"stage_id": s, **_stage(found.ledger.peaks[stage.devices[0]])} for s, stage in enumerate(plan.stages)],
+        "headroom": None if headroom is None else headroom.to_json(),
+    }
+    emit(options, document, as_text(plan, document, headroom))
+    return 0 if document["status"] == "ok" else 1
+
+
+def _stage(peak: Any) -> dict[str, Any]:
+    return {"peak_bytes": peak.peak_bytes, "instant": peak.instant, "parts_bytes": peak.parts}
+
+
+def as_text(plan: Plan, document: dict[str, Any], headroom: Headroom | None) -> str:
+    """A line per stage: predicted, compiled, when, and most of what."""
+    predicted, rows = document["predicted_peak_bytes_per_device"], []
+    for stage, found in zip(plan.stages, document["stages"], strict=True):
+        peak, guess = found["peak_bytes"], predicted[stage.devices[0]] if predicted else None
+        rows.append(
+            [
+                found["stage_id"],
+                f"{stage.layers[0]}-{stage.layers[1]}",
+                f"{stage.devices[0]}-{stage.devices[-1]}" if stage.num_devices > 1 else stage.devices[0],
+                "-" if guess is None else format_bytes(guess),
+                format_bytes(peak),
+                "-" if guess is None else f"{guess / peak - 1:+.2%}",
+                found["instant"],
+                max(found["parts_bytes"], key=found["parts_bytes"].__getitem__),
+            ]
+        )
+    header = ["stage", "layers", "devices", "predicted", "compiled", "prediction off by", "at", "most of it"]
+    lines = [table(header, rows), f"peak {format_bytes(max(document['peak_bytes_per_device']))} per device, target {plan.cluster.target}"]
+    return "\n".join([*lines, *([str(headroom)] if headroom else [])])

@@ -1,0 +1,103 @@
+"""The exact answer for one plan: compile its own stages for its target and replay the step over the compiler's reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from capture.errors import PlanError, ProfileError
+from capture.interface import plan_interfaces
+from capture.ledger import Ledger
+from capture.plan import Plan
+from capture.profile import Profile
+from capture.step import StepProgram, build_step, replay
+from profiling_runs.profile import Measurements, stage_config
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a plan needs, by the compiler of its target.
+
+    Attributes:
+        plan: Verified.
+        program: The instructions of its step.
+        ledger: Their replay: peaks per device with their parts.
+        provenance: Backend, target, versions, flags.
+        num_compiled: Stages that were compiled for this; the store had the others.
+    """
+
+    plan: Plan
+    program: StepProgram
+    ledger: Ledger
+    provenance: Mapping[str, Any]
+    num_compiled: int
+
+    @property
+    def peak_bytes_per_device(self) -> tuple[int, ...]:
+        return tuple(self.ledger.peak_bytes_per_device)
+
+    def to_json(self) -> dict[str, Any]:
+        predicted = self.plan.prediction["peak_bytes_per_device"] if self.plan.prediction else None
+        peaks = self.peak_bytes_per_device
+        return {
+            "peak_bytes_per_device": list(peaks),
+            "predicted_peak_bytes_per_device": predicted,
+            "prediction_error_fraction_per_device": predicted and [p / peak - 1 for p, peak in zip(predicted, peaks, strict=True)],
+            "source": dict(self.provenance),
+            "num_stages_compiled": self.num_compiled,
+        }
+
+
+def verify(plan: Plan, measurements: Measurements) -> Verification:
+    """Compile every stage of a plan, or take it from the store, and replay a step.
+
+    Args:
+        plan: Of the workload that the measurements are of.
+        measurements: Open for the plan's target.
+
+    Raises:
+        PlanError: ``plan-other-model`` if the workload traces to another program than the plan was made for.
+        ProfileError: ``verify-stage`` naming the stages that do not compile.
+    """
+    check_model(plan, measurements)
+    configs = [stage_config(stage, plan.microbatch_size) for stage in plan.stages]
+    known = set(measurements.backend.store.get({measurements.key(config) for config in configs}))
+    missing = {key for config in configs if (key := measurements.key(config)) not in known}
+    measurements.require(configs, "stages of the plan")
+    failed = [f"stage {s}: {measurements.failures[config]}" for s, config in enumerate(configs) if config not in measurements.costs]
+    if failed:
+        raise ProfileError.of(f"stages of the plan do not compile: {'; '.join(failed)}.", "verify-stage")
+    backend = measurements.backend
+    sharding = backend.sharding(plan.microbatch_size)
+    param_bytes = {stage.tensor_parallel: sharding.param_bytes(stage.tensor_parallel) for stage in plan.stages}
+    costs = [measurements.costs[config] for config in configs]
+    program = build_step(plan_interfaces(plan, backend.traced(plan.microbatch_size).graph, param_bytes, costs), plan.schedule_table)
+    ledger = replay(program, plan.cluster.num_devices)
+    return Verification(plan, program, ledger, backend.provenance, len(missing))
+
+
+def check_model(plan: Plan, measurements: Measurements) -> None:
+    """Refuse a workload that is not the plan's.
+
+    Raises:
+        PlanError: ``plan-other-model``.
+    """
+    graph = measurements.backend.traced(plan.microbatch_size).graph
+    if graph.num_layers != plan.num_layers or (plan.model_hash and plan.model_hash != graph.model_hash):
+        raise PlanError.of(
+            f"the plan was made for model_hash={plan.model_hash} with num_layers={plan.num_layers}; the workload has "
+            f"{graph.model_hash} with {graph.num_layers}. Plan it again with capture plan.",
+            "plan-other-model",
+        )
+
+
+def with_verified(profile: Profile, plan: Plan, measurements: Measurements) -> Profile:
+    """The profile and the compiled stages of a plan: the predictor looks these up, so that a search ranks by what is known."""
+    configs = [stage_config(stage, plan.microbatch_size) for stage in plan.stages]
+    return replace(profile, verified={**profile.verified, **{config: measurements.costs[config] for config in configs}})
+
+
+def is_verified(plan: Plan, profile: Profile) -> bool:
+    """Whether the profile holds every stage of the plan compiled as it is."""
+    return all(stage_config(stage, plan.microbatch_size) in profile.verified for stage in plan.stages)

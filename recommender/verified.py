@@ -1,0 +1,69 @@
+"""Rank by what the compiler says: compile the best plan, look its stages up from then on, and search again.
+
+A search over predictions may prefer a plan whose stages are predicted a little too low. Every round compiles the stages of the plan that is
+best by everything known so far. Once the best plan is one whose stages are all compiled, no other plan has a lower predicted peak, and the
+shown number is the compiler's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from capture.headroom import Headroom
+from capture.plan import Plan
+from capture.profile import Profile
+from capture.target import Target
+from recommender.recommendation import Recommendation
+
+
+def recommend_verified(
+    profile: Profile,
+    question: Callable[[Profile], Recommendation],
+    compiled: Callable[[Plan, Profile], tuple[Mapping[str, Any], Profile]],
+    max_plans: int,
+) -> Recommendation:
+    """The plan of least peak memory among those whose stages are compiled.
+
+    Args:
+        profile: Of the model.
+        question: ``recommend`` with everything but the profile.
+        compiled: ``compiled(plan, profile)`` compiles the plan's stages: the verification (``Verification.to_json``) and the profile that
+            knows them.
+        max_plans: Most plans to compile, at least 1.
+
+    Returns:
+        Its ``plan.verification`` holds the compiler's peaks, which ``headroom`` and ``peak_bytes`` are of. ``why["verified"]`` says how
+        many plans were compiled, and whether another plan is still predicted to need less.
+    """
+    best: Recommendation | None = None
+    checked: set[Plan] = set()
+    result = question(profile)
+    while result.plan is not None and result.plan not in checked and len(checked) < max_plans:
+        plan = result.plan
+        verification, profile = compiled(plan, profile)
+        checked.add(plan)
+        found = _of_compiler(result, verification)
+        if best is None or found.peak_bytes < best.peak_bytes:
+            best = found
+        result = question(profile)
+    if best is None or best.plan is None:
+        return result
+    settled = result.plan is None or result.plan in checked
+    note = "no other plan is predicted to need less" if settled else "another plan, not compiled yet, is predicted to need less"
+    why = {**best.why, "verified": {"num_plans": len(checked), "settled": settled, "summary": f"{len(checked)} plans compiled; {note}."}}
+    return replace(best, why=why, plan=best.plan.with_(why=why))
+
+
+def _of_compiler(result: Recommendation, verification: Mapping[str, Any]) -> Recommendation:
+    """The recommendation with the compiler's peaks in the place of predicted ones, as far as memory is judged."""
+    assert result.plan is not None, "only plans are verified"
+    peaks = verification["peak_bytes_per_device"]
+    memory = Target.load(result.plan.cluster.target).memory
+    limit = result.headroom.limit_bytes if result.headroom else None
+    headroom = Headroom.of(peaks, [(peak, peak) for peak in peaks], 1.0, limit, memory)
+    if headroom is not None and result.headroom is not None:
+        headroom = replace(headroom, source=result.headroom.source)
+    status = "infeasible" if headroom is not None and headroom.verdict != "fits" else "ok"
+    return replace(result, status=status, plan=result.plan.with_(verification=verification), headroom=headroom)

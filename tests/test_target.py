@@ -1,0 +1,119 @@
+"""Targets: the shipped ones are whole and sourced, a user's file is read strictly, and capacity is what its terms say."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from capture.errors import TargetError
+from capture.headroom import Headroom
+from capture.target import DeviceMemory, Sourced, Target, target_names
+
+ACCELERATORS = [name for name in target_names() if name != "cpu"]
+
+
+def a_file(tmp_path, **changes) -> str:
+    path = tmp_path / "mine.json"
+    document = json.loads(json.dumps(_document("h100"))) | changes
+    path.write_text(json.dumps(document))
+    return str(path)
+
+
+def _document(name: str) -> dict:
+    from capture.target import TARGETS_FOLDER
+
+    return json.loads((TARGETS_FOLDER / f"{name}.json").read_text())
+
+
+def message(call) -> str:
+    with pytest.raises(TargetError) as error:
+        call()
+    return str(error.value)
+
+
+def sourced(document) -> list[str]:
+    """The sources of all numbers of a document."""
+    if isinstance(document, dict):
+        if set(document) == {"value", "source"}:
+            return [document["source"]]
+        return [source for value in document.values() for source in sourced(value)]
+    return []
+
+
+def test_the_promised_targets_are_shipped():
+    promised = {"a100-40g", "a100-80g", "h100", "h200", "b200", "v100-32g", "v4", "v5e", "v5p", "v6e", "tpu7x", "cpu"}
+    assert promised <= set(target_names())
+
+
+@pytest.mark.parametrize("name", ACCELERATORS)
+def test_every_number_has_a_source_and_the_rates_are_plausible(name):
+    target = Target.load(name)
+    found = sourced(_document(name))
+    assert len(found) >= 12 and all(len(source) > 8 for source in found)
+    assert target.rates.flops_of("bfloat16") >= target.rates.flops_of("float32")
+    assert target.rates.flops_of("int7") == target.rates.flops_of("float32"), "an unlisted type counts as float32"
+    assert 0.5 < target.rates.compute_efficiency.value <= 1 and 0.5 < target.rates.memory_efficiency.value <= 1
+    assert target.rates.intra_node.bytes_per_second.value >= target.rates.inter_node.bytes_per_second.value
+    assert 0.8 * target.memory.capacity_bytes.value < target.memory.usable_bytes <= target.memory.capacity_bytes.value
+
+
+def test_usable_memory_is_capacity_times_fraction_less_the_reserved_parts():
+    memory = DeviceMemory(*(Sourced(value, "test") for value in (1000, 0.9, 100, 50)))
+    assert memory.usable_bytes == 750 and memory.pool_fraction == 0.75
+    assert str(memory) == "750 B usable: 1 kB x 0.9 - 100 B context - 50 B collectives"
+    assert memory.to_json()["context_bytes"] == {"value": 100, "source": "test"}
+
+
+def test_the_key_of_measurements_leaves_out_what_no_compiler_sees():
+    key = Target.load("h100").key
+    assert "source" not in key["compiler"] and "memory" not in key
+    assert key != Target.load("h200").key
+
+
+def test_a_file_of_a_user(tmp_path):
+    target = Target.load(a_file(tmp_path, description="mine"))
+    assert (target.description, target.memory) == ("mine", Target.load("h100").memory)
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong", "code"),
+    [
+        ({"schema_version": 2}, "has schema_version=2; this version of capture reads 1", "target-schema"),
+        ({"platform": "npu"}, "platform is 'npu' and must be one of cpu, cuda, tpu", "target-corrupt"),
+        ({"memory": {}}, "memory.capacity_bytes is missing", "target-corrupt"),
+        ({"compute": {"flops_per_second": {}, "efficiency": 1}}, "compute.flops_per_second.float32 is missing", "target-corrupt"),
+        ({"memory_rate": {"bytes_per_second": 3}}, "memory_rate.bytes_per_second is 3 and must be an object", "target-corrupt"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_field(tmp_path, changes, wrong, code):
+    text = message(lambda: Target.load(a_file(tmp_path, **changes)))
+    assert wrong in text and text.endswith(f"[{code}]")
+
+
+def test_unknown_names_and_files(tmp_path):
+    assert message(lambda: Target.load("h900")).startswith("target='h900' is unknown; choose one of a100-40g, a100-80g, b200, cpu, ")
+    assert message(lambda: Target.load(str(tmp_path / "no.json"))).endswith("cannot be read: No such file or directory. [target-file]")
+    (tmp_path / "broken.json").write_text("{")
+    assert message(lambda: Target.load(str(tmp_path / "broken.json"))).endswith("[target-file]")
+
+
+@pytest.mark.parametrize(
+    ("peak", "high", "verdict", "text"),
+    [
+        (600, 700, "fits", "fits: 150 B of 750 B left, 50 B at worst (interval 98%)"),
+        (700, 800, "may not fit", "may not fit: 50 B of 750 B left, -50 B at worst (interval 98%)"),
+        (760, 770, "does not fit", "does not fit: -10 B of 750 B left, -20 B at worst (interval 98%)"),
+    ],
+)
+def test_headroom_says_how_much_and_how_sure(peak, high, verdict, text):
+    memory = DeviceMemory(*(Sourced(value, "test") for value in (1000, 0.9, 100, 50)))
+    headroom = Headroom.of([10, peak], [(5, 20), (500, high)], 0.98, None, memory)
+    assert (headroom.verdict, str(headroom)) == (verdict, text)
+    assert headroom.to_json()["headroom_bytes"] == 750 - peak and headroom.limit_bytes == 750
+
+
+def test_headroom_of_a_given_limit_and_of_none():
+    assert Headroom.of([5], [(5, 5)], 1.0, 8, None).to_json()["limit_source"] == "given"
+    assert str(Headroom.of([5], [(5, 5)], 1.0, 8, None)) == "fits: 3 B of 8 B left, 3 B at worst (compiled)"
+    assert Headroom.of([5], [(5, 5)], 1.0, None, None) is None
