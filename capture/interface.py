@@ -12,6 +12,7 @@ from typing import Any
 from capture.graph import LayerGraph
 from capture.plan import Plan
 from capture.step import StageInterface
+from capture.work import ProgramWork
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class StageCost:
         kept_inputs, kept_outputs, kept_batch: Positions among the stage's inputs, outputs and batch leaves of what the backward pass
             reads again.
         summarize_bytes, summary_bytes: Of the program and its result where an update needs values of other stages.
+        forward_work, backward_work, update_work: What the programs compute, read and send; None where no times are wanted (``cpu``).
     """
 
     residual_bytes: int
@@ -37,14 +39,25 @@ class StageCost:
     kept_batch: tuple[int, ...]
     summarize_bytes: int = 0
     summary_bytes: int = 0
+    forward_work: ProgramWork | None = None
+    backward_work: ProgramWork | None = None
+    update_work: ProgramWork | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        work = {name: getattr(self, name) for name in _WORK}
+        return {
+            **{key: value for key, value in asdict(self).items() if key not in _WORK},
+            **{name: found.to_json() for name, found in work.items() if found is not None},
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StageCost:
         fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
-        return cls(**fields)
+        work: dict[str, Any] = {key: ProgramWork.from_json(fields[key]) for key in _WORK if fields.get(key) is not None}
+        return cls(**{**fields, **work})
+
+
+_WORK = ("forward_work", "backward_work", "update_work")
 
 
 def owned_and_borrowed(graph: LayerGraph, first: int, stop: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -27,30 +27,12 @@ from capture.ledger import Ledger, Peak
 from capture.simulator import Buffer, Device, MemoryUse, Simulation, Work, simulate
 from capture.step import Feed, Free, Move, Run, StageInterface, StepProgram, replay
 from capture.target import Rates
+from capture.timing import StageTimes
 
 TransferSeconds = Callable[[Move, int, int, int], float]
 """(move, bytes per device, source stage, target stage) -> seconds."""
 FeedSeconds = Callable[[int, int], float]
 """(bytes per device, stage) -> seconds."""
-
-
-@dataclass(frozen=True)
-class StageTimes:
-    """Seconds of one execution of each program of a stage, for one micro-batch where it has one."""
-
-    forward_seconds: float
-    backward_seconds: float
-    update_seconds: float
-    summarize_seconds: float = 0
-
-    def of(self, program: str) -> float:
-        """Of the program that a ``Run`` names."""
-        return {
-            "forward": self.forward_seconds,
-            "backward": self.backward_seconds,
-            "update": self.update_seconds,
-            "summarize": self.summarize_seconds,
-        }[program]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from capture.cli.suggest import cheapest_change
 from capture.cluster import Cluster
 from capture.errors import ProfileError
 from capture.plan import Plan
+from capture.predictor.step_time import describe_time, has_times, predicted_timeline, time_summary
 from capture.profile import Profile
 from capture.quantities import format_bytes, parse_bytes
 from capture.workload import WorkloadSpec
@@ -80,6 +81,9 @@ def main(options: argparse.Namespace) -> int:
     if result.plan is not None and result.prediction is not None:
         lines += [stage_table(result.plan, result.prediction.stages), f"peak {format_bytes(result.peak_bytes)} per device"]
         lines += [str(result.headroom)] if result.headroom else []
+        if has_times(profile):
+            document["time"] = time_summary(predicted_timeline(result.plan, profile), result.plan, profile)
+            lines.append(describe_time(document["time"]))
         if result.status == "ok":
             result.plan.save(options.output)
             lines.append(f"plan -> {options.output} (search: {result.search.algorithm}, {result.search.seconds * 1e3:.1f} ms)")

@@ -131,6 +131,15 @@ class AdditivePredictor:
             self._memories[key] = StageMemory(**exact, optimizer=optimizer, kept=kept, forward=forward, backward=backward, update=update)
         return self._memories[key]
 
+    def stage_cost(self, first: int, stop: int, choice: StageChoice, microbatch_size: int) -> StageCost:
+        """What the compiler is predicted to say of layers [first, stop): for the simulator, which wants the cost of a stage.
+
+        What is kept is all named residuals, because which inputs are among it is not predicted.
+        """
+        memory = self.memory(choice, microbatch_size)
+        kept, forward, backward, update, optimizer = (int(getattr(memory, name)[first, stop]) for name in COMPONENTS)
+        return StageCost(kept, forward, backward, update, optimizer, (), (), ())
+
     def _exact(self, choice: StageChoice, microbatch_size: int) -> dict[str, np.ndarray]:
         """What the layer graph knows of every stage."""
         graph, dp = self.graph(microbatch_size), choice.data_parallel

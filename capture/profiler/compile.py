@@ -151,6 +151,7 @@ class CompileBackend:
             remat=choice.remat,
             shard_optimizer=choice.shard_optimizer,
             fast_compile=True,
+            count_work=self.target.rates is not None,
         )
         specs = self.sharding(config.microbatch_size).specs(choice.tensor_parallel)
         keys = [(self._optimizer.param_keys[p], str(specs[p]), p in owned) for p in programs.params]

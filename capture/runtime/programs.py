@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -23,9 +23,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from capture.graph import LayerGraph, Tensor
 from capture.interface import StageCost, owned_and_borrowed
 from capture.runtime.dataflow import DataFlow
+from capture.runtime.hlo_work import work_of
 from capture.runtime.optimizer import StageUpdate
 from capture.runtime.sharding import struct_of
 from capture.tracing import StageSlice
+from capture.work import ProgramWork
 
 DATA_AXIS, MODEL_AXIS = "data", "model"
 
@@ -41,15 +43,23 @@ class Executable:
         call: Runs it on arrays of the shardings it was compiled for; refuses others.
         outputs: Structure of its results, with shardings.
         transient_bytes: Per device, temporaries + outputs - aliased inputs.
+        work: What it computes, reads and sends, if asked for.
     """
 
     call: Callable[..., Any]
     outputs: Any
     transient_bytes: int
+    work: ProgramWork | None = None
 
 
 def compile_program(
-    function: Callable[..., Any], args: Sequence[Any], *, donate: Sequence[int] = (), out_shardings: Any = None, fast_compile: bool = False
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    donate: Sequence[int] = (),
+    out_shardings: Any = None,
+    fast_compile: bool = False,
+    count_work: bool = False,
 ) -> Executable:
     """Compile for abstract arguments; nothing is allocated.
 
@@ -59,6 +69,7 @@ def compile_program(
         donate: Positions of donated arguments.
         out_shardings: As for ``jax.jit``; None lets the compiler choose.
         fast_compile: Skip what takes the compiler long and changes no buffer: the program runs, but slowly.
+        count_work: Also find out what the program computes, reads and sends.
     """
     jitted = jax.jit(function, donate_argnums=tuple(donate), **({} if out_shardings is None else {"out_shardings": out_shardings}))
     with warnings.catch_warnings():
@@ -72,7 +83,7 @@ def compile_program(
     outputs = jax.tree.map(
         lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding), lowered.out_info, compiled.output_shardings
     )
-    return Executable(compiled, outputs, int(transient))
+    return Executable(compiled, outputs, int(transient), work_of(compiled) if count_work else None)
 
 
 @dataclass(frozen=True)
@@ -83,6 +94,7 @@ class UpdateCost:
     optimizer_bytes: int
     summarize_bytes: int
     summary_bytes: int
+    update_work: ProgramWork | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +120,7 @@ class StagePrograms:
         num_arriving: Per owned parameter that later stages borrow, how many do.
         num_microbatches: The loss of a micro-batch counts 1 / num_microbatches.
         fast_compile: Compile quickly, for the memory report only.
+        count_work: Also find out what the programs compute, read and send.
     """
 
     def __init__(
@@ -125,7 +138,9 @@ class StagePrograms:
         num_arriving: dict[int, int] | None = None,
         num_microbatches: int = 1,
         fast_compile: bool = False,
+        count_work: bool = False,
     ):
+        self._count_work = count_work
         self.graph, self.layers, self.optimizer, self.remat = graph, layers, update, remat
         self.data_parallel, self.num_microbatches, self._fast_compile = data_parallel, num_microbatches, fast_compile
         self.mesh = Mesh(np.asarray(devices).reshape(data_parallel, tensor_parallel), (DATA_AXIS, MODEL_AXIS))
@@ -306,7 +321,9 @@ class StagePrograms:
         return list(total.values())
 
     def _compile(self, function: Callable[..., Any], args: Sequence[Any], donate: Sequence[int], out_shardings: Any) -> Executable:
-        return compile_program(function, args, donate=donate, out_shardings=out_shardings, fast_compile=self._fast_compile)
+        return compile_program(
+            function, args, donate=donate, out_shardings=out_shardings, fast_compile=self._fast_compile, count_work=self._count_work
+        )
 
     @cached_property
     def _forward_args(self) -> tuple[list[Any], list[Any], list[Any]]:
@@ -375,6 +392,7 @@ class StagePrograms:
             optimizer_bytes=sum(map(shard_bytes, self.state_structs())),
             summarize_bytes=summarize.transient_bytes if summarize else 0,
             summary_bytes=sum(map(shard_bytes, summarize.outputs)) if summarize else 0,
+            update_work=update.work,
         )
 
     def cost_given_update(self, update: UpdateCost) -> StageCost:
@@ -387,7 +405,13 @@ class StagePrograms:
             kept_inputs=self._kept("input"),
             kept_outputs=self._kept("output"),
             kept_batch=self._kept("batch"),
-            **asdict(update),
+            optimizer_bytes=update.optimizer_bytes,
+            update_bytes=update.update_bytes,
+            summarize_bytes=update.summarize_bytes,
+            summary_bytes=update.summary_bytes,
+            forward_work=forward.work,
+            backward_work=backward.work,
+            update_work=update.update_work,
         )
 
 

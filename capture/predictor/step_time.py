@@ -1,0 +1,76 @@
+"""How long a step of a plan takes: predicted stage times on the simulator, with the links of the target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from capture.choices import StageChoice
+from capture.interface import StageCost, plan_interfaces
+from capture.plan import Plan
+from capture.predictor.additive import AdditivePredictor
+from capture.predictor.times import TimePredictor
+from capture.profile import Profile
+from capture.step import build_step
+from capture.target import Rates, Target
+from capture.timeline import LinkTimes, StepTimeline, pipeline_timeline
+from capture.timing import StageTimes
+
+
+def predicted_timeline(plan: Plan, profile: Profile) -> StepTimeline:
+    """Simulate one step of a plan.
+
+    Args:
+        plan: Of the profile's model and target.
+        profile: Of an accelerator.
+
+    Returns:
+        The timeline: seconds of the step, bubbles per stage, memory over time. All of it is simulated.
+
+    Raises:
+        ProfileError: ``profile-no-times``, and the codes of the predictors.
+    """
+    predictor, times = AdditivePredictor(profile), TimePredictor(profile, max(plan.cluster.nodes))
+    costs = []
+    for stage in plan.stages:
+        choice = StageChoice(stage.data_parallel, stage.tensor_parallel, stage.remat, stage.shard_optimizer)
+        costs.append(predictor.stage_cost(stage.first, stage.stop, choice, plan.microbatch_size))
+    return timeline_of(plan, profile, costs, times.stage_times(plan), times.model.rates)
+
+
+def timeline_of(plan: Plan, profile: Profile, costs: Sequence[StageCost], times: Sequence[StageTimes], rates: Rates) -> StepTimeline:
+    """The timeline of a plan whose stages have these costs and times, predicted or compiled."""
+    interfaces = plan_interfaces(plan, profile.graph_at(plan.microbatch_size), profile.param_bytes, costs)
+    links = LinkTimes(interfaces, plan.cluster, rates)
+    program = build_step(interfaces, plan.schedule_table)
+    return pipeline_timeline(program, times, links.transfer_seconds, links.feed_seconds)
+
+
+def has_times(profile: Profile) -> bool:
+    """Whether the profile's target has rates and its windows counted work."""
+    return Target.load(profile.target).rates is not None and any(cost.forward_work for cost in profile.measurements.values())
+
+
+def time_summary(timeline: StepTimeline, plan: Plan, profile: Profile) -> dict[str, Any]:
+    """What documents say of a simulated step: ``step_seconds``, throughput, and where devices wait.
+
+    Model FLOPs are three times those of the forward pass, whatever is recomputed.
+    """
+    flops = 3 * sum(layer.flops for layer in profile.graph_at(plan.microbatch_size).layers) * plan.num_microbatches
+    seconds = float(timeline.step_seconds)
+    return {
+        "simulated": True,
+        "step_seconds": seconds,
+        "examples_per_second": plan.global_batch_size / seconds,
+        "model_flops_per_second_per_device": flops / seconds / plan.cluster.num_devices,
+        "bubble_fraction_per_stage": [float(fraction) for fraction in timeline.bubble_fraction],
+    }
+
+
+def describe_time(summary: Mapping[str, Any]) -> str:
+    """One line for people."""
+    waits = " ".join(f"{fraction:.0%}" for fraction in summary["bubble_fraction_per_stage"])
+    return (
+        f"step {summary['step_seconds']:.3g} s (simulated), {summary['examples_per_second']:.3g} examples/s, "
+        f"{summary['model_flops_per_second_per_device'] / 1e12:.1f} TFLOPS per device; stages wait {waits} of it"
+    )

@@ -1,0 +1,91 @@
+"""Times of every stage from the measured windows of layers: seconds are added up as bytes are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from capture.choices import StageChoice
+from capture.errors import ProfileError
+from capture.plan import Plan
+from capture.predictor.fit import fit_line
+from capture.predictor.statistics import extend_windows
+from capture.profile import Profile, StageConfig
+from capture.target import Target
+from capture.timing import StageTimes, TimeModel
+
+
+@dataclass(frozen=True)
+class StageTable:
+    """Seconds of every stage [first, stop): float64 arrays (L, L + 1), meaningless where stop <= first."""
+
+    forward: np.ndarray
+    backward: np.ndarray
+    update: np.ndarray
+
+    def at(self, first: int, stop: int) -> StageTimes:
+        return StageTimes(*(float(table[first, stop]) for table in (self.forward, self.backward, self.update)))
+
+
+class TimePredictor:
+    """Predicts how long stages take on the profile's target.
+
+    Args:
+        profile: Whose windows have counted work: of an accelerator, not of virtual CPU devices.
+        devices_per_node: Where collectives leave the node.
+
+    Raises:
+        ProfileError: ``profile-no-times`` if the target has no rates or the profile was made without counting work.
+    """
+
+    def __init__(self, profile: Profile, devices_per_node: int):
+        rates = Target.load(profile.target).rates
+        if rates is None or not any(cost.forward_work for cost in profile.measurements.values()):
+            raise ProfileError.of(
+                f"the profile of target={profile.target!r} says nothing about time; profile for an accelerator, such as --target a100-40g.",
+                "profile-no-times",
+            )
+        self.profile, self.model = profile, TimeModel(rates, devices_per_node)
+        self._windows: dict[tuple[StageChoice, int], dict[tuple[int, int], np.ndarray]] = {}
+        self._tables: dict[tuple[StageChoice, int], StageTable] = {}
+        for config, cost in profile.measurements.items():
+            seconds = self.model.stage_times(cost)
+            if seconds is not None:
+                windows = self._windows.setdefault((config.choice, config.microbatch_size), {})
+                windows[config.first, config.stop] = np.array([seconds.forward_seconds, seconds.backward_seconds, seconds.update_seconds])
+
+    def table(self, choice: StageChoice, microbatch_size: int) -> StageTable:
+        """Seconds of every stage.
+
+        Raises:
+            ProfileError: ``profile-choice`` if the choice was not profiled.
+        """
+        key = (choice, microbatch_size)
+        if key not in self._tables:
+            sizes = sorted(size for known, size in self._windows if known == choice)
+            if not sizes:
+                raise ProfileError.of(f"{choice} was not profiled, so its time is unknown; profile it.", "profile-choice")
+            if microbatch_size in sizes:
+                table = self._extended(choice, microbatch_size)
+            else:
+                table = fit_line(sizes, [self._extended(choice, size) for size in sizes], microbatch_size)
+            for config, cost in self.profile.verified.items():
+                seconds = self.model.stage_times(cost)
+                if (config.choice, config.microbatch_size) == key and seconds is not None:
+                    table[:, config.first, config.stop] = [seconds.forward_seconds, seconds.backward_seconds, seconds.update_seconds]
+            self._tables[key] = StageTable(*np.maximum(np.nan_to_num(table), 0))
+        return self._tables[key]
+
+    def _extended(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
+        table, drift = extend_windows(self._windows[choice, microbatch_size], self.profile.graph.num_layers)
+        return table + drift
+
+    def stage_times(self, plan: Plan) -> tuple[StageTimes, ...]:
+        """Of every stage of a plan."""
+        found = []
+        for stage in plan.stages:
+            choice = StageChoice(stage.data_parallel, stage.tensor_parallel, stage.remat, stage.shard_optimizer)
+            config = StageConfig(stage.first, stage.stop, choice, plan.microbatch_size)
+            found.append(self.table(choice, plan.microbatch_size).at(config.first, config.stop))
+        return tuple(found)
