@@ -52,6 +52,13 @@ class InFlightCost:
         kept = np.where(self.static < NEVER, self.kept, 0)
         return np.minimum(self.static + ends[0] * kept, self.static + ends[1] * kept).min(axis=0)
 
+    def of_choice(self, choice: int) -> np.ndarray:
+        """Bytes of one choice at every position, (K, L, L + 1)."""
+        possible = self.static[choice] < NEVER
+        value = np.where(possible, self.kept[choice], 0) * self.in_flight[:, None, None]
+        value += np.minimum(self.static[choice], NEVER)
+        return value
+
     def at(self, j: int, first: int, stop: int) -> np.ndarray:
         """Bytes per choice of one stage, (num_choices,)."""
         static = self.static[:, first, stop]
@@ -75,9 +82,14 @@ class SearchProblem:
         whole_nodes: Whether a stage may take 2, 4, 8, ... whole equal nodes.
         any_divisor: Whether a degree may be any divisor of the node's size instead of a power of two.
         memory_limit_bytes: What each device has for the plan; None for no limit.
+        seconds: Per d, float64 (num_choices, L, L + 1) indexed [choice, first, stop]: one micro-batch's forward and backward pass on a
+            stage, what the stage communicates included; infinite where impossible. Only searches for speed read it.
+        update_seconds: The same for the optimizer update of a stage, once per step; None for nothing.
+        num_microbatches: Micro-batches in a step, M, for the step time.
 
     Raises:
-        PlanError: ``search-layers``, ``search-cost``: a cost array is missing or has another shape or type.
+        PlanError: ``search-layers``, ``search-cost``: a cost array is missing or has another shape or type, ``search-seconds``: the same
+            of a table of times, or a time that is negative or no number, ``search-microbatches``.
     """
 
     cluster: Cluster
@@ -87,6 +99,9 @@ class SearchProblem:
     whole_nodes: bool = False
     any_divisor: bool = False
     memory_limit_bytes: int | None = None
+    seconds: Mapping[int, np.ndarray] | None = None
+    update_seconds: Mapping[int, np.ndarray] | None = None
+    num_microbatches: int = 1
 
     def __post_init__(self):
         if self.num_layers < 1:
@@ -116,6 +131,34 @@ class SearchProblem:
                     )
         if len(depths) > 1:
             yield Violation(f"cost has {sorted(depths)} position rows for different degrees; use the same K for all.", "search-cost")
+        yield from self._time_violations()
+
+    def _time_violations(self):
+        if self.num_microbatches < 1:
+            yield Violation(
+                f"num_microbatches={self.num_microbatches} is no number of micro-batches; give 1 or more.", "search-microbatches"
+            )
+        inside = ~np.tri(self.num_layers, self.num_layers + 1, dtype=bool)
+        for name, tables in (("seconds", self.seconds), ("update_seconds", self.update_seconds)):
+            if tables is None:
+                continue
+            for d in self.used_degrees:
+                table, expected = tables.get(d), (len(self.choices[d]), self.num_layers, self.num_layers + 1)
+                if table is None:
+                    yield Violation(
+                        f"{name} has no entry for stages on {d} devices, which choices allow; add {name}[{d}].", "search-seconds"
+                    )
+                elif table.shape != expected or table.dtype != np.float64:
+                    yield Violation(
+                        f"{name}[{d}] is {table.dtype} of shape {table.shape}; {expected[0]} choices and {self.num_layers} layers need "
+                        f"float64 of shape {expected}.",
+                        "search-seconds",
+                    )
+                elif not (table[:, inside] >= 0).all():
+                    yield Violation(
+                        f"{name}[{d}] holds a negative number or none at all; a time is 0 or more, and infinite where impossible.",
+                        "search-seconds",
+                    )
 
     @cached_property
     def degrees(self) -> list[list[int]]:
@@ -154,6 +197,11 @@ class SearchProblem:
         """
         cost = self.cost[d]
         return cost.least_rows(first, stop) if isinstance(cost, InFlightCost) else cost[:, :, first, stop].min(axis=0).T
+
+    def bytes_of_choice(self, d: int, choice: int) -> np.ndarray:
+        """Bytes of all stages on d devices with one choice, (K, L, L + 1)."""
+        cost = self.cost[d]
+        return cost.of_choice(choice) if isinstance(cost, InFlightCost) else cost[choice]
 
     def bytes_per_choice(self, d: int, j: int, first: int, stop: int) -> np.ndarray:
         """Bytes of one stage with j stages to the end, (num_choices,)."""

@@ -58,13 +58,15 @@ class SearchResult:
         peak_bytes: Largest of ``peak_bytes_per_device``; 0 without a plan.
         peak_bytes_per_device: In device order.
         algorithm: Name of the answer.
-        optimal: Whether ``peak_bytes`` is proven to be the least possible.
+        optimal: Whether what was minimised, the peak or the step time, is proven to be the least possible.
         tie_break: How far plans of the same peak were compared: ``full`` (the sorted per-device bytes are the lexicographically
             least), ``partial`` (only the ``tie_break_columns`` largest of them) or ``none``.
         tie_break_columns: Number of largest per-device values proven lexicographically least.
         seconds: Wall time of the search.
         num_explored: Stage placements that were looked at.
         why: Set exactly if infeasible.
+        step_seconds: Of a step, where the search was for speed and a plan was found.
+        bound_fraction: The least possible step time is proven to be at least ``step_seconds / (1 + bound_fraction)``; 0 if optimal.
     """
 
     status: Literal["ok", "infeasible"]
@@ -78,6 +80,8 @@ class SearchResult:
     seconds: float
     num_explored: int
     why: Infeasible | None = None
+    step_seconds: float | None = None
+    bound_fraction: float = 0.0
 
     @property
     def sorted_peaks(self) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -65,6 +65,39 @@ def random_problem(seed: int) -> SearchProblem:
             rows = static[:, None] + generator.integers(-largest // 4, largest // 2 + 1, (shape[0], num_positions, *shape[1:]))
             cost[d] = np.where(empty[:, None] if empty.ndim == 3 else empty, NEVER, rows)
     return SearchProblem(cluster, num_layers, choices, cost, whole_nodes=whole_nodes, any_divisor=any_divisor)
+
+
+def timed_problem(seed: int) -> SearchProblem:
+    """``random_problem`` with whole seconds, so that sums are exact: ties, impossible times, updates, one to seven micro-batches."""
+    problem, generator = random_problem(seed), np.random.default_rng(seed + 10**6)
+    longest = (4, 40, 1000)[seed // 3 % 3]  # 4: heavy ties
+    seconds, updates = {}, {}
+    for d in problem.choices:
+        shape = (len(problem.choices[d]), problem.num_layers, problem.num_layers + 1)
+        impossible = generator.random(shape) < 0.1 * (seed % 7 == 0)
+        seconds[d] = np.where(impossible, np.inf, generator.integers(0, longest, shape).astype(float))
+        updates[d] = generator.integers(0, longest * (1 + seed % 2), shape).astype(float)
+    return replace(
+        problem,
+        seconds=seconds,
+        update_seconds=None if seed % 4 == 3 else updates,
+        num_microbatches=int(generator.integers(1, 8)),
+    )
+
+
+def every_step(problem: SearchProblem) -> Iterator[tuple[float, int, int]]:
+    """Step seconds, peak bytes and number of stages of every possible plan with every combination of choices, by the definition."""
+    assert problem.seconds is not None, "the problem has times"
+    for plan in every_plan(problem):
+        ways = []
+        for i, (first, stop, d) in enumerate(plan):
+            own = problem.bytes_per_choice(d, len(plan) - i, first, stop).tolist()
+            seconds = problem.seconds[d][:, first, stop].tolist()
+            updates = [0.0] * len(own) if problem.update_seconds is None else problem.update_seconds[d][:, first, stop].tolist()
+            ways.append([way for way in zip(own, seconds, updates, strict=True) if way[0] < NEVER and np.isfinite(way[1])])
+        for chosen in product(*ways):
+            own, seconds, updates = zip(*chosen, strict=True)
+            yield sum(seconds) + (problem.num_microbatches - 1) * max(seconds) + max(updates), max(own), len(plan)
 
 
 def every_plan(problem: SearchProblem, device: int = 0, first: int = 0) -> Iterator[list[tuple[int, int, int]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from functools import lru_cache
+from types import SimpleNamespace
 from unittest import mock
 
 import jax
@@ -14,6 +15,9 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from capture.errors import ExecutionError
+from capture.runtime import array_copy
+from capture.runtime import reshard as module
+from capture.runtime.array_copy import plan_copies
 from capture.runtime.reshard import plan_reshard, reshard
 
 SHAPE = (8, 4)
@@ -136,15 +140,35 @@ def test_the_same_move_is_planned_once():
 def test_replicas_share_the_sending():
     x, sharding = source(layout(0, (4, 1), P())), layout(4, (4, 1), P("data"))
     used = []
-    put = jax.device_put
 
-    def spy(parts, *args, **kwargs):
-        used.extend(next(iter(part.devices())).id for part in parts)
-        return put(parts, *args, **kwargs)
+    def spy(shardings):
+        copy = plan_copies(shardings)
 
-    with mock.patch.object(jax, "device_put", spy):
+        def copy_and_note(parts):
+            used.extend(next(iter(part.devices())).id for part in parts)
+            return copy(parts)
+
+        return copy_and_note
+
+    plan_reshard.cache_clear()
+    with mock.patch.object(module, "plan_copies", spy):
         reshard(x, sharding)
+    plan_reshard.cache_clear()
     assert sorted(used) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("has_function", [True, False])
+def test_copies_are_whole_independent_and_also_made_without_the_private_function(monkeypatch, has_function):
+    if not has_function:
+        monkeypatch.setattr(array_copy, "xla_client", SimpleNamespace())
+    x, to = source(layout(0, (2, 1), P("data"))), [layout(4, (2, 1), P("data")), layout(0, (2, 1), P("data"))]
+    away, here = plan_copies(to)([x, x])
+    for copy, sharding in ((away, to[0]), (here, to[1])):
+        assert copy.sharding == sharding
+        np.testing.assert_array_equal(np.array(copy), np.array(x))
+    assert not pointers(here) & pointers(x)
+    x.delete()
+    assert np.isfinite(np.array(away)).all() and np.isfinite(np.array(here)).all(), "they outlive what they were copied from"
 
 
 def test_devices_of_another_process_are_refused():

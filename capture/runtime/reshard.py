@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from capture.errors import ExecutionError
+from capture.runtime.array_copy import plan_copies
 
 #: First and last-plus-one index in every dimension.
 Box = tuple[tuple[int, int], ...]
@@ -86,8 +87,16 @@ def plan_reshard(
     # One device to one, or shard for shard onto other devices: XLA does these without the host. On devices in common it
     # would alias, whatever ``may_alias`` says, if the source is a replica (seen in jax 0.10.2 and 0.12).
     if list(src_boxes.values()) == list(dst_boxes.values()) and (may_alias or not src.device_set & dst.device_set):
-        return lambda x: jax.device_put(x, dst)
+        return _plan_whole(src, dst)
     return _plan_pieces(shape, src_boxes, dst_boxes, dst, may_alias)
+
+
+def _plan_whole(src: Sharding, dst: Sharding) -> Callable[[jax.Array], jax.Array]:
+    """Shard for shard onto other devices."""
+    if src.device_set & dst.device_set or src.memory_kind != dst.memory_kind:
+        return lambda x: jax.device_put(x, dst)
+    copy = plan_copies([dst])
+    return lambda x: copy([x])[0]
 
 
 def _plan_keys(shape: tuple[int, ...], dtype: Any, src: Sharding, dst: Sharding, may_alias: bool) -> Callable[[jax.Array], jax.Array]:
@@ -139,13 +148,13 @@ def _plan_pieces(
         for number, fetch in enumerate(fetches)
         if fetch.source != fetch.target or (fetch.piece is None and not may_alias and not joined[number])
     ]
-    placements = [SingleDeviceSharding(fetches[number].target, memory_kind=dst.memory_kind) for number in copies]
+    copy = plan_copies([SingleDeviceSharding(fetches[number].target, memory_kind=dst.memory_kind) for number in copies])
 
     def move(x: jax.Array) -> jax.Array:
         shards = {shard.device: shard.data for shard in x.addressable_shards}
         pieces = {device: cutter(shards[device]) for device, cutter in cutters.items()}
         parts = [shards[fetch.source] if fetch.piece is None else pieces[fetch.source][fetch.piece] for fetch in fetches]
-        moved = jax.device_put([parts[number] for number in copies], placements, may_alias=may_alias) if copies else []
+        moved = copy([parts[number] for number in copies]) if copies else []
         for number, part in zip(copies, moved, strict=True):
             parts[number] = part
         arrays, position = [], 0
