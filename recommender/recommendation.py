@@ -15,14 +15,19 @@ from capture.headroom import Headroom
 from capture.plan import Plan, StagePlan, batch_violations
 from capture.predictor import AdditivePredictor, Prediction, peak_of
 from capture.predictor.paper import PaperPredictor
+from capture.predictor.times import TimePredictor
 from capture.profile import Profile
 from capture.profiler.paper import PaperStatistics
 from capture.schedule import SCHEDULES
 from capture.target import Target
 from recommender.baselines import fixed_degree_plan
+from recommender.pareto import pareto
 from recommender.problem import NEVER, SearchProblem
 from recommender.result import PlacedStage, SearchResult
 from recommender.search import search
+from recommender.throughput import throughput
+
+OBJECTIVES = ("memory", "throughput", "pareto")
 
 #: Of the cost table of one degree, all its choices together.
 _LARGEST_TABLE_BYTES = 64 * 2**20
@@ -72,6 +77,8 @@ class Recommendation:
                 "tie_break": self.search.tie_break,
                 "tie_break_columns": self.search.tie_break_columns,
                 "num_explored": self.search.num_explored,
+                "step_seconds": self.search.step_seconds,
+                "bound_fraction": self.search.bound_fraction,
             },
             "why": dict(self.why),
             "headroom": None if self.headroom is None else self.headroom.to_json(),
@@ -86,13 +93,14 @@ def recommend(
     num_microbatches: int,
     schedule: str = "1f1b",
     memory_limit_bytes: int | None = None,
+    objective: str = "memory",
     mode: str = "default",
     algorithm: str = "minmax",
     whole_nodes: bool = False,
     any_divisor: bool = False,
     merge_layers: int | None = None,
 ) -> Recommendation:
-    """The plan of least peak memory on a cluster.
+    """The plan of least peak memory on a cluster, or the fastest one that fits.
 
     Args:
         profile: Of the model.
@@ -101,15 +109,18 @@ def recommend(
         schedule: ``"gpipe"`` or ``"1f1b"``.
         memory_limit_bytes: Per device; a plan above it is a result, ``status == "infeasible"``. None takes what the target's devices can
             use (``DeviceMemory.usable_bytes``); virtual CPU devices have no limit.
+        objective: ``"memory"``: least peak. ``"throughput"``: least step time within the limit. ``"pareto"``: the same plan, and the front
+            of peak memory against step time in ``why["front"]``. The last two need a profile of an accelerator.
         mode: ``"default"``: data and tensor parallelism together, schedule-aware; ``"paper"``: either of them, the paper's predictor.
         algorithm: See ``recommender.search``.
         whole_nodes, any_divisor: See ``Cluster.stage_degrees``.
         merge_layers: Cut only between layers that the paper's layer merger leaves; None cuts anywhere.
 
     Raises:
-        PlanError: ``plan-batch``, ``plan-schedule``, ``recommend-mode``; ProfileError: if the profile lacks what the search needs.
+        PlanError: ``plan-batch``, ``plan-schedule``, ``recommend-mode``, ``recommend-objective``.
+        ProfileError: if the profile lacks what the search needs, ``profile-no-times`` among it.
     """
-    PlanError.check(_violations(global_batch_size, num_microbatches, schedule, mode))
+    PlanError.check(_violations(global_batch_size, num_microbatches, schedule, mode, objective))
     memory = Target.load(cluster.target).memory
     given, memory_limit_bytes = memory_limit_bytes, memory.usable_bytes if memory_limit_bytes is None and memory else memory_limit_bytes
     problem = search_problem(
@@ -123,15 +134,18 @@ def recommend(
         whole_nodes=whole_nodes,
         any_divisor=any_divisor,
         merge_layers=merge_layers,
+        with_times=objective != "memory",
     )
-    result = search(problem, algorithm)
+    result = search(problem, algorithm) if objective == "memory" else throughput(problem)
     if not result.stages:
         return Recommendation("infeasible", None, None, result, _infeasible(result))
     plan = plan_of_stages(result.stages, profile, cluster, global_batch_size, num_microbatches, schedule)
-    if mode == "default":
+    if mode == "default" and objective == "memory":
         plan = plan.with_(stages=_with_best_choices(result.stages, problem, AdditivePredictor(profile), plan))
     prediction = _predict(profile, plan)
     why = _infeasible(result) if result.status == "infeasible" else _why(result, prediction, problem, profile)
+    if objective == "pareto":
+        why = {**why, "front": _front(problem, profile, plan)}
     plan = plan.with_(prediction=prediction.to_json(), why=why)
     headroom = Headroom.of(prediction.peak_bytes_per_device, prediction.interval_bytes_per_device, prediction.coverage, given, memory)
     return Recommendation(result.status, plan, prediction, result, why, headroom)
@@ -144,12 +158,38 @@ def _predict(profile: Profile, plan: Plan) -> Prediction:
     return _paper_predictor(profile).prediction(plan, profile.provenance)
 
 
-def _violations(global_batch_size: int, num_microbatches: int, schedule: str, mode: str) -> list[Violation]:
+def _front(problem: SearchProblem, profile: Profile, plan: Plan) -> dict[str, Any]:
+    """The front as documents have it: every point with its plan in one line, and how far it is proven."""
+    front = pareto(problem)
+    return {
+        "points": [
+            {
+                "peak_bytes": point.peak_bytes,
+                "step_seconds": point.step_seconds,
+                "bound_fraction": point.bound_fraction,
+                "stages": [stage.to_json() for stage in _as_plan(point.stages, profile, plan).stages],
+            }
+            for point in front.points
+        ],
+        "complete": front.complete,
+        "seconds": front.seconds,
+    }
+
+
+def _as_plan(stages: Sequence[PlacedStage], profile: Profile, like: Plan) -> Plan:
+    return plan_of_stages(stages, profile, like.cluster, like.global_batch_size, like.num_microbatches, like.schedule)
+
+
+def _violations(global_batch_size: int, num_microbatches: int, schedule: str, mode: str, objective: str) -> list[Violation]:
     found = batch_violations(global_batch_size, num_microbatches)
     if schedule not in SCHEDULES:
         found.append(Violation(f"schedule={schedule!r} is unknown; choose one of {', '.join(SCHEDULES)}.", "plan-schedule"))
     if mode not in ("default", "paper"):
         found.append(Violation(f"mode={mode!r} is unknown; choose default or paper.", "recommend-mode"))
+    if objective not in OBJECTIVES:
+        found.append(Violation(f"objective={objective!r} is unknown; choose one of {', '.join(OBJECTIVES)}.", "recommend-objective"))
+    elif objective != "memory" and mode != "default":
+        found.append(Violation("mode='paper' predicts memory alone; leave out the objective, or the mode.", "recommend-objective"))
     return found
 
 
@@ -165,12 +205,13 @@ def search_problem(
     whole_nodes: bool = False,
     any_divisor: bool = False,
     merge_layers: int | None = None,
+    with_times: bool = False,
 ) -> SearchProblem:
-    """The search that a profile poses: predicted bytes of every stage, at every position, for every choice.
+    """The search that a profile poses: predicted bytes (and seconds) of every stage, at every position, for every choice.
 
     Raises:
         ProfileError: ``profile-degrees`` if no profiled choice fits a stage of one device, ``profile-paper`` without paper statistics,
-            ``profile-windows`` in the default mode if there is nothing else.
+            ``profile-windows`` in the default mode if there is nothing else, ``profile-no-times`` without times of an accelerator.
     """
     microbatch_size = global_batch_size // num_microbatches
     degrees = {d for here in cluster.stage_degrees(any_divisor=any_divisor, whole_nodes=whole_nodes) for d in here}
@@ -193,16 +234,28 @@ def search_problem(
     )
     blocked = _blocked(profile, merge_layers)
     choices = {d: tuple(found) for d, found in usable.items()}
-    cost = {d: _cost_table(found, rows, blocked) for d, found in choices.items()}
+    cost = {d: _cost_table(found, rows, blocked, may_reduce=not with_times) for d, found in choices.items()}
     # In a reduced table the first choice stands for the best one of its degree; ``_with_best_choices`` finds which that is.
     choices = {d: found if len(cost[d]) == len(found) else found[:1] for d, found in choices.items()}
-    return SearchProblem(cluster, num_layers, choices, cost, whole_nodes, any_divisor, memory_limit_bytes)
+    problem = SearchProblem(cluster, num_layers, choices, cost, whole_nodes, any_divisor, memory_limit_bytes)
+    if not with_times:
+        return problem
+    times = TimePredictor(profile, max(cluster.nodes))
+    tables = {d: [times.table(choice, microbatch_size) for choice in found] for d, found in choices.items()}
+    return replace(
+        problem,
+        seconds={d: np.stack([table.forward + table.backward for table in found]) for d, found in tables.items()},
+        update_seconds={d: np.stack([table.update for table in found]) for d, found in tables.items()},
+        num_microbatches=num_microbatches,
+    )
 
 
-def _cost_table(choices: Sequence[StageChoice], rows: Callable[[StageChoice], np.ndarray], blocked: np.ndarray) -> np.ndarray:
+def _cost_table(
+    choices: Sequence[StageChoice], rows: Callable[[StageChoice], np.ndarray], blocked: np.ndarray, may_reduce: bool
+) -> np.ndarray:
     """Bytes of every stage per choice; reduced to the best choice where all of them would not fit into memory comfortably."""
     first = rows(choices[0])
-    reduce = len(choices) > 1 and first.nbytes * len(choices) > _LARGEST_TABLE_BYTES
+    reduce = may_reduce and len(choices) > 1 and first.nbytes * len(choices) > _LARGEST_TABLE_BYTES
     table = first.copy() if reduce else np.stack([first, *map(rows, choices[1:])])
     if reduce:
         for choice in choices[1:]:
@@ -353,11 +406,17 @@ def _why(result: SearchResult, prediction: Prediction, problem: SearchProblem, p
     stage_id = max(range(len(result.stages)), key=lambda s: prediction.stages[s].peak_bytes)
     stage, predicted = result.stages[stage_id], prediction.stages[stage_id]
     largest = max(predicted.parts, key=lambda category: predicted.parts[category])
-    proof = "no plan of this space needs less" if result.optimal else "the search is not a proof"
     count = f"{len(result.stages)} stage{'s' * (len(result.stages) > 1)}"
+    if result.step_seconds is None:
+        proof = "no plan of this space needs less" if result.optimal else "the search is not a proof"
+        proof += f" (tie-break: {result.tie_break})"
+    else:
+        better = "no plan that fits" if problem.memory_limit_bytes is not None else "no plan of this space"
+        proof = f"{better} is faster by the model of times"
+        proof += "" if result.optimal else f", or at most {result.bound_fraction:.1%} faster"
     return {
         "summary": f"{count}; the peak is {predicted.peak_bytes:,} bytes on stage {stage_id} (layers {stage.first} to "
-        f"{stage.stop - 1}), most of it {largest}; {proof} (tie-break: {result.tie_break}).",
+        f"{stage.stop - 1}), most of it {largest}; {proof}.",
         "bottleneck_stage": stage_id,
         "bottleneck_category": largest,
         "num_choices": len({choice for choices in problem.choices.values() for choice in choices}),

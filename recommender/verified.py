@@ -24,7 +24,7 @@ def recommend_verified(
     compiled: Callable[[Plan, Profile], tuple[Mapping[str, Any], Profile]],
     max_plans: int,
 ) -> Recommendation:
-    """The plan of least peak memory among those whose stages are compiled.
+    """The plan that is best by the question's objective among those whose stages are compiled.
 
     Args:
         profile: Of the model.
@@ -45,15 +45,21 @@ def recommend_verified(
         verification, profile = compiled(plan, profile)
         checked.add(plan)
         found = _of_compiler(result, verification)
-        if best is None or found.peak_bytes < best.peak_bytes:
+        if best is None or _rank(found) < _rank(best):
             best = found
         result = question(profile)
     if best is None or best.plan is None:
         return result
     settled = result.plan is None or result.plan in checked
-    note = "no other plan is predicted to need less" if settled else "another plan, not compiled yet, is predicted to need less"
+    note = "no other plan is predicted to be better" if settled else "another plan, not compiled yet, is predicted to be better"
     why = {**best.why, "verified": {"num_plans": len(checked), "settled": settled, "summary": f"{len(checked)} plans compiled; {note}."}}
     return replace(best, why=why, plan=best.plan.with_(why=why))
+
+
+def _rank(result: Recommendation) -> tuple[bool, float, int]:
+    """What fits first; then the faster where the search was for speed; then the smaller."""
+    fits = result.status == "ok"
+    return not fits, (result.search.step_seconds or 0.0) if fits else 0.0, result.peak_bytes
 
 
 def _of_compiler(result: Recommendation, verification: Mapping[str, Any]) -> Recommendation:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from capture.cli import options as shared
-from capture.cli.output import emit, progress, stage_table
+from capture.cli.output import emit, progress, stage_table, table
 from capture.cli.suggest import cheapest_change
 from capture.cluster import Cluster
-from capture.errors import ProfileError
+from capture.errors import PlanError, ProfileError
 from capture.plan import Plan
 from capture.predictor.step_time import describe_time, has_times, predicted_timeline, time_summary
 from capture.profile import Profile
 from capture.quantities import format_bytes, parse_bytes
+from capture.schedule import SCHEDULES
+from capture.target import Target
 from capture.workload import WorkloadSpec
 
 NAME = "plan"
@@ -34,6 +36,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verify", type=shared.at_least(0), default=0, metavar="K", help="compile the stages of the best plans, up to K, and rank again"
     )
+    parser.add_argument(
+        "--objective",
+        choices=("memory", "throughput", "pareto"),
+        default="memory",
+        help="least peak; least step time that fits; that and the front of both. Times need an accelerator target (default: %(default)s)",
+    )
+    asked = parser.add_mutually_exclusive_group()
+    asked.add_argument("--smallest-cluster", action="store_true", help="the fewest devices of the cluster on which a plan fits")
+    asked.add_argument("--largest-batch", action="store_true", help="the largest global batch that fits with so many micro-batches")
+    asked.add_argument("--try-microbatches", metavar="M,M,...", help="numbers of micro-batches to choose the best of")
+    parser.add_argument("--try-schedules", action="store_true", help="choose the best of all schedules")
     parser.add_argument("--mode", choices=("default", "paper"), default="default", help="paper: the paper's predictor and space")
     parser.add_argument("--algorithm", choices=("minmax", "enumerate", "mcap"), default="minmax", help="search (default: %(default)s)")
     parser.add_argument("--merge-layers", type=int, metavar="L", help="the paper's layer merger: cut between L merged layers only")
@@ -52,27 +65,15 @@ def main(options: argparse.Namespace) -> int:
         needs_paper = options.mode == "paper" or options.merge_layers is not None
         paper = (options.schedule, num_microbatches) if needs_paper else None
         profile = shared.make_profile(options, cluster, global_batch // num_microbatches, progress(options), paper=paper)
-    from recommender import recommend
-
-    question = partial(
-        recommend,
-        cluster=cluster,
-        global_batch_size=global_batch,
-        num_microbatches=num_microbatches,
-        schedule=options.schedule,
-        memory_limit_bytes=limit,
-        mode=options.mode,
-        algorithm=options.algorithm,
-        whole_nodes=options.whole_nodes,
-        any_divisor=options.any_divisor,
-        merge_layers=options.merge_layers,
-    )
-    if options.verify:
-        result = _verified(options, profile, cluster, question)
-    else:
-        result = question(profile)
+    chosen, attempts = _chosen(options, profile, cluster, global_batch, num_microbatches, limit)
+    question = partial(_ask, options, limit, *chosen)
+    cluster, global_batch = chosen[:2]
+    result = _verified(options, profile, cluster, question) if options.verify else question(profile)
     document = {**result.to_json(), "warnings": list(profile.warnings)}
     lines = [f"{result.status}: {result.why['summary']}"]
+    if attempts:
+        document["attempts"] = [attempt.to_json() for attempt in attempts]
+        lines = [attempts_table(attempts), *lines]
     if result.status == "infeasible" and result.memory_limit_bytes is not None and options.mode == "default":
         reprofile = None if options.profile else _reprofile(options, cluster)
         change = cheapest_change(options, profile, cluster, global_batch, result.memory_limit_bytes, reprofile)
@@ -84,12 +85,87 @@ def main(options: argparse.Namespace) -> int:
         if has_times(profile):
             document["time"] = time_summary(predicted_timeline(result.plan, profile), result.plan, profile)
             lines.append(describe_time(document["time"]))
+        if "front" in result.why:
+            lines += front_table(result.why["front"])
         if result.status == "ok":
             result.plan.save(options.output)
             lines.append(f"plan -> {options.output} (search: {result.search.algorithm}, {result.search.seconds * 1e3:.1f} ms)")
     lines += [f"warning: {warning}" for warning in profile.warnings]
     emit(options, document, "\n".join(lines))
     return 0 if result.status == "ok" else 1
+
+
+def _ask(
+    options: argparse.Namespace,
+    limit: int | None,
+    cluster: Cluster,
+    global_batch: int,
+    num_microbatches: int,
+    schedule: str,
+    profile: Profile,
+) -> Any:
+    """One recommendation."""
+    from recommender import recommend
+
+    return recommend(
+        profile,
+        cluster,
+        global_batch_size=global_batch,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        memory_limit_bytes=limit,
+        objective=options.objective,
+        mode=options.mode,
+        algorithm=options.algorithm,
+        whole_nodes=options.whole_nodes,
+        any_divisor=options.any_divisor,
+        merge_layers=options.merge_layers,
+    )
+
+
+def _chosen(
+    options: argparse.Namespace, profile: Profile, cluster: Cluster, global_batch: int, num_microbatches: int, limit: int | None
+) -> tuple[tuple[Cluster, int, int, str], Sequence[Any]]:
+    """(cluster, global batch, micro-batches, schedule) to plan for, and what was tried to find them.
+
+    Raises:
+        PlanError: ``plan-extent`` for the largest batch without a limit.
+    """
+    from recommender.extent import best_of, largest_batch, smallest_cluster
+
+    asked = (cluster, global_batch, num_microbatches, options.schedule)
+
+    def ask(cluster: Cluster, global_batch: int, num_microbatches: int, schedule: str) -> Any:
+        return _ask(options, limit, cluster, global_batch, num_microbatches, schedule, profile)
+
+    if options.smallest_cluster:
+        best, attempts = smallest_cluster(ask, *asked)
+    elif options.largest_batch:
+        if limit is None and Target.load(cluster.target).memory is None:
+            raise PlanError.of(f"target={cluster.target!r} has no limit, so no batch is the largest; give --memory.", "plan-extent")
+        best, attempts = largest_batch(ask, cluster, min(profile.microbatch_sizes), num_microbatches, options.schedule)
+    elif options.try_microbatches or options.try_schedules:
+        counts = [num_microbatches]
+        if options.try_microbatches:
+            counts = [shared.at_least(1)(text) for text in options.try_microbatches.split(",")]
+        best, attempts = best_of(ask, cluster, global_batch, counts, tuple(SCHEDULES) if options.try_schedules else (options.schedule,))
+    else:
+        return asked, ()
+    return (asked if best is None else (best.cluster, best.global_batch_size, best.num_microbatches, best.schedule)), attempts
+
+
+def attempts_table(attempts: Sequence[Any]) -> str:
+    """What was tried, one line each."""
+    rows = [
+        [
+            f"{attempt.cluster}, batch {attempt.global_batch_size}, {attempt.num_microbatches} micro-batches, {attempt.schedule}",
+            attempt.result.status,
+            format_bytes(attempt.result.peak_bytes) if attempt.result.plan else "-",
+            "-" if attempt.result.search.step_seconds is None else f"{attempt.result.search.step_seconds:.4g} s",
+        ]
+        for attempt in attempts
+    ]
+    return table(["tried", "status", "peak", "step"], rows)
 
 
 def _verified(options: argparse.Namespace, profile: Profile, cluster: Cluster, question: Callable[[Profile], Any]) -> Any:
@@ -116,6 +192,20 @@ def _verified(options: argparse.Namespace, profile: Profile, cluster: Cluster, q
         return verify(plan, measurements).to_json(), with_verified(known, plan, measurements)
 
     return recommend_verified(profile, question, compiled, options.verify)
+
+
+def front_table(front: Mapping[str, Any]) -> list[str]:
+    """The front of peak memory against step time, smallest peak first."""
+    rows = [
+        [
+            format_bytes(point["peak_bytes"]),
+            f"{point['step_seconds']:.4g} s",
+            ", ".join(f"{s['layers'][0]}-{s['layers'][1]} ({s['data_parallel']}x{s['tensor_parallel']})" for s in point["stages"]),
+        ]
+        for point in front["points"]
+    ]
+    said = "every plan that none beats in both" if front["complete"] else "a sample with both ends"
+    return [f"front of memory and time ({said}):", table(["peak", "step", "layers (dp x tp)"], rows)]
 
 
 def _reprofile(options: argparse.Namespace, cluster: Cluster) -> Callable[..., Profile]:
