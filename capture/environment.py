@@ -76,6 +76,12 @@ def prepare(num_devices: int | None = None, platform: str = "cpu") -> list[Viola
     return check()
 
 
+def of_child(platform: str) -> dict[str, str]:
+    """The environment of a child process that compiles for a platform: this one's, its import path, and no search for devices."""
+    found = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return found if platform == "cpu" else {**found, **_WITHOUT_DEVICES}
+
+
 def check() -> list[Violation]:
     """Flags that the installed JAX needs and this process lacks, each with what to do about it."""
     given = _parse(_given_text())

@@ -7,8 +7,9 @@ finished measurement is never made again.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from capture import environment
@@ -16,9 +17,10 @@ from capture.errors import CaptureError
 from capture.graph import content_hash
 from capture.interface import StageCost, owned_and_borrowed
 from capture.profile import StageConfig
+from capture.profiler.report_compiler import ReportCompiler
 from capture.profiler.target_devices import devices_of
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
-from capture.runtime.programs import StagePrograms, UpdateCost
+from capture.runtime.programs import Executable, StagePrograms, UpdateCost, compile_program
 from capture.runtime.sharding import ModelSharding
 from capture.runtime.tensor_parallel import Rule
 from capture.store import Store
@@ -64,6 +66,16 @@ class CompileBackend:
         self._traced: dict[int, TracedModel] = {}
         self._shardings: dict[int, ModelSharding] = {}
         self._updates: dict[str, UpdateCost] = {}
+
+    @property
+    def _stops_at_report(self) -> bool:
+        return bool(self.target.compiler.get("stop_at_report"))
+
+    @cached_property
+    def _compiler(self) -> Callable[..., Executable]:
+        if self._stops_at_report:
+            return ReportCompiler(self.target)
+        return partial(compile_program, fast_compile=True, count_work=self.target.rates is not None)
 
     def traced(self, microbatch_size: int) -> TracedModel:
         """The model at a micro-batch size; traced once."""
@@ -136,7 +148,8 @@ class CompileBackend:
 
     def _compile(self, config: StageConfig) -> StageCost:
         traced, choice = self.traced(config.microbatch_size), config.choice
-        devices = devices_of(self.target, choice.num_devices)
+        # A compiler that is stopped at its report is given programs for virtual CPU devices, which stand for the target's.
+        devices = devices_of(Target.load("cpu") if self._stops_at_report else self.target, choice.num_devices)
         owned, _ = owned_and_borrowed(traced.graph, config.first, config.stop)
         rest = tuple(p for p in range(len(traced.graph.params)) if p not in set(owned))
         update = SlicedOptimizer(self._optimizer, [owned, rest] if rest else [owned]).stages[0]
@@ -150,8 +163,7 @@ class CompileBackend:
             update,
             remat=choice.remat,
             shard_optimizer=choice.shard_optimizer,
-            fast_compile=True,
-            count_work=self.target.rates is not None,
+            compiler=self._compiler,
         )
         specs = self.sharding(config.microbatch_size).specs(choice.tensor_parallel)
         keys = [(self._optimizer.param_keys[p], str(specs[p]), p in owned) for p in programs.params]

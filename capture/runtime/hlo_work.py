@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Any
 
 import jax
-from jax._src.lib import _jax  # type: ignore[attr-defined]
+from jax._src.lib import _jax, hlo  # type: ignore[attr-defined]
 
 from capture.work import Collective, ProgramWork
 
@@ -35,6 +35,11 @@ def work_of(compiled: Any) -> ProgramWork:
     """
     (module,) = compiled.runtime_executable().hlo_modules()
     return work_of_module(module)
+
+
+def work_of_text(text: str) -> ProgramWork:
+    """Of an optimised, partitioned program as the compiler dumps it."""
+    return work_of_module(hlo.hlo_module_from_text(text))
 
 
 def work_of_module(module: Any) -> ProgramWork:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import jax
@@ -19,7 +19,7 @@ from capture.plan import Plan
 from capture.runtime.dispatch import Action, Frame, bind, to_device, to_host
 from capture.runtime.microbatches import split_microbatches
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
-from capture.runtime.programs import Executable, StagePrograms
+from capture.runtime.programs import Executable, StagePrograms, compile_program
 from capture.runtime.sharding import ModelSharding
 from capture.runtime.tensor_parallel import Rule
 from capture.step import Instruction, Run, StepProgram, build_step, replay
@@ -159,7 +159,7 @@ class PipelinedStep:
                 shard_optimizer=stage.shard_optimizer,
                 num_arriving={p: borrowers.count(p) for p in borrowers},
                 num_microbatches=plan.num_microbatches,
-                fast_compile=fast_compile,
+                compiler=partial(compile_program, fast_compile=fast_compile),
             )
             for s, stage in enumerate(plan.stages)
         ]

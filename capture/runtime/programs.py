@@ -44,12 +44,14 @@ class Executable:
         outputs: Structure of its results, with shardings.
         transient_bytes: Per device, temporaries + outputs - aliased inputs.
         work: What it computes, reads and sends, if asked for.
+        output_bytes: Per device, of all results as they are allocated, where that is more than their elements (padded tiles of a TPU).
     """
 
     call: Callable[..., Any]
     outputs: Any
     transient_bytes: int
     work: ProgramWork | None = None
+    output_bytes: int | None = None
 
 
 def compile_program(
@@ -119,8 +121,7 @@ class StagePrograms:
         shard_optimizer: Optimizer state split over the replicas.
         num_arriving: Per owned parameter that later stages borrow, how many do.
         num_microbatches: The loss of a micro-batch counts 1 / num_microbatches.
-        fast_compile: Compile quickly, for the memory report only.
-        count_work: Also find out what the programs compute, read and send.
+        compiler: ``compile_program``, or another that takes its arguments.
     """
 
     def __init__(
@@ -137,12 +138,11 @@ class StagePrograms:
         shard_optimizer: bool = False,
         num_arriving: dict[int, int] | None = None,
         num_microbatches: int = 1,
-        fast_compile: bool = False,
-        count_work: bool = False,
+        compiler: Callable[..., Executable] = compile_program,
     ):
-        self._count_work = count_work
+        self._compiler = compiler
         self.graph, self.layers, self.optimizer, self.remat = graph, layers, update, remat
-        self.data_parallel, self.num_microbatches, self._fast_compile = data_parallel, num_microbatches, fast_compile
+        self.data_parallel, self.num_microbatches = data_parallel, num_microbatches
         self.mesh = Mesh(np.asarray(devices).reshape(data_parallel, tensor_parallel), (DATA_AXIS, MODEL_AXIS))
         self.shard_optimizer = shard_optimizer
         self.owned, self.borrowed = owned_and_borrowed(graph, layers.first, layers.stop)
@@ -321,9 +321,7 @@ class StagePrograms:
         return list(total.values())
 
     def _compile(self, function: Callable[..., Any], args: Sequence[Any], donate: Sequence[int], out_shardings: Any) -> Executable:
-        return compile_program(
-            function, args, donate=donate, out_shardings=out_shardings, fast_compile=self._fast_compile, count_work=self._count_work
-        )
+        return self._compiler(function, args, donate=donate, out_shardings=out_shardings)
 
     @cached_property
     def _forward_args(self) -> tuple[list[Any], list[Any], list[Any]]:
@@ -399,7 +397,7 @@ class StagePrograms:
         """The cost of the stage where that of its update is known already: compiles forward and backward."""
         forward, backward = self.forward, self.backward
         return StageCost(
-            residual_bytes=sum(map(shard_bytes, forward.outputs[1])),
+            residual_bytes=self._residual_bytes(forward),
             forward_bytes=forward.transient_bytes,
             backward_bytes=backward.transient_bytes,
             kept_inputs=self._kept("input"),
@@ -413,6 +411,14 @@ class StagePrograms:
             backward_work=backward.work,
             update_work=update.update_work,
         )
+
+    @staticmethod
+    def _residual_bytes(forward: Executable) -> int:
+        """As allocated where the compiler says so: padding is counted with what is kept, which has the odd shapes."""
+        outputs, residuals = forward.outputs
+        if forward.output_bytes is None:
+            return sum(map(shard_bytes, residuals))
+        return max(0, forward.output_bytes - sum(map(shard_bytes, outputs)))
 
 
 def shard_bytes(array: Any) -> int:

@@ -1,0 +1,81 @@
+"""XLA's memory report, read from its dump: complete seconds before a TPU program is, and all that a planner asks for.
+
+With ``xla_dump_to`` and ``xla_dump_hlo_as_text`` the compiler writes, when buffers are assigned and before machine code is made,
+
+    *-memory-usage-report.txt     per memory space its ``Total bytes``; space 0 is the device's main memory
+    *-buffer-assignment.txt       every allocation: parameter, maybe-live-out (a result), preallocated-temp, ...
+    *after_optimizations.txt      the optimised program
+
+The format is no stable interface: jax 0.12 adds ``page`` to the lines of allocations, and there is a test for every supported version.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+_TOTAL = re.compile(r"^Memory Space: default \(color=0\)\s*\nTotal bytes: (\d+)|^Total bytes: (\d+)", re.M)
+_ALLOCATION = re.compile(r"^allocation \d+:(?: 0x\w+,)? size (\d+)(?:, color (\d+))?(?:, page \d+)?, (.*)$", re.M)
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes per device in main memory.
+
+    Attributes:
+        total_bytes: Arguments, results, temporaries and constants; a donated argument that holds a result counts once.
+        argument_bytes: As allocated: on TPU padded to whole tiles.
+        output_bytes: Of results that have no donated argument to live in, likewise.
+    """
+
+    total_bytes: int
+    argument_bytes: int
+    output_bytes: int
+
+    @property
+    def transient_bytes(self) -> int:
+        """What the program needs beside its arguments while it runs."""
+        return self.total_bytes - self.argument_bytes
+
+
+def read_report(folder: Path) -> MemoryReport | None:
+    """The report of the one program that is dumped in a folder; None as long as it is not complete.
+
+    Args:
+        folder: Given to the compiler as ``xla_dump_to``.
+    """
+    report, assignment = _one(folder.glob("*-memory-usage-report.txt")), _one(folder.glob("*-buffer-assignment.txt"))
+    # The live ranges are written last, and their last part is this tree.
+    live = _one(folder.glob("*-live-range.txt"))
+    if report is None or assignment is None or live is None or "Stack trace breakdown" not in live:
+        return None
+    return parse_report(report, assignment)
+
+
+def parse_report(report: str, assignment: str) -> MemoryReport | None:
+    """The same from the texts of both files; None if they hold no total."""
+    total = _TOTAL.search(report)
+    if total is None:
+        return None
+    arguments = outputs = 0
+    for size, color, kind in _ALLOCATION.findall(assignment):
+        if color not in ("", "0"):  # vector memory, scalar memory, host, ...
+            continue
+        if kind.startswith("parameter"):
+            arguments += int(size)
+        elif "maybe-live-out" in kind:
+            outputs += int(size)
+    return MemoryReport(int(total[1] or total[2]), arguments, outputs)
+
+
+def read_program(folder: Path) -> str | None:
+    """The optimised program of the dump as text."""
+    return _one(folder.glob("*after_optimizations.txt"))
+
+
+def _one(paths: Iterable[Path]) -> str | None:
+    for path in paths:
+        return path.read_text(errors="replace")
+    return None

@@ -1,0 +1,117 @@
+"""Compile for a target in a child process that is stopped at the memory report.
+
+A TPU compiler knows the memory of a program after one to three seconds and makes its machine code for minutes. A compile cannot be
+cancelled inside a process, so every program gets a child of its own, which ends when the report is there.
+"""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+from jax.sharding import NamedSharding
+
+from capture import environment
+from capture.errors import TargetError
+from capture.profiler.report import MemoryReport, read_program, read_report
+from capture.runtime.hlo_work import work_of_text
+from capture.runtime.programs import Executable, compile_program
+from capture.target import Target
+
+#: Between two looks at the dump.
+_PAUSE_SECONDS = 0.02
+
+
+class ReportCompiler:
+    """Compiles as ``compile_program`` does, for a target whose devices are not there.
+
+    Args:
+        target: With ``stop_at_report`` in its compiler settings.
+        timeout_seconds: After which a program without a report is given up.
+    """
+
+    def __init__(self, target: Target, timeout_seconds: float = 600.0):
+        self.target, self._timeout_seconds = target, timeout_seconds
+
+    def __call__(
+        self, function: Callable[..., Any], args: Sequence[Any], *, donate: Sequence[int] = (), out_shardings: Any = None
+    ) -> Executable:
+        """Compile for abstract arguments on a mesh of virtual CPU devices, which stand for the target's.
+
+        Where the compiler is to choose the shardings of results, those that it chooses for the CPU are taken: they are propagated before
+        anything depends on the target.
+
+        Raises:
+            TargetError: ``target-report`` if the compiler ends without a report; its last words are in the message.
+        """
+        outputs = compile_program(function, args, donate=donate, out_shardings=out_shardings, fast_compile=True).outputs
+        chosen = jax.tree.map(lambda struct: struct.sharding, outputs)
+        jitted = jax.jit(function, donate_argnums=tuple(donate), out_shardings=chosen)
+        exported = jax.export.export(jitted, platforms=(self.target.platform,))(*args)
+        leaves = jax.tree.leaves(tuple(args))
+        mesh = leaves[0].sharding.mesh
+        job = {
+            "program": bytes(exported.serialize()),
+            "target": self.target.name,
+            "mesh_shape": tuple(mesh.devices.shape),
+            "axis_names": tuple(mesh.axis_names),
+            "arguments": [(leaf.shape, leaf.dtype, _spec(leaf.sharding)) for leaf in leaves],
+            "results": [_spec(sharding) for sharding in jax.tree.leaves(chosen)],
+            "donated": [i for i, position in enumerate(_positions(args)) if position in donate],
+        }
+        report, program = self._run(job)
+        work = work_of_text(program) if program is not None else None
+        return Executable(_cannot_run, outputs, report.transient_bytes, work, report.output_bytes)
+
+    def _run(self, job: dict[str, Any]) -> tuple[MemoryReport, str | None]:
+        with tempfile.TemporaryDirectory(prefix="capture-report-") as name:
+            folder = Path(name)
+            (folder / "job").write_bytes(pickle.dumps(job))
+            command = [sys.executable, "-m", "capture.profiler.report_child", str(folder / "job"), str(folder / "dump")]
+            with open(folder / "errors", "wb") as errors:
+                child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, env=environment.of_child(self.target.platform))
+            try:
+                report = self._wait(child, folder / "dump")
+                program = read_program(folder / "dump") if report else None
+            finally:
+                child.kill()
+                child.wait()
+            if report is None:
+                said = (folder / "errors").read_text(errors="replace").strip().splitlines()
+                raise TargetError.of(
+                    f"the compiler of target={self.target.name!r} ended without a memory report: {said[-1] if said else 'no message'}.",
+                    "target-report",
+                )
+            return report, program
+
+    def _wait(self, child: subprocess.Popen[bytes], folder: Path) -> MemoryReport | None:
+        deadline = time.monotonic() + self._timeout_seconds
+        while time.monotonic() < deadline:
+            ended = child.poll() is not None  # before the look: the report may be written in between
+            report = read_report(folder)
+            if report is not None or ended:
+                return report
+            time.sleep(_PAUSE_SECONDS)
+        return None
+
+
+def _positions(args: Sequence[Any]) -> list[int]:
+    """Of every leaf, the argument that it belongs to."""
+    return [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+
+
+def _spec(sharding: Any) -> tuple[Any, ...]:
+    assert isinstance(sharding, NamedSharding), f"programs are sharded by names, not {sharding}"
+    return tuple(sharding.spec)
+
+
+def _cannot_run(*args: Any) -> Any:
+    raise AssertionError("a program that was compiled for its report alone cannot run")

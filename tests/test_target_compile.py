@@ -1,0 +1,162 @@
+"""Compiling for targets that are not there: each installed compiler answers, and its answers agree with what is known exactly.
+
+Needs the extras [cuda-targets] and [tpu-targets]; what is not installed is skipped with a message. Every target is asked in a process of
+its own, because JAX decides at its start where it looks for devices.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from capture.errors import TargetError
+from capture.profiler.report import MemoryReport, parse_report, read_report
+from capture.runtime.hlo_work import shape_bytes
+from capture.target import Target
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+INSTALLED = {"cuda": find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin"), "tpu": find_spec("libtpu"), "cpu": True}
+TARGETS = ["cpu", "a100-40g", "h100", "v5e"]
+
+SCRIPT = """
+import json, sys
+from capture import environment
+from capture.target import Target
+
+target = Target.load(sys.argv[1])
+environment.prepare(num_devices=4, platform=target.platform)
+from capture.choices import StageChoice
+from capture.profile import StageConfig
+from capture.profiler.compile import CompileBackend
+from capture.workload import WorkloadSpec
+
+backend = CompileBackend(WorkloadSpec.parse("models/gpt.py:gpt?size=tiny").load(), target=target)
+graph = backend.traced(8).graph
+rows = {}
+for name, config in {"one": StageConfig(2, 3, StageChoice(1, 1), 8), "split": StageConfig(2, 3, StageChoice(2, 2), 8)}.items():
+    rows[name] = backend.measure(config).to_json()
+print(json.dumps({"flops": graph.layers[2].flops, "rows": rows, "provenance": backend.provenance}))
+"""
+
+
+def require(platform: str) -> None:
+    if not INSTALLED[platform]:
+        pytest.skip(f"the compiler of {platform} targets is not installed: pip install 'capture-jax[{platform}-targets]'")
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """Per target, the document of the script; measured once."""
+    found: dict[str, dict] = {}
+
+    def measure(name: str) -> dict:
+        require(Target.load(name).platform)
+        if name not in found:
+            env = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+            env["PYTHONPATH"] = str(REPOSITORY)
+            done = subprocess.run(
+                [sys.executable, "-c", SCRIPT, name], cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=600
+            )
+            assert done.returncode == 0, done.stderr
+            found[name] = json.loads(done.stdout)
+        return found[name]
+
+    return measure
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_kept_activations_are_the_same_arrays_on_every_target(measured, name):
+    """What is kept is decided before a compiler is asked; a TPU pads it to whole tiles, and devices split it."""
+    cpu, found = measured("cpu")["rows"], measured(name)["rows"]
+    for row in ("one", "split"):
+        exact, kept = cpu[row]["residual_bytes"], found[row]["residual_bytes"]
+        assert kept == exact if Target.load(name).platform != "tpu" else exact <= kept < 4 * exact
+        assert found[row]["optimizer_bytes"] == cpu[row]["optimizer_bytes"]
+        assert found[row]["forward_bytes"] >= kept
+
+
+@pytest.mark.parametrize("name", TARGETS[1:])
+def test_work_is_that_of_the_model_split_over_its_devices(measured, name):
+    document = measured(name)
+    one, split = (document["rows"][row] for row in ("one", "split"))
+    assert one["forward_work"]["flops"] == pytest.approx(document["flops"], rel=0.1)
+    assert one["backward_work"]["flops"] == pytest.approx(2 * document["flops"], rel=0.1)
+    assert split["forward_work"]["flops"] == pytest.approx(document["flops"] / 4, rel=0.1)
+    assert one["forward_work"]["collectives"] == [] and one["forward_work"]["product_bytes"] > 0
+    strides = {c["stride"] for c in split["backward_work"]["collectives"]}
+    assert strides == {1, 2}, "activations are summed over tensor-parallel neighbours, gradients over replicas"
+    assert all(c["group_size"] == 2 for c in split["backward_work"]["collectives"])
+
+
+@pytest.mark.parametrize("name", TARGETS[1:])
+def test_the_provenance_names_the_compiler(measured, name):
+    provenance = measured(name)["provenance"]
+    assert provenance["target"] == name and provenance["backend"] == f"compile:{name}" and len(provenance["compiler"]) > 8
+    assert {"cuda": "jax-cuda12-plugin", "tpu": "libtpu"}[Target.load(name).platform] in provenance["versions"]
+
+
+DUMP = """
+import sys
+from capture import environment
+environment.prepare(platform="cuda")
+import jax, jax.numpy as jnp
+f = jax.jit(lambda x, w, s: (jnp.tanh(x @ w) @ w.T, s + 1), donate_argnums=2)
+array = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+compiled = f.lower(array, array, array).compile(compiler_options={"xla_dump_to": sys.argv[1], "xla_dump_hlo_as_text": True})
+memory = compiled.memory_analysis()
+print(memory.argument_size_in_bytes, memory.output_size_in_bytes - memory.alias_size_in_bytes, memory.temp_size_in_bytes)
+"""
+
+
+def test_the_parser_reads_what_this_version_of_jax_dumps(tmp_path):
+    """Against the numbers of the compiler's own interface, which the CPU compiler gives correctly."""
+    assert read_report(tmp_path) is None
+    done = subprocess.run(
+        [sys.executable, "-c", DUMP, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    arguments, outputs, temporaries = map(int, done.stdout.split())
+    report = read_report(tmp_path)
+    assert (report.argument_bytes, arguments) == (3 * 256 * 256 * 4, 3 * 256 * 256 * 4)
+    assert report.output_bytes == pytest.approx(outputs, abs=256) and report.output_bytes >= 256 * 256 * 4
+    assert report.transient_bytes == pytest.approx(outputs + temporaries, abs=1024)
+
+
+REPORT = "Memory Space: default (color=0)\nTotal bytes: 700 (700B)\n\nMemory Space: vmem (color=1)\nTotal bytes: 9000 (8.8KiB)\n"
+
+
+@pytest.mark.parametrize("page", ["", ", page 0"], ids=["0.10", "0.12"])
+def test_other_memory_spaces_and_donated_arguments_do_not_count_as_results(page):
+    lines = [
+        f"allocation 0: size 256{page}, parameter 0, shape |f32[64]| at ShapeIndex {{}}:",
+        f"allocation 1: size 128{page}, parameter 1, shape |f32[32]| at ShapeIndex {{}}, maybe-live-out:",
+        f"allocation 2: size 64{page}, maybe-live-out:",
+        f"allocation 3: size 4096, color 1{page}, maybe-live-out:",
+        f"allocation 4: size 252{page}, preallocated-temp:",
+    ]
+    assert parse_report(REPORT, "\n".join(lines)) == MemoryReport(700, 384, 64)
+    assert parse_report("nothing", "") is None
+
+
+@pytest.mark.parametrize(("text", "nbytes"), [("f32[]", 4), ("(bf16[2,3]{1,0:T(8,128)}, pred[8])", 20), ("s4[4]", 2), ("token[]", 0)])
+def test_sizes_of_shapes(text, nbytes):
+    assert shape_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_a_missing_compiler_is_said_with_the_command_that_installs_it(monkeypatch, platform):
+    from capture.profiler import target_devices
+
+    monkeypatch.setattr(target_devices, "find_spec", lambda name: None)
+    with pytest.raises(TargetError, match=rf"it needs no device: pip install 'capture-jax\[{platform}-targets\]'\. \[target-missing\]$"):
+        target_devices.devices_of(Target.load({"cuda": "h100", "tpu": "v5e"}[platform]), 1)
