@@ -18,6 +18,9 @@ from capture.target import Target, target_names
 from capture.workload import WorkloadSpec
 
 BACKENDS = ("compile", "run")
+#: What the backward pass recomputes is chosen per stage, by the search.
+AUTO = "auto"
+REMATS_OF_A_SEARCH = (*REMAT_POLICIES, AUTO)
 DEFAULT_NEIGHBOURS = 2
 DEFAULT_CALIBRATION_PLANS = 12
 DEFAULT_MICROBATCHES = 16
@@ -49,16 +52,21 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--any-divisor", action="store_true", help="degrees may be any divisor of a node, not only powers of two")
 
 
-def add_question(parser: argparse.ArgumentParser, schedules: Sequence[str] = tuple(SCHEDULES), schedule: str = "1f1b") -> None:
+def add_question(
+    parser: argparse.ArgumentParser,
+    schedules: Sequence[str] = tuple(SCHEDULES),
+    schedule: str = "1f1b",
+    remats: Sequence[str] = REMAT_POLICIES,
+) -> None:
     """What is asked (model, cluster, batch, schedule), and how its measurements are made."""
     add_workload(parser)
     add_cluster(parser)
-    add_batch(parser, schedules, schedule)
+    add_batch(parser, schedules, schedule, remats)
     add_store(parser)
     add_profiling(parser)
 
 
-def add_batch(parser: argparse.ArgumentParser, schedules: Sequence[str], schedule: str) -> None:
+def add_batch(parser: argparse.ArgumentParser, schedules: Sequence[str], schedule: str, remats: Sequence[str]) -> None:
     parser.add_argument(
         "--global-batch", type=int, metavar="B", help=f"examples in a step (default: {DEFAULT_MICROBATCH_SIZE} per micro-batch)"
     )
@@ -66,7 +74,12 @@ def add_batch(parser: argparse.ArgumentParser, schedules: Sequence[str], schedul
         "--microbatches", type=int, default=DEFAULT_MICROBATCHES, metavar="M", help="micro-batches in a step (default: %(default)s)"
     )
     parser.add_argument("--schedule", choices=tuple(schedules), default=schedule, help="pipeline schedule (default: %(default)s)")
-    parser.add_argument("--remat", choices=REMAT_POLICIES, default="none", help="what the backward pass recomputes (default: %(default)s)")
+    parser.add_argument(
+        "--remat",
+        choices=remats,
+        default="none",
+        help="what the backward pass recomputes" + ("; auto: chosen per stage" if AUTO in remats else "") + " (default: %(default)s)",
+    )
     parser.add_argument("--shard-optimizer", action="store_true", help="split optimizer state over data-parallel replicas")
     parser.add_argument(
         "--tensor-parallel-rule", choices=TENSOR_PARALLEL_RULES, default="auto", help="how parameters are split (default: %(default)s)"
@@ -199,6 +212,19 @@ def check_backend(options: argparse.Namespace) -> None:
     ProfileError.check(violations)
 
 
+def remat_policies(options: argparse.Namespace) -> tuple[Remat, ...]:
+    """Those that a plan's stages may have.
+
+    Raises:
+        ProfileError: ``profile-remat`` for ``auto`` with the paper's runs, which have one policy.
+    """
+    if options.remat != AUTO:
+        return (options.remat,)
+    if options.mode == "paper":
+        raise ProfileError.of("--remat auto: the paper's runs recompute the same in every stage; name one policy.", "profile-remat")
+    return REMAT_POLICIES
+
+
 def check_measures_nothing(options: argparse.Namespace) -> None:
     """Refuse options of measuring where a profile is given.
 
@@ -240,7 +266,7 @@ def make_profile(
         microbatch_size=microbatch_size,
         backend=options.backend,
         num_layers=options.num_layers,
-        remat=(remat or options.remat,),
+        remat=remat_policies(options) if remat is None else (remat,),
         shard_optimizer=options.shard_optimizer if shard_optimizer is None else shard_optimizer,
         whole_nodes=options.whole_nodes,
         any_divisor=options.any_divisor,

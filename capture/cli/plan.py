@@ -27,7 +27,7 @@ HELP = "recommend the plan of least peak memory"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    shared.add_question(parser)
+    shared.add_question(parser, remats=shared.REMATS_OF_A_SEARCH)
     shared.add_backend(parser)
     parser.add_argument("--profile", type=Path, metavar="FILE", help="use this profile instead of measuring")
     parser.add_argument(
@@ -243,15 +243,16 @@ def _read_profile(options: argparse.Namespace) -> Profile:
             f"{options.tensor_parallel_rule!r}; ask for that of the profile, or profile again.",
             "profile-choice",
         )
+    policies = shared.remat_policies(options)
     measurements = {
         config: cost
         for config, cost in profile.measurements.items()
-        if (config.choice.remat, config.choice.shard_optimizer) == (options.remat, options.shard_optimizer)
+        if config.choice.remat in policies and config.choice.shard_optimizer == options.shard_optimizer
     }
     kinds = {(c.remat, c.shard_optimizer) for c in profile.choices}
     if not profile.measurements and profile.paper is not None:  # executed runs alone
         kinds = {(row["remat"], row["shard_optimizer"]) for row in profile.paper["statistics"]}
-    if (options.remat, options.shard_optimizer) not in kinds:
+    if not {(policy, options.shard_optimizer) for policy in policies} <= kinds:
         profiled = sorted(f"remat={remat}, shard_optimizer={shard}" for remat, shard in kinds)
         raise ProfileError.of(
             f"profile {str(options.profile)!r} has no stage with remat={options.remat}, shard_optimizer={options.shard_optimizer}; it has "

@@ -17,7 +17,7 @@ HELP = "measure a model's layers"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    shared.add_question(parser)
+    shared.add_question(parser, remats=shared.REMATS_OF_A_SEARCH)
     shared.add_backend(parser)
     parser.add_argument("--memory", metavar="SIZE", help="with --backend run: runs that need more on a device, such as 40GB, are left out")
     parser.add_argument("--mode", choices=("default", "paper"), default="default", help="paper: make the paper's profiling runs as well")

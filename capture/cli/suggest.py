@@ -81,7 +81,7 @@ def _changes(
         if not options.shard_optimizer:
             yield Change("--shard-optimizer", partial(reprofile, shard_optimizer=True), cluster, m, schedule)
         for remat in ("dots", "full"):
-            if options.remat not in (remat, "full"):
+            if options.remat not in (remat, "full", "auto"):
                 yield Change(f"--remat {remat}", partial(reprofile, remat=remat), cluster, m, schedule)
     for factor in (2, 4, 8):
         larger = Cluster(cluster.nodes * factor, cluster.target)

@@ -1,0 +1,101 @@
+"""What differs between two plans, and peaks per device, headroom and step time side by side."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from capture.cli.output import emit, table
+from capture.errors import CaptureError, ProfileError, Violation
+from capture.plan import Plan
+from capture.profile import Profile
+from capture.quantities import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from capture.report.data import ReportFacts
+
+NAME = "diff"
+HELP = "compare two plans: decisions, memory and time"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("first", type=Path, metavar="A", help="plan file with a prediction")
+    parser.add_argument("second", type=Path, metavar="B", help="plan file with a prediction")
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="measurements of the model, for step times; give it twice where the plans need different ones",
+    )
+    parser.add_argument("--memory", metavar="SIZE", help="limit per device (default: what each target's devices can use)")
+
+
+def main(options: argparse.Namespace) -> int:
+    from capture.report.difference import compare
+
+    limit = None if options.memory is None else parse_bytes(options.memory)
+    first, second = _facts((options.first, options.second), _profiles(options.profile), limit)
+    document = compare(first, second)
+    emit(options, document, as_text(first, second))
+    return 0
+
+
+def _facts(paths: Sequence[Path], profiles: Sequence[Profile | None], limit: int | None) -> list[ReportFacts]:
+    """Of both plans; what is wrong with either is raised at once, under the name of its file."""
+    from capture.report.data import report_facts
+
+    found, violations = [], []
+    for path, profile in zip(paths, profiles, strict=True):
+        plan = Plan.load(path)
+        try:
+            found.append(report_facts(plan, profile, limit))
+        except CaptureError as error:
+            violations += [Violation(f"{str(path)!r}: {violation.message}", violation.code) for violation in error.violations]
+    CaptureError.check(violations)
+    return found
+
+
+def _profiles(paths: list[Path]) -> list[Profile | None]:
+    """One per plan.
+
+    Raises:
+        ProfileError: ``diff-profiles`` if there are more than two.
+    """
+    if len(paths) > 2:
+        raise ProfileError.of(
+            f"--profile was given {len(paths)} times; give it once for both plans, or twice: first for A, then for B.", "diff-profiles"
+        )
+    profiles: list[Profile | None] = [Profile.load(path) for path in paths]
+    return profiles if len(paths) == 2 else (profiles or [None]) * 2
+
+
+def as_text(first: ReportFacts, second: ReportFacts) -> str:
+    """A table of what differs, one of the devices, and one of the plans' totals."""
+    from capture.report.difference import describe_name, describe_value, device_groups, differences, totals
+
+    found = differences(first.plan, second.plan)
+    rows = [[describe_name(d.name), describe_value(d.name, d.first), describe_value(d.name, d.second)] for d in found]
+    lines = [table(["differs", "A", "B"], rows) if rows else "the plans decide alike", ""]
+    devices = [
+        [
+            str(group.devices[0]) if group.devices[0] == group.devices[1] else f"{group.devices[0]}-{group.devices[1]}",
+            *(_or_dash(stage) for stage in group.stages),
+            *("-" if peak is None else format_bytes(peak) for peak in group.peak_bytes),
+            "-" if group.change_bytes is None else _change(group.change_bytes),
+        ]
+        for group in device_groups(first, second)
+    ]
+    lines += [table(["devices", "stage A", "stage B", "peak A", "peak B", "change"], devices), ""]
+    return "\n".join([*lines, table(["", "A", "B"], totals(first, second))])
+
+
+def _or_dash(value: Any) -> str:
+    return "-" if value is None else str(value)
+
+
+def _change(nbytes: int) -> str:
+    return f"{'-' if nbytes < 0 else '+' if nbytes else ''}{format_bytes(abs(nbytes))}"

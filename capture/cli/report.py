@@ -1,0 +1,49 @@
+"""Show a plan: a table for an issue, one HTML page with figures that needs no network, and a trace of the schedule for Perfetto."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from capture.cli import options as shared
+from capture.cli.output import emit, table
+from capture.plan import Plan
+from capture.profile import Profile
+from capture.quantities import parse_bytes
+
+NAME = "report"
+HELP = "show a plan: a table, a page with figures, a trace of the schedule"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shared.add_plan(parser)
+    parser.add_argument(
+        "--profile", type=Path, metavar="FILE", help="measurements of the model: adds memory over time, and times where it has them"
+    )
+    parser.add_argument("--memory", metavar="SIZE", help="limit per device (default: what the target's devices can use)")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the page (.html); without it, a table is printed")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the schedule for ui.perfetto.dev (.json)")
+
+
+def main(options: argparse.Namespace) -> int:
+    from capture.report.data import report_facts
+    from capture.report.words import HEADER, last_lines, paragraph, rows, title
+
+    limit = None if options.memory is None else parse_bytes(options.memory)
+    plan = Plan.load(options.plan)
+    facts = report_facts(plan, None if options.profile is None else Profile.load(options.profile), limit)
+    written = {}
+    if options.output is not None:
+        from capture.report.page import page
+
+        options.output.write_text(page(facts), encoding="utf-8")
+        written["page"] = str(options.output)
+    if options.trace is not None:
+        from capture.trace_events import save_trace
+
+        save_trace(facts.schedule.simulation, options.trace, facts.schedule.processes)
+        written["trace"] = str(options.trace)
+    document = {"title": title(facts), "summary": paragraph(facts), **facts.to_json(), "written": written}
+    said = [paragraph(facts)] if options.output else [title(facts), table(HEADER, rows(facts)), *last_lines(facts)]
+    emit(options, document, "\n".join([*said, *(f"{what} -> {path}" for what, path in written.items())]))
+    return 0

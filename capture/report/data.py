@@ -1,0 +1,392 @@
+"""What a report says of a plan, as plain facts: nothing here draws.
+
+The schedule is simulated in one of three ways, as far as what is known goes:
+
+    seconds     with a profile of an accelerator: the step on the links and rates of the target
+    units       with a profile that says nothing about time: every program takes one unit, transfers take none
+    clocks      without a profile: the schedule's own table, one unit per pass; nothing is known of memory over time
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Literal
+
+from capture.choices import StageChoice
+from capture.errors import PlanError
+from capture.fields import FieldError, Fields
+from capture.headroom import Headroom
+from capture.interface import plan_interfaces
+from capture.plan import Plan, StagePlan
+from capture.predictor.additive import AdditivePredictor
+from capture.predictor.step_time import has_times, predicted_timeline
+from capture.profile import Profile
+from capture.simulator import Device, MemoryUse, Simulation, Work, simulate
+from capture.step import build_step
+from capture.target import Target
+from capture.timeline import StepTimeline, compute_stream, pipeline_timeline
+from capture.timing import StageTimes
+
+Clock = Literal["seconds", "units", "clocks"]
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """One stage; bytes are those of each of its devices.
+
+    Attributes:
+        stage_id: In pipeline order.
+        plan: Layers, devices, degrees.
+        predicted_bytes: Peak.
+        interval_bytes: (low, high) around it.
+        verified_bytes: Peak by the compiler of the target; None if the plan was not verified.
+        instant: What runs at the predicted peak.
+        parts: Bytes by category at it; they sum to ``predicted_bytes``.
+        layers: The same per layer of the stage.
+        max_in_flight: Most micro-batches whose activations it keeps at once.
+    """
+
+    stage_id: int
+    plan: StagePlan
+    predicted_bytes: int
+    interval_bytes: tuple[int, int]
+    verified_bytes: int | None
+    instant: str
+    parts: Mapping[str, int]
+    layers: tuple[Mapping[str, int], ...]
+    max_in_flight: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """The best that is known: compiled, else predicted."""
+        return self.predicted_bytes if self.verified_bytes is None else self.verified_bytes
+
+    @property
+    def largest_part(self) -> str:
+        return max(self.parts, key=lambda category: self.parts[category])
+
+    @property
+    def devices_text(self) -> str:
+        devices = self.plan.devices
+        whole = devices == tuple(range(devices[0], devices[-1] + 1))
+        return (str(devices[0]) if len(devices) == 1 else f"{devices[0]}-{devices[-1]}") if whole else ",".join(map(str, devices))
+
+    @property
+    def layers_text(self) -> str:
+        first, last = self.plan.layers
+        return str(first) if first == last else f"{first}-{last}"
+
+
+@dataclass(frozen=True)
+class ScheduleFacts:
+    """A step, simulated.
+
+    Attributes:
+        clock: What its times are; see above.
+        simulation: What happens when.
+        waits_fraction: Per stage, the part of the step in which it computes nothing.
+        memory: Per stage, on each of its devices; () where nothing is known.
+        processes: Headings of the trace.
+    """
+
+    clock: Clock
+    simulation: Simulation
+    waits_fraction: tuple[float, ...]
+    memory: tuple[MemoryUse, ...]
+    processes: Mapping[Device, str]
+
+    @property
+    def step_seconds(self) -> float | None:
+        """None where times are units."""
+        return float(self.simulation.seconds) if self.clock == "seconds" else None
+
+
+@dataclass(frozen=True)
+class FrontPoint:
+    """A plan that no other one beats both in memory and in time.
+
+    Attributes:
+        peak_bytes: Per device, predicted.
+        step_seconds: As the search estimates it.
+        stages: Layers and degrees.
+    """
+
+    peak_bytes: int
+    step_seconds: float
+    stages: tuple[StagePlan, ...]
+
+
+@dataclass(frozen=True)
+class Front:
+    """The plans between which one chooses.
+
+    Attributes:
+        points: Smallest peak first.
+        complete: Whether every such plan is there; else they are a sample with both ends.
+    """
+
+    points: tuple[FrontPoint, ...]
+    complete: bool
+
+
+@dataclass(frozen=True)
+class ReportFacts:
+    """All that a report shows.
+
+    Attributes:
+        plan: Reported.
+        stages: In pipeline order.
+        headroom: Of the verified peaks if there are any, else of the predicted; None where nobody says how much memory there is.
+        coverage: Calibrated probability of the predicted intervals; None if they were not calibrated.
+        source: Backend, target and versions of the measurements, as the prediction has them.
+        schedule: The step.
+        front: From ``plan.why``; None if the search made none.
+    """
+
+    plan: Plan
+    stages: tuple[StageFacts, ...]
+    headroom: Headroom | None
+    coverage: float | None
+    source: Mapping[str, Any]
+    schedule: ScheduleFacts
+    front: Front | None
+
+    @property
+    def fullest(self) -> StageFacts:
+        return max(self.stages, key=lambda stage: stage.peak_bytes)
+
+    @property
+    def busiest(self) -> int:
+        """The stage that waits least: the step cannot be shorter than its work."""
+        waits = self.schedule.waits_fraction
+        return min(range(len(waits)), key=waits.__getitem__)
+
+    @property
+    def mean_waits(self) -> float:
+        """The part of a step in which a stage computes nothing, on average over the stages."""
+        waits = self.schedule.waits_fraction
+        return sum(waits) / len(waits)
+
+    @property
+    def verified(self) -> bool:
+        return self.plan.verification is not None
+
+    def to_json(self) -> dict[str, Any]:
+        limit = None if self.headroom is None else self.headroom.limit_bytes
+        return {
+            "stages": [
+                {
+                    "stage_id": stage.stage_id,
+                    **stage.plan.to_json(),
+                    "predicted_peak_bytes": stage.predicted_bytes,
+                    "interval_bytes": list(stage.interval_bytes),
+                    "verified_peak_bytes": stage.verified_bytes,
+                    "headroom_bytes": None if limit is None else limit - stage.peak_bytes,
+                    "instant": stage.instant,
+                    "parts_bytes": dict(stage.parts),
+                    "max_in_flight": stage.max_in_flight,
+                    "waits_fraction": waits,
+                }
+                for stage, waits in zip(self.stages, self.schedule.waits_fraction, strict=True)
+            ],
+            "headroom": None if self.headroom is None else self.headroom.to_json(),
+            "schedule": {"clock": self.schedule.clock, "simulated": True, "step_seconds": self.schedule.step_seconds},
+            "front": None
+            if self.front is None
+            else {
+                "complete": self.front.complete,
+                "points": [
+                    {
+                        "peak_bytes": point.peak_bytes,
+                        "step_seconds": point.step_seconds,
+                        "stages": [stage.to_json() for stage in point.stages],
+                    }
+                    for point in self.front.points
+                ],
+            },
+        }
+
+
+def report_facts(plan: Plan, profile: Profile | None = None, memory_limit_bytes: int | None = None) -> ReportFacts:
+    """Gather the facts of a plan.
+
+    Args:
+        plan: With its prediction.
+        profile: Of the plan's model and target: for times, and for memory over time.
+        memory_limit_bytes: Per device; None takes what the target's devices can use.
+
+    Raises:
+        PlanError: ``report-prediction`` if the plan has none, ``plan-corrupt`` if a note of the plan is not what this version writes.
+        ProfileError: if the profile is of another model or target, and the codes of the predictors.
+    """
+    if plan.prediction is None:
+        raise PlanError.of(
+            "the plan has no prediction, which is what is shown; add it with capture predict PLAN --profile FILE -o PLAN.",
+            "report-prediction",
+        )
+    try:
+        stages = _stages(plan)
+        note = Fields(plan.prediction, "prediction")
+        calibrated = None if plan.prediction.get("interval_coverage") is None else note.number("interval_coverage")
+        front = _front(plan.why or {})
+        peaks = _per_device(plan, [stage.peak_bytes for stage in stages])
+        if plan.verification is None:
+            ends, coverage = _per_device(plan, [stage.interval_bytes for stage in stages]), calibrated
+        else:
+            ends, coverage = [(peak, peak) for peak in peaks], 1.0
+        source = note.object("source").data
+    except FieldError as error:
+        raise PlanError.of(
+            f"the plan is not one: {error}. Correct it, or predict it again with capture predict PLAN --profile FILE -o PLAN.",
+            "plan-corrupt",
+        ) from None
+    headroom = Headroom.of(peaks, ends, coverage, memory_limit_bytes, Target.load(plan.cluster.target).memory)
+    return ReportFacts(plan, stages, headroom, calibrated, source, schedule_facts(plan, profile), front)
+
+
+def schedule_facts(plan: Plan, profile: Profile | None) -> ScheduleFacts:
+    """Simulate the step with what the profile knows; one without compiled windows (executed runs alone) counts as none.
+
+    Raises:
+        ProfileError: if the profile is of another model or target, or lacks what the plan's stages need.
+    """
+    if profile is None or not profile.measurements:
+        return _clocks(plan)
+    predictor = AdditivePredictor(profile)
+    predictor.predict(plan)  # refuses a profile of another model or target
+    if has_times(profile):
+        return _of_timeline("seconds", predicted_timeline(plan, profile))
+    costs = []
+    for stage in plan.stages:
+        choice = StageChoice(stage.data_parallel, stage.tensor_parallel, stage.remat, stage.shard_optimizer)
+        costs.append(predictor.stage_cost(stage.first, stage.stop, choice, plan.microbatch_size))
+    interfaces = plan_interfaces(plan, profile.graph_at(plan.microbatch_size), profile.param_bytes, costs)
+    program = build_step(interfaces, plan.schedule_table)
+    times = [StageTimes(1, 1, 1, 1)] * plan.num_stages
+    return _of_timeline("units", pipeline_timeline(program, times, lambda *_: 0, lambda *_: 0))
+
+
+def _of_timeline(clock: Clock, timeline: StepTimeline) -> ScheduleFacts:
+    memory = tuple(timeline.memory[stage.devices[0]] for stage in timeline.stages)
+    waits = tuple(map(float, timeline.bubble_fraction))
+    return ScheduleFacts(clock, timeline.simulation, waits, memory, timeline.processes)
+
+
+def _clocks(plan: Plan) -> ScheduleFacts:
+    work: list[Work] = []
+    before: tuple[int, ...] = ()
+    for clock in plan.schedule_table.clocks:
+        first = len(work)
+        for task in clock:
+            label = f"{task.kind} {task.microbatch} on stage {task.stage_id}"
+            work.append(Work(label, (compute_stream(task.stage_id),), 1, before, kind=task.kind))
+        before = tuple(range(first, len(work)))
+    simulation = simulate(work)
+    waits = tuple(1 - simulation.busy_seconds[compute_stream(s)] / simulation.seconds for s in range(plan.num_stages))
+    return ScheduleFacts("clocks", simulation, waits, (), {compute_stream(s): f"stage {s}" for s in range(plan.num_stages)})
+
+
+def _stages(plan: Plan) -> tuple[StageFacts, ...]:
+    predicted = Fields(plan.prediction, "prediction").objects("stages")
+    if len(predicted) != plan.num_stages:
+        raise FieldError(f"prediction.stages has {len(predicted)} items and must have {plan.num_stages}, one per stage")
+    verified = None
+    if plan.verification is not None:
+        verified = Fields(plan.verification, "verification").integers("peak_bytes_per_device", length=plan.cluster.num_devices)
+    found = []
+    for s, (stage, note) in enumerate(zip(plan.stages, predicted, strict=True)):
+        low, high = note.integers("interval_bytes", length=2)
+        layers = note.objects("layers_bytes")
+        if len(layers) != stage.stop - stage.first:
+            raise FieldError(
+                f"prediction.stages[{s}].layers_bytes has {len(layers)} items and must have {stage.stop - stage.first}, one per layer"
+            )
+        found.append(
+            StageFacts(
+                s,
+                stage,
+                note.integer("peak_bytes"),
+                (low, high),
+                None if verified is None else max(verified[device] for device in stage.devices),
+                note.text("instant"),
+                _bytes(note.object("parts_bytes")),
+                tuple(map(_bytes, layers)),
+                max(occupancy.num_kept for occupancy in plan.schedule_table.occupancies[s]),
+            )
+        )
+    return tuple(found)
+
+
+def _bytes(fields: Fields) -> dict[str, int]:
+    return {category: fields.integer(category) for category in fields.data}
+
+
+def _front(why: Mapping[str, Any]) -> Front | None:
+    """As ``recommend`` with the objective ``pareto`` writes it; one without points says nothing."""
+    note = Fields(why, "why").optional_object("front")
+    if note is None:
+        return None
+    points = tuple(
+        FrontPoint(
+            point.integer("peak_bytes"),
+            point.number("step_seconds"),
+            tuple(StagePlan.from_json(stage.data) for stage in point.objects("stages")),
+        )
+        for point in note.objects("points")
+    )
+    return Front(points, note.flag("complete")) if points else None
+
+
+def _per_device(plan: Plan, per_stage: Sequence[Any]) -> list[Any]:
+    of_device = {device: value for stage, value in zip(plan.stages, per_stage, strict=True) for device in stage.devices}
+    return [of_device[device] for device in range(plan.cluster.num_devices)]
+
+
+def levels(samples: Sequence[tuple[float, int]], end_seconds: float) -> list[tuple[float, int]]:
+    """What is held over time, as a step function until the end: an instant counts with its highest sample and its last.
+
+    A program's donated inputs are released before its results come to life at the same instant; that dip lasts no time and is left out.
+
+    Example:
+        >>> levels([(0, 5), (1, 0), (1, 5), (2, 9), (2, 4)], 3)
+        [(0, 5), (1, 5), (2, 9), (2, 4), (3, 4)]
+    """
+    kept: list[tuple[float, int]] = []
+    for seconds, group in groupby(samples, key=lambda sample: sample[0]):
+        of_instant = [nbytes for _, nbytes in group]
+        if max(of_instant) > of_instant[-1]:
+            kept.append((seconds, max(of_instant)))
+        kept.append((seconds, of_instant[-1]))
+    if kept and kept[-1][0] < end_seconds:
+        kept.append((end_seconds, kept[-1][1]))
+    return kept
+
+
+def envelope(samples: Sequence[tuple[float, int]], num_buckets: int) -> list[tuple[float, int]]:
+    """Fewer points of a step function that keep its highs and lows: per bucket of time the lowest, the highest and the last.
+
+    Args:
+        samples: (seconds, bytes) in the order of time.
+        num_buckets: Of equal length.
+
+    Returns:
+        The samples themselves where they are few enough.
+
+    Example:
+        >>> envelope([(0, 1), (1, 9), (2, 5), (3, 4), (10, 0)], 1)
+        [(1, 9), (10, 0)]
+    """
+    if len(samples) <= 3 * num_buckets:
+        return list(samples)
+    begin, length = samples[0][0], samples[-1][0] - samples[0][0]
+    buckets: dict[int, list[int]] = {}
+    for i, (seconds, _) in enumerate(samples):
+        at = min(num_buckets - 1, int((seconds - begin) / length * num_buckets)) if length else 0
+        buckets.setdefault(at, []).append(i)
+    kept: list[tuple[float, int]] = []
+    for members in buckets.values():
+        lowest, highest = min(members, key=lambda i: samples[i][1]), max(members, key=lambda i: samples[i][1])
+        kept += [samples[i] for i in sorted({lowest, highest, members[-1]})]
+    return kept

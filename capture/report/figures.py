@@ -1,0 +1,406 @@
+"""The figures of a report of one plan, as plotly.js takes them: traces and layouts in plain data; no plotting library is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from capture.plan import StagePlan
+from capture.quantities import format_bytes
+from capture.report.data import ReportFacts, StageFacts, envelope, levels
+from capture.report.palette import INK, LIMIT, category_color, in_order, stage_colors, text_on
+from capture.report.schedule_figure import schedule
+from capture.report.units import bytes_unit, format_seconds, seconds_unit
+from capture.report.words import CLOCKS, signed_bytes
+
+#: Points per stage of the memory over time: three per bucket at most.
+MEMORY_BUCKETS = 400
+#: A limit that lies so many times above everything else is said and not drawn.
+FAR_LIMIT = 5
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of the page.
+
+    Attributes:
+        name: Of its element, stable.
+        title, caption: In words; the caption says what is simulated.
+        traces, layout: Of plotly.js.
+    """
+
+    name: str
+    title: str
+    caption: str
+    traces: list[dict[str, Any]]
+    layout: dict[str, Any]
+
+
+def figures(facts: ReportFacts) -> list[Figure]:
+    """Those for which there are facts, in reading order."""
+    made = [stage_map(facts), peaks(facts), treemap(facts)]
+    made += [prediction_errors(facts)] if facts.verified else []
+    made += [memory_over_time(facts)] if facts.schedule.memory else []
+    traces, layout, note = schedule(facts.schedule, len(facts.stages))
+    made.append(Figure("schedule", "Schedule of a step", f"{CLOCKS[facts.schedule.clock]} {note}", traces, layout))
+    return made + ([front(facts)] if facts.front else [])
+
+
+def stage_map(facts: ReportFacts) -> Figure:
+    """Nodes as rows, devices as columns, a bar per stage and node."""
+    cluster, traces = facts.plan.cluster, []
+    first_device = [sum(cluster.nodes[:node]) for node in range(len(cluster.nodes))]
+    for stage, color in zip(facts.stages, stage_colors(len(facts.stages)), strict=True):
+        of_node: dict[int, list[int]] = {}
+        for device in stage.plan.devices:
+            node = cluster.node_of_device[device]
+            of_node.setdefault(node, []).append(device - first_device[node])
+        about = f"layers {stage.layers_text}<br>dp {stage.plan.data_parallel} x tp {stage.plan.tensor_parallel}"
+        hover = (
+            f"<b>stage {stage.stage_id}</b><br>devices {stage.devices_text}<br>{about}<br>remat {stage.plan.remat}<br>"
+            f"{format_bytes(stage.peak_bytes)} per device<extra></extra>"
+        )
+        traces.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "y": list(of_node),
+                "base": [min(places) - 0.5 for places in of_node.values()],
+                "x": [max(places) - min(places) + 1 for places in of_node.values()],
+                "text": [f"<b>stage {stage.stage_id}</b><br>{about}"] * len(of_node),
+                "textposition": "inside",
+                "insidetextanchor": "middle",
+                "textangle": 0,
+                "insidetextfont": {"color": text_on(color), "size": 13},
+                "marker": {"color": color, "line": {"color": "white", "width": 2}},
+                "width": 0.9,
+                "hovertemplate": hover,
+            }
+        )
+    num_nodes, widest = len(cluster.nodes), max(cluster.nodes)
+    layout = {
+        "height": 90 + 70 * num_nodes,
+        "barmode": "overlay",
+        "showlegend": False,
+        "xaxis": {
+            "title": {"text": "device of its node"},
+            "range": [-0.5, widest - 0.5],
+            "dtick": max(1, widest // 16),
+            "showgrid": False,
+            "zeroline": False,
+        },
+        "yaxis": {
+            "tickvals": list(range(num_nodes)),
+            "ticktext": [f"node {node}" for node in range(num_nodes)],
+            "range": [num_nodes - 0.5, -0.5],
+            "showgrid": False,
+            "zeroline": False,
+        },
+    }
+    caption = (
+        f"Which devices of the {_times(num_nodes, 'node')} hold which layers; dp: replicas of the stage, tp: ways in which it is split."
+    )
+    return Figure("stages", "Stages on devices", caption, traces, layout)
+
+
+def peaks(facts: ReportFacts) -> Figure:
+    """Parts at the predicted peak, stacked, with the interval, the compiled peak and the limit."""
+    stages, limit = facts.stages, None if facts.headroom is None else facts.headroom.limit_bytes
+    unit = bytes_unit(max(stage.interval_bytes[1] for stage in stages))
+    names = [_stage_name(stage) for stage in stages]
+    traces: list[dict[str, Any]] = [
+        {
+            "type": "bar",
+            "name": category,
+            "x": names,
+            "y": [stage.parts.get(category, 0) / unit.scale for stage in stages],
+            "customdata": [format_bytes(stage.parts.get(category, 0)) for stage in stages],
+            "marker": {"color": category_color(category), "line": {"color": "white", "width": 0.5}},
+            "hovertemplate": f"{category}: %{{customdata}}<extra>%{{x}}</extra>",
+        }
+        for category in in_order([category for stage in stages for category in stage.parts])
+    ]
+    top = [stage.predicted_bytes / unit.scale for stage in stages]
+    traces.append(
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": "predicted, with interval",
+            "x": names,
+            "y": top,
+            "customdata": [_interval_text(stage) for stage in stages],
+            "marker": {"color": INK, "size": 5},
+            "error_y": {
+                "type": "data",
+                "symmetric": False,
+                "array": [stage.interval_bytes[1] / unit.scale - y for stage, y in zip(stages, top, strict=True)],
+                "arrayminus": [y - stage.interval_bytes[0] / unit.scale for stage, y in zip(stages, top, strict=True)],
+                "color": INK,
+                "width": 5,
+            },
+            "hovertemplate": "predicted %{customdata}<extra>%{x}</extra>",
+        }
+    )
+    if facts.verified:
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": "verified (compiled)",
+                "x": names,
+                "y": [stage.peak_bytes / unit.scale for stage in stages],
+                "customdata": [format_bytes(stage.peak_bytes) for stage in stages],
+                "marker": {"symbol": "diamond-open", "size": 12, "color": INK, "line": {"width": 2}},
+                "hovertemplate": "verified %{customdata}<extra>%{x}</extra>",
+            }
+        )
+    layout = {
+        "height": 440,
+        "barmode": "stack",
+        "bargap": 0.35,
+        "xaxis": {"type": "category", "automargin": True},
+        "yaxis": {"title": {"text": f"{unit.name} per device"}, "rangemode": "tozero"},
+        **_limit_line("y", limit, unit.scale, max(stage.interval_bytes[1] for stage in stages)),
+    }
+    return Figure(
+        "peaks",
+        "Memory at the peak of each stage",
+        f"What each device of a stage holds when it holds most. {_limit_words(facts)}",
+        traces,
+        layout,
+    )
+
+
+def treemap(facts: ReportFacts) -> Figure:
+    """Stages, their layers, and what each is for: areas are bytes of one device of each stage."""
+    ids, labels, parents, values, colors, hover = [], [], [], [], [], []
+
+    def add(parent: str, name: str, label: str, nbytes: int, color: str, about: str) -> str:
+        ids.append(f"{parent}/{name}")
+        labels.append(label)
+        parents.append(parent)
+        values.append(nbytes)
+        colors.append(color)
+        hover.append(f"{about}: {format_bytes(nbytes)}")
+        return ids[-1]
+
+    for stage in facts.stages:
+        groups = [(f"layer {layer}", parts) for layer, parts in enumerate(stage.layers, stage.plan.first)]
+        rest = {c: nbytes - sum(layer.get(c, 0) for layer in stage.layers) for c, nbytes in stage.parts.items()}
+        groups.append(("of no one layer", {category: nbytes for category, nbytes in rest.items() if nbytes > 0}))
+        total = sum(nbytes for _, parts in groups for nbytes in parts.values())
+        label = f"stage {stage.stage_id}: devices {stage.devices_text}, {format_bytes(stage.predicted_bytes)} each"
+        at = add("", f"stage {stage.stage_id}", label, total, "#E4E7EB", f"stage {stage.stage_id}, per device")
+        for name, parts in groups:
+            if not any(parts.values()):
+                continue
+            inner = add(at, name, name, sum(parts.values()), "#F5F7FA", name)
+            for category in in_order([category for category, nbytes in parts.items() if nbytes]):
+                add(inner, category, category, parts[category], category_color(category), f"{name}, {category}")
+    trace = {
+        "type": "treemap",
+        "ids": ids,
+        "labels": labels,
+        "parents": parents,
+        "values": values,
+        "branchvalues": "total",
+        "customdata": hover,
+        "marker": {"colors": colors, "line": {"color": "white", "width": 1}, "pad": {"t": 20, "l": 2, "r": 2, "b": 2}},
+        "hovertemplate": "%{customdata}<extra></extra>",
+        "insidetextfont": {"size": 12, "color": [text_on(color) for color in colors]},
+        "pathbar": {"visible": True, "thickness": 22},
+        "tiling": {"packing": "squarify", "pad": 1},
+        "sort": False,
+    }
+    layout = {"height": 240 + 60 * min(8, len(facts.stages)), "margin": {"l": 4, "r": 4, "t": 26, "b": 4}}
+    return Figure(
+        "treemap",
+        "Memory by layer and category",
+        "One device of each stage at its predicted peak; areas are bytes. Click a stage or a layer to enter it; what passes between stages "
+        "counts to the layer at the border.",
+        [trace],
+        layout,
+    )
+
+
+def prediction_errors(facts: ReportFacts) -> Figure:
+    """Compiled peaks around predicted ones, in percent, with the interval that was promised."""
+    names = [_stage_name(stage) for stage in facts.stages]
+    low = [100 * (stage.interval_bytes[0] / stage.predicted_bytes - 1) for stage in facts.stages]
+    high = [100 * (stage.interval_bytes[1] / stage.predicted_bytes - 1) for stage in facts.stages]
+    band = {
+        "type": "bar",
+        "name": "interval of the prediction",
+        "x": names,
+        "base": low,
+        "y": [top - bottom for top, bottom in zip(high, low, strict=True)],
+        "marker": {"color": "#D9E2EC"},
+        "customdata": [_interval_text(stage) for stage in facts.stages],
+        "hovertemplate": "predicted %{customdata}<extra>%{x}</extra>",
+    }
+    dots = {
+        "type": "scatter",
+        "mode": "markers",
+        "name": "verified (compiled)",
+        "x": names,
+        "y": [100 * (stage.peak_bytes / stage.predicted_bytes - 1) for stage in facts.stages],
+        "marker": {"symbol": "diamond-open", "size": 12, "color": INK, "line": {"width": 2}},
+        "customdata": [f"{format_bytes(stage.peak_bytes)}, predicted {format_bytes(stage.predicted_bytes)}" for stage in facts.stages],
+        "hovertemplate": "verified %{customdata}: %{y:+.2f} %<extra>%{x}</extra>",
+    }
+    inside = sum(stage.interval_bytes[0] <= stage.peak_bytes <= stage.interval_bytes[1] for stage in facts.stages)
+    coverage = "not calibrated" if facts.coverage is None else f"calibrated to hold {facts.coverage:.0%} of devices"
+    layout = {
+        "height": 320,
+        "bargap": 0.35,
+        "xaxis": {"type": "category", "automargin": True},
+        "yaxis": {"title": {"text": "% of the predicted peak"}, "zeroline": True, "zerolinecolor": INK},
+    }
+    caption = f"{inside} of {_times(len(facts.stages), 'stage')} lie within the interval of the prediction ({coverage})."
+    return Figure("errors", "Predicted against verified", caption, [band, dots], layout)
+
+
+def memory_over_time(facts: ReportFacts) -> Figure:
+    """A line per stage, simulated, with the limit."""
+    held = [levels(use.samples, facts.schedule.simulation.seconds) for use in facts.schedule.memory]
+    shown = [envelope(samples, MEMORY_BUCKETS) for samples in held]
+    thinned = any(len(points) < len(samples) for points, samples in zip(shown, held, strict=True))
+    largest = max(nbytes for points in shown for _, nbytes in points)
+    unit, clock = bytes_unit(largest), seconds_unit(float(facts.schedule.simulation.seconds))
+    in_seconds = facts.schedule.clock == "seconds"
+    scale, time_of = (clock.scale, format_seconds) if in_seconds else (1.0, _units)
+    traces = [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": f"stage {s}",
+            "x": [float(seconds) / scale for seconds, _ in points],
+            "y": [nbytes / unit.scale for _, nbytes in points],
+            "customdata": [f"{format_bytes(nbytes)} at {time_of(float(seconds))}" for seconds, nbytes in points],
+            "line": {"shape": "hv", "width": 1.5, "color": color},
+            "hovertemplate": f"%{{customdata}}<extra>stage {s}</extra>",
+        }
+        for s, (points, color) in enumerate(zip(shown, stage_colors(len(shown)), strict=True))
+    ]
+    limit = None if facts.headroom is None else facts.headroom.limit_bytes
+    layout = {
+        "height": 420,
+        "xaxis": {"title": {"text": f"{clock.name} into the step" if in_seconds else "unit times"}},
+        "yaxis": {"title": {"text": f"{unit.name} per device"}, "rangemode": "tozero"},
+        **_limit_line("y", limit, unit.scale, largest),
+    }
+    note = " Thinned out; highs and lows are kept." if thinned else ""
+    caption = (
+        f"{CLOCKS[facts.schedule.clock]} On streams that run beside each other, peaks may lie above or below those of the program order, "
+        f"which are predicted and verified: at most {format_bytes(largest)} here.{note}"
+    )
+    return Figure("memory", "Memory over time, per device of each stage", caption, traces, layout)
+
+
+def front(facts: ReportFacts) -> Figure:
+    """The plans between which one has to choose, and this one."""
+    assert facts.front is not None, "drawn where there is one"
+    points, step = facts.front.points, facts.schedule.step_seconds
+    unit = bytes_unit(max(point.peak_bytes for point in points))
+    clock = seconds_unit(max(point.step_seconds for point in points))
+    traces: list[dict[str, Any]] = [
+        {
+            "type": "scatter",
+            "mode": "lines+markers",
+            "name": "front",
+            "x": [point.peak_bytes / unit.scale for point in points],
+            "y": [point.step_seconds / clock.scale for point in points],
+            "customdata": [
+                f"{format_bytes(point.peak_bytes)}, {format_seconds(point.step_seconds)}<br>{_stages_text(point.stages)}"
+                for point in points
+            ],
+            "line": {"shape": "hv", "color": "#0072B2", "width": 1.5},
+            "marker": {"size": 9, "color": "#0072B2"},
+            "hovertemplate": "%{customdata}<extra></extra>",
+        }
+    ]
+    if step is not None:
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": "this plan (simulated)",
+                "x": [facts.fullest.peak_bytes / unit.scale],
+                "y": [step / clock.scale],
+                "customdata": [f"{format_bytes(facts.fullest.peak_bytes)}, {format_seconds(step)}"],
+                "marker": {"symbol": "star", "size": 16, "color": "#D55E00"},
+                "hovertemplate": "this plan: %{customdata}<extra></extra>",
+            }
+        )
+    limit = None if facts.headroom is None else facts.headroom.limit_bytes
+    layout = {
+        "height": 400,
+        "showlegend": True,
+        "xaxis": {"title": {"text": f"peak per device, {unit.name}"}},
+        "yaxis": {"title": {"text": f"step, {clock.name}"}},
+        **_limit_line("x", limit, unit.scale, max(point.peak_bytes for point in points)),
+    }
+    said = (
+        "no other plan of the search is both smaller and faster than one of them"
+        if facts.front.complete
+        else "a sample of those that no other plan beats both in memory and in time, with both ends"
+    )
+    caption = f"{_times(len(points), 'plan')}: {said}. Step times are estimates of the search; this plan's is that of the simulation."
+    return Figure("front", "Peak memory against step time", caption, traces, layout)
+
+
+# ---- parts of figures ----------------------------------------------------------------------------------------------
+
+
+def _limit_line(axis: str, limit: int | None, scale: float, largest: float) -> dict[str, Any]:
+    """A dashed line at the limit, if it is near enough not to squeeze the rest."""
+    if limit is None or limit > FAR_LIMIT * largest:
+        return {}
+    along, other = ("y", "x") if axis == "y" else ("x", "y")
+    line = {
+        "type": "line",
+        f"{along}0": limit / scale,
+        f"{along}1": limit / scale,
+        f"{other}ref": "paper",
+        f"{other}0": 0,
+        f"{other}1": 1,
+        "line": {"color": LIMIT, "width": 2, "dash": "dash"},
+    }
+    words = {"text": f"limit {format_bytes(limit)}", "showarrow": False, "font": {"color": LIMIT}, "bgcolor": "rgba(255,255,255,0.8)"}
+    place = {"x": 0, "xref": "paper", "xanchor": "left", "y": limit / scale, "yanchor": "bottom"}
+    if axis == "x":
+        place = {"x": limit / scale, "xanchor": "right", "y": 1, "yref": "paper", "yanchor": "top"}
+    return {"shapes": [line], "annotations": [{**words, **place}]}
+
+
+def _limit_words(facts: ReportFacts) -> str:
+    room = facts.headroom
+    if room is None:
+        return "No limit is known."
+    high = max(stage.interval_bytes[1] for stage in facts.stages)
+    source = "" if room.source == "given" else f" ({room.source})"
+    far = " It lies far above and is not drawn." if room.limit_bytes > FAR_LIMIT * high else ""
+    return f"The limit is {format_bytes(room.limit_bytes)}{source}; {signed_bytes(room.limit_bytes - room.peak_bytes)} are left.{far}"
+
+
+def _stages_text(stages: Sequence[StagePlan]) -> str:
+    """A line per stage: its layers and its dp x tp."""
+    return "<br>".join(f"layers {stage.layers[0]}-{stage.layers[1]} ({stage.data_parallel} x {stage.tensor_parallel})" for stage in stages)
+
+
+def _stage_name(stage: StageFacts) -> str:
+    return f"stage {stage.stage_id}"
+
+
+def _interval_text(stage: StageFacts) -> str:
+    low, high = map(format_bytes, stage.interval_bytes)
+    return f"{format_bytes(stage.predicted_bytes)} ({low} to {high})"
+
+
+def _units(number: float) -> str:
+    return f"unit time {number:g}"
+
+
+def _times(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"

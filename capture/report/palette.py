@@ -1,0 +1,68 @@
+"""Colours that are told apart without seeing red or green; one meaning per colour in all figures.
+
+Source: categories, Okabe and Ito 2008 and Tol 2021 (muted); stages, samples of viridis (van der Walt and Smith 2015) without its
+light end, which white paper swallows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+CATEGORIES = {
+    "parameters": "#0072B2",
+    "gradients": "#56B4E9",
+    "optimizer": "#009E73",
+    "activations": "#E69F00",
+    "received activations": "#F0E442",
+    "sent activations": "#DDCC77",
+    "received gradients": "#CC79A7",
+    "sent gradients": "#882255",
+    "batch": "#999933",
+    "temporaries": "#D55E00",
+    "loss": "#444444",
+}
+OTHER = "#BBBBBB"
+
+#: Of programs in the schedule.
+KINDS = {"forward": "#88CCEE", "backward": "#332288", "update": "#117733", "summarize": "#AA4499", "transfer": "#999999", "feed": "#DDDDDD"}
+
+LIMIT = "#B00020"
+INK = "#1F2933"
+
+_STAGES = ("#440154", "#3B528B", "#21918C", "#5EC962")
+
+
+def category_color(category: str) -> str:
+    return CATEGORIES.get(category, OTHER)
+
+
+def in_order(categories: Sequence[str]) -> list[str]:
+    """As they are stacked: what stays in memory first, what comes and goes above it."""
+    order = list(CATEGORIES)
+    return sorted(set(categories), key=lambda category: (order.index(category) if category in order else len(order), category))
+
+
+def stage_colors(num_stages: int) -> list[str]:
+    """From the first stage to the last, dark to light.
+
+    Example:
+        >>> stage_colors(2)
+        ['#440154', '#5ec962']
+    """
+    colors = []
+    for s in range(num_stages):
+        at = s / max(1, num_stages - 1) * (len(_STAGES) - 1)
+        i = min(int(at), len(_STAGES) - 2)
+        mixed = (round(a + (b - a) * (at - i)) for a, b in zip(_channels(_STAGES[i]), _channels(_STAGES[i + 1]), strict=True))
+        colors.append("#" + "".join(f"{channel:02x}" for channel in mixed))
+    return colors
+
+
+def text_on(color: str) -> str:
+    """Black or white, whichever is read more easily."""
+    red, green, blue = _channels(color)
+    return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#FFFFFF"
+
+
+def _channels(color: str) -> tuple[int, int, int]:
+    return int(color[1:3], 16), int(color[3:5], 16), int(color[5:7], 16)

@@ -1,0 +1,157 @@
+"""The Gantt chart of a step: a bar per program while they can be told apart, else an image of what each stage mostly does when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from capture.report.data import ScheduleFacts
+from capture.report.palette import KINDS, OTHER
+from capture.report.units import Unit, format_seconds, seconds_unit
+from capture.simulator import Work
+from capture.timeline import compute_stream
+
+#: More programs and transfers than these are drawn as an image.
+MAX_BARS = 1500
+#: Columns of the image.
+NUM_SLOTS = 1200
+
+_COMPUTES = ("forward", "backward", "summarize", "update")
+
+
+def schedule(facts: ScheduleFacts, num_stages: int) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
+    """(traces, layout, what the caption must say of them): a row per stage, the first on top."""
+    unit = seconds_unit(float(facts.simulation.seconds)) if facts.clock == "seconds" else Unit("unit times", 1.0)
+    layout: dict[str, Any] = {
+        "height": 130 + max(26, 60 - 2 * num_stages) * num_stages,
+        "barmode": "overlay",
+        "bargap": 0,
+        "showlegend": True,
+        "hovermode": "closest",
+        "xaxis": {
+            "title": {"text": f"{unit.name} into the step" if facts.clock == "seconds" else unit.name},
+            "range": [0, float(facts.simulation.seconds) / unit.scale],
+        },
+        "yaxis": {
+            "tickvals": list(range(num_stages)),
+            "ticktext": [f"stage {s}" for s in range(num_stages)],
+            "range": [num_stages - 0.5, -0.5],
+            "showgrid": False,
+            "zeroline": False,
+        },
+    }
+    rows = _rows(facts, num_stages)
+    if len(rows) <= MAX_BARS:
+        sends = " The thin bars below a stage are what it sends." if any(item.kind == "transfer" for _, item, *_ in rows) else ""
+        return _bars(rows, facts, unit), layout, f"Gaps are waiting.{sends}"
+    note = (
+        f"{len(rows):,} programs and transfers are too many for bars: drawn are {NUM_SLOTS:,} slots of time, each with the program that "
+        "takes most of it; transfers are left out. The trace (--trace) has every one."
+    )
+    return _image(facts, num_stages, unit), layout, note
+
+
+_Row = tuple[int, Work, float, float]
+"""(stage, item, start, seconds)"""
+
+
+def _rows(facts: ScheduleFacts, num_stages: int) -> list[_Row]:
+    """What takes time on the compute streams, and what is sent from a stage."""
+    stage_of = {compute_stream(s): s for s in range(num_stages)}
+    found = []
+    for item, start in zip(facts.simulation.work, facts.simulation.starts, strict=True):
+        if item.seconds and item.streams:
+            stage = stage_of.get(item.streams[0])
+            if stage is None and item.kind == "transfer":
+                stage = int(item.streams[0].split()[1])  # "stage 0 -> stage 1"
+            if stage is not None:
+                found.append((stage, item, float(start), float(item.seconds)))
+    return found
+
+
+def _bars(rows: list[_Row], facts: ScheduleFacts, unit: Unit) -> list[dict[str, Any]]:
+    traces = []
+    for kind in (*_COMPUTES, "transfer"):
+        mine = [row for row in rows if row[1].kind == kind]
+        if not mine:
+            continue
+        below = kind == "transfer"
+        traces.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": kind,
+                "y": [stage + (0.38 if below else -0.05) for stage, *_ in mine],
+                "base": [start / unit.scale for *_, start, _ in mine],
+                "x": [seconds / unit.scale for *_, seconds in mine],
+                "width": 0.14 if below else 0.66,
+                "customdata": [f"{item.label}<br>{_span(facts, start, seconds)}" for _, item, start, seconds in mine],
+                "marker": {"color": KINDS.get(kind, OTHER), "line": {"color": "white", "width": 0 if below else 0.5}},
+                "hovertemplate": "%{customdata}<extra></extra>",
+            }
+        )
+    return traces
+
+
+def _image(facts: ScheduleFacts, num_stages: int, unit: Unit) -> list[dict[str, Any]]:
+    """A heat map whose values are kinds; ``None`` where a stage mostly waits."""
+    grid, labels = slots(facts, num_stages, NUM_SLOTS)
+    width = float(facts.simulation.seconds) / NUM_SLOTS / unit.scale
+    steps = [[edge, KINDS[kind]] for i, kind in enumerate(_COMPUTES) for edge in (i / len(_COMPUTES), (i + 1) / len(_COMPUTES))]
+    image = {
+        "type": "heatmap",
+        "z": [[None if kind is None else _COMPUTES.index(kind) for kind in row] for row in grid],
+        "x0": width / 2,
+        "dx": width,
+        "y": list(range(num_stages)),
+        "zmin": -0.5,
+        "zmax": len(_COMPUTES) - 0.5,
+        "colorscale": steps,
+        "showscale": False,
+        "ygap": 4,
+        "text": labels,
+        "hovertemplate": "%{text}<extra></extra>",
+        "hoverongaps": False,
+    }
+    used = {kind for row in grid for kind in row if kind is not None}
+    legend = [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": kind,
+            "x": [None],
+            "y": [None],
+            "marker": {"symbol": "square", "size": 12, "color": KINDS[kind]},
+        }
+        for kind in _COMPUTES
+        if kind in used
+    ]
+    return [image, *legend]
+
+
+def slots(facts: ScheduleFacts, num_stages: int, num_slots: int) -> tuple[list[list[str | None]], list[list[str]]]:
+    """Per stage and slot of time, the kind of the program that takes most of the slot, and its label; None where waiting does."""
+    kinds: list[list[str | None]] = [[None] * num_slots for _ in range(num_stages)]
+    labels = [[""] * num_slots for _ in range(num_stages)]
+    waited = [[1.0] * num_slots for _ in range(num_stages)]
+    most = [[0.0] * num_slots for _ in range(num_stages)]
+    length = float(facts.simulation.seconds) / num_slots
+    for stage, item, start, seconds in _rows(facts, num_stages):
+        if item.kind == "transfer":
+            continue
+        first, last = int(start / length), min(num_slots - 1, int((start + seconds) / length))
+        for slot in range(first, last + 1):
+            share = (min(start + seconds, (slot + 1) * length) - max(start, slot * length)) / length
+            waited[stage][slot] -= share
+            if share > most[stage][slot]:
+                most[stage][slot], kinds[stage][slot], labels[stage][slot] = share, item.kind, item.label
+    for s in range(num_stages):
+        for slot in range(num_slots):
+            if waited[s][slot] > most[s][slot]:
+                kinds[s][slot], labels[s][slot] = None, ""
+    return kinds, labels
+
+
+def _span(facts: ScheduleFacts, start: float, seconds: float) -> str:
+    if facts.clock == "seconds":
+        return f"{format_seconds(seconds)} from {format_seconds(start)} on"
+    return f"unit {start:g}"

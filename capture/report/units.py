@@ -1,0 +1,48 @@
+"""One readable unit for all numbers of an axis, and times as people write them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_BYTES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+_SECONDS = (("s", 1.0), ("ms", 1e-3))
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What a number is divided by, and what it is called then."""
+
+    name: str
+    scale: float
+
+
+def bytes_unit(largest: float) -> Unit:
+    """The decimal unit in which the largest number of an axis is at least 1.
+
+    Example:
+        >>> bytes_unit(31_200_000_000), bytes_unit(12)
+        (Unit(name='GB', scale=1000000000.0), Unit(name='B', scale=1.0))
+    """
+    return next((Unit(name, scale) for name, scale in _BYTES if largest >= scale), Unit("B", 1.0))
+
+
+def seconds_unit(largest: float) -> Unit:
+    """Likewise for times.
+
+    Example:
+        >>> seconds_unit(0.25)
+        Unit(name='ms', scale=0.001)
+    """
+    return next((Unit(name, scale) for name, scale in _SECONDS if largest >= scale), Unit("µs", 1e-6))
+
+
+def format_seconds(seconds: float) -> str:
+    """Three significant digits.
+
+    Example:
+        >>> format_seconds(1.2345), format_seconds(0.0456), format_seconds(7e-6)
+        ('1.23 s', '45.6 ms', '7 µs')
+    """
+    unit = seconds_unit(seconds)
+    number = seconds / unit.scale
+    return f"{number:.3g} {unit.name}" if number < 999.5 else f"{number:.0f} {unit.name}"
