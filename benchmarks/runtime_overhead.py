@@ -154,12 +154,12 @@ def measure_dispatch(plan_name: str, num_steps: int) -> list[dict[str, Any]]:
     log(f"dispatch, {plan_name}: compiling")
     step = pipeshard(workload, make_plan(PLANS[plan_name], 8))
     batch = jax.tree.map(np.asarray, workload.batch(jax.random.key(1), GLOBAL_BATCH_SIZE))
-    state, timer, bare = step.init(jax.random.key(0)), DispatchTimer(), BareCalls(step, num_steps)
+    state, timer, bare = step.init(jax.random.key(0)), DispatchTimer(), BareCalls(step)
     for _ in range(2):
         state, _ = step(state, batch)
-    for _ in range(num_steps):
+    for _ in range(num_steps):  # in turn, so that both meet the same load of the machine
         state, _ = step(state, batch, observer=timer)
-    state, _ = step(state, batch, observer=bare)
+        state, _ = step(state, batch, observer=bare)
     rows = []
     for s in range(step.plan.num_stages - 1):
         of_stage = [i for i in step.program.instructions if isinstance(i, Run) and i.stage_id == s]
@@ -173,51 +173,62 @@ def measure_dispatch(plan_name: str, num_steps: int) -> list[dict[str, Any]]:
                 "plan": plan_name,
                 "pair": " -> ".join(degrees),
                 "num_leaves": sum(len(group) for group in _group_sizes(step, runs[0])),
-                "bare_call_seconds": bare.call[s],
-                "bare_reshard_seconds": bare.reshard[s],
+                "bare_call_seconds": bare.call(s),
+                "bare_reshard_seconds": bare.reshard(s),
                 "program_seconds": run_seconds,
                 "transfer_seconds": move_seconds,
                 "feed_seconds": timer.median(feeds) if feeds else None,
                 "task_seconds": run_seconds + move_seconds,
-                "ratio": (run_seconds + move_seconds) / (bare.call[s] + bare.reshard[s]),
+                "ratio": (run_seconds + move_seconds) / (bare.call(s) + bare.reshard(s)),
             }
         )
     return rows
 
 
 class BareCalls:
-    """An observer that repeats, on the arrays of the step, each stage's first forward call and first transfer without the runtime."""
+    """An observer that makes every forward call and transfer once more without the runtime, just before the runtime does.
 
-    def __init__(self, step: PipelinedStep, repeat: int):
-        self.call: dict[int, float] = {}
-        self.reshard: dict[int, float] = {}
-        self._step, self._repeat = step, 8 * repeat
+    It finds the processor's caches and the allocator as the runtime finds them: between two calls of a program the others of the step have
+    run, and what a forward pass made is held until its backward pass.
+    """
+
+    def __init__(self, step: PipelinedStep):
+        self._step = step
+        self._calls: dict[int, list[float]] = {}
+        self._reshards: dict[int, list[float]] = {}
+        self._held: dict[int, list[Any]] = {}
+        self._moves: dict[Any, Callable[[jax.Array], jax.Array]] = {}
 
     def __call__(self, instruction: Any, slots: list[Any]) -> None:
         jax.block_until_ready(slots)
-        if isinstance(instruction, Run) and instruction.program == "forward" and instruction.stage_id not in self.call:
+        if isinstance(instruction, Run) and instruction.program == "forward":
             args = [[array for slot in group for array in slots[slot]] for group in instruction.inputs]
             call = self._step.executable(instruction).call
-            self.call[instruction.stage_id] = self._median(lambda: call(*args), slots)
+            self._held.setdefault(instruction.stage_id, []).append(self._timed(self._calls, instruction.stage_id, lambda: call(*args)))
+        if isinstance(instruction, Run) and instruction.program == "backward":
+            self._held[instruction.stage_id].pop(0)
         if isinstance(instruction, Move) and instruction.kind == "value":
             s = self._step.program.slots[instruction.source].stage_id
-            if _sends(self._step, instruction, s) and s not in self.reshard:
+            if _sends(self._step, instruction, s):
                 (array,) = slots[instruction.source]
-                target = self._step.stages[s + 1].value_sharding(instruction.key)
-                move = plan_reshard(array.shape, array.dtype, array.sharding, target)
-                self.reshard[s] = self._median(lambda: move(array), slots)
+                if instruction.key not in self._moves:
+                    target = self._step.stages[s + 1].value_sharding(instruction.key)
+                    self._moves[instruction.key] = plan_reshard(array.shape, array.dtype, array.sharding, target)
+                self._timed(self._reshards, s, lambda: self._moves[instruction.key](array))
 
-    def _median(self, call: Callable[[], Any], slots: list[Any]) -> float:
-        """Waiting between calls as the timer of the runtime does, so that both find the processor's caches alike."""
-        times = []
-        for _ in range(self._repeat):
-            jax.block_until_ready(slots)
-            start = time.perf_counter()
-            result = call()
-            times.append(time.perf_counter() - start)
-            jax.block_until_ready(result)
-            del result
-        return median(times)
+    def _timed(self, times: dict[int, list[float]], stage_id: int, call: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        result = call()
+        times.setdefault(stage_id, []).append(time.perf_counter() - start)
+        return jax.block_until_ready(result)
+
+    def call(self, stage_id: int) -> float:
+        """Median seconds of the stage's forward call."""
+        return median(self._calls[stage_id])
+
+    def reshard(self, stage_id: int) -> float:
+        """Median seconds of the transfer of its output."""
+        return median(self._reshards[stage_id])
 
 
 def _sends(step: PipelinedStep, move: Move, stage_id: int) -> bool:

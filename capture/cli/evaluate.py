@@ -60,22 +60,12 @@ class Outcome:
 def main(options: argparse.Namespace) -> int:
     cluster = shared.read_cluster(options)
     global_batch, num_microbatches = shared.read_batch(options)
-    shared.prepare(cluster)
     from capture.sampling import random_plans
-    from profiling_runs.profile import open_measurements, paper_profile, plan_of, profile, stage_config
+    from profiling_runs.profile import paper_profile, plan_of, profile, stage_config
 
     microbatch_size = global_batch // num_microbatches
     spec = WorkloadSpec.parse(options.workload)
-    measurements = open_measurements(
-        spec,
-        num_devices=cluster.num_devices,
-        target=cluster.target,
-        num_layers=options.num_layers,
-        tensor_parallel_rule=options.tensor_parallel_rule,
-        store=shared.open_store(options),
-        num_workers=options.workers,
-        progress=progress(options),
-    )
+    measurements = shared.open_question_measurements(options, cluster, progress(options))
     result = profile(
         spec,
         cluster,

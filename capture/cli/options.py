@@ -10,7 +10,7 @@ from typing import Any
 from capture import environment
 from capture.cluster import Cluster
 from capture.errors import PlanError, ProfileError, Violation
-from capture.plan import REMAT_POLICIES, TENSOR_PARALLEL_RULES, Plan, Remat, batch_violations
+from capture.plan import REMAT_POLICIES, TENSOR_PARALLEL_RULES, Plan, Remat, TensorParallelRule, batch_violations
 from capture.profile import Profile
 from capture.schedule import SCHEDULES
 from capture.store import Store
@@ -155,16 +155,35 @@ def open_store(options: argparse.Namespace) -> Store:
 
 def open_plan_measurements(options: argparse.Namespace, plan: Plan, progress: Any) -> Any:
     """Measurements of a plan's workload, for its target; ``options`` are those of ``add_plan_workload`` and ``add_store``."""
-    spec = workload_of(plan, options.workload)
-    prepare(plan.cluster)
+    return _open_measurements(
+        options,
+        workload_of(plan, options.workload),
+        plan.cluster,
+        plan.num_layers if plan.auto_layers else None,
+        plan.tensor_parallel_rule,
+        progress,
+    )
+
+
+def open_question_measurements(options: argparse.Namespace, cluster: Cluster, progress: Any) -> Any:
+    """Measurements of the workload that is asked about; ``options`` are those of ``add_question``."""
+    return _open_measurements(
+        options, WorkloadSpec.parse(options.workload), cluster, options.num_layers, options.tensor_parallel_rule, progress
+    )
+
+
+def _open_measurements(
+    options: argparse.Namespace, spec: WorkloadSpec, cluster: Cluster, num_layers: int | None, rule: TensorParallelRule, progress: Any
+) -> Any:
+    prepare(cluster)
     from profiling_runs.profile import open_measurements
 
     return open_measurements(
         spec,
-        num_devices=plan.cluster.num_devices,
-        target=plan.cluster.target,
-        num_layers=plan.num_layers if plan.auto_layers else None,
-        tensor_parallel_rule=plan.tensor_parallel_rule,
+        num_devices=cluster.num_devices,
+        target=cluster.target,
+        num_layers=num_layers,
+        tensor_parallel_rule=rule,
         store=open_store(options),
         num_workers=options.workers,
         progress=progress,

@@ -59,7 +59,8 @@ def main(options: argparse.Namespace) -> int:
     limit = None if options.memory is None else parse_bytes(options.memory)
     shared.check_backend(options)
     if options.profile is not None:
-        shared.check_measures_nothing(options)
+        if not options.verify:
+            shared.check_measures_nothing(options)
         profile = _read_profile(options)
     else:
         needs_paper = options.mode == "paper" or options.merge_layers is not None
@@ -172,21 +173,9 @@ def _verified(options: argparse.Namespace, profile: Profile, cluster: Cluster, q
     """The recommendation whose stages are compiled: see ``recommend_verified``."""
     if options.mode != "default":
         raise ProfileError.of("--verify looks compiled stages up in the default predictor; leave out --mode paper.", "verify-mode")
-    shared.prepare(cluster)
-    from profiling_runs.profile import open_measurements
+    measurements = shared.open_question_measurements(options, cluster, progress(options))
     from profiling_runs.verify import verify, with_verified
     from recommender.verified import recommend_verified
-
-    measurements = open_measurements(
-        WorkloadSpec.parse(options.workload),
-        num_devices=cluster.num_devices,
-        target=cluster.target,
-        num_layers=options.num_layers,
-        tensor_parallel_rule=options.tensor_parallel_rule,
-        store=shared.open_store(options),
-        num_workers=options.workers,
-        progress=progress(options),
-    )
 
     def compiled(plan: Plan, known: Profile) -> tuple[dict[str, Any], Profile]:
         return verify(plan, measurements).to_json(), with_verified(known, plan, measurements)
