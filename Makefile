@@ -21,7 +21,7 @@ PYTHON_NEWEST := $(shell for python in python3.13 python3.12 \
 endif
 
 # The extras that the checks need (a name, because a comma would end an argument of call).
-DEV_EXTRAS := [models,report,dev]
+DEV_EXTRAS := [models,report,cuda-targets,tpu-targets,dev]
 
 # $(call install,VENV,PYTHON,EXTRAS): make the environment if there is none, and install the package with the pins of its interpreter.
 define install

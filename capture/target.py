@@ -9,7 +9,7 @@ Targets are JSON files: those of ``capture/targets`` by name, a user's own by pa
     compute          flops_per_second by data type, efficiency (fraction of that rate which large matrix products reach)
     memory_rate      bytes_per_second, efficiency
     links            intra_node, inter_node, host: latency_seconds, bytes_per_second in one direction per device
-    compiler         cuda: the device description that XLA plans with; tpu: the topology's name
+    compiler         cuda: the device description that XLA plans with; tpu: topologies by name, ascending. Both: ``options`` of XLA
 
 ``cpu`` has no rates and no capacity: virtual devices measure memory, and nothing else.
 """
@@ -168,7 +168,12 @@ class Target:
     @property
     def key(self) -> dict[str, Any]:
         """What of the target can change a compiled program's memory: part of the key of every measurement."""
-        return {"platform": self.platform, "compiler": {k: v for k, v in self.compiler.items() if k != "source"}}
+        return {"platform": self.platform, "compiler": {k: v for k, v in self.compiler.items() if not k.endswith("source")}}
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """Options that every program of the target is compiled with."""
+        return dict(self.compiler.get("options", {}))
 
 
 def target_names() -> tuple[str, ...]:

@@ -75,7 +75,7 @@ class CompileBackend:
     def _compiler(self) -> Callable[..., Executable]:
         if self._stops_at_report:
             return ReportCompiler(self.target)
-        return partial(compile_program, fast_compile=True, count_work=self.target.rates is not None)
+        return partial(compile_program, fast_compile=True, count_work=self.target.rates is not None, options=self.target.compiler_options)
 
     def traced(self, microbatch_size: int) -> TracedModel:
         """The model at a micro-batch size; traced once."""

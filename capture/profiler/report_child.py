@@ -36,7 +36,7 @@ def main(job_file: str, dump: str) -> None:
         return jax.tree.leaves(exported.call(*args, **kwargs))
 
     jitted = jax.jit(program, donate_argnums=tuple(job["donated"]), out_shardings=results)
-    jitted.lower(*given).compile(compiler_options={"xla_dump_to": dump, "xla_dump_hlo_as_text": True})
+    jitted.lower(*given).compile(compiler_options={"xla_dump_to": dump, "xla_dump_hlo_as_text": True, **job["options"]})
 
 
 def _end_with(parent: int) -> None:

@@ -65,6 +65,7 @@ class ReportCompiler:
             "axis_names": tuple(mesh.axis_names),
             "arguments": [(leaf.shape, leaf.dtype, _spec(leaf.sharding)) for leaf in leaves],
             "results": [_spec(sharding) for sharding in jax.tree.leaves(chosen)],
+            "options": self.target.compiler_options,
             "donated": [i for i, position in enumerate(_positions(args)) if position in donate],
         }
         report, program = self._run(job)

@@ -74,7 +74,7 @@ def _cuda_devices(target: Target, num_devices: int) -> tuple[Any, ...]:
 
 def target_config(target: Target) -> str:
     """The GPU description that XLA plans with, as a text proto (``GpuTargetConfigProto``)."""
-    fields = {key: value for key, value in target.compiler.items() if key != "source"}
+    fields = {key: value for key, value in target.compiler.items() if not key.startswith("options") and key != "source"}
     return _text_proto({**fields, "platform_name": "CUDA", "device_description_str": target.description})
 
 

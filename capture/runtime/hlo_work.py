@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -27,14 +28,21 @@ _IOTA_GROUPS = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](T\(([\d
 _LISTED_GROUPS = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 
 
-def work_of(compiled: Any) -> ProgramWork:
+def work_of(compiled: Any, lowered: Any, num_devices: int) -> ProgramWork:
     """Of a compiled program, per device.
+
+    XLA counts no FLOPs in calls of cuBLAS and cuDNN, which a GPU's optimised program mostly consists of. Then those of the program before
+    optimisation are taken, shared out evenly.
 
     Args:
         compiled: A ``jax.stages.Compiled`` of any target.
+        lowered: What it was compiled from.
+        num_devices: It runs on.
     """
     (module,) = compiled.runtime_executable().hlo_modules()
-    return work_of_module(module)
+    work = work_of_module(module)
+    whole = _costs(lowered.compiler_ir("hlo").get_hlo_module())
+    return replace(work, flops=max(work.flops, int(whole.get("flops", 0)) // num_devices))
 
 
 def work_of_text(text: str) -> ProgramWork:
@@ -44,7 +52,7 @@ def work_of_text(text: str) -> ProgramWork:
 
 def work_of_module(module: Any) -> ProgramWork:
     """Of an optimised, partitioned HLO module (``jaxlib``'s ``HloModule``)."""
-    costs = _jax.hlo_module_cost_analysis(jax.devices("cpu")[0].client, module)
+    costs = _costs(module)
     text = module.to_string()
     computations = {m["name"]: m for m in _COMPUTATION.finditer(text)}
     entry = next(m for m in _COMPUTATION.finditer(text) if m.group(0).startswith("ENTRY"))
@@ -69,6 +77,10 @@ def work_of_module(module: Any) -> ProgramWork:
         other_bytes=max(0, total - product_bytes),
         collectives=tuple((collective, count) for collective, count in sorted(collectives.items())),
     )
+
+
+def _costs(module: Any) -> dict[str, float]:
+    return _jax.hlo_module_cost_analysis(jax.devices("cpu")[0].client, module)
 
 
 def shape_bytes(text: str) -> int:

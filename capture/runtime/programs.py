@@ -9,7 +9,7 @@ pass, so that neither is stored once per micro-batch. ``jax.checkpoint`` around 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -62,6 +62,7 @@ def compile_program(
     out_shardings: Any = None,
     fast_compile: bool = False,
     count_work: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> Executable:
     """Compile for abstract arguments; nothing is allocated.
 
@@ -72,20 +73,22 @@ def compile_program(
         out_shardings: As for ``jax.jit``; None lets the compiler choose.
         fast_compile: Skip what takes the compiler long and changes no buffer: the program runs, but slowly.
         count_work: Also find out what the program computes, reads and sends.
+        options: Of XLA.
     """
     jitted = jax.jit(function, donate_argnums=tuple(donate), **({} if out_shardings is None else {"out_shardings": out_shardings}))
     with warnings.catch_warnings():
         # Residuals are donated to be freed, whether or not an output fits into them.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         lowered = jitted.lower(*args)
-        compiled = lowered.compile(compiler_options=_MEASURING_OPTIONS if fast_compile else None)
+        compiled = lowered.compile(compiler_options={**(_MEASURING_OPTIONS if fast_compile else {}), **(options or {})} or None)
     memory = compiled.memory_analysis()
     assert memory is not None, "XLA reports the memory of a program on CPU, GPU and TPU"
     transient = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     outputs = jax.tree.map(
         lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding), lowered.out_info, compiled.output_shardings
     )
-    return Executable(compiled, outputs, int(transient), work_of(compiled) if count_work else None)
+    num_devices = max(len(leaf.sharding.device_set) for leaf in jax.tree.leaves((tuple(args), outputs)))
+    return Executable(compiled, outputs, int(transient), work_of(compiled, lowered, num_devices) if count_work else None)
 
 
 @dataclass(frozen=True)
