@@ -13,6 +13,7 @@ import shlex
 import sys
 import warnings
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from capture.errors import Violation
@@ -71,9 +72,17 @@ def prepare(num_devices: int | None = None, platform: str = "cpu") -> list[Viola
         missing = [flag for flag in wanted if _name(flag) not in _parse(given)]
         if missing:
             os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
+        if platform == "cpu" and _has_compilers_only():
+            os.environ.setdefault("JAX_PLATFORMS", "cpu")
         if platform != "cpu":
             os.environ.update({**_WITHOUT_DEVICES, **{name: os.environ[name] for name in _QUIET if name in os.environ}})
     return check()
+
+
+def _has_compilers_only() -> bool:
+    """Whether a plugin of accelerators is installed, to compile for them, and none is there: JAX would complain at length."""
+    installed = any(find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin", "libtpu"))
+    return installed and not any(path for pattern in ("nvidia[0-9]*", "accel[0-9]*", "vfio/[0-9]*") for path in Path("/dev").glob(pattern))
 
 
 def of_child(platform: str) -> dict[str, str]:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -83,3 +84,19 @@ def test_a_prepared_process_has_the_devices():
     output = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, timeout=120).stdout
     required = environment.required_xla_flags(environment.versions()["jax"])
     assert json.loads(output) == [3, True, list(required)]
+
+
+@pytest.mark.parametrize(
+    ("installed", "there", "given", "expected"),
+    [(True, False, None, "cpu"), (True, True, None, None), (False, False, None, None), (True, False, "cuda", "cuda")],
+)
+def test_compilers_of_absent_accelerators_are_not_asked_for_devices(monkeypatch, installed, there, given, expected):
+    monkeypatch.delitem(sys.modules, "jax", raising=False)
+    monkeypatch.setenv("JAX_PLATFORMS", given or "none")  # so that it is put back
+    if given is None:
+        monkeypatch.delenv("JAX_PLATFORMS")
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setattr(environment, "find_spec", lambda name: installed or None)
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([self / "nvidia0"] if there and pattern.startswith("nvidia") else []))
+    environment.prepare()
+    assert os.environ.get("JAX_PLATFORMS") == expected
