@@ -74,6 +74,7 @@ def prepare(num_devices: int | None = None, platform: str = "cpu") -> list[Viola
             os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
         if platform == "cpu" and _has_compilers_only():
             os.environ.setdefault("JAX_PLATFORMS", "cpu")
+            os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", _WITHOUT_DEVICES["TF_CPP_MIN_LOG_LEVEL"])
         if platform != "cpu":
             os.environ.update({**_WITHOUT_DEVICES, **{name: os.environ[name] for name in _QUIET if name in os.environ}})
     return check()
