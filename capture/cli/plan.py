@@ -86,7 +86,7 @@ def main(options: argparse.Namespace) -> int:
         if has_times(profile):
             document["time"] = time_summary(predicted_timeline(result.plan, profile), result.plan, profile)
             lines.append(describe_time(document["time"]))
-        if "front" in result.why:
+        if result.why.get("front", {}).get("points"):
             lines += front_table(result.why["front"])
         if result.status == "ok":
             result.plan.save(options.output)
