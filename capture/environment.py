@@ -27,9 +27,7 @@ _WITHOUT_DEVICES = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
-    "TF_CPP_MIN_LOG_LEVEL": "3",  # libraries say at length that there is no driver
 }
-_QUIET = ("TF_CPP_MIN_LOG_LEVEL",)  # what the user set stands
 
 #: Packages that compile for a platform, beside those that every profile names.
 _COMPILERS = {"cuda": ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt"), "tpu": ("libtpu",)}
@@ -74,9 +72,8 @@ def prepare(num_devices: int | None = None, platform: str = "cpu") -> list[Viola
             os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
         if platform == "cpu" and _has_compilers_only():
             os.environ.setdefault("JAX_PLATFORMS", "cpu")
-            os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", _WITHOUT_DEVICES["TF_CPP_MIN_LOG_LEVEL"])
         if platform != "cpu":
-            os.environ.update({**_WITHOUT_DEVICES, **{name: os.environ[name] for name in _QUIET if name in os.environ}})
+            os.environ.update(_WITHOUT_DEVICES)
     return check()
 
 

@@ -101,8 +101,3 @@ def _tpu_devices(target: Target, num_devices: int) -> tuple[Any, ...]:
         if len(devices) >= num_devices:
             return devices
     raise ValueError(f"its largest topology {target.compiler['topologies'][-1]!r} has fewer than {num_devices} devices")
-
-
-def installed(target: Target) -> bool:
-    """Whether this installation has the compiler of the target."""
-    return target.platform == "cpu" or any(find_spec(module) for module in _NEEDS[target.platform][0])
