@@ -16,6 +16,24 @@ from capture.work import ProgramWork
 
 
 @dataclass(frozen=True)
+class UpdateCost:
+    """The part of ``StageCost`` that depends on parameters and optimizer alone: the end of a step; see there."""
+
+    update_bytes: int
+    optimizer_bytes: int
+    summarize_bytes: int = 0
+    summary_bytes: int = 0
+    update_work: ProgramWork | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return _to_json(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> UpdateCost:
+        return cls(**_arguments(data))
+
+
+@dataclass(frozen=True)
 class StageCost:
     """What only the compiler knows of a stage: bytes per device for one micro-batch.
 
@@ -44,20 +62,27 @@ class StageCost:
     update_work: ProgramWork | None = None
 
     def to_json(self) -> dict[str, Any]:
-        work = {name: getattr(self, name) for name in _WORK}
-        return {
-            **{key: value for key, value in asdict(self).items() if key not in _WORK},
-            **{name: found.to_json() for name, found in work.items() if found is not None},
-        }
+        return _to_json(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StageCost:
-        fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
-        work: dict[str, Any] = {key: ProgramWork.from_json(fields[key]) for key in _WORK if fields.get(key) is not None}
-        return cls(**{**fields, **work})
+        return cls(**_arguments(data))
 
 
 _WORK = ("forward_work", "backward_work", "update_work")
+
+
+def _to_json(cost: StageCost | UpdateCost) -> dict[str, Any]:
+    work = {name: getattr(cost, name, None) for name in _WORK}
+    return {
+        **{key: value for key, value in asdict(cost).items() if key not in _WORK},
+        **{name: found.to_json() for name, found in work.items() if found is not None},
+    }
+
+
+def _arguments(data: Mapping[str, Any]) -> dict[str, Any]:
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+    return {**fields, **{key: ProgramWork.from_json(fields[key]) for key in _WORK if fields.get(key) is not None}}
 
 
 def owned_and_borrowed(graph: LayerGraph, first: int, stop: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

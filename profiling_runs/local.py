@@ -6,20 +6,41 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from capture import environment
-from capture.errors import ProfileError
-from capture.interface import StageCost
+from capture.errors import CaptureError, ProfileError
 from capture.plan import TensorParallelRule
 from capture.profile import StageConfig
 from capture.target import Target
 from capture.workload import WorkloadSpec
+
+
+@dataclass(frozen=True)
+class Job:
+    """One measurement to make.
+
+    Attributes:
+        key: Of the measurement.
+        config: What is measured.
+        part: All of a stage, or the end of a step alone.
+        known: Measurements that it builds on, by key.
+    """
+
+    key: str
+    config: StageConfig
+    part: Literal["stage", "update"] = "stage"
+    known: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """Jobs of a group share work when the same process does them one after the other."""
+        return self.part, self.config.choice, self.config.microbatch_size
 
 
 @dataclass(frozen=True)
@@ -28,13 +49,13 @@ class Measured:
 
     Attributes:
         key: Of the measurement.
-        cost: None if it failed.
+        value: As the store keeps it; None if it failed.
         seconds: It took.
         error: Why it failed.
     """
 
     key: str
-    cost: StageCost | None
+    value: dict[str, Any] | None
     seconds: float
     error: str = ""
 
@@ -50,18 +71,29 @@ class WorkerModel:
     target: str = "cpu"
 
 
-def measure_in_processes(model: WorkerModel, jobs: Mapping[str, StageConfig], num_workers: int) -> Iterator[Measured]:
-    """Yield measurements as they finish, in any order.
+def measure_in_processes(model: WorkerModel, jobs: Iterable[Job], num_workers: int) -> Iterator[Measured]:
+    """Yield measurements as they finish, in any order. A worker stays with a group of jobs while it lasts.
 
     Raises:
         ProfileError: ``profile-worker`` if a worker process ended; what was yielded stands.
     """
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(model, os.getpid()))
+    pools = [ProcessPoolExecutor(1, context, initializer=_start_worker, initargs=(model, os.getpid())) for _ in range(num_workers)]
+    waiting = _Groups(jobs)
+    running: dict[Future[Measured], tuple[int, tuple[Any, ...]]] = {}
+
+    def start(worker: int, group: tuple[Any, ...] | None) -> None:
+        job = waiting.take(group)
+        if job is not None:
+            running[pools[worker].submit(_measure_in_worker, job)] = worker, job.group
+
     try:
-        futures = [pool.submit(_measure, key, config) for key, config in jobs.items()]
-        for future in as_completed(futures):
-            yield future.result()
+        for worker in range(num_workers):
+            start(worker, None)
+        while running:
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                start(*running.pop(future))
+                yield future.result()
     except BrokenProcessPool as error:
         raise ProfileError.of(
             f"a worker process that compiles ended before it was done (out of memory?): {error} Finished measurements are kept: run the "
@@ -69,13 +101,37 @@ def measure_in_processes(model: WorkerModel, jobs: Mapping[str, StageConfig], nu
             "profile-worker",
         ) from error
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        for pool in pools:
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
-def measure_here(backend: Any, jobs: Mapping[str, StageConfig]) -> Iterator[Measured]:
+class _Groups:
+    """Jobs that wait, by group."""
+
+    def __init__(self, jobs: Iterable[Job]):
+        self._groups: dict[tuple[Any, ...], deque[Job]] = {}
+        for job in jobs:
+            self._groups.setdefault(job.group, deque()).append(job)
+        self._taken: set[tuple[Any, ...]] = set()
+
+    def take(self, group: tuple[Any, ...] | None) -> Job | None:
+        """The next job: of this group if it has one, else of one that nobody has begun, else of the longest."""
+        if group not in self._groups:
+            if not self._groups:
+                return None
+            fresh = [name for name in self._groups if name not in self._taken]
+            group = fresh[0] if fresh else max(self._groups, key=lambda name: len(self._groups[name]))
+        self._taken.add(group)
+        job = self._groups[group].popleft()
+        if not self._groups[group]:
+            del self._groups[group]
+        return job
+
+
+def measure_here(backend: Any, jobs: Iterable[Job]) -> Iterator[Measured]:
     """The same in this process, one after the other: for workloads that exist only as Python objects."""
-    for key, config in jobs.items():
-        yield _timed(key, partial(backend.try_measure, config))
+    for job in jobs:
+        yield _measure(backend, job)
 
 
 _worker: dict[str, Any] = {}  # the backend of a worker process, set once by its initializer
@@ -97,12 +153,19 @@ def end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _measure(key: str, config: StageConfig) -> Measured:
-    return _timed(key, partial(_worker["backend"].try_measure, config))
+def _measure_in_worker(job: Job) -> Measured:
+    return _measure(_worker["backend"], job)
 
 
-def _timed(key: str, measure: Callable[[], Any]) -> Measured:
+def _measure(backend: Any, job: Job) -> Measured:
+    """A job that fails is reported, not raised: a compiler or model error of one stage must not lose the others."""
     start = time.perf_counter()
-    result = measure()
-    seconds = time.perf_counter() - start
-    return Measured(key, result, seconds) if isinstance(result, StageCost) else Measured(key, None, seconds, result.message)
+    try:
+        for key, value in job.known.items():
+            backend.store.put(key, value, provenance={}, seconds=0)
+        measure = backend.measure if job.part == "stage" else backend.measure_update
+        return Measured(job.key, measure(job.config).to_json(), time.perf_counter() - start)
+    except CaptureError as error:
+        return Measured(job.key, None, time.perf_counter() - start, str(error))
+    except Exception as error:
+        return Measured(job.key, None, time.perf_counter() - start, f"{type(error).__name__}: {error}")

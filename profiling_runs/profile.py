@@ -23,7 +23,7 @@ from capture.schedule import SCHEDULES
 from capture.store import Store
 from capture.target import Target
 from capture.workload import WorkloadProtocol, WorkloadSpec
-from profiling_runs.local import Measured, WorkerModel, measure_here, measure_in_processes
+from profiling_runs.local import Job, Measured, WorkerModel, measure_here, measure_in_processes
 from profiling_runs.runs import executed_profile
 
 CALIBRATION_SEED = 20_240_000
@@ -73,22 +73,40 @@ class Measurements:
         missing = {key: same[0] for key, same in by_key.items() if same[0] not in self.costs}
         if not missing:
             return
-        self.progress(what, 0, len(missing))
-        for done, result in enumerate(self._run(missing), start=1):
-            if result.cost is None:
+        jobs = self._with_updates(missing) if self._in_processes else [Job(key, config) for key, config in missing.items()]
+        for result in self._run(jobs, what):
+            if result.value is None:
                 self.failures.update(dict.fromkeys(by_key[result.key], result.error))
             else:
-                if self.spec is not None:  # in this process the backend has stored it already
-                    provenance = self.backend.provenance
-                    self.backend.store.put(result.key, result.cost.to_json(), provenance=provenance, seconds=result.seconds)
-                self._keep(by_key[result.key], result.cost)
-            self.progress(what, done, len(missing))
+                self._keep(by_key[result.key], StageCost.from_json(result.value))
 
-    def _run(self, missing: Mapping[str, StageConfig]) -> Iterator[Measured]:
-        if self.spec is None or self.num_workers < 1:
-            return measure_here(self.backend, missing)
-        model = WorkerModel(self.spec, self.num_layers, self.rule, self.num_devices, self.backend.target.name)
-        return measure_in_processes(model, missing, min(self.num_workers, len(missing)))
+    @property
+    def _in_processes(self) -> bool:
+        return self.spec is not None and self.num_workers > 0
+
+    def _with_updates(self, missing: Mapping[str, StageConfig]) -> list[Job]:
+        """Jobs that are given the end of a step, which many stages share. One that cannot be measured fails again with its stages."""
+        keys = {key: self.backend.update_key(config) for key, config in missing.items()}
+        configs = {keys[key]: config for key, config in missing.items()}
+        known = self.backend.store.get(configs)
+        jobs = [Job(key, config, "update") for key, config in configs.items() if key not in known]
+        done = self._run(jobs, "optimizer updates") if jobs else ()
+        known |= {result.key: result.value for result in done if result.value is not None}
+        return [Job(key, config, known={keys[key]: known[keys[key]]} if keys[key] in known else {}) for key, config in missing.items()]
+
+    def _run(self, jobs: Sequence[Job], what: str) -> Iterator[Measured]:
+        self.progress(what, 0, len(jobs))
+        if self._in_processes:
+            assert self.spec is not None
+            model = WorkerModel(self.spec, self.num_layers, self.rule, self.num_devices, self.backend.target.name)
+            results = measure_in_processes(model, jobs, min(self.num_workers, len(jobs)))
+        else:
+            results = measure_here(self.backend, jobs)
+        for done, result in enumerate(results, start=1):
+            if result.value is not None:  # in this process the backend has stored it already, and the first one stays
+                self.backend.store.put(result.key, result.value, provenance=self.backend.provenance, seconds=result.seconds)
+            yield result
+            self.progress(what, done, len(jobs))
 
     def _keep(self, configs: Iterable[StageConfig], cost: StageCost) -> None:
         self.costs.update(dict.fromkeys(configs, cost))

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from dataclasses import replace
+from typing import Any
 
+import optax
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pipeline_models import mlp
 
 from capture.choices import StageChoice, hybrid_choices
 from capture.cluster import Cluster
 from capture.errors import TargetError
 from capture.profile import StageConfig
-from capture.profiler.compile import CompileBackend, CompileFailure
+from capture.profiler.compile import CompileBackend
 from capture.profiler.windows import choices_to_profile, profiled_microbatch_sizes, window_configs
 from capture.store import Store
 from profiling_runs import profile
+from profiling_runs.local import Job, _Groups, measure_here
 from profiling_runs.profile import CALIBRATION_SEED, divisor_choices
 
 ONE, TWO, SPLIT = StageChoice(), StageChoice(2, 1), StageChoice(1, 2)
@@ -104,7 +111,7 @@ def test_a_measurement_is_made_once(backend, monkeypatch):
     def refuse(config):
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr(backend, "_compile", refuse)
+    monkeypatch.setattr(backend, "_programs", refuse)
     assert backend.measure(StageConfig(2, 3, ONE, 4)) == cost
     with pytest.raises(AssertionError, match="compiled again"):
         backend.measure(StageConfig(0, 1, ONE, 4))
@@ -114,14 +121,51 @@ def test_too_few_devices_and_compiler_errors_are_reported(backend, monkeypatch):
     with pytest.raises(TargetError) as error:
         backend.measure(StageConfig(1, 2, StageChoice(1, 16), 16))
     assert error.value.codes == ("target-devices",)
-    failure = backend.try_measure(StageConfig(1, 2, StageChoice(1, 16), 16))
-    assert isinstance(failure, CompileFailure) and failure.message.endswith("[target-devices]")
+    too_wide, broken = StageConfig(1, 2, StageChoice(1, 16), 16), StageConfig(3, 5, ONE, 4)
 
     def fail(config):
         raise RuntimeError("out of registers")
 
-    monkeypatch.setattr(backend, "_compile", fail)
-    assert backend.try_measure(StageConfig(3, 5, ONE, 4)) == CompileFailure(StageConfig(3, 5, ONE, 4), "RuntimeError: out of registers")
+    (first,) = measure_here(backend, [Job("a", too_wide)])
+    monkeypatch.setattr(backend, "_programs", fail)
+    (second,) = measure_here(backend, [Job("b", broken)])
+    assert first.value is None and first.error.endswith("[target-devices]")
+    assert second.value is None and second.error == "RuntimeError: out of registers"
+
+
+def test_the_end_of_a_step_is_shared_by_replicas_and_micro_batches(backend):
+    inner = backend.update_key(StageConfig(1, 3, ONE, 4))
+    same = [StageConfig(0, 2, ONE, 4), StageConfig(1, 3, TWO, 4), StageConfig(1, 3, StageChoice(2, 1, "full"), 8)]
+    other = [
+        StageConfig(1, 4, ONE, 4),
+        StageConfig(1, 3, SPLIT, 4),
+        StageConfig(1, 3, StageChoice(2, 1, "none", True), 4),
+    ]
+    assert {backend.update_key(config) for config in same} == {inner}
+    assert len({inner, *map(backend.update_key, other)}) == 1 + len(other)
+
+
+@pytest.mark.parametrize("optimizer", [optax.adamw(1e-3), optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, 0.9))])
+@pytest.mark.parametrize("choice", [StageChoice(2, 1), StageChoice(2, 2), StageChoice(4, 1)])
+def test_replicas_end_a_step_as_one_device_does(optimizer, choice):
+    backend = CompileBackend(replace(mlp(num_blocks=5), optimizer=optimizer))
+    config = StageConfig(1, 3, choice, 4)
+    backend.traced(4)
+    assert backend.measure_update(config) == backend._programs(config).update_cost
+
+
+@given(groups=st.lists(st.integers(0, 3), max_size=12), num_workers=st.integers(1, 3))
+def test_workers_stay_with_a_group_and_leave_no_job(groups, num_workers):
+    waiting = _Groups([Job(str(i), StageConfig(0, 1, ONE, 2**group)) for i, group in enumerate(groups)])
+    left = Counter(job.group for jobs in waiting._groups.values() for job in jobs)
+    at: list[Any] = [None] * num_workers
+    for turn in range(len(groups)):
+        worker = turn % num_workers
+        job = waiting.take(at[worker])
+        assert job.group == at[worker] or not left[at[worker]]
+        left[job.group] -= 1
+        at[worker] = job.group
+    assert waiting.take(None) is None and not any(left.values())
 
 
 # ---- the profile of a model ----------------------------------------------------------------------------------------
@@ -143,21 +187,22 @@ def test_a_profile_in_this_process_measures_and_calibrates_by_another_seed():
     assert result.model_hashes[2] == result.graph.model_hash != result.model_hashes[1]
     assert result.calibration.seed == CALIBRATION_SEED and 0 < len(result.calibration.errors) <= 12
     assert seen[0] == ("layer windows", 0, seen[0][2]) and ("layer windows", seen[0][2], seen[0][2]) in seen
-    assert len(store) == seen[0][2] + next(total for what, _, total in seen if what == "calibration")
+    stages = seen[0][2] + next(total for what, _, total in seen if what == "calibration")
     rows = len(store)
+    assert stages < rows <= stages + 5  # the end of a step of 1 to 5 equal layers
     again = profile(mlp(num_blocks=5), Cluster((1, 1)), microbatch_size=2, num_neighbours=1, calibration_plans=3, store=store)
     assert len(store) == rows and again.measurements == result.measurements and again.calibration == result.calibration
 
 
 def test_what_fails_is_named_and_the_rest_is_kept(monkeypatch):
-    compile_one = CompileBackend._compile
+    programs_of = CompileBackend._programs
 
     def fail_on_pairs(self, config):
         if config.num_layers == 2:
             raise RuntimeError("no")
-        return compile_one(self, config)
+        return programs_of(self, config)
 
-    monkeypatch.setattr(CompileBackend, "_compile", fail_on_pairs)
+    monkeypatch.setattr(CompileBackend, "_programs", fail_on_pairs)
     result = profile(mlp(num_blocks=2), Cluster((1,)), microbatch_size=1, num_neighbours=1)
     assert result.failures == (f"layers 0 to 1, {ONE}: RuntimeError: no",)
     assert {(c.first, c.stop) for c in result.measurements} == {(0, 1), (1, 2)}

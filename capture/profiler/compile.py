@@ -6,21 +6,22 @@ finished measurement is never made again.
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 from capture import environment
-from capture.errors import CaptureError
 from capture.graph import content_hash
-from capture.interface import StageCost, owned_and_borrowed
+from capture.interface import StageCost, UpdateCost, owned_and_borrowed
 from capture.profile import StageConfig
 from capture.profiler.report_compiler import ReportCompiler
 from capture.profiler.target_devices import devices_of
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
-from capture.runtime.programs import Executable, StagePrograms, UpdateCost, compile_program
+from capture.runtime.programs import Executable, StagePrograms, compile_program
 from capture.runtime.sharding import ModelSharding
 from capture.runtime.tensor_parallel import Rule
 from capture.store import Store
@@ -30,14 +31,6 @@ from capture.workload import WorkloadProtocol
 
 #: Bump when the programs of a stage change for the same model, so that old measurements are not taken for new ones.
 PROGRAM_VERSION = 1
-
-
-@dataclass(frozen=True)
-class CompileFailure:
-    """A stage config that could not be measured."""
-
-    config: StageConfig
-    message: str
 
 
 class CompileBackend:
@@ -65,17 +58,25 @@ class CompileBackend:
         self.target = Target.load("cpu") if target is None else target
         self._traced: dict[int, TracedModel] = {}
         self._shardings: dict[int, ModelSharding] = {}
-        self._updates: dict[str, UpdateCost] = {}
 
     @property
     def _stops_at_report(self) -> bool:
         return bool(self.target.compiler.get("stop_at_report"))
 
-    @cached_property
-    def _compiler(self) -> Callable[..., Executable]:
+    def _compiler(self, config: StageConfig) -> Callable[..., Executable]:
         if self._stops_at_report:
             return ReportCompiler(self.target)
-        return partial(compile_program, fast_compile=True, count_work=self.target.rates is not None, options=self.target.compiler_options)
+        options = dict(self.target.compiler_options)
+        if self.target.platform == "cuda":
+            # Windows of the same layers have most kernels in common; what a kernel is made into has no part in any measurement.
+            name = content_hash([str(config.choice), config.microbatch_size])
+            options["xla_gpu_kernel_cache_file"] = str(Path(self._kernels.name, name))
+            options["xla_gpu_enable_llvm_module_compilation_parallelism"] = True  # without it the file is not read
+        return partial(compile_program, fast_compile=True, count_work=self.target.rates is not None, options=options)
+
+    @cached_property
+    def _kernels(self) -> tempfile.TemporaryDirectory[str]:
+        return tempfile.TemporaryDirectory(prefix="capture-kernels-")
 
     def traced(self, microbatch_size: int) -> TracedModel:
         """The model at a micro-batch size; traced once."""
@@ -131,52 +132,58 @@ class CompileBackend:
             ]
         )
 
+    def update_key(self, config: StageConfig) -> str:
+        """As ``key``, of the end of a step alone: it depends on the parameters, not on the layers or the micro-batch."""
+        config = _of_update(config)
+        traced, choice = self.traced(config.microbatch_size), config.choice
+        owned, borrowed = owned_and_borrowed(traced.graph, config.first, config.stop)
+        specs = self.sharding(config.microbatch_size).specs(choice.tensor_parallel)
+        params = [[self._optimizer.param_keys[p], str(specs[p]), p in owned] for p in (*owned, *borrowed)]
+        degrees = [choice.data_parallel, choice.tensor_parallel, choice.shard_optimizer]
+        return content_hash([self.provenance, "update", params, len(owned) < len(traced.graph.params), degrees])
+
     def measure(self, config: StageConfig) -> StageCost:
         """Compile a stage config, or take its measurement from the store.
 
         Raises:
             TargetError: as ``devices_of``.
         """
-        key = self.key(config)
-        found = self.store.get([key])
-        if key in found:
-            return StageCost.from_json(found[key])
-        start = time.perf_counter()
-        cost = self._compile(config)
-        self.store.put(key, cost.to_json(), provenance=self.provenance, seconds=time.perf_counter() - start)
-        return cost
+        return StageCost.from_json(
+            self._stored(self.key(config), lambda: self._programs(config).cost_given_update(self.measure_update(config)))
+        )
 
-    def _compile(self, config: StageConfig) -> StageCost:
+    def measure_update(self, config: StageConfig) -> UpdateCost:
+        """As ``measure``, of the end of a step alone."""
+        return UpdateCost.from_json(self._stored(self.update_key(config), lambda: self._programs(_of_update(config)).update_cost))
+
+    def _stored(self, key: str, compile_it: Callable[[], StageCost | UpdateCost]) -> dict[str, Any]:
+        found = self.store.get([key])
+        if key not in found:
+            start = time.perf_counter()
+            found = {key: compile_it().to_json()}
+            self.store.put(key, found[key], provenance=self.provenance, seconds=time.perf_counter() - start)
+        return found[key]
+
+    def _programs(self, config: StageConfig) -> StagePrograms:
         traced, choice = self.traced(config.microbatch_size), config.choice
         # A compiler that is stopped at its report is given programs for virtual CPU devices, which stand for the target's.
         devices = devices_of(Target.load("cpu") if self._stops_at_report else self.target, choice.num_devices)
         owned, _ = owned_and_borrowed(traced.graph, config.first, config.stop)
         rest = tuple(p for p in range(len(traced.graph.params)) if p not in set(owned))
-        update = SlicedOptimizer(self._optimizer, [owned, rest] if rest else [owned]).stages[0]
-        programs = StagePrograms(
+        return StagePrograms(
             traced.graph,
             traced.slice(config.first, config.stop),
             devices,
             choice.data_parallel,
             choice.tensor_parallel,
             self.sharding(config.microbatch_size).specs(choice.tensor_parallel),
-            update,
+            SlicedOptimizer(self._optimizer, [owned, rest] if rest else [owned]).stages[0],
             remat=choice.remat,
             shard_optimizer=choice.shard_optimizer,
-            compiler=self._compiler,
+            compiler=self._compiler(config),
         )
-        specs = self.sharding(config.microbatch_size).specs(choice.tensor_parallel)
-        keys = [(self._optimizer.param_keys[p], str(specs[p]), p in owned) for p in programs.params]
-        key = content_hash([keys, choice.data_parallel, choice.tensor_parallel, choice.shard_optimizer])
-        if key not in self._updates:
-            self._updates[key] = programs.update_cost
-        return programs.cost_given_update(self._updates[key])
 
-    def try_measure(self, config: StageConfig) -> StageCost | CompileFailure:
-        """As ``measure``; a stage that cannot be compiled is reported, not raised."""
-        try:
-            return self.measure(config)
-        except CaptureError as error:
-            return CompileFailure(config, str(error))
-        except Exception as error:  # a compiler or model error of one stage must not lose the others
-            return CompileFailure(config, f"{type(error).__name__}: {error}")
+
+def _of_update(config: StageConfig) -> StageConfig:
+    """A config whose end of a step is the same: replicas do alike, unless they share the optimizer's state."""
+    return config if config.choice.shard_optimizer else replace(config, choice=replace(config.choice, data_parallel=1, remat="none"))

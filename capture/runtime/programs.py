@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capture.graph import LayerGraph, Tensor
-from capture.interface import StageCost, owned_and_borrowed
+from capture.interface import StageCost, UpdateCost, owned_and_borrowed
 from capture.runtime.dataflow import DataFlow
 from capture.runtime.hlo_work import work_of
 from capture.runtime.optimizer import StageUpdate
@@ -89,17 +89,6 @@ def compile_program(
     )
     num_devices = max(len(leaf.sharding.device_set) for leaf in jax.tree.leaves((tuple(args), outputs)))
     return Executable(compiled, outputs, int(transient), work_of(compiled, lowered, num_devices) if count_work else None)
-
-
-@dataclass(frozen=True)
-class UpdateCost:
-    """The part of ``StageCost`` that depends on parameters and optimizer alone."""
-
-    update_bytes: int
-    optimizer_bytes: int
-    summarize_bytes: int
-    summary_bytes: int
-    update_work: ProgramWork | None = None
 
 
 @dataclass(frozen=True)
