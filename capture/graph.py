@@ -137,6 +137,10 @@ class LayerGraph:
     def _last_reader(self) -> dict[int, int]:
         return {value: layer.layer_id for layer in self.layers for value in layer.inputs}
 
+    def producer(self, value: int) -> int:
+        """The layer that makes a value."""
+        return self._producer[value]
+
     def crossing(self, cut: int) -> tuple[int, ...]:
         """Values made by layers before ``cut`` and read by layers from ``cut`` on, ascending.
 

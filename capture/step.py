@@ -12,7 +12,7 @@ books the same ledger. Slots are groups of arrays that live and die together, so
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from capture.ledger import Ledger
@@ -21,12 +21,21 @@ from capture.schedule import Schedule, Task
 
 @dataclass(frozen=True)
 class Slot:
-    """A group of arrays of one stage: per-device bytes, and what they are for."""
+    """A group of arrays of one stage: per-device bytes, and what they are for.
+
+    Attributes:
+        name: Unique in a step.
+        what: ``params``, ``optimizer``, ``gradients`` (all owned parameters), ``param``, ``gradient`` (one borrowed), ``residuals``,
+            ``batch``, ``input``, ``output``, ``input gradient``, ``output gradient`` or ``summary``.
+        key: Of the parameter, batch leaf or value, where it is one.
+    """
 
     name: str
     stage_id: int
     category: str
     nbytes: int
+    what: str
+    key: int | None = None
 
 
 @dataclass(frozen=True)
@@ -147,22 +156,32 @@ class StepProgram:
     persistent: dict[tuple[str, int], int] = field(default_factory=dict)
     num_passes: int = 0
 
-    def slot(self, name: str, stage_id: int, category: str, nbytes: int) -> int:
-        self.slots.append(Slot(name, stage_id, category, nbytes))
+    def slot(self, name: str, stage_id: int, category: str, nbytes: int, what: str, key: int | None = None) -> int:
+        self.slots.append(Slot(name, stage_id, category, nbytes, what, key))
         return len(self.slots) - 1
 
-    def keep(self, name: str, stage_id: int, category: str, nbytes: int) -> int:
+    def keep(self, what: str, stage_id: int, category: str, nbytes: int, key: int | None = None) -> int:
         """A slot that lives from before the step to after it."""
-        self.persistent[name, stage_id] = self.slot(f"{name}@{stage_id}", stage_id, category, nbytes)
+        name = what if key is None else f"{what}{key}"
+        self.persistent[name, stage_id] = self.slot(f"{name}@{stage_id}", stage_id, category, nbytes, what, key)
         return self.persistent[name, stage_id]
 
 
-def replay(program: StepProgram, num_devices: int, *, record_timeline: bool = False) -> Ledger:
+def replay(program: StepProgram, num_devices: int, *, record_timeline: bool = False, by_slot: bool = False) -> Ledger:
     """Book a step without allocating anything.
+
+    Args:
+        program: The step.
+        num_devices: Of the cluster.
+        record_timeline: As for ``Ledger``.
+        by_slot: Name the parts of a peak by slots instead of their categories.
 
     Returns:
         The ledger after the step: peaks per device with their parts.
     """
+    if by_slot:
+        slots = [replace(slot, category=slot.name) for slot in program.slots]
+        program = replace(program, slots=slots)
     ledger = Ledger(num_devices, record_timeline)
     for slot in program.persistent.values():
         hold(ledger, program, slot, "before the step")
@@ -210,8 +229,8 @@ def build_step(stages: Sequence[StageInterface], schedule: Schedule) -> StepProg
         program.keep("optimizer", s, "optimizer", stage.optimizer_bytes)
         program.keep("gradients", s, "gradients", stage.params_bytes)
         for p in stage.borrowed:
-            program.keep(f"param{p}", s, "parameters", stage.param_bytes[p])
-            program.keep(f"gradient{p}", s, "gradients", stage.param_bytes[p])
+            program.keep("param", s, "parameters", stage.param_bytes[p], p)
+            program.keep("gradient", s, "gradients", stage.param_bytes[p], p)
     passes = _Passes(program)
     for clock in schedule.clocks:
         transfers: dict[Task, list[Instruction]] = {task: [] for task in clock}
@@ -243,7 +262,7 @@ class _Passes:
         return (self._forward if task.kind == "forward" else self._backward)(task.stage_id, task.microbatch, transfers)
 
     def _new(self, what: str, category: str, s: int, m: int, key: int, nbytes: int) -> int:
-        slot = self.program.slot(f"{what}{key}.{m}@{s}", s, category, nbytes)
+        slot = self.program.slot(f"{what} {key}.{m}@{s}", s, category, nbytes, what, key)
         self.values[what, s, m, key] = slot
         return slot
 
@@ -299,7 +318,7 @@ class _Passes:
             self._take("output", s, m, stage.kept_outputs),
             self._take("residuals", s, m, [0]),
         )
-        cotangents = self._take("gradient", s, m, stage.cotangents)
+        cotangents = self._take("output gradient", s, m, stage.cotangents)
         gradients = tuple(self._new("input gradient", "sent gradients", s, m, v, stage.value_bytes[v]) for v in stage.input_gradients)
         accumulated = self._gradients(s)
         donated = (*kept[0], *kept[2], *kept[3], *cotangents, *accumulated)
@@ -308,10 +327,10 @@ class _Passes:
         for v in stage.received:
             if v in stage.differentiable:
                 made = v in stage.input_gradients
-                source = self.values.pop(("input gradient" if made else "gradient", s, m, v))
-                target = self._new("gradient", "received gradients", s - 1, m, v, self.stages[s - 1].value_bytes[v])
+                source = self.values.pop(("input gradient" if made else "output gradient", s, m, v))
+                target = self._new("output gradient", "received gradients", s - 1, m, v, self.stages[s - 1].value_bytes[v])
                 transfers += [Move(source, target, "value", v, f"send gradient {v}.{m} from stage {s} to {s - 1}"), Free((source,))]
-        assert not any(key[:3] == ("gradient", s, m) for key in self.values), f"{program.stages[s]} left a gradient behind"
+        assert not any(key[:3] == ("output gradient", s, m) for key in self.values), f"{program.stages[s]} left a gradient behind"
 
 
 def _updates(program: StepProgram) -> Iterator[Instruction]:
@@ -322,19 +341,19 @@ def _updates(program: StepProgram) -> Iterator[Instruction]:
     for p, owner in sorted(owner_of.items()):  # by parameter: the order in which the owner's programs take them
         for s, stage in enumerate(stages):
             if p in stage.borrowed:
-                slot = program.slot(f"gradient{p} of {s}@{owner}", owner, "received gradients", stages[owner].param_bytes[p])
+                slot = program.slot(f"gradient{p} of {s}@{owner}", owner, "received gradients", stages[owner].param_bytes[p], "gradient", p)
                 arrived[owner].append(slot)
                 yield Move(state[f"gradient{p}", s], slot, "param", p, f"send gradient of parameter {p} from stage {s} to {owner}")
     summaries = {}
     if any(stage.summary_bytes for stage in stages):
         for s, stage in enumerate(stages):
-            summaries[s, s] = program.slot(f"summary@{s}", s, "optimizer", stage.summary_bytes)
+            summaries[s, s] = program.slot(f"summary@{s}", s, "optimizer", stage.summary_bytes, "summary")
             read = ((state["params", s],), (state["optimizer", s],), (state["gradients", s],), tuple(arrived[s]))
             yield Run(s, "summarize", read, (summaries[s, s],), (), f"summarize gradients on stage {s}")
         for s in range(len(stages)):
             for t in range(len(stages)):
                 if s != t:
-                    summaries[s, t] = program.slot(f"summary of {s}@{t}", t, "optimizer", stages[s].summary_bytes)
+                    summaries[s, t] = program.slot(f"summary of {s}@{t}", t, "optimizer", stages[s].summary_bytes, "summary")
                     yield Move(summaries[s, s], summaries[s, t], "summary", s, f"send summary from stage {s} to {t}")
     for s, stage in enumerate(stages):
         borrowed = tuple(state[f"gradient{p}", s] for p in stage.borrowed)

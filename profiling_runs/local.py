@@ -28,13 +28,13 @@ class Job:
     Attributes:
         key: Of the measurement.
         config: What is measured.
-        part: All of a stage, or the end of a step alone.
+        part: All of a stage, the end of a step alone, or what the buffers of a stage are.
         known: Measurements that it builds on, by key.
     """
 
     key: str
     config: StageConfig
-    part: Literal["stage", "update"] = "stage"
+    part: Literal["stage", "update", "buffers"] = "stage"
     known: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -163,8 +163,8 @@ def _measure(backend: Any, job: Job) -> Measured:
     try:
         for key, value in job.known.items():
             backend.store.put(key, value, provenance={}, seconds=0)
-        measure = backend.measure if job.part == "stage" else backend.measure_update
-        return Measured(job.key, measure(job.config).to_json(), time.perf_counter() - start)
+        measure = {"stage": backend.measure, "update": backend.measure_update, "buffers": backend.measure_buffers}
+        return Measured(job.key, measure[job.part](job.config).to_json(), time.perf_counter() - start)
     except CaptureError as error:
         return Measured(job.key, None, time.perf_counter() - start, str(error))
     except Exception as error:

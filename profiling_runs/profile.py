@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
 
+from capture.attribution import StageBuffers
 from capture.choices import StageChoice, hybrid_choices
 from capture.cluster import Cluster
 from capture.errors import PlanError, ProfileError, TargetError, Violation
@@ -93,6 +94,21 @@ class Measurements:
         done = self._run(jobs, "optimizer updates") if jobs else ()
         known |= {result.key: result.value for result in done if result.value is not None}
         return [Job(key, config, known={keys[key]: known[keys[key]]} if keys[key] in known else {}) for key, config in missing.items()]
+
+    def buffers(self, configs: Sequence[StageConfig]) -> list[StageBuffers]:
+        """What the bytes of stage configs consist of; compiled once more, with the compiler's dump.
+
+        Raises:
+            ProfileError: ``verify-stage`` naming those that do not compile.
+        """
+        keys = [self.backend.buffers_key(config) for config in configs]
+        found = self.backend.store.get(keys)
+        missing = {key: Job(key, config, "buffers") for key, config in zip(keys, configs, strict=True) if key not in found}
+        for result in self._run(list(missing.values()), "buffers of the stages") if missing else ():
+            if result.value is None:
+                raise ProfileError.of(f"{missing[result.key].config} does not compile: {result.error}.", "verify-stage")
+            found[result.key] = result.value
+        return [StageBuffers.from_json(found[key]) for key in keys]
 
     def _run(self, jobs: Sequence[Job], what: str) -> Iterator[Measured]:
         self.progress(what, 0, len(jobs))

@@ -7,12 +7,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from capture.attribution import attribute
 from capture.cli import options as shared
 from capture.cli.output import emit, progress, table
 from capture.errors import ProfileError
 from capture.plan import Plan, Remat
 from capture.quantities import format_bytes
 from capture.schedule import SCHEDULES
+
+#: Largest buffers of a stage in the document, and in the text.
+NUM_BUFFERS, NUM_SHOWN = 50, 8
 
 NAME = "explain"
 HELP = "say who needs the memory, and what one change saves most"
@@ -37,25 +41,29 @@ def main(options: argparse.Namespace) -> int:
 
 def explain(plan: Plan, measurements: Any) -> dict[str, Any]:
     """The document of ``capture explain --json``: peaks with their parts, and every single change with what it saves."""
+    from profiling_runs.profile import stage_config
     from profiling_runs.verify import verify
 
-    ledger = verify(plan, measurements).ledger
+    verified = verify(plan, measurements)
+    ledger = verified.ledger
     peak = max(ledger.peak_bytes_per_device)
-    layers = [stage["layers_bytes"] for stage in plan.prediction["stages"]] if plan.prediction else None
-    stages = []
-    for s, stage in enumerate(plan.stages):
-        own = ledger.peaks[stage.devices[0]]
-        stages.append(
-            {
-                "stage_id": s,
-                "layers": list(stage.layers),
-                "devices": list(stage.devices),
-                "peak_bytes": own.peak_bytes,
-                "instant": own.instant,
-                "parts_bytes": own.parts,
-                "predicted_layers_bytes": None if layers is None else layers[s],
-            }
-        )
+    buffers = measurements.buffers([stage_config(stage, plan.microbatch_size) for stage in plan.stages])
+    graph = measurements.backend.traced(plan.microbatch_size).graph
+    attributions = attribute(verified.program, [(stage.first, stage.stop) for stage in plan.stages], graph, buffers)
+    stages = [
+        {
+            "stage_id": s,
+            "layers": list(stage.layers),
+            "devices": list(stage.devices),
+            "peak_bytes": found.peak.peak_bytes,
+            "instant": found.peak.instant,
+            "parts_bytes": found.peak.parts,
+            "layers_bytes": {str(layer): parts for layer, parts in found.layers.items()},
+            "attributed_fraction": found.attributed_fraction,
+            "buffers": [buffer.to_json() for buffer in found.buffers[:NUM_BUFFERS]],
+        }
+        for s, (stage, found) in enumerate(zip(plan.stages, attributions, strict=True))
+    ]
     changes: list[dict[str, Any]] = []
     for name, changed in _changes(plan):
         try:
@@ -106,15 +114,9 @@ def as_text(document: dict[str, Any]) -> str:
         for stage in document["stages"]
     ]
     lines = [table(header, rows)]
-    if document["stages"][0]["predicted_layers_bytes"] is not None:
-        per_layer = [
-            (sum(parts.values()), stage["layers"][0] + i, max(parts, key=parts.__getitem__))
-            for stage in document["stages"]
-            for i, parts in enumerate(stage["predicted_layers_bytes"])
-            if parts
-        ]
-        heaviest = sorted(per_layer, reverse=True)[:5]
-        lines.append("heaviest layers (predicted): " + ", ".join(f"{layer} {format_bytes(n)} ({c})" for n, layer, c in heaviest))
+    worst = max(document["stages"], key=lambda stage: stage["peak_bytes"])
+    lines.append(f"stage {worst['stage_id']} at its peak ({worst['attributed_fraction']:.1%} of it is known to be of a layer):")
+    lines += [_heaviest_layers(worst), _largest_buffers(worst)]
     saving = [change for change in document["changes"] if change["saves_bytes"] > 0]
     if saving:
         lines.append(table(["one change", "peak per device", "saves"], [_change_row(change) for change in saving]))
@@ -122,6 +124,28 @@ def as_text(document: dict[str, Any]) -> str:
     if tried:
         lines.append(f"no saving: {', '.join(tried)}")
     return "\n".join(lines)
+
+
+def _heaviest_layers(stage: dict[str, Any]) -> str:
+    by_layer = sorted(stage["layers_bytes"].items(), key=lambda item: -sum(item[1].values()))[:NUM_SHOWN]
+    categories = sorted({category for _, parts in by_layer for category in parts})
+    rows = [
+        [layer, format_bytes(sum(parts.values())), *(format_bytes(parts.get(category, 0)) for category in categories)]
+        for layer, parts in by_layer
+    ]
+    return table(["heaviest layers", "together", *categories], rows)
+
+
+def _largest_buffers(stage: dict[str, Any]) -> str:
+    alike: dict[tuple[Any, ...], int] = {}
+    for buffer in stage["buffers"]:  # micro-batches in flight hold the same buffers
+        key = (buffer["bytes"], buffer["category"], buffer["layer"], buffer["what"], buffer["source"])
+        alike[key] = alike.get(key, 0) + 1
+    rows = [
+        [format_bytes(nbytes) + (f" x {count}" if count > 1 else ""), category, "-" if layer is None else layer, what, source or "-"]
+        for (nbytes, category, layer, what, source), count in sorted(alike.items(), key=lambda item: -item[0][0] * item[1])[:NUM_SHOWN]
+    ]
+    return table(["largest buffers", "category", "layer", "what", "line"], rows)
 
 
 def _change_row(change: dict[str, Any]) -> list[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from capture import environment
+from capture.attribution import StageBuffers
 from capture.graph import content_hash
 from capture.interface import StageCost, UpdateCost, owned_and_borrowed
 from capture.profile import StageConfig
@@ -156,7 +157,16 @@ class CompileBackend:
         """As ``measure``, of the end of a step alone."""
         return UpdateCost.from_json(self._stored(self.update_key(config), lambda: self._programs(_of_update(config)).update_cost))
 
-    def _stored(self, key: str, compile_it: Callable[[], StageCost | UpdateCost]) -> dict[str, Any]:
+    def buffers_key(self, config: StageConfig) -> str:
+        """As ``key``, of what the buffers of a stage are: also what its layers are called and where they stand in the model."""
+        layers = self.traced(config.microbatch_size).slice(config.first, config.stop)
+        return content_hash([self.key(config), "buffers", config.first, layers.sources])
+
+    def measure_buffers(self, config: StageConfig) -> StageBuffers:
+        """As ``measure``: which buffers the bytes consist of, and which layer they belong to."""
+        return StageBuffers.from_json(self._stored(self.buffers_key(config), lambda: self._programs(config, name_buffers=True).buffers))
+
+    def _stored(self, key: str, compile_it: Callable[[], StageCost | UpdateCost | StageBuffers]) -> dict[str, Any]:
         found = self.store.get([key])
         if key not in found:
             start = time.perf_counter()
@@ -164,7 +174,7 @@ class CompileBackend:
             self.store.put(key, found[key], provenance=self.provenance, seconds=time.perf_counter() - start)
         return found[key]
 
-    def _programs(self, config: StageConfig) -> StagePrograms:
+    def _programs(self, config: StageConfig, *, name_buffers: bool = False) -> StagePrograms:
         traced, choice = self.traced(config.microbatch_size), config.choice
         # A compiler that is stopped at its report is given programs for virtual CPU devices, which stand for the target's.
         devices = devices_of(Target.load("cpu") if self._stops_at_report else self.target, choice.num_devices)
@@ -181,6 +191,7 @@ class CompileBackend:
             remat=choice.remat,
             shard_optimizer=choice.shard_optimizer,
             compiler=self._compiler(config),
+            name_buffers=name_buffers,
         )
 
 

@@ -20,10 +20,12 @@ import jax.export
 from jax.sharding import NamedSharding
 
 from capture import environment
+from capture.attribution import Buffer
 from capture.errors import TargetError
 from capture.profiler.report import MemoryReport, read_program, read_report
+from capture.runtime.hlo_buffers import read_buffers
 from capture.runtime.hlo_work import work_of_text
-from capture.runtime.programs import Executable, compile_program
+from capture.runtime.programs import Executable, LayerOf, compile_program
 from capture.target import Target
 
 #: Between two looks at the dump.
@@ -42,7 +44,13 @@ class ReportCompiler:
         self.target, self._timeout_seconds = target, timeout_seconds
 
     def __call__(
-        self, function: Callable[..., Any], args: Sequence[Any], *, donate: Sequence[int] = (), out_shardings: Any = None
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        *,
+        donate: Sequence[int] = (),
+        out_shardings: Any = None,
+        layer_of: LayerOf | None = None,
     ) -> Executable:
         """Compile for abstract arguments on a mesh of virtual CPU devices, which stand for the target's.
 
@@ -68,11 +76,11 @@ class ReportCompiler:
             "options": self.target.compiler_options,
             "donated": [i for i, position in enumerate(_positions(args)) if position in donate],
         }
-        report, program = self._run(job)
+        report, program, buffers = self._run(job, layer_of)
         work = work_of_text(program) if program is not None else None
-        return Executable(_cannot_run, outputs, report.transient_bytes, work, report.output_bytes)
+        return Executable(_cannot_run, outputs, report.transient_bytes, work, report.output_bytes, buffers)
 
-    def _run(self, job: dict[str, Any]) -> tuple[MemoryReport, str | None]:
+    def _run(self, job: dict[str, Any], layer_of: LayerOf | None) -> tuple[MemoryReport, str | None, tuple[Buffer, ...]]:
         with tempfile.TemporaryDirectory(prefix="capture-report-") as name:
             folder = Path(name)
             (folder / "job").write_bytes(pickle.dumps(job))
@@ -82,6 +90,7 @@ class ReportCompiler:
             try:
                 report = self._wait(child, folder / "dump")
                 program = read_program(folder / "dump") if report else None
+                buffers = read_buffers(folder / "dump", layer_of) if report and layer_of else ()
             finally:
                 child.kill()
                 child.wait()
@@ -91,7 +100,7 @@ class ReportCompiler:
                     f"the compiler of target={self.target.name!r} ended without a memory report: {said[-1] if said else 'no message'}.",
                     "target-report",
                 )
-            return report, program
+            return report, program, buffers
 
     def _wait(self, child: subprocess.Popen[bytes], folder: Path) -> MemoryReport | None:
         deadline = time.monotonic() + self._timeout_seconds

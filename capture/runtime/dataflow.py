@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax
 from jax.extend import core as jex_core
 
 from capture.graph import content_hash
+from capture.tracing.source import at_source
 
 _INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
 
@@ -67,6 +69,11 @@ class DataFlow:
     def _position(self) -> dict[Any, int]:
         return {out: i for i, equation in enumerate(self._jaxpr.eqns) for out in equation.outvars}
 
+    def maker(self, var: Any) -> Any | None:
+        """The equation that makes a value; None if it is an input or a constant."""
+        at = self.order(var)
+        return self._jaxpr.eqns[at] if at >= 0 else None
+
     def order(self, var: Any) -> int:
         """Position of a value in program order; inputs come first."""
         return self._position.get(var, -1)
@@ -93,8 +100,13 @@ class DataFlow:
         return [read(v) for v in wanted]
 
 
+def _at_source(equation: Any) -> AbstractContextManager[Any]:
+    return at_source(equation.source_info.traceback, equation.source_info.name_stack)
+
+
 def _bind(equation: Any, args: Sequence[Any], values: dict[Any, Any]) -> None:
-    results = equation.primitive.bind(*args, **equation.primitive.get_bind_params(equation.params))
+    with _at_source(equation):
+        results = equation.primitive.bind(*args, **equation.primitive.get_bind_params(equation.params))
     values.update(zip(equation.outvars, results if equation.primitive.multiple_results else [results], strict=True))
 
 
@@ -111,5 +123,7 @@ def _evaluate_inlined(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) ->
             _bind(equation, inputs, values)
         else:
             inner, inner_consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
-            values.update(zip(equation.outvars, _evaluate_inlined(inner, inner_consts, inputs), strict=True))
+            with _at_source(equation):
+                results = _evaluate_inlined(inner, inner_consts, inputs)
+            values.update(zip(equation.outvars, results, strict=True))
     return [read(v) for v in jaxpr.outvars]

@@ -8,10 +8,13 @@ pass, so that neither is stored once per micro-batch. ``jax.checkpoint`` around 
 
 from __future__ import annotations
 
+import re
+import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,19 +23,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from capture.attribution import Buffer, StageBuffers
 from capture.graph import LayerGraph, Tensor
 from capture.interface import StageCost, UpdateCost, owned_and_borrowed
 from capture.runtime.dataflow import DataFlow
+from capture.runtime.hlo_buffers import read_buffers
 from capture.runtime.hlo_work import work_of
 from capture.runtime.optimizer import StageUpdate
 from capture.runtime.sharding import struct_of
 from capture.tracing import StageSlice
+from capture.tracing.source import layer_of_scope, line_of, operation_name
 from capture.work import ProgramWork
 
 DATA_AXIS, MODEL_AXIS = "data", "model"
 
 #: Leave out optimisations of machine code: half the compile time, byte-identical buffer assignment.
 _MEASURING_OPTIONS: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+_ARGUMENT = re.compile(r"(\w+)\[(\d+)\]")
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +54,7 @@ class Executable:
         transient_bytes: Per device, temporaries + outputs - aliased inputs.
         work: What it computes, reads and sends, if asked for.
         output_bytes: Per device, of all results as they are allocated, where that is more than their elements (padded tiles of a TPU).
+        buffers: Temporaries and results at the program's peak, if asked for.
     """
 
     call: Callable[..., Any]
@@ -52,6 +62,11 @@ class Executable:
     transient_bytes: int
     work: ProgramWork | None = None
     output_bytes: int | None = None
+    buffers: tuple[Buffer, ...] = ()
+
+
+#: The layer that the name of an operation or an argument in a compiled program tells of.
+LayerOf = Callable[[str], "int | None"]
 
 
 def compile_program(
@@ -63,6 +78,7 @@ def compile_program(
     fast_compile: bool = False,
     count_work: bool = False,
     options: Mapping[str, Any] | None = None,
+    layer_of: LayerOf | None = None,
 ) -> Executable:
     """Compile for abstract arguments; nothing is allocated.
 
@@ -74,13 +90,19 @@ def compile_program(
         fast_compile: Skip what takes the compiler long and changes no buffer: the program runs, but slowly.
         count_work: Also find out what the program computes, reads and sends.
         options: Of XLA.
+        layer_of: Also find out what buffers the program holds at its peak, and of which layer they are.
     """
     jitted = jax.jit(function, donate_argnums=tuple(donate), **({} if out_shardings is None else {"out_shardings": out_shardings}))
     with warnings.catch_warnings():
         # Residuals are donated to be freed, whether or not an output fits into them.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         lowered = jitted.lower(*args)
-        compiled = lowered.compile(compiler_options={**(_MEASURING_OPTIONS if fast_compile else {}), **(options or {})} or None)
+        chosen = {**(_MEASURING_OPTIONS if fast_compile else {}), **(options or {})}
+        with tempfile.TemporaryDirectory(prefix="capture-dump-") as folder:
+            if layer_of is not None:
+                chosen |= {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+            compiled = lowered.compile(compiler_options=chosen or None)
+            buffers = () if layer_of is None else read_buffers(Path(folder), layer_of)
     memory = compiled.memory_analysis()
     assert memory is not None, "XLA reports the memory of a program on CPU, GPU and TPU"
     transient = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -88,7 +110,8 @@ def compile_program(
         lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding), lowered.out_info, compiled.output_shardings
     )
     num_devices = max(len(leaf.sharding.device_set) for leaf in jax.tree.leaves((tuple(args), outputs)))
-    return Executable(compiled, outputs, int(transient), work_of(compiled, lowered, num_devices) if count_work else None)
+    work = work_of(compiled, lowered, num_devices) if count_work else None
+    return Executable(compiled, outputs, int(transient), work, buffers=buffers)
 
 
 @dataclass(frozen=True)
@@ -114,6 +137,7 @@ class StagePrograms:
         num_arriving: Per owned parameter that later stages borrow, how many do.
         num_microbatches: The loss of a micro-batch counts 1 / num_microbatches.
         compiler: ``compile_program``, or another that takes its arguments.
+        name_buffers: Have the compiler say what each program holds at its peak (``buffers``).
     """
 
     def __init__(
@@ -131,8 +155,9 @@ class StagePrograms:
         num_arriving: dict[int, int] | None = None,
         num_microbatches: int = 1,
         compiler: Callable[..., Executable] = compile_program,
+        name_buffers: bool = False,
     ):
-        self._compiler = compiler
+        self._compiler = partial(compiler, layer_of=self._layer_of) if name_buffers else compiler
         self.graph, self.layers, self.optimizer, self.remat = graph, layers, update, remat
         self.data_parallel, self.num_microbatches = data_parallel, num_microbatches
         self.mesh = Mesh(np.asarray(devices).reshape(data_parallel, tensor_parallel), (DATA_AXIS, MODEL_AXIS))
@@ -403,6 +428,52 @@ class StagePrograms:
             backward_work=backward.work,
             update_work=update.update_work,
         )
+
+    @property
+    def buffers(self) -> StageBuffers:
+        """What the bytes of ``cost`` consist of: compiles every program, which must have been asked to name their buffers."""
+        compiled = {"forward": self.forward, "backward": self.backward, "summarize": self.summarize, "update": self.update}
+        kept, outputs = self.forward.outputs[1], self._saving_all.outputs[len(self.layers.outputs) :]
+        residuals = [self._origin(outputs[i], shard_bytes(struct)) for i, struct in zip(self._stored, kept, strict=True)]
+        optimizer = [self._of_state(leaf, struct) for leaf, struct in zip(self.optimizer.state, self.state_structs(), strict=True)]
+        named = {name: program.buffers for name, program in compiled.items() if program is not None}
+        return StageBuffers(tuple(optimizer), tuple(residuals), named)
+
+    def _origin(self, value: Any, nbytes: int) -> Buffer:
+        """Of a residual: the operation that makes it."""
+        equation = self._saving_all.maker(value)
+        if equation is None:
+            return Buffer(nbytes, "activations", None, "residual")
+        scope = f"{equation.source_info.name_stack}/{equation.primitive.name}"
+        return Buffer(nbytes, "activations", layer_of_scope(scope), operation_name(scope), line_of(equation.source_info.traceback))
+
+    def _of_state(self, leaf: int, struct: jax.ShapeDtypeStruct) -> Buffer:
+        param = self.optimizer.param_of_state.get(leaf)
+        layer = None if param is None else self.graph.param_owner(param)
+        return Buffer(shard_bytes(struct), "optimizer", layer, "state" if param is None else f"state of {self.graph.params[param].name}")
+
+    def _layer_of(self, name: str) -> int | None:
+        """The layer that an operation in a scope, or an argument of a program, belongs to."""
+        layer, argument = layer_of_scope(name), _ARGUMENT.fullmatch(name)
+        if layer is not None or argument is None:
+            return layer
+        group, index = argument[1], int(argument[2])
+        match group:
+            case "params" | "accumulated":
+                return self.graph.param_owner(self.params[index])
+            case "gradients":
+                return self.graph.param_owner(self.owned[index])
+            case "state":
+                param = self.optimizer.param_of_state.get(self.optimizer.state[index])
+                return None if param is None else self.graph.param_owner(param)
+            case "residuals":
+                return self._origin(self._saving_all.outputs[len(self.layers.outputs) + self._stored[index]], 0).layer
+            case "inputs" | "batch":
+                return self.layers.first
+            case "outputs" | "cotangents":
+                return self.layers.stop - 1
+            case _:
+                return None
 
     @staticmethod
     def _residual_bytes(forward: Executable) -> int:

@@ -52,6 +52,7 @@ class Op:
         context: JAX's context of the equation (``compute_on`` and the like).
         has_effects: Kept even if nobody reads its outputs.
         scope: Name scopes around it, joined with ``/``.
+        traceback: Where the model calls it.
         regions: The remat regions around it, outermost first.
         flops: Forward floating-point operations.
     """
@@ -63,6 +64,7 @@ class Op:
     context: Any
     has_effects: bool
     scope: str
+    traceback: Any
     regions: tuple[RematRegion, ...]
     flops: int
 
@@ -76,6 +78,7 @@ class Op:
             equation.ctx,
             bool(equation.effects),
             scope,
+            equation.source_info.traceback,
             regions,
             equation_flops(equation),
         )

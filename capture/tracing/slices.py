@@ -14,6 +14,7 @@ from jax.extend import core as jex_core
 from capture.errors import TracingError
 from capture.tracing.layers import LayerOps
 from capture.tracing.program import Op
+from capture.tracing.source import at_source, layer_scope, line_of
 
 #: What a stage may keep of each layer for the backward pass, by the name of the mode; "none" recomputes nothing.
 REMAT_POLICIES: Mapping[str, Callable[..., Any]] = {
@@ -42,6 +43,10 @@ class LayerFunction:
         last_read = {v: i for i, op in enumerate(layer.ops) for v in op.reads}
         last_read.update(dict.fromkeys(layer.outputs, len(layer.ops)))
         self._steps = _nest(list(enumerate(layer.ops)), last_read, frozenset(layer.consts), depth=0)
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        return tuple(self._layer.ops)
 
     def __call__(self, params: Sequence[Any], inputs: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
         layer = self._layer
@@ -81,7 +86,7 @@ def _run(steps: Iterable[Op | _Region], env: dict[int, Any], consts: Mapping[int
             env.update(zip(step.outputs, region([env[v] for v in step.inputs]), strict=True))
             continue
         arguments = [v.val if isinstance(v, jex_core.Literal) else env[v] for v in step.inputs]
-        with step.context.manager:
+        with at_source(step.traceback, step.scope), step.context.manager:
             result = step.primitive.bind(*arguments, **step.primitive.get_bind_params(step.params))
         env.update(zip(step.outputs, result if step.primitive.multiple_results else [result], strict=True))
 
@@ -125,6 +130,11 @@ class StageSlice:
     key: str
     calls: tuple[LayerCall, ...]
 
+    @property
+    def sources(self) -> list[tuple[str, str]]:
+        """Name scopes and line of the model, per operation: no part of ``key``."""
+        return [(op.scope, line_of(op.traceback)) for call in self.calls for op in call.function.ops]
+
     def __call__(self, params: Sequence[Any], inputs: Sequence[Any], batch: Sequence[Any], *, remat: str = "none") -> list[Any]:
         """Run the layers.
 
@@ -146,8 +156,9 @@ class StageSlice:
         of_param = dict(zip(self.params, params, strict=True))
         of_batch = dict(zip(self.batch, batch, strict=True))
         values = dict(zip(self.inputs, inputs, strict=True))
-        for call in self.calls:
+        for layer, call in enumerate(self.calls, start=self.first):
             run = call.function if remat == "none" else jax.checkpoint(jax.jit(call.function), policy=REMAT_POLICIES[remat])
-            made = run([of_param[p] for p in call.params], [values[v] for v in call.inputs], [of_batch[b] for b in call.batch])
+            with layer_scope(layer):
+                made = run([of_param[p] for p in call.params], [values[v] for v in call.inputs], [of_batch[b] for b in call.batch])
             values.update(zip(call.outputs, made, strict=True))
         return [values[v] for v in self.outputs]
