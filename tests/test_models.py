@@ -44,10 +44,13 @@ NUM_PARAMETERS = {
     ("wide_resnet", "500M"): 495_046_176,
     ("wide_resnet", "1B"): 1_005_653_184,
     ("wide_resnet", "2B"): 1_965_011_008,
+    ("llama", "tiny"): 427_072,
+    ("llama", "8B"): 8_030_261_248,
+    ("llama", "70B"): 70_553_706_496,
     ("unet", "tiny"): 29_688,
     ("unet", "31M"): 31_037_698,
 }
-TINY_CLASSES = {"gpt": 256, "moe": 256, "wide_resnet": 16, "unet": 8}
+TINY_CLASSES = {"gpt": 256, "llama": 256, "moe": 256, "wide_resnet": 16, "unet": 8}
 
 
 @cache
@@ -58,7 +61,7 @@ def load(model: str, query: str = "size=tiny") -> Workload:
 
 def small(model: str, options: str = "") -> Workload:
     """The tiny model; a transformer with two blocks, which have every part of it and are compiled in a fraction of the time."""
-    return load(model, f"size=tiny{'&num_layers=2' if model in ('gpt', 'moe') else ''}{options}")
+    return load(model, f"size=tiny{'&num_layers=2' if model in ('gpt', 'llama', 'moe') else ''}{options}")
 
 
 @cache
@@ -131,6 +134,7 @@ def test_published_parameter_counts():
         ("gpt", "size=tiny", 8),
         ("gpt", "size=2.6B", 32),
         ("gpt", "size=6.7B&num_layers=3&tied=true", 3),
+        ("llama", "size=70B", 80),
         ("moe", "size=tiny", 4),
         ("moe", "size=7.1B", 16),
         ("wide_resnet", "size=tiny", 4),
@@ -211,7 +215,7 @@ def loss_and_mean_of_halves(workload: Workload, params: Any, batch: Any) -> tupl
     return float(loss_fn(params, batch)), (first + second) / 2
 
 
-@pytest.mark.parametrize("model", ["gpt", "moe", "unet"])
+@pytest.mark.parametrize("model", ["gpt", "llama", "moe", "unet"])
 def test_loss_is_the_mean_over_micro_batches(model):
     whole, halves = loss_and_mean_of_halves(small(model), tiny_params(model), tiny_batch(model))
     np.testing.assert_allclose(whole, halves, rtol=1e-5)
@@ -287,6 +291,37 @@ def test_gpt_reads_no_later_token(monkeypatch):
     before, after = np.asarray(logits(tokens)), np.asarray(logits(changed))
     np.testing.assert_array_equal(before[:20], after[:20])
     assert (before[20:] != after[20:]).any(-1).all()
+
+
+def test_grouped_attention_against_sums_over_heads_and_positions(monkeypatch):
+    """Rotary positions as turns of complex numbers, a query head at a time."""
+    llama = import_model("llama", monkeypatch)
+    config = replace(llama.SIZES["tiny"], seq_len=6)
+    x = np.asarray(jax.random.normal(KEY, (1, 6, 64)), np.float64)
+    weights = {
+        name: np.asarray(jax.random.normal(jax.random.key(i), shape), np.float64) / 8
+        for i, (name, shape) in enumerate(
+            {"query": (64, 2, 2, 16), "key": (64, 2, 16), "value": (64, 2, 16), "out": (2, 2, 16, 64)}.items()
+        )
+    }
+    params = {name: {"kernel": jnp.asarray(kernel, jnp.float32)} for name, kernel in weights.items()}
+    made = llama.GroupedAttention(config).apply({"params": params}, jnp.asarray(x, jnp.float32))
+
+    def turned(features):  # [S, K]
+        pairs = features[:, :8] + 1j * features[:, 8:]
+        angles = np.arange(6)[:, None] * config.rotary_base ** (-np.arange(8) / 8)
+        pairs = pairs * np.exp(1j * angles)
+        return np.concatenate([pairs.real, pairs.imag], axis=1)
+
+    expected = np.zeros((6, 64))
+    for group in range(2):
+        key, value = turned(x[0] @ weights["key"][:, group]), x[0] @ weights["value"][:, group]
+        for head in range(2):
+            scores = turned(x[0] @ weights["query"][:, group, head]) @ key.T / 4
+            scores[np.triu_indices(6, 1)] = -np.inf
+            shares = np.exp(scores - scores.max(1, keepdims=True))
+            expected += (shares / shares.sum(1, keepdims=True)) @ value @ weights["out"][group, head]
+    np.testing.assert_allclose(made[0], expected, atol=2e-5)
 
 
 def test_tied_head_has_no_weights_of_its_own():

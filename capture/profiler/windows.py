@@ -21,7 +21,9 @@ ANCHOR_LENGTHS = (8, 16)
 def window_configs(
     num_layers: int, choices: Iterable[StageChoice], microbatch_sizes: Sequence[int], num_neighbours: int = DEFAULT_NEIGHBOURS
 ) -> list[StageConfig]:
-    """All windows of 1 to ``num_neighbours`` + 1 layers, and the longer anchors at the largest micro-batch size.
+    """All windows of 1 to ``num_neighbours`` + 1 layers, and the longer anchors, at the largest micro-batch size.
+
+    Smaller sizes only tell how a layer grows with the micro-batch: there, windows of up to ``num_neighbours`` layers do (two at least).
 
     Args:
         num_layers: L.
@@ -33,11 +35,13 @@ def window_configs(
         >>> len(window_configs(4, [StageChoice()], [8], num_neighbours=1))
         7
     """
-    short = range(1, num_neighbours + 2)
+    longest = num_neighbours + 1
+    of_largest = [*range(1, longest + 1), *(n for n in ANCHOR_LENGTHS if longest < n <= num_layers)]
+    of_smaller = range(1, max(2, num_neighbours) + 1)
     configs = []
     for size in sorted(microbatch_sizes):
-        anchors = [n for n in ANCHOR_LENGTHS if n > num_neighbours + 1 and n <= num_layers] if size == max(microbatch_sizes) else []
-        ranges = [(first, first + n) for n in (*short, *anchors) for first in range(num_layers - n + 1)]
+        lengths = of_largest if size == max(microbatch_sizes) else of_smaller
+        ranges = [(first, first + n) for n in lengths for first in range(num_layers - n + 1)]
         configs += [StageConfig(*layers, choice, size) for choice in choices if size % choice.data_parallel == 0 for layers in ranges]
     return configs
 
