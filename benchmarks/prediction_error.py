@@ -1,6 +1,10 @@
 """How far predicted peaks are from compiled truth, per model family: the paper's Figure 7 for the default mode and the paper's.
 
     python benchmarks/prediction_error.py --plans 200 -o benchmarks/results/2026-01-31-prediction-error.json
+    python benchmarks/prediction_error.py --target a100-40g --clusters 4x4 -o benchmarks/results/2026-01-31-prediction-error-a100-40g.json
+
+Models and batches are those of the paper's Table I. On an accelerator the transformers compute in bf16, with float32 parameters and AdamW
+state.
 
 Every family is one ``capture evaluate`` per cluster (see there how plans are drawn and which predictions do not count). Compiled stages
 are kept in the store, so an interrupted benchmark resumes.
@@ -17,6 +21,7 @@ import json
 import os
 import platform
 import sys
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -25,18 +30,39 @@ from capture import environment
 from capture.cli.main import main as capture
 from capture.cli.output import table
 
+
+@dataclass(frozen=True)
+class Family:
+    """A model of Table I with its batch."""
+
+    workload: str
+    global_batch: int
+    microbatches: int
+    dtype: str = "float32"
+
+    def workload_on(self, target: str) -> str:
+        """The workload's name on a target."""
+        return self.workload if target == "cpu" or self.dtype == "float32" else f"{self.workload}&dtype={self.dtype}"
+
+
 FAMILIES = {
-    "gpt": "models/gpt.py:gpt?size=2.6B",
-    "moe": "models/moe.py:moe?size=2.4B",
-    "wide_resnet": "models/wide_resnet.py:wide_resnet?size=1B",
+    "gpt": Family("models/gpt.py:gpt?size=2.6B", 1024, 64, "bfloat16"),
+    "moe": Family("models/moe.py:moe?size=2.4B", 1024, 32, "bfloat16"),
+    "wide_resnet": Family("models/wide_resnet.py:wide_resnet?size=1B", 768, 24),
 }
-TARGETS = {"mean_abs_error_fraction": 0.02, "within_5pct": 0.95, "max_abs_error_fraction": 0.10, "interval_coverage_fraction": 0.95}
+
+
+def wanted(target: str) -> dict[str, float]:
+    """What the predictor should reach: a compiler that is not the host's may deviate a little more."""
+    mean = 0.02 if target == "cpu" else 0.025
+    return {"mean_abs_error_fraction": mean, "within_5pct": 0.95, "max_abs_error_fraction": 0.10, "interval_coverage_fraction": 0.95}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", choices=tuple(FAMILIES), default=tuple(FAMILIES))
     parser.add_argument("--clusters", nargs="+", default=("2x4", "4x4"), metavar="NxG")
+    parser.add_argument("--target", default="cpu", help="what is compiled for (default: %(default)s)")
     parser.add_argument("--plans", type=int, default=200, help="per family and cluster (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--remat", default="none")
@@ -51,7 +77,7 @@ def main() -> int:
         "date": date.today().isoformat(),
         "hardware": {"processor": platform.machine(), "cores": os.cpu_count()},
         "versions": environment.versions(),
-        "targets": TARGETS,
+        "targets": wanted(options.target),
         "rows": rows,
     }
     if options.output:
@@ -62,7 +88,10 @@ def main() -> int:
 
 def evaluate(family: str, cluster: str, options: argparse.Namespace) -> dict[str, Any]:
     """One ``capture evaluate``."""
-    arguments = ["evaluate", FAMILIES[family], "--cluster", cluster, "--plans", str(options.plans), "--seed", str(options.seed)]
+    asked = FAMILIES[family]
+    arguments = ["evaluate", asked.workload_on(options.target), "--cluster", cluster, "--target", options.target]
+    arguments += ["--global-batch", str(asked.global_batch), "--microbatches", str(asked.microbatches)]
+    arguments += ["--plans", str(options.plans), "--seed", str(options.seed)]
     arguments += ["--remat", options.remat, "--workers", str(options.workers), "--json"]
     arguments += ["--store", str(options.store)] if options.store else []
     printed = io.StringIO()
