@@ -6,6 +6,7 @@ running program holds itself is read from the compiler's dump (``capture.runtime
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -105,6 +106,59 @@ class Attribution:
                 parts = found.setdefault(buffer.layer, {})
                 parts[buffer.category] = parts.get(buffer.category, 0) + buffer.nbytes
         return dict(sorted(found.items()))
+
+
+@dataclass(frozen=True)
+class BufferGroup:
+    """Buffers alike: the same size, category, line and operation, of several layers or micro-batches.
+
+    Attributes:
+        nbytes: Of one.
+        count: How many.
+        category, source: As of a ``Buffer``.
+        what: The operation or parameter; ``*`` where the names differ by a number.
+        layers: Ascending; empty if nothing tells.
+    """
+
+    nbytes: int
+    count: int
+    category: str
+    what: str
+    source: str
+    layers: tuple[int, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return self.nbytes * self.count
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "bytes": self.nbytes,
+            "count": self.count,
+            "category": self.category,
+            "what": self.what,
+            "source": self.source,
+            "layers": list(self.layers),
+        }
+
+
+def group(buffers: Iterable[Buffer]) -> list[BufferGroup]:
+    """Buffers that are alike together, the most bytes first.
+
+    Example:
+        >>> [alike] = group([Buffer(8, "activations", layer, f"block_{layer}/mul", "model.py:3") for layer in (0, 1)])
+        >>> alike.what, alike.count, alike.layers
+        ('block_*/mul', 2, (0, 1))
+    """
+    members_of: dict[tuple[Any, ...], list[Buffer]] = {}
+    for buffer in buffers:
+        members_of.setdefault((buffer.nbytes, buffer.category, re.sub(r"\d+", "*", buffer.what), buffer.source), []).append(buffer)
+    groups = []
+    for (nbytes, category, pattern, source), members in members_of.items():
+        names = {buffer.what for buffer in members}
+        layers = tuple(sorted({buffer.layer for buffer in members if buffer.layer is not None}))
+        groups.append(BufferGroup(nbytes, len(members), category, names.pop() if len(names) == 1 else pattern, source, layers))
+    return sorted(groups, key=lambda alike: -alike.total_bytes)
 
 
 def attribute(

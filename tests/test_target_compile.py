@@ -41,7 +41,9 @@ graph = backend.traced(8).graph
 rows = {}
 for name, config in {"one": StageConfig(2, 3, StageChoice(1, 1), 8), "split": StageConfig(2, 3, StageChoice(2, 2), 8)}.items():
     rows[name] = backend.measure(config).to_json()
-print(json.dumps({"flops": graph.layers[2].flops, "rows": rows, "provenance": backend.provenance}))
+buffers = backend.measure_buffers(StageConfig(0, 8, StageChoice(2, 1), 8)).to_json()
+cost = backend.measure(StageConfig(0, 8, StageChoice(2, 1), 8)).to_json()
+print(json.dumps({"flops": graph.layers[2].flops, "rows": rows, "provenance": backend.provenance, "buffers": buffers, "cost": cost}))
 """
 
 
@@ -79,6 +81,20 @@ def test_kept_activations_are_the_same_arrays_on_every_target(measured, name):
         assert kept == exact if Target.load(name).platform != "tpu" else exact <= kept < 4 * exact
         assert found[row]["optimizer_bytes"] == cpu[row]["optimizer_bytes"]
         assert found[row]["forward_bytes"] >= kept
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_temporaries_are_attributed_to_layers_and_lines(measured, name):
+    document = measured(name)
+    padded = Target.load(name).platform == "tpu"  # and a model so small lives in vector memory
+    for program in ("forward", "backward"):
+        found, held = document["buffers"]["programs"][program], document["cost"][f"{program}_bytes"]
+        of_layers = sum(buffer["bytes"] for buffer in found if buffer["layer"] is not None)
+        assert (0 if padded else 0.9) * held < of_layers <= held
+        lines = sum(buffer["bytes"] for buffer in found if buffer["source"].startswith("models/"))
+        assert lines > 0.8 * of_layers or padded
+    kept = sum(buffer["bytes"] for buffer in document["buffers"]["residuals"])
+    assert kept <= document["cost"]["residual_bytes"] if padded else kept == document["cost"]["residual_bytes"]
 
 
 @pytest.mark.parametrize("name", TARGETS[1:])

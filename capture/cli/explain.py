@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from capture.attribution import attribute
+from capture.attribution import attribute, group
 from capture.cli import options as shared
 from capture.cli.output import emit, progress, table
 from capture.errors import ProfileError
@@ -15,8 +15,8 @@ from capture.plan import Plan, Remat
 from capture.quantities import format_bytes
 from capture.schedule import SCHEDULES
 
-#: Largest buffers of a stage in the document, and in the text.
-NUM_BUFFERS, NUM_SHOWN = 50, 8
+#: Groups of buffers and layers of a stage in the document, and in the text.
+NUM_GROUPS, NUM_SHOWN = 50, 8
 
 NAME = "explain"
 HELP = "say who needs the memory, and what one change saves most"
@@ -60,7 +60,7 @@ def explain(plan: Plan, measurements: Any) -> dict[str, Any]:
             "parts_bytes": found.peak.parts,
             "layers_bytes": {str(layer): parts for layer, parts in found.layers.items()},
             "attributed_fraction": found.attributed_fraction,
-            "buffers": [buffer.to_json() for buffer in found.buffers[:NUM_BUFFERS]],
+            "buffers": [alike.to_json() for alike in group(found.buffers)[:NUM_GROUPS]],
         }
         for s, (stage, found) in enumerate(zip(plan.stages, attributions, strict=True))
     ]
@@ -137,15 +137,33 @@ def _heaviest_layers(stage: dict[str, Any]) -> str:
 
 
 def _largest_buffers(stage: dict[str, Any]) -> str:
-    alike: dict[tuple[Any, ...], int] = {}
-    for buffer in stage["buffers"]:  # micro-batches in flight hold the same buffers
-        key = (buffer["bytes"], buffer["category"], buffer["layer"], buffer["what"], buffer["source"])
-        alike[key] = alike.get(key, 0) + 1
     rows = [
-        [format_bytes(nbytes) + (f" x {count}" if count > 1 else ""), category, "-" if layer is None else layer, what, source or "-"]
-        for (nbytes, category, layer, what, source), count in sorted(alike.items(), key=lambda item: -item[0][0] * item[1])[:NUM_SHOWN]
+        [
+            format_bytes(alike["bytes"]) + (f" x {alike['count']}" if alike["count"] > 1 else ""),
+            alike["category"],
+            _ranges(alike["layers"]) or "-",
+            alike["what"],
+            alike["source"] or "-",
+        ]
+        for alike in stage["buffers"][:NUM_SHOWN]
     ]
-    return table(["largest buffers", "category", "layer", "what", "line"], rows)
+    return table(["largest buffers", "category", "layers", "what", "line"], rows)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers, runs of neighbours joined.
+
+    Example:
+        >>> _ranges([0, 1, 2, 5])
+        '0-2,5'
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _change_row(change: dict[str, Any]) -> list[str]:

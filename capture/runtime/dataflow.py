@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +12,7 @@ import jax
 from jax.extend import core as jex_core
 
 from capture.graph import content_hash
-from capture.tracing.source import at_source
+from capture.tracing.source import at_source, line_of
 
 _INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
 
@@ -100,17 +99,19 @@ class DataFlow:
         return [read(v) for v in wanted]
 
 
-def _at_source(equation: Any) -> AbstractContextManager[Any]:
-    return at_source(equation.source_info.traceback, equation.source_info.name_stack)
-
-
-def _bind(equation: Any, args: Sequence[Any], values: dict[Any, Any]) -> None:
-    with _at_source(equation):
+def _bind(equation: Any, args: Sequence[Any], values: dict[Any, Any], caller: Any = None) -> None:
+    with at_source(_traceback(equation, caller), equation.source_info.name_stack):
         results = equation.primitive.bind(*args, **equation.primitive.get_bind_params(equation.params))
     values.update(zip(equation.outvars, results if equation.primitive.multiple_results else [results], strict=True))
 
 
-def _evaluate_inlined(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+def _traceback(equation: Any, caller: Any) -> Any:
+    """The body of a function that JAX keeps traced was not called from any line of the model: the call was."""
+    own = equation.source_info.traceback
+    return own if caller is None or line_of(own) else caller
+
+
+def _evaluate_inlined(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], caller: Any = None) -> list[Any]:
     values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
 
     def read(atom):
@@ -120,10 +121,11 @@ def _evaluate_inlined(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) ->
         inputs = [read(v) for v in equation.invars]
         body = equation.params.get(_INLINED.get(equation.primitive.name, ""))
         if body is None:
-            _bind(equation, inputs, values)
+            _bind(equation, inputs, values, caller)
         else:
             inner, inner_consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
-            with _at_source(equation):
-                results = _evaluate_inlined(inner, inner_consts, inputs)
+            here = _traceback(equation, caller)
+            with at_source(here, equation.source_info.name_stack):
+                results = _evaluate_inlined(inner, inner_consts, inputs, here)
             values.update(zip(equation.outvars, results, strict=True))
     return [read(v) for v in jaxpr.outvars]

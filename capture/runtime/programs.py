@@ -445,7 +445,18 @@ class StagePrograms:
         if equation is None:
             return Buffer(nbytes, "activations", None, "residual")
         scope = f"{equation.source_info.name_stack}/{equation.primitive.name}"
-        return Buffer(nbytes, "activations", layer_of_scope(scope), operation_name(scope), line_of(equation.source_info.traceback))
+        return Buffer(nbytes, "activations", layer_of_scope(scope), operation_name(scope), self._line_of(equation))
+
+    def _line_of(self, equation: Any) -> str:
+        """Its line in the model; where JAX kept none (a rule of differentiation), that of the nearest operand that has one."""
+        ring = [equation]
+        while ring:
+            lines = [line for one in ring if (line := line_of(one.source_info.traceback))]
+            if lines:
+                return lines[0]
+            read = [v for one in ring for v in one.invars if not isinstance(v, jax.extend.core.Literal)]
+            ring = [maker for v in dict.fromkeys(read) if (maker := self._saving_all.maker(v)) is not None]
+        return ""
 
     def _of_state(self, leaf: int, struct: jax.ShapeDtypeStruct) -> Buffer:
         param = self.optimizer.param_of_state.get(leaf)

@@ -18,6 +18,7 @@ from jax.extend import core as jex_core
 from capture.errors import TracingError
 from capture.tracing.flops import equation_flops, sub_jaxprs
 from capture.tracing.program import Mark, Op, Program, RematRegion
+from capture.tracing.source import line_of
 
 LAYER_BOUNDARY = "layer_boundary"
 
@@ -105,15 +106,19 @@ def flatten(closed, num_params: int, unroll: frozenset[EquationPath] | None, sta
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an equation stands: its name scopes, the remat regions around it, and its path."""
+    """Where an equation stands: its name scopes, the remat regions around it, its path, and where the model calls it."""
 
     scope: str = ""
     regions: tuple[RematRegion, ...] = ()
     path: EquationPath = ()
+    traceback: Any = None
 
     def of(self, equation, index: int) -> _Place:
         scope = "/".join(filter(None, (self.scope, str(equation.source_info.name_stack))))
-        return _Place(scope, self.regions, (*self.path, index))
+        own = equation.source_info.traceback
+        # The body of a function that JAX keeps traced was not called from this line of the model: the call was.
+        traceback = own if self.traceback is None or line_of(own) else self.traceback
+        return _Place(scope, self.regions, (*self.path, index), traceback)
 
 
 @dataclass
@@ -189,7 +194,7 @@ class _Flattener:
     def _append(self, equation, inputs: Sequence[int | jex_core.Literal], place: _Place) -> list[_Value]:
         outputs = [self.new_value(var.aval) for var in equation.outvars]
         regions = tuple(replace(region, segment=len(self.marks)) for region in place.regions)
-        self.ops.append(Op.of(equation, tuple(inputs), tuple(outputs), place.scope, regions))
+        self.ops.append(Op.of(equation, tuple(inputs), tuple(outputs), place.scope, place.traceback, regions))
         if equation.primitive.name in _PER_PART and isinstance(inputs[0], int) and inputs[0] in self.origin:
             leaf, dims = self.origin[inputs[0]]
             self.origin[outputs[0]] = (leaf, tuple(dims[d] for d in equation.params.get("permutation", range(len(dims)))))

@@ -69,7 +69,7 @@ class Op:
     flops: int
 
     @classmethod
-    def of(cls, equation, inputs: tuple, outputs: tuple[int, ...], scope: str, regions: tuple[RematRegion, ...]) -> Op:
+    def of(cls, equation, inputs: tuple, outputs: tuple[int, ...], scope: str, traceback: Any, regions: tuple[RematRegion, ...]) -> Op:
         return cls(
             equation.primitive,
             equation.params,
@@ -78,7 +78,7 @@ class Op:
             equation.ctx,
             bool(equation.effects),
             scope,
-            equation.source_info.traceback,
+            traceback,
             regions,
             equation_flops(equation),
         )
