@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from capture.cluster import Cluster
 from capture.errors import ExecutionError
 from capture.ledger import Ledger, Peak
+from capture.plan import Plan
 from capture.simulator import Buffer, Device, MemoryUse, Simulation, Work, simulate
-from capture.step import Feed, Free, Move, Run, StageInterface, StepProgram, replay
+from capture.step import Feed, Free, Move, Run, StageInterface, StepProgram, build_step, replay
 from capture.target import Rates
 from capture.timing import StageTimes
 
@@ -121,6 +122,19 @@ def link_stream(source_stage: int, target_stage: int) -> str:
 
 def host_stream(stage_id: int) -> str:
     return f"stage {stage_id} host"
+
+
+def plan_timeline(plan: Plan, stages: Sequence[StageInterface], times: Sequence[StageTimes], rates: Rates) -> StepTimeline:
+    """Simulate one step of a plan on the links of its target.
+
+    Args:
+        plan: Decides the schedule.
+        stages: Interfaces of its stages, predicted or compiled.
+        times: Per stage.
+        rates: Of the target.
+    """
+    links = LinkTimes(stages, plan.cluster, rates)
+    return pipeline_timeline(build_step(stages, plan.schedule_table), times, links.transfer_seconds, links.feed_seconds)
 
 
 def pipeline_timeline(

@@ -10,6 +10,8 @@ Parameters as counted by ``jax.eval_shape`` with the untied head (Alpa's name le
     1.3B    2048      24     32  1,420,365,824
     2.6B    2560      32     32  2,782,336,000   (2.78 billion)
     6.7B    4096      32     32  6,867,656,704   (6.87 billion)
+    15B     5120      48     40  15,631,984,640
+    39B     8192      48     64  39,506,690,048
 
 Sequence 1024, vocabulary 51200, feed-forward width 4x, AdamW; tiny has sequence 32 and vocabulary 256. One layer is one block; the
 embedding belongs to the first, the head and the loss to the last. ``dtype`` is that of the computation: parameters stay float32.
@@ -74,6 +76,8 @@ SIZES = MappingProxyType(
         "1.3B": GptConfig(2048, 24, 32, 2e-4),
         "2.6B": GptConfig(2560, 32, 32, 1.6e-4),
         "6.7B": GptConfig(4096, 32, 32, 1.2e-4),
+        "15B": GptConfig(5120, 48, 40, 1e-4),
+        "39B": GptConfig(8192, 48, 64, 1e-4),
     }
 )
 
@@ -126,7 +130,7 @@ def gpt(
 
     Args:
         size: A key of ``SIZES``.
-        dtype: ``"float32"`` or ``"bfloat16"``, of the computation.
+        dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``, of the computation.
         tied: Share the token embedding with the head; the first and the last layer then own one parameter together.
         num_layers: Transformer blocks instead of the size's.
         seq_len: Tokens of an example instead of the size's.

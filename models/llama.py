@@ -153,7 +153,7 @@ def llama(
 
     Args:
         size: A key of ``SIZES``.
-        dtype: ``"float32"`` or ``"bfloat16"``, of the computation.
+        dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``, of the computation.
         num_layers: Transformer blocks instead of the size's.
         seq_len: Tokens of an example instead of the size's.
         vocab_size: Distinct tokens instead of the size's.

@@ -9,6 +9,8 @@ Parameters as counted by ``jax.eval_shape``; one layer is one block, and blocks 
     1.3B     768      16       16  1,371,385,344
     2.4B    1024      16       16  2,415,716,352   (2.42 billion)
     7.1B    1280      16       32  7,109,255,680   (7.11 billion)
+    10B     1536      16       32  10,217,217,024
+    27B     2048      16       48  26,709,446,656
 
 Sequence 1024, vocabulary 32000, 16 heads, feed-forward width 8x (dense and expert), top-2 gating within groups of 2048 tokens, untied
 head, Adafactor; tiny has sequence 32, vocabulary 256, 4 heads and groups of 32 tokens.
@@ -87,6 +89,8 @@ SIZES = MappingProxyType(
         "1.3B": MoeConfig(768, 16, 16),
         "2.4B": MoeConfig(1024, 16, 16),
         "7.1B": MoeConfig(1280, 16, 32),
+        "10B": MoeConfig(1536, 16, 32),
+        "27B": MoeConfig(2048, 16, 48),
     }
 )
 
@@ -202,7 +206,7 @@ def moe(
 
     Args:
         size: A key of ``SIZES``.
-        dtype: ``"float32"`` or ``"bfloat16"``, of the computation.
+        dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``, of the computation.
         num_layers: Transformer blocks instead of the size's.
         seq_len: Tokens of an example instead of the size's.
         group_tokens: Tokens of an expert group instead of the size's; divides the tokens of every micro-batch.

@@ -102,7 +102,7 @@ def unet(*, size: str = "tiny", dtype: str = "float32") -> Workload:
 
     Args:
         size: A key of ``SIZES``.
-        dtype: ``"float32"`` or ``"bfloat16"``, of the computation.
+        dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``, of the computation.
 
     Returns:
         The workload; a batch is ``{"images", "labels"}``, float32 [batch_size, H, W, 3] and int32 [batch_size, H, W], and the loss about

@@ -8,6 +8,8 @@ Parameters as counted by ``jax.eval_shape``; ``channels`` are those of the stem,
     500M        224      2      16    495,046,176
     1B          320      2      16  1,005,653,184
     2B          448      2      16  1,965,011,008   (1.965 billion)
+    4B          640      2      16  4,000,937,344
+    6.8B        320     16      16  6,727,679,424
 
 Images 224 x 224, 1024 classes, float32, SGD with momentum 0.9; tiny has images 32 x 32 and 16 classes. One layer is one residual block
 (stem with the first, head and loss with the last), 16 in all; ``layers=32`` cuts each block in two after its middle convolution, where
@@ -67,6 +69,8 @@ SIZES = MappingProxyType(
         "500M": WideResNetConfig(224),
         "1B": WideResNetConfig(320),
         "2B": WideResNetConfig(448),
+        "4B": WideResNetConfig(640),
+        "6.8B": WideResNetConfig(320, width=16),
     }
 )
 
@@ -141,7 +145,7 @@ def wide_resnet(*, size: str = "tiny", dtype: str = "float32", layers: int | Non
 
     Args:
         size: A key of ``SIZES``.
-        dtype: ``"float32"`` or ``"bfloat16"``, of the computation.
+        dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``, of the computation.
         layers: As many as the size has blocks (16; tiny: 4; the default), or twice as many.
 
     Returns:

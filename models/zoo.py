@@ -105,7 +105,7 @@ def check_options(dtype: str, at_least_one: Mapping[str, int], dropout: float = 
     """Refuse options that no model can have, all of them at once.
 
     Args:
-        dtype: Dtype of the computation.
+        dtype: Dtype of the computation. float16 is for devices without bfloat16 units; the zoo scales no loss, which training in it needs.
         at_least_one: Name and value of each option that counts something.
         dropout: Probability of zeroing an activation.
 
@@ -113,8 +113,8 @@ def check_options(dtype: str, at_least_one: Mapping[str, int], dropout: float = 
         ValueError: ``[workload-option]``, one line for each bad option.
     """
     violations = []
-    if dtype not in ("float32", "bfloat16"):
-        violations.append(f"dtype={dtype!r} is no dtype to compute in; choose float32 or bfloat16. [workload-option]")
+    if dtype not in ("float32", "bfloat16", "float16"):
+        violations.append(f"dtype={dtype!r} is no dtype to compute in; choose float32, bfloat16 or float16. [workload-option]")
     for name, value in at_least_one.items():
         if not isinstance(value, int) or value < 1:
             violations.append(f"{name}={value!r} is no count; give a whole number, 1 or more. [workload-option]")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from capture.errors import PlanError, ProfileError
-from capture.interface import plan_interfaces
+from capture.graph import LayerGraph
+from capture.interface import StageCost, plan_interfaces
 from capture.ledger import Ledger
 from capture.plan import Plan
 from capture.profile import Profile
 from capture.step import StepProgram, build_step, replay
+from capture.target import Target
+from capture.timeline import StepTimeline, plan_timeline
+from capture.timing import TimeModel
 from profiling_runs.profile import Measurements, stage_config
 
 
@@ -25,6 +29,8 @@ class Verification:
         ledger: Their replay: peaks per device with their parts.
         provenance: Backend, target, versions, flags.
         num_compiled: Stages that were compiled for this; the store had the others.
+        graph: Of the model at the plan's micro-batch size.
+        costs: Per stage, what the compiler says.
     """
 
     plan: Plan
@@ -32,6 +38,17 @@ class Verification:
     ledger: Ledger
     provenance: Mapping[str, Any]
     num_compiled: int
+    graph: LayerGraph
+    costs: Sequence[StageCost]
+
+    def timeline(self) -> StepTimeline | None:
+        """One step, simulated from the work of the compiled programs; None for a target without rates."""
+        rates = Target.load(self.plan.cluster.target).rates
+        if rates is None:
+            return None
+        model = TimeModel(rates, max(self.plan.cluster.nodes))
+        times = [found for cost in self.costs if (found := model.stage_times(cost)) is not None]
+        return plan_timeline(self.plan, self.program.stages, times, rates) if len(times) == len(self.costs) else None
 
     @property
     def peak_bytes_per_device(self) -> tuple[int, ...]:
@@ -72,9 +89,10 @@ def verify(plan: Plan, measurements: Measurements) -> Verification:
     sharding = backend.sharding(plan.microbatch_size)
     param_bytes = {stage.tensor_parallel: sharding.param_bytes(stage.tensor_parallel) for stage in plan.stages}
     costs = [measurements.costs[config] for config in configs]
-    program = build_step(plan_interfaces(plan, backend.traced(plan.microbatch_size).graph, param_bytes, costs), plan.schedule_table)
+    graph = backend.traced(plan.microbatch_size).graph
+    program = build_step(plan_interfaces(plan, graph, param_bytes, costs), plan.schedule_table)
     ledger = replay(program, plan.cluster.num_devices)
-    return Verification(plan, program, ledger, backend.provenance, len(missing))
+    return Verification(plan, program, ledger, backend.provenance, len(missing), graph, costs)
 
 
 def check_model(plan: Plan, measurements: Measurements) -> None:

@@ -33,17 +33,23 @@ NUM_PARAMETERS = {
     ("gpt", "1.3B"): 1_420_365_824,
     ("gpt", "2.6B"): 2_782_336_000,
     ("gpt", "6.7B"): 6_867_656_704,
+    ("gpt", "15B"): 15_631_984_640,
+    ("gpt", "39B"): 39_506_690_048,
     ("moe", "tiny"): 759_296,
     ("moe", "380M"): 408_648_192,
     ("moe", "690M"): 710_662_656,
     ("moe", "1.3B"): 1_371_385_344,
     ("moe", "2.4B"): 2_415_716_352,
     ("moe", "7.1B"): 7_109_255_680,
+    ("moe", "10B"): 10_217_217_024,
+    ("moe", "27B"): 26_709_446_656,
     ("wide_resnet", "tiny"): 60_456,
     ("wide_resnet", "250M"): 254_123_104,
     ("wide_resnet", "500M"): 495_046_176,
     ("wide_resnet", "1B"): 1_005_653_184,
     ("wide_resnet", "2B"): 1_965_011_008,
+    ("wide_resnet", "4B"): 4_000_937_344,
+    ("wide_resnet", "6.8B"): 6_727_679_424,
     ("llama", "tiny"): 427_072,
     ("llama", "8B"): 8_030_261_248,
     ("llama", "70B"): 70_553_706_496,
@@ -357,9 +363,9 @@ def test_unknown_size_names_the_sizes(model):
 
 def test_bad_options_are_all_named():
     with pytest.raises(ValueError) as error:
-        load("gpt", "dtype=float16&num_layers=0&seq_len=1.5&dropout=1")
+        load("gpt", "dtype=float8&num_layers=0&seq_len=1.5&dropout=1")
     assert str(error.value).splitlines() == [
-        "dtype='float16' is no dtype to compute in; choose float32 or bfloat16. [workload-option]",
+        "dtype='float8' is no dtype to compute in; choose float32, bfloat16 or float16. [workload-option]",
         "num_layers=0 is no count; give a whole number, 1 or more. [workload-option]",
         "seq_len=1.5 is no count; give a whole number, 1 or more. [workload-option]",
         "dropout=1 is no probability below 1; give 0 <= dropout < 1. [workload-option]",

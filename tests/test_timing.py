@@ -101,7 +101,7 @@ def test_a_step_takes_at_least_its_busiest_stage():
     plan = plan.with_(cluster=Cluster(plan.cluster.nodes, "a100-40g"))
     busiest = max(t.microbatch_seconds * 8 + t.update_seconds for t in TimePredictor(profile, 4).stage_times(plan))
     timeline = predicted_timeline(plan, profile)
-    summary = time_summary(timeline, plan, profile)
+    summary = time_summary(timeline, plan, profile.graph_at(plan.microbatch_size))
     assert busiest <= summary["step_seconds"] < 1.5 * busiest
     assert summary["simulated"] and min(summary["bubble_fraction_per_stage"]) == pytest.approx(1 - busiest / summary["step_seconds"])
     assert np.isfinite(summary["model_flops_per_second_per_device"])

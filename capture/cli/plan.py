@@ -84,7 +84,8 @@ def main(options: argparse.Namespace) -> int:
         lines += [stage_table(result.plan, result.prediction.stages), f"peak {format_bytes(result.peak_bytes)} per device"]
         lines += [str(result.headroom)] if result.headroom else []
         if has_times(profile):
-            document["time"] = time_summary(predicted_timeline(result.plan, profile), result.plan, profile)
+            graph = profile.graph_at(result.plan.microbatch_size)
+            document["time"] = time_summary(predicted_timeline(result.plan, profile), result.plan, graph)
             lines.append(describe_time(document["time"]))
         if result.why.get("front", {}).get("points"):
             lines += front_table(result.why["front"])

@@ -10,6 +10,7 @@ from capture.cli import options as shared
 from capture.cli.output import emit, progress, table
 from capture.headroom import Headroom
 from capture.plan import Plan
+from capture.predictor.step_time import describe_time, time_summary
 from capture.quantities import format_bytes, parse_bytes
 from capture.target import Target
 
@@ -42,6 +43,9 @@ def main(options: argparse.Namespace) -> int:
         "stages": [{"stage_id": s, **_stage(found.ledger.peaks[stage.devices[0]])} for s, stage in enumerate(plan.stages)],
         "headroom": None if headroom is None else headroom.to_json(),
     }
+    timeline = found.timeline()
+    if timeline is not None:
+        document["time"] = time_summary(timeline, plan, found.graph)
     emit(options, document, as_text(plan, document, headroom))
     return 0 if document["status"] == "ok" else 1
 
@@ -69,4 +73,6 @@ def as_text(plan: Plan, document: dict[str, Any], headroom: Headroom | None) -> 
         )
     header = ["stage", "layers", "devices", "predicted", "compiled", "prediction off by", "at", "most of it"]
     lines = [table(header, rows), f"peak {format_bytes(max(document['peak_bytes_per_device']))} per device, target {plan.cluster.target}"]
-    return "\n".join([*lines, *([str(headroom)] if headroom else [])])
+    lines += [str(headroom)] if headroom else []
+    lines += [describe_time(document["time"])] if "time" in document else []
+    return "\n".join(lines)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from capture.choices import StageChoice
-from capture.interface import StageCost, plan_interfaces
+from capture.graph import LayerGraph
+from capture.interface import plan_interfaces
 from capture.plan import Plan
 from capture.predictor.additive import AdditivePredictor
 from capture.predictor.times import TimePredictor
 from capture.profile import Profile
-from capture.step import build_step
-from capture.target import Rates, Target
-from capture.timeline import LinkTimes, StepTimeline, pipeline_timeline
-from capture.timing import StageTimes
+from capture.target import Target
+from capture.timeline import StepTimeline, plan_timeline
 
 
 def predicted_timeline(plan: Plan, profile: Profile) -> StepTimeline:
@@ -35,15 +34,8 @@ def predicted_timeline(plan: Plan, profile: Profile) -> StepTimeline:
     for stage in plan.stages:
         choice = StageChoice(stage.data_parallel, stage.tensor_parallel, stage.remat, stage.shard_optimizer)
         costs.append(predictor.stage_cost(stage.first, stage.stop, choice, plan.microbatch_size))
-    return timeline_of(plan, profile, costs, times.stage_times(plan), times.model.rates)
-
-
-def timeline_of(plan: Plan, profile: Profile, costs: Sequence[StageCost], times: Sequence[StageTimes], rates: Rates) -> StepTimeline:
-    """The timeline of a plan whose stages have these costs and times, predicted or compiled."""
-    interfaces = plan_interfaces(plan, profile.graph_at(plan.microbatch_size), profile.param_bytes, costs)
-    links = LinkTimes(interfaces, plan.cluster, rates)
-    program = build_step(interfaces, plan.schedule_table)
-    return pipeline_timeline(program, times, links.transfer_seconds, links.feed_seconds)
+    stages = plan_interfaces(plan, profile.graph_at(plan.microbatch_size), profile.param_bytes, costs)
+    return plan_timeline(plan, stages, times.stage_times(plan), times.model.rates)
 
 
 def has_times(profile: Profile) -> bool:
@@ -51,12 +43,17 @@ def has_times(profile: Profile) -> bool:
     return Target.load(profile.target).rates is not None and any(cost.forward_work for cost in profile.measurements.values())
 
 
-def time_summary(timeline: StepTimeline, plan: Plan, profile: Profile) -> dict[str, Any]:
+def time_summary(timeline: StepTimeline, plan: Plan, graph: LayerGraph) -> dict[str, Any]:
     """What documents say of a simulated step: ``step_seconds``, throughput, and where devices wait.
+
+    Args:
+        timeline: Of the plan.
+        plan: What was simulated.
+        graph: Of the model at the plan's micro-batch size.
 
     Model FLOPs are three times those of the forward pass, whatever is recomputed.
     """
-    flops = 3 * sum(layer.flops for layer in profile.graph_at(plan.microbatch_size).layers) * plan.num_microbatches
+    flops = 3 * sum(layer.flops for layer in graph.layers) * plan.num_microbatches
     seconds = float(timeline.step_seconds)
     return {
         "simulated": True,

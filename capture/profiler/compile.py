@@ -19,6 +19,7 @@ from capture.attribution import StageBuffers
 from capture.graph import content_hash
 from capture.interface import StageCost, UpdateCost, owned_and_borrowed
 from capture.profile import StageConfig
+from capture.profiler.assembler import write_assembler
 from capture.profiler.report_compiler import ReportCompiler
 from capture.profiler.target_devices import devices_of
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
@@ -69,15 +70,20 @@ class CompileBackend:
             return ReportCompiler(self.target)
         options = dict(self.target.compiler_options)
         if self.target.platform == "cuda":
-            # Windows of the same layers have most kernels in common; what a kernel is made into has no part in any measurement.
+            # What a kernel is made into has no part in any measurement: it is not assembled, and windows of the same layers share it.
             name = content_hash([str(config.choice), config.microbatch_size])
-            options["xla_gpu_kernel_cache_file"] = str(Path(self._kernels.name, name))
+            options["xla_gpu_cuda_data_dir"] = str(self._toolkit)
+            options["xla_gpu_kernel_cache_file"] = str(Path(self._scratch.name, name))
             options["xla_gpu_enable_llvm_module_compilation_parallelism"] = True  # without it the file is not read
         return partial(compile_program, fast_compile=True, count_work=self.target.rates is not None, options=options)
 
     @cached_property
-    def _kernels(self) -> tempfile.TemporaryDirectory[str]:
+    def _scratch(self) -> tempfile.TemporaryDirectory[str]:
         return tempfile.TemporaryDirectory(prefix="capture-kernels-")
+
+    @cached_property
+    def _toolkit(self) -> Path:
+        return write_assembler(Path(self._scratch.name))
 
     def traced(self, microbatch_size: int) -> TracedModel:
         """The model at a micro-batch size; traced once."""

@@ -1,0 +1,254 @@
+"""Predicted step time and peak memory against published runs of Alpa on AWS p3.16xlarge (eight V100 16 GB per node, 25 Gb/s between nodes).
+
+    python benchmarks/published_runs.py -o benchmarks/results/2026-01-31-published-runs.json
+
+Every case whose configuration is on record (model, batch, micro-batches, stages, degrees) is built as a plan with ``remat=full``, every
+stage is compiled for the V100 target, and one step is simulated from the compiled programs' work with the sourced rates and efficiencies
+of the target file. Nothing is fitted to these runs, and no case is left out.
+
+Published: throughput in TFLOPS per GPU (OSDI'22 artifact of Alpa, reference results), peak memory in GiB, largest over GPUs (same file).
+TFLOPS are turned into seconds with the formulas of Alpa's benchmark (``alpa/util.py``), which count the recomputation of activations.
+
+What differs: today's XLA instead of that of 2022; no Alpa auto-sharding; Alpa rematerialises per layer of its own (several blocks), we
+per block; for the mixture of experts Alpa splits experts over the devices that split the batch, ours both follow the tensor-parallel
+degree; Alpa's times were measured, ours are a roofline in which nothing overlaps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from capture import environment
+
+TARGET = "v100-32g"
+GIB = 2**30
+GPUS_PER_NODE = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """One published run.
+
+    Attributes:
+        model, size: Of the zoo.
+        num_blocks: Residual or transformer blocks, one layer each.
+        stages: Alpa layers per stage.
+        degrees: (data, tensor) parallel per stage.
+        global_batch, num_microbatches: Of a step.
+        tflops_per_gpu: Published; None if only the peak is.
+        peak_gib: Published; None if only the throughput is.
+        kind: The column of the published table.
+    """
+
+    model: str
+    size: str
+    num_blocks: int
+    stages: tuple[int, ...]
+    degrees: tuple[tuple[int, int], ...]
+    global_batch: int
+    num_microbatches: int
+    tflops_per_gpu: float | None
+    peak_gib: float | None
+    kind: str
+
+    @property
+    def num_gpus(self) -> int:
+        return sum(dp * tp for dp, tp in self.degrees)
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} {self.size}, {self.num_gpus} GPUs, {self.kind}"
+
+
+def _gpt(
+    size: str, blocks: int, stages: tuple[int, ...], degrees: Any, microbatches: int, tflops: float, peak: float | None, kind: str
+) -> Case:
+    return Case("gpt", size, blocks, stages, tuple(degrees), 1024, microbatches, tflops, peak, kind)
+
+
+CASES = (
+    # One stage over all GPUs ("intra-op only"): throughput and peak are both published.
+    _gpt("350M", 24, (1,), [(1, 1)], 64, 46.2, 11.51, "intra-op only"),
+    _gpt("760M", 24, (1,), [(2, 1)], 64, 59.5, 9.46, "intra-op only"),
+    _gpt("1.3B", 24, (1,), [(4, 1)], 64, 58.4, 11.04, "intra-op only"),
+    _gpt("2.6B", 32, (1,), [(4, 2)], 32, 50.8, 12.30, "intra-op only"),
+    _gpt("6.7B", 32, (1,), [(2, 8)], 64, 48.4, 11.18, "intra-op only"),
+    # Plans of Alpa's search.
+    _gpt("760M", 24, (3, 3), [(1, 1)] * 2, 128, 57.9, None, "Alpa"),
+    _gpt("1.3B", 24, (3, 3), [(2, 1)] * 2, 128, 58.2, None, "Alpa"),
+    _gpt("2.6B", 32, (2, 2, 4), [(2, 1), (2, 1), (4, 1)], 128, 61.6, None, "Alpa"),
+    _gpt("6.7B", 32, (4, 4), [(2, 4)] * 2, 64, 60.0, None, "Alpa"),
+    _gpt("15B", 48, (4,) * 4, [(2, 4)] * 4, 128, 59.9, None, "Alpa"),
+    _gpt("39B", 48, (1,) * 16, [(1, 4)] * 16, 1024, 57.0, None, "Alpa"),
+    Case("moe", "1.3B", 16, (4, 4), ((1, 2),) * 2, 1024, 32, 39.9, None, "Alpa"),
+    Case("moe", "2.4B", 16, (4, 4), ((1, 4),) * 2, 1024, 32, 45.8, None, "Alpa"),
+    Case("moe", "10B", 16, (4, 4), ((1, 8),) * 2, 1024, 16, 45.4, None, "Alpa"),
+    Case("moe", "27B", 16, (1,) * 8, ((1, 4),) * 8, 1024, 128, 38.8, None, "Alpa"),
+    Case("wide_resnet", "250M", 16, (16,), ((1, 1),), 1536, 48, 8.30, 11.94, "intra-op only"),
+    Case("wide_resnet", "500M", 16, (16,), ((2, 1),), 1536, 32, None, 12.83, "intra-op only"),
+    Case("wide_resnet", "1B", 16, (16,), ((1, 4),), 1536, 24, 8.16, None, "Alpa"),
+    Case("wide_resnet", "2B", 16, (8, 8), ((4, 1), (1, 4)), 1536, 24, 8.04, None, "Alpa"),
+    Case("wide_resnet", "4B", 16, (5, 4, 7), ((4, 1), (4, 1), (8, 1)), 1536, 32, 6.76, None, "Alpa"),
+    Case("wide_resnet", "6.8B", 16, (5, 4, 4, 3), ((8, 1),) * 4, 1536, 32, 6.60, None, "Alpa"),
+)
+
+
+def gpt_flops(case: Case, width: int, seq_len: int, vocab_size: int) -> float:
+    """Of a step, as ``alpa.util.compute_gpt_tflops`` counts them: 4 x forward where activations are made again, the head apart."""
+    tokens = case.global_batch * seq_len
+    return 96 * tokens * case.num_blocks * width**2 * (1 + seq_len / (6 * width)) + 6 * tokens * width * vocab_size
+
+
+def moe_flops(case: Case, width: int, seq_len: int, vocab_size: int, num_experts: int, group: int, ratio: int) -> float:
+    """Of a step, as ``alpa.util.compute_moe_tflops``: half of the blocks have experts."""
+    tokens = case.global_batch * seq_len
+    attention = 8 * tokens * width**2 + 4 * tokens * seq_len * width
+    dense = attention + 4 * ratio * tokens * width**2
+    routed = attention + 4 * ratio * tokens * width**2 + 2 * tokens * width * num_experts + 4 * tokens * group + 8 * tokens * width * group
+    return 4 * case.num_blocks / 2 * (dense + routed) + 6 * tokens * width * vocab_size
+
+
+def plan_of(case: Case) -> Any:
+    """The published configuration as a plan."""
+    from capture.cluster import Cluster
+    from capture.plan import Plan, StagePlan
+    from capture.workload import WorkloadSpec
+
+    per_node = min(case.num_gpus, GPUS_PER_NODE)
+    cluster = Cluster((per_node,) * (case.num_gpus // per_node), TARGET)
+    dtype = "" if case.model == "wide_resnet" else "&dtype=float16"
+    workload = WorkloadSpec.parse(f"models/{case.model}.py:{case.model}?size={case.size}{dtype}")
+    blocks_per_layer, stages, first, device = case.num_blocks // sum(case.stages), [], 0, 0
+    for layers, (dp, tp) in zip(case.stages, case.degrees, strict=True):
+        stop = first + layers * blocks_per_layer
+        stages.append(StagePlan((first, stop - 1), tuple(range(device, device + dp * tp)), dp, tp, "full", dp > 1))
+        first, device = stop, device + dp * tp
+    return Plan(cluster, first, tuple(stages), case.global_batch, case.num_microbatches, "1f1b", workload=workload)
+
+
+def measure(case: Case, store: Any, workers: int, progress: Callable[[str, int, int], None]) -> dict[str, Any]:
+    """Compile the case, simulate a step, and put both beside what was published."""
+    from profiling_runs.profile import open_measurements
+    from profiling_runs.verify import verify
+
+    plan = plan_of(case)
+    largest = max(stage.num_devices for stage in plan.stages)
+    measurements = open_measurements(plan.workload, num_devices=largest, target=TARGET, store=store, num_workers=workers, progress=progress)
+    found = verify(plan, measurements)
+    timeline = found.timeline()
+    assert timeline is not None, f"{TARGET} has rates"
+    seconds = float(timeline.step_seconds)
+    flops = published_flops(case, found)
+    predicted = flops / seconds / case.num_gpus / 1e12
+    peak = max(found.peak_bytes_per_device) / GIB
+    return {
+        **asdict(case),
+        "name": case.name,
+        "num_gpus": case.num_gpus,
+        "predicted_step_seconds": seconds,
+        "published_step_seconds": None if case.tflops_per_gpu is None else flops / case.tflops_per_gpu / 1e12 / case.num_gpus,
+        "predicted_tflops_per_gpu": predicted,
+        "step_time_error_fraction": None if case.tflops_per_gpu is None else case.tflops_per_gpu / predicted - 1,
+        "predicted_peak_gib": peak,
+        "peak_error_fraction": None if case.peak_gib is None else peak / case.peak_gib - 1,
+        "bubble_fraction_per_stage": [float(fraction) for fraction in timeline.bubble_fraction],
+    }
+
+
+def published_flops(case: Case, found: Any) -> float:
+    """FLOPs of a step by the formula behind the published TFLOPS; of Wide-ResNet those of the compiled programs."""
+    graph = found.graph
+    if case.model == "wide_resnet":
+        works = [
+            (cost.forward_work.flops + cost.backward_work.flops) * dp * tp for cost, (dp, tp) in zip(found.costs, case.degrees, strict=True)
+        ]
+        return case.num_microbatches * float(sum(works))
+    (vocab_size, width), seq_len = _largest_embedding(graph), graph.batch[0].shape[1]
+    if case.model == "gpt":
+        return gpt_flops(case, width, seq_len, vocab_size)
+    experts = max(param.shape[0] for param in graph.params if len(param.shape) == 3 and "expert" in param.name)
+    return moe_flops(case, width, seq_len, vocab_size, experts, group=2048, ratio=8)
+
+
+def _largest_embedding(graph: Any) -> tuple[int, int]:
+    return next(param.shape for param in graph.params if "token_embedding" in param.name)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", metavar="TEXT", help="only those whose names contain one of these")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--store", type=Path)
+    parser.add_argument("--json", action="store_true", help="print the document on standard output")
+    parser.add_argument("-o", "--output", type=Path, help="write the document here")
+    options = parser.parse_args()
+    environment.prepare(num_devices=GPUS_PER_NODE, platform="cuda")
+    from capture.store import Store
+
+    store, rows = Store(options.store), []
+    chosen = [case for case in CASES if not options.cases or any(text in case.name for text in options.cases)]
+    for number, case in enumerate(chosen, start=1):
+        print(f"[{number}/{len(chosen)}] {case.name}", file=sys.stderr)
+        rows.append(measure(case, store, options.workers, lambda what, done, total: None))
+    document = {
+        "benchmark": "published_runs",
+        "date": date.today().isoformat(),
+        "target": TARGET,
+        "simulated": True,
+        "versions": environment.versions("cuda"),
+        "rows": rows,
+        "step_time": summary([row["step_time_error_fraction"] for row in rows]),
+        "peak": summary([row["peak_error_fraction"] for row in rows]),
+    }
+    if options.output:
+        options.output.write_text(json.dumps(document, indent=2) + "\n")
+    print(json.dumps(document, indent=2) if options.json else as_text(document))
+    return 0
+
+
+def summary(errors: list[float | None]) -> dict[str, Any]:
+    """Mean and largest absolute error of those that have a published value."""
+    known = [abs(error) for error in errors if error is not None]
+    return {
+        "num_cases": len(known),
+        "mean_abs_error_fraction": mean(known) if known else None,
+        "max_abs_error_fraction": max(known) if known else None,
+    }
+
+
+def as_text(document: dict[str, Any]) -> str:
+    from capture.cli.output import table
+
+    rows = [
+        [
+            row["name"],
+            "-" if row["published_step_seconds"] is None else f"{row['published_step_seconds']:.3g}",
+            f"{row['predicted_step_seconds']:.3g}",
+            "-" if row["step_time_error_fraction"] is None else f"{row['step_time_error_fraction']:+.0%}",
+            "-" if row["peak_gib"] is None else row["peak_gib"],
+            f"{row['predicted_peak_gib']:.2f}",
+            "-" if row["peak_error_fraction"] is None else f"{row['peak_error_fraction']:+.0%}",
+        ]
+        for row in document["rows"]
+    ]
+    lines = [table(["case", "published s", "simulated s", "off by", "published GiB", "compiled GiB", "off by"], rows)]
+    for what in ("step_time", "peak"):
+        found = document[what]
+        if found["num_cases"]:
+            lines.append(
+                f"{what.replace('_', ' ')}: mean |error| {found['mean_abs_error_fraction']:.0%}, max {found['max_abs_error_fraction']:.0%} "
+                f"of {found['num_cases']} cases"
+            )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
