@@ -113,7 +113,7 @@ def test_a_measurement_is_made_once(backend, monkeypatch):
     def refuse(config):
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr(backend, "_programs", refuse)
+    monkeypatch.setattr(backend, "programs", refuse)
     assert backend.measure(StageConfig(2, 3, ONE, 4)) == cost
     with pytest.raises(AssertionError, match="compiled again"):
         backend.measure(StageConfig(0, 1, ONE, 4))
@@ -129,7 +129,7 @@ def test_too_few_devices_and_compiler_errors_are_reported(backend, monkeypatch):
         raise RuntimeError("out of registers")
 
     (first,) = measure_here(backend, [Job("a", too_wide)])
-    monkeypatch.setattr(backend, "_programs", fail)
+    monkeypatch.setattr(backend, "programs", fail)
     (second,) = measure_here(backend, [Job("b", broken)])
     assert first.value is None and first.error.endswith("[target-devices]")
     assert second.value is None and second.error == "RuntimeError: out of registers"
@@ -153,7 +153,7 @@ def test_replicas_end_a_step_as_one_device_does(optimizer, choice):
     backend = CompileBackend(replace(mlp(num_blocks=5), optimizer=optimizer))
     config = StageConfig(1, 3, choice, 4)
     backend.traced(4)
-    assert backend.measure_update(config) == backend._programs(config).update_cost
+    assert backend.measure_update(config) == backend.programs(config).update_cost
 
 
 @given(groups=st.lists(st.integers(0, 3), max_size=12), num_workers=st.integers(1, 3))
@@ -197,14 +197,14 @@ def test_a_profile_in_this_process_measures_and_calibrates_by_another_seed():
 
 
 def test_what_fails_is_named_and_the_rest_is_kept(monkeypatch):
-    programs_of = CompileBackend._programs
+    programs_of = CompileBackend.programs
 
     def fail_on_pairs(self, config):
         if config.num_layers == 2:
             raise RuntimeError("no")
         return programs_of(self, config)
 
-    monkeypatch.setattr(CompileBackend, "_programs", fail_on_pairs)
+    monkeypatch.setattr(CompileBackend, "programs", fail_on_pairs)
     result = profile(mlp(num_blocks=2), Cluster((1,)), microbatch_size=1, num_neighbours=1)
     assert result.failures == (f"layers 0 to 1, {ONE}: RuntimeError: no",)
     assert {(c.first, c.stop) for c in result.measurements} == {(0, 1), (1, 2)}

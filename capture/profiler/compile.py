@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -156,12 +156,12 @@ class CompileBackend:
             TargetError: as ``devices_of``.
         """
         return StageCost.from_json(
-            self._stored(self.key(config), lambda: self._programs(config).cost_given_update(self.measure_update(config)))
+            self._stored(self.key(config), lambda: self.programs(config).cost_given_update(self.measure_update(config)))
         )
 
     def measure_update(self, config: StageConfig) -> UpdateCost:
         """As ``measure``, of the end of a step alone."""
-        return UpdateCost.from_json(self._stored(self.update_key(config), lambda: self._programs(_of_update(config)).update_cost))
+        return UpdateCost.from_json(self._stored(self.update_key(config), lambda: self.programs(_of_update(config)).update_cost))
 
     def buffers_key(self, config: StageConfig) -> str:
         """As ``key``, of what the buffers of a stage are: also what its layers are called and where they stand in the model."""
@@ -170,7 +170,7 @@ class CompileBackend:
 
     def measure_buffers(self, config: StageConfig) -> StageBuffers:
         """As ``measure``: which buffers the bytes consist of, and which layer they belong to."""
-        return StageBuffers.from_json(self._stored(self.buffers_key(config), lambda: self._programs(config, name_buffers=True).buffers))
+        return StageBuffers.from_json(self._stored(self.buffers_key(config), lambda: self.programs(config, name_buffers=True).buffers))
 
     def _stored(self, key: str, compile_it: Callable[[], StageCost | UpdateCost | StageBuffers]) -> dict[str, Any]:
         found = self.store.get([key])
@@ -180,10 +180,24 @@ class CompileBackend:
             self.store.put(key, found[key], provenance=self.provenance, seconds=time.perf_counter() - start)
         return found[key]
 
-    def _programs(self, config: StageConfig, *, name_buffers: bool = False) -> StagePrograms:
+    def programs(
+        self, config: StageConfig, *, name_buffers: bool = False, devices: Sequence[Any] | None = None, fast_compile: bool = True
+    ) -> StagePrograms:
+        """The programs of a stage config, compiled when they are asked for.
+
+        Args:
+            config: The stage.
+            name_buffers: As for ``StagePrograms``.
+            devices: To compile for, instead of the target's.
+            fast_compile: Compile to measure; else to run.
+
+        Raises:
+            TargetError: as ``devices_of``.
+        """
         traced, choice = self.traced(config.microbatch_size), config.choice
         # A compiler that is stopped at its report is given programs for virtual CPU devices, which stand for the target's.
-        devices = devices_of(Target.load("cpu") if self._stops_at_report else self.target, choice.num_devices)
+        if devices is None:
+            devices = devices_of(Target.load("cpu") if self._stops_at_report else self.target, choice.num_devices)
         owned, _ = owned_and_borrowed(traced.graph, config.first, config.stop)
         rest = tuple(p for p in range(len(traced.graph.params)) if p not in set(owned))
         return StagePrograms(
@@ -196,7 +210,7 @@ class CompileBackend:
             SlicedOptimizer(self._optimizer, [owned, rest] if rest else [owned]).stages[0],
             remat=choice.remat,
             shard_optimizer=choice.shard_optimizer,
-            compiler=self._compiler(config),
+            compiler=self._compiler(config) if fast_compile else compile_program,
             name_buffers=name_buffers,
         )
 

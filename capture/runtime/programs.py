@@ -277,7 +277,7 @@ class StagePrograms:
     @cached_property
     def _traced_forward(self) -> Any:
         """The forward pass with everything that ``jax.vjp`` saves; its last outputs are the residuals."""
-        return jax.make_jaxpr(self._forward_saving_all)(*self._forward_args)
+        return jax.make_jaxpr(self._forward_saving_all)(*self.forward_args)
 
     @cached_property
     def _saving_all(self) -> DataFlow:
@@ -341,30 +341,33 @@ class StagePrograms:
         return self._compiler(function, args, donate=donate, out_shardings=out_shardings)
 
     @cached_property
-    def _forward_args(self) -> tuple[list[Any], list[Any], list[Any]]:
+    def forward_args(self) -> tuple[list[Any], list[Any], list[Any]]:
         return self.param_structs(self.params), self.value_structs(self.layers.inputs), self.batch_structs(self.layers.batch)
 
     @cached_property
     def forward(self) -> Executable:
         """(params, inputs, batch) -> (outputs, residuals)."""
         out = ([self.value_sharding(v) for v in self.layers.outputs], None)
-        return self._compile(self._forward, self._forward_args, (), out)
+        return self._compile(self._forward, self.forward_args, (), out)
+
+    @cached_property
+    def backward_args(self) -> tuple[list[Any], ...]:
+        residuals = self.forward.outputs[1]  # tells what is kept
+        return (
+            self.param_structs(self.params),
+            self.value_structs([self.layers.inputs[i] for i in self._kept("input")]),
+            self.batch_structs([self.layers.batch[i] for i in self._kept("batch")]),
+            self.value_structs([self.layers.outputs[i] for i in self._kept("output")]),
+            residuals,
+            self.value_structs(self.cotangents),
+            self.param_structs(self.params),
+        )
 
     @cached_property
     def backward(self) -> Executable:
         """(params, kept inputs, kept batch, kept outputs, residuals, cotangents, accumulated) -> (input gradients, accumulated)."""
-        residuals = self.forward.outputs[1]
-        layers, gradients = self.layers, self.param_structs(self.params)
-        args = (
-            self.param_structs(self.params),
-            self.value_structs([layers.inputs[i] for i in self._kept("input")]),
-            self.batch_structs([layers.batch[i] for i in self._kept("batch")]),
-            self.value_structs([layers.outputs[i] for i in self._kept("output")]),
-            residuals,
-            self.value_structs(self.cotangents),
-            gradients,
-        )
-        out = ([self.value_sharding(v) for v in self.differentiable_inputs], [g.sharding for g in gradients])
+        args = self.backward_args
+        out = ([self.value_sharding(v) for v in self.differentiable_inputs], [g.sharding for g in args[-1]])
         return self._compile(self._backward, args, (1, 3, 4, 5, 6), out)
 
     @cached_property
