@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from capture import environment
@@ -71,12 +74,43 @@ class WorkerModel:
     target: str = "cpu"
 
 
+#: What a worker was seen to need at most (0.9 GB: GPT, MoE and Wide-ResNet of Table I, 16 layers at once), with some room.
+WORKER_BYTES = 1_200_000_000
+
+
+def affordable_workers(num_workers: int, free_bytes: int | None = None) -> int:
+    """As many of the workers as the free memory of this machine has room for, at least one.
+
+    Args:
+        num_workers: Wanted.
+        free_bytes: Of the machine; read from it if None, and not limited where it does not say.
+
+    Example:
+        >>> affordable_workers(8, free_bytes=5_000_000_000)
+        4
+    """
+    if free_bytes is None:
+        found = re.search(r"^MemAvailable: +(\d+) kB", _text_of(Path("/proc/meminfo")), re.M)
+        if found is None:
+            return num_workers
+        free_bytes = int(found[1]) * 1024
+    return max(1, min(num_workers, free_bytes // WORKER_BYTES))
+
+
+def _text_of(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
 def measure_in_processes(model: WorkerModel, jobs: Iterable[Job], num_workers: int) -> Iterator[Measured]:
     """Yield measurements as they finish, in any order. A worker stays with a group of jobs while it lasts.
 
     Raises:
         ProfileError: ``profile-worker`` if a worker process ended; what was yielded stands.
     """
+    affordable = affordable_workers(num_workers)
+    if affordable < num_workers:
+        warnings.warn(f"{num_workers} workers were asked for; the free memory has room for {affordable}", stacklevel=2)
+        num_workers = affordable
     context = multiprocessing.get_context("spawn")
     pools = [ProcessPoolExecutor(1, context, initializer=_start_worker, initargs=(model, os.getpid())) for _ in range(num_workers)]
     waiting = _Groups(jobs)
