@@ -1,0 +1,84 @@
+"""The benchmarks' own arithmetic, and what they say where there is nothing to measure on. Their results are in benchmarks/results."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", REPOSITORY / "benchmarks" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+published = load("published_runs")
+truth = load("gpu_truth")
+
+
+def test_flops_formula_gives_the_published_regression_figure():
+    """Alpa's README: GPT 2.6B, batch 32, eight V100: 2.464 s is 37.0 TFLOPS."""
+    case = published.Case("gpt", "2.6B", 32, (1, 1), ((2, 2), (2, 2)), 32, 4, 37.0, 8.745, "README")
+    seconds = published.gpt_flops(case, width=2560, seq_len=1024, vocab_size=51200) / 37.0e12 / 8
+    assert seconds == pytest.approx(2.464, rel=0.003)
+
+
+def test_moe_flops_are_those_of_its_products():
+    """Two blocks of width 2: multiplied out by hand, times four passes; the head once and its gradients."""
+    case = published.Case("moe", "-", 2, (1,), ((1, 1),), 1, 1, None, None, "-")
+    attention = 4 * 2 * (3 * 2 * 2) + 2 * 2 * (3 * 3 * 2)  # four projections, then scores and mixture, of three tokens
+    dense = attention + 2 * 2 * (3 * 2 * 16)
+    routed = attention + 2 * 2 * (3 * 2 * 16) + 2 * 3 * 2 * 5 + 4 * 3 * 7 + 8 * 3 * 2 * 7
+    assert published.moe_flops(case, 2, 3, 11, num_experts=5, group=7, ratio=8) == 4 * (dense + routed) + 6 * 3 * 2 * 11
+
+
+@pytest.mark.parametrize("case", published.CASES, ids=lambda case: case.name)
+def test_published_cases_are_plans(case):
+    plan = published.plan_of(case)
+    assert plan.num_layers == case.num_blocks and plan.cluster.num_devices == case.num_gpus
+    assert [stage.num_devices for stage in plan.stages] == [dp * tp for dp, tp in case.degrees]
+
+
+def test_without_a_gpu_nothing_is_measured_and_nothing_written(tmp_path):
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "benchmarks/gpu_truth.py", "-o", str(tmp_path / "out.json")]
+    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "there is no GPU here" in done.stdout
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_gpu_truth_has_layers_and_steps_of_three_families_in_two_dtypes():
+    assert len(truth.CASES) >= 20
+    assert {(c.model, c.dtype, c.remat) for c in truth.CASES if c.what == "step"} == {
+        (model, dtype, remat) for model in truth.MODELS for dtype in ("float32", "bfloat16") for remat in ("none", "full")
+    }
+    rows = [{"measured_bytes": 100, "compiled_bytes": 90}, {"measured_bytes": 200, "compiled_bytes": 206}]
+    found = truth.summary(rows, "compiled_bytes")
+    assert found["mean_abs_error_fraction"] == pytest.approx(0.065) and found["max_abs_error_fraction"] == pytest.approx(0.1)
+
+
+def test_a_layer_runs_and_is_compared_where_there_is_no_allocator():
+    """The path of the GPU, on the CPU of this machine, whose devices have no allocator to read."""
+    code = "import sys; sys.argv = ['x']; import json\n" + (
+        f"import importlib.util as u; s = u.spec_from_file_location('t', {str(REPOSITORY / 'benchmarks/gpu_truth.py')!r})\n"
+        "m = u.module_from_spec(s); sys.modules['t'] = m; s.loader.exec_module(m)\n"
+        "m.MODELS = {'gpt': ('size=tiny', 4, 2)}\n"
+        "print(json.dumps([m.in_child(m.Case('gpt', 'float32', 'full', what), 'here') for what in ('forward', 'backward', 'step')]))"
+    )
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    forward, backward, step = json.loads(done.stdout.strip().splitlines()[-1])
+    assert forward["compiled_bytes"] > forward["argument_bytes"] > 0 and backward["argument_bytes"] > forward["argument_bytes"]
+    assert step["compiled_bytes"] > backward["argument_bytes"]
+    assert all(row["measured_bytes"] is None for row in (forward, backward, step))
