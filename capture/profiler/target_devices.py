@@ -2,6 +2,10 @@
 
 CUDA targets need the CUDA plugin of JAX and TPU targets libtpu: wheels without a driver, a toolkit or a device. The process must have
 been prepared (``environment.prepare(..., platform=...)``): JAX otherwise looks for the devices themselves.
+
+CUDA devices that are not there know no memory kinds: a sharding with ``memory_kind="pinned_host"`` loses it without a word, and XLA counts
+that argument in the device's ``argument_size_in_bytes``. Nothing here reads that number: what a program is given is booked by the ledger
+from shapes and shardings, and of the compiler only temporaries, results and aliases are taken.
 """
 
 from __future__ import annotations
