@@ -15,6 +15,7 @@ import warnings
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from capture.errors import Violation
 
@@ -49,6 +50,15 @@ def required_xla_flags(jax_version: str) -> tuple[str, ...]:
     if jax_version.split(".")[:2] == ["0", "10"]:
         return ("--xla_cpu_enable_concurrency_optimized_scheduler=false",)
     return ()
+
+
+def kernel_cache_options(file: Path) -> dict[str, Any]:
+    """Compiler options with which XLA keeps the kernels of a GPU's program in a file, for programs that have some in common.
+
+    XLA of jax 0.10 reads the file only with the second option; XLA of jax 0.12 does not know that any more.
+    """
+    parallel = {"xla_gpu_enable_llvm_module_compilation_parallelism": True} if (_version("jax") or "").startswith("0.10.") else {}
+    return {"xla_gpu_kernel_cache_file": str(file), **parallel}
 
 
 def prepare(num_devices: int | None = None, platform: str = "cpu") -> list[Violation]:

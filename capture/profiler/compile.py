@@ -71,10 +71,9 @@ class CompileBackend:
         options = dict(self.target.compiler_options)
         if self.target.platform == "cuda":
             # What a kernel is made into has no part in any measurement: it is not assembled, and windows of the same layers share it.
-            name = content_hash([str(config.choice), config.microbatch_size])
             options["xla_gpu_cuda_data_dir"] = str(self._toolkit)
-            options["xla_gpu_kernel_cache_file"] = str(Path(self._scratch.name, name))
-            options["xla_gpu_enable_llvm_module_compilation_parallelism"] = True  # without it the file is not read
+            name = content_hash([str(config.choice), config.microbatch_size])
+            options |= environment.kernel_cache_options(Path(self._scratch.name, name))
         return partial(compile_program, fast_compile=True, count_work=self.target.rates is not None, options=options)
 
     @cached_property

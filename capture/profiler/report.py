@@ -47,9 +47,11 @@ def read_report(folder: Path) -> MemoryReport | None:
         folder: Given to the compiler as ``xla_dump_to``.
     """
     report, assignment = _one(folder.glob("*-memory-usage-report.txt")), _one(folder.glob("*-buffer-assignment.txt"))
-    # The live ranges are written last, and their last part is this tree.
-    live = _one(folder.glob("*-live-range.txt"))
-    if report is None or assignment is None or live is None or "Stack trace breakdown" not in live:
+    live, program = _one(folder.glob("*-live-range.txt")), read_program(folder)
+    if report is None or assignment is None or live is None or program is None:
+        return None
+    # Of these files the live ranges or the program are written last; they end with this tree and with this brace.
+    if "Stack trace breakdown" not in live or not program.rstrip().endswith("}"):
         return None
     return parse_report(report, assignment)
 
