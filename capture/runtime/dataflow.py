@@ -79,13 +79,16 @@ class DataFlow:
 
     def needed(self, wanted: Sequence[Any], given: Any = ()) -> list[Any]:
         """Equations that the wanted values depend on, in order, stopping at given ones."""
-        live = {v for v in wanted if not isinstance(v, jex_core.Literal)} - set(given)
-        chosen = []
-        for equation in reversed(self._jaxpr.eqns):
-            if any(out in live for out in equation.outvars):
-                chosen.append(equation)
-                live.update(v for v in equation.invars if not isinstance(v, jex_core.Literal) and v not in given)
-        return chosen[::-1]
+        waiting, chosen = list(wanted), set()
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, jex_core.Literal) or value in given:
+                continue
+            position = self._position.get(value)
+            if position is not None and position not in chosen:
+                chosen.add(position)
+                waiting += self._jaxpr.eqns[position].invars
+        return [self._jaxpr.eqns[position] for position in sorted(chosen)]
 
     def evaluate(self, env: dict[Any, Any], wanted: Sequence[Any]) -> list[Any]:
         """Values of the wanted variables from those in ``env``."""
