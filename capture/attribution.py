@@ -224,7 +224,7 @@ def _of_slot(slot: Slot, program: StepProgram, layers: tuple[int, int], graph: L
             # What only passes through belongs to the layer of another stage that made it.
             layer = reader(lambda layer: layer.inputs, key)
             return named(f"{slot.what} {graph.values[key].name}", graph.producer(key) if layer is None else layer)
-        case "output" | "output gradient":
+        case "output" | "cotangent":
             return named(f"{slot.what} {graph.values[key].name}", graph.producer(key))
         case _:
             return []

@@ -26,7 +26,7 @@ class Slot:
     Attributes:
         name: Unique in a step.
         what: ``params``, ``optimizer``, ``gradients`` (all owned parameters), ``param``, ``gradient`` (one borrowed), ``residuals``,
-            ``batch``, ``input``, ``output``, ``input gradient``, ``output gradient`` or ``summary``.
+            ``batch``, ``input``, ``output``, ``input gradient``, ``cotangent`` or ``summary``.
         key: Of the parameter, batch leaf or value, where it is one.
     """
 
@@ -262,7 +262,7 @@ class _Passes:
         return (self._forward if task.kind == "forward" else self._backward)(task.stage_id, task.microbatch, transfers)
 
     def _new(self, what: str, category: str, s: int, m: int, key: int, nbytes: int) -> int:
-        slot = self.program.slot(f"{what} {key}.{m}@{s}", s, category, nbytes, what, key)
+        slot = self.program.slot(f"{what}{key}.{m}@{s}", s, category, nbytes, what, key)
         self.values[what, s, m, key] = slot
         return slot
 
@@ -318,7 +318,7 @@ class _Passes:
             self._take("output", s, m, stage.kept_outputs),
             self._take("residuals", s, m, [0]),
         )
-        cotangents = self._take("output gradient", s, m, stage.cotangents)
+        cotangents = self._take("cotangent", s, m, stage.cotangents)
         gradients = tuple(self._new("input gradient", "sent gradients", s, m, v, stage.value_bytes[v]) for v in stage.input_gradients)
         accumulated = self._gradients(s)
         donated = (*kept[0], *kept[2], *kept[3], *cotangents, *accumulated)
@@ -327,10 +327,10 @@ class _Passes:
         for v in stage.received:
             if v in stage.differentiable:
                 made = v in stage.input_gradients
-                source = self.values.pop(("input gradient" if made else "output gradient", s, m, v))
-                target = self._new("output gradient", "received gradients", s - 1, m, v, self.stages[s - 1].value_bytes[v])
+                source = self.values.pop(("input gradient" if made else "cotangent", s, m, v))
+                target = self._new("cotangent", "received gradients", s - 1, m, v, self.stages[s - 1].value_bytes[v])
                 transfers += [Move(source, target, "value", v, f"send gradient {v}.{m} from stage {s} to {s - 1}"), Free((source,))]
-        assert not any(key[:3] == ("output gradient", s, m) for key in self.values), f"{program.stages[s]} left a gradient behind"
+        assert not any(key[:3] == ("cotangent", s, m) for key in self.values), f"{program.stages[s]} left a gradient behind"
 
 
 def _updates(program: StepProgram) -> Iterator[Instruction]:

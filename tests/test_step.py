@@ -264,14 +264,14 @@ free input0.0@2
 backward(params@2 param4@2 | input2.0@2 | batch0.0@2 |  | residuals0.0@2 |  | gradients@2 gradient4@2) \
 -> input gradient0.0@2 input gradient2.0@2 gradients@2 gradient4@2
 free batch0.0@2
-input gradient0.0@2 => gradient0.0@1
+input gradient0.0@2 => cotangent0.0@1
 free input gradient0.0@2
-input gradient2.0@2 => gradient2.0@1
+input gradient2.0@2 => cotangent2.0@1
 free input gradient2.0@2
-backward(params@1 | input0.0@1 |  |  | residuals0.0@1 | gradient0.0@1 gradient2.0@1 | gradients@1) -> input gradient0.0@1 gradients@1
-input gradient0.0@1 => gradient0.0@0
+backward(params@1 | input0.0@1 |  |  | residuals0.0@1 | cotangent0.0@1 cotangent2.0@1 | gradients@1) -> input gradient0.0@1 gradients@1
+input gradient0.0@1 => cotangent0.0@0
 free input gradient0.0@1
-backward(params@0 |  |  |  | residuals0.0@0 | gradient0.0@0 | gradients@0) -> gradients@0
+backward(params@0 |  |  |  | residuals0.0@0 | cotangent0.0@0 | gradients@0) -> gradients@0
 gradient4@2 => gradient4 of 2@0
 update(params@0 | optimizer@0 | gradients@0 |  | gradient4 of 2@0 | ) -> params@0 optimizer@0 gradients@0
 free gradient4 of 2@0
