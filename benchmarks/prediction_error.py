@@ -3,8 +3,8 @@
     python benchmarks/prediction_error.py --plans 200 -o benchmarks/results/2026-01-31-prediction-error.json
     python benchmarks/prediction_error.py --target a100-40g --clusters 4x4 -o benchmarks/results/2026-01-31-prediction-error-a100-40g.json
 
-Models and batches are those of the paper's Table I. On an accelerator the transformers compute in bf16, with float32 parameters and AdamW
-state.
+Models and batches are those of the paper's Table I. On an accelerator the transformers compute in bf16, with float32 parameters and
+optimizer state.
 
 Every family is one ``capture evaluate`` per cluster (see there how plans are drawn and which predictions do not count). Compiled stages
 are kept in the store, so an interrupted benchmark resumes.

@@ -86,7 +86,7 @@ class Attribution:
 
     Attributes:
         peak: As the ledger found it.
-        buffers: Largest first; they sum to the peak.
+        buffers: Largest first. They sum to the peak: what no buffer accounts for is an entry without a layer.
     """
 
     peak: Peak

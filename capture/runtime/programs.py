@@ -12,6 +12,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -98,7 +99,7 @@ def compile_program(
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         lowered = jitted.lower(*args)
         chosen = {**(_MEASURING_OPTIONS if fast_compile else {}), **(options or {})}
-        with tempfile.TemporaryDirectory(prefix="capture-dump-") as folder:
+        with tempfile.TemporaryDirectory(prefix="capture-dump-") if layer_of else nullcontext("") as folder:
             if layer_of is not None:
                 chosen |= {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
             compiled = lowered.compile(compiler_options=chosen or None)
