@@ -17,7 +17,7 @@ import pytest
 
 from capture.errors import TargetError
 from capture.profiler.report import MemoryReport, parse_report, read_report
-from capture.runtime.hlo_work import shape_bytes
+from capture.runtime.hlo_work import group_of, shape_bytes, work_of_text
 from capture.target import Target
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -39,7 +39,9 @@ from capture.workload import WorkloadSpec
 backend = CompileBackend(WorkloadSpec.parse("models/gpt.py:gpt?size=tiny").load(), target=target)
 graph = backend.traced(8).graph
 rows = {}
-for name, config in {"one": StageConfig(2, 3, StageChoice(1, 1), 8), "split": StageConfig(2, 3, StageChoice(2, 2), 8)}.items():
+choices = {"one": StageChoice(1, 1), "split": StageChoice(2, 2), "replicas": StageChoice(4, 1)}
+configs = {name: StageConfig(2, 3, choice, 8) for name, choice in choices.items()}
+for name, config in configs.items():
     rows[name] = backend.measure(config).to_json()
 buffers = backend.measure_buffers(StageConfig(0, 8, StageChoice(2, 1), 8)).to_json()
 cost = backend.measure(StageConfig(0, 8, StageChoice(2, 1), 8)).to_json()
@@ -108,6 +110,7 @@ def test_work_is_that_of_the_model_split_over_its_devices(measured, name):
     strides = {c["stride"] for c in split["backward_work"]["collectives"]}
     assert strides == {1, 2}, "activations are summed over tensor-parallel neighbours, gradients over replicas"
     assert all(c["group_size"] == 2 for c in split["backward_work"]["collectives"])
+    assert {c["group_size"] for c in document["rows"]["replicas"]["backward_work"]["collectives"]} == {4}
 
 
 @pytest.mark.parametrize("name", TARGETS[1:])
@@ -167,6 +170,37 @@ def test_other_memory_spaces_and_donated_arguments_do_not_count_as_results(page)
 @pytest.mark.parametrize(("text", "nbytes"), [("f32[]", 4), ("(bf16[2,3]{1,0:T(8,128)}, pred[8])", 20), ("s4[4]", 2), ("token[]", 0)])
 def test_sizes_of_shapes(text, nbytes):
     assert shape_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "stride"),
+    [
+        ("replica_groups={{0,1,2,3}}", 4, 1),
+        ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", 2, 4),
+        ("replica_groups=[2,4]<=[8]", 4, 1),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", 2, 4),
+        ("replica_groups={}", 8, 1),
+        ("replica_groups=mesh['axis_0'=8,'axis_1'=1] {'axis_0'}, use_global_device_ids=true", 8, 1),
+        ("replica_groups=mesh['x'=2,'y'=1,'z'=4] {'z'}", 4, 1),
+        ("replica_groups=mesh['x'=2,'y'=1,'z'=4] {'x'}", 2, 4),
+        ("replica_groups=mesh['x'=4,'y'=2], device_ids=([2,4]T(1,0)) {'x'}", 4, 1),
+        ("replica_groups=mesh['x'=4,'y'=2], device_ids=([2,4]T(1,0)) {'y'}", 2, 4),
+        ("replica_groups=mesh['x'=2,'y'=4] {'y':(2)2}", 2, 1),
+        ("replica_groups=mesh['x'=2,'y'=4] {'x','y':(1)2}", 4, 2),
+        ("source_target_pairs={{0,1}}", 2, 1),
+    ],
+)
+def test_the_devices_of_a_collective(text, size, stride):
+    """In each of the forms that XLA writes its groups in."""
+    assert group_of(text, num_partitions=8) == (size, stride)
+
+
+def test_a_call_of_a_library_hides_no_other_bytes():
+    """XLA's own count has no bytes for it."""
+    call = 'custom-call(%p, %p), custom_call_target="__cudnn$convForward"'
+    hlo = f"HloModule m\n\nENTRY %main (p: f32[16]) -> f32[16] {{\n  %p = f32[16]{{0}} parameter(0)\n  %c = f32[16]{{0}} {call}\n"
+    work = work_of_text(hlo + "  ROOT %r = f32[16]{0} add(%c, %p)\n}")
+    assert (work.product_bytes, work.other_bytes) == (3 * 64, pytest.approx(3 * 64, abs=2))
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])

@@ -14,8 +14,11 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from capture import environment
 from capture.attribution import StageBuffers
+from capture.errors import TargetError
 from capture.graph import content_hash
 from capture.interface import StageCost, UpdateCost, owned_and_borrowed
 from capture.profile import StageConfig
@@ -32,7 +35,7 @@ from capture.tracing import TracedModel, trace
 from capture.workload import WorkloadProtocol
 
 #: Bump when the programs of a stage change for the same model, so that old measurements are not taken for new ones.
-PROGRAM_VERSION = 1
+PROGRAM_VERSION = 2
 
 
 class CompileBackend:
@@ -152,7 +155,7 @@ class CompileBackend:
         """Compile a stage config, or take its measurement from the store.
 
         Raises:
-            TargetError: as ``devices_of``.
+            TargetError: as ``devices_of``; ``target-refused`` if the compiler does not take the model.
         """
         return StageCost.from_json(
             self._stored(self.key(config), lambda: self.programs(config).cost_given_update(self.measure_update(config)))
@@ -175,7 +178,11 @@ class CompileBackend:
         found = self.store.get([key])
         if key not in found:
             start = time.perf_counter()
-            found = {key: compile_it().to_json()}
+            try:
+                found = {key: compile_it().to_json()}
+            except jax.errors.JaxRuntimeError as error:
+                said = str(error).strip().splitlines()[0]
+                raise TargetError.of(f"the compiler of target={self.target.name!r} refuses the model: {said}", "target-refused") from error
             self.store.put(key, found[key], provenance=self.provenance, seconds=time.perf_counter() - start)
         return found[key]
 

@@ -6,12 +6,14 @@ the products may hide, are told apart from those of all other kernels, which not
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src.lib import _jax, hlo  # type: ignore[attr-defined]
 
 from capture.work import Collective, ProgramWork
@@ -23,12 +25,18 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%(?P<name>[\w.\-]+) \((?P<params>.*)\) -
 _INSTRUCTION = re.compile(r"^  (?:ROOT )?%(?P<name>[\w.\-]+) = (?P<shape>.*?) (?P<op>[\w\-]+)\((?P<operands>[^)]*)\)(?P<rest>.*)$", re.M)
 _PRODUCTS = ("dot", "convolution")
 _PRODUCT_CALL = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|conv|dot)[^"]*"', re.I)
+#: Kernels of Pallas. Elsewhere its operations are ordinary ones, which XLA counts.
+_KERNEL_CALL = re.compile(r'custom_call_target="(?:__gpu\$xla\.gpu\.triton|triton_kernel_call|mosaic_gpu[^"]*|tpu_custom_call)"')
 _COLLECTIVE = re.compile(r"^(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?$")
+_MESH_GROUPS = re.compile(
+    r"replica_groups=mesh\[(?P<axes>[^\]]*)\](?:, device_ids=\(\[(?P<dims>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?\))? \{(?P<along>[^}]*)\}"
+)
+_GROUP_AXIS = re.compile(r"'(\w+)'(?::\((\d+)\)(\d+))?")
 _IOTA_GROUPS = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](T\(([\d,]+)\))?")
 _LISTED_GROUPS = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 
 
-def work_of(compiled: Any, lowered: Any, num_devices: int) -> ProgramWork:
+def work_of(compiled: Any, lowered: Any, num_devices: int, kernel_flops: int = 0) -> ProgramWork:
     """Of a compiled program, per device.
 
     XLA counts no FLOPs in calls of cuBLAS and cuDNN, which a GPU's optimised program mostly consists of. Then those of the program before
@@ -38,16 +46,23 @@ def work_of(compiled: Any, lowered: Any, num_devices: int) -> ProgramWork:
         compiled: A ``jax.stages.Compiled`` of any target.
         lowered: What it was compiled from.
         num_devices: It runs on.
+        kernel_flops: Per device, of what the program calls kernels for (Pallas), in which XLA counts nothing.
     """
     (module,) = compiled.runtime_executable().hlo_modules()
     work = work_of_module(module)
     whole = _costs(lowered.compiler_ir("hlo").get_hlo_module())
-    return replace(work, flops=max(work.flops, int(whole.get("flops", 0)) // num_devices))
+    in_kernels = kernel_flops if _calls_kernels(module.to_string()) else 0
+    return replace(work, flops=max(work.flops, int(whole.get("flops", 0)) // num_devices) + in_kernels)
 
 
-def work_of_text(text: str) -> ProgramWork:
-    """Of an optimised, partitioned program as the compiler dumps it."""
-    return work_of_module(hlo.hlo_module_from_text(text))
+def work_of_text(text: str, kernel_flops: int = 0) -> ProgramWork:
+    """Of an optimised, partitioned program as the compiler dumps it; ``kernel_flops`` as for ``work_of``."""
+    work = work_of_module(hlo.hlo_module_from_text(text))
+    return replace(work, flops=work.flops + (kernel_flops if _calls_kernels(text) else 0))
+
+
+def _calls_kernels(text: str) -> bool:
+    return _KERNEL_CALL.search(text) is not None
 
 
 def work_of_module(module: Any) -> ProgramWork:
@@ -56,25 +71,29 @@ def work_of_module(module: Any) -> ProgramWork:
     text = module.to_string()
     computations = {m["name"]: m for m in _COMPUTATION.finditer(text)}
     entry = next(m for m in _COMPUTATION.finditer(text) if m.group(0).startswith("ENTRY"))
-    sizes, product_bytes, collectives = {}, 0, Counter[Collective]()
+    counted = re.search(r"num_partitions=(\d+)", text)
+    num_partitions = int(counted[1]) if counted else 1
+    sizes, product_bytes, in_calls, collectives = {}, 0, 0, Counter[Collective]()
     dtypes: Counter[str] = Counter()
     for instruction in _INSTRUCTION.finditer(entry["body"]):
         sizes[instruction["name"]] = shape_bytes(instruction["shape"])
         operands = [sizes.get(name, 0) for name in re.findall(r"%([\w.\-]+)", instruction["operands"])]
-        found = _collective(instruction, operands)
+        found = _collective(instruction, operands, num_partitions)
         if found is not None:
             collectives[found] += 1
         called = re.search(r"calls=%([\w.\-]+)", instruction["rest"])
         body = computations[called[1]] if called and called[1] in computations else None
         if _is_product(instruction, body):
-            product_bytes += sizes[instruction["name"]] + sum(operands)
+            touched = sizes[instruction["name"]] + sum(operands)
+            product_bytes += touched
+            in_calls += touched if instruction["op"] == "custom-call" else 0
             dtypes[_operand_dtype(instruction, body, entry["body"])] += 1
-    total = int(costs.get("bytes accessed", 0))
+    counted_bytes = int(costs.get("bytes accessed", 0))  # XLA counts nothing in calls of libraries and kernels
     return ProgramWork(
         flops=int(costs.get("flops", 0)),
         dtype=dtypes.most_common(1)[0][0] if dtypes else "float32",
-        product_bytes=min(product_bytes, total),
-        other_bytes=max(0, total - product_bytes),
+        product_bytes=product_bytes,
+        other_bytes=max(0, counted_bytes - (product_bytes - in_calls)),
         collectives=tuple((collective, count) for collective, count in sorted(collectives.items())),
     )
 
@@ -110,7 +129,7 @@ def _is_product(instruction: re.Match[str], body: re.Match[str] | None) -> bool:
     if instruction["op"] in _PRODUCTS:
         return True
     if instruction["op"] == "custom-call":
-        return bool(_PRODUCT_CALL.search(instruction["rest"]))
+        return bool(_PRODUCT_CALL.search(instruction["rest"]) or _KERNEL_CALL.search(instruction["rest"]))
     return body is not None and any(f" {op}(" in body["body"] for op in _PRODUCTS)
 
 
@@ -126,25 +145,54 @@ def _operand_dtype(instruction: re.Match[str], body: re.Match[str] | None, entry
 _DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
 
 
-def _collective(instruction: re.Match[str], operands: list[int]) -> Collective | None:
+def _collective(instruction: re.Match[str], operands: list[int], num_partitions: int) -> Collective | None:
     """What an instruction sends, if it is a collective: bytes are those of the larger side, per device."""
     match = _COLLECTIVE.match(instruction["op"])
     if match is None:
         return None
     kind = match[1]
-    size, stride = _group(instruction["rest"])
+    size, stride = group_of(instruction["rest"], num_partitions)
     result = shape_bytes(instruction["shape"])
     if match[2] and kind in ("all-gather", "collective-permute"):  # an asynchronous start returns its operands as well
         result -= sum(operands)
     return Collective(kind, max(result, sum(operands)), size, stride)
 
 
-def _group(text: str) -> tuple[int, int]:
-    """(devices in a group, distance between its neighbours)."""
-    if listed := _LISTED_GROUPS.search(text):
+def group_of(text: str, num_partitions: int) -> tuple[int, int]:
+    """(devices in a group, distance between its neighbours) of a collective, in any of the three forms that XLA writes groups in."""
+    if named := _MESH_GROUPS.search(text):
+        ids = _mesh_group(named)
+    elif listed := _LISTED_GROUPS.search(text):
         ids = [int(i) for i in listed[1].split(",")]
-        return len(ids), ids[1] - ids[0] if len(ids) > 1 else 1
-    if iota := _IOTA_GROUPS.search(text):
-        num_groups, size = int(iota[1]), int(iota[2])
-        return size, num_groups if iota[4] else 1
-    return 2, 1  # a permutation
+    elif iota := _IOTA_GROUPS.search(text):
+        ids = _permuted(int(iota[1]) * int(iota[2]), iota[3], iota[5]).reshape(int(iota[1]), int(iota[2]))[0].tolist()
+    elif "replica_groups={}" in text:
+        ids = list(range(num_partitions))
+    else:
+        assert "replica_groups" not in text, f"unknown form of groups: {text}"
+        return 2, 1  # a permutation
+    return len(ids), ids[1] - ids[0] if len(ids) > 1 else 1
+
+
+def _permuted(count: int, dims: str, order: str | None) -> np.ndarray:
+    """Device ids 0 to count - 1, as an array of these dimensions transposed."""
+    ids = np.arange(count).reshape([int(size) for size in dims.split(",")])
+    return ids.transpose([int(dim) for dim in order.split(",")]) if order else ids
+
+
+def _mesh_group(match: re.Match[str]) -> list[int]:
+    """The first group of devices along some axes of a mesh: ``mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'x','y':(2)2}``.
+
+    ``'y':(2)2`` is the part of size 2 of axis y that 2 larger parts stand before.
+    """
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", match["axes"])}
+    count = math.prod(sizes.values())
+    ids = _permuted(count, match["dims"] or str(count), match["order"]).reshape(*sizes.values())
+    within, dims = [], []
+    wanted = {name: (int(before or 1), int(size or sizes[name])) for name, before, size in _GROUP_AXIS.findall(match["along"])}
+    for name, total in sizes.items():
+        before, size = wanted.get(name, (total, 1))
+        within += [False, name in wanted, False]
+        dims += [before, size, total // (before * size)]
+    chosen = tuple(slice(None) if inside else 0 for inside in within)
+    return [int(i) for i in ids.reshape(dims)[chosen].ravel()]
