@@ -48,6 +48,7 @@ class GptConfig:
         tied: Whether the head is the transposed token embedding; else it has weights of its own.
         dropout: Probability of dropping an activation.
         dtype: Dtype of the computation.
+        attention: See ``SelfAttention``.
     """
 
     width: int
@@ -60,6 +61,7 @@ class GptConfig:
     tied: bool = False
     dropout: float = 0.0
     dtype: str = "float32"
+    attention: str = "dot_product"
 
     @property
     def out_init_std(self) -> float:
@@ -91,7 +93,7 @@ class Block(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         config = self.config
         dropout = nn.Dropout(config.dropout, deterministic=config.dropout == 0.0)
-        attention = SelfAttention(config.num_heads, config.out_init_std, config.dtype, config.dropout, name="attention")
+        attention = SelfAttention(config.num_heads, config.out_init_std, config.dtype, config.dropout, config.attention, name="attention")
         feed_forward = FeedForward(config.feed_forward_ratio * config.width, config.out_init_std, config.dtype, name="feed_forward")
         x = x + dropout(attention(nn.LayerNorm(dtype=config.dtype, name="attention_norm")(x)))
         return x + dropout(feed_forward(nn.LayerNorm(dtype=config.dtype, name="feed_forward_norm")(x)))
@@ -125,6 +127,7 @@ def gpt(
     num_layers: int | None = None,
     seq_len: int | None = None,
     dropout: float = 0.0,
+    attention: str = "dot_product",
 ) -> Workload:
     """Next-token prediction on random tokens with AdamW.
 
@@ -136,6 +139,7 @@ def gpt(
         seq_len: Tokens of an example instead of the size's.
         dropout: Probability of dropping an element of the embedding, the attention weights and both sub-layers' outputs; above 0, the
             loss takes a random key as its third argument.
+        attention: ``"dot_product"``, or ``"flash"``: no scores are kept, and GPUs and TPUs run a Pallas kernel.
 
     Returns:
         The workload; a batch is ``{"tokens", "labels"}``, int32 [batch_size, seq_len] each; the first loss is about ``log(vocab_size)``.
@@ -151,8 +155,9 @@ def gpt(
         num_layers=base.num_layers if num_layers is None else num_layers,
         seq_len=base.seq_len if seq_len is None else seq_len,
         dropout=dropout,
+        attention=attention,
     )
-    check_options(dtype, {"num_layers": config.num_layers, "seq_len": config.seq_len}, dropout)
+    check_options(dtype, {"num_layers": config.num_layers, "seq_len": config.seq_len}, dropout, attention)
     model = Gpt(config)
 
     def loss_fn(params: PyTree, batch: PyTree) -> jax.Array:

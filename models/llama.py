@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from zoo import PyTree, Workload, check_options, config_of, forward, initializer, layer_boundary, mean_cross_entropy, random_tokens
+from zoo_attention import flash_attention
 from zoo_transformer import INIT_STD
 
 
@@ -42,6 +43,7 @@ class LlamaConfig:
         vocab_size: Distinct tokens, V.
         rotary_base: Of the wavelengths of rotary positions.
         dtype: Dtype of the computation.
+        attention: ``"dot_product"``, or ``"flash"`` (``zoo_attention``).
     """
 
     width: int
@@ -54,6 +56,7 @@ class LlamaConfig:
     vocab_size: int = 128256
     rotary_base: float = 500_000.0
     dtype: str = "float32"
+    attention: str = "dot_product"
 
 
 SIZES = MappingProxyType(
@@ -95,10 +98,13 @@ class GroupedAttention(nn.Module):
         query, key, value = heads("query", groups, in_group), heads("key", groups), heads("value", groups)
         query = rotate(query.reshape(*query.shape[:2], groups * in_group, head_dim), config.rotary_base).reshape(query.shape)
         key = rotate(key, config.rotary_base)
-        scores = jnp.einsum("bqghd,bkgd->bghqk", query * head_dim**-0.5, key).astype(jnp.float32)
-        causal = jnp.tril(jnp.ones((seq_len, seq_len), bool))
-        weights = nn.softmax(jnp.where(causal, scores, jnp.finfo(jnp.float32).min)).astype(config.dtype)
-        mixed = jnp.einsum("bghqk,bkgd->bqghd", weights, value)
+        if config.attention == "flash":
+            mixed = flash_attention(query, key, value)
+        else:
+            scores = jnp.einsum("bqghd,bkgd->bghqk", query * head_dim**-0.5, key).astype(jnp.float32)
+            causal = jnp.tril(jnp.ones((seq_len, seq_len), bool))
+            weights = nn.softmax(jnp.where(causal, scores, jnp.finfo(jnp.float32).min)).astype(config.dtype)
+            mixed = jnp.einsum("bghqk,bkgd->bqghd", weights, value)
         init = nn.initializers.normal(INIT_STD * (2 * config.num_layers) ** -0.5)
         return nn.DenseGeneral(width, axis=(-3, -2, -1), use_bias=False, kernel_init=init, dtype=config.dtype, name="out")(mixed)
 
@@ -147,7 +153,13 @@ class Llama(nn.Module):
 
 
 def llama(
-    *, size: str = "tiny", dtype: str = "float32", num_layers: int | None = None, seq_len: int | None = None, vocab_size: int | None = None
+    *,
+    size: str = "tiny",
+    dtype: str = "float32",
+    num_layers: int | None = None,
+    seq_len: int | None = None,
+    vocab_size: int | None = None,
+    attention: str = "dot_product",
 ) -> Workload:
     """Next-token prediction on random tokens with AdamW.
 
@@ -157,6 +169,7 @@ def llama(
         num_layers: Transformer blocks instead of the size's.
         seq_len: Tokens of an example instead of the size's.
         vocab_size: Distinct tokens instead of the size's.
+        attention: ``"dot_product"``, or ``"flash"``: no scores are kept, and GPUs and TPUs run a Pallas kernel.
 
     Returns:
         The workload; a batch is ``{"tokens", "labels"}``, int32 [batch_size, seq_len] each; the first loss is about ``log(vocab_size)``.
@@ -166,8 +179,8 @@ def llama(
     """
     base = config_of("llama", SIZES, size)
     given = {"num_layers": num_layers, "seq_len": seq_len, "vocab_size": vocab_size}
-    config = replace(base, dtype=dtype, **{key: value for key, value in given.items() if value is not None})
-    check_options(dtype, {key: getattr(config, key) for key in given})
+    config = replace(base, dtype=dtype, attention=attention, **{key: value for key, value in given.items() if value is not None})
+    check_options(dtype, {key: getattr(config, key) for key in given}, attention=attention)
     model = Llama(config)
 
     def loss_fn(params: PyTree, batch: PyTree) -> jax.Array:

@@ -69,6 +69,7 @@ class MoeConfig:
     balance_weight: float = 0.01
     learning_rate: float = 1e-2
     dtype: str = "float32"
+    attention: str = "dot_product"
 
     @property
     def examples_per_group(self) -> int:
@@ -159,7 +160,7 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         config = self.config
-        attention = SelfAttention(config.num_heads, config.out_init_std, config.dtype, name="attention")
+        attention = SelfAttention(config.num_heads, config.out_init_std, config.dtype, attention=config.attention, name="attention")
         x = x + attention(nn.LayerNorm(dtype=config.dtype, name="attention_norm")(x))
         normed = nn.LayerNorm(dtype=config.dtype, name="feed_forward_norm")(x)
         if self.has_experts:
@@ -201,6 +202,7 @@ def moe(
     num_layers: int | None = None,
     seq_len: int | None = None,
     group_tokens: int | None = None,
+    attention: str = "dot_product",
 ) -> Workload:
     """Next-token prediction on random tokens with Adafactor.
 
@@ -210,6 +212,7 @@ def moe(
         num_layers: Transformer blocks instead of the size's.
         seq_len: Tokens of an example instead of the size's.
         group_tokens: Tokens of an expert group instead of the size's; divides the tokens of every micro-batch.
+        attention: ``"dot_product"``, or ``"flash"``: no scores are kept, and GPUs and TPUs run a Pallas kernel.
 
     Returns:
         The workload; a batch is ``{"tokens", "labels"}``, int32 [batch_size, seq_len] each; the first loss is about ``log(vocab_size)``.
@@ -224,8 +227,10 @@ def moe(
         num_layers=base.num_layers if num_layers is None else num_layers,
         seq_len=base.seq_len if seq_len is None else seq_len,
         group_tokens=base.group_tokens if group_tokens is None else group_tokens,
+        attention=attention,
     )
-    check_options(dtype, {"num_layers": config.num_layers, "seq_len": config.seq_len, "group_tokens": config.group_tokens})
+    counts = {"num_layers": config.num_layers, "seq_len": config.seq_len, "group_tokens": config.group_tokens}
+    check_options(dtype, counts, attention=attention)
     model = Moe(config)
 
     def loss_fn(params: PyTree, batch: PyTree) -> jax.Array:

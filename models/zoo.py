@@ -101,13 +101,14 @@ def config_of(model: str, sizes: Mapping[str, Config], size: str) -> Config:
     return sizes[size]
 
 
-def check_options(dtype: str, at_least_one: Mapping[str, int], dropout: float = 0.0) -> None:
+def check_options(dtype: str, at_least_one: Mapping[str, int], dropout: float = 0.0, attention: str = "dot_product") -> None:
     """Refuse options that no model can have, all of them at once.
 
     Args:
         dtype: Dtype of the computation. float16 is for devices without bfloat16 units; the zoo scales no loss, which training in it needs.
         at_least_one: Name and value of each option that counts something.
         dropout: Probability of zeroing an activation.
+        attention: ``"dot_product"``, or ``"flash"``, which never has the attention weights that dropout would be applied to.
 
     Raises:
         ValueError: ``[workload-option]``, one line for each bad option.
@@ -120,5 +121,9 @@ def check_options(dtype: str, at_least_one: Mapping[str, int], dropout: float = 
             violations.append(f"{name}={value!r} is no count; give a whole number, 1 or more. [workload-option]")
     if not 0.0 <= dropout < 1.0:
         violations.append(f"dropout={dropout!r} is no probability below 1; give 0 <= dropout < 1. [workload-option]")
+    if attention not in ("dot_product", "flash"):
+        violations.append(f"attention={attention!r} is no attention; choose dot_product or flash. [workload-option]")
+    if attention == "flash" and dropout:
+        violations.append(f"attention='flash' has no weights to drop (dropout={dropout!r}); give dropout=0. [workload-option]")
     if violations:
         raise ValueError("\n".join(violations))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from zoo_attention import flash_attention
 
 INIT_STD = 0.02
 """Standard deviation of the initial weights (Radford et al. 2019, GPT-2; Brown et al. 2020, GPT-3)."""
@@ -25,12 +26,14 @@ class SelfAttention(nn.Module):
         out_init_std: Standard deviation of the initial output projection.
         dtype: Dtype of the computation; softmax is float32.
         dropout: Probability of dropping an attention weight.
+        attention: ``"dot_product"``, or ``"flash"`` (``zoo_attention``).
     """
 
     num_heads: int
     out_init_std: float
     dtype: str = "float32"
     dropout: float = 0.0
+    attention: str = "dot_product"
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -42,11 +45,14 @@ class SelfAttention(nn.Module):
             return nn.DenseGeneral((self.num_heads, head_dim), use_bias=use_bias, kernel_init=init, dtype=self.dtype, name=name)(x)
 
         query, key, value = heads("query", True), heads("key", False), heads("value", True)
-        scores = jnp.einsum("bqhd,bkhd->bhqk", query * head_dim**-0.5, key).astype(jnp.float32)
-        causal = jnp.tril(jnp.ones((seq_len, seq_len), bool))
-        weights = nn.softmax(jnp.where(causal, scores, jnp.finfo(jnp.float32).min)).astype(self.dtype)
-        weights = nn.Dropout(self.dropout, deterministic=self.dropout == 0.0)(weights)
-        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+        if self.attention == "flash":
+            mixed = flash_attention(query[..., None, :], key, value).reshape(query.shape)
+        else:
+            scores = jnp.einsum("bqhd,bkhd->bhqk", query * head_dim**-0.5, key).astype(jnp.float32)
+            causal = jnp.tril(jnp.ones((seq_len, seq_len), bool))
+            weights = nn.softmax(jnp.where(causal, scores, jnp.finfo(jnp.float32).min)).astype(self.dtype)
+            weights = nn.Dropout(self.dropout, deterministic=self.dropout == 0.0)(weights)
+            mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
         out_init = nn.initializers.normal(self.out_init_std)
         return nn.DenseGeneral(width, axis=(-2, -1), kernel_init=out_init, dtype=self.dtype, name="out")(mixed)
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ class ReportCompiler:
         donate: Sequence[int] = (),
         out_shardings: Any = None,
         layer_of: LayerOf | None = None,
+        kernel_flops: int = 0,
     ) -> Executable:
         """Compile for abstract arguments on a mesh of virtual CPU devices, which stand for the target's.
 
@@ -63,7 +65,9 @@ class ReportCompiler:
         outputs = compile_program(function, args, donate=donate, out_shardings=out_shardings, fast_compile=True).outputs
         chosen = jax.tree.map(lambda struct: struct.sharding, outputs)
         jitted = jax.jit(function, donate_argnums=tuple(donate), out_shardings=chosen)
-        exported = jax.export.export(jitted, platforms=(self.target.platform,))(*args)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")  # as in ``compile_program``
+            exported = jax.export.export(jitted, platforms=(self.target.platform,))(*args)
         leaves = jax.tree.leaves(tuple(args))
         mesh = leaves[0].sharding.mesh
         job = {
@@ -77,7 +81,7 @@ class ReportCompiler:
             "donated": [i for i, position in enumerate(_positions(args)) if position in donate],
         }
         report, program, buffers = self._run(job, layer_of)
-        work = work_of_text(program) if program is not None else None
+        work = work_of_text(program, kernel_flops) if program is not None else None
         return Executable(_cannot_run, outputs, report.transient_bytes, work, report.output_bytes, buffers)
 
     def _run(self, job: dict[str, Any], layer_of: LayerOf | None) -> tuple[MemoryReport, str | None, tuple[Buffer, ...]]:

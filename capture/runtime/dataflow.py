@@ -98,14 +98,29 @@ class DataFlow:
             return atom.val if isinstance(atom, jex_core.Literal) else values[atom]
 
         for equation in self.needed(wanted, values):
-            _bind(equation, [read(v) for v in equation.invars], values)
+            bind(equation, [read(v) for v in equation.invars], values)
         return [read(v) for v in wanted]
 
 
-def _bind(equation: Any, args: Sequence[Any], values: dict[Any, Any], caller: Any = None) -> None:
+def bind(
+    equation: Any, args: Sequence[Any], values: dict[Any, Any], caller: Any = None, call: Callable[..., Sequence[Any]] | None = None
+) -> None:
+    """Run one equation, in its own scope and at its own line, and note its results.
+
+    Args:
+        equation: Of a jaxpr.
+        args: Its operands.
+        values: By variable; results are added.
+        caller: The traceback of the call around it, if it is of an opened function.
+        call: Run in its place, with as many results.
+    """
     with at_source(_traceback(equation, caller), equation.source_info.name_stack):
-        results = equation.primitive.bind(*args, **equation.primitive.get_bind_params(equation.params))
-    values.update(zip(equation.outvars, results if equation.primitive.multiple_results else [results], strict=True))
+        if call is not None:
+            results = call(*args)
+        else:
+            results = equation.primitive.bind(*args, **equation.primitive.get_bind_params(equation.params))
+            results = results if equation.primitive.multiple_results else [results]
+    values.update(zip(equation.outvars, results, strict=True))
 
 
 def _traceback(equation: Any, caller: Any) -> Any:
@@ -124,7 +139,7 @@ def _evaluate_inlined(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], ca
         inputs = [read(v) for v in equation.invars]
         body = equation.params.get(_INLINED.get(equation.primitive.name, ""))
         if body is None:
-            _bind(equation, inputs, values, caller)
+            bind(equation, inputs, values, caller)
         else:
             inner, inner_consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
             here = _traceback(equation, caller)

@@ -23,6 +23,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from capture.runtime.dim_flow import dim_flow, loss_is_cheap
+from capture.tracing import split_rule
 
 #: Elements below which a parameter is not worth a collective of its own; it may still follow another.
 MIN_SHARDED_SIZE = 1024
@@ -139,6 +140,8 @@ class _Walk:
             return [self._dot(eqn, inputs)]
         if name == "conv_general_dilated":
             return [self._convolution(eqn, inputs)]
+        if name == split_rule.PRIMITIVE and (rule := split_rule.split_rule(eqn)) is not None:
+            return _by_rule(rule, inputs)
         if name == "scan":
             return self._scan(eqn, inputs)
         if name == "while":
@@ -279,6 +282,22 @@ class _Walk:
             ]
             return replace(result, param=value.param, param_dims=tuple(dims))
         return result
+
+
+def _by_rule(rule: split_rule.SplitRule, inputs: Sequence[_Value]) -> list[_Value]:
+    """The results of an operation that says itself what may be split."""
+    columns: dict[str, int | None] = {}
+    lost = next((value.lost for value in inputs if value.lost is not None), None)
+    for value, factors in zip(inputs, rule.operands, strict=True):
+        if value.dim is not None and (factor := factors[value.dim]) is not None:
+            columns.setdefault(factor, value.column)
+        elif value.dim is not None:
+            lost = value.column
+    results = []
+    for factors in rule.results:
+        dim = next((dim for dim, factor in enumerate(factors) if factor in columns), None)
+        results.append(_Value(lost=lost) if dim is None else _Value(dim=dim, column=columns[str(factors[dim])], lost=lost))
+    return results
 
 
 def _ndim(atom: Any) -> int:

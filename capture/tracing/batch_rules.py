@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from capture.tracing.batch_states import Kind, State, broken, common_degree, function, linear, product, scaled, unknown
+from capture.tracing.split_rule import PRIMITIVE, split_rule
 
 
 def grown_dims(shape: Sequence[int], doubled: Sequence[int]) -> tuple[int, ...]:
@@ -180,6 +181,17 @@ def _converted(step: Step, states: Sequence[State]) -> State:
     source, target = step.one.invars[0].aval.dtype, step.one.outvars[0].aval.dtype
     if jnp.issubdtype(target, jnp.floating) or (jnp.issubdtype(source, jnp.integer) and jnp.issubdtype(target, jnp.integer)):
         return states[0]
+    return function(states, step.where)
+
+
+def _partitioned(step: Step, states: Sequence[State]) -> State:
+    """An operation that says itself which dimensions may be split: the examples are independent if theirs may."""
+    rule, batch = split_rule(step.one), set()
+    if rule is not None:
+        for factors, grown in (*zip(rule.operands, step.in_grown, strict=True), *zip(rule.results, step.out_grown, strict=True)):
+            batch |= {factors[dim] for dim in grown}
+    if rule is None or None in batch or len(batch) > 1:
+        return unknown(f"{step.where} does not say that its examples may be split")
     return function(states, step.where)
 
 
@@ -396,6 +408,7 @@ def _table() -> dict[str, Rule]:
     add(_dot, "dot_general")
     add(_conv, "conv_general_dilated")
     add(_gather, "gather")
+    add(_partitioned, PRIMITIVE)
     add(_random, "random_bits random_fold_in random_split random_unwrap random_wrap random_clone random_seed")
     return rules
 

@@ -17,9 +17,12 @@ from jax.extend import core as jex_core
 from capture.tracing.flops import sub_jaxprs
 from capture.tracing.layers import LayerOps
 from capture.tracing.program import Program
+from capture.tracing.split_rule import PRIMITIVE
 
 #: Parameters of equations that say nothing about the result, or that hold the functions of a custom rule (hashed by what they trace to).
-_IGNORED = frozenset(("name", "debug_info", "ctx_mesh", "fwd_jaxpr_thunk", "jvp_jaxpr_fun", "bwd", "out_trees", "inline", "keep_unused"))
+_IGNORED = frozenset(
+    {"name", "name_and_src_info", "debug_info", "ctx_mesh", "fwd_jaxpr_thunk", "jvp_jaxpr_fun", "bwd", "out_trees", "inline", "keep_unused"}
+)
 _CUSTOM_RULES = ("custom_jvp_call", "custom_vjp_call")
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
@@ -70,7 +73,9 @@ class ProgramHasher:
         """Primitive and parameters of an ``Op`` or of an equation of a jaxpr."""
         name, params = equation.primitive.name, equation.params
         shown = {k: v for k, v in params.items() if k not in _IGNORED or (name == "name" and k == "name")}
+        in_rule, self._in_rule = self._in_rule, self._in_rule or name == PRIMITIVE  # which has no derivative: its rules do not matter
         text = f"{name}{self._text(shown)}"
+        self._in_rule = in_rule
         return text + self._rule(equation.primitive, params) if name in _CUSTOM_RULES else text
 
     def _rule(self, primitive, params: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ from capture.tracing.flops import equation_flops
 #: Never computed twice because two layers need the result: too expensive, or too opaque to tell.
 _NEVER_RECOMPUTED = frozenset(
     {"dot_general", "ragged_dot", "conv_general_dilated", "sort", "scan", "while", "cond", "custom_vjp_call"}
-    | {"shard_map", "pallas_call", "pure_callback", "io_callback"}
+    | {"shard_map", "pallas_call", "custom_partitioning", "pure_callback", "io_callback"}
 )
 
 

@@ -1,0 +1,83 @@
+"""What a ``custom_partitioning`` operation says of its dimensions: which may be split, and where they stand in its results.
+
+Such an operation, a Pallas kernel say, is opaque to a compiler's partitioner. Its author gives an einsum-like rule instead, in which a
+dimension has the same name (*factor*) wherever it occurs (``jax.experimental.custom_partitioning``, ``sharding_rule``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from capture.tracing.flops import sub_jaxprs
+
+PRIMITIVE = "custom_partitioning"
+#: What JAX puts for the dimensions in front that a rule writes as an ellipsis.
+_LEADING = "\u2026"
+
+#: The factor of each dimension of an array; None where the dimension must stay whole.
+Factors = tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class SplitRule:
+    """The factors of the operands and the results of one operation.
+
+    Attributes:
+        operands: Of every operand; factors that may not be split, or that a result lacks, are left out.
+        results: Of every result.
+    """
+
+    operands: tuple[Factors, ...]
+    results: tuple[Factors, ...]
+
+    @property
+    def factors(self) -> Iterator[tuple[str, int, int]]:
+        """(factor, operand, dimension), where each stands first."""
+        seen: set[str] = set()
+        for operand, factors in enumerate(self.operands):
+            for dim, factor in enumerate(factors):
+                if factor is not None and factor not in seen:
+                    seen.add(factor)
+                    yield factor, operand, dim
+
+
+def split_rule(equation: Any) -> SplitRule | None:
+    """The rule of a ``custom_partitioning`` equation; None if it has none that is known before it is lowered."""
+    rule = equation.params["sharding_rule"]
+    if not hasattr(rule, "operand_mappings"):
+        return None
+    special = {*rule.need_replication_factors, *rule.reduction_factors, *rule.permutation_factors}
+
+    def named(mappings: Sequence[Any], atoms: Sequence[Any]) -> list[tuple[Any, ...]]:
+        return [_dimensions(mapping, len(atom.aval.shape)) for mapping, atom in zip(mappings, atoms, strict=True)]
+
+    operands, results = named(rule.operand_mappings, equation.invars), named(rule.result_mappings, equation.outvars)
+    may_split = {
+        factor
+        for dims in operands
+        for factor in dims
+        if isinstance(factor, str) and factor not in special and all(factor in result for result in results)
+    }
+
+    def kept(arrays: list[tuple[Any, ...]]) -> tuple[Factors, ...]:
+        return tuple(tuple(factor if factor in may_split else None for factor in dims) for dims in arrays)
+
+    return SplitRule(kept(operands), kept(results))
+
+
+def _dimensions(mapping: Sequence[Any], ndim: int) -> tuple[Any, ...]:
+    """One entry per dimension: a factor, or several that share it."""
+    dims: list[Any] = []
+    for entry in mapping:
+        leading = isinstance(entry, str) and entry.startswith(_LEADING)
+        dims += [f"{entry}{i}" for i in range(ndim - len(mapping) + 1)] if leading else [entry]
+    return tuple(dims)
+
+
+def has_split_rule(equation: Any) -> bool:
+    """Whether an equation is such an operation or runs one, also if only when it is differentiated."""
+    if equation.primitive.name in (PRIMITIVE, "custom_vjp_call"):
+        return True
+    return any(has_split_rule(inner) for body in sub_jaxprs(equation.params) for inner in body.eqns)
