@@ -18,6 +18,7 @@ from capture.cluster import Cluster
 from capture.errors import PlanError, Violation
 from capture.fields import FieldError, Fields
 from capture.schedule import SCHEDULES, Schedule, make_schedule
+from capture.target import relative_target, resolved_target
 from capture.workload import WorkloadSpec
 
 PLAN_SCHEMA_VERSION = 1
@@ -230,9 +231,11 @@ class Plan:
         )
 
     def save(self, path: Path | str) -> None:
-        """Write JSON; the path of the workload is stored relative to the file."""
+        """Write JSON; the paths of the workload and of a target's file are stored relative to the file."""
         path = Path(path)
-        plan = self if self.workload is None else replace(self, workload=self.workload.relative_to(path.parent))
+        plan = replace(self, cluster=replace(self.cluster, target=relative_target(self.cluster.target, path.parent)))
+        if plan.workload is not None:
+            plan = replace(plan, workload=plan.workload.relative_to(path.parent))
         path.write_text(json.dumps(plan.to_json(), indent=2) + "\n")
 
     @classmethod
@@ -250,6 +253,7 @@ class Plan:
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise PlanError.of(f"plan file {str(path)!r} is not JSON: {error}.", "plan-corrupt") from None
         plan = cls.from_json(data)
+        plan = replace(plan, cluster=replace(plan.cluster, target=resolved_target(plan.cluster.target, path.parent)))
         return plan if plan.workload is None else replace(plan, workload=plan.workload.resolved_from(path.parent))
 
 

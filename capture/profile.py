@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from capture.fields import Fields, describe
 from capture.graph import LayerGraph, Tensor
 from capture.interface import StageCost
 from capture.plan import TensorParallelRule
+from capture.target import relative_target, resolved_target
 from capture.workload import WorkloadSpec
 
 PROFILE_SCHEMA_VERSION = 1
@@ -180,8 +181,10 @@ class Profile:
             ) from error
 
     def save(self, path: Path | str) -> None:
-        """Write JSON."""
-        Path(path).write_text(json.dumps(self.to_json()) + "\n")
+        """Write JSON; the path of a target's file is stored relative to the file."""
+        path = Path(path)
+        stored = replace(self, provenance={**self.provenance, "target": relative_target(self.target, path.parent)})
+        path.write_text(json.dumps(stored.to_json()) + "\n")
 
     @classmethod
     def load(cls, path: Path | str) -> Profile:
@@ -199,7 +202,9 @@ class Profile:
             raise ProfileError.of(f"profile {str(path)!r} cannot be read: {error.strerror}.", "profile-file") from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ProfileError.of(f"profile {str(path)!r} is not JSON: {error}. Make it again.", "profile-corrupt") from None
-        return cls.from_json(data)
+        profile = cls.from_json(data)
+        target = resolved_target(profile.target, path.parent)
+        return profile if target == profile.target else replace(profile, provenance={**profile.provenance, "target": target})
 
 
 def _rows(measurements: Mapping[StageConfig, StageCost]) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ Targets are JSON files: those of ``capture/targets`` by name, a user's own by pa
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -174,6 +175,16 @@ class Target:
     def compiler_options(self) -> dict[str, Any]:
         """Options that every program of the target is compiled with."""
         return dict(self.compiler.get("options", {}))
+
+
+def relative_target(name: str, directory: Path) -> str:
+    """The same target, the path of a file written relative to a directory (that of a plan or a profile)."""
+    return os.path.relpath(Path(name).resolve(), directory.resolve()) if name.endswith(".json") else name
+
+
+def resolved_target(name: str, directory: Path) -> str:
+    """The inverse of ``relative_target``: relative to the working directory."""
+    return os.path.relpath((directory / name).resolve()) if name.endswith(".json") else name
 
 
 def target_names() -> tuple[str, ...]:

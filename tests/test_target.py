@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
+from synthetic_profiles import Planted
 
+from capture.choices import StageChoice
+from capture.cluster import Cluster
 from capture.errors import TargetError
 from capture.headroom import Headroom
+from capture.plan import Plan, StagePlan
+from capture.profile import Profile
 from capture.target import DeviceMemory, Sourced, Target, target_names
 
 ACCELERATORS = [name for name in target_names() if name != "cpu"]
@@ -18,6 +24,18 @@ def a_file(tmp_path, **changes) -> str:
     document = json.loads(json.dumps(_document("h100"))) | changes
     path.write_text(json.dumps(document))
     return str(path)
+
+
+def test_a_file_is_found_from_where_the_plan_and_the_profile_are(tmp_path, monkeypatch):
+    name = a_file(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plans").mkdir()
+    plan = Plan(Cluster((1,), "mine.json"), 1, (StagePlan((0, 0), [0]),), 2, 1)
+    plan.save("plans/plan.json")
+    replace(Planted(2).profile([StageChoice()]), provenance={"target": "mine.json"}).save("plans/profile.json")
+    monkeypatch.chdir(tmp_path / "plans")
+    assert Plan.load("plan.json").cluster.target == "../mine.json" == Profile.load("profile.json").target
+    assert Target.load(Plan.load("plan.json").cluster.target).memory == Target.load(name).memory
 
 
 def _document(name: str) -> dict:

@@ -14,7 +14,7 @@ from capture.plan import REMAT_POLICIES, TENSOR_PARALLEL_RULES, Plan, Remat, Ten
 from capture.profile import Profile
 from capture.schedule import SCHEDULES
 from capture.store import Store
-from capture.target import Target, target_names
+from capture.target import Target, resolved_target, target_names
 from capture.workload import WorkloadSpec
 
 BACKENDS = ("compile", "run")
@@ -130,7 +130,7 @@ def read_cluster(options: argparse.Namespace) -> Cluster:
         TargetError: as ``Target.load``.
     """
     Target.load(options.target)
-    return Cluster.parse(options.cluster, options.target)
+    return Cluster.parse(options.cluster, resolved_target(options.target, Path()))
 
 
 def prepare(cluster: Cluster) -> None:

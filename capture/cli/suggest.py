@@ -35,7 +35,13 @@ class Change:
 
 
 def cheapest_change(
-    options: argparse.Namespace, profile: Profile, cluster: Cluster, global_batch: int, limit: int, reprofile: Callable[..., Profile] | None
+    options: argparse.Namespace,
+    profile: Profile,
+    cluster: Cluster,
+    global_batch: int,
+    num_microbatches: int,
+    limit: int,
+    reprofile: Callable[..., Profile] | None,
 ) -> dict[str, Any] | None:
     """The first change under which some plan fits, with its peak; None if none does.
 
@@ -43,12 +49,13 @@ def cheapest_change(
         options: Of ``capture plan``.
         profile: Under which nothing fits.
         cluster, global_batch, limit: Of the question.
+        num_microbatches: The most that were asked for.
         reprofile: ``reprofile(remat=..., shard_optimizer=..., microbatch_size=...)`` measures what is missing; None leaves out changes
             that need it.
     """
     from recommender.recommendation import recommend
 
-    for change in _changes(options, profile, cluster, global_batch, reprofile):
+    for change in _changes(options, profile, cluster, global_batch, num_microbatches, reprofile):
         result = recommend(
             change.profile(),
             change.cluster,
@@ -66,9 +73,9 @@ def cheapest_change(
 
 
 def _changes(
-    options: argparse.Namespace, profile: Profile, cluster: Cluster, global_batch: int, reprofile: Callable[..., Profile] | None
+    options: argparse.Namespace, profile: Profile, cluster: Cluster, global_batch: int, m: int, reprofile: Callable[..., Profile] | None
 ) -> Iterator[Change]:
-    m, schedule = options.microbatches, options.schedule
+    schedule = options.schedule
     if schedule != "1f1b":
         yield Change("--schedule 1f1b", lambda: profile, cluster, m, "1f1b")
     size = global_batch // (2 * m)
