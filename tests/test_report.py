@@ -21,6 +21,7 @@ from capture.cli.main import main
 from capture.cluster import Cluster
 from capture.errors import CaptureError
 from capture.plan import Plan, StagePlan
+from capture.predictor import AdditivePredictor
 from capture.predictor.step_time import predicted_timeline
 from capture.report.data import envelope, levels, report_facts
 from capture.report.figures import figures
@@ -58,6 +59,16 @@ def large():
     """16 stages and 64 micro-batches."""
     profile = planted_profile(32)
     return report_facts(predicted_plan(profile, [2] * 16, (8,) * 4, StageChoice(1, 2), num_microbatches=64), profile)
+
+
+def test_a_plan_predicted_by_extrapolation_is_drawn_without_seconds(profile):
+    plan = predicted_plan(profile, [4, 4], (4,), StageChoice(2, 1), num_microbatches=8)
+    stages = tuple(StagePlan(stage.layers, range(4 * i, 4 * i + 4), data_parallel=4) for i, stage in enumerate(plan.stages))
+    wide = plan.with_(cluster=Cluster((8,), profile.target), stages=stages)
+    with pytest.raises(CaptureError, match="allow extrapolation"):
+        report_facts(wide, profile)
+    wide = wide.with_(prediction=AdditivePredictor(profile, allow_extrapolation=True).predict(wide).to_json())
+    assert report_facts(wide, profile).schedule.clock == "units"
 
 
 def drawn(facts):

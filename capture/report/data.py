@@ -249,14 +249,17 @@ def report_facts(plan: Plan, profile: Profile | None = None, memory_limit_bytes:
 def schedule_facts(plan: Plan, profile: Profile | None) -> ScheduleFacts:
     """Simulate the step with what the profile knows; one without compiled windows (executed runs alone) counts as none.
 
+    Of degrees that were not profiled no time is known: a plan predicted by extrapolation is drawn in units.
+
     Raises:
         ProfileError: if the profile is of another model or target, or lacks what the plan's stages need.
     """
     if profile is None or not profile.measurements:
         return _clocks(plan)
-    predictor = AdditivePredictor(profile)
+    extrapolated = any(stage.get("extrapolated") for stage in (plan.prediction or {}).get("stages", ()))
+    predictor = AdditivePredictor(profile, allow_extrapolation=extrapolated)
     predictor.predict(plan)  # refuses a profile of another model or target
-    if has_times(profile):
+    if has_times(profile) and not extrapolated:
         return _of_timeline("seconds", predicted_timeline(plan, profile))
     costs = []
     for stage in plan.stages:
