@@ -14,8 +14,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from capture import environment
 from capture.attribution import StageBuffers
 from capture.errors import TargetError
@@ -180,7 +178,7 @@ class CompileBackend:
             start = time.perf_counter()
             try:
                 found = {key: compile_it().to_json()}
-            except jax.errors.JaxRuntimeError as error:
+            except RuntimeError as error:  # JAX's, where it lowers for a device, and XLA's
                 said = str(error).strip().splitlines()[0]
                 raise TargetError.of(f"the compiler of target={self.target.name!r} refuses the model: {said}", "target-refused") from error
             self.store.put(key, found[key], provenance=self.provenance, seconds=time.perf_counter() - start)
