@@ -216,12 +216,13 @@ def _drop(ledger: Ledger, program: StepProgram, slot_ids: Sequence[int]) -> None
         ledger.drop(program.stages[slot.stage_id].devices, slot.nbytes, slot.category)
 
 
-def build_step(stages: Sequence[StageInterface], schedule: Schedule) -> StepProgram:
+def build_step(stages: Sequence[StageInterface], schedule: Schedule, *, resident_batch: bool = False) -> StepProgram:
     """The instructions of one step: every clock's programs, then its transfers, then the updates.
 
     Args:
         stages: In pipeline order.
         schedule: As many stages.
+        resident_batch: Feed every micro-batch at the start of the step, as Alpa does, instead of when it is needed.
     """
     program = StepProgram(stages)
     for s, stage in enumerate(stages):
@@ -232,6 +233,10 @@ def build_step(stages: Sequence[StageInterface], schedule: Schedule) -> StepProg
             program.keep("param", s, "parameters", stage.param_bytes[p], p)
             program.keep("gradient", s, "gradients", stage.param_bytes[p], p)
     passes = _Passes(program)
+    if resident_batch:
+        for s in range(len(stages)):
+            for m in range(schedule.num_microbatches):
+                program.instructions += passes.feed(s, m, "start of the step")
     for clock in schedule.clocks:
         transfers: dict[Task, list[Instruction]] = {task: [] for task in clock}
         for task in clock:
@@ -280,10 +285,15 @@ class _Passes:
         state = self.program.persistent
         return (state["gradients", s], *(state[f"gradient{p}", s] for p in self.stages[s].borrowed))
 
+    def feed(self, s: int, m: int, label: str) -> Iterator[Instruction]:
+        """The leaves of a micro-batch that the stage reads, unless they are there already."""
+        for b in self.stages[s].batch:
+            if ("batch", s, m, b) not in self.values:
+                yield Feed(self._new("batch", "batch", s, m, b, self.stages[s].batch_bytes[b]), m, (b,), label)
+
     def _forward(self, s: int, m: int, transfers: list[Instruction]) -> Iterator[Instruction]:
         stage, label, last = self.stages[s], f"forward {m} on stage {s}", s == len(self.stages) - 1
-        for b in stage.batch:
-            yield Feed(self._new("batch", "batch", s, m, b, stage.batch_bytes[b]), m, (b,), label)
+        yield from self.feed(s, m, label)
         category = "loss" if last else "sent activations"
         outputs = tuple(
             self._new("output", "activations" if v in stage.kept_outputs else category, s, m, v, stage.value_bytes[v])
