@@ -6,7 +6,7 @@ What Alpa means by its arguments, and what it silently accepts, was found by run
   two on a one-dimensional mesh, so the key is always written above one device.
 * Optimizer state is split over replicas where ``prefer_reduce_scatter`` is true; so that key says what the plan says.
 * Rematerialisation is an option of all layers together.
-* A stage without layers, and a micro-batch that the replicas do not divide, are accepted by Alpa and refused here.
+* A stage without layers, and a micro-batch that the replicas do not divide, are accepted by Alpa; ``Plan`` refuses both.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def to_alpa(plan: Plan) -> AlpaOptions:
 
     Raises:
         PlanError: every rule of Alpa's that the plan breaks: ``alpa-cluster``, ``alpa-submesh``, ``alpa-packing``, ``alpa-remat`` (one mode
-            for all stages, none or full), ``alpa-microbatch`` (each replica needs as many examples).
+            for all stages, none or full).
 
     Example:
         >>> from capture.plan import StagePlan
@@ -218,13 +218,4 @@ def _violations(plan: Plan) -> list[Violation]:
                 "alpa-remat",
             )
         )
-    for s, stage in enumerate(plan.stages):
-        if plan.microbatch_size % stage.data_parallel:
-            found.append(
-                Violation(
-                    f"stage {s} splits micro-batches of {plan.microbatch_size} examples over {stage.data_parallel} replicas, which does "
-                    "not come out even (Alpa itself does not notice); choose another number of micro-batches.",
-                    "alpa-microbatch",
-                )
-            )
     return found
