@@ -216,13 +216,14 @@ def _drop(ledger: Ledger, program: StepProgram, slot_ids: Sequence[int]) -> None
         ledger.drop(program.stages[slot.stage_id].devices, slot.nbytes, slot.category)
 
 
-def build_step(stages: Sequence[StageInterface], schedule: Schedule, *, resident_batch: bool = False) -> StepProgram:
+def build_step(stages: Sequence[StageInterface], schedule: Schedule, *, as_alpa: bool = False) -> StepProgram:
     """The instructions of one step: every clock's programs, then its transfers, then the updates.
 
     Args:
         stages: In pipeline order.
         schedule: As many stages.
-        resident_batch: Feed every micro-batch at the start of the step, as Alpa does, instead of when it is needed.
+        as_alpa: As Alpa's runtime does: every micro-batch is fed at the start of the step, and tensors stay with the stage that made them
+            until the one that reads them is about to.
     """
     program = StepProgram(stages)
     for s, stage in enumerate(stages):
@@ -233,19 +234,40 @@ def build_step(stages: Sequence[StageInterface], schedule: Schedule, *, resident
             program.keep("param", s, "parameters", stage.param_bytes[p], p)
             program.keep("gradient", s, "gradients", stage.param_bytes[p], p)
     passes = _Passes(program)
-    if resident_batch:
-        for s in range(len(stages)):
-            for m in range(schedule.num_microbatches):
-                program.instructions += passes.feed(s, m, "start of the step")
-    for clock in schedule.clocks:
-        transfers: dict[Task, list[Instruction]] = {task: [] for task in clock}
-        for task in clock:
-            program.instructions += passes.run(task, transfers[task])
-        for task in sorted(clock, key=_order_of_transfers):
-            program.instructions += transfers[task]
+    program.instructions += _pulled(passes, schedule) if as_alpa else _pushed(passes, schedule)
     program.num_passes = len(program.instructions)
     program.instructions += [*_updates(program), Free(tuple(passes.losses))]
     return program
+
+
+def _pushed(passes: _Passes, schedule: Schedule) -> Iterator[Instruction]:
+    """What a program makes is sent at the end of its clock."""
+    for clock in schedule.clocks:
+        transfers: dict[Task, list[Instruction]] = {task: [] for task in clock}
+        for task in clock:
+            yield from passes.run(task, transfers[task])
+        for task in sorted(clock, key=_order_of_transfers):
+            yield from transfers[task]
+
+
+def _pulled(passes: _Passes, schedule: Schedule) -> Iterator[Instruction]:
+    """What a program makes is sent in the clock of the program that reads it, before anything that was sent is freed."""
+    for s in range(len(passes.stages)):
+        for m in range(schedule.num_microbatches):
+            yield from passes.feed(s, m, "start of the step")
+    waiting: dict[Task, list[Instruction]] = {}
+    for clock in schedule.clocks:
+        arriving = [instruction for task in clock for instruction in waiting.pop(task, ())]
+        yield from sorted(arriving, key=lambda instruction: isinstance(instruction, Free))
+        for task in clock:
+            transfers: list[Instruction] = []
+            yield from passes.run(task, transfers)
+            moves = [instruction for instruction in transfers if isinstance(instruction, Move)]
+            freed = [slot for instruction in transfers if isinstance(instruction, Free) for slot in instruction.slots]
+            sources = {move.source for move in moves}
+            yield Free(tuple(slot for slot in freed if slot not in sources))
+            reader = Task(task.stage_id + (1 if task.kind == "forward" else -1), task.kind, task.microbatch)
+            waiting[reader] = [*moves, Free(tuple(slot for slot in freed if slot in sources))]
 
 
 def _order_of_transfers(task: Task) -> tuple[bool, int]:

@@ -1,7 +1,8 @@
 """What a plan needs on every device when Alpa runs it: its placement, and the lifetimes of buffers in its runtime.
 
 Three habits differ from the native runtime's: all micro-batches' inputs of a stage are on its devices from the start of the step, each
-until its last use; the last stage's gradient accumulators live to the end of the step; and stages stand where ``alpa_placement`` says.
+until its last use; a tensor between stages stays with the one that made it until the other is about to read it; and stages stand where
+``alpa_placement`` says.
 
 Source: Alpa 0.2.3, its emitted instructions (``tests/alpa`` replays them beside this).
 """
@@ -80,5 +81,5 @@ def alpa_replay(plan: Plan, stages: Sequence[StageInterface]) -> AlpaMemory:
     """
     placement = alpa_placement(plan.cluster, [stage.num_devices for stage in plan.stages])
     placed = [replace(stage, devices=devices) for stage, devices in zip(stages, placement, strict=True)]
-    ledger = replay(build_step(placed, plan.schedule_table, resident_batch=True), plan.cluster.num_devices)
+    ledger = replay(build_step(placed, plan.schedule_table, as_alpa=True), plan.cluster.num_devices)
     return AlpaMemory(placement, tuple(ledger.peaks[devices[0]] for devices in placement))

@@ -5,6 +5,6 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2])]
 
-import shims
+import shims  # noqa: E402
 
 assert shims

@@ -14,10 +14,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+import shims  # isort: skip  # before jax and alpa
 import alpa
 import numpy as np
 import ray
-import shims  # before jax and alpa
 from alpa.device_mesh import PhysicalDeviceMeshGroup, VirtualPhysicalMesh
 from alpa.parallel_plan import StagePlan
 from alpa.pipeline_parallel import compile_executable, computation, cross_mesh_resharding
@@ -130,11 +130,13 @@ class Compiled:
         executable: Its ``PipeshardDriverExecutable``.
         config: Its ``PipeshardConfig``: stages, schedule, instruction lists.
         global_invars: Variables of the whole step, in the order of its arguments.
+        batch: Those of them that are split into micro-batches.
     """
 
     executable: Any
     config: Any
     global_invars: list[Any]
+    batch: set[Any]
 
     @property
     def stage_option(self) -> Any:
@@ -160,7 +162,8 @@ def compile_method(step: Callable[..., Any], args: Sequence[Any], method: Any) -
     def compile_and_keep(*arguments: Any, **options: Any) -> Any:
         closed, _, batch_size = arguments[0], arguments[1], arguments[2]
         seen["invars"], seen["batch_size"] = list(closed.jaxpr.invars), batch_size
-        seen["state"] = {v for v, is_batch in zip(closed.jaxpr.invars, arguments[4], strict=True) if not is_batch}
+        seen["batch"] = {v for v, is_batch in zip(closed.jaxpr.invars, arguments[4], strict=True) if is_batch}
+        seen["state"] = set(closed.jaxpr.invars) - seen["batch"]
         seen["config"] = compile_internal(*arguments, **options)
         return seen["config"]
 
@@ -180,8 +183,8 @@ def compile_method(step: Callable[..., Any], args: Sequence[Any], method: Any) -
             mock.patch.object(method.devices, "get_physical_mesh_group", launch, create=True),
         ):
             patches.enter_context(patch)
-        executable = alpa.parallelize(step, method=method).get_executable(*args)
-    return Compiled(executable, seen["config"], seen["invars"])
+        executable = alpa.parallelize(step, method=method, donate_argnums=(0,)).get_executable(*args)
+    return Compiled(executable, seen["config"], seen["invars"], seen["batch"])
 
 
 def _sharder(seen: dict[str, Any]) -> Callable[..., Any]:

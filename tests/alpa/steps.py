@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import shims  # isort: skip  # before jax and alpa
 import alpa
 import jax
 import jax.numpy as jnp
-import shims  # before jax and alpa
 
 assert shims
 Step = tuple[Callable[..., Any], tuple[Any, ...]]
