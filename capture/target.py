@@ -187,6 +187,11 @@ def resolved_target(name: str, directory: Path) -> str:
     return os.path.relpath((directory / name).resolve()) if name.endswith(".json") else name
 
 
+def same_target(one: str, other: str) -> bool:
+    """Whether two names mean the same target, however the path of a file is written."""
+    return one == other or (one.endswith(".json") and other.endswith(".json") and Path(one).resolve() == Path(other).resolve())
+
+
 def target_names() -> tuple[str, ...]:
     """Of the shipped targets."""
     return tuple(sorted(path.stem for path in TARGETS_FOLDER.glob("*.json")))

@@ -56,6 +56,7 @@ class MoeConfig:
         balance_weight: Of the load-balancing loss in the loss.
         learning_rate: Of Adafactor.
         dtype: Dtype of the computation; gating is float32.
+        attention: See ``SelfAttention``.
     """
 
     width: int

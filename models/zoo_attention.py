@@ -1,8 +1,8 @@
 """Causal flash attention: the softmax of all scores is never kept, neither in the forward nor for the backward pass.
 
-On NVIDIA GPUs and on TPUs JAX's own Pallas kernels run; elsewhere, and for shapes that they refuse, a loop over blocks of queries does the
-same in plain JAX. Forward and backward are each a ``custom_partitioning`` operation whose rule says what a partitioner may split: examples
-and groups of heads. Without one a compiler can only run a kernel on whole arrays.
+On TPUs and on NVIDIA GPUs from the A100 on JAX's own Pallas kernels run (older GPUs refuse them); elsewhere, and for shapes that no
+kernel takes, a loop over blocks of queries does the same in plain JAX. Forward and backward are each a ``custom_partitioning`` operation
+whose rule says what a partitioner may split: examples and groups of heads. Without one a compiler can only run a kernel on whole arrays.
 
 Source: Dao et al. 2022 (FlashAttention), algorithms 1 and 4; Ainslie et al. 2023 (grouped queries). The kernels:
 ``jax.experimental.pallas.ops.gpu.attention`` and ``jax.experimental.pallas.ops.tpu.flash_attention``.
@@ -69,18 +69,19 @@ def _partitioned(rule: str) -> Callable[[Callable[..., Any]], Any]:
 @_partitioned("b s g r k, b t g k, b t g k -> b s g r k, b s g r")
 def _forward(query: jax.Array, key: jax.Array, value: jax.Array) -> list[jax.Array]:
     """The result, and of every query the logarithm (a kernel's may be to base 2) of the sum of its exponentiated scores: [B, S, G, R]."""
-    return _for_platform(query.shape[1], _gpu_forward, _tpu_forward, _plain_forward)(query, key, value)
+    return _for_platform(query, _gpu_forward, _tpu_forward, _plain_forward)(query, key, value)
 
 
 @_partitioned("b s g r k, b t g k, b t g k, b s g r k, b s g r, b s g r k -> b s g r k, b t g k, b t g k")
 def _backward(query, key, value, mixed, log_sums, gradient) -> list[jax.Array]:
     """Gradients of queries, keys and values."""
-    function = _for_platform(query.shape[1], _gpu_backward, _tpu_backward, _plain_backward)
+    function = _for_platform(query, _gpu_backward, _tpu_backward, _plain_backward)
     return function(query, key, value, mixed, log_sums, gradient)
 
 
-def _for_platform(seq_len: int, gpu, tpu, plain):
-    if seq_len % KERNEL_BLOCK:
+def _for_platform(query: jax.Array, gpu, tpu, plain):
+    seq_len, head_dim = query.shape[1], query.shape[-1]
+    if seq_len % KERNEL_BLOCK or (head_dim > KERNEL_BLOCK and head_dim % KERNEL_BLOCK):
         return plain
     return lambda *arrays: jax.lax.platform_dependent(*arrays, cuda=gpu, tpu=tpu, default=plain)
 

@@ -210,7 +210,8 @@ def search_problem(
     """The search that a profile poses: predicted bytes (and seconds) of every stage, at every position, for every choice.
 
     Raises:
-        ProfileError: ``profile-degrees`` if no profiled choice fits a stage of one device, ``profile-paper`` without paper statistics,
+        ProfileError: ``profile-failed`` if nothing could be measured, ``profile-degrees`` if no profiled choice fits a stage of one device,
+            ``profile-paper`` without paper statistics,
             ``profile-windows`` in the default mode if there is nothing else, ``profile-no-times`` without times of an accelerator.
     """
     microbatch_size = global_batch_size // num_microbatches
@@ -219,6 +220,8 @@ def search_problem(
     for choice in _choices(profile, mode, degrees):
         if choice.num_devices in degrees and microbatch_size % choice.data_parallel == 0:
             usable.setdefault(choice.num_devices, []).append(choice)
+    if not usable and profile.failures:
+        raise ProfileError.of(f"none of {len(profile.failures)} measurements succeeded; the first: {profile.failures[0]}", "profile-failed")
     if not usable:
         raise ProfileError.of(
             f"the profile has no choice for stages on {sorted(degrees)} devices at microbatch_size={microbatch_size}; "

@@ -77,7 +77,7 @@ def main(options: argparse.Namespace) -> int:
         lines = [attempts_table(attempts), *lines]
     if result.status == "infeasible" and result.memory_limit_bytes is not None and options.mode == "default":
         reprofile = None if options.profile else _reprofile(options, cluster)
-        tried = max([num_microbatches, *(attempt.num_microbatches for attempt in attempts)])
+        tried = max([attempt.num_microbatches for attempt in attempts] or [num_microbatches])
         change = cheapest_change(options, profile, cluster, global_batch, tried, result.memory_limit_bytes, reprofile)
         document["why"] = {**document["why"], "cheapest_change": change}
         lines.append(f"cheapest change: {change['summary']}" if change else "no single change of those that were tried fits")

@@ -22,6 +22,7 @@ from capture.predictor.prediction import Prediction, StagePrediction
 from capture.predictor.statistics import extend_windows
 from capture.profile import Calibration, Profile, StageConfig
 from capture.schedule import make_schedule, occupancy_by_position
+from capture.target import same_target
 
 #: Rows of a statistics table.
 COMPONENTS = ("kept", "forward", "backward", "update", "optimizer")
@@ -216,7 +217,7 @@ class AdditivePredictor:
         )
 
     def _check_model(self, plan: Plan) -> None:
-        if plan.cluster.target != self.profile.target:
+        if not same_target(plan.cluster.target, self.profile.target):
             raise ProfileError.of(
                 f"the plan is for target={plan.cluster.target!r} and the profile of {self.profile.target!r}: what one compiler reports "
                 "says little about another's. Profile with --target of the plan.",

@@ -116,6 +116,12 @@ class CompileBackend:
         }
         return facts if self.target.platform == "cpu" else {**facts, "compiler": content_hash([self.target.key])}
 
+    @cached_property
+    def _facts(self) -> dict[str, Any]:
+        """``provenance`` for keys: a target's file counts by what it says to the compiler, wherever it lies."""
+        name = Path(self.target.name).name
+        return {**self.provenance, "target": name, "backend": f"compile:{name}"}
+
     def key(self, config: StageConfig) -> str:
         """Content hash of everything that can change the measurement; equal for stages that are equal but for their position."""
         traced = self.traced(config.microbatch_size)
@@ -126,7 +132,7 @@ class CompileBackend:
         choice = config.choice
         return content_hash(
             [
-                self.provenance,
+                self._facts,
                 layers.key,
                 [choice.data_parallel, choice.tensor_parallel, choice.remat, choice.shard_optimizer],
                 [str(specs[p]) for p in layers.params],
@@ -147,7 +153,7 @@ class CompileBackend:
         specs = self.sharding(config.microbatch_size).specs(choice.tensor_parallel)
         params = [[self._optimizer.param_keys[p], str(specs[p]), p in owned] for p in (*owned, *borrowed)]
         degrees = [choice.data_parallel, choice.tensor_parallel, choice.shard_optimizer]
-        return content_hash([self.provenance, "update", params, len(owned) < len(traced.graph.params), degrees])
+        return content_hash([self._facts, "update", params, len(owned) < len(traced.graph.params), degrees])
 
     def measure(self, config: StageConfig) -> StageCost:
         """Compile a stage config, or take its measurement from the store.
@@ -179,8 +185,8 @@ class CompileBackend:
             try:
                 found = {key: compile_it().to_json()}
             except RuntimeError as error:  # JAX's, where it lowers for a device, and XLA's
-                said = str(error).strip().splitlines()[0]
-                raise TargetError.of(f"the compiler of target={self.target.name!r} refuses the model: {said}", "target-refused") from error
+                said = (str(error).strip() or type(error).__name__).splitlines()[0]
+                raise TargetError.of(f"the model cannot be compiled for target={self.target.name!r}: {said}", "target-refused") from error
             self.store.put(key, found[key], provenance=self.provenance, seconds=time.perf_counter() - start)
         return found[key]
 

@@ -25,7 +25,7 @@ from capture.attribution import Buffer
 from capture.errors import TargetError
 from capture.profiler.report import MemoryReport, read_program, read_report
 from capture.runtime.hlo_buffers import read_buffers
-from capture.runtime.hlo_work import work_of_text
+from capture.runtime.hlo_work import NO_LOCAL_FLOPS, LocalFlops, work_of_text
 from capture.runtime.programs import Executable, LayerOf, compile_program
 from capture.target import Target
 
@@ -52,7 +52,7 @@ class ReportCompiler:
         donate: Sequence[int] = (),
         out_shardings: Any = None,
         layer_of: LayerOf | None = None,
-        kernel_flops: int = 0,
+        local_flops: LocalFlops = NO_LOCAL_FLOPS,
     ) -> Executable:
         """Compile for abstract arguments on a mesh of virtual CPU devices, which stand for the target's.
 
@@ -81,7 +81,7 @@ class ReportCompiler:
             "donated": [i for i, position in enumerate(_positions(args)) if position in donate],
         }
         report, program, buffers = self._run(job, layer_of)
-        work = work_of_text(program, kernel_flops) if program is not None else None
+        work = work_of_text(program, local_flops) if program is not None else None
         return Executable(_cannot_run, outputs, report.transient_bytes, work, report.output_bytes, buffers)
 
     def _run(self, job: dict[str, Any], layer_of: LayerOf | None) -> tuple[MemoryReport, str | None, tuple[Buffer, ...]]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 from jax._src.lib import _jax, hlo  # type: ignore[attr-defined]
 
+from capture.errors import TargetError
 from capture.work import Collective, ProgramWork
 
 _BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128, "token": 0}
@@ -36,7 +37,23 @@ _IOTA_GROUPS = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](T\(([\d
 _LISTED_GROUPS = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 
 
-def work_of(compiled: Any, lowered: Any, num_devices: int, kernel_flops: int = 0) -> ProgramWork:
+@dataclass(frozen=True)
+class LocalFlops:
+    """FLOPs per device of the operations that a program runs on each device's part (``local_calls``).
+
+    Attributes:
+        plain: Of those that are ordinary operations on every platform: XLA counts them, on parts also before partitioning.
+        kernels: Of those that are Pallas kernels where the platform has them: there XLA counts nothing in them.
+    """
+
+    plain: int = 0
+    kernels: int = 0
+
+
+NO_LOCAL_FLOPS = LocalFlops()
+
+
+def work_of(compiled: Any, lowered: Any, num_devices: int, local: LocalFlops = NO_LOCAL_FLOPS) -> ProgramWork:
     """Of a compiled program, per device.
 
     XLA counts no FLOPs in calls of cuBLAS and cuDNN, which a GPU's optimised program mostly consists of. Then those of the program before
@@ -46,19 +63,22 @@ def work_of(compiled: Any, lowered: Any, num_devices: int, kernel_flops: int = 0
         compiled: A ``jax.stages.Compiled`` of any target.
         lowered: What it was compiled from.
         num_devices: It runs on.
-        kernel_flops: Per device, of what the program calls kernels for (Pallas), in which XLA counts nothing.
+        local: Of the operations that run on each device's part.
     """
     (module,) = compiled.runtime_executable().hlo_modules()
     work = work_of_module(module)
     whole = _costs(lowered.compiler_ir("hlo").get_hlo_module())
-    in_kernels = kernel_flops if _calls_kernels(module.to_string()) else 0
-    return replace(work, flops=max(work.flops, int(whole.get("flops", 0)) // num_devices) + in_kernels)
+    calls_kernels = _calls_kernels(module.to_string())
+    on_parts = local.plain if calls_kernels else local.plain + local.kernels
+    shared = max(0, int(whole.get("flops", 0)) - on_parts) // num_devices
+    counted = work.flops + (local.kernels if calls_kernels else 0)
+    return replace(work, flops=max(counted, shared + local.plain + local.kernels))
 
 
-def work_of_text(text: str, kernel_flops: int = 0) -> ProgramWork:
-    """Of an optimised, partitioned program as the compiler dumps it; ``kernel_flops`` as for ``work_of``."""
+def work_of_text(text: str, local: LocalFlops = NO_LOCAL_FLOPS) -> ProgramWork:
+    """Of an optimised, partitioned program as the compiler dumps it; ``local`` as for ``work_of``."""
     work = work_of_module(hlo.hlo_module_from_text(text))
-    return replace(work, flops=work.flops + (kernel_flops if _calls_kernels(text) else 0))
+    return replace(work, flops=work.flops + (local.kernels if _calls_kernels(text) else 0))
 
 
 def _calls_kernels(text: str) -> bool:
@@ -159,7 +179,7 @@ def _collective(instruction: re.Match[str], operands: list[int], num_partitions:
 
 
 def group_of(text: str, num_partitions: int) -> tuple[int, int]:
-    """(devices in a group, distance between its neighbours) of a collective, in any of the three forms that XLA writes groups in."""
+    """(devices in a group, distance between its neighbours) of a collective, in any of the forms that XLA writes groups in."""
     if named := _MESH_GROUPS.search(text):
         ids = _mesh_group(named)
     elif listed := _LISTED_GROUPS.search(text):
@@ -169,7 +189,8 @@ def group_of(text: str, num_partitions: int) -> tuple[int, int]:
     elif "replica_groups={}" in text:
         ids = list(range(num_partitions))
     else:
-        assert "replica_groups" not in text, f"unknown form of groups: {text}"
+        if "replica_groups" in text:
+            raise TargetError.of(f"this version of XLA writes the groups of a collective in an unknown way: {text[:200]}", "target-groups")
         return 2, 1  # a permutation
     return len(ids), ids[1] - ids[0] if len(ids) > 1 else 1
 

@@ -14,15 +14,17 @@ from functools import wraps
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core as jex_core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capture.runtime.dataflow import bind
+from capture.runtime.hlo_work import LocalFlops
 from capture.tracing.flops import equation_flops, sub_jaxprs
 from capture.tracing.split_rule import PRIMITIVE, Factors, split_rule
 
 
-def localize(function: Callable[..., Any], args: Sequence[Any], mesh: Mesh) -> tuple[Callable[..., Any], int]:
+def localize(function: Callable[..., Any], args: Sequence[Any], mesh: Mesh) -> tuple[Callable[..., Any], LocalFlops]:
     """Bind the ``custom_partitioning`` operations of a function to a mesh with the axes ``data`` and ``model``.
 
     Args:
@@ -31,7 +33,7 @@ def localize(function: Callable[..., Any], args: Sequence[Any], mesh: Mesh) -> t
         mesh: Of the stage.
 
     Returns:
-        The function on arguments of these shapes, and the FLOPs of those operations on one device, which no compiler counts in a kernel.
+        The function on arguments of these shapes, and the FLOPs of those operations on one device.
     """
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
 
@@ -39,18 +41,26 @@ def localize(function: Callable[..., Any], args: Sequence[Any], mesh: Mesh) -> t
     def localized(*arrays: Any) -> Any:
         return jax.tree.unflatten(jax.tree.structure(shape), _evaluate(closed, jax.tree.leaves(arrays), mesh))
 
-    return localized, _call_flops(closed.jaxpr, mesh)
+    return localized, LocalFlops(_call_flops(closed.jaxpr, mesh, kernels=False), _call_flops(closed.jaxpr, mesh, kernels=True))
 
 
-def _call_flops(jaxpr: Any, mesh: Mesh) -> int:
+def _call_flops(jaxpr: Any, mesh: Mesh, kernels: bool) -> int:
+    """Of the operations that hold a Pallas kernel for some platform, or of the others."""
     total = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == PRIMITIVE:
-            total += equation_flops(equation) // math.prod(mesh.shape[axis] for axis in _axes(equation, mesh).values())
+            if _holds(equation, "pallas_call") == kernels:
+                total += equation_flops(equation) // math.prod(mesh.shape[axis] for axis in _axes(equation, mesh).values())
         else:
-            bodies = [_call_flops(body, mesh) for body in sub_jaxprs(equation.params)]
+            bodies = [_call_flops(body, mesh, kernels) for body in sub_jaxprs(equation.params)]
             total += max(bodies, default=0) if equation.primitive.name == "cond" else equation.params.get("length", 1) * sum(bodies)
     return total
+
+
+def _holds(equation: Any, name: str) -> bool:
+    """Whether an equation is of a primitive, or runs one in a body."""
+    inner = (e for body in sub_jaxprs(equation.params) for e in body.eqns)
+    return equation.primitive.name == name or any(_holds(e, name) for e in inner)
 
 
 def _axes(equation: Any, mesh: Mesh) -> dict[str, str]:
@@ -72,32 +82,39 @@ def _evaluate(body: Any, args: Sequence[Any], mesh: Mesh) -> list[Any]:
         return atom.val if isinstance(atom, jex_core.Literal) else values[atom]
 
     for equation in jaxpr.eqns:
-        params = {key: _localized(value, mesh) for key, value in equation.params.items()}
+        operands = [read(v) for v in equation.invars]
+        params = {}
+        for key, value in equation.params.items():
+            params[key], hoisted = _localized(value, mesh)
+            operands = [*hoisted, *operands]  # of an open body (jax.checkpoint), whose constants are operands
         call = _local_call(equation, mesh) if equation.primitive.name == PRIMITIVE else None
-        bind(equation.replace(params=params), [read(v) for v in equation.invars], values, call=call)
+        bind(equation.replace(params=params), operands, values, call=call)
     return [read(v) for v in jaxpr.outvars]
 
 
-def _localized(value: Any, mesh: Mesh) -> Any:
-    """A parameter of an equation, with the operations in its bodies replaced."""
+def _localized(value: Any, mesh: Mesh) -> tuple[Any, Sequence[Any]]:
+    """A parameter of an equation with the operations in its bodies replaced, and the operands that an open body takes before its own."""
     if isinstance(value, (tuple, list)):
-        return type(value)(_localized(item, mesh) for item in value) if any(map(_holds_call, value)) else value
+        return (type(value)(_localized(item, mesh)[0] for item in value) if any(map(_holds_call, value)) else value), ()
     if not _holds_call(value):
-        return value
+        return value, ()
     jaxpr = getattr(value, "jaxpr", value)
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
     closed = jax.make_jaxpr(lambda *args: _evaluate(value, args, mesh))(*avals)
     if isinstance(value, jex_core.ClosedJaxpr):
-        return closed
-    assert not closed.consts, "a body without constants gets none"
-    return closed.jaxpr
+        return closed, ()
+    if not closed.consts:
+        return closed.jaxpr, ()
+    shapes = [jax.ShapeDtypeStruct(jnp.shape(c), jnp.result_type(c)) for c in closed.consts]
+    hoisted = jax.make_jaxpr(lambda consts, args: jax.core.eval_jaxpr(closed.jaxpr, consts, *args))(shapes, avals)
+    assert not hoisted.consts, "constants are arguments now"
+    return hoisted.jaxpr, closed.consts
 
 
 def _holds_call(value: Any) -> bool:
     if not isinstance(value, (jex_core.Jaxpr, jex_core.ClosedJaxpr)):
         return False
-    equations = getattr(value, "jaxpr", value).eqns
-    return any(e.primitive.name == PRIMITIVE or any(map(_holds_call, sub_jaxprs(e.params))) for e in equations)
+    return any(_holds(equation, PRIMITIVE) for equation in getattr(value, "jaxpr", value).eqns)
 
 
 def _local_call(equation: Any, mesh: Mesh) -> Callable[..., Any] | None:

@@ -29,13 +29,13 @@ from capture.graph import LayerGraph, Tensor
 from capture.interface import StageCost, UpdateCost, owned_and_borrowed
 from capture.runtime.dataflow import DataFlow
 from capture.runtime.hlo_buffers import read_buffers
-from capture.runtime.hlo_work import work_of
+from capture.runtime.hlo_work import NO_LOCAL_FLOPS, LocalFlops, work_of
 from capture.runtime.local_calls import localize
 from capture.runtime.optimizer import StageUpdate
 from capture.runtime.sharding import struct_of
 from capture.tracing import StageSlice
 from capture.tracing.source import layer_of_scope, line_of, operation_name
-from capture.tracing.split_rule import has_split_rule
+from capture.tracing.split_rule import may_hold_split_rule
 from capture.work import ProgramWork
 
 DATA_AXIS, MODEL_AXIS = "data", "model"
@@ -82,7 +82,7 @@ def compile_program(
     count_work: bool = False,
     options: Mapping[str, Any] | None = None,
     layer_of: LayerOf | None = None,
-    kernel_flops: int = 0,
+    local_flops: LocalFlops = NO_LOCAL_FLOPS,
 ) -> Executable:
     """Compile for abstract arguments; nothing is allocated.
 
@@ -95,7 +95,7 @@ def compile_program(
         count_work: Also find out what the program computes, reads and sends.
         options: Of XLA.
         layer_of: Also find out what buffers the program holds at its peak, and of which layer they are.
-        kernel_flops: Per device, of operations that may become kernels in which XLA counts nothing.
+        local_flops: Of the operations that run on each device's part.
     """
     jitted = jax.jit(function, donate_argnums=tuple(donate), **({} if out_shardings is None else {"out_shardings": out_shardings}))
     with warnings.catch_warnings():
@@ -115,7 +115,7 @@ def compile_program(
         lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding), lowered.out_info, compiled.output_shardings
     )
     num_devices = max(len(leaf.sharding.device_set) for leaf in jax.tree.leaves((tuple(args), outputs)))
-    work = work_of(compiled, lowered, num_devices, kernel_flops) if count_work else None
+    work = work_of(compiled, lowered, num_devices, local_flops) if count_work else None
     return Executable(compiled, outputs, int(transient), work, buffers=buffers)
 
 
@@ -346,11 +346,11 @@ class StagePrograms:
         if not self._has_local_calls:
             return self._compiler(function, args, donate=donate, out_shardings=out_shardings)
         localized, flops = localize(function, args, self.mesh)
-        return self._compiler(localized, args, donate=donate, out_shardings=out_shardings, kernel_flops=flops)
+        return self._compiler(localized, args, donate=donate, out_shardings=out_shardings, local_flops=flops)
 
     @cached_property
     def _has_local_calls(self) -> bool:
-        return any(has_split_rule(op) for call in self.layers.calls for op in call.function.ops)
+        return any(may_hold_split_rule(op) for call in self.layers.calls for op in call.function.ops)
 
     @cached_property
     def forward_args(self) -> tuple[list[Any], list[Any], list[Any]]:

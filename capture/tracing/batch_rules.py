@@ -185,12 +185,13 @@ def _converted(step: Step, states: Sequence[State]) -> State:
 
 
 def _partitioned(step: Step, states: Sequence[State]) -> State:
-    """An operation that says itself which dimensions may be split: the examples are independent if theirs may."""
+    """An operation that says itself which dimensions may be split: the examples are independent if theirs may, in every result."""
     rule, batch = split_rule(step.one), set()
     if rule is not None:
         for factors, grown in (*zip(rule.operands, step.in_grown, strict=True), *zip(rule.results, step.out_grown, strict=True)):
             batch |= {factors[dim] for dim in grown}
-    if rule is None or None in batch or len(batch) > 1:
+    reduces = any(step.in_grown) and not all(step.out_grown)
+    if rule is None or None in batch or len(batch) > 1 or reduces:
         return unknown(f"{step.where} does not say that its examples may be split")
     return function(states, step.where)
 

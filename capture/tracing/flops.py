@@ -28,7 +28,8 @@ def sub_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
 def equation_flops(equation) -> int:
     """Floating-point operations: 2 per multiply-add, 1 per element of other arithmetic, 0 for moving data.
 
-    A scan counts its body ``length`` times, a ``cond`` its dearest branch, a ``while`` one iteration.
+    A scan counts its body ``length`` times, a ``cond`` its dearest branch (one by platform its default), a ``while`` one iteration, a Pallas
+    kernel what its author estimates, or else its body once per point of the grid.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -45,10 +46,21 @@ def equation_flops(equation) -> int:
         return 2 * out_size * math.prod(kernel) // max(1, kernel[params["dimension_numbers"].rhs_spec[0]])
     bodies = [sum(map(equation_flops, body.eqns)) for body in sub_jaxprs(params)]
     if name == "cond":
-        return max(bodies, default=0)
+        platforms = params.get("branches_platforms") or ()
+        return bodies[platforms.index(None)] if None in platforms else max(bodies, default=0)
     if name.startswith(("reduce_", "arg", "scatter")):
         # A reduction combines what it reads, a scatter what it writes; the body says only how.
         return math.prod(equation.invars[-1 if name.startswith("scatter") else 0].aval.shape)
+    if name == "pallas_call":
+        return _kernel_flops(params, sum(bodies))
     if bodies:
         return params.get("length", 1) * sum(bodies)
     return 0 if name in _NO_FLOPS else out_size
+
+
+def _kernel_flops(params: dict[str, Any], of_body: int) -> int:
+    estimate = params.get("cost_estimate")
+    if estimate is not None and estimate.flops:
+        return int(estimate.flops)
+    grid = getattr(params.get("grid_mapping"), "grid", ())
+    return of_body * math.prod(size for size in grid if isinstance(size, int))

@@ -129,16 +129,25 @@ class ProgramHasher:
         if isinstance(value, functools.partial):
             return "partial" + self._text((value.func, value.args, value.keywords))
         if isinstance(value, types.FunctionType):
-            return f"{value.__module__}.{value.__qualname__}" + self._function(value)
+            return value.__qualname__ + self._function(value)  # its module is named by where the model's file lies
+        if type(value).__repr__ is object.__repr__ and getattr(value, "__dict__", None):
+            return type(value).__qualname__ + self._text(vars(value))
         return _ADDRESS.sub("", repr(value))
 
+    def _code(self, code: types.CodeType) -> str:
+        nested = [self._code(c) if isinstance(c, types.CodeType) else self._text(c) for c in code.co_consts]
+        return digest(repr((code.co_code, code.co_names, nested)))
+
     def _function(self, function: types.FunctionType) -> str:
-        """Code and closure: two lambdas of one line may differ in what they close over only."""
+        """Code, closure and the functions of its module that it names: two lambdas of one line may differ in what they close over only."""
         if id(function) in self._open_functions:
             return "recursive"
         self._open_functions.add(id(function))
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
-        text = digest(_code(function.__code__) + self._text((cells, function.__defaults__ or (), function.__kwdefaults__ or {})))
+        named = [function.__globals__.get(name) for name in _names(function.__code__)]
+        own = [f for f in named if isinstance(f, types.FunctionType) and f.__globals__ is function.__globals__]
+        parts = (cells, function.__defaults__ or (), function.__kwdefaults__ or {}, own)
+        text = digest(self._code(function.__code__) + self._text(parts))
         self._open_functions.remove(id(function))
         return text
 
@@ -163,9 +172,10 @@ def _pullback(primitive, params: dict[str, Any]) -> Callable[..., Any]:
     return function
 
 
-def _code(code: types.CodeType) -> str:
-    nested = [_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
-    return digest(repr((code.co_code, code.co_names, nested)))
+def _names(code: types.CodeType) -> list[str]:
+    """Of globals and attributes that a function or one inside it uses, in order."""
+    nested = [_names(c) for c in code.co_consts if isinstance(c, types.CodeType)]
+    return list(dict.fromkeys([*code.co_names, *(name for names in nested for name in names)]))
 
 
 def _type(aval) -> str:

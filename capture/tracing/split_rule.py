@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from capture.errors import TracingError
 from capture.tracing.flops import sub_jaxprs
 
 PRIMITIVE = "custom_partitioning"
@@ -25,7 +26,7 @@ class SplitRule:
     """The factors of the operands and the results of one operation.
 
     Attributes:
-        operands: Of every operand; factors that may not be split, or that a result lacks, are left out.
+        operands: Of every operand; factors that may not be split are left out.
         results: Of every result.
     """
 
@@ -44,21 +45,39 @@ class SplitRule:
 
 
 def split_rule(equation: Any) -> SplitRule | None:
-    """The rule of a ``custom_partitioning`` equation; None if it has none that is known before it is lowered."""
+    """The rule of a ``custom_partitioning`` equation; None if it has none that is known before it is lowered.
+
+    A factor may be split that every result has, or that the rule calls a reduction: then the operation's author adds up what the devices
+    have. One that is a part of a dimension (a compound factor) stays whole.
+
+    Raises:
+        TracingError: ``trace-split-rule`` if the rule does not fit the operands and results, or names a factor twice in one array.
+    """
     rule = equation.params["sharding_rule"]
     if not hasattr(rule, "operand_mappings"):
         return None
-    special = {*rule.need_replication_factors, *rule.reduction_factors, *rule.permutation_factors}
 
-    def named(mappings: Sequence[Any], atoms: Sequence[Any]) -> list[tuple[Any, ...]]:
-        return [_dimensions(mapping, len(atom.aval.shape)) for mapping, atom in zip(mappings, atoms, strict=True)]
+    def named(mappings: Sequence[Any], atoms: Sequence[Any], what: str) -> list[tuple[Any, ...]]:
+        arrays = [_dimensions(mapping, len(atom.aval.shape)) for mapping, atom in zip(mappings, atoms, strict=False)]
+        ranks = [len(atom.aval.shape) for atom in atoms]
+        if len(mappings) != len(atoms) or [len(dims) for dims in arrays] != ranks or any(len(set(dims)) < len(dims) for dims in arrays):
+            raise TracingError.of(
+                f"the sharding rule {rule} of a custom_partitioning operation does not fit its {what} of {ranks} dimensions; "
+                "give one factor per dimension, each once in an array.",
+                "trace-split-rule",
+            )
+        return arrays
 
-    operands, results = named(rule.operand_mappings, equation.invars), named(rule.result_mappings, equation.outvars)
+    operands, results = named(rule.operand_mappings, equation.invars, "operands"), named(rule.result_mappings, equation.outvars, "results")
+    whole = {*rule.need_replication_factors, *rule.permutation_factors}
+    whole |= {part for dims in (*operands, *results) for dim in dims if not isinstance(dim, str) for part in dim}
     may_split = {
         factor
         for dims in operands
         for factor in dims
-        if isinstance(factor, str) and factor not in special and all(factor in result for result in results)
+        if isinstance(factor, str)
+        and factor not in whole
+        and (factor in rule.reduction_factors or all(factor in result for result in results))
     }
 
     def kept(arrays: list[tuple[Any, ...]]) -> tuple[Factors, ...]:
@@ -76,8 +95,8 @@ def _dimensions(mapping: Sequence[Any], ndim: int) -> tuple[Any, ...]:
     return tuple(dims)
 
 
-def has_split_rule(equation: Any) -> bool:
-    """Whether an equation is such an operation or runs one, also if only when it is differentiated."""
+def may_hold_split_rule(equation: Any) -> bool:
+    """Whether an equation is such an operation or runs one, perhaps only when it is differentiated."""
     if equation.primitive.name in (PRIMITIVE, "custom_vjp_call"):
         return True
-    return any(has_split_rule(inner) for body in sub_jaxprs(equation.params) for inner in body.eqns)
+    return any(may_hold_split_rule(inner) for body in sub_jaxprs(equation.params) for inner in body.eqns)
