@@ -11,7 +11,6 @@ from test_plans import BATCH_SIZE, GOOD, NUM_LAYERS, name
 from capture.alpa import to_alpa
 from capture.alpa.memory import alpa_replay
 
-
 #: A single micro-batch is accumulated into nothing.
 ACCUMULATING = [plan for plan in GOOD if plan.num_microbatches > 1]
 
