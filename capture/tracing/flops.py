@@ -28,8 +28,8 @@ def sub_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
 def equation_flops(equation) -> int:
     """Floating-point operations: 2 per multiply-add, 1 per element of other arithmetic, 0 for moving data.
 
-    A scan counts its body ``length`` times, a ``cond`` its dearest branch (one by platform its default), a ``while`` one iteration, a Pallas
-    kernel what its author estimates, or else its body once per point of the grid.
+    A scan counts its body ``length`` times, a ``cond`` its dearest branch (one by platform its default), a ``while`` one iteration, a
+    Pallas kernel what its author estimates, or else its body once per point of the grid.
 
     Example:
         >>> import jax, jax.numpy as jnp
