@@ -96,7 +96,7 @@ $(VENV_ALPA)/.stamp: constraints/alpa.txt
 
 alpa: ## Exported plans judged by real Alpa, in an environment of its own
 	@if $(MAKE) --no-print-directory $(VENV_ALPA)/.stamp; then \
-		$(VENV_ALPA)/bin/python -m pytest -q -p no:cacheprovider --confcutdir=tests/alpa -c tests/alpa/pytest.ini tests/alpa; \
+		$(VENV_ALPA)/bin/python -m pytest -q -p no:cacheprovider --confcutdir=tests/alpa_conformance -c tests/alpa_conformance/pytest.ini tests/alpa_conformance; \
 	else echo "SKIPPED: $(VENV_ALPA) could not be made, so exported plans were not judged by Alpa"; fi
 endif
 

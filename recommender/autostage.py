@@ -13,7 +13,7 @@ what only the update needs (optimizer state), ``intermediate`` what lives betwee
 it is too optimistic.
 
 Alpa fills tables of t and of the most stages behind by measuring on GPUs; here the profile's predictor fills them. The search is exact
-where Alpa tries caps that are 1e-6 seconds apart. ``tests/alpa`` runs Alpa's own search on the same tables.
+where Alpa tries caps that are 1e-6 seconds apart. ``tests/alpa_conformance`` runs Alpa's own search on the same tables.
 
 Source: Zheng et al., OSDI 2022, section 5.2, equations 2 and 3; Alpa 0.2.3, ``stage_construction``, by its behaviour.
 """

@@ -4,7 +4,7 @@ Three habits differ from the native runtime's: all micro-batches' inputs of a st
 until its last use; a tensor between stages stays with the one that made it until the other is about to read it; and stages stand where
 ``alpa_placement`` says.
 
-Source: Alpa 0.2.3, its emitted instructions (``tests/alpa`` replays them beside this).
+Source: Alpa 0.2.3, its emitted instructions (``tests/alpa_conformance`` replays them beside this).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A plan as the arguments of Alpa's ``PipeshardParallel`` (alpa 0.2.3): plain data, a file that makes the real object, or the object.
 
-What Alpa means by its arguments, and what it silently accepts, was found by running it (``tests/alpa``):
+What Alpa means by its arguments, and what it silently accepts, was found by running it (``tests/alpa_conformance``):
 
 * A stage's logical shape is (data parallel, tensor parallel). Without ``force_batch_dim_to_mesh_dim`` Alpa's solver chooses between the
   two on a one-dimensional mesh, so the key is always written above one device.
