@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,10 @@ from capture.cluster import Cluster
 from capture.errors import CaptureError, ExecutionError, PlanError
 from capture.plan import Plan, StagePlan
 from capture.predictor import AdditivePredictor
+from capture.profiler.alpa import AlpaBackend
+from capture.profiler.run import ProfilingRun
+from capture.workload import WorkloadSpec
+from profiling_runs.runs import executed_profile
 from recommender.autostage import LABEL, autostage
 
 PICKLED = Path(__file__).parent / "data" / "alpa_parallel_plan.pickle"  # made by real Alpa from ``PLAN``
@@ -169,3 +174,37 @@ def test_autostaging_is_labelled_and_stands_where_alpa_places_stages():
     assert [stage.devices for stage in found.plan.stages] == list(alpa_placement(Cluster((4, 4)), sizes))
     with pytest.raises(PlanError, match=r"\[alpa-cluster\]"):
         autostage(profile, Cluster((4, 2), profile.target), global_batch_size=64, num_microbatches=4)
+
+
+# ---- the profiling backend ------------------------------------------------------------------------------------------
+
+SPEC = WorkloadSpec.parse(f"{Path(__file__).parent / 'alpa_conformance' / 'own_model.py'}:model?num_layers=4")
+
+
+def test_a_job_holds_all_that_alpas_process_needs(tmp_path):
+    backend = AlpaBackend(SPEC, Cluster((4, 4), "a100-40g"), sys.executable)
+    run = ProfilingRun((2, 2), StageChoice(2, 1), 4, 8, "gpipe")
+    job = backend.job(run, tmp_path / "result.json")
+    assert (job["num_hosts"], job["num_devices_per_host"], job["global_batch_size"]) == (1, 4, 32)
+    assert Path(job["workload"]["location"]).is_absolute() and job["workload"]["arguments"] == {"num_layers": 4}
+    assert "num_micro_batches=8" in job["method"] and 'pipeline_schedule="gpipe"' in job["method"]
+    assert backend.nodes_of(8) == (4, 4) and backend.nodes_of(2) == (2,)
+    assert codes_of(lambda: backend.nodes_of(6)) == ("alpa-submesh",)
+
+
+def test_a_run_whose_process_ends_is_a_failed_run(tmp_path):
+    backend = AlpaBackend(SPEC, Cluster((2,)), sys.executable)
+    executed = backend.execute(ProfilingRun((2, 2), StageChoice(1, 1), 4, 2, "gpipe"))
+    assert executed.peak_bytes_per_stage is None and "alpa" in executed.failure, "this environment has no alpa"
+
+
+@pytest.mark.parametrize(("python", "said"), [(sys.executable, "cannot import alpa: ModuleNotFoundError"), ("/no/python", "cannot be run")])
+def test_an_interpreter_without_alpa_is_refused_at_once(python, said):
+    with pytest.raises(ExecutionError, match=rf"{said}.*\[alpa-python\]$"):
+        executed_profile(SPEC, Cluster((2,)), microbatch_size=4, schedule="gpipe", num_microbatches=4, alpa_python=python, num_workers=0)
+
+
+@pytest.mark.parametrize("options", [["--backend", "alpa"], ["--alpa-python", "python"]])
+def test_the_interpreter_and_the_backend_belong_together(options, capsys):
+    code = main(["profile", str(SPEC), "--cluster", "1x2", "--microbatches", "4", "--mode", "paper", *options, "--json"])
+    assert code == 2 and "profile-backend" in capsys.readouterr().out
