@@ -8,6 +8,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 VENV_NEWEST := .venv-newest
+VENV_ALPA := .venv-alpa
 JOBS ?= 2
 
 # Every stamp is remade when one of these changes; otherwise a second run installs nothing.
@@ -17,6 +18,12 @@ PINS := pyproject.toml constraints/py311.txt constraints/py312.txt
 ifndef PYTHON_NEWEST
 PYTHON_NEWEST := $(shell for python in python3.13 python3.12 \
 	"$$HOME"/.pyenv/versions/3.13.*/bin/python3.13 "$$HOME"/.pyenv/versions/3.12.*/bin/python3.12; \
+	do if "$$python" -c "" 2>/dev/null; then echo "$$python"; break; fi; done)
+endif
+
+# Alpa 0.2.3 runs on nothing newer than Python 3.11, and the library, which its tests import, on nothing older. Empty if there is none.
+ifndef PYTHON_ALPA
+PYTHON_ALPA := $(shell for python in python3.11 "$$HOME"/.pyenv/versions/3.11.*/bin/python3.11; \
 	do if "$$python" -c "" 2>/dev/null; then echo "$$python"; break; fi; done)
 endif
 
@@ -75,8 +82,26 @@ format: $(VENV)/.stamp-dev ## Rewrite the sources in the project's style
 test: $(VENV)/.stamp-dev ## All tests, the README's blocks and the doctests
 	$(VENV)/bin/python -m pytest -q -n $(JOBS)
 
+.PHONY: alpa
+ifeq ($(strip $(PYTHON_ALPA)),)
+alpa:
+	@echo "SKIPPED: no python3.11 was found, so exported plans were not judged by Alpa; name one: make alpa PYTHON_ALPA=/path/to/python3.11"
+else
+$(VENV_ALPA)/.stamp: constraints/alpa.txt
+	@echo "Installing alpa into $(VENV_ALPA), versions of constraints/alpa.txt"
+	@[ -x $(VENV_ALPA)/bin/python ] || "$(PYTHON_ALPA)" -m venv $(VENV_ALPA)
+	@# Its own requirements have no solution that a resolver finds; the file is complete.
+	@$(VENV_ALPA)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints/alpa.txt
+	@touch $@
+
+alpa: ## Exported plans judged by real Alpa, in an environment of its own
+	@if $(MAKE) --no-print-directory $(VENV_ALPA)/.stamp; then \
+		$(VENV_ALPA)/bin/python -m pytest -q -p no:cacheprovider --confcutdir=tests/alpa_conformance -c tests/alpa_conformance/pytest.ini tests/alpa_conformance; \
+	else echo "SKIPPED: $(VENV_ALPA) could not be made, so exported plans were not judged by Alpa"; fi
+endif
+
 .PHONY: check
-check: lint test ## What .ci/run runs: lint, then test
+check: lint test alpa ## What .ci/run runs: lint, test, and Alpa as a judge
 
 .PHONY: test-newest
 ifeq ($(strip $(PYTHON_NEWEST)),)
@@ -89,4 +114,4 @@ endif
 
 .PHONY: clean
 clean: ## Remove the environments and the caches
-	rm -rf $(VENV) $(VENV_NEWEST) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV_NEWEST) $(VENV_ALPA) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis

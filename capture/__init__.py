@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 #: Module of each public name. A name must not be that of a submodule: once loaded, the submodule would hide it.
 _MODULE_OF = {
     "AdditivePredictor": "capture.predictor",
+    "AlpaOptions": "capture.alpa",
     "CaptureError": "capture.errors",
     "Cluster": "capture.cluster",
     "LayerGraph": "capture.graph",
@@ -26,6 +27,7 @@ _MODULE_OF = {
     "Workload": "capture.workload",
     "WorkloadSpec": "capture.workload",
     "pipeshard": "capture.runtime.pipeline",
+    "to_alpa": "capture.alpa",
 }
 
 __all__ = ["__version__", *_MODULE_OF]

@@ -230,6 +230,13 @@ class Plan:
             **{name: None if note is None else note.data for name, note in notes.items()},
         )
 
+    @classmethod
+    def from_alpa(cls, source: Any, *, global_batch_size: int, **options: Any) -> Plan:
+        """The plan that Alpa means: a pickled ``ParallelPlan``, or manual stage options (``capture.alpa.plan_from_alpa``)."""
+        from capture.alpa import plan_from_alpa
+
+        return plan_from_alpa(source, global_batch_size=global_batch_size, **options)
+
     def save(self, path: Path | str) -> None:
         """Write JSON; the paths of the workload and of a target's file are stored relative to the file."""
         path = Path(path)

@@ -216,12 +216,14 @@ def _drop(ledger: Ledger, program: StepProgram, slot_ids: Sequence[int]) -> None
         ledger.drop(program.stages[slot.stage_id].devices, slot.nbytes, slot.category)
 
 
-def build_step(stages: Sequence[StageInterface], schedule: Schedule) -> StepProgram:
+def build_step(stages: Sequence[StageInterface], schedule: Schedule, *, as_alpa: bool = False) -> StepProgram:
     """The instructions of one step: every clock's programs, then its transfers, then the updates.
 
     Args:
         stages: In pipeline order.
         schedule: As many stages.
+        as_alpa: As Alpa's runtime does: every micro-batch is fed at the start of the step, and tensors stay with the stage that made them
+            until the one that reads them is about to.
     """
     program = StepProgram(stages)
     for s, stage in enumerate(stages):
@@ -232,15 +234,40 @@ def build_step(stages: Sequence[StageInterface], schedule: Schedule) -> StepProg
             program.keep("param", s, "parameters", stage.param_bytes[p], p)
             program.keep("gradient", s, "gradients", stage.param_bytes[p], p)
     passes = _Passes(program)
-    for clock in schedule.clocks:
-        transfers: dict[Task, list[Instruction]] = {task: [] for task in clock}
-        for task in clock:
-            program.instructions += passes.run(task, transfers[task])
-        for task in sorted(clock, key=_order_of_transfers):
-            program.instructions += transfers[task]
+    program.instructions += _pulled(passes, schedule) if as_alpa else _pushed(passes, schedule)
     program.num_passes = len(program.instructions)
     program.instructions += [*_updates(program), Free(tuple(passes.losses))]
     return program
+
+
+def _pushed(passes: _Passes, schedule: Schedule) -> Iterator[Instruction]:
+    """What a program makes is sent at the end of its clock."""
+    for clock in schedule.clocks:
+        transfers: dict[Task, list[Instruction]] = {task: [] for task in clock}
+        for task in clock:
+            yield from passes.run(task, transfers[task])
+        for task in sorted(clock, key=_order_of_transfers):
+            yield from transfers[task]
+
+
+def _pulled(passes: _Passes, schedule: Schedule) -> Iterator[Instruction]:
+    """What a program makes is sent in the clock of the program that reads it, before anything that was sent is freed."""
+    for s in range(len(passes.stages)):
+        for m in range(schedule.num_microbatches):
+            yield from passes.feed(s, m, "start of the step")
+    waiting: dict[Task, list[Instruction]] = {}
+    for clock in schedule.clocks:
+        arriving = [instruction for task in clock for instruction in waiting.pop(task, ())]
+        yield from sorted(arriving, key=lambda instruction: isinstance(instruction, Free))
+        for task in clock:
+            transfers: list[Instruction] = []
+            yield from passes.run(task, transfers)
+            moves = [instruction for instruction in transfers if isinstance(instruction, Move)]
+            freed = [slot for instruction in transfers if isinstance(instruction, Free) for slot in instruction.slots]
+            sources = {move.source for move in moves}
+            yield Free(tuple(slot for slot in freed if slot not in sources))
+            reader = Task(task.stage_id + (1 if task.kind == "forward" else -1), task.kind, task.microbatch)
+            waiting[reader] = [*moves, Free(tuple(slot for slot in freed if slot in sources))]
 
 
 def _order_of_transfers(task: Task) -> tuple[bool, int]:
@@ -280,10 +307,15 @@ class _Passes:
         state = self.program.persistent
         return (state["gradients", s], *(state[f"gradient{p}", s] for p in self.stages[s].borrowed))
 
+    def feed(self, s: int, m: int, label: str) -> Iterator[Instruction]:
+        """The leaves of a micro-batch that the stage reads, unless they are there already."""
+        for b in self.stages[s].batch:
+            if ("batch", s, m, b) not in self.values:
+                yield Feed(self._new("batch", "batch", s, m, b, self.stages[s].batch_bytes[b]), m, (b,), label)
+
     def _forward(self, s: int, m: int, transfers: list[Instruction]) -> Iterator[Instruction]:
         stage, label, last = self.stages[s], f"forward {m} on stage {s}", s == len(self.stages) - 1
-        for b in stage.batch:
-            yield Feed(self._new("batch", "batch", s, m, b, stage.batch_bytes[b]), m, (b,), label)
+        yield from self.feed(s, m, label)
         category = "loss" if last else "sent activations"
         outputs = tuple(
             self._new("output", "activations" if v in stage.kept_outputs else category, s, m, v, stage.value_bytes[v])

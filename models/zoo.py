@@ -50,6 +50,8 @@ def initializer(model: nn.Module, shape: tuple[int, ...], dtype: str) -> Callabl
     """
 
     def init(key: jax.Array) -> PyTree:
+        if not hasattr(nn.Module, "lazy_init"):  # the flax of Alpa's environment
+            return model.init(key, jnp.zeros(shape, dtype))["params"]
         return model.lazy_init(key, jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))["params"]
 
     return init

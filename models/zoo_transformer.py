@@ -9,7 +9,6 @@ from __future__ import annotations
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from zoo_attention import flash_attention
 
 INIT_STD = 0.02
 """Standard deviation of the initial weights (Radford et al. 2019, GPT-2; Brown et al. 2020, GPT-3)."""
@@ -46,6 +45,8 @@ class SelfAttention(nn.Module):
 
         query, key, value = heads("query", True), heads("key", False), heads("value", True)
         if self.attention == "flash":
+            from zoo_attention import flash_attention  # needs a JAX with Pallas, which Alpa's has not
+
             mixed = flash_attention(query[..., None, :], key, value).reshape(query.shape)
         else:
             scores = jnp.einsum("bqhd,bkhd->bhqk", query * head_dim**-0.5, key).astype(jnp.float32)

@@ -29,7 +29,9 @@ from profiling_runs.runs import executed_profile
 
 CALIBRATION_SEED = 20_240_000
 DEFAULT_CALIBRATION_PLANS = 12
-BACKENDS = ("compile", "run")
+BACKENDS = ("compile", "run", "alpa")
+#: Those that execute the paper's profiling runs.
+EXECUTING = ("run", "alpa")
 
 Progress = Callable[[str, int, int], None]
 
@@ -176,6 +178,7 @@ def profile(
     progress: Progress = lambda what, done, total: None,
     measurements: Measurements | None = None,
     memory_limit_bytes: int | None = None,
+    alpa_python: str | None = None,
 ) -> Profile:
     """Measure a model's layers for every stage that a plan on the cluster may have.
 
@@ -186,6 +189,7 @@ def profile(
         backend: ``"compile"`` compiles layer windows for the cluster's target and runs nothing; ``"compile:TARGET"`` names another target
             for the cluster. ``"run"`` executes the paper's profiling runs and nothing else:
             the profile serves the paper's mode alone (see ``executed_profile``), and what is said of windows below does not matter.
+            ``"alpa"`` has them executed by Alpa, on its Ray cluster of these nodes.
         num_layers: None cuts at the model's marks; a number cuts automatically.
         remat, shard_optimizer: Of the stages.
         choices: Of the windows, instead of all data- and tensor-parallel degree pairs that fit the cluster.
@@ -193,12 +197,13 @@ def profile(
         num_neighbours: Of the windows: most neighbours of M_a.
         tensor_parallel_rule: ``"auto"`` or ``"largest"``.
         calibration_plans: Random plans whose stages are measured to calibrate the interval of the windows; 0 leaves it wide.
-        paper: (schedule, number of micro-batches) to make the paper's profiling runs as well; needed with ``"run"``.
+        paper: (schedule, number of micro-batches) to make the paper's profiling runs as well; needed with ``"run"`` and ``"alpa"``.
         store: Of measurements; in memory if None.
         num_workers: Worker processes.
         progress: Called with (what, done, total).
         measurements: Open already (``open_measurements``); then workload, store and workers are its own.
         memory_limit_bytes: With ``"run"``: a run that needs more on a device is not made, and named as failed.
+        alpa_python: With ``"alpa"``: the interpreter of Alpa's environment.
 
     Returns:
         The profile. Stage configs or runs that failed are named in ``failures``.
@@ -209,8 +214,8 @@ def profile(
         WorkloadError, TracingError: if the model cannot be traced.
     """
     backend, cluster = _of_target(backend, cluster)
-    _check_backend(backend, paper, memory_limit_bytes, choices, measurements)
-    if backend == "run":
+    _check_backend(backend, paper, memory_limit_bytes, alpa_python, choices, measurements)
+    if backend in EXECUTING:
         assert paper is not None, "checked"
         executed = executed_profile(
             workload,
@@ -226,6 +231,7 @@ def profile(
             store=store,
             num_workers=num_workers,
             progress=progress,
+            alpa_python=alpa_python,
         )
         task = workload.load() if isinstance(workload, WorkloadSpec) else workload
         return replace(executed, warnings=_split_warnings(task, microbatch_size))
@@ -286,23 +292,33 @@ def _of_target(backend: str, cluster: Cluster) -> tuple[str, Cluster]:
     return (kind, Cluster(cluster.nodes, target)) if kind == "compile" and target else (backend, cluster)
 
 
-def _check_backend(backend: str, paper: Any, memory_limit_bytes: int | None, *of_windows: Any) -> None:
+def _check_backend(backend: str, paper: Any, memory_limit_bytes: int | None, alpa_python: str | None, *of_windows: Any) -> None:
     if backend not in BACKENDS:
-        raise TargetError.of(f"backend={backend!r} is unknown; choose compile, compile:TARGET or run.", "target-unknown")
+        raise TargetError.of(f"backend={backend!r} is unknown; choose compile, compile:TARGET, run or alpa.", "target-unknown")
     violations = []
-    if backend == "run" and paper is None:
+    if backend in EXECUTING and paper is None:
         violations.append(
             Violation(
-                "backend='run' makes the paper's profiling runs: give paper=(schedule, num_microbatches), or --mode paper.",
+                f"backend={backend!r} makes the paper's profiling runs: give paper=(schedule, num_microbatches), or --mode paper.",
                 "profile-backend",
             )
         )
-    if backend == "run" and any(argument is not None for argument in of_windows):
-        violations.append(Violation("choices and measurements are those of compiled windows; backend='run' has none.", "profile-backend"))
+    if backend in EXECUTING and any(argument is not None for argument in of_windows):
+        violations.append(
+            Violation(f"choices and measurements are those of compiled windows; backend={backend!r} has none.", "profile-backend")
+        )
+    if (backend == "alpa") != (alpa_python is not None):
+        violations.append(
+            Violation(
+                f"backend={backend!r} came with alpa_python={alpa_python!r}; the interpreter of Alpa's environment (--alpa-python) "
+                "belongs to backend='alpa', which needs it.",
+                "profile-backend",
+            )
+        )
     if backend != "run" and memory_limit_bytes is not None:
         violations.append(
             Violation(
-                f"memory_limit_bytes={memory_limit_bytes} is the limit of executed runs, and backend={backend!r} runs nothing; "
+                f"memory_limit_bytes={memory_limit_bytes} is the limit of runs that are made here, and backend={backend!r} makes none; "
                 "use backend='run', or leave it out.",
                 "profile-backend",
             )

@@ -66,6 +66,7 @@ def executed_profile(
     store: Store | None = None,
     num_workers: int = 2,
     progress: Progress = lambda what, done, total: None,
+    alpa_python: str | None = None,
 ) -> Profile:
     """A profile for the paper's mode from executed runs alone.
 
@@ -80,31 +81,42 @@ def executed_profile(
         store: Of finished runs; in memory if None.
         num_workers: Worker processes on CPU; 0 runs in this process. Accelerators take one at a time.
         progress: Called with (what, done, total).
+        alpa_python: Have the runs made by Alpa, with this interpreter of its environment, on its Ray cluster of these nodes.
 
     Returns:
         The profile; it holds no measurement of a layer window. Runs that failed are named in ``failures``.
 
     Raises:
-        ProfileError: ``profile-runs`` if every run failed.
+        ProfileError: ``profile-runs`` if every run failed; ``profile-backend`` for Alpa and a workload without a name.
+        ExecutionError: ``alpa-python`` if that interpreter cannot import alpa.
         WorkloadError, TracingError: if the model cannot be traced.
     """
     from capture.profiler.run import RunBackend
 
     spec = workload if isinstance(workload, WorkloadSpec) else None
     worker, machine = None, None
-    if spec is not None and num_workers:
+    backend: RunBackend | None = None
+    if alpa_python is not None:
+        from capture.profiler.alpa import AlpaBackend
+
+        if spec is None:
+            raise ProfileError.of("backend='alpa' needs a workload by name: another process imports it.", "profile-backend")
+        backend = AlpaBackend(spec, cluster, alpa_python, num_layers, store)
+        assert backend.versions, "asked at once: a wrong interpreter would fail every run"
+    elif spec is not None and num_workers:
         model = WorkerModel(spec, num_layers, tensor_parallel_rule, most_run_devices(cluster.num_devices))
         machine = _machine_of_workers(model)  # this process stays away from accelerators: it would take memory of theirs
         worker = RunWorker(model, memory_limit_bytes, machine.platform != "cpu")
-    backend = RunBackend(
-        workload.load() if isinstance(workload, WorkloadSpec) else workload,
-        num_layers,
-        tensor_parallel_rule,
-        store,
-        memory_limit_bytes=memory_limit_bytes,
-        machine=machine,
-        fresh_process=worker is not None and worker.fresh_process,
-    )
+    if backend is None:
+        backend = RunBackend(
+            workload.load() if isinstance(workload, WorkloadSpec) else workload,
+            num_layers,
+            tensor_parallel_rule,
+            store,
+            memory_limit_bytes=memory_limit_bytes,
+            machine=machine,
+            fresh_process=worker is not None and worker.fresh_process,
+        )
     graph = backend.compiler.traced(microbatch_size).graph
     sets = paper_runs(graph.num_layers, cluster.num_devices, microbatch_size, remat, shard_optimizer)
     statistics = run_statistics(backend, worker, sets, microbatch_size, schedule, num_microbatches, num_workers, progress)

@@ -9,10 +9,10 @@ import traceback
 from collections.abc import Sequence
 
 from capture import __version__
-from capture.cli import demo, diff, evaluate, explain, plan, predict, profile, report, run, verify
+from capture.cli import demo, diff, evaluate, explain, export, plan, predict, profile, report, run, verify
 from capture.errors import CaptureError, Violation
 
-VERBS = (demo, profile, plan, predict, verify, run, explain, report, diff, evaluate)
+VERBS = (demo, profile, plan, predict, verify, run, explain, report, diff, export, evaluate)
 
 
 def build_parser() -> argparse.ArgumentParser:

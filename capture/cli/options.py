@@ -17,7 +17,7 @@ from capture.store import Store
 from capture.target import Target, resolved_target, target_names
 from capture.workload import WorkloadSpec
 
-BACKENDS = ("compile", "run")
+BACKENDS = ("compile", "run", "alpa")
 #: What the backward pass recomputes is chosen per stage, by the search.
 AUTO = "auto"
 REMATS_OF_A_SEARCH = (*REMAT_POLICIES, AUTO)
@@ -208,9 +208,10 @@ def add_backend(parser: argparse.ArgumentParser) -> None:
         "--backend",
         choices=BACKENDS,
         default=BACKENDS[0],
-        help="compile compiles for the target and runs nothing; run executes the paper's profiling runs here, with --mode paper "
-        "(default: %(default)s)",
+        help="compile compiles for the target and runs nothing; run executes the paper's profiling runs here, and alpa has them "
+        "executed by Alpa on its Ray cluster, both with --mode paper (default: %(default)s)",
     )
+    parser.add_argument("--alpa-python", metavar="PATH", help="the interpreter of Alpa's environment, for --backend alpa")
 
 
 def check_backend(options: argparse.Namespace) -> None:
@@ -219,14 +220,19 @@ def check_backend(options: argparse.Namespace) -> None:
     Raises:
         ProfileError: ``profile-backend``.
     """
-    if options.backend != "run":
+    if options.backend == "compile":
         return
     violations = []
     if options.mode != "paper":
-        violations.append(Violation("--backend run makes the runs of the paper's mode alone; add --mode paper.", "profile-backend"))
+        violations.append(
+            Violation(f"--backend {options.backend} makes the runs of the paper's mode alone; add --mode paper.", "profile-backend")
+        )
     if (options.neighbours, options.calibration_plans) != (DEFAULT_NEIGHBOURS, DEFAULT_CALIBRATION_PLANS):
         violations.append(
-            Violation("--neighbours and --calibration-plans are of compiled windows; leave them out with --backend run.", "profile-backend")
+            Violation(
+                "--neighbours and --calibration-plans are of compiled windows; leave them out with --backend run or alpa.",
+                "profile-backend",
+            )
         )
     ProfileError.check(violations)
 
@@ -273,7 +279,7 @@ def make_profile(
     spec = WorkloadSpec.parse(options.workload)
     from capture.profiler.paper import most_run_devices
 
-    if options.backend == "run":
+    if options.backend != "compile":
         environment.prepare(num_devices=most_run_devices(cluster.num_devices))
     else:
         prepare(cluster)
@@ -297,4 +303,5 @@ def make_profile(
         num_workers=options.workers,
         progress=progress,
         memory_limit_bytes=memory_limit_bytes,
+        alpa_python=options.alpa_python,
     )

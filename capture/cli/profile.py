@@ -54,7 +54,7 @@ def main(options: argparse.Namespace) -> int:
         f"sizes {', '.join(map(str, result.microbatch_sizes))} -> {options.output}"
     )
     if result.paper is not None:
-        how = "executed" if options.backend == "run" else "compiled and replayed"
+        how = "compiled and replayed" if options.backend == "compile" else "executed"
         text += f"\nthe paper's profiling runs, {how}: {result.paper['num_runs']}, of which {result.paper['num_failed_runs']} failed"
     notes = [f"warning: {warning}" for warning in result.warnings] + [f"failed: {failure}" for failure in result.failures]
     emit(options, document, "\n".join([text, *notes]))

@@ -1,0 +1,85 @@
+"""What a plan needs on every device when Alpa runs it: its placement, and the lifetimes of buffers in its runtime.
+
+Three habits differ from the native runtime's: all micro-batches' inputs of a stage are on its devices from the start of the step, each
+until its last use; a tensor between stages stays with the one that made it until the other is about to read it; and stages stand where
+``alpa_placement`` says.
+
+Source: Alpa 0.2.3, its emitted instructions (``tests/alpa_conformance`` replays them beside this).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from capture.alpa.placement import alpa_placement
+from capture.choices import StageChoice
+from capture.interface import plan_interfaces
+from capture.ledger import Peak
+from capture.plan import Plan
+from capture.predictor import AdditivePredictor
+from capture.profile import Profile
+from capture.step import StageInterface, build_step, replay
+
+
+@dataclass(frozen=True)
+class AlpaMemory:
+    """Peaks of a step in Alpa's runtime.
+
+    Attributes:
+        placement: Device ids of every stage.
+        stages: Peak of each stage's devices, with its parts.
+    """
+
+    placement: tuple[tuple[int, ...], ...]
+    stages: tuple[Peak, ...]
+
+    @property
+    def peak_bytes_per_device(self) -> tuple[int, ...]:
+        """By device id."""
+        of_device = {device: peak.peak_bytes for devices, peak in zip(self.placement, self.stages, strict=True) for device in devices}
+        return tuple(of_device[device] for device in sorted(of_device))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "peak_bytes_per_device": list(self.peak_bytes_per_device),
+            "stages": [
+                {"devices": list(devices), "peak_bytes": peak.peak_bytes, "parts_bytes": dict(peak.parts), "at": peak.instant}
+                for devices, peak in zip(self.placement, self.stages, strict=True)
+            ],
+        }
+
+
+def alpa_memory(plan: Plan, profile: Profile) -> AlpaMemory:
+    """Predict the step of a plan in Alpa's runtime.
+
+    Args:
+        plan: That ``to_alpa`` takes.
+        profile: Of the plan's model and target.
+
+    Raises:
+        PlanError: as ``alpa_placement``.
+        ProfileError: as the predictor.
+    """
+    predictor = AdditivePredictor(profile)
+    predictor.predict(plan)  # refuses a profile of another model or target
+    costs = []
+    for stage in plan.stages:
+        choice = StageChoice(stage.data_parallel, stage.tensor_parallel, stage.remat, stage.shard_optimizer)
+        costs.append(predictor.stage_cost(stage.first, stage.stop, choice, plan.microbatch_size))
+    interfaces = plan_interfaces(plan, profile.graph_at(plan.microbatch_size), profile.param_bytes, costs)
+    return alpa_replay(plan, interfaces)
+
+
+def alpa_replay(plan: Plan, stages: Sequence[StageInterface]) -> AlpaMemory:
+    """Book a step as Alpa runs it.
+
+    Args:
+        plan: Its cluster, schedule and numbers of devices.
+        stages: What its stages hold and hand over.
+    """
+    placement = alpa_placement(plan.cluster, [stage.num_devices for stage in plan.stages])
+    placed = [replace(stage, devices=devices) for stage, devices in zip(stages, placement, strict=True)]
+    ledger = replay(build_step(placed, plan.schedule_table, as_alpa=True), plan.cluster.num_devices)
+    return AlpaMemory(placement, tuple(ledger.peaks[devices[0]] for devices in placement))

@@ -1,0 +1,221 @@
+"""A plan as the arguments of Alpa's ``PipeshardParallel`` (alpa 0.2.3): plain data, a file that makes the real object, or the object.
+
+What Alpa means by its arguments, and what it silently accepts, was found by running it (``tests/alpa_conformance``):
+
+* A stage's logical shape is (data parallel, tensor parallel). Without ``force_batch_dim_to_mesh_dim`` Alpa's solver chooses between the
+  two on a one-dimensional mesh, so the key is always written above one device.
+* Optimizer state is split over replicas where ``prefer_reduce_scatter`` is true; so that key says what the plan says.
+* Rematerialisation is an option of all layers together.
+* A stage without layers, and a micro-batch that the replicas do not divide, are accepted by Alpa; ``Plan`` refuses both.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from typing import Any
+
+from capture import __version__
+from capture.alpa.placement import Shape, alpa_placement, physical_shape
+from capture.errors import ExecutionError, PlanError, Violation
+from capture.plan import Plan
+
+ALPA_VERSION = "0.2.3"
+
+
+@dataclass(frozen=True)
+class AlpaOptions:
+    """What ``alpa.PipeshardParallel`` is given.
+
+    Attributes:
+        num_hosts, num_devices_per_host: Of the mesh that it is for.
+        num_micro_batches: As in Alpa.
+        pipeline_schedule: ``"1f1b"`` or ``"gpipe"``.
+        layer_option: Class of the layer option (``ManualLayerOption`` at marks, ``AutoLayerOption``) and its arguments.
+        default_auto_sharding_option: Arguments of ``AutoShardingOption``, for every stage.
+        forward_stage_layer_ids: Layers of every stage.
+        submesh_physical_shapes: (hosts, devices per host) of every stage.
+        submesh_logical_shapes: (data parallel, tensor parallel) of every stage.
+        submesh_autosharding_option_dicts: What of ``AutoShardingOption`` is different in each stage.
+        placement: Device ids of every stage as Alpa places them; no argument.
+    """
+
+    num_hosts: int
+    num_devices_per_host: int
+    num_micro_batches: int
+    pipeline_schedule: str
+    layer_option: tuple[str, dict[str, Any]]
+    default_auto_sharding_option: dict[str, Any]
+    forward_stage_layer_ids: list[list[int]]
+    submesh_physical_shapes: list[Shape]
+    submesh_logical_shapes: list[Shape]
+    submesh_autosharding_option_dicts: list[dict[str, Any]]
+    placement: list[tuple[int, ...]]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"alpa_version": ALPA_VERSION, **asdict(self)}
+
+    def build(self, devices: Any = None) -> Any:
+        """The real ``alpa.PipeshardParallel``.
+
+        Args:
+            devices: A ``VirtualPhysicalMesh``; None for the mesh that ``alpa.init`` made.
+
+        Raises:
+            ExecutionError: ``alpa-missing`` where alpa cannot be imported.
+        """
+        try:
+            alpa = import_module("alpa")
+        except ImportError as error:
+            raise ExecutionError.of(
+                f"alpa cannot be imported here (Python {sys.version_info.major}.{sys.version_info.minor}: {error}); it needs jax 0.3.22 "
+                "and an environment of its own. Take the plan there: capture export PLAN --to alpa -o method.py.",
+                "alpa-missing",
+            ) from None
+        layer_class, layer_arguments = self.layer_option
+        return alpa.PipeshardParallel(
+            devices=devices,
+            num_micro_batches=self.num_micro_batches,
+            default_auto_sharding_option=alpa.AutoShardingOption(**self.default_auto_sharding_option),
+            pipeline_schedule=self.pipeline_schedule,
+            layer_option=getattr(alpa, layer_class)(**layer_arguments),
+            stage_option=alpa.ManualStageOption(
+                forward_stage_layer_ids=[list(ids) for ids in self.forward_stage_layer_ids],
+                submesh_physical_shapes=list(self.submesh_physical_shapes),
+                submesh_logical_shapes=list(self.submesh_logical_shapes),
+                submesh_autosharding_option_dicts=[dict(d) for d in self.submesh_autosharding_option_dicts],
+            ),
+        )
+
+    def source(self, about: str = "") -> str:
+        """One Python 3.8 file that imports alpa alone; its ``method()`` returns the real ``PipeshardParallel``.
+
+        Args:
+            about: What it is of: a line of its docstring.
+        """
+        layer_class, layer_arguments = self.layer_option
+        num_layers = sum(map(len, self.forward_stage_layer_ids))
+        if layer_class == "ManualLayerOption":
+            layers = f"The loss must call alpa.mark_pipeline_boundary() {num_layers - 1} times, between its {num_layers} layers."
+        else:
+            layers = f"Alpa cuts the loss into {num_layers} layers itself; its cuts may differ from those that were planned for."
+        return _FILE.format(
+            about=f"{about}\n\n" if about else "",
+            version=__version__,
+            alpa_version=ALPA_VERSION,
+            num_hosts=self.num_hosts,
+            num_devices_per_host=self.num_devices_per_host,
+            layers=layers,
+            num_micro_batches=self.num_micro_batches,
+            auto_sharding=_arguments(self.default_auto_sharding_option),
+            schedule=self.pipeline_schedule,
+            layer_option=f"alpa.{layer_class}({_arguments(layer_arguments)})",
+            ids=_listed(self.forward_stage_layer_ids),
+            physical=_listed(self.submesh_physical_shapes),
+            logical=_listed(self.submesh_logical_shapes),
+            dicts=_listed(self.submesh_autosharding_option_dicts),
+        )
+
+
+_FILE = '''"""{about}Made by capture {version} for Alpa {alpa_version} on {num_hosts} hosts of {num_devices_per_host} devices.
+
+{layers}
+
+    import alpa, method
+    alpa.init(cluster="ray")
+    step = alpa.parallelize(train_step, method=method.method())
+"""
+
+import alpa
+
+
+def method(devices=None):
+    """The plan; devices is a VirtualPhysicalMesh, or None for that of alpa.init."""
+    return alpa.PipeshardParallel(
+        devices=devices,
+        num_micro_batches={num_micro_batches},
+        default_auto_sharding_option=alpa.AutoShardingOption({auto_sharding}),
+        pipeline_schedule="{schedule}",
+        layer_option={layer_option},
+        stage_option=alpa.ManualStageOption(
+            forward_stage_layer_ids={ids},
+            submesh_physical_shapes={physical},
+            submesh_logical_shapes={logical},
+            submesh_autosharding_option_dicts={dicts},
+        ),
+    )
+'''
+
+
+def _arguments(arguments: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+
+
+def _listed(items: list[Any]) -> str:
+    return "[\n" + "".join(f"                {item!r},\n" for item in items) + "            ]"
+
+
+def to_alpa(plan: Plan) -> AlpaOptions:
+    """The arguments of ``alpa.PipeshardParallel`` that mean the plan; neither alpa nor JAX is imported.
+
+    Args:
+        plan: On equal nodes.
+
+    Raises:
+        PlanError: every rule of Alpa's that the plan breaks: ``alpa-cluster``, ``alpa-submesh``, ``alpa-packing``, ``alpa-remat`` (one mode
+            for all stages, none or full).
+
+    Example:
+        >>> from capture.plan import StagePlan
+        >>> options = to_alpa(Plan(Cluster((2,)), 2, (StagePlan((0, 1), [0, 1], data_parallel=2),), 8, 2))
+        >>> options.submesh_logical_shapes, options.submesh_autosharding_option_dicts
+        ([(2, 1)], [{'force_batch_dim_to_mesh_dim': 0}])
+    """
+    PlanError.check(_violations(plan))
+    placement = alpa_placement(plan.cluster, [stage.num_devices for stage in plan.stages])
+    per_node = plan.cluster.nodes[0]
+    recomputes = plan.stages[0].remat == "full"
+    if plan.auto_layers:
+        layer_option = ("AutoLayerOption", {"layer_num": plan.num_layers, "remat_mode": "coarse_grained_remat" if recomputes else "none"})
+    else:
+        layer_option = ("ManualLayerOption", {"remat_layer": recomputes})
+    replicated = [stage for stage in plan.stages if stage.data_parallel > 1]
+    default = all(stage.shard_optimizer for stage in replicated)
+    dicts: list[dict[str, Any]] = []
+    for stage in plan.stages:
+        own: dict[str, Any] = {"force_batch_dim_to_mesh_dim": 0} if stage.num_devices > 1 else {}
+        if stage.data_parallel > 1 and stage.shard_optimizer != default:
+            own["prefer_reduce_scatter"] = stage.shard_optimizer
+        dicts.append(own)
+    return AlpaOptions(
+        num_hosts=len(plan.cluster.nodes),
+        num_devices_per_host=per_node,
+        num_micro_batches=plan.num_microbatches,
+        pipeline_schedule=plan.schedule,
+        layer_option=layer_option,
+        default_auto_sharding_option={"prefer_reduce_scatter": default},
+        forward_stage_layer_ids=[list(range(stage.first, stage.stop)) for stage in plan.stages],
+        submesh_physical_shapes=[physical_shape(stage.num_devices, per_node) for stage in plan.stages],
+        submesh_logical_shapes=[(stage.data_parallel, stage.tensor_parallel) for stage in plan.stages],
+        submesh_autosharding_option_dicts=dicts,
+        placement=list(placement),
+    )
+
+
+def _violations(plan: Plan) -> list[Violation]:
+    found: list[Violation] = []
+    try:
+        alpa_placement(plan.cluster, [stage.num_devices for stage in plan.stages])
+    except PlanError as error:
+        found += error.violations
+    modes = sorted({stage.remat for stage in plan.stages})
+    if len(modes) > 1 or modes == ["dots"]:
+        found.append(
+            Violation(
+                f"the stages have remat {', '.join(modes)}; Alpa recomputes all layers or none. Plan with --remat none or full.",
+                "alpa-remat",
+            )
+        )
+    return found

@@ -1,0 +1,133 @@
+"""Alpa's own plans, read back: its pickled ``ParallelPlan``, or the arguments of a ``ManualStageOption``.
+
+A pickle is read without alpa, and without running anything of it: every class that it names becomes an empty shell that only takes
+attributes, so a file that somebody else made can do no harm.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from capture.alpa.placement import Shape, alpa_placement
+from capture.cluster import Cluster
+from capture.errors import PlanError
+from capture.plan import Plan, StagePlan
+
+_SAFE = {("collections", "OrderedDict"), ("builtins", "list"), ("builtins", "tuple"), ("builtins", "dict"), ("builtins", "set")}
+
+
+class _Shell:
+    """Stands for an object of a class that is not imported."""
+
+    def __init__(self, *args: Any):
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        parts = state if isinstance(state, tuple) else (state,)
+        for part in parts:
+            if isinstance(part, Mapping):
+                self.__dict__.update(part)
+
+
+class _ShellUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _SAFE:
+            return super().find_class(module, name)
+        return type(name, (_Shell,), {"__module__": module})
+
+
+def plan_from_alpa(
+    source: Any,
+    *,
+    global_batch_size: int,
+    cluster: Cluster | None = None,
+    target: str = "cpu",
+    undecided: str | None = None,
+    num_micro_batches: int | None = None,
+    pipeline_schedule: str | None = None,
+) -> Plan:
+    """The plan that Alpa means.
+
+    Args:
+        source: A ``ParallelPlan``, or the path or the bytes of a pickled one; or a mapping with the arguments of
+            ``ManualStageOption``, for which ``cluster``, ``num_micro_batches`` and ``pipeline_schedule`` are needed.
+        global_batch_size: Examples in a step, which Alpa's plan does not say.
+        cluster: Instead of that of the ``ParallelPlan``.
+        target: Device kind of the cluster, where the ``ParallelPlan`` has it.
+        undecided: What a stage counts as whose options leave the choice to Alpa's solver: ``"data_parallel"`` or ``"tensor_parallel"``.
+        num_micro_batches, pipeline_schedule: Of manual options.
+
+    Raises:
+        PlanError: ``alpa-plan`` if it is no plan of Alpa's, ``alpa-undecided`` for a stage whose parallelism its options leave open, and
+            the codes of ``Plan``.
+    """
+    try:
+        found = _loaded(source)
+        options, nodes, auto_sharding = source if isinstance(source, Mapping) else None, cluster, {}
+        remat, auto_layers = False, False
+        if options is None:
+            pipeline = found.pipeline_plan
+            options = dict(vars(pipeline.manual_stage_option))
+            num_micro_batches, pipeline_schedule = found.num_micro_batches, pipeline.pipeline_schedule
+            nodes = cluster or Cluster((int(found.cluster_info.num_devices_per_host),) * int(found.cluster_info.num_hosts), target)
+            auto_sharding = {} if found.auto_sharding_option is None else dict(vars(found.auto_sharding_option))
+            layer_option = vars(pipeline.layer_option)
+            auto_layers = type(pipeline.layer_option).__name__ == "AutoLayerOption"
+            remat = bool(layer_option.get("remat_layer")) or layer_option.get("remat_mode", "none") != "none"
+        if nodes is None or num_micro_batches is None or pipeline_schedule is None:
+            raise KeyError("cluster, num_micro_batches and pipeline_schedule")
+        layer_ids = [list(map(int, ids)) for ids in options["forward_stage_layer_ids"]]
+        shapes = [(int(h), int(g)) for h, g in options["submesh_physical_shapes"]]
+        logical = options.get("submesh_logical_shapes") or shapes
+        dicts = options.get("submesh_autosharding_option_dicts") or [{}] * len(layer_ids)
+        devices = alpa_placement(nodes, [h * g for h, g in shapes])
+    except (AttributeError, KeyError, TypeError, ValueError, pickle.UnpicklingError, EOFError, OSError) as error:
+        raise PlanError.of(f"{_name(source)} is no plan of Alpa's: {type(error).__name__}: {error}.", "alpa-plan") from None
+    stages = []
+    for s, (ids, shape, own, where) in enumerate(zip(layer_ids, logical, dicts, devices, strict=True)):
+        settings = {**auto_sharding, **own}
+        dp, tp = _degrees(s, (int(shape[0]), int(shape[1])), settings, undecided)
+        split = bool(settings.get("prefer_reduce_scatter")) and dp > 1
+        stages.append(StagePlan((ids[0], ids[-1]), where, dp, tp, "full" if remat else "none", split))
+    return Plan(
+        nodes,
+        sum(map(len, layer_ids)),
+        tuple(stages),
+        global_batch_size,
+        int(num_micro_batches),
+        pipeline_schedule,
+        auto_layers=auto_layers,
+    )
+
+
+def _degrees(stage: int, logical: Shape, settings: Mapping[str, Any], undecided: str | None) -> tuple[int, int]:
+    """(data parallel, tensor parallel) of a stage."""
+    size = logical[0] * logical[1]
+    if settings.get("force_data_parallel"):
+        return size, 1
+    # On a mesh of two dimensions Alpa splits the batch over the first by itself.
+    if size == 1 or settings.get("force_batch_dim_to_mesh_dim") == 0 or min(logical) > 1:
+        return logical
+    if settings.get("force_batch_dim_to_mesh_dim") == 1:
+        return logical[1], logical[0]
+    if undecided is None:
+        raise PlanError.of(
+            f"stage {stage} has logical shape {logical} without force_batch_dim_to_mesh_dim, so Alpa's solver chooses its parallelism; say "
+            "what to count it as: undecided='data_parallel' or 'tensor_parallel'.",
+            "alpa-undecided",
+        )
+    return (size, 1) if undecided == "data_parallel" else (1, size)
+
+
+def _loaded(source: Any) -> Any:
+    if isinstance(source, (str, Path)):
+        source = Path(source).read_bytes()
+    return _ShellUnpickler(io.BytesIO(source)).load() if isinstance(source, bytes) else source
+
+
+def _name(source: Any) -> str:
+    return f"{str(source)!r}" if isinstance(source, (str, Path)) else f"the {type(source).__name__}"

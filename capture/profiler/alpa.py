@@ -1,0 +1,131 @@
+"""The backend ``alpa``: the paper's profiling runs in real Alpa, each a process of Alpa's own Python on its Ray cluster.
+
+What is run is what the backend ``run`` runs; keys, the store and the statistics are its. Only the execution is Alpa's: the plan goes
+there as the file that ``capture export`` writes, and the peaks of its workers' allocators come back.
+
+Source: CAPTURE III-A (profiling runs of two iterations, ``get_max_memory_allocated_per_mesh``).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import capture.alpa.worker
+from capture.alpa import to_alpa
+from capture.cluster import Cluster
+from capture.errors import CaptureError, ExecutionError
+from capture.profiler.compile import PROGRAM_VERSION
+from capture.profiler.run import Executed, Machine, ProfilingRun, RunBackend
+from capture.store import Store
+from capture.workload import WorkloadSpec
+
+_VERSIONS = "import json, alpa, jax, jaxlib; print(json.dumps({m.__name__: m.__version__ for m in (alpa, jax, jaxlib)}))"
+
+
+class AlpaBackend(RunBackend):
+    """``alpa``: peaks per stage of partitionings that Alpa has trained.
+
+    Args:
+        spec: The workload by name: Alpa's process imports it, so it must run in Alpa's environment too.
+        cluster: Whose devices Alpa has; runs on fewer devices take whole nodes of it, or a part of one.
+        alpa_python: The interpreter of Alpa's environment.
+        num_layers: None for the model's marks; Alpa then cuts at the same.
+        store: Where finished runs are kept.
+        timeout_seconds: After which a run is given up.
+    """
+
+    name = "alpa"
+
+    def __init__(
+        self,
+        spec: WorkloadSpec,
+        cluster: Cluster,
+        alpa_python: str,
+        num_layers: int | None = None,
+        store: Store | None = None,
+        *,
+        timeout_seconds: float = 3600.0,
+    ):
+        machine = Machine("cuda", cluster.target, cluster.num_devices)
+        super().__init__(spec.load(), num_layers, "auto", store, machine=machine)
+        self.spec, self.cluster, self.alpa_python, self.timeout_seconds = spec, cluster, alpa_python, timeout_seconds
+        self.auto_layers = num_layers is not None
+
+    @cached_property
+    def provenance(self) -> dict[str, Any]:
+        return {
+            "backend": self.name,
+            "target": self.cluster.target,
+            "device_kind": self.cluster.target,
+            "meter": "max_memory_allocated of Alpa's workers",
+            "versions": self.versions,
+            "flags": [],
+            "program_version": PROGRAM_VERSION,
+        }
+
+    @cached_property
+    def versions(self) -> dict[str, str]:
+        """Of alpa and JAX in Alpa's environment.
+
+        Raises:
+            ExecutionError: ``alpa-python`` if that interpreter cannot import alpa.
+        """
+        try:
+            done = subprocess.run([self.alpa_python, "-c", _VERSIONS], capture_output=True, text=True, timeout=300, check=False)
+        except OSError as error:
+            raise ExecutionError.of(f"--alpa-python {self.alpa_python!r} cannot be run: {error.strerror}.", "alpa-python") from None
+        if done.returncode:
+            said = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise ExecutionError.of(f"--alpa-python {self.alpa_python!r} cannot import alpa: {said}.", "alpa-python")
+        return json.loads(done.stdout.strip().splitlines()[-1])
+
+    def _execute(self, run: ProfilingRun) -> Executed:
+        with tempfile.TemporaryDirectory(prefix="capture-alpa-") as folder:
+            job = self.job(run, Path(folder) / "result.json")
+            (Path(folder) / "job.json").write_text(json.dumps(job))
+            command = [self.alpa_python, capture.alpa.worker.__file__, str(Path(folder) / "job.json")]
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=self.timeout_seconds, check=False)
+            except subprocess.TimeoutExpired:
+                return Executed(None, "", f"Alpa did not end within {self.timeout_seconds:.0f} s")
+            result = Path(job["result"])
+            if not result.exists():
+                said = (done.stderr.strip().splitlines() or ["no message"])[-1]
+                return Executed(None, "", f"Alpa's process ended with {done.returncode}: {said}")
+            found = json.loads(result.read_text())
+        if "failure" in found:
+            return Executed(None, "", found["failure"])
+        return Executed(tuple(found["peak_bytes_per_stage"]), found["meter"])
+
+    def job(self, run: ProfilingRun, result: Path) -> dict[str, Any]:
+        """What Alpa's process is given (``capture.alpa.worker``)."""
+        nodes = self.nodes_of(run.num_devices)
+        plan = run.plan().with_(cluster=Cluster(nodes, self.cluster.target), auto_layers=self.auto_layers)
+        options = to_alpa(plan)
+        location = str(Path(self.spec.location).resolve()) if self.spec.is_file else self.spec.location
+        return {
+            "workload": {**self.spec.to_json(), "location": location},
+            "method": options.source(f"Profiling run of {list(run.partitioning)} layers."),
+            "num_hosts": options.num_hosts,
+            "num_devices_per_host": options.num_devices_per_host,
+            "global_batch_size": plan.global_batch_size,
+            "result": str(result),
+        }
+
+    def nodes_of(self, num_devices: int) -> tuple[int, ...]:
+        """The nodes that a run takes.
+
+        Raises:
+            CaptureError: ``alpa-submesh`` if the devices are neither a part of a node nor whole nodes.
+        """
+        size = self.cluster.nodes[0]
+        if num_devices <= size:
+            return (num_devices,)
+        if num_devices % size:
+            raise CaptureError.of(f"a run on {num_devices} devices does not fill nodes of {size}", "alpa-submesh")
+        return (size,) * (num_devices // size)

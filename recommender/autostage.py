@@ -1,0 +1,200 @@
+"""Alpa's autostaging on the profile's cost model: the baseline of every comparison.
+
+Alpa looks for the least step time of a pipeline whose stages take submeshes of its own choice:
+
+    sum over stages of t + (M - 1) x the slowest t          with t = forward + backward of one micro-batch
+
+under its own idea of memory: behind a stage may stand at most
+
+    floor((available - peak - initial) / intermediate - 1)
+
+stages, because under 1F1B each of them means one more micro-batch in flight. ``peak`` is what a forward or backward pass needs, ``initial``
+what only the update needs (optimizer state), ``intermediate`` what lives between the two passes. The same limit is used for GPipe, where
+it is too optimistic.
+
+Alpa fills tables of t and of the most stages behind by measuring on GPUs; here the profile's predictor fills them. The search is exact
+where Alpa tries caps that are 1e-6 seconds apart. ``tests/alpa_conformance`` runs Alpa's own search on the same tables.
+
+Source: Zheng et al., OSDI 2022, section 5.2, equations 2 and 3; Alpa 0.2.3, ``stage_construction``, by its behaviour.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from capture.alpa.placement import Shape, alpa_placement
+from capture.choices import StageChoice
+from capture.cluster import Cluster
+from capture.errors import PlanError
+from capture.headroom import Headroom
+from capture.predictor import AdditivePredictor
+from capture.predictor.formula import StageMemory
+from capture.predictor.times import TimePredictor
+from capture.profile import Profile
+from capture.target import Target
+from recommender.problem import NEVER, SearchProblem
+from recommender.recommendation import Recommendation, plan_of_stages
+from recommender.result import SearchResult
+from recommender.throughput import throughput
+
+LABEL = "Alpa's algorithm on our cost model"
+#: More stages than this are never behind a stage (Alpa's own cap).
+MOST_SUCCESSORS = 1 << 20
+
+
+@dataclass(frozen=True)
+class AutostagingTables:
+    """What the search is given, indexed [first layer, last layer, submesh, configuration] as in Alpa.
+
+    Attributes:
+        submeshes: (hosts, devices per host), ascending.
+        choices: Of each submesh, its configurations; the tables are padded where a submesh has fewer.
+        seconds: float64, infinite where impossible.
+        max_successors: int64, the most stages that memory allows behind; -1 for none at all.
+    """
+
+    submeshes: tuple[Shape, ...]
+    choices: tuple[tuple[StageChoice, ...], ...]
+    seconds: np.ndarray
+    max_successors: np.ndarray
+
+
+def submesh_choices(cluster: Cluster) -> tuple[Shape, ...]:
+    """Alpa's space ``power_of_two``: parts of a node and whole nodes, in powers of two.
+
+    Raises:
+        PlanError: ``alpa-cluster`` if the nodes are not equal or their size is no power of two.
+
+    Example:
+        >>> submesh_choices(Cluster((4, 4)))
+        ((1, 1), (1, 2), (1, 4), (2, 4))
+    """
+    size, hosts = cluster.nodes[0], len(cluster.nodes)
+    if len(set(cluster.nodes)) > 1 or size & (size - 1):
+        raise PlanError.of(
+            f"cluster {cluster}: Alpa's autostaging takes equal nodes of a power of two of devices; use such a cluster.", "alpa-cluster"
+        )
+    inside = [(1, 1 << bit) for bit in range(size.bit_length())]
+    return (*inside, *((1 << bit, size) for bit in range(1, hosts.bit_length()) if 1 << bit <= hosts))
+
+
+def autostaging_tables(
+    profile: Profile, cluster: Cluster, *, microbatch_size: int, memory_limit_bytes: int | None = None
+) -> AutostagingTables:
+    """Predicted times and memory of every stage, as Alpa's autostaging wants them.
+
+    Args:
+        profile: Of an accelerator; submeshes of whole nodes are there as far as they were profiled.
+        cluster: Of equal nodes.
+        microbatch_size: Over all replicas.
+        memory_limit_bytes: Available per device; None for no limit.
+
+    Raises:
+        PlanError: as ``submesh_choices``.
+        ProfileError: ``profile-no-times``, and the codes of the predictors.
+    """
+    predictor, times = AdditivePredictor(profile), TimePredictor(profile, max(cluster.nodes))
+    submeshes = submesh_choices(cluster)
+    choices = tuple(
+        tuple(c for c in profile.choices if c.num_devices == hosts * devices and microbatch_size % c.data_parallel == 0)
+        for hosts, devices in submeshes
+    )
+    num_layers = profile.graph.num_layers
+    shape = num_layers, num_layers, len(submeshes), max(1, *map(len, choices))
+    seconds, successors = np.full(shape, np.inf), np.full(shape, -1, np.int64)
+    ranges = np.triu(np.ones((num_layers, num_layers), bool))
+    for s, configs in enumerate(choices):
+        for c, choice in enumerate(configs):
+            table = times.table(choice, microbatch_size)
+            seconds[:, :, s, c] = np.where(ranges, (table.forward + table.backward)[:, 1:], np.inf)
+            most = _most_successors(predictor.memory(choice, microbatch_size), memory_limit_bytes)
+            successors[:, :, s, c] = np.where(ranges, most[:, 1:], -1)
+    return AutostagingTables(submeshes, choices, seconds, successors)
+
+
+def _most_successors(memory: StageMemory, available: int | None) -> np.ndarray:
+    """Alpa's formula; its ``peak`` holds what one micro-batch keeps."""
+    passes = np.maximum(memory.received + memory.batch + memory.forward, memory.gradients_in + memory.backward)
+    peak = memory.params + memory.gradients + memory.kept + passes
+    if available is None:
+        return np.full(peak.shape, MOST_SUCCESSORS)
+    room = available - peak - memory.optimizer
+    return np.clip(np.floor(room / np.maximum(memory.kept, 1) - 1), -1, MOST_SUCCESSORS).astype(np.int64)
+
+
+def search_tables(tables: AutostagingTables, num_devices: int, num_microbatches: int) -> SearchResult:
+    """The stages of least step time; exact.
+
+    Alpa orders submeshes freely and packs them afterwards, so that only their sizes must add up: here the devices stand in one row.
+
+    Args:
+        tables: Their submeshes have different sizes, powers of two.
+        num_devices: Of the cluster.
+        num_microbatches: M.
+    """
+    num_layers, *_ = tables.seconds.shape
+    most_behind = min(num_layers, num_devices)
+    cost, seconds = {}, {}
+    for s, (hosts, devices) in enumerate(tables.submeshes):
+        configs = len(tables.choices[s])
+        shape = configs, num_layers, num_layers + 1
+        times, behind = np.full(shape, np.inf), np.full(shape, -1, np.int64)
+        times[:, :, 1:] = tables.seconds[:, :, s, :configs].transpose(2, 0, 1)
+        behind[:, :, 1:] = tables.max_successors[:, :, s, :configs].transpose(2, 0, 1)
+        # Memory counts as "fits behind j - 1 stages" alone: 0 bytes or none.
+        fits = behind[:, None] >= np.arange(most_behind)[:, None, None]
+        cost[hosts * devices], seconds[hosts * devices] = np.where(fits, 0, NEVER), times
+    choices = {hosts * devices: tables.choices[s] for s, (hosts, devices) in enumerate(tables.submeshes)}
+    row = Cluster((num_devices,))
+    problem = SearchProblem(row, num_layers, choices, cost, seconds=seconds, num_microbatches=num_microbatches, memory_limit_bytes=1)
+    return throughput(problem)
+
+
+def autostage(
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    global_batch_size: int,
+    num_microbatches: int,
+    schedule: str = "1f1b",
+    memory_limit_bytes: int | None = None,
+) -> Recommendation:
+    """The plan that Alpa's autostaging chooses on the profile's cost model.
+
+    Args:
+        profile: Of an accelerator.
+        cluster: Of equal nodes, each of a power of two of devices.
+        global_batch_size, num_microbatches: Of a step.
+        schedule: ``"1f1b"`` or ``"gpipe"``; it changes the plan's memory, not the choice.
+        memory_limit_bytes: Per device; None takes what the target's devices can use.
+
+    Returns:
+        The plan on the devices that Alpa packs its stages on; its prediction is by the profile's own predictor, and may be above the limit.
+        ``status`` is ``infeasible`` if Alpa finds no plan.
+
+    Raises:
+        PlanError, ProfileError: as ``autostaging_tables``.
+    """
+    memory = Target.load(cluster.target).memory
+    limit = memory.usable_bytes if memory_limit_bytes is None and memory else memory_limit_bytes
+    microbatch_size = global_batch_size // num_microbatches
+    tables = autostaging_tables(profile, cluster, microbatch_size=microbatch_size, memory_limit_bytes=limit)
+    result = search_tables(tables, cluster.num_devices, num_microbatches)
+    result = replace(result, algorithm=f"autostaging ({LABEL})")
+    if result.status == "infeasible":
+        return Recommendation("infeasible", None, None, result, {"summary": f"{LABEL} finds no plan that fits.", "code": "autostaging"})
+    placed = alpa_placement(cluster, [stage.choice.num_devices for stage in result.stages])
+    plan = plan_of_stages(
+        result.stages, profile, Cluster((cluster.num_devices,), cluster.target), global_batch_size, num_microbatches, schedule
+    )
+    stages = tuple(replace(stage, devices=devices) for stage, devices in zip(plan.stages, placed, strict=True))
+    plan = plan.with_(cluster=cluster, stages=stages)
+    prediction = AdditivePredictor(profile).predict(plan)
+    why = {"summary": f"{LABEL}: least step time, {result.step_seconds:.3g} s without updates and transfers between stages."}
+    plan = plan.with_(prediction=prediction.to_json(), why=why)
+    headroom = Headroom.of(
+        prediction.peak_bytes_per_device, prediction.interval_bytes_per_device, prediction.coverage, memory_limit_bytes, memory
+    )
+    return Recommendation("ok", plan, prediction, result, why, headroom)

@@ -1,0 +1,64 @@
+"""The profiling job in Alpa's environment, up to where devices would be needed: the model with its marks, the train step, the method."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from harness import compile_method, mesh, replay
+
+from capture.alpa import to_alpa, worker
+from capture.cluster import Cluster
+from capture.plan import Plan, StagePlan
+
+HERE = Path(__file__).parent
+PLAN = Plan(Cluster((4,)), 4, (StagePlan((0, 1), [0, 1], 2, 1, "none", True), StagePlan((2, 3), [2, 3], 1, 2)), 32, 4, "1f1b")
+SPEC = {"location": str(HERE / "own_model.py"), "function": "model", "arguments": {"num_layers": 4, "width": 16}}
+
+
+@pytest.fixture
+def marks():
+    original = jax.ad_checkpoint.checkpoint_name
+    worker.mark_layers()
+    yield
+    jax.ad_checkpoint.checkpoint_name = original
+
+
+def test_the_job_compiles_to_the_plans_stages(marks):
+    workload = worker.load_workload(SPEC)
+    method = worker.method_of(to_alpa(PLAN).source())(mesh(1, 4))
+    state, batch = worker.state_and_batch(workload, PLAN.global_batch_size)
+    found = compile_method(worker.train_step(workload), (state, batch), method)
+    assert found.stage_option.forward_stage_layer_ids == [[0, 1], [2, 3]]
+    peaks = [max(nbytes for _, nbytes in timeline) for timeline in replay(found)]
+    assert len(peaks) == 2 and all(peak > 3 * 2 * 16 * 16 * 4 for peak in peaks), "parameters and Adam's state are there"
+
+
+def test_a_model_of_the_zoo_is_trained_by_alpa(marks):
+    spec = {"location": str(HERE.parents[1] / "models" / "gpt.py"), "function": "gpt", "arguments": {"size": "tiny", "num_layers": 4}}
+    workload = worker.load_workload(spec)
+    method = worker.method_of(to_alpa(PLAN).source())(mesh(1, 4))
+    key = jax.random.PRNGKey(0)
+    params = jax.eval_shape(workload.init, key)
+    args = (params, jax.eval_shape(workload.optimizer.init, params)), jax.eval_shape(lambda k: workload.batch(k, 32), key)
+    found = compile_method(worker.train_step(workload), args, method)
+    assert found.stage_option.forward_stage_layer_ids == [[0, 1], [2, 3]]
+
+
+def test_a_job_that_fails_says_why(tmp_path):
+    """Here: this process has no Ray cluster, and not even Alpa's jaxlib."""
+    job = {
+        "workload": SPEC,
+        "method": to_alpa(PLAN).source(),
+        "num_hosts": 1,
+        "num_devices_per_host": 4,
+        "global_batch_size": 32,
+        "result": str(tmp_path / "result.json"),
+    }
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    subprocess.run([sys.executable, worker.__file__, str(tmp_path / "job.json")], check=True, capture_output=True)
+    assert json.loads((tmp_path / "result.json").read_text())["failure"].startswith("RuntimeError: jaxlib version")

@@ -1,0 +1,210 @@
+"""Plans for Alpa, without Alpa: options, placement, the file, reading plans back. What real Alpa says of them: ``make alpa``."""
+
+from __future__ import annotations
+
+import ast
+import json
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+from report_plans import planted_profile
+from synthetic_profiles import make_plan
+
+from capture.alpa import alpa_placement, plan_from_alpa, to_alpa
+from capture.alpa.memory import alpa_memory
+from capture.choices import StageChoice
+from capture.cli.main import main
+from capture.cluster import Cluster
+from capture.errors import CaptureError, ExecutionError, PlanError
+from capture.plan import Plan, StagePlan
+from capture.predictor import AdditivePredictor
+from capture.profiler.alpa import AlpaBackend
+from capture.profiler.run import ProfilingRun
+from capture.workload import WorkloadSpec
+from profiling_runs.runs import executed_profile
+from recommender.autostage import LABEL, autostage
+
+PICKLED = Path(__file__).parent / "data" / "alpa_parallel_plan.pickle"  # made by real Alpa from ``PLAN``
+PLAN = Plan(
+    Cluster((4, 4)),
+    6,
+    (
+        StagePlan((0, 1), range(4), 4, 1, "full", True),
+        StagePlan((2, 4), (4, 5), 1, 2, "full"),
+        StagePlan((5, 5), (6, 7), 2, 1, "full", True),
+    ),
+    64,
+    8,
+    "gpipe",
+)
+
+
+def codes_of(call) -> tuple[str, ...]:
+    with pytest.raises(CaptureError) as caught:
+        call()
+    return caught.value.codes
+
+
+def test_options_say_what_the_plan_says():
+    options = to_alpa(PLAN)
+    assert (options.num_hosts, options.num_devices_per_host, options.num_micro_batches, options.pipeline_schedule) == (2, 4, 8, "gpipe")
+    assert options.layer_option == ("ManualLayerOption", {"remat_layer": True})
+    assert options.forward_stage_layer_ids == [[0, 1], [2, 3, 4], [5]]
+    assert options.submesh_physical_shapes == [(1, 4), (1, 2), (1, 2)]
+    assert options.submesh_logical_shapes == [(4, 1), (1, 2), (2, 1)]
+    assert options.submesh_autosharding_option_dicts == [{"force_batch_dim_to_mesh_dim": 0}] * 3
+    assert options.default_auto_sharding_option == {"prefer_reduce_scatter": True}
+    assert options.placement == [(0, 1, 2, 3), (6, 7), (4, 5)], "of equal stages the later one comes first"
+
+
+def test_a_stage_that_keeps_its_optimizer_whole_says_so():
+    stages = (*PLAN.stages[:2], StagePlan((5, 5), (6, 7), 2, 1, "full"))
+    options = to_alpa(PLAN.with_(stages=stages))
+    assert options.default_auto_sharding_option == {"prefer_reduce_scatter": False}
+    assert [d.get("prefer_reduce_scatter") for d in options.submesh_autosharding_option_dicts] == [True, None, None]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "sizes", "code"),
+    [
+        ((4, 2), (4, 2), "alpa-cluster"),
+        ((4, 4), (6, 2), "alpa-submesh"),
+        ((4, 4), (3, 3, 2), "alpa-packing"),
+        ((4, 4), (4, 2), "alpa-packing"),
+    ],
+)
+def test_what_alpa_cannot_place(nodes, sizes, code):
+    assert codes_of(lambda: alpa_placement(Cluster(nodes), sizes)) == (code,)
+
+
+@pytest.mark.parametrize("modes", [("none", "full"), ("dots", "dots")])
+def test_remat_is_one_for_all_layers(modes):
+    stages = tuple(StagePlan((s, s), [s], 1, 1, mode) for s, mode in enumerate(modes))
+    assert codes_of(lambda: to_alpa(Plan(Cluster((2,)), 2, stages, 4, 2))) == ("alpa-remat",)
+
+
+def test_the_file_is_python_that_imports_alpa_alone():
+    tree = ast.parse(to_alpa(PLAN).source("About."), feature_version=(3, 8))
+    imported = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    assert imported == ["alpa"] and not [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert ast.get_docstring(tree).startswith("About.") and "5 times" in ast.get_docstring(tree)
+
+
+def test_without_alpa_it_says_how_to_get_there():
+    with pytest.raises(ExecutionError, match=r"capture export PLAN --to alpa -o method\.py.* \[alpa-missing\]$"):
+        to_alpa(PLAN).build()
+
+
+@pytest.mark.parametrize("source", [PICKLED, str(PICKLED), PICKLED.read_bytes()], ids=["path", "text", "bytes"])
+def test_alpas_pickled_plan_is_read_without_alpa(source):
+    found = Plan.from_alpa(source, global_batch_size=64, target="a100-40g")
+    assert found.cluster == Cluster((4, 4), "a100-40g")
+    assert to_alpa(found) == to_alpa(PLAN)
+    assert [stage.devices for stage in found.stages] == to_alpa(PLAN).placement
+
+
+def test_a_pickle_runs_nothing(tmp_path):
+    class Harmful:
+        def __reduce__(self):
+            return open, (str(tmp_path / "made"), "w")
+
+    assert codes_of(lambda: plan_from_alpa(pickle.dumps(Harmful()), global_batch_size=4)) == ("alpa-plan",)
+    assert not (tmp_path / "made").exists()
+
+
+OPTIONS = {
+    "forward_stage_layer_ids": [[0, 1], [2]],
+    "submesh_physical_shapes": [(1, 2), (1, 2)],
+    "submesh_logical_shapes": [(2, 1), (1, 2)],
+}
+MANUAL = {"global_batch_size": 8, "cluster": Cluster((4,)), "num_micro_batches": 2, "pipeline_schedule": "1f1b"}
+
+
+def test_manual_options_are_read():
+    dicts = [{"force_data_parallel": True}, {"force_batch_dim_to_mesh_dim": 0}]
+    found = plan_from_alpa({**OPTIONS, "submesh_autosharding_option_dicts": dicts}, **MANUAL)
+    assert [(s.layers, s.data_parallel, s.tensor_parallel, s.devices) for s in found.stages] == [
+        ((0, 1), 2, 1, (2, 3)),
+        ((2, 2), 1, 2, (0, 1)),
+    ]
+
+
+def test_a_choice_that_is_left_to_alpas_solver_is_not_guessed():
+    assert codes_of(lambda: plan_from_alpa(OPTIONS, **MANUAL)) == ("alpa-undecided",)
+    found = plan_from_alpa(OPTIONS, **MANUAL, undecided="tensor_parallel")
+    assert [(s.data_parallel, s.tensor_parallel) for s in found.stages] == [(1, 2), (1, 2)]
+
+
+@pytest.mark.parametrize("source", [b"no pickle", {"forward_stage_layer_ids": [[0]]}, "no/such/file", pickle.dumps(3)])
+def test_what_is_no_plan_of_alpas(source):
+    assert codes_of(lambda: plan_from_alpa(source, **MANUAL)) == ("alpa-plan",)
+
+
+def test_memory_in_alpas_runtime_stands_where_alpa_places_stages():
+    profile = planted_profile(6, max_devices=4)
+    plan = make_plan([2, 2, 2], [StageChoice(1, 1), StageChoice(2, 1), StageChoice(1, 1)], num_microbatches=4)
+    plan = plan.with_(cluster=Cluster((4,), profile.target))
+    memory = alpa_memory(plan, profile)
+    assert memory.placement == ((3,), (0, 1), (2,))
+    native = AdditivePredictor(profile).predict(plan)
+    for stage, peak in enumerate(memory.stages):
+        assert memory.peak_bytes_per_device[memory.placement[stage][0]] == peak.peak_bytes == sum(peak.parts.values())
+        # The whole batch is on the first stage's device from the start, and nothing else is larger than in the native runtime.
+        assert peak.peak_bytes >= native.stages[stage].parts["parameters"]
+
+
+def test_the_command_writes_the_file_and_shows_the_placement(tmp_path, capsys):
+    PLAN.save(tmp_path / "plan.json")
+    assert main(["export", str(tmp_path / "plan.json"), "--to", "alpa", "-o", str(tmp_path / "method.py")]) == 0
+    said = capsys.readouterr().out
+    assert "0:0-3" in said and "1:2-3" in said and "method.py" in said
+    compile((tmp_path / "method.py").read_text(), "method.py", "exec")
+    assert main(["export", str(tmp_path / "plan.json"), "--to", "alpa", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["alpa"]["submesh_logical_shapes"] == [[4, 1], [1, 2], [2, 1]] and document["alpa"]["alpa_version"] == "0.2.3"
+
+
+def test_autostaging_is_labelled_and_stands_where_alpa_places_stages():
+    profile = planted_profile(8, max_devices=4)
+    found = autostage(profile, Cluster((4, 4), profile.target), global_batch_size=64, num_microbatches=4)
+    assert found.status == "ok" and LABEL in found.search.algorithm and LABEL in found.why["summary"]
+    sizes = [stage.num_devices for stage in found.plan.stages]
+    assert [stage.devices for stage in found.plan.stages] == list(alpa_placement(Cluster((4, 4)), sizes))
+    with pytest.raises(PlanError, match=r"\[alpa-cluster\]"):
+        autostage(profile, Cluster((4, 2), profile.target), global_batch_size=64, num_microbatches=4)
+
+
+# ---- the profiling backend ------------------------------------------------------------------------------------------
+
+SPEC = WorkloadSpec.parse(f"{Path(__file__).parent / 'alpa_conformance' / 'own_model.py'}:model?num_layers=4")
+
+
+def test_a_job_holds_all_that_alpas_process_needs(tmp_path):
+    backend = AlpaBackend(SPEC, Cluster((4, 4), "a100-40g"), sys.executable)
+    run = ProfilingRun((2, 2), StageChoice(2, 1), 4, 8, "gpipe")
+    job = backend.job(run, tmp_path / "result.json")
+    assert (job["num_hosts"], job["num_devices_per_host"], job["global_batch_size"]) == (1, 4, 32)
+    assert Path(job["workload"]["location"]).is_absolute() and job["workload"]["arguments"] == {"num_layers": 4}
+    assert "num_micro_batches=8" in job["method"] and 'pipeline_schedule="gpipe"' in job["method"]
+    assert backend.nodes_of(8) == (4, 4) and backend.nodes_of(2) == (2,)
+    assert codes_of(lambda: backend.nodes_of(6)) == ("alpa-submesh",)
+
+
+def test_a_run_whose_process_ends_is_a_failed_run(tmp_path):
+    backend = AlpaBackend(SPEC, Cluster((2,)), sys.executable)
+    executed = backend.execute(ProfilingRun((2, 2), StageChoice(1, 1), 4, 2, "gpipe"))
+    assert executed.peak_bytes_per_stage is None and "alpa" in executed.failure, "this environment has no alpa"
+
+
+@pytest.mark.parametrize(("python", "said"), [(sys.executable, "cannot import alpa: ModuleNotFoundError"), ("/no/python", "cannot be run")])
+def test_an_interpreter_without_alpa_is_refused_at_once(python, said):
+    with pytest.raises(ExecutionError, match=rf"{said}.*\[alpa-python\]$"):
+        executed_profile(SPEC, Cluster((2,)), microbatch_size=4, schedule="gpipe", num_microbatches=4, alpa_python=python, num_workers=0)
+
+
+@pytest.mark.parametrize("options", [["--backend", "alpa"], ["--alpa-python", "python"]])
+def test_the_interpreter_and_the_backend_belong_together(options, capsys):
+    code = main(["profile", str(SPEC), "--cluster", "1x2", "--microbatches", "4", "--mode", "paper", *options, "--json"])
+    assert code == 2 and "profile-backend" in capsys.readouterr().out
