@@ -10,6 +10,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+try:
+    from zoo_attention import flash_attention
+except ImportError:  # the JAX of Alpa's environment is older than ``custom_partitioning``
+    flash_attention = None
+
 INIT_STD = 0.02
 """Standard deviation of the initial weights (Radford et al. 2019, GPT-2; Brown et al. 2020, GPT-3)."""
 
@@ -45,8 +50,6 @@ class SelfAttention(nn.Module):
 
         query, key, value = heads("query", True), heads("key", False), heads("value", True)
         if self.attention == "flash":
-            from zoo_attention import flash_attention  # needs a JAX with Pallas, which Alpa's has not
-
             mixed = flash_attention(query[..., None, :], key, value).reshape(query.shape)
         else:
             scores = jnp.einsum("bqhd,bkhd->bhqk", query * head_dim**-0.5, key).astype(jnp.float32)

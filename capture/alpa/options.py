@@ -168,6 +168,7 @@ def to_alpa(plan: Plan) -> AlpaOptions:
             for all stages, none or full).
 
     Example:
+        >>> from capture.cluster import Cluster
         >>> from capture.plan import StagePlan
         >>> options = to_alpa(Plan(Cluster((2,)), 2, (StagePlan((0, 1), [0, 1], data_parallel=2),), 8, 2))
         >>> options.submesh_logical_shapes, options.submesh_autosharding_option_dicts
