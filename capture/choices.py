@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from capture.plan import Remat
+from capture.plan import Remat, StagePlan
 
 
 @dataclass(frozen=True, order=True)
@@ -22,6 +22,11 @@ class StageChoice:
     tensor_parallel: int = 1
     remat: Remat = "none"
     shard_optimizer: bool = False
+
+    @classmethod
+    def of(cls, stage: StagePlan) -> StageChoice:
+        """That of a plan's stage."""
+        return cls(stage.data_parallel, stage.tensor_parallel, stage.remat, stage.shard_optimizer)
 
     @property
     def num_devices(self) -> int:

@@ -214,7 +214,7 @@ def profile(
         WorkloadError, TracingError: if the model cannot be traced.
     """
     backend, cluster = _of_target(backend, cluster)
-    _check_backend(backend, paper, memory_limit_bytes, alpa_python, choices, measurements)
+    _check_backend(backend, paper, memory_limit_bytes, alpa_python, tensor_parallel_rule, choices, measurements)
     if backend in EXECUTING:
         assert paper is not None, "checked"
         executed = executed_profile(
@@ -292,7 +292,9 @@ def _of_target(backend: str, cluster: Cluster) -> tuple[str, Cluster]:
     return (kind, Cluster(cluster.nodes, target)) if kind == "compile" and target else (backend, cluster)
 
 
-def _check_backend(backend: str, paper: Any, memory_limit_bytes: int | None, alpa_python: str | None, *of_windows: Any) -> None:
+def _check_backend(
+    backend: str, paper: Any, memory_limit_bytes: int | None, alpa_python: str | None, rule: TensorParallelRule, *of_windows: Any
+) -> None:
     if backend not in BACKENDS:
         raise TargetError.of(f"backend={backend!r} is unknown; choose compile, compile:TARGET, run or alpa.", "target-unknown")
     violations = []
@@ -306,6 +308,10 @@ def _check_backend(backend: str, paper: Any, memory_limit_bytes: int | None, alp
     if backend in EXECUTING and any(argument is not None for argument in of_windows):
         violations.append(
             Violation(f"choices and measurements are those of compiled windows; backend={backend!r} has none.", "profile-backend")
+        )
+    if backend == "alpa" and rule != "auto":
+        violations.append(
+            Violation(f"Alpa decides itself how to split parameters; leave out tensor_parallel_rule={rule!r}.", "profile-backend")
         )
     if (backend == "alpa") != (alpa_python is not None):
         violations.append(
@@ -434,8 +440,7 @@ def plan_of(
 
 def stage_config(stage: StagePlan, microbatch_size: int) -> StageConfig:
     """The config of a plan's stage."""
-    choice = StageChoice(stage.data_parallel, stage.tensor_parallel, stage.remat, stage.shard_optimizer)
-    return StageConfig(stage.first, stage.stop, choice, microbatch_size)
+    return StageConfig(stage.first, stage.stop, StageChoice.of(stage), microbatch_size)
 
 
 def measured_peak(plan: Plan, stage_id: int, graph: Any, param_bytes: Mapping[int, Sequence[int]], cost: StageCost) -> int:

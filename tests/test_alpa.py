@@ -151,7 +151,6 @@ def test_memory_in_alpas_runtime_stands_where_alpa_places_stages():
     native = AdditivePredictor(profile).predict(plan)
     for stage, peak in enumerate(memory.stages):
         assert memory.peak_bytes_per_device[memory.placement[stage][0]] == peak.peak_bytes == sum(peak.parts.values())
-        # The whole batch is on the first stage's device from the start, and nothing else is larger than in the native runtime.
         assert peak.peak_bytes >= native.stages[stage].parts["parameters"]
 
 
@@ -204,7 +203,10 @@ def test_an_interpreter_without_alpa_is_refused_at_once(python, said):
         executed_profile(SPEC, Cluster((2,)), microbatch_size=4, schedule="gpipe", num_microbatches=4, alpa_python=python, num_workers=0)
 
 
-@pytest.mark.parametrize("options", [["--backend", "alpa"], ["--alpa-python", "python"]])
+@pytest.mark.parametrize(
+    "options",
+    [["--backend", "alpa"], ["--alpa-python", "python"], ["--backend", "alpa", "--alpa-python", "p", "--tensor-parallel-rule", "largest"]],
+)
 def test_the_interpreter_and_the_backend_belong_together(options, capsys):
     code = main(["profile", str(SPEC), "--cluster", "1x2", "--microbatches", "4", "--mode", "paper", *options, "--json"])
     assert code == 2 and "profile-backend" in capsys.readouterr().out

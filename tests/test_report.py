@@ -61,9 +61,10 @@ def large():
     return report_facts(predicted_plan(profile, [2] * 16, (8,) * 4, StageChoice(1, 2), num_microbatches=64), profile)
 
 
-def test_a_plan_predicted_by_extrapolation_is_drawn_without_seconds(profile):
+@pytest.mark.parametrize("degrees", [(4, 1), (1, 4)])
+def test_a_plan_predicted_by_extrapolation_is_drawn_without_seconds(profile, degrees):
     plan = predicted_plan(profile, [4, 4], (4,), StageChoice(2, 1), num_microbatches=8)
-    stages = tuple(StagePlan(stage.layers, range(4 * i, 4 * i + 4), data_parallel=4) for i, stage in enumerate(plan.stages))
+    stages = tuple(StagePlan(stage.layers, range(4 * i, 4 * i + 4), *degrees) for i, stage in enumerate(plan.stages))
     wide = plan.with_(cluster=Cluster((8,), profile.target), stages=stages)
     with pytest.raises(CaptureError, match="allow extrapolation"):
         report_facts(wide, profile)

@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from capture.alpa.placement import alpa_placement
-from capture.choices import StageChoice
-from capture.interface import plan_interfaces
 from capture.ledger import Peak
 from capture.plan import Plan
 from capture.predictor import AdditivePredictor
@@ -64,12 +62,7 @@ def alpa_memory(plan: Plan, profile: Profile) -> AlpaMemory:
     """
     predictor = AdditivePredictor(profile)
     predictor.predict(plan)  # refuses a profile of another model or target
-    costs = []
-    for stage in plan.stages:
-        choice = StageChoice(stage.data_parallel, stage.tensor_parallel, stage.remat, stage.shard_optimizer)
-        costs.append(predictor.stage_cost(stage.first, stage.stop, choice, plan.microbatch_size))
-    interfaces = plan_interfaces(plan, profile.graph_at(plan.microbatch_size), profile.param_bytes, costs)
-    return alpa_replay(plan, interfaces)
+    return alpa_replay(plan, predictor.interfaces(plan))
 
 
 def alpa_replay(plan: Plan, stages: Sequence[StageInterface]) -> AlpaMemory:

@@ -14,7 +14,7 @@ import numpy as np
 from capture.choices import StageChoice
 from capture.errors import ProfileError
 from capture.graph import LayerGraph
-from capture.interface import StageCost
+from capture.interface import StageCost, plan_interfaces
 from capture.plan import Plan
 from capture.predictor.fit import fit_degrees, fit_line
 from capture.predictor.formula import StageMemory, kept_bytes, peak_parts, peaks_by_position
@@ -22,6 +22,7 @@ from capture.predictor.prediction import Prediction, StagePrediction
 from capture.predictor.statistics import extend_windows
 from capture.profile import Calibration, Profile, StageConfig
 from capture.schedule import make_schedule, occupancy_by_position
+from capture.step import StageInterface
 from capture.target import same_target
 
 #: Rows of a statistics table.
@@ -141,6 +142,18 @@ class AdditivePredictor:
         kept, forward, backward, update, optimizer = (int(getattr(memory, name)[first, stop]) for name in COMPONENTS)
         return StageCost(kept, forward, backward, update, optimizer, (), (), ())
 
+    def interfaces(self, plan: Plan) -> list[StageInterface]:
+        """What the stages of a plan are predicted to hold and hand over: for replays and simulations of its step."""
+        size = plan.microbatch_size
+        costs = [self.stage_cost(stage.first, stage.stop, StageChoice.of(stage), size) for stage in plan.stages]
+        param_bytes = {stage.tensor_parallel: self._param_bytes(stage.tensor_parallel).tolist() for stage in plan.stages}
+        return plan_interfaces(plan, self.graph(size), param_bytes, costs)
+
+    def _param_bytes(self, tensor_parallel: int) -> np.ndarray:
+        if tensor_parallel in self.profile.param_bytes:
+            return np.array(self.profile.param_bytes[tensor_parallel], np.int64)
+        return _fit_sizes(self.profile.param_bytes, tensor_parallel)
+
     def _exact(self, choice: StageChoice, microbatch_size: int) -> dict[str, np.ndarray]:
         """What the layer graph knows of every stage."""
         graph, dp = self.graph(microbatch_size), choice.data_parallel
@@ -161,10 +174,7 @@ class AdditivePredictor:
     def _stage_params(self, tensor_parallel: int) -> np.ndarray:
         """Parameter bytes of every stage, shared ones counted once."""
         if tensor_parallel not in self._params:
-            if tensor_parallel in self.profile.param_bytes:
-                sizes = np.array(self.profile.param_bytes[tensor_parallel], np.int64)
-            else:
-                sizes = _fit_sizes(self.profile.param_bytes, tensor_parallel)
+            sizes = self._param_bytes(tensor_parallel)
             self._params[tensor_parallel] = _once_per_stage([layer.params for layer in self.profile.graph.layers], sizes)
         return self._params[tensor_parallel]
 
@@ -187,7 +197,7 @@ class AdditivePredictor:
         schedule = make_schedule(plan.schedule, plan.num_stages, plan.num_microbatches)
         stages = []
         for s, stage in enumerate(plan.stages):
-            choice = StageChoice(stage.data_parallel, stage.tensor_parallel, stage.remat, stage.shard_optimizer)
+            choice = StageChoice.of(stage)
             every = self.memory(choice, plan.microbatch_size)
             memory = StageMemory(*(int(getattr(every, name)[stage.first, stage.stop]) for name in StageMemory.__dataclass_fields__))
             instant, parts = peak_parts(memory, schedule.occupancies[s])

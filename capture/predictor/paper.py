@@ -17,7 +17,7 @@ import numpy as np
 
 from capture.choices import StageChoice
 from capture.errors import ProfileError, Violation
-from capture.plan import Plan, StagePlan
+from capture.plan import Plan
 from capture.predictor.fit import fit_degree, fit_line, inverse
 from capture.predictor.prediction import Prediction, StagePrediction
 
@@ -90,7 +90,7 @@ class PaperPredictor:
         Raises:
             ProfileError: ``profile-missing`` naming the stages that lack a statistic, and the codes of ``peaks``.
         """
-        peaks = [float(self.peaks(_choice(stage), plan.num_microbatches)[stage.first, stage.stop]) for stage in plan.stages]
+        peaks = [float(self.peaks(StageChoice.of(stage), plan.num_microbatches)[stage.first, stage.stop]) for stage in plan.stages]
         ProfileError.check(
             Violation(
                 f"stage {s} (layers {stage.first} to {stage.stop - 1}) lacks M_i or M_a of the paper's runs; see which runs failed, and "
@@ -108,7 +108,7 @@ class PaperPredictor:
                 "unknown",
                 {NOT_ITEMISED: peak},
                 ({},) * (stage.stop - stage.first),
-                _choice(stage) not in self._statistics.statistics,
+                StageChoice.of(stage) not in self._statistics.statistics,
             )
             for stage, peak in zip(plan.stages, (int(np.ceil(peak)) for peak in peaks), strict=True)
         )
@@ -126,7 +126,7 @@ class PaperPredictor:
         """Peak per device in node-major order; NaN where a statistic is missing."""
         peaks = {}
         for stage in plan.stages:
-            choice = _choice(stage)
+            choice = StageChoice.of(stage)
             for device in stage.devices:
                 peaks[device] = float(self.peaks(choice, plan.num_microbatches)[stage.first, stage.stop])
         return tuple(peaks[d] for d in range(plan.cluster.num_devices))
@@ -135,10 +135,6 @@ class PaperPredictor:
 def _fitted_from(choice: StageChoice) -> list[StageChoice]:
     """The 2- and 4-way choices of the same kind."""
     return [StageChoice(*((k, 1) if choice.data_parallel > 1 else (1, k)), choice.remat, choice.shard_optimizer) for k in (2, 4)]
-
-
-def _choice(stage: StagePlan) -> StageChoice:
-    return StageChoice(stage.data_parallel, stage.tensor_parallel, stage.remat, stage.shard_optimizer)
 
 
 def _sums(isolated: np.ndarray, added: np.ndarray) -> np.ndarray:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from capture.choices import StageChoice
 from capture.graph import LayerGraph
-from capture.interface import plan_interfaces
 from capture.plan import Plan
 from capture.predictor.additive import AdditivePredictor
 from capture.predictor.times import TimePredictor
@@ -30,12 +28,7 @@ def predicted_timeline(plan: Plan, profile: Profile) -> StepTimeline:
         ProfileError: ``profile-no-times``, and the codes of the predictors.
     """
     predictor, times = AdditivePredictor(profile), TimePredictor(profile, max(plan.cluster.nodes))
-    costs = []
-    for stage in plan.stages:
-        choice = StageChoice(stage.data_parallel, stage.tensor_parallel, stage.remat, stage.shard_optimizer)
-        costs.append(predictor.stage_cost(stage.first, stage.stop, choice, plan.microbatch_size))
-    stages = plan_interfaces(plan, profile.graph_at(plan.microbatch_size), profile.param_bytes, costs)
-    return plan_timeline(plan, stages, times.stage_times(plan), times.model.rates)
+    return plan_timeline(plan, predictor.interfaces(plan), times.stage_times(plan), times.model.rates)
 
 
 def has_times(profile: Profile) -> bool:

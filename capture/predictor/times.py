@@ -85,7 +85,7 @@ class TimePredictor:
         """Of every stage of a plan."""
         found = []
         for stage in plan.stages:
-            choice = StageChoice(stage.data_parallel, stage.tensor_parallel, stage.remat, stage.shard_optimizer)
+            choice = StageChoice.of(stage)
             config = StageConfig(stage.first, stage.stop, choice, plan.microbatch_size)
             found.append(self.table(choice, plan.microbatch_size).at(config.first, config.stop))
         return tuple(found)

@@ -17,8 +17,9 @@ from typing import Any
 
 import capture.alpa.worker
 from capture.alpa import to_alpa
+from capture.alpa.placement import physical_shape
 from capture.cluster import Cluster
-from capture.errors import CaptureError, ExecutionError
+from capture.errors import ExecutionError
 from capture.profiler.compile import PROGRAM_VERSION
 from capture.profiler.run import Executed, Machine, ProfilingRun, RunBackend
 from capture.store import Store
@@ -121,11 +122,7 @@ class AlpaBackend(RunBackend):
         """The nodes that a run takes.
 
         Raises:
-            CaptureError: ``alpa-submesh`` if the devices are neither a part of a node nor whole nodes.
+            PlanError: ``alpa-submesh`` if the devices are neither a part of a node nor whole nodes.
         """
-        size = self.cluster.nodes[0]
-        if num_devices <= size:
-            return (num_devices,)
-        if num_devices % size:
-            raise CaptureError.of(f"a run on {num_devices} devices does not fill nodes of {size}", "alpa-submesh")
-        return (size,) * (num_devices // size)
+        hosts, devices = physical_shape(num_devices, self.cluster.nodes[0])
+        return (devices,) * hosts

@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
 
-from capture.choices import StageChoice
 from capture.errors import PlanError
 from capture.fields import FieldError, Fields
 from capture.headroom import Headroom
-from capture.interface import plan_interfaces
 from capture.plan import Plan, StagePlan
 from capture.predictor.additive import AdditivePredictor
 from capture.predictor.step_time import has_times, predicted_timeline
@@ -261,12 +259,7 @@ def schedule_facts(plan: Plan, profile: Profile | None) -> ScheduleFacts:
     predictor.predict(plan)  # refuses a profile of another model or target
     if has_times(profile) and not extrapolated:
         return _of_timeline("seconds", predicted_timeline(plan, profile))
-    costs = []
-    for stage in plan.stages:
-        choice = StageChoice(stage.data_parallel, stage.tensor_parallel, stage.remat, stage.shard_optimizer)
-        costs.append(predictor.stage_cost(stage.first, stage.stop, choice, plan.microbatch_size))
-    interfaces = plan_interfaces(plan, profile.graph_at(plan.microbatch_size), profile.param_bytes, costs)
-    program = build_step(interfaces, plan.schedule_table)
+    program = build_step(predictor.interfaces(plan), plan.schedule_table)
     times = [StageTimes(1, 1, 1, 1)] * plan.num_stages
     return _of_timeline("units", pipeline_timeline(program, times, lambda *_: 0, lambda *_: 0))
 
