@@ -21,6 +21,7 @@ Source: Zheng et al., OSDI 2022, section 5.2, equations 2 and 3; Alpa 0.2.3, ``s
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -40,6 +41,8 @@ from recommender.result import SearchResult
 from recommender.throughput import throughput
 
 LABEL = "Alpa's algorithm on our cost model"
+#: Alpa's names of its spaces of logical meshes; its default is the second.
+LogicalShapes = Literal["all", "single_node_model_parallel", "same_as_physical"]
 #: More stages than this are never behind a stage (Alpa's own cap).
 MOST_SUCCESSORS = 1 << 20
 
@@ -80,8 +83,21 @@ def submesh_choices(cluster: Cluster) -> tuple[Shape, ...]:
     return (*inside, *((1 << bit, size) for bit in range(1, hosts.bit_length()) if 1 << bit <= hosts))
 
 
+def _is_in(space: LogicalShapes, choice: StageChoice, submesh: Shape, node_size: int) -> bool:
+    if choice.num_devices != submesh[0] * submesh[1]:
+        return False
+    if space == "same_as_physical":
+        return (choice.data_parallel, choice.tensor_parallel) == submesh
+    return space == "all" or choice.tensor_parallel <= node_size
+
+
 def autostaging_tables(
-    profile: Profile, cluster: Cluster, *, microbatch_size: int, memory_limit_bytes: int | None = None
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    microbatch_size: int,
+    memory_limit_bytes: int | None = None,
+    logical_shapes: LogicalShapes = "single_node_model_parallel",
 ) -> AutostagingTables:
     """Predicted times and memory of every stage, as Alpa's autostaging wants them.
 
@@ -90,6 +106,8 @@ def autostaging_tables(
         cluster: Of equal nodes.
         microbatch_size: Over all replicas.
         memory_limit_bytes: Available per device; None for no limit.
+        logical_shapes: Alpa's space of (data, tensor) parallel degrees: all pairs; tensor parallelism inside nodes alone; or hosts times
+            devices of the submesh. In the last, Alpa's solver may still replicate what is tensor-parallel here.
 
     Raises:
         PlanError: as ``submesh_choices``.
@@ -98,8 +116,8 @@ def autostaging_tables(
     predictor, times = AdditivePredictor(profile), TimePredictor(profile, max(cluster.nodes))
     submeshes = submesh_choices(cluster)
     choices = tuple(
-        tuple(c for c in profile.choices if c.num_devices == hosts * devices and microbatch_size % c.data_parallel == 0)
-        for hosts, devices in submeshes
+        tuple(c for c in profile.choices if _is_in(logical_shapes, c, submesh, cluster.nodes[0]) and microbatch_size % c.data_parallel == 0)
+        for submesh in submeshes
     )
     num_layers = profile.graph.num_layers
     shape = num_layers, num_layers, len(submeshes), max(1, *map(len, choices))
@@ -160,6 +178,7 @@ def autostage(
     num_microbatches: int,
     schedule: str = "1f1b",
     memory_limit_bytes: int | None = None,
+    logical_shapes: LogicalShapes = "single_node_model_parallel",
 ) -> Recommendation:
     """The plan that Alpa's autostaging chooses on the profile's cost model.
 
@@ -169,10 +188,11 @@ def autostage(
         global_batch_size, num_microbatches: Of a step.
         schedule: ``"1f1b"`` or ``"gpipe"``; it changes the plan's memory, not the choice.
         memory_limit_bytes: Per device; None takes what the target's devices can use.
+        logical_shapes: As ``autostaging_tables``.
 
     Returns:
-        The plan on the devices that Alpa packs its stages on; its prediction is by the profile's own predictor, and may be above the limit.
-        ``status`` is ``infeasible`` if Alpa finds no plan.
+        The plan on the devices that Alpa packs its stages on, with the prediction of the profile's own predictor. ``status`` is
+        ``infeasible`` if Alpa finds no plan, and if the one that it finds is predicted to need more than the limit.
 
     Raises:
         PlanError, ProfileError: as ``autostaging_tables``.
@@ -180,7 +200,7 @@ def autostage(
     memory = Target.load(cluster.target).memory
     limit = memory.usable_bytes if memory_limit_bytes is None and memory else memory_limit_bytes
     microbatch_size = global_batch_size // num_microbatches
-    tables = autostaging_tables(profile, cluster, microbatch_size=microbatch_size, memory_limit_bytes=limit)
+    tables = autostaging_tables(profile, cluster, microbatch_size=microbatch_size, memory_limit_bytes=limit, logical_shapes=logical_shapes)
     result = search_tables(tables, cluster.num_devices, num_microbatches)
     result = replace(result, algorithm=f"autostaging ({LABEL})")
     if result.status == "infeasible":
@@ -193,8 +213,12 @@ def autostage(
     plan = plan.with_(cluster=cluster, stages=stages)
     prediction = AdditivePredictor(profile).predict(plan)
     why = {"summary": f"{LABEL}: least step time, {result.step_seconds:.3g} s without updates and transfers between stages."}
+    fits = limit is None or prediction.peak_bytes <= limit
+    if not fits:
+        why["summary"] += f" It takes the plan to fit, and {prediction.peak_bytes:,} bytes are predicted, of {limit:,}."
+        why["code"] = "autostaging"
     plan = plan.with_(prediction=prediction.to_json(), why=why)
     headroom = Headroom.of(
         prediction.peak_bytes_per_device, prediction.interval_bytes_per_device, prediction.coverage, memory_limit_bytes, memory
     )
-    return Recommendation("ok", plan, prediction, result, why, headroom)
+    return Recommendation("ok" if fits else "infeasible", plan, prediction, result, why, headroom)

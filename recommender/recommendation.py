@@ -17,7 +17,8 @@ from capture.predictor import AdditivePredictor, Prediction, peak_of
 from capture.predictor.paper import PaperPredictor
 from capture.predictor.times import TimePredictor
 from capture.profile import Profile
-from capture.profiler.paper import PaperStatistics
+from capture.profiler.paper import PaperStatistics, layer_statistics
+from capture.profiler.paper import merge_layers as merged_layers
 from capture.schedule import SCHEDULES
 from capture.target import Target
 from recommender.baselines import fixed_degree_plan
@@ -235,7 +236,7 @@ def search_problem(
         if mode == "default"
         else _paper_rows(profile, num_microbatches)
     )
-    blocked = _blocked(profile, merge_layers)
+    blocked = _blocked(num_layers, merge_layers, rows(usable[min(usable)][0])[0])
     choices = {d: tuple(found) for d, found in usable.items()}
     cost = {d: _cost_table(found, rows, blocked, may_reduce=not with_times) for d, found in choices.items()}
     # In a reduced table the first choice stands for the best one of its degree; ``_with_best_choices`` finds which that is.
@@ -329,18 +330,18 @@ def _paper_rows(profile: Profile, num_microbatches: int):
     return rows
 
 
-def _blocked(profile: Profile, merge_layers: int | None) -> np.ndarray:
-    """Stages that cannot be: empty ones, and those that cut a merged layer."""
-    from capture.profiler.paper import merge_layers as merge
+def _blocked(num_layers: int, merge: int | None, alone: np.ndarray) -> np.ndarray:
+    """Stages that cannot be: empty ones, and those that cut a merged layer.
 
-    num_layers = profile.graph.num_layers
+    Args:
+        merge: Layers that the merger leaves.
+        alone: Bytes of every stage on the fewest devices, with one micro-batch in flight: M_i and M_a are read from it.
+    """
     blocked = np.tri(num_layers, num_layers + 1, dtype=bool)
-    if merge_layers is not None:
-        if profile.paper is None:
-            raise ProfileError.of("the layer merger needs M_i and M_a of the paper's runs; profile with --mode paper.", "profile-paper")
-        statistics = PaperStatistics.from_json(profile.paper).statistics
-        by_batch = next(by_batch for choice, by_batch in statistics.items() if choice.num_devices == 1)
-        bounds = {first for first, _ in merge(by_batch[max(by_batch)], merge_layers)} | {num_layers}
+    if merge is not None:
+        windows = [(first, first + n) for n in (1, 2) for first in range(num_layers - n + 1)]
+        statistics = layer_statistics({window: int(alone[window]) for window in windows if alone[window] < NEVER}, num_layers)
+        bounds = {first for first, _ in merged_layers(statistics, merge)} | {num_layers}
         inside = np.array([cut not in bounds for cut in range(num_layers + 1)])
         blocked |= inside[:num_layers, None] | inside[None, :]
     return blocked

@@ -24,7 +24,7 @@ from capture.profiler.alpa import AlpaBackend
 from capture.profiler.run import ProfilingRun
 from capture.workload import WorkloadSpec
 from profiling_runs.runs import executed_profile
-from recommender.autostage import LABEL, autostage
+from recommender.autostage import LABEL, autostage, autostaging_tables
 
 PICKLED = Path(__file__).parent / "data" / "alpa_parallel_plan.pickle"  # made by real Alpa from ``PLAN``
 PLAN = Plan(
@@ -173,6 +173,49 @@ def test_autostaging_is_labelled_and_stands_where_alpa_places_stages():
     assert [stage.devices for stage in found.plan.stages] == list(alpa_placement(Cluster((4, 4)), sizes))
     with pytest.raises(PlanError, match=r"\[alpa-cluster\]"):
         autostage(profile, Cluster((4, 2), profile.target), global_batch_size=64, num_microbatches=4)
+
+
+def test_alpas_check_of_memory_may_take_a_plan_that_does_not_fit():
+    """Its formula counts micro-batches in flight as under 1F1B, and no update; what is predicted decides whether the answer is a plan."""
+    profile = planted_profile(8, max_devices=4)
+    batch = {"global_batch_size": 64, "num_microbatches": 4, "schedule": "gpipe"}
+    cluster = Cluster((4, 4), profile.target)
+    peak = autostage(profile, cluster, **batch).prediction.peak_bytes
+    refused = [
+        found
+        for percent in range(50, 100)
+        if (found := autostage(profile, cluster, **batch, memory_limit_bytes=peak * percent // 100)).plan and found.status != "ok"
+    ]
+    assert refused and all(found.headroom.verdict == "does not fit" for found in refused)
+    assert refused[0].why["code"] == "autostaging" and "are predicted" in refused[0].why["summary"]
+    assert autostage(profile, cluster, **batch, memory_limit_bytes=1).plan is None
+
+
+def test_the_command_plans_as_alpa_would(tmp_path, capsys):
+    profile = planted_profile(8, max_devices=4)
+    profile.save(tmp_path / "profile.json")
+    asked = ["plan", "model.py:model", "--cluster", "2x4", "--target", profile.target, "--profile", str(tmp_path / "profile.json")]
+    asked += ["--global-batch", "64", "--microbatches", "4", "-o", str(tmp_path / "plan.json"), "--json"]
+    assert main([*asked, "--algorithm", "autostage"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert LABEL in document["search"]["algorithm"] and LABEL in document["why"]["summary"]
+    expected = autostage(profile, Cluster((4, 4), profile.target), global_batch_size=64, num_microbatches=4)
+    assert Plan.load(tmp_path / "plan.json").stages == expected.plan.stages
+    assert main([*asked, "--algorithm", "autostage", "--memory", "1B"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("space", "degrees"),
+    [
+        ("all", {(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4)}),
+        ("single_node_model_parallel", {(1, 1), (2, 1), (1, 2), (4, 1), (2, 2)}),
+        ("same_as_physical", {(1, 1), (1, 2), (2, 2)}),
+    ],
+)
+def test_logical_shapes_are_those_of_alpas_spaces(space, degrees):
+    profile = planted_profile(8, max_devices=4)
+    tables = autostaging_tables(profile, Cluster((2, 2), profile.target), microbatch_size=16, logical_shapes=space)
+    assert {(c.data_parallel, c.tensor_parallel) for choices in tables.choices for c in choices} == degrees
 
 
 # ---- the profiling backend ------------------------------------------------------------------------------------------

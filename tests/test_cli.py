@@ -167,7 +167,20 @@ def test_evaluate_keeps_its_contract_for_both_modes(done):
     written = json.loads((done.directory / "evaluation.json").read_text())
     rows = written["predictions"]
     assert len(rows) == 4 * 2 * 2  # plans, schedules, devices
-    assert sum(not row[-1] for row in rows) == document["default"]["num_predictions"]
+    assert sum(not row["compiled_before"] for row in rows) == document["default"]["num_predictions"]
+    assert all(row["predicted_bytes"] > 0 and row["measured_bytes"] > 0 for row in rows)
+    assert sum(row["paper_predicted_bytes"] is None for row in rows) == document["paper"]["num_not_predictable"]
+
+
+def test_evaluate_draws_plans_that_fit(inside, capsys):
+    limit = json.loads((inside / "plan.json").read_text())["prediction"]["peak_bytes_per_device"]
+    asked = ["evaluate", "tiny.py:model", *BATCH, *STORE, *PROFILING, "--plans", "3", "--quiet", "-o", "fitting.json"]
+    assert main([*asked, "--memory", str(max(limit) * 2)]) == 0
+    peaks = [row["predicted_bytes"] for row in json.loads((inside / "fitting.json").read_text())["predictions"]]
+    assert peaks and max(peaks) <= max(limit) * 2
+    capsys.readouterr()
+    assert main([*asked, "--memory", "1"]) == 2
+    assert "[evaluate-memory]" in capsys.readouterr().err
 
 
 def test_planning_from_a_profile_loads_no_jax_and_text_is_for_people(done, tmp_path):
@@ -225,6 +238,8 @@ PLAN = ["plan", "tiny.py:model", "--profile", "profile.json"]
         ("cluster-syntax", [*PLAN, "--cluster", "two"]),
         ("cluster-nodes", [*PLAN, "--cluster", "2x0"]),
         ("memory-syntax", [*PLAN, *BATCH, "--memory", "much"]),
+        ("plan-algorithm", [*PLAN, *BATCH, "--algorithm", "autostage", "--objective", "pareto"]),
+        ("profile-no-times", [*PLAN, *BATCH, "--algorithm", "autostage"]),
         ("profile-choice", [*PLAN, *BATCH, "--remat", "full"]),
         ("profile-file", ["plan", "tiny.py:model", *BATCH, "--profile", "missing.json"]),
         ("file", [*PLAN, *BATCH, "-o", "missing/plan.json"]),

@@ -18,7 +18,7 @@ from capture.plan import Plan
 from capture.predictor import AdditivePredictor
 from capture.predictor.paper import PaperPredictor
 from capture.profile import Profile
-from capture.profiler.paper import PaperStatistics, merge_layers, paper_runs, run_paper_profile
+from capture.profiler.paper import PaperStatistics, layer_statistics, merge_layers, paper_runs, run_paper_profile
 from capture.sampling import random_plans
 from capture.schedule import SCHEDULES
 from profiling_runs.profile import divisor_choices, plan_of
@@ -141,25 +141,26 @@ def test_the_paper_mode_searches_data_or_tensor_parallelism_by_the_papers_number
     assert result.search.sorted_peaks == brute_force(search_problem(profile, cluster, **BATCH, schedule="gpipe", mode="paper"))
 
 
+@pytest.mark.parametrize("mode", ["default", "paper"])
 @pytest.mark.parametrize(("num_merged", "num_devices"), [(2, 2), (4, 3), (4, 4), (7, 4)])
-def test_merged_layers_are_never_cut(num_merged, num_devices):
+def test_merged_layers_are_never_cut(num_merged, num_devices, mode):
     profile, cluster = with_paper(), Cluster((1,) * num_devices)  # as many stages as devices
-    statistics = PaperStatistics.from_json(profile.paper).statistics[StageChoice()]
-    merged = merge_layers(statistics[max(statistics)], num_merged)
+    problem = search_problem(profile, cluster, **BATCH, schedule="gpipe", mode=mode)
+    windows = [(first, first + n) for n in (1, 2) for first in range(8 - n + 1)]
+    merged = merge_layers(layer_statistics({w: int(problem.bytes_per_choice(1, 1, *w)[0]) for w in windows}, 8), num_merged)
     assert len(merged) == num_merged
-    problem = search_problem(profile, cluster, **BATCH, schedule="gpipe")
     cuts = {first for first, _ in merged}
     allowed = [
         tuple(sorted((int(problem.bytes_per_choice(1, 1, first, stop)[0]) for first, stop, _ in plan), reverse=True))
         for plan in every_plan(problem)
         if {first for first, _, _ in plan} <= cuts
     ]
-    result = recommend(profile, cluster, **BATCH, schedule="gpipe", merge_layers=num_merged)
+    result = recommend(profile, cluster, **BATCH, schedule="gpipe", mode=mode, merge_layers=num_merged)
     assert {stage.first for stage in result.plan.stages} <= cuts
     assert result.search.sorted_peaks == min(allowed)
-    free = recommend(profile, cluster, **BATCH, schedule="gpipe")
+    free = recommend(profile, cluster, **BATCH, schedule="gpipe", mode=mode)
     assert free.search.sorted_peaks <= result.search.sorted_peaks
-    assert recommend(profile, cluster, **BATCH, schedule="gpipe", merge_layers=8).plan == free.plan
+    assert recommend(profile, cluster, **BATCH, schedule="gpipe", mode=mode, merge_layers=8).plan == free.plan
 
 
 def test_a_choice_that_does_not_split_the_microbatch_is_not_used():
@@ -188,7 +189,6 @@ def test_all_broken_rules_are_named_at_once():
 def test_what_the_profile_lacks_is_named():
     profile, cluster = a_profile(4, 2), Cluster((2,))
     assert codes_of(lambda: recommend(profile, cluster, **BATCH, mode="paper")) == ("profile-paper",)
-    assert codes_of(lambda: recommend(profile, cluster, **BATCH, merge_layers=2)) == ("profile-paper",)
     assert codes_of(lambda: recommend(profile, cluster, **BATCH, algorithm="guess")) == ("search-algorithm",)
     fours = Planted(4).profile([StageChoice(4, 1)])
     assert codes_of(lambda: recommend(fours, cluster, **BATCH)) == ("profile-degrees",)

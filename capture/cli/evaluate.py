@@ -8,7 +8,8 @@ statistics are those of the paper's Figure 7. Interrupted, the same command resu
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -18,6 +19,9 @@ import numpy as np
 
 from capture.cli import options as shared
 from capture.cli.output import emit, progress, say, table
+from capture.errors import PlanError
+from capture.plan import Plan
+from capture.quantities import parse_bytes
 from capture.schedule import SCHEDULES
 from capture.workload import WorkloadSpec
 
@@ -28,6 +32,7 @@ HELP = "compare predictions of random plans with compiled truth"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_question(parser, schedules=(*SCHEDULES, "both"), schedule="both")
     parser.add_argument("--plans", type=shared.at_least(1), default=200, metavar="N", help="random plans (default: %(default)s)")
+    parser.add_argument("--memory", metavar="SIZE", help="draw only plans that are predicted to fit this limit per device, such as 40GB")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the plans (default: %(default)s)")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write every prediction, as JSON")
 
@@ -56,10 +61,28 @@ class Outcome:
         """Predicted over measured, less 1."""
         return self.predicted / self.measured - 1
 
+    def to_json(self) -> dict[str, Any]:
+        plan, schedule = self.plan
+        return {
+            "plan": plan,
+            "schedule": schedule,
+            "stage": self.stage,
+            "predicted_bytes": finite(self.predicted),
+            "interval_bytes": [finite(self.low), finite(self.high)],
+            "measured_bytes": self.measured,
+            "compiled_before": self.known,
+        }
+
+
+def finite(number: float) -> float | None:
+    """None for NaN, which JSON does not have."""
+    return None if np.isnan(number) else number
+
 
 def main(options: argparse.Namespace) -> int:
     cluster = shared.read_cluster(options)
     global_batch, num_microbatches = shared.read_batch(options)
+    from capture.predictor import AdditivePredictor
     from capture.sampling import random_plans
     from profiling_runs.profile import paper_profile, plan_of, profile, stage_config
 
@@ -95,11 +118,10 @@ def main(options: argparse.Namespace) -> int:
         for schedule in schedules
     }
     known_to_paper = {measurements.key(config) for config in measurements.costs}
-    plans = {
-        (i, schedule): plan_of(drawn, result, cluster, global_batch, num_microbatches, schedule)
-        for i, drawn in enumerate(islice(draws, options.plans))
-        for schedule in schedules
-    }
+    limit = None if options.memory is None else parse_bytes(options.memory)
+    drawn = ({s: plan_of(stages, result, cluster, global_batch, num_microbatches, s) for s in schedules} for stages in draws)
+    fitting = drawn if limit is None else _fitting(drawn, AdditivePredictor(result), limit)
+    plans = {(i, s): plan for i, both in enumerate(islice(fitting, options.plans)) for s, plan in both.items()}
     measurements.require([stage_config(s, microbatch_size) for plan in plans.values() for s in plan.stages], "stages of the plans")
     say(options, "replaying the plans")
     default, paper = outcomes(plans, result, measurements, papers, known, known_to_paper)
@@ -109,6 +131,7 @@ def main(options: argparse.Namespace) -> int:
         "target": cluster.target,
         "num_plans": options.plans,
         "seed": options.seed,
+        "memory_limit_bytes": limit,
         "schedules": list(schedules),
         "remat": options.remat,
         "global_batch_size": global_batch,
@@ -122,12 +145,27 @@ def main(options: argparse.Namespace) -> int:
         "provenance": dict(result.provenance),
     }
     if options.output is not None:
-        import json
-
-        rows = [[*o.plan, o.stage, o.predicted, o.low, o.high, o.measured, o.known] for o in default]
-        options.output.write_text(json.dumps({**document, "predictions": rows}))
+        predictions = [{**o.to_json(), "paper_predicted_bytes": finite(p.predicted)} for o, p in zip(default, paper, strict=True)]
+        options.output.write_text(json.dumps({**document, "predictions": predictions}))
     emit(options, document, as_text(document))
     return 0
+
+
+def _fitting(drawn: Iterable[Mapping[str, Plan]], predictor: Any, limit: int) -> Iterator[Mapping[str, Plan]]:
+    """Of drawn plans those that fit under every schedule.
+
+    Raises:
+        PlanError: ``evaluate-memory`` if none of the first thousand does.
+    """
+    found = 0
+    for tried, both in enumerate(drawn):
+        if all(predictor.predict(plan).peak_bytes <= limit for plan in both.values()):
+            found += 1
+            yield both
+        if not found and tried == 1000:
+            raise PlanError.of(
+                f"none of {tried} random plans is predicted to need at most {limit:,} bytes; raise --memory.", "evaluate-memory"
+            )
 
 
 def outcomes(

@@ -13,7 +13,7 @@ from capture.cli import options as shared
 from capture.cli.output import emit, progress, stage_table, table
 from capture.cli.suggest import cheapest_change
 from capture.cluster import Cluster
-from capture.errors import PlanError, ProfileError
+from capture.errors import PlanError, ProfileError, Violation
 from capture.plan import Plan
 from capture.predictor.step_time import describe_time, has_times, predicted_timeline, time_summary
 from capture.profile import Profile
@@ -24,6 +24,8 @@ from capture.workload import WorkloadSpec
 
 NAME = "plan"
 HELP = "recommend the plan of least peak memory"
+#: The baseline, which has no other objective than its own.
+AUTOSTAGE = "autostage"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     asked.add_argument("--try-microbatches", metavar="M,M,...", help="numbers of micro-batches to choose the best of")
     parser.add_argument("--try-schedules", action="store_true", help="choose the best of all schedules")
     parser.add_argument("--mode", choices=("default", "paper"), default="default", help="paper: the paper's predictor and space")
-    parser.add_argument("--algorithm", choices=("minmax", "enumerate", "mcap"), default="minmax", help="search (default: %(default)s)")
+    parser.add_argument(
+        "--algorithm",
+        choices=("minmax", "enumerate", "mcap", AUTOSTAGE),
+        default="minmax",
+        help=f"search; {AUTOSTAGE}: Alpa's, for step time, on this cost model: the plan to compare with (default: %(default)s)",
+    )
     parser.add_argument("--merge-layers", type=int, metavar="L", help="the paper's layer merger: cut between L merged layers only")
     parser.add_argument("-o", "--output", type=Path, default=Path("plan.json"), metavar="FILE", help="default: %(default)s")
 
@@ -58,13 +65,13 @@ def main(options: argparse.Namespace) -> int:
     global_batch, num_microbatches = shared.read_batch(options)
     limit = None if options.memory is None else parse_bytes(options.memory)
     shared.check_backend(options)
+    _check_algorithm(options)
     if options.profile is not None:
         if not options.verify:
             shared.check_measures_nothing(options)
         profile = _read_profile(options)
     else:
-        needs_paper = options.mode == "paper" or options.merge_layers is not None
-        paper = (options.schedule, num_microbatches) if needs_paper else None
+        paper = (options.schedule, num_microbatches) if options.mode == "paper" else None
         profile = shared.make_profile(options, cluster, global_batch // num_microbatches, progress(options), paper=paper)
     chosen, attempts = _chosen(options, profile, cluster, global_batch, num_microbatches, limit)
     question = partial(_ask, options, limit, *chosen)
@@ -75,7 +82,8 @@ def main(options: argparse.Namespace) -> int:
     if attempts:
         document["attempts"] = [attempt.to_json() for attempt in attempts]
         lines = [attempts_table(attempts), *lines]
-    if result.status == "infeasible" and result.memory_limit_bytes is not None and options.mode == "default":
+    may_ask_on = options.mode == "default" and options.algorithm != AUTOSTAGE
+    if result.status == "infeasible" and result.memory_limit_bytes is not None and may_ask_on:
         reprofile = None if options.profile else _reprofile(options, cluster)
         tried = max([attempt.num_microbatches for attempt in attempts] or [num_microbatches])
         change = cheapest_change(options, profile, cluster, global_batch, tried, result.memory_limit_bytes, reprofile)
@@ -98,6 +106,26 @@ def main(options: argparse.Namespace) -> int:
     return 0 if result.status == "ok" else 1
 
 
+def _check_algorithm(options: argparse.Namespace) -> None:
+    """Refuse what Alpa's algorithm does not know.
+
+    Raises:
+        PlanError: ``plan-algorithm``.
+    """
+    if options.algorithm != AUTOSTAGE:
+        return
+    PlanError.check(
+        Violation(f"--algorithm {AUTOSTAGE} searches its own space for step time; leave out {name}.", "plan-algorithm")
+        for name, given in (
+            ("--objective", options.objective != "memory"),
+            ("--mode paper", options.mode != "default"),
+            ("--merge-layers", options.merge_layers is not None),
+            ("--any-divisor", options.any_divisor),
+        )
+        if given
+    )
+
+
 def _ask(
     options: argparse.Namespace,
     limit: int | None,
@@ -109,7 +137,17 @@ def _ask(
 ) -> Any:
     """One recommendation."""
     from recommender import recommend
+    from recommender.autostage import autostage
 
+    if options.algorithm == AUTOSTAGE:
+        return autostage(
+            profile,
+            cluster,
+            global_batch_size=global_batch,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            memory_limit_bytes=limit,
+        )
     return recommend(
         profile,
         cluster,
