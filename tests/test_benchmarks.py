@@ -8,14 +8,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
-def load(name):
-    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", REPOSITORY / "benchmarks" / f"{name}.py")
+def load(name, folder="."):
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", REPOSITORY / "benchmarks" / folder / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -82,3 +83,64 @@ def test_a_layer_runs_and_is_compared_where_there_is_no_allocator():
     assert forward["compiled_bytes"] > forward["argument_bytes"] > 0 and backward["argument_bytes"] > forward["argument_bytes"]
     assert step["compiled_bytes"] > backward["argument_bytes"]
     assert all(row["measured_bytes"] is None for row in (forward, backward, step))
+
+
+# ---- the paper's evaluation ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def of_paper(monkeypatch):
+    """Loads a script of the paper's evaluation, which imports what stands beside it."""
+    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks" / "capture_paper"))
+    return lambda name: load(name, "capture_paper")
+
+
+def test_shares_of_errors_count_every_gpu_and_the_largest_of_a_plan(of_paper):
+    figure_7 = of_paper("figure_7")
+
+    def prediction(plan, predicted, measured, by_paper, known=False):
+        return {
+            "plan": plan,
+            "predicted_bytes": predicted,
+            "paper_predicted_bytes": by_paper,
+            "measured_bytes": measured,
+            "compiled_before": known,
+        }
+
+    found = [
+        prediction(0, 101, 100, 150),
+        prediction(0, 60, 50, None),
+        prediction(1, 94, 100, 90, known=True),
+        prediction(1, 10, 20, 10),
+    ]
+    ours, papers = (figure_7.row(mode, found) for mode in figure_7.MODES)
+    assert (ours["per_gpu"]["within_2pct"], ours["per_gpu"]["within_11pct"]) == (0.25, 0.5)
+    assert ours["per_plan"]["num_predictions"] == 2 and ours["per_plan"]["within_2pct"] == 0.5  # 101 of 100, and 94 of 100
+    assert ours["per_gpu_not_compiled_before"]["num_predictions"] == 3
+    counts = ours["per_gpu"]["count_per_percent_from_minus_25"]
+    assert len(counts) == 51 and [counts[i] for i in (0, 25 - 6, 25 + 1, 25 + 20)] == [1, 1, 1, 1]
+    assert papers["num_not_predictable"] == 1
+    assert papers["per_plan"]["num_predictions"] == 1  # of the first plan, one stage has no prediction
+
+
+def test_every_panel_of_figure_6_is_there_once_and_larger_than_table_2_needs(of_paper):
+    scenarios = of_paper("scenarios")
+    assert [s.panel for s in scenarios.SCENARIOS] == list("abcdefghijkl")
+    assert {s.model.name for s in scenarios.SCENARIOS if s.is_hybrid} == set(scenarios.LARGEST)
+    assert all(model.global_batch % model.num_microbatches == 0 for model in scenarios.MODELS.values())
+    choices = scenarios.stage_choices(32)
+    assert len(choices) == len(set(choices)) == 1 + 2 + 3 + 3 + 3 and all(c.tensor_parallel <= 4 for c in choices)
+
+
+def test_panels_put_values_where_their_axes_say(of_paper):
+    drawing = of_paper("drawing")
+    panel = drawing.Panel("title", "x", "y", (0, 10), (0, 50))
+    assert panel.x(0) == panel.LEFT and panel.x(10) == panel.width - panel.RIGHT
+    assert panel.y(0) == panel.height - panel.BOTTOM and panel.y(50) == panel.TOP
+    panel.bar(1, 2, 25, drawing.OURS, "a < b")
+    picture = drawing.draw("All", "note", [panel, panel], 2, [(drawing.OURS, "ours")])
+    root = ElementTree.fromstring(picture)
+    assert int(root.get("width")) == 2 * panel.width + 20 and picture.count("a &lt; b") == 2
+    for low, high in ((0, 1.12), (0, 9.5), (0, 42), (-26, 26), (0, 105), (-20, 62.3)):
+        ticks = drawing._ticks(low, high)
+        assert 4 <= len(ticks) <= 9 and low <= ticks[0] and ticks[-1] <= high

@@ -23,6 +23,7 @@ from capture.target import Target
 REPOSITORY = Path(__file__).resolve().parent.parent
 INSTALLED = {"cuda": find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin"), "tpu": find_spec("libtpu"), "cpu": True}
 TARGETS = ["cpu", "a100-40g", "h100", "v5e"]
+pytestmark = pytest.mark.xdist_group("target_compile")  # what its tests share is made once, in one process
 
 SCRIPT = """
 import json, sys
@@ -36,7 +37,7 @@ from capture.profile import StageConfig
 from capture.profiler.compile import CompileBackend
 from capture.workload import WorkloadSpec
 
-backend = CompileBackend(WorkloadSpec.parse("models/gpt.py:gpt?size=tiny").load(), target=target)
+backend = CompileBackend(WorkloadSpec.parse("models/gpt.py:gpt?size=tiny&num_layers=4").load(), target=target)
 graph = backend.traced(8).graph
 rows = {}
 choices = {"one": StageChoice(1, 1), "split": StageChoice(2, 2)}
@@ -45,8 +46,8 @@ if target.platform == "cuda":
 configs = {name: StageConfig(2, 3, choice, 8) for name, choice in choices.items()}
 for name, config in configs.items():
     rows[name] = backend.measure(config).to_json()
-buffers = backend.measure_buffers(StageConfig(0, 8, StageChoice(2, 1), 8)).to_json()
-cost = backend.measure(StageConfig(0, 8, StageChoice(2, 1), 8)).to_json()
+buffers = backend.measure_buffers(StageConfig(0, 4, StageChoice(2, 1), 8)).to_json()
+cost = backend.measure(StageConfig(0, 4, StageChoice(2, 1), 8)).to_json()
 print(json.dumps({"flops": graph.layers[2].flops, "rows": rows, "provenance": backend.provenance, "buffers": buffers, "cost": cost}))
 """
 

@@ -18,9 +18,11 @@ import argparse
 import json
 import os
 import platform
+import sqlite3
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
@@ -31,6 +33,7 @@ from capture import environment
 from capture.alpa.memory import alpa_memory
 from capture.choices import StageChoice, hybrid_choices
 from capture.cluster import Cluster
+from capture.errors import PlanError
 from capture.plan import Plan, StagePlan
 from capture.predictor import AdditivePredictor
 from capture.predictor.step_time import predicted_timeline
@@ -105,13 +108,16 @@ class Profiled:
     """A model with its profile and what compiles its plans.
 
     Attributes:
-        seconds: That the profile took with an empty store; None if it was made in parts.
+        seconds: That the profile took with an empty store. Of one that was made in parts, those of its measurements, shared out evenly
+            over the processes.
+        is_whole: Whether it was made in one go.
     """
 
     model: Model
     profile: Profile
     measurements: Measurements
-    seconds: float | None
+    seconds: float
+    is_whole: bool
 
 
 def stage_choices(microbatch_size: int, max_devices: int = CLUSTER.num_devices) -> list[StageChoice]:
@@ -145,11 +151,15 @@ def profiled(model: Model, options: argparse.Namespace, max_devices: int = CLUST
             microbatch_size=microbatch_size,
             choices=stage_choices(microbatch_size, max_devices),
             whole_nodes=True,
+            calibration_plans=0,  # nothing here needs intervals
             measurements=measurements,
         )
-        told.write_text(json.dumps(time.perf_counter() - start if is_cold else None))
+        with closing(sqlite3.connect(folder / "store.sqlite")) as store:
+            (measuring,) = store.execute("SELECT SUM(seconds) FROM measurements").fetchone()
+        seconds = time.perf_counter() - start if is_cold else measuring / options.workers
+        told.write_text(json.dumps({"seconds": seconds, "is_whole": is_cold}))
         made.save(file)
-    return Profiled(model, Profile.load(file), measurements, json.loads(told.read_text()))
+    return Profiled(model, Profile.load(file), measurements, **json.loads(told.read_text()))
 
 
 def say(name: str, what: str, done: int, total: int) -> None:
@@ -225,12 +235,12 @@ class Planned:
     Attributes:
         plan: With the prediction that it was chosen by.
         verification: Its stages, compiled, and their step.
-        alpa_bytes: Predicted peak in Alpa's runtime, whose buffers live longer.
+        alpa_bytes: Predicted peak in Alpa's runtime, whose buffers live longer; None where Alpa cannot place the stages.
     """
 
     plan: Plan
     verification: Verification
-    alpa_bytes: int
+    alpa_bytes: int | None
 
     @property
     def peak_bytes(self) -> int:
@@ -326,7 +336,11 @@ class Planner:
     def compiled(self, plan: Plan) -> Planned:
         found = verify(plan, self.measurements)
         self.profile = with_verified(self.profile, plan, self.measurements)
-        return Planned(plan, found, max(alpa_memory(plan, self.profile).peak_bytes_per_device))
+        try:
+            in_alpa = max(alpa_memory(plan, self.profile).peak_bytes_per_device)
+        except PlanError:
+            in_alpa = None
+        return Planned(plan, found, in_alpa)
 
     def _predicted(self, plan: Plan) -> Plan:
         return plan.with_(prediction=AdditivePredictor(self.profile).predict(plan).to_json())

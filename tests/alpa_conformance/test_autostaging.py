@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from capture.choices import StageChoice
 from capture.cluster import Cluster
 from recommender.autostage import AutostagingTables, search_tables, submesh_choices
 
+DATA = Path(__file__).parent / "data"
 REMAT = ("none", "dots", "full")  # configurations must differ, in whatever
 
 
@@ -81,3 +83,25 @@ def test_alpas_whole_path_from_layers_to_stages_chooses_as_well():
     ]
     found = search_tables(one, 8, num_microbatches)
     assert value(one, theirs, num_microbatches) == pytest.approx(found.step_seconds, rel=1e-5)
+
+
+FAMILIES = sorted(DATA.glob("autostaging-*.npz"))
+
+
+def test_there_are_tables_of_three_families():
+    assert len(FAMILIES) == 3
+
+
+@pytest.mark.parametrize("file", FAMILIES, ids=lambda file: file.stem)
+def test_on_the_tables_of_a_paper_model_the_step_time_is_that_of_alpas_search(file):
+    """Of 16 A100 GPUs, by the profile of the model (``benchmarks/capture_paper/autostaging_tables.py``)."""
+    data = np.load(file)
+    submeshes = tuple((int(hosts), int(devices)) for hosts, devices in data["submeshes"])
+    choices = tuple(tuple(StageChoice(int(dp), int(tp), "full", True) for dp, tp in here if dp) for here in data["degrees"])
+    tables = AutostagingTables(submeshes, choices, data["seconds"].astype(np.float64), data["max_successors"].astype(np.int64))
+    num_layers, num_configs, num_microbatches = tables.seconds.shape[0], tables.seconds.shape[3], int(data["num_microbatches"])
+    found = search_tables(tables, 16, num_microbatches)
+    best, stages = training_dp(num_layers, 16, num_microbatches, submeshes, num_configs, tables.seconds, tables.max_successors)
+    assert found.status == "ok" and found.step_seconds == pytest.approx(best, rel=1e-5)
+    theirs = [(range(*layers), submesh, config) for layers, submesh, config in stages]
+    assert value(tables, theirs, num_microbatches) == pytest.approx(found.step_seconds, rel=1e-5)
