@@ -5,13 +5,13 @@ and the library's own account of the same plan; at the sizes of CAPTURE's Table 
     python benchmarks/alpa_replay.py --alpa-python .venv-alpa/bin/python -o benchmarks/results/2026-01-31-alpa-replay.json
 
 * ``alpa``: real Alpa 0.2.3 compiles the model of the zoo with the exported plan, under jax 0.3.22 and with the harness of
-  ``tests/alpa_conformance`` (a process of its own per plan, by ``--alpa-python``); the instructions of one worker of every mesh are replayed,
-  and the bytes of live buffers counted.
+  ``tests/alpa_conformance`` (a process of its own per plan, by ``--alpa-python``); the instructions of one worker of every mesh are
+  replayed, and the bytes of live buffers counted.
 * ``replay``: ``capture.alpa.memory.alpa_replay``, told what Alpa's stages hold and hand over. It must agree byte for byte: it checks the
   lifetimes of buffers, not their sizes.
 * ``own``: ``alpa_replay`` on what this library knows of the model, traced under today's JAX and not compiled: parameters, gradients,
   optimizer state, batch, tensors between stages, and what ``jax.vjp`` saves. It checks the sizes. Only for stages without tensor
-  parallelism: what a stage keeps when its tensors are split is its compiler's choice, and Alpa's compiler is not here, but a rule in its place.
+  parallelism: what a stage keeps of split tensors is its compiler's choice, and for Alpa's stands a rule of the harness.
 
 Nothing of this counts temporaries: results of a running program are counted before its inputs are freed, and no more. Nothing is allocated.
 
@@ -168,6 +168,7 @@ class Tracer:
 def only_trace(function: Any, args: Sequence[Any], **options: Any) -> Any:
     """In the place of a compiler: the results of a program on one device, and nothing of what it needs while it runs."""
     import jax
+
     from capture.runtime.programs import Executable
 
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -220,11 +221,12 @@ def measure(case: Case, python: Path, tracer: Tracer) -> dict[str, Any]:
     return {**facts, "stages": rows}
 
 
-def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def with_summary(document: dict[str, Any]) -> dict[str, Any]:
     """How many stages agree, and how far the library's own account is from Alpa's."""
+    rows = document["rows"]
     stages = [stage for row in rows for stage in row["stages"]]
     ratios = [stage["own_over_alpa"] for stage in stages if stage["own_over_alpa"] is not None]
-    return {
+    found = {
         "num_plans": len(rows),
         "num_stages": len(stages),
         "num_stages_replay_equal": sum(stage["alpa"]["replay_bytes"] == stage["alpa"]["peak_bytes"] for stage in stages),
@@ -232,6 +234,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "min_own_over_alpa": min(ratios, default=None),
         "max_own_over_alpa": max(ratios, default=None),
     }
+    return {**document, "summary": found}
 
 
 def as_text(document: dict[str, Any]) -> str:
@@ -270,27 +273,31 @@ def main() -> int:
     parser.add_argument("--alpa-python", type=Path, default=REPOSITORY / ".venv-alpa" / "bin" / "python", metavar="PATH")
     parser.add_argument("--cases", nargs="+", metavar="TEXT", help="only those whose names contain one of these")
     parser.add_argument("--json", action="store_true", help="print the document on standard output")
-    parser.add_argument("-o", "--output", type=Path, help="write the document here, after every plan")
+    parser.add_argument("-o", "--output", type=Path, help="write the document here after every plan; plans that it has are kept")
     options = parser.parse_args()
     environment.prepare(num_devices=sum(NODES))
     chosen = [case for case in CASES if not options.cases or any(text in case.name for text in options.cases)]
     tracers: dict[tuple[str, str], Tracer] = {}
+    order = [case.name for case in CASES]
+    known = json.loads(options.output.read_text())["rows"] if options.output and options.output.exists() else []
     document: dict[str, Any] = {
         "benchmark": "alpa_replay",
         "date": date.today().isoformat(),
         "nodes": list(NODES),
         "alpa_versions": {"alpa": "0.2.3", "jax": "0.3.22"},
         "versions": environment.versions("cpu"),
-        "rows": [],
+        "rows": [row for row in known if row["name"] in order],
     }
+    chosen = [case for case in chosen if case.name not in {row["name"] for row in document["rows"]}]
     for number, case in enumerate(chosen, start=1):
         print(f"[{number}/{len(chosen)}] {case.name}", file=sys.stderr, flush=True)
         if (case.family, case.size) not in tracers:
             tracers[case.family, case.size] = Tracer(plan_of(case).workload)
         document["rows"].append(measure(case, options.alpa_python, tracers[case.family, case.size]))
-        document["summary"] = summary(document["rows"])
+        document["rows"].sort(key=lambda row: order.index(row["name"]))
         if options.output:
-            options.output.write_text(json.dumps(document, indent=2) + "\n")
+            options.output.write_text(json.dumps(with_summary(document), indent=2) + "\n")
+    document = with_summary(document)
     print(json.dumps(document, indent=2) if options.json else as_text(document))
     return 0
 
