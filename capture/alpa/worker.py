@@ -75,7 +75,8 @@ def _arrays_for_scalars(layers: Any) -> Any:
     }
     changed = []
     for i, layer in enumerate(layers):
-        here, equations = {}, []  # type: ignore[var-annotated]
+        here: dict[Any, Any] = {}
+        equations: list[Any] = []
         for equation in layer:
             for v in read_by(equation):
                 if v in arrays and made_in[v] != i and v not in here:
