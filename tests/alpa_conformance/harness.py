@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -209,12 +209,16 @@ def _sharder(seen: dict[str, Any]) -> Callable[..., Any]:
             stages, schedule.mesh_stage_mapping, computation.OrderedSet(global_invars).union(accumulators.keys())
         )
 
-        seen["from_batch"] = _computed_from(seen["batch"], stages)
+        equations = [equation for stage in stages for equation in stage.eqns]
+        from_batch, from_state = _computed_from(seen["batch"], equations), _computed_from(seen["state"], equations)
+        seen["from_batch"] = from_batch
 
         def kind(v: Any, origin: Any = None) -> str:
             if v in update_only or origin in update_only:
                 return "optimizer"
-            has_examples = v.aval.shape[:1] == (seen["batch_size"],) or (v in seen["from_batch"] and len(v.aval.shape) > 1)
+            # A mask has examples though nothing of the batch is in it; a weight may have as many experts as there are examples.
+            has_examples = v.aval.shape[:1] == (seen["batch_size"],) and v not in from_state
+            has_examples |= v in from_batch and (len(v.aval.shape) > 1 or v.aval.shape == (seen["batch_size"],))
             return "batch" if has_examples and v not in no_batch else "other"
 
         sharded = []
@@ -251,16 +255,21 @@ def _sharder(seen: dict[str, Any]) -> Callable[..., Any]:
     return shard_each_stage
 
 
-def _computed_from(batch: set[Any], stages: Sequence[Any]) -> set[Any]:
-    """Variables whose value depends on the batch."""
-    found = set(batch)
-    for stage in stages:
-        for equation in stage.eqns:
-            read = [v for v in equation.invars if isinstance(v, Var) and v in found]
-            if equation.primitive is pipeline_p:  # a mark hands on each of its operands
-                found.update(out for v, out in zip(equation.invars, equation.outvars, strict=True) if v in read)
-            elif read:
-                found.update(equation.outvars)
+def _computed_from(sources: set[Any], equations: Iterable[Any]) -> set[Any]:
+    """Variables whose value depends on one of the sources; merged layers are calls within a stage."""
+    found = set(sources)
+    for equation in equations:
+        depends = [isinstance(v, Var) and v in found for v in equation.invars]
+        called = next((equation.params[name] for name in ("call_jaxpr", "jaxpr") if name in equation.params), None)
+        called = getattr(called, "jaxpr", called)  # some are closed
+        if equation.primitive is pipeline_p:  # a mark hands on each of its operands
+            made = depends
+        elif called is not None and len(called.invars) == len(depends):
+            inner = _computed_from({v for v, has in zip(called.invars, depends, strict=True) if has}, called.eqns)
+            made = [isinstance(v, Var) and v in inner for v in called.outvars]
+        else:
+            made = [any(depends)] * len(equation.outvars)
+        found.update(v for v, has in zip(equation.outvars, made, strict=True) if has)
     return found
 
 
