@@ -137,14 +137,14 @@ def _layer(case: Case, workload: Any, microbatch_size: int, layer: int, where: s
     from capture.profile import StageConfig
     from capture.profiler.compile import CompileBackend
     from capture.profiler.target_devices import devices_of
-    from capture.runtime.programs import StagePrograms, shard_bytes
+    from capture.runtime.programs import StagePrograms, compile_program, shard_bytes
     from capture.target import Target
 
     backend = CompileBackend(workload.load(), target=None if where == "here" else Target.load(where))
     devices = jax.devices()[:1] if where == "here" else devices_of(backend.target, 1)
     config = StageConfig(layer, layer + 1, StageChoice(remat=case.remat), microbatch_size)
     backend.traced(microbatch_size)
-    programs: StagePrograms = backend.programs(config, devices=devices, fast_compile=where != "here")
+    programs: StagePrograms = backend.programs(config, devices=devices, compiler=compile_program if where == "here" else None)
     executable = programs.forward if case.what == "forward" else programs.backward
     structs = programs.forward_args if case.what == "forward" else programs.backward_args
     held = sum(map(shard_bytes, jax.tree.leaves(structs)))

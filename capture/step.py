@@ -11,7 +11,8 @@ books the same ledger. Slots are groups of arrays that live and die together, so
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -222,8 +223,8 @@ def build_step(stages: Sequence[StageInterface], schedule: Schedule, *, as_alpa:
     Args:
         stages: In pipeline order.
         schedule: As many stages.
-        as_alpa: As Alpa's runtime does: every micro-batch is fed at the start of the step, and tensors stay with the stage that made them
-            until the one that reads them is about to.
+        as_alpa: As Alpa's runtime does: every micro-batch is fed at the start of the step, tensors stay with the stage that made them
+            until the one that reads them is about to, and go there past the stages between.
     """
     program = StepProgram(stages)
     for s, stage in enumerate(stages):
@@ -233,7 +234,7 @@ def build_step(stages: Sequence[StageInterface], schedule: Schedule, *, as_alpa:
         for p in stage.borrowed:
             program.keep("param", s, "parameters", stage.param_bytes[p], p)
             program.keep("gradient", s, "gradients", stage.param_bytes[p], p)
-    passes = _Passes(program)
+    passes = _Passes(program, direct=as_alpa)
     program.instructions += _pulled(passes, schedule) if as_alpa else _pushed(passes, schedule)
     program.num_passes = len(program.instructions)
     program.instructions += [*_updates(program), Free(tuple(passes.losses))]
@@ -255,19 +256,23 @@ def _pulled(passes: _Passes, schedule: Schedule) -> Iterator[Instruction]:
     for s in range(len(passes.stages)):
         for m in range(schedule.num_microbatches):
             yield from passes.feed(s, m, "start of the step")
-    waiting: dict[Task, list[Instruction]] = {}
+    waiting: defaultdict[Task, list[Instruction]] = defaultdict(list)
     for clock in schedule.clocks:
         arriving = [instruction for task in clock for instruction in waiting.pop(task, ())]
         yield from sorted(arriving, key=lambda instruction: isinstance(instruction, Free))
         for task in clock:
             transfers: list[Instruction] = []
             yield from passes.run(task, transfers)
-            moves = [instruction for instruction in transfers if isinstance(instruction, Move)]
+            last_reader: dict[int, Task] = {}
+            for move in transfers:
+                if isinstance(move, Move):  # of one source: in the order of the readers' clocks
+                    last_reader[move.source] = Task(passes.program.slots[move.target].stage_id, task.kind, task.microbatch)
+                    waiting[last_reader[move.source]].append(move)
             freed = [slot for instruction in transfers if isinstance(instruction, Free) for slot in instruction.slots]
-            sources = {move.source for move in moves}
-            yield Free(tuple(slot for slot in freed if slot not in sources))
-            reader = Task(task.stage_id + (1 if task.kind == "forward" else -1), task.kind, task.microbatch)
-            waiting[reader] = [*moves, Free(tuple(slot for slot in freed if slot in sources))]
+            for slot in freed:
+                if slot in last_reader:
+                    waiting[last_reader[slot]].append(Free((slot,)))
+            yield Free(tuple(slot for slot in freed if slot not in last_reader))
 
 
 def _order_of_transfers(task: Task) -> tuple[bool, int]:
@@ -278,10 +283,14 @@ def _order_of_transfers(task: Task) -> tuple[bool, int]:
 
 
 class _Passes:
-    """Emits the forward and backward passes; remembers which slot holds which value of which micro-batch."""
+    """Emits the forward and backward passes; remembers which slot holds which value of which micro-batch.
 
-    def __init__(self, program: StepProgram):
-        self.program, self.stages = program, program.stages
+    A value travels from stage to stage until its last reader; if ``direct``, from its maker to each reader. Its gradient goes back from
+    reader to reader, each adding its own, in both cases.
+    """
+
+    def __init__(self, program: StepProgram, direct: bool):
+        self.program, self.stages, self.direct = program, program.stages, direct
         self.values: dict[tuple[str, int, int, int], int] = {}  # (what, stage, micro-batch, id) -> slot
         self.losses: list[int] = []
 
@@ -298,6 +307,21 @@ class _Passes:
 
     def _see(self, what: str, s: int, m: int, keys: Sequence[int]) -> tuple[int, ...]:
         return tuple(self.values[what, s, m, key] for key in keys)
+
+    def _received(self, s: int) -> tuple[int, ...]:
+        return self.stages[s].used if self.direct else self.stages[s].received
+
+    def _receivers(self, s: int, v: int) -> Iterable[int]:
+        """Stages that get a value from stage s."""
+        if not self.direct:
+            return (s + 1,)
+        return (t for t in range(s + 1, len(self.stages)) if v in self.stages[t].used) if v in self.stages[s].outputs else ()
+
+    def _sender(self, s: int, v: int) -> int:
+        """The stage that gets the gradient of a value from stage s."""
+        if not self.direct:
+            return s - 1
+        return next(t for t in reversed(range(s)) if v in (*self.stages[t].used, *self.stages[t].outputs))
 
     def _params(self, s: int) -> tuple[int, ...]:
         state = self.program.persistent
@@ -334,10 +358,11 @@ class _Passes:
             assert not stage.kept_outputs, "the loss outlives the backward pass, which would free it"
             self.losses += outputs
         for v in stage.sent:
-            source = self.values["output", s, m, v] if v in stage.outputs else self.values["input", s, m, v]
-            target = self._new("input", "received activations", s + 1, m, v, self.stages[s + 1].value_bytes[v])
-            transfers.append(Move(source, target, "value", v, f"send {v}.{m} from stage {s} to {s + 1}"))
-        dead = [v for v in stage.received if v not in stage.kept_inputs]
+            for t in self._receivers(s, v):
+                source = self.values["output" if v in stage.outputs else "input", s, m, v]
+                target = self._new("input", "received activations", t, m, v, self.stages[t].value_bytes[v])
+                transfers.append(Move(source, target, "value", v, f"send {v}.{m} from stage {s} to {t}"))
+        dead = [v for v in self._received(s) if v not in stage.kept_inputs]
         sent = [v for v in stage.outputs if v not in stage.kept_outputs and not last]
         batch = [b for b in stage.batch if b not in stage.kept_batch]
         transfers.append(Free(self._take("input", s, m, dead) + self._take("output", s, m, sent) + self._take("batch", s, m, batch)))
@@ -356,12 +381,12 @@ class _Passes:
         donated = (*kept[0], *kept[2], *kept[3], *cotangents, *accumulated)
         yield Run(s, "backward", (self._params(s), *kept, cotangents, accumulated), (*gradients, *accumulated), donated, label)
         yield Free(kept[1])
-        for v in stage.received:
+        for v in self._received(s):
             if v in stage.differentiable:
-                made = v in stage.input_gradients
+                made, t = v in stage.input_gradients, self._sender(s, v)
                 source = self.values.pop(("input gradient" if made else "cotangent", s, m, v))
-                target = self._new("cotangent", "received gradients", s - 1, m, v, self.stages[s - 1].value_bytes[v])
-                transfers += [Move(source, target, "value", v, f"send gradient {v}.{m} from stage {s} to {s - 1}"), Free((source,))]
+                target = self._new("cotangent", "received gradients", t, m, v, self.stages[t].value_bytes[v])
+                transfers += [Move(source, target, "value", v, f"send gradient {v}.{m} from stage {s} to {t}"), Free((source,))]
         assert not any(key[:3] == ("cotangent", s, m) for key in self.values), f"{program.stages[s]} left a gradient behind"
 
 

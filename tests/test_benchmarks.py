@@ -7,10 +7,19 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+
+from capture.cluster import Cluster
+from capture.interface import plan_interfaces
+from capture.plan import Plan, StagePlan
+from capture.profiler.compile import CompileBackend
+from capture.store import Store
+from capture.workload import WorkloadSpec
+from profiling_runs.profile import stage_config
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -25,6 +34,7 @@ def load(name, folder="."):
 
 published = load("published_runs")
 truth = load("gpu_truth")
+alpa = load("alpa_replay")
 
 
 def test_flops_formula_gives_the_published_regression_figure():
@@ -83,6 +93,18 @@ def test_a_layer_runs_and_is_compared_where_there_is_no_allocator():
     assert forward["compiled_bytes"] > forward["argument_bytes"] > 0 and backward["argument_bytes"] > forward["argument_bytes"]
     assert step["compiled_bytes"] > backward["argument_bytes"]
     assert all(row["measured_bytes"] is None for row in (forward, backward, step))
+
+
+def test_a_replica_traced_alone_holds_what_the_compiled_stage_does(tmp_path):
+    """Parameters, state, values and residuals of both; only what a program needs while it runs is the compiler's."""
+    spec = WorkloadSpec(str(REPOSITORY / "models" / "gpt.py"), "gpt", {"size": "tiny", "num_layers": 3, "dtype": "float16"})
+    stages = (StagePlan((0, 1), [0, 1], 2, 1, "none", True), StagePlan((2, 2), [2, 3], 2, 1, "full", True))
+    plan = Plan(Cluster((4,)), 3, stages, 16, 4, "1f1b", workload=spec)
+    backend, tracer = CompileBackend(spec.load(), store=Store(tmp_path / "store.db")), alpa.Tracer(spec)
+    graph, param_bytes = backend.traced(4).graph, {1: backend.sharding(4).param_bytes(1)}
+    compiled = plan_interfaces(plan, graph, param_bytes, [backend.measure(stage_config(stage, 4)) for stage in stages])
+    traced = [tracer.interface(stage, 4) for stage in stages]
+    assert [replace(stage, transient_bytes={}) for stage in traced] == [replace(stage, transient_bytes={}) for stage in compiled]
 
 
 # ---- the paper's evaluation ----------------------------------------------------------------------------------------

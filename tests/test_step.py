@@ -155,19 +155,17 @@ def check_lifetimes(program: StepProgram) -> None:
     assert all(count == 1 for slot, count in created.items() if slot not in alive)
 
 
-@given(steps())
-def test_every_slot_is_written_before_it_is_read_and_freed_once(step):
-    program = build_step(*step)
+@given(steps(), st.booleans())
+def test_every_slot_is_written_before_it_is_read_and_freed_once(step, as_alpa):
+    program = build_step(*step, as_alpa=as_alpa)
     check_lifetimes(program)
     ledger = replay(program, sum(len(stage.devices) for stage in step[0]))
     state = [StageBytes(step[0], s).state for s, stage in enumerate(step[0]) for _ in stage.devices]
     assert ledger.live_bytes_per_device == tuple(state)
 
 
-@given(steps())
-def test_values_travel_to_the_next_stage_and_gradients_back(step):
-    stages, schedule = step
-    program = build_step(stages, schedule)
+def hops_of(stages: list[StageInterface], program: StepProgram) -> Counter:
+    """How often each (value, from stage, to stage) is moved."""
     hops: Counter = Counter()
     for move in program.instructions[: program.num_passes]:
         if isinstance(move, Move):
@@ -175,8 +173,29 @@ def test_values_travel_to_the_next_stage_and_gradients_back(step):
             assert move.kind == "value" and move.index is None
             assert target.nbytes == stages[target.stage_id].value_bytes[move.key]
             hops[move.key, source.stage_id, target.stage_id] += 1
+    return hops
+
+
+@given(steps())
+def test_values_travel_to_the_next_stage_and_gradients_back(step):
+    stages, schedule = step
+    hops = hops_of(stages, build_step(stages, schedule))
     expected = {(v, s, s + 1) for s, stage in enumerate(stages) for v in stage.sent}
     expected |= {(v, s, s - 1) for s, stage in enumerate(stages) for v in stage.received if v in stage.differentiable}
+    assert hops == dict.fromkeys(expected, schedule.num_microbatches)
+
+
+@given(steps())
+def test_in_alpas_runtime_values_travel_from_their_maker_to_each_reader_and_gradients_from_reader_to_reader(step):
+    stages, schedule = step
+    expected = set()
+    for maker, stage in enumerate(stages[:-1]):
+        for v in stage.outputs:
+            readers = [s for s, other in enumerate(stages) if v in other.used]
+            expected |= {(v, maker, reader) for reader in readers}
+            if v in stage.differentiable:
+                expected |= {(v, after, before) for before, after in pairwise([maker, *readers])}
+    hops = hops_of(stages, build_step(stages, schedule, as_alpa=True))
     assert hops == dict.fromkeys(expected, schedule.num_microbatches)
 
 

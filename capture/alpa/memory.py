@@ -1,8 +1,11 @@
 """What a plan needs on every device when Alpa runs it: its placement, and the lifetimes of buffers in its runtime.
 
-Three habits differ from the native runtime's: all micro-batches' inputs of a stage are on its devices from the start of the step, each
-until its last use; a tensor between stages stays with the one that made it until the other is about to read it; and stages stand where
-``alpa_placement`` says.
+Four habits differ from the native runtime's: all micro-batches' inputs of a stage are on its devices from the start of the step, each
+until its last use; a tensor between stages stays with the one that made it until the other is about to read it; it goes there past the
+stages between; and stages stand where ``alpa_placement`` says.
+
+Not booked: Alpa's copies of the optimizer's state for a parameter that several stages read, and what depends on parameters alone (weights
+cast to float16), which Alpa keeps once per micro-batch in flight where it does not rematerialise.
 
 Source: Alpa 0.2.3, its emitted instructions (``tests/alpa_conformance`` replays them beside this).
 """

@@ -40,6 +40,55 @@ def mark_layers() -> None:
     jax.ad_checkpoint.checkpoint_name = checkpoint_name
 
 
+def let_scalars_cross() -> None:
+    """Have scalars that one layer makes and another reads travel as arrays of one element.
+
+    Alpa cannot plan the transfer of a scalar between meshes ("'numpy.float64' object cannot be interpreted as an integer"); the
+    load-balancing loss of a mixture of experts is one.
+    """
+    from alpa.pipeline_parallel import layer_construction
+
+    original = layer_construction.add_pipeline_marks_for_sliced_eqns
+    layer_construction.add_pipeline_marks_for_sliced_eqns = lambda jaxpr, layers: original(jaxpr, _arrays_for_scalars(layers))
+
+
+def _arrays_for_scalars(layers: Any) -> Any:
+    """The equations of all layers, in which every scalar that crosses is reshaped where it is made and in each layer that reads it."""
+    core: Any = importlib.import_module("jax.core")  # of jax 0.3.22: today's has lost half of it
+    from jax import lax
+
+    new_variable = core.gensym(suffix="_crossing")
+
+    def reshaped(source: Any, target: Any) -> Any:
+        return core.new_jaxpr_eqn([source], [target], lax.reshape_p, {"new_sizes": target.aval.shape, "dimensions": None}, set())
+
+    def read_by(equation: Any) -> Any:
+        return [v for v in equation.invars if isinstance(v, core.Var)]
+
+    made_in = {v: i for i, layer in enumerate(layers) for equation in layer for v in equation.outvars if v.aval.shape == ()}
+    arrays = {
+        v: new_variable(core.ShapedArray((1,), v.aval.dtype))
+        for i, layer in enumerate(layers)
+        for equation in layer
+        for v in read_by(equation)
+        if made_in.get(v, i) != i
+    }
+    changed = []
+    for i, layer in enumerate(layers):
+        here: dict[Any, Any] = {}
+        equations: list[Any] = []
+        for equation in layer:
+            for v in read_by(equation):
+                if v in arrays and made_in[v] != i and v not in here:
+                    here[v] = new_variable(v.aval)
+                    equations.append(reshaped(arrays[v], here[v]))
+            invars = [here.get(v, v) if isinstance(v, core.Var) else v for v in equation.invars]
+            equations.append(equation.replace(invars=invars))
+            equations += [reshaped(v, arrays[v]) for v in equation.outvars if v in arrays]
+        changed.append(equations)
+    return changed
+
+
 def load_workload(spec: dict[str, Any]) -> Any:
     """Call the function that makes the workload."""
     location = spec["location"]
@@ -89,6 +138,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     import alpa
 
     mark_layers()
+    let_scalars_cross()
     workload = load_workload(job["workload"])
     alpa.init(cluster="ray", num_nodes=job["num_hosts"], num_devices_per_node=job["num_devices_per_host"])
     step = alpa.parallelize(train_step(workload), method=method_of(job["method"])(), donate_argnums=(0,))

@@ -191,7 +191,12 @@ class CompileBackend:
         return found[key]
 
     def programs(
-        self, config: StageConfig, *, name_buffers: bool = False, devices: Sequence[Any] | None = None, fast_compile: bool = True
+        self,
+        config: StageConfig,
+        *,
+        name_buffers: bool = False,
+        devices: Sequence[Any] | None = None,
+        compiler: Callable[..., Executable] | None = None,
     ) -> StagePrograms:
         """The programs of a stage config, compiled when they are asked for.
 
@@ -199,7 +204,7 @@ class CompileBackend:
             config: The stage.
             name_buffers: As for ``StagePrograms``.
             devices: To compile for, instead of the target's.
-            fast_compile: Compile to measure; else to run.
+            compiler: Instead of the target's, which compiles to measure and not to run.
 
         Raises:
             TargetError: as ``devices_of``.
@@ -220,7 +225,7 @@ class CompileBackend:
             SlicedOptimizer(self._optimizer, [owned, rest] if rest else [owned]).stages[0],
             remat=choice.remat,
             shard_optimizer=choice.shard_optimizer,
-            compiler=self._compiler(config) if fast_compile else compile_program,
+            compiler=compiler or self._compiler(config),
             name_buffers=name_buffers,
         )
 

@@ -10,40 +10,45 @@ from capture.step import StageInterface
 
 
 def interfaces(compiled: Compiled) -> list[StageInterface]:
-    """One per mesh, for a model whose stages hand on to the next one only."""
+    """One per mesh, of a step with more than one micro-batch (a single one is accumulated into nothing)."""
     return [_interface(compiled, m) for m in range(len(compiled.executable.mesh_group.meshes))]
 
 
 def _interface(compiled: Compiled, m: int) -> StageInterface:
-    forward, backward, update = compiled.stages_of_mesh(m)
-    num_meshes = len(compiled.executable.mesh_group.meshes)
-    ids = {v: i for i, v in enumerate(v for stage in compiled.config.xla_stages for v in (*stage.invars, *stage.outvars))}
+    meshes = [compiled.stages_of_mesh(k) for k in range(len(compiled.executable.mesh_group.meshes))]
+    forward, backward, update = meshes[m]
+    ids = {v: i for i, v in enumerate(dict.fromkeys(v for stage in compiled.config.xla_stages for v in (*stage.invars, *stage.outvars)))}
     size: dict[Any, int] = {}
     for stage in (update, backward, forward):  # the layout in which it is kept is that of the forward pass
         size.update({v: shard_bytes(v, s) for v, s in zip(stage.invars, stage.input_sharding_specs, strict=True)})
         size.update({v: shard_bytes(v, s) for v, s in zip(stage.outvars, stage.output_sharding_specs, strict=True)})
-    given = set(compiled.global_invars)
-    batch = [v for v in dict.fromkeys((*forward.invars, *backward.invars)) if v in given and v in compiled.batch]
-    params = [v for v in dict.fromkeys((*forward.invars, *backward.invars)) if v in given and v not in compiled.batch]
-    state = [v for v in update.invars if v in given and v not in params]
-    accumulators = [v for v, donated in zip(backward.invars, backward.donated_invars, strict=True) if donated]
-    assert sum(size[v] for v in accumulators) == sum(size[v] for v in params), "every parameter is trained"
+    given, read = set(compiled.global_invars), tuple(dict.fromkeys((*forward.invars, *backward.invars)))
+    batch = [v for v in read if v in given and v in compiled.batch]
+    params = [v for v in read if v in given and v not in compiled.batch]
+    gradients = [v for v, donated in zip(backward.invars, backward.donated_invars, strict=True) if donated]
+    losses = [v for v, donated in zip(forward.invars, forward.donated_invars, strict=True) if donated]
+    assert sum(size[v] for v in gradients) == sum(size[v] for v in params), "every parameter is trained, or a gradient has another layout"
+    # The sum of the losses lives as long as the optimizer's state.
+    state = [*losses, *(v for v in update.invars if v in given and v not in params)]
 
-    before = [] if m == 0 else compiled.stages_of_mesh(m - 1)[0].outvars
-    after = [] if m + 1 == num_meshes else [v for stage in compiled.stages_of_mesh(m + 1)[:2] for v in stage.invars]
-    received = [v for v in dict.fromkeys((*forward.invars, *backward.invars)) if v in before]
-    sent = [v for v in forward.outvars if v in after]
+    used = [v for v in read if any(v in earlier.outvars for earlier, _, _ in meshes[:m])]
+    later = {v for stages in meshes[m + 1 :] for stage in stages[:2] for v in stage.invars}
+    made = [v for v in forward.outvars if v in later]
+    sent = [*made, *(v for v in used if v in later)]
+    received = [v for k in range(m) for v in meshes[k][0].outvars if v in {*used, *sent}]
+    gradients_sent = [v for v in backward.outvars if any(v in stages[1].invars for stages in meshes[:m])]
     kept = set(backward.invars)
-    residuals = [v for v in forward.outvars if v in kept and v not in sent]
-    values = {ids[v]: size[v] for v in (*received, *sent)}
+    residuals = [v for v in forward.outvars if v in kept and v not in made]
+    values = {ids[v]: size[v] for v in (*used, *made)}
+    results = {"forward": [*made, *residuals], "backward": gradients_sent}
     return StageInterface(
         devices=tuple(range(len(compiled.devices_of_mesh(m)))),
         received=tuple(ids[v] for v in received),
-        used=tuple(ids[v] for v in received),
-        outputs=tuple(ids[v] for v in sent),
+        used=tuple(ids[v] for v in used),
+        outputs=tuple(ids[v] for v in made),
         sent=tuple(ids[v] for v in sent),
-        kept_inputs=tuple(ids[v] for v in received if v in kept),
-        kept_outputs=tuple(ids[v] for v in sent if v in kept),
+        kept_inputs=tuple(ids[v] for v in used if v in kept),
+        kept_outputs=tuple(ids[v] for v in made if v in kept),
         kept_batch=tuple(i for i, v in enumerate(batch) if v in kept),
         batch=tuple(range(len(batch))),
         owned=tuple(range(len(params))),
@@ -55,9 +60,12 @@ def _interface(compiled: Compiled, m: int) -> StageInterface:
         optimizer_bytes=sum(size[v] for v in state),
         residual_bytes=sum(size[v] for v in residuals),
         # Results, which are there before what they were made from is freed; accumulators and state are replaced in place.
-        transient_bytes={
-            "forward": sum(size[v] for v in (*sent, *residuals)),
-            "backward": sum(size[v] for v in backward.outvars) - sum(size[v] for v in accumulators),
-            "update": 0,
-        },
+        transient_bytes={**{name: sum(size[v] for v in made) for name, made in results.items()}, "update": 0},
     )
+
+
+def of_parameters_bytes(compiled: Compiled, m: int) -> int:
+    """What a mesh keeps of each micro-batch for its backward pass although it depends on parameters alone: casts of weights, masks."""
+    forward, backward, _ = compiled.stages_of_mesh(m)
+    made = zip(forward.outvars, forward.output_sharding_specs, strict=True)
+    return sum(shard_bytes(v, spec) for v, spec in made if v in backward.invars and v not in compiled.from_batch)

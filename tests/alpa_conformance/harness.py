@@ -1,15 +1,16 @@
 """Compile a method with real Alpa up to the instructions of its workers, and replay their memory; nothing is executed.
 
 Alpa needs its own compiler for two passes only: choosing shardings (auto-sharding) and partitioning (SPMD). Here a rule chooses them: the
-batch is split over the first dimension of a stage's logical mesh, other tensors over the second, and what only the update reads (optimizer
-state) over both if ``prefer_reduce_scatter`` is on. Partitioning is not needed to know who holds which buffer when.
+batch and what is computed from it are split over the first dimension of a stage's logical mesh, other tensors over the second, and what
+only the update reads (optimizer state) over both if ``prefer_reduce_scatter`` is on. Partitioning is not needed to know who holds which
+buffer when.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -21,8 +22,10 @@ import ray
 from alpa.device_mesh import PhysicalDeviceMeshGroup, VirtualPhysicalMesh
 from alpa.parallel_plan import StagePlan
 from alpa.pipeline_parallel import compile_executable, computation, cross_mesh_resharding
+from alpa.pipeline_parallel.primitive_def import pipeline_p
 from alpa.pipeline_parallel.runtime_emitter import AllocateZeroWorkerExecutableConfig, PipelineInstType
 from alpa.util import get_shard_shape
+from jax.core import Var
 from jax.interpreters import pxla
 
 assert shims
@@ -88,8 +91,8 @@ def _spec(aval: Any, logical: Sequence[int], dims: Sequence[int | None]) -> pxla
 
 
 def _rule(aval: Any, logical: Sequence[int], kind: str, splits_state: bool) -> pxla.ShardingSpec:
-    if kind == "batch":
-        return _spec(aval, logical, [0, None])
+    if kind == "batch":  # groups of tokens come before or after experts; what has one dimension is a statistic
+        return _spec(aval, logical, [next((d for d, size in enumerate(aval.shape) if size % logical[0] == 0), None), None])
     fits = [d for d in reversed(range(len(aval.shape))) if aval.shape[d] % logical[1] == 0] if len(aval.shape) > 1 else []
     if kind == "optimizer" and splits_state:
         for d in fits:
@@ -131,12 +134,14 @@ class Compiled:
         config: Its ``PipeshardConfig``: stages, schedule, instruction lists.
         global_invars: Variables of the whole step, in the order of its arguments.
         batch: Those of them that are split into micro-batches.
+        from_batch: Variables of all stages whose value depends on the batch.
     """
 
     executable: Any
     config: Any
     global_invars: list[Any]
     batch: set[Any]
+    from_batch: set[Any]
 
     @property
     def stage_option(self) -> Any:
@@ -184,7 +189,7 @@ def compile_method(step: Callable[..., Any], args: Sequence[Any], method: Any) -
         ):
             patches.enter_context(patch)
         executable = alpa.parallelize(step, method=method, donate_argnums=(0,)).get_executable(*args)
-    return Compiled(executable, seen["config"], seen["invars"], seen["batch"])
+    return Compiled(executable, seen["config"], seen["invars"], seen["batch"], seen["from_batch"])
 
 
 def _sharder(seen: dict[str, Any]) -> Callable[..., Any]:
@@ -204,10 +209,17 @@ def _sharder(seen: dict[str, Any]) -> Callable[..., Any]:
             stages, schedule.mesh_stage_mapping, computation.OrderedSet(global_invars).union(accumulators.keys())
         )
 
+        equations = [equation for stage in stages for equation in stage.eqns]
+        from_batch, from_state = _computed_from(seen["batch"], equations), _computed_from(seen["state"], equations)
+        seen["from_batch"] = from_batch
+
         def kind(v: Any, origin: Any = None) -> str:
             if v in update_only or origin in update_only:
                 return "optimizer"
-            return "batch" if v.aval.shape[:1] == (seen["batch_size"],) and v not in no_batch else "other"
+            # A mask has examples though nothing of the batch is in it; a weight may have as many experts as there are examples.
+            has_examples = v.aval.shape[:1] == (seen["batch_size"],) and v not in from_state
+            has_examples |= v in from_batch and (len(v.aval.shape) > 1 or v.aval.shape == (seen["batch_size"],))
+            return "batch" if has_examples and v not in no_batch else "other"
 
         sharded = []
         for i, stage in enumerate(stages):
@@ -241,6 +253,24 @@ def _sharder(seen: dict[str, Any]) -> Callable[..., Any]:
         return sharded, 0
 
     return shard_each_stage
+
+
+def _computed_from(sources: set[Any], equations: Iterable[Any]) -> set[Any]:
+    """Variables whose value depends on one of the sources; merged layers are calls within a stage."""
+    found = set(sources)
+    for equation in equations:
+        depends = [isinstance(v, Var) and v in found for v in equation.invars]
+        called = next((equation.params[name] for name in ("call_jaxpr", "jaxpr") if name in equation.params), None)
+        called = getattr(called, "jaxpr", called)  # some are closed
+        if equation.primitive is pipeline_p:  # a mark hands on each of its operands
+            made = depends
+        elif called is not None and len(called.invars) == len(depends):
+            inner = _computed_from({v for v, has in zip(called.invars, depends, strict=True) if has}, called.eqns)
+            made = [isinstance(v, Var) and v in inner for v in called.outvars]
+        else:
+            made = [any(depends)] * len(equation.outvars)
+        found.update(v for v, has in zip(equation.outvars, made, strict=True) if has)
+    return found
 
 
 def shard_bytes(variable: Any, spec: Any) -> int:

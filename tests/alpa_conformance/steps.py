@@ -1,8 +1,8 @@
-"""Train steps for Alpa: a chain of products, and Alpa's own models at any size; all abstract."""
+"""Train steps for Alpa: a chain of products, and the workload of a plan; all abstract."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import shims  # isort: skip  # before jax and alpa
@@ -10,16 +10,26 @@ import alpa
 import jax
 import jax.numpy as jnp
 
+from capture.alpa import worker
+from capture.plan import Plan
+
 assert shims
 Step = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-def chain(num_layers: int, batch_size: int = 64, width: int = 16, marked: bool = True) -> Step:
-    """Layers of one product and one activation each; momentum for an optimizer, so that the update has state of its own."""
+def chain(num_layers: int, batch_size: int = 64, width: int = 16, marked: bool = True, skip_to: Sequence[int] = ()) -> Step:
+    """Layers of one product and one activation each; momentum for an optimizer, so that the update has state of its own.
+
+    Layers of ``skip_to`` also read what the first one made.
+    """
 
     def loss(params, x, y):
         for i, weight in enumerate(params):
             x = jnp.tanh(x @ weight)
+            if i == 0:
+                skipping = 2.0 * x
+            if i in skip_to:
+                x = x * skipping
             if marked and i + 1 < num_layers:
                 alpa.mark_pipeline_boundary()
         return jnp.mean((x - y) ** 2)
@@ -35,3 +45,12 @@ def chain(num_layers: int, batch_size: int = 64, width: int = 16, marked: bool =
 
     weights = [struct(width, width)] * num_layers
     return step, ((weights, list(weights)), {"x": struct(batch_size, width), "y": struct(batch_size, width)})
+
+
+def of_workload(plan: Plan) -> Step:
+    """What a profiling job of the plan's workload trains; the worker's changes to Alpa are made."""
+    workload = worker.load_workload(plan.workload.to_json())
+    key = jax.random.PRNGKey(0)
+    params = jax.eval_shape(workload.init, key)
+    batch = jax.eval_shape(lambda key: workload.batch(key, plan.global_batch_size), key)
+    return worker.train_step(workload), ((params, jax.eval_shape(workload.optimizer.init, params)), batch)

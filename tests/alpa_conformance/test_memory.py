@@ -2,22 +2,76 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from facts import interfaces
+from full_size import compare
 from harness import compile_method, mesh, replay
 from steps import chain
 from test_plans import BATCH_SIZE, GOOD, NUM_LAYERS, name
 
 from capture.alpa import to_alpa
 from capture.alpa.memory import alpa_replay
+from capture.cluster import Cluster
+from capture.plan import Plan, StagePlan
+from capture.workload import WorkloadSpec
+
+MODELS = Path(__file__).resolve().parents[2] / "models"
 
 #: A single micro-batch is accumulated into nothing.
 ACCUMULATING = [plan for plan in GOOD if plan.num_microbatches > 1]
 
 
-@pytest.mark.parametrize("plan", ACCUMULATING[1 :: max(1, len(ACCUMULATING) // 24)], ids=name)
-def test_live_bytes_are_those_of_alpas_instructions(plan):
-    step, args = chain(NUM_LAYERS, BATCH_SIZE)
+def check(plan, **options):
+    step, args = chain(NUM_LAYERS, BATCH_SIZE, **options)
     compiled = compile_method(step, args, to_alpa(plan).build(mesh(len(plan.cluster.nodes), plan.cluster.nodes[0])))
     expected = [max(nbytes for _, nbytes in timeline) for timeline in replay(compiled)]
     assert [peak.peak_bytes for peak in alpa_replay(plan, interfaces(compiled)).stages] == expected
+
+
+@pytest.mark.parametrize("plan", ACCUMULATING[1 :: max(1, len(ACCUMULATING) // 24)], ids=name)
+def test_live_bytes_are_those_of_alpas_instructions(plan):
+    check(plan)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("skip_to", [(2,), (1, 3, 5), (5,)])
+def test_tensors_go_past_the_stages_that_do_not_read_them(skip_to, schedule):
+    stages = [
+        StagePlan((0, 0), [0, 1], 2, 1),
+        StagePlan((1, 1), [2], 1, 1),
+        StagePlan((2, 4), [3], 1, 1),
+        StagePlan((5, 5), range(4, 8), 2, 2),
+    ]
+    check(Plan(Cluster((4, 4)), NUM_LAYERS, tuple(stages), BATCH_SIZE, 8, schedule), skip_to=skip_to)
+
+
+def zoo(family: str, **arguments) -> WorkloadSpec:
+    return WorkloadSpec(str(MODELS / f"{family}.py"), family, arguments)
+
+
+def paper_plan(workload, stops, degrees, num_microbatches, global_batch, schedule, remat) -> Plan:
+    """Of four nodes with four devices each."""
+    first, device, stages = 0, 0, []
+    for stop, (dp, tp) in zip(stops, degrees, strict=True):
+        stages.append(StagePlan((first, stop - 1), range(device, device + dp * tp), dp, tp, remat, dp > 1))
+        first, device = stop, device + dp * tp
+    return Plan(Cluster((4,) * 4), first, tuple(stages), global_batch, num_microbatches, schedule, workload=workload)
+
+
+#: The paper's batch and micro-batches; the transformers have 8 of their blocks. Whole models: benchmarks/alpa_replay.py.
+FULL_SIZE = [
+    paper_plan(
+        zoo("gpt", size="2.6B", dtype="float16", num_layers=8), (3, 5, 6, 8), [(2, 4), (2, 2), (1, 2), (2, 1)], 64, 1024, "1f1b", "full"
+    ),
+    paper_plan(zoo("moe", size="2.4B", dtype="float16", num_layers=8), range(1, 9), [(2, 1)] * 8, 32, 1024, "1f1b", "none"),
+    paper_plan(zoo("wide_resnet", size="1B"), (7, 12, 16), [(4, 1), (2, 2), (8, 1)], 24, 768, "gpipe", "none"),
+]
+
+
+@pytest.mark.parametrize("plan", FULL_SIZE, ids=lambda plan: plan.workload.function)
+def test_live_bytes_at_the_papers_size(plan, as_worker):
+    stages = compare(plan)["stages"]
+    assert [stage["replay_bytes"] for stage in stages] == [stage["peak_bytes"] for stage in stages]
+    assert min(stage["peak_bytes"] for stage in stages) > 2**29
