@@ -28,7 +28,7 @@ PYTHON_ALPA := $(shell for python in python3.11 "$$HOME"/.pyenv/versions/3.11.*/
 endif
 
 # The extras that the checks need (a name, because a comma would end an argument of call).
-DEV_EXTRAS := [models,report,cuda-targets,tpu-targets,dev]
+DEV_EXTRAS := [models,report,ray,cuda-targets,tpu-targets,dev]
 
 # $(call install,VENV,PYTHON,EXTRAS): make the environment if there is none, and install the package with the pins of its interpreter.
 define install

@@ -77,7 +77,7 @@ def test_a_store_of_another_version_is_refused(path):
     with pytest.raises(ProfileError) as error:
         Store(path)
     assert str(error.value) == (
-        f"store {str(path)!r} has schema version 2; this version of capture reads 1. Name another file with --store. [store-schema]"
+        f"store {str(path)!r} has schema version 3; this version of capture reads up to 2. Name another file with --store. [store-schema]"
     )
 
 
