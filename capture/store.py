@@ -239,7 +239,9 @@ class Store:
         wanted = [row.key for row in self.rows("set aside")] if keys is None else list(keys)
         with self._writing() as database:
             return sum(
-                database.execute(f"UPDATE jobs SET state = 'pending', updated = {_NOW} WHERE key = ? AND state = 'set aside'", (k,)).rowcount
+                database.execute(
+                    f"UPDATE jobs SET state = 'pending', updated = {_NOW} WHERE key = ? AND state = 'set aside'", (k,)
+                ).rowcount
                 for k in wanted
             )
 

@@ -100,7 +100,7 @@ def main(options: argparse.Namespace) -> int:
         for i, drawn in enumerate(islice(draws, options.plans))
         for schedule in schedules
     }
-    measurements.require([stage_config(s, microbatch_size) for plan in plans.values() for s in plan.stages], "stages of the plans")
+    measurements.require({"stages of the plans": [stage_config(s, microbatch_size) for plan in plans.values() for s in plan.stages]})
     say(options, "replaying the plans")
     default, paper = outcomes(plans, result, measurements, papers, known, known_to_paper)
     document = {

@@ -89,7 +89,10 @@ def add_batch(parser: argparse.ArgumentParser, schedules: Sequence[str], schedul
 def add_store(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--store", type=Path, metavar="FILE", help="measurements, kept and reused (default: ~/.cache/capture/store.sqlite)")
     parser.add_argument(
-        "--workers", type=int, default=2, metavar="N", help="worker processes that compile; 0: this one (default: %(default)s)"
+        "--workers", type=at_least(0), metavar="N", help="worker processes that measure, at most; 0: this one (default: 2, on Ray all)"
+    )
+    parser.add_argument(
+        "--job-timeout", type=at_least(1), metavar="S", help="seconds after which a worker is ended that is not done (default: 3600)"
     )
 
 
@@ -153,6 +156,13 @@ def open_store(options: argparse.Namespace) -> Store:
     return Store(options.store or environment.default_store_path())
 
 
+def where_of(options: argparse.Namespace) -> Any:
+    """Where jobs run (``profiling_runs.Where``); ``options`` are those of ``add_store``."""
+    from profiling_runs.where import DEFAULT_TIMEOUT_SECONDS, Where
+
+    return Where(options.workers, options.job_timeout or DEFAULT_TIMEOUT_SECONDS)
+
+
 def open_plan_measurements(options: argparse.Namespace, plan: Plan, progress: Any) -> Any:
     """Measurements of a plan's workload, for its target; ``options`` are those of ``add_plan_workload`` and ``add_store``."""
     return _open_measurements(
@@ -185,7 +195,7 @@ def _open_measurements(
         num_layers=num_layers,
         tensor_parallel_rule=rule,
         store=open_store(options),
-        num_workers=options.workers,
+        where=where_of(options),
         progress=progress,
     )
 
@@ -210,6 +220,9 @@ def add_backend(parser: argparse.ArgumentParser) -> None:
         default=BACKENDS[0],
         help="compile compiles for the target and runs nothing; run executes the paper's profiling runs here, and alpa has them "
         "executed by Alpa on its Ray cluster, both with --mode paper (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--repeats", type=at_least(1), default=1, metavar="N", help="with --backend run: steps measured in every run (default: %(default)s)"
     )
     parser.add_argument("--alpa-python", metavar="PATH", help="the interpreter of Alpa's environment, for --backend alpa")
 
@@ -300,8 +313,9 @@ def make_profile(
         calibration_plans=options.calibration_plans,
         paper=paper,
         store=open_store(options),
-        num_workers=options.workers,
+        where=where_of(options),
         progress=progress,
         memory_limit_bytes=memory_limit_bytes,
+        repeats=options.repeats,
         alpa_python=options.alpa_python,
     )
