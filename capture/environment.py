@@ -100,6 +100,17 @@ def prepare_worker(num_devices: int, platform: str, flags: Sequence[str]) -> lis
     return prepare(num_devices, platform)
 
 
+def prepare_ray(local: bool) -> None:
+    """Have Ray report nothing to anybody; call it before Ray is imported. What the user set stands.
+
+    Args:
+        local: Whether the cluster will be this process's own, which needs no tokens to keep others out.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if local:
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+
+
 def _has_compilers_only() -> bool:
     """Whether a plugin of accelerators is installed, to compile for them, and none is there: JAX would complain at length."""
     installed = any(find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin", "libtpu"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -62,7 +62,7 @@ class Job:
     part: Part = "stage"
     kind: str = ""
     needs: str | None = None
-    known: Mapping[str, Any] = field(default_factory=dict)
+    known: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def group(self) -> tuple[Any, ...]:
@@ -162,67 +162,3 @@ class Queue:
         if not self._groups[group]:
             del self._groups[group]
         return job
-
-
-#: Seconds of a job where the store knows none of its kind, by part; roughly those of a model of some hundred million parameters.
-GUESSED_SECONDS = {"stage": 2.0, "update": 1.0, "buffers": 4.0, "run": 10.0, "machine": 1.0}
-
-
-@dataclass(frozen=True)
-class Listing:
-    """The jobs of a profile, counted.
-
-    Attributes:
-        kinds: Per kind of job: how many there are, how many the store has already, and the seconds that the others are estimated to take.
-        guessed: Kinds whose seconds are a guess, because the store knows no job like them.
-    """
-
-    kinds: Mapping[str, Mapping[str, Any]]
-    guessed: tuple[str, ...]
-
-    @property
-    def num_jobs(self) -> int:
-        return sum(kind["num_jobs"] for kind in self.kinds.values())
-
-    @property
-    def num_done(self) -> int:
-        return sum(kind["num_done"] for kind in self.kinds.values())
-
-    @property
-    def seconds(self) -> float:
-        """Of one worker, for what is not done."""
-        return sum(kind["seconds"] for kind in self.kinds.values())
-
-    def to_json(self) -> dict[str, Any]:
-        counts = {"num_jobs": self.num_jobs, "num_done": self.num_done, "worker_seconds": self.seconds}
-        return {**counts, "kinds": {name: dict(kind) for name, kind in self.kinds.items()}, "guessed": list(self.guessed)}
-
-
-def listing(jobs: Sequence[Job], done: Collection[str], typical_seconds: Mapping[tuple[str, str], float], backend: str) -> Listing:
-    """Count jobs and estimate what they cost.
-
-    Args:
-        jobs: Of a profile.
-        done: Keys that the store has.
-        typical_seconds: What the store knows, by (backend, part).
-        backend: Of the jobs.
-
-    Example:
-        >>> from capture.choices import StageChoice
-        >>> config = StageConfig(0, 1, StageChoice(), 8)
-        >>> jobs = [Job("a", config, kind="layer windows"), Job("b", config, kind="layer windows")]
-        >>> listing(jobs, {"a"}, {("compile:cpu", "stage"): 0.5}, "compile:cpu").kinds
-        {'layer windows': {'num_jobs': 2, 'num_done': 1, 'seconds': 0.5}}
-    """
-    kinds: dict[str, dict[str, Any]] = {}
-    guessed: dict[str, None] = {}
-    for job in jobs:
-        kind = kinds.setdefault(job.kind, {"num_jobs": 0, "num_done": 0, "seconds": 0.0})
-        kind["num_jobs"] += 1
-        if job.key in done:
-            kind["num_done"] += 1
-            continue
-        if (backend, job.part) not in typical_seconds:
-            guessed[job.kind] = None
-        kind["seconds"] += typical_seconds.get((backend, job.part), GUESSED_SECONDS[job.part])
-    return Listing(kinds, tuple(guessed))

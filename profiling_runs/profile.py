@@ -258,17 +258,17 @@ def profile(
             progress=progress,
             watch=watch,
         )
-    question = Question(
+    question = Question.of(
         cluster,
         microbatch_size,
-        tuple(choices)
-        if choices is not None
-        else tuple(default_choices(cluster, microbatch_size, remat, shard_optimizer, whole_nodes, any_divisor)),
+        remat,
+        shard_optimizer,
+        choices,
         num_neighbours=num_neighbours,
         calibration_plans=calibration_plans,
         whole_nodes=whole_nodes,
         any_divisor=any_divisor,
-        paper=paper and PaperQuestion(*paper, remat[0], shard_optimizer),
+        paper=paper,
     )
     compiler = measurements.backend
     wanted = wanted_configs(question, measurements)
@@ -309,6 +309,26 @@ class Question:
     whole_nodes: bool = False
     any_divisor: bool = False
     paper: PaperQuestion | None = None
+
+    @classmethod
+    def of(
+        cls,
+        cluster: Cluster,
+        microbatch_size: int,
+        remat: Sequence[Remat],
+        shard_optimizer: bool,
+        choices: Iterable[StageChoice] | None = None,
+        *,
+        paper: tuple[str, int] | None,
+        whole_nodes: bool,
+        any_divisor: bool,
+        **rest: int,
+    ) -> Question:
+        """From the arguments of ``profile``."""
+        if choices is None:
+            choices = default_choices(cluster, microbatch_size, remat, shard_optimizer, whole_nodes, any_divisor)
+        asked = None if paper is None else PaperQuestion(*paper, remat[0], shard_optimizer)
+        return cls(cluster, microbatch_size, tuple(choices), whole_nodes=whole_nodes, any_divisor=any_divisor, paper=asked, **rest)
 
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:

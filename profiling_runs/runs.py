@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from capture import environment
-from capture.choices import StageChoice
 from capture.cluster import Cluster
 from capture.errors import ProfileError
 from capture.plan import Remat, TensorParallelRule
@@ -167,28 +166,38 @@ def run_statistics(
     Raises:
         ProfileError: ``profile-runs`` if every run failed.
     """
-
-    def named(choice: StageChoice, partitioning: tuple[int, ...], m: int) -> ProfilingRun:
-        return ProfilingRun(partitioning, choice, microbatch_size, m, schedule, repeats)
-
-    every = [named(one.choice, p, m) for one in sets for m in profile_batches(num_microbatches) for p in one.partitionings]
-    outcomes = {run: peaks for run in every if (peaks := backend.find(run)) is not None}
-    missing: dict[str, list[ProfilingRun]] = {}
-    for run in every:
-        if run not in outcomes:
-            missing.setdefault(backend.key(run), []).append(run)
-    jobs = [Job(key, same[0], "run", PROFILING_RUNS) for key, same in missing.items()]
-    batch = Batch(jobs, backend.store, backend.provenance, workload, progress, watch)
-    for outcome in batch.run(lambda: where.open(setting, backend, len(jobs))):
-        for run in missing[outcome.job.key]:
+    jobs = profiling_jobs(backend, sets, microbatch_size, schedule, num_microbatches, repeats)
+    outcomes = {run: peaks for runs in jobs.values() for run in runs if (peaks := backend.find(run)) is not None}
+    missing = {job.key: job for job, runs in jobs.items() if runs[0] not in outcomes}
+    batch = Batch(list(missing.values()), backend.store, backend.provenance, workload, progress, watch)
+    for outcome in batch.run(lambda: where.open(setting, backend, len(missing))):
+        for run in jobs[outcome.job]:
             found = run.failed(outcome.error) if outcome.value is None else backend.find(run)
             assert found is not None, "it has just been kept"
             outcomes[run] = found
     _check_some(list(outcomes.values()))
     num_layers = backend.compiler.traced(microbatch_size).graph.num_layers
     return form_statistics(
-        sets, num_layers, microbatch_size, schedule, num_microbatches, lambda choice, p, m: outcomes[named(choice, p, m)]
+        sets,
+        num_layers,
+        microbatch_size,
+        schedule,
+        num_microbatches,
+        lambda choice, p, m: outcomes[ProfilingRun(p, choice, microbatch_size, m, schedule, repeats)],
     )
+
+
+def profiling_jobs(
+    backend: RunBackend, sets: Sequence[PaperRuns], microbatch_size: int, schedule: str, num_microbatches: int, repeats: int
+) -> dict[Job, list[ProfilingRun]]:
+    """The different runs of some sets, as jobs, each with the runs that it stands for."""
+    runs_of: dict[str, list[ProfilingRun]] = {}
+    for one in sets:
+        for m in profile_batches(num_microbatches):
+            for partitioning in one.partitionings:
+                run = ProfilingRun(partitioning, one.choice, microbatch_size, m, schedule, repeats)
+                runs_of.setdefault(backend.key(run), []).append(run)
+    return {Job(key, same[0], "run", PROFILING_RUNS): same for key, same in runs_of.items()}
 
 
 def _check_some(outcomes: list[RunPeaks]) -> None:

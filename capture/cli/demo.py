@@ -11,7 +11,8 @@ from typing import Any
 
 from capture import environment
 from capture.cli import options as shared
-from capture.cli.output import emit, progress, say, table
+from capture.cli.output import emit, say, table
+from capture.cli.progress import progress
 from capture.cli.run import execute
 from capture.cluster import Cluster
 from capture.quantities import format_bytes

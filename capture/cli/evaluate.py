@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from capture.cli import options as shared
-from capture.cli.output import emit, progress, say, table
+from capture.cli.output import emit, say, table
+from capture.cli.progress import progress
 from capture.schedule import SCHEDULES
 from capture.workload import WorkloadSpec
 

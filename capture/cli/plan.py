@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from capture.cli import options as shared
-from capture.cli.output import emit, progress, stage_table, table
+from capture.cli.output import emit, stage_table, table
+from capture.cli.progress import progress
 from capture.cli.suggest import cheapest_change
 from capture.cluster import Cluster
 from capture.errors import PlanError, ProfileError
