@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -16,6 +16,7 @@ from capture.interface import StageCost, stage_interface
 from capture.plan import Plan, Remat, StagePlan, TensorParallelRule
 from capture.predictor import AdditivePredictor
 from capture.predictor.formula import of_interface, peak_of
+from capture.predictor.statistics import without_windows
 from capture.profile import Calibration, Profile, StageConfig
 from capture.profiler.paper import PaperStatistics, paper_runs, run_paper_profile
 from capture.profiler.windows import DEFAULT_NEIGHBOURS, choices_to_profile, profiled_microbatch_sizes, window_configs
@@ -276,7 +277,7 @@ def profile(
     result = replace(
         unmeasured(question, measurements),
         measurements={config: measurements.costs[config] for config in wanted[WINDOWS] if config in measurements.costs},
-        warnings=_split_warnings(compiler.workload, microbatch_size),
+        warnings=_split_warnings(compiler.workload, microbatch_size) + missing_statistics(wanted[WINDOWS], measurements.costs),
     )
     if all(config in measurements.costs for config in wanted[WINDOWS]) and calibration_plans:
         result = replace(result, calibration=calibrate(result, measurements, calibration_of(question, measurements)))
@@ -367,6 +368,19 @@ def unmeasured(question: Question, measurements: Measurements) -> Profile:
         microbatch_sizes=sizes,
         model_hashes={size: compiler.traced(size).graph.model_hash for size in sizes},
     )
+
+
+def missing_statistics(windows: Sequence[StageConfig], measured: Container[StageConfig]) -> tuple[str, ...]:
+    """What predictions do without the windows that could not be measured: a warning per choice and micro-batch size."""
+    found = []
+    for choice, size in dict.fromkeys((config.choice, config.microbatch_size) for config in windows):
+        alike = [config for config in windows if (config.choice, config.microbatch_size) == (choice, size)]
+        missing = [(config.first, config.stop) for config in alike if config not in measured]
+        if missing:
+            text = without_windows(missing, [(config.first, config.stop) for config in alike])
+            degrees = f"data_parallel={choice.data_parallel} x tensor_parallel={choice.tensor_parallel}, remat={choice.remat!r}"
+            found.append(f"{degrees} at micro-batch size {size}: {text}. Layers count from 0.")
+    return tuple(found)
 
 
 def _split_warnings(task: WorkloadProtocol, microbatch_size: int) -> tuple[str, ...]:

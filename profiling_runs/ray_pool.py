@@ -10,6 +10,7 @@ Ray's usage reports and its dashboard are off, and nothing is fetched.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -165,7 +166,7 @@ class _Actor(PoolWorker):
 
         super().__init__()
         self._node = ""
-        self._actor = ray.remote(RemoteWorker).options(**demand.options()).remote()
+        self._actor: Any = ray.remote(RemoteWorker).options(**demand.options()).remote()
         self.reference: Any = self._actor.begin.remote(setting)
 
     def send(self, job: Job) -> None:
@@ -249,10 +250,11 @@ def _connect(address: str) -> bool:
         return False
     own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES} if address == "local" else {}
     try:
-        ray.init(address, log_to_driver=False, logging_level="ERROR", runtime_env={"working_dir": str(Path.cwd())}, **own)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR, runtime_env={"working_dir": str(Path.cwd())}, **own)
+    except Exception as error:  # Ray raises nothing more special where a node does not start in time
         raise ProfileError.of(
-            f"--ray {address}: there is no cluster: {error}. Start one (ray start --head), name its address, or use --ray local.",
+            f"--ray {address}: no cluster could be joined: {error} Start one (ray start --head), name its address, or use --ray local; "
+            "where the machine was only too busy, run the same command again.",
             "ray-address",
         ) from error
     return True
