@@ -166,7 +166,8 @@ class _Actor(PoolWorker):
 
         super().__init__()
         self._node = ""
-        self._actor: Any = ray.remote(RemoteWorker).options(**demand.options()).remote()
+        remote_class: Any = ray.remote(RemoteWorker)
+        self._actor = remote_class.options(**demand.options()).remote()
         self.reference: Any = self._actor.begin.remote(setting)
 
     def send(self, job: Job) -> None:

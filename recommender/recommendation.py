@@ -119,8 +119,8 @@ def recommend(
 
     Raises:
         PlanError: ``plan-batch``, ``plan-schedule``, ``recommend-mode``, ``recommend-objective``.
-        ProfileError: if the profile lacks what the search needs, ``profile-no-times`` among it; ``profile-mixture`` for profiles that do not
-            belong together.
+        ProfileError: if the profile lacks what the search needs, ``profile-no-times`` among it; ``profile-mixture`` for profiles that
+            do not belong together.
     """
     if not isinstance(profile, Profile):
         profile = merge_profiles(profile, cluster.target)
@@ -320,7 +320,7 @@ def _choices(profile: Profile, mode: str, degrees: Collection[int], microbatch_s
     if not profile.failures:
         return profile.choices
     predictor = AdditivePredictor(profile)
-    known = [choice for choice in profile.choices if predictor.can_predict(choice, microbatch_size)]
+    known = tuple(choice for choice in profile.choices if predictor.can_predict(choice, microbatch_size))
     if profile.choices and not known:
         predictor.table(profile.choices[0], microbatch_size)  # raises, and says what is missing
     return known

@@ -217,8 +217,8 @@ def _read_profile(options: argparse.Namespace) -> Profile:
     """The profile of one file or several, for the workload as it is named now.
 
     Raises:
-        ProfileError: ``profile-mixture`` if several do not belong together, ``profile-other-model`` if it is of another workload or number of layers, ``profile-choice`` if nothing was
-            profiled with the options of the stages.
+        ProfileError: ``profile-mixture`` if several do not belong together, ``profile-other-model`` if it is of another workload or number
+            of layers, ``profile-choice`` if nothing was profiled with the options of the stages.
     """
     profiles, named = [Profile.load(path) for path in options.profile], WorkloadSpec.parse(options.workload)
     profile = profiles[0] if len(profiles) == 1 else merge_profiles(profiles, shared.read_cluster(options).target)
