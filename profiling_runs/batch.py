@@ -8,7 +8,7 @@ A job that fails is tried again; one that fails again and again is set aside wit
     refused by the library itself       at once: it will say the same again
     raised an exception                 after 2 attempts
     its worker ended, or it timed out   after 5 and 2 attempts; from the second on it is tried alone, when all others are done
-    its node was lost                   never: that was no fault of the job
+    its node was lost                   after 20: that is no fault of the job, and its worker's sudden silence most likely none
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from profiling_runs.jobs import Failure, Job, Outcome, Queue
 from profiling_runs.pool import Runner
 
 #: After so many a job is set aside. Workers are also killed from outside, so a single loss says little.
-MAX_ATTEMPTS: Mapping[Failure, int] = {"refused": 1, "raised": 2, "timed out": 2, "lost": 5}
+MAX_ATTEMPTS: Mapping[Failure, int] = {"refused": 1, "raised": 2, "timed out": 2, "lost": 5, "node lost": 20}
 #: Called with (kind of jobs, done, total).
 Progress = Callable[[str, int, int], None]
 #: Called with what happened to a job, as plain data for a line of JSON.
@@ -119,19 +119,18 @@ class Batch:
             self._say(job, "done", **facts)
             self._queue.settle(job.key, outcome.value)
             return True
-        if failure == "node lost":
-            self._store.release([job.key])
-            self._say(job, "pending", **facts, error=outcome.error)
-            self._queue.add(job)
-            return False
         seen = self._failures.setdefault(job.key, Counter())
         seen[failure] += 1
         given_up = seen[failure] >= MAX_ATTEMPTS[failure]
-        self._store.fail(job.key, outcome.error, outcome.traceback, set_aside=given_up)
-        self._say(job, "set aside" if given_up else "failed", **facts, error=outcome.error)
+        blameless = failure == "node lost" and not given_up
+        if blameless:
+            self._store.release([job.key])
+        else:
+            self._store.fail(job.key, outcome.error, outcome.traceback, set_aside=given_up)
+        self._say(job, "set aside" if given_up else "pending" if blameless else "failed", **facts, error=outcome.error)
         if given_up:
             self._queue.settle(job.key, None)
-        elif seen.total() > 1:
+        elif seen.total() > seen["node lost"] + 1:
             self._queue.add_last(job)
         else:
             self._queue.add(job)

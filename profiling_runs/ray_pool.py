@@ -180,7 +180,9 @@ class _Actor(PoolWorker):
         try:
             message = ray.get(reference)
         except ray.exceptions.RayActorError as error:
-            lost = self._node and self._node not in {node["NodeID"] for node in _nodes()}
+            # Of a process that ended Ray knows that it did; of a node that was lost, at first, only that nothing answers.
+            silent = isinstance(error, ray.exceptions.ActorUnavailableError)
+            lost = silent or (self._node and self._node not in {node["NodeID"] for node in _nodes()})
             said = (str(error).strip().splitlines() or ["no message"])[0]
             return Ended("node lost" if lost else "lost", f"its {'node' if lost else 'process'} was lost: {said}")
         except ray.exceptions.RayTaskError as error:

@@ -91,7 +91,7 @@ def test_a_file_is_read_as_the_command_line_is(folder):
         ('[[profile]]\nworkload = "m:f"\ncluster = "1x1"\nbatch = 3', "jobs-option", "'batch' is no option of a profile; those are "),
         ('[[profile]]\nworkload = "m:f"\ncluster = "1x1"\nworkers = 3', "jobs-option", "'workers' is no option of a profile"),
         ('[[profile]]\nworkload = "m:f"\ncluster = "1x1"\nneighbours = 0', "jobs-option", "no whole number of at least 1"),
-        ('[[profile]]\nworkload = "m:f"\ncluster = "1x1"\nremat = "some"', "jobs-option", "choose one of none, full, dots, auto."),
+        ('[[profile]]\nworkload = "m:f"\ncluster = "1x1"\nremat = "some"', "jobs-option", "choose one of none, dots, full, auto."),
         ('[[profile]]\nworkload = "m:f"\ncluster = "1x1"\nwhole_nodes = 1', "jobs-option", "write true or false."),
         ('[[profile]]\nworkload = "m:f"\ncluster = ["1x1", "1x2"]', "jobs-output", "profile.json more than once"),
         ('[[profile]]\nworkload = "m:f"\ncluster = "1x1"\noutput = "{size}"', "jobs-option", "names what is no option: 'size'"),
@@ -172,7 +172,9 @@ def test_a_terminated_profile_ends_in_order(inside):
     command += ["--store", "terminated.sqlite", "--events", "terminated.jsonl"]
     process = subprocess.Popen(command, cwd=inside, env=env, stderr=subprocess.PIPE, text=True)
     events, deadline = inside / "terminated.jsonl", time.monotonic() + 240
-    while '"done"' not in (events.read_text() if events.exists() else "") and process.poll() is None and time.monotonic() < deadline:
+    while (
+        '"state": "done"' not in (events.read_text() if events.exists() else "") and process.poll() is None and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
     process.terminate()
     _, err = process.communicate(timeout=60)
@@ -187,11 +189,12 @@ def test_a_terminated_profile_ends_in_order(inside):
 
 
 def test_a_tally_knows_rate_and_time_left():
-    now = iter([0.0, 0.0, 30.0, 30.0, 30.0, 30.0, 30.0, 30.0, 30.0, 30.0])
-    tally = Tally(clock=lambda: next(now))
+    seconds = [0.0]
+    tally = Tally(clock=lambda: seconds[0])
     tally.note("a", 0, 10)
     assert tally.jobs_per_minute is None
     tally.note("b", 0, 20)
+    seconds[0] = 30.0
     tally.note("a", 5, 10)
     assert (tally.done, tally.total) == (5, 30)
     assert tally.jobs_per_minute == 10

@@ -85,18 +85,28 @@ def test_what_does_not_travel_is_refused(tmp_path, monkeypatch):
 # ---- on a cluster ----------------------------------------------------------------------------------------------------
 
 
+def patiently(start_node, attempts: int = 3):
+    """Ray gives a node 30 seconds to start, which a busy machine may need for other things."""
+    for attempt in range(1, attempts + 1):
+        try:
+            return start_node()
+        except Exception as error:
+            if attempt == attempts or "timed out during startup" not in str(error):
+                raise
+    raise AssertionError("unreachable")
+
+
 @pytest.fixture(scope="module")
 def ray_cluster():
     """A head without processors, so that it is given no work, and functions that add and kill nodes."""
     os.environ.update({"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"})
     cluster_utils = pytest.importorskip("ray.cluster_utils", reason="needs the extra [ray]")
     node = {"object_store_memory": 80_000_000, "include_log_monitor": False}
-    cluster = cluster_utils.Cluster(
-        initialize_head=True, head_node_args={**node, "num_cpus": 0, "include_dashboard": False, "no_monitor": True}
-    )
+    head = {**node, "num_cpus": 0, "include_dashboard": False, "no_monitor": True}
+    cluster = patiently(lambda: cluster_utils.Cluster(initialize_head=True, head_node_args=head))
     yield SimpleNamespace(
         address=cluster.address,
-        add=lambda **resources: cluster.add_node(**{**node, "num_cpus": 1, **resources}),
+        add=lambda **resources: patiently(lambda: cluster.add_node(**{**node, "num_cpus": 1, **resources})),
         kill=lambda added: cluster.remove_node(added, allow_graceful=False),
     )
     cluster.shutdown()

@@ -35,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     def add(name: str, action: Callable[[argparse.Namespace, Store], None], text: str) -> argparse.ArgumentParser:
         sub = actions.add_parser(name, help=text, description=text)
+        for option in ("--json", "--quiet"):  # as before the action
+            sub.add_argument(option, action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
         sub.set_defaults(action=action)
         return sub
 
