@@ -320,9 +320,10 @@ def _choices(profile: Profile, mode: str, degrees: Collection[int], microbatch_s
     if not profile.failures:
         return profile.choices
     predictor = AdditivePredictor(profile)
-    known = tuple(choice for choice in profile.choices if predictor.can_predict(choice, microbatch_size))
-    if profile.choices and not known:
-        predictor.table(profile.choices[0], microbatch_size)  # raises, and says what is missing
+    fitting = [choice for choice in profile.choices if choice.num_devices in degrees and microbatch_size % choice.data_parallel == 0]
+    known = tuple(choice for choice in fitting if predictor.can_predict(choice, microbatch_size))
+    if fitting and not known:
+        predictor.table(fitting[0], microbatch_size)  # raises, and says what is missing
     return known
 
 
