@@ -4,7 +4,7 @@
     python benchmarks/profiling_jobs.py --only rate overhead --ray
 
 Toy jobs compile one to three layers of a model of small matrices, no two of them alike. A busy machine says little about rates: the load
-of the machine before each part stands beside its result, and so does the processor time of this process.
+of the machine before each part stands beside its result, and so do the processor times of this process and of its workers.
 """
 
 from __future__ import annotations
@@ -96,9 +96,16 @@ def main() -> int:
 @contextmanager
 def timed(row: dict[str, Any]) -> Iterator[None]:
     """Seconds of a part, those of this process's processor, and how busy the machine was."""
-    row["load_before"], start, processor = round(os.getloadavg()[0], 1), time.perf_counter(), time.process_time()
+    row["load_before"], start, processor, workers = round(os.getloadavg()[0], 1), time.perf_counter(), time.process_time(), of_children()
     yield
     row["seconds"], row["driver_processor_seconds"] = time.perf_counter() - start, time.process_time() - processor
+    row["ended_children_processor_seconds"] = of_children() - workers
+
+
+def of_children() -> float:
+    """Processor seconds of the processes that this one has started and that have ended; Ray's workers are none of its own."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def toy_jobs(count: int) -> tuple[Any, Any, list[Any]]:

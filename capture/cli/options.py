@@ -313,14 +313,14 @@ def asked(
     }
 
 
-def prepare_backend(options: argparse.Namespace, cluster: Cluster) -> None:
-    """Make this process one that profiles for the cluster, with the backend of the options."""
+def prepare_backends(profiles: Sequence[argparse.Namespace]) -> None:
+    """Make this process one that can make all these profiles: their options decide its devices, once, before JAX is loaded."""
     from capture.profiler.paper import most_run_devices
 
-    if options.backend != "compile":
-        environment.prepare(num_devices=most_run_devices(cluster.num_devices))
-    else:
-        prepare(cluster)
+    clusters = [(options, read_cluster(options)) for options in profiles]
+    num_devices = [c.num_devices if options.backend == "compile" else most_run_devices(c.num_devices) for options, c in clusters]
+    platforms = {Target.load(c.target).platform if options.backend == "compile" else "cpu" for options, c in clusters}
+    environment.prepare(num_devices=max(num_devices), platform=max(platforms, key=lambda platform: platform != "cpu"))
 
 
 def make_profile(
@@ -335,7 +335,7 @@ def make_profile(
 ) -> Profile:
     """Profile the workload of the options through the store; ``changes`` are those of ``asked``."""
     spec = WorkloadSpec.parse(options.workload)
-    prepare_backend(options, cluster)
+    prepare_backends([options])
     from profiling_runs import profile
 
     return profile(
@@ -354,7 +354,7 @@ def make_profile(
 def list_jobs(options: argparse.Namespace, cluster: Cluster, microbatch_size: int, **changes: Any) -> Any:
     """The jobs of ``make_profile`` with the same arguments (``profiling_runs.listing``); nothing is measured."""
     spec = WorkloadSpec.parse(options.workload)
-    prepare_backend(options, cluster)
+    prepare_backends([options])
     from profiling_runs.listing import list_jobs
 
     return list_jobs(spec, cluster, open_store(options), **asked(options, microbatch_size, **changes))

@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     profiles = _profiles(options)
+    shared.prepare_backends(profiles)
     if options.dry_run:
         return _dry_run(options, profiles)
     signal.signal(signal.SIGTERM, _terminate)  # of a scheduler that needs the machine: workers are ended, and the store is left in order
