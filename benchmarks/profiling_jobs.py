@@ -189,7 +189,8 @@ def finished(process: subprocess.Popen) -> str:
 
 def kills(count: int, with_ray: bool) -> dict[str, Any]:
     """Kill workers, drivers and (with Ray) nodes at random moments of one profile, and compare it with the undisturbed one."""
-    profile = ["profile", "model.py:model?layers=16", *QUESTION, "-o", "profile.json"]
+    layers = 2 + count // 2  # some nine jobs per layer
+    profile = ["profile", f"model.py:model?layers={layers}", *QUESTION, "-o", "profile.json"]
     finished(start(*profile, "--store", "undisturbed.sqlite", "--workers", "2"))
     expected = Path("profile.json").read_bytes()
     cluster, where = None, ["--workers", "2"]

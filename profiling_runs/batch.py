@@ -76,6 +76,7 @@ class Batch:
         for kind, total in self._totals.items():
             self._progress(kind, 0, total)
         for outcome in self._set_aside:
+            self._say(outcome.job, "set aside", error=outcome.error)
             self._queue.settle(outcome.job.key, None)
             yield self._settled(outcome)
         if not self._queue:

@@ -62,6 +62,7 @@ def listing(jobs: Sequence[Job], done: Collection[str], typical_seconds: Mapping
 
     Example:
         >>> from capture.choices import StageChoice
+        >>> from capture.profile import StageConfig
         >>> config = StageConfig(0, 1, StageChoice(), 8)
         >>> jobs = [Job("a", config, kind="layer windows"), Job("b", config, kind="layer windows")]
         >>> listing(jobs, {"a"}, {("compile:cpu", "stage"): 0.5}, "compile:cpu").kinds

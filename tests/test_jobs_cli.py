@@ -157,6 +157,33 @@ def test_only_the_jobs_of_a_changed_layer_are_new(inside, capsys):
     assert run(capsys, "jobs", "wide.py:model", *question)[1]["worker_seconds"] == 0
 
 
+def test_a_profile_without_a_measurement_is_written_ends_with_1_and_names_it(inside, capsys, monkeypatch):
+    from capture.profiler.compile import CompileBackend
+
+    programs_of = CompileBackend.programs
+
+    def fail_on_the_first(self, config, **options):
+        if (config.first, config.stop) == (0, 1):
+            raise RuntimeError("no")
+        return programs_of(self, config, **options)
+
+    monkeypatch.setattr(CompileBackend, "programs", fail_on_the_first)
+    command = ["profile", *QUESTION, *SMALL, "--store", "lacking.sqlite", "--workers", "0", "--quiet", "-o", "lacking.json"]
+    for _ in range(2):  # the second time it is known, and not tried
+        code, document, _ = run(capsys, *command)
+        assert (code, Path("lacking.json").exists()) == (1, True)
+        assert document["num_set_aside"] >= 2 and "layers 0 to 0" in document["failures"][0]
+        assert "M_i is not known of every layer (without layers 0 to 0)" in document["warnings"][-1]
+    assert "capture store retry" in document["failures"][0]
+    plan = ["plan", *QUESTION, "--profile", "lacking.json", "-o", "plan.json"]
+    assert main(plan) == 2
+    assert capsys.readouterr().err.endswith("[profile-missing]\n")
+    monkeypatch.undo()
+    monkeypatch.chdir(inside)
+    run(capsys, "store", "--store", "lacking.sqlite", "retry")
+    assert run(capsys, *command)[0] == 0
+
+
 def test_missing_and_superfluous_arguments_are_refused(inside, capsys):
     for arguments, says in ((["profile"], "WORKLOAD and --cluster is missing"), (["profile", *QUESTION, "--jobs", "jobs.toml"], "leave")):
         assert main(arguments) == 2

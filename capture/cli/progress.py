@@ -123,7 +123,7 @@ class Events:
 
     Every line has ``event`` and ``time`` (seconds since 1970):
 
-        profile    state (started, done), output, workload, cluster, target; when done also num_failures
+        profile    state (started, done), output, workload, cluster, target; when done also num_set_aside
         job        key, kind, state (running, done, failed, pending, set aside), worker, seconds, error
         progress   done, total, kinds, seconds, jobs_per_minute, seconds_left; at most one every few seconds
         end        exit_code, errors
