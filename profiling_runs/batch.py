@@ -26,7 +26,7 @@ from profiling_runs.jobs import Failure, Job, Outcome, Queue
 from profiling_runs.pool import Runner
 
 #: After so many a job is set aside. Workers are also killed from outside, so a single loss says little.
-MAX_ATTEMPTS: Mapping[Failure, int] = {"refused": 1, "raised": 2, "timed out": 2, "lost": 5, "node lost": 20}
+MAX_ATTEMPTS: dict[Failure, int] = {"refused": 1, "raised": 2, "timed out": 2, "lost": 5, "node lost": 20}
 #: Called with (kind of jobs, done, total).
 Progress = Callable[[str, int, int], None]
 #: Called with what happened to a job, as plain data for a line of JSON.

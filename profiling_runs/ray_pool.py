@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -178,17 +178,18 @@ class _Actor(PoolWorker):
 
         reference, self.reference = self.reference, None
         try:
-            message = ray.get(reference)
-        except ray.exceptions.RayActorError as error:
+            with _lost_cluster():
+                message = ray.get(reference)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, CaptureError):
+                raise error.cause from None
+            raise ProfileError.of(f"a worker could not be made: {error}", "profile-worker") from error
+        except ray.exceptions.RayError as error:
             # Of a process that ended Ray knows that it did; of a node that was lost, at first, only that nothing answers.
             silent = isinstance(error, ray.exceptions.ActorUnavailableError)
             lost = silent or (self._node and self._node not in {node["NodeID"] for node in _nodes()})
             said = (str(error).strip().splitlines() or ["no message"])[0]
             return Ended("node lost" if lost else "lost", f"its {'node' if lost else 'process'} was lost: {said}")
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, CaptureError):
-                raise error.cause from None
-            raise ProfileError.of(f"a worker could not be made: {error}", "profile-worker") from error
         if isinstance(message, RemoteReady):
             self._node = message.node
             return Ready(message.name)
@@ -198,7 +199,8 @@ class _Actor(PoolWorker):
         import ray
 
         if ray.is_initialized():
-            ray.kill(self._actor)
+            with suppress(ray.exceptions.RayError, ConnectionError):  # the cluster is gone, and the actor with it
+                ray.kill(self._actor)
 
 
 @dataclass(frozen=True)

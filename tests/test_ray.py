@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -199,5 +200,12 @@ def test_a_job_for_a_kind_of_device_lands_on_it_and_is_refused_without(ray_clust
         assert outcomes[0].failure is None
     finally:
         runner.close()
+    refused = Where(ray=ray_cluster.address).open(replace(setting, versions={"jax": "0.0.1"}), None, 1)
+    with pytest.raises(ProfileError) as error:
+        while time.monotonic() < deadline:
+            refused.idle()
+            refused.finished(1.0)
+    refused.close()
+    assert error.value.codes == ("worker-versions",) and "instead of 0.0.1" in str(error.value)
     for node in (other, wanted):
         ray_cluster.kill(node)

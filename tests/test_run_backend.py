@@ -232,8 +232,9 @@ def test_a_run_that_needs_more_devices_than_there_are_is_named():
     assert backend.measure(replace(ONE_RUN, choice=StageChoice(2, 1))).failures[0].endswith("needs 6 devices and there are 4 (cpu)")
 
 
-def test_a_killed_process_fails_its_run_alone(tmp_path):
+def test_a_killed_process_fails_its_run_alone(tmp_path, monkeypatch):
     """As the system does where memory runs out on CPU."""
+    monkeypatch.setitem(MAX_ATTEMPTS, "lost", 2)
     file = tmp_path / "killed.py"
     file.write_text(KILLED)
     setting = setting_of(Setting(WorkloadSpec(str(file), "killed"), num_devices=3, backend="run"))
