@@ -86,10 +86,11 @@ class Batch:
             try:
                 while self._queue or running:
                     self._hand_out(runner, running)
-                    for outcome in runner.finished(_POLL_SECONDS):
-                        running.discard(outcome.job.key)
-                        if self._judge(outcome):
-                            yield self._settled(outcome)
+                    outcomes = runner.finished(_POLL_SECONDS)
+                    last = [outcome for outcome in outcomes if self._judge(outcome)]  # all are kept before anybody hears of one
+                    running -= {outcome.job.key for outcome in outcomes}
+                    for outcome in last:
+                        yield self._settled(outcome)
             finally:
                 with suppress(ProfileError):  # a store that cannot be written has raised already; the next batch frees them too
                     self._store.release(running)

@@ -161,6 +161,18 @@ def test_workers_that_never_get_ready_are_an_error():
     assert len(pool.made) == MAX_FAILED_STARTS
 
 
+def test_results_that_arrive_together_are_all_kept_before_anybody_hears_of_one():
+    store, pool = Store(), ScriptedPool(num_workers=3)
+
+    def stop(kind, done, total):
+        if done == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run([job(name) for name in "abc"], pool, store, progress=stop)
+    assert len(store) == len(pool.sent) == 3
+
+
 def test_an_interrupted_batch_leaves_its_jobs_waiting_and_its_workers_ended():
     store, pool = Store(), ScriptedPool()
 
