@@ -64,6 +64,7 @@ def main() -> int:
     parser.add_argument("--queued", type=int, default=10_000, help="jobs of the long queue (default: %(default)s)")
     parser.add_argument("-o", "--output", type=Path, help="write the document here")
     options = parser.parse_args()
+    output = options.output and options.output.resolve()
     environment.prepare(num_devices=8)
     document: dict[str, Any] = {
         "benchmark": "profiling_jobs",
@@ -87,8 +88,8 @@ def main() -> int:
             document["changed"] = changed()
         os.chdir(REPOSITORY)
     text = json.dumps(document, indent=2)
-    if options.output:
-        options.output.write_text(text + "\n")
+    if output:
+        output.write_text(text + "\n")
     print(text)
     return 0
 
@@ -204,9 +205,9 @@ def kills(count: int, with_ray: bool) -> dict[str, Any]:
     with timed(row):
         driver = start(*command)
         while killed.total() < count:
-            # A kill every few results, so that they are spread over the whole profile and each has something to lose.
-            seen, patience = len(done(events)), time.monotonic() + chance.uniform(2, 8)
-            while driver.poll() is None and time.monotonic() < patience and len(done(events)) < seen + 3:
+            # After every few results, so that the kills are spread over the whole profile and each has something to lose.
+            enough = len(done(events)) + chance.randrange(1, 5)
+            while driver.poll() is None and len(done(events)) < enough:
                 time.sleep(0.05)
             if driver.poll() is not None:
                 break
