@@ -45,7 +45,9 @@ def main(options: argparse.Namespace) -> int:
     shared.prepare_backends(profiles)
     if options.dry_run:
         return _dry_run(options, profiles)
-    signal.signal(signal.SIGTERM, _terminate)  # of a scheduler that needs the machine: workers are ended, and the store is left in order
+    before = signal.signal(
+        signal.SIGTERM, _terminate
+    )  # of a scheduler that needs the machine: workers are ended, and the store is left in order
     events = Events(options.events)
     errors: list[Violation] = []
     code = 2  # of what nobody has foreseen, as in capture.cli.main
@@ -63,6 +65,7 @@ def main(options: argparse.Namespace) -> int:
         code = int(end.code or 0)
         raise
     finally:
+        signal.signal(signal.SIGTERM, before)
         events.say("end", exit_code=code, errors=[{"code": violation.code, "message": violation.message} for violation in errors])
     document = {"profiles": documents} if options.jobs else documents[0]
     emit(options, document, "\n".join(_as_text(one) for one in documents))
