@@ -28,7 +28,7 @@ PYTHON_ALPA := $(shell for python in python3.11 "$$HOME"/.pyenv/versions/3.11.*/
 endif
 
 # The extras that the checks need (a name, because a comma would end an argument of call).
-DEV_EXTRAS := [models,report,cuda-targets,tpu-targets,dev]
+DEV_EXTRAS := [models,report,ray,cuda-targets,tpu-targets,dev]
 
 # $(call install,VENV,PYTHON,EXTRAS): make the environment if there is none, and install the package with the pins of its interpreter.
 define install
@@ -82,6 +82,10 @@ format: $(VENV)/.stamp-dev ## Rewrite the sources in the project's style
 test: $(VENV)/.stamp-dev ## All tests, the README's blocks and the doctests
 	$(VENV)/bin/python -m pytest -q -n $(JOBS)
 
+.PHONY: ray
+ray: $(VENV)/.stamp-dev ## Profiling on Ray clusters of several nodes on this machine, some of which are killed
+	$(VENV)/bin/python -m pytest -q -m ray tests/test_ray.py
+
 .PHONY: alpa
 ifeq ($(strip $(PYTHON_ALPA)),)
 alpa:
@@ -101,7 +105,7 @@ alpa: ## Exported plans judged by real Alpa, in an environment of its own
 endif
 
 .PHONY: check
-check: lint test alpa ## What .ci/run runs: lint, test, and Alpa as a judge
+check: lint test ray alpa ## What .ci/run runs: lint, test, Ray clusters, and Alpa as a judge
 
 .PHONY: test-newest
 ifeq ($(strip $(PYTHON_NEWEST)),)

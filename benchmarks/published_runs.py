@@ -138,10 +138,13 @@ def measure(case: Case, store: Any, workers: int, progress: Callable[[str, int, 
     """Compile the case, simulate a step, and put both beside what was published."""
     from profiling_runs.profile import open_measurements
     from profiling_runs.verify import verify
+    from profiling_runs.where import Where
 
     plan = plan_of(case)
     largest = max(stage.num_devices for stage in plan.stages)
-    measurements = open_measurements(plan.workload, num_devices=largest, target=TARGET, store=store, num_workers=workers, progress=progress)
+    measurements = open_measurements(
+        plan.workload, num_devices=largest, target=TARGET, store=store, where=Where(workers), progress=progress
+    )
     found = verify(plan, measurements)
     timeline = found.timeline()
     assert timeline is not None, f"{TARGET} has rates"

@@ -12,6 +12,8 @@ import os
 import shlex
 import sys
 import warnings
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -85,6 +87,28 @@ def prepare(num_devices: int | None = None, platform: str = "cpu") -> list[Viola
         if platform != "cpu":
             os.environ.update(_WITHOUT_DEVICES)
     return check()
+
+
+def prepare_worker(num_devices: int, platform: str, flags: Sequence[str]) -> list[Violation]:
+    """As ``prepare``, in a process that measures for another one: with that one's XLA flags, because they are part of every key.
+
+    Args:
+        num_devices, platform: As for ``prepare``.
+        flags: ``active_flags`` of the other process.
+    """
+    os.environ["XLA_FLAGS"] = " ".join(flags)
+    return prepare(num_devices, platform)
+
+
+def prepare_ray(local: bool) -> None:
+    """Have Ray report nothing to anybody; call it before Ray is imported. What the user set stands.
+
+    Args:
+        local: Whether the cluster will be this process's own, which needs no tokens to keep others out.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if local:
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 
 
 def _has_compilers_only() -> bool:
@@ -179,3 +203,12 @@ def _value(flag: str) -> str:
 def default_store_path() -> Path:
     """Where measurements are kept unless another file is named: the user's cache folder (``XDG_CACHE_HOME``)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "capture" / "store.sqlite"
+
+
+def now() -> str:
+    """The date of a result: UTC, to the second. ``SOURCE_DATE_EPOCH`` sets it, so that equal results are equal files.
+
+    Source: reproducible-builds.org, the specification of SOURCE_DATE_EPOCH.
+    """
+    seconds = os.environ.get("SOURCE_DATE_EPOCH")
+    return (datetime.fromtimestamp(int(seconds), UTC) if seconds else datetime.now(UTC)).isoformat(timespec="seconds")

@@ -1,81 +1,108 @@
-"""Measure in worker processes of this machine. The parent owns the store: a measurement is kept as soon as it arrives."""
+"""Workers that are processes of this machine."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import re
+import signal
 import threading
 import time
+import traceback
 import warnings
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Literal
 
-from capture import environment
 from capture.errors import CaptureError, ProfileError
-from capture.plan import TensorParallelRule
-from capture.profile import StageConfig
-from capture.target import Target
-from capture.workload import WorkloadSpec
+from profiling_runs.jobs import Job, Outcome, Setting
+from profiling_runs.pool import WORKER_BYTES, Ended, Pool, PoolWorker, Ready
+from profiling_runs.worker import Worker, name_of_process
 
 
-@dataclass(frozen=True)
-class Job:
-    """One measurement to make.
+class LocalPool(Pool):
+    """Processes that are spawned here, as many as were asked for and the free memory has room for.
 
-    Attributes:
-        key: Of the measurement.
-        config: What is measured.
-        part: All of a stage, the end of a step alone, or what the buffers of a stage are.
-        known: Measurements that it builds on, by key.
+    Args:
+        setting: Of the jobs.
+        num_workers: At most.
+        timeout_seconds: Of a job.
     """
 
-    key: str
-    config: StageConfig
-    part: Literal["stage", "update", "buffers"] = "stage"
-    known: Mapping[str, Any] = field(default_factory=dict)
+    def __init__(self, setting: Setting, num_workers: int, timeout_seconds: float):
+        super().__init__(fresh_process=setting.fresh_process, timeout_seconds=timeout_seconds)
+        self._setting, self._num_workers = setting, affordable_workers(num_workers)
+        if self._num_workers < num_workers:
+            warnings.warn(f"{num_workers} workers were asked for; the free memory has room for {self._num_workers}", stacklevel=2)
 
-    @property
-    def group(self) -> tuple[Any, ...]:
-        """Jobs of a group share work when the same process does them one after the other."""
-        return self.part, self.config.choice, self.config.microbatch_size
+    def room(self) -> int:
+        return self._num_workers
 
+    def launch(self) -> PoolWorker:
+        return _Process(self._setting)
 
-@dataclass(frozen=True)
-class Measured:
-    """What came of one job.
-
-    Attributes:
-        key: Of the measurement.
-        value: As the store keeps it; None if it failed.
-        seconds: It took.
-        error: Why it failed.
-    """
-
-    key: str
-    value: dict[str, Any] | None
-    seconds: float
-    error: str = ""
+    def news(self, workers: Sequence[_Process], timeout_seconds: float) -> Sequence[_Process]:
+        ready = wait([worker.connection for worker in workers], timeout_seconds)  # also those whose other end is closed
+        return [worker for worker in workers if worker.connection in ready]
 
 
-@dataclass(frozen=True)
-class WorkerModel:
-    """How a worker rebuilds the model: everything is plain data."""
+class _Process(PoolWorker):
+    def __init__(self, setting: Setting):
+        super().__init__()
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(setting, theirs, os.getpid()), daemon=True)
+        self._process.start()
+        theirs.close()  # so that the end of the process is the end of the pipe
 
-    workload: WorkloadSpec
-    num_layers: int | None
-    tensor_parallel_rule: TensorParallelRule
-    num_devices: int
-    target: str = "cpu"
+    def send(self, job: Job) -> None:
+        with suppress(OSError):  # it has just ended, which ``receive`` will say
+            self.connection.send(job)
+
+    def receive(self) -> Ready | Outcome | Ended:
+        try:
+            message = self.connection.recv()
+        except (EOFError, OSError):
+            self._process.join(timeout=10)
+            code = self._process.exitcode
+            how = f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
+            return Ended("lost", f"its process ended {how} (out of memory?)")
+        if isinstance(message, CaptureError):
+            raise message
+        return message
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join(timeout=10)
+        self.connection.close()
 
 
-#: What a worker was seen to need at most (0.9 GB: GPT, MoE and Wide-ResNet of Table I, 16 layers at once), with some room.
-WORKER_BYTES = 1_200_000_000
+def _serve(setting: Setting, connection: Connection, parent: int) -> None:
+    """The life of a worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    try:
+        worker = Worker(setting)
+    except CaptureError as error:
+        connection.send(error)
+        return
+    except Exception as error:  # of the user's model, which is imported here
+        connection.send(ProfileError.of(f"a worker could not be made: {error!r}.\n{traceback.format_exc()}", "profile-worker"))
+        return
+    connection.send(Ready(name_of_process()))
+    try:
+        while True:
+            connection.send(worker.measure(connection.recv()))
+    except (EOFError, OSError):  # nobody is there any more
+        return
+
+
+def _end_with(parent: int) -> None:
+    """A worker whose parent was killed ends too."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
 
 
 def affordable_workers(num_workers: int, free_bytes: int | None = None) -> int:
@@ -99,107 +126,3 @@ def affordable_workers(num_workers: int, free_bytes: int | None = None) -> int:
 
 def _text_of(path: Path) -> str:
     return path.read_text() if path.exists() else ""
-
-
-def measure_in_processes(model: WorkerModel, jobs: Iterable[Job], num_workers: int) -> Iterator[Measured]:
-    """Yield measurements as they finish, in any order. A worker stays with a group of jobs while it lasts.
-
-    Raises:
-        ProfileError: ``profile-worker`` if a worker process ended; what was yielded stands.
-    """
-    affordable = affordable_workers(num_workers)
-    if affordable < num_workers:
-        warnings.warn(f"{num_workers} workers were asked for; the free memory has room for {affordable}", stacklevel=2)
-        num_workers = affordable
-    context = multiprocessing.get_context("spawn")
-    pools = [ProcessPoolExecutor(1, context, initializer=_start_worker, initargs=(model, os.getpid())) for _ in range(num_workers)]
-    waiting = _Groups(jobs)
-    running: dict[Future[Measured], tuple[int, tuple[Any, ...]]] = {}
-
-    def start(worker: int, group: tuple[Any, ...] | None) -> None:
-        job = waiting.take(group)
-        if job is not None:
-            running[pools[worker].submit(_measure_in_worker, job)] = worker, job.group
-
-    try:
-        for worker in range(num_workers):
-            start(worker, None)
-        while running:
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                start(*running.pop(future))
-                yield future.result()
-    except BrokenProcessPool as error:
-        raise ProfileError.of(
-            f"a worker process that compiles ended before it was done (out of memory?): {error} Finished measurements are kept: run the "
-            f"same command again, with fewer than --workers {num_workers} or with --workers 0.",
-            "profile-worker",
-        ) from error
-    finally:
-        for pool in pools:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-
-class _Groups:
-    """Jobs that wait, by group."""
-
-    def __init__(self, jobs: Iterable[Job]):
-        self._groups: dict[tuple[Any, ...], deque[Job]] = {}
-        for job in jobs:
-            self._groups.setdefault(job.group, deque()).append(job)
-        self._taken: set[tuple[Any, ...]] = set()
-
-    def take(self, group: tuple[Any, ...] | None) -> Job | None:
-        """The next job: of this group if it has one, else of one that nobody has begun, else of the longest."""
-        if group not in self._groups:
-            if not self._groups:
-                return None
-            fresh = [name for name in self._groups if name not in self._taken]
-            group = fresh[0] if fresh else max(self._groups, key=lambda name: len(self._groups[name]))
-        self._taken.add(group)
-        job = self._groups[group].popleft()
-        if not self._groups[group]:
-            del self._groups[group]
-        return job
-
-
-def measure_here(backend: Any, jobs: Iterable[Job]) -> Iterator[Measured]:
-    """The same in this process, one after the other: for workloads that exist only as Python objects."""
-    for job in jobs:
-        yield _measure(backend, job)
-
-
-_worker: dict[str, Any] = {}  # the backend of a worker process, set once by its initializer
-
-
-def _start_worker(model: WorkerModel, parent: int) -> None:
-    threading.Thread(target=end_with, args=(parent,), daemon=True).start()
-    target = Target.load(model.target)
-    environment.prepare(num_devices=model.num_devices, platform=target.platform)
-    from capture.profiler.compile import CompileBackend
-
-    _worker["backend"] = CompileBackend(model.workload.load(), model.num_layers, model.tensor_parallel_rule, target=target)
-
-
-def end_with(parent: int) -> None:
-    """A worker whose parent was killed ends too."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
-
-
-def _measure_in_worker(job: Job) -> Measured:
-    return _measure(_worker["backend"], job)
-
-
-def _measure(backend: Any, job: Job) -> Measured:
-    """A job that fails is reported, not raised: a compiler or model error of one stage must not lose the others."""
-    start = time.perf_counter()
-    try:
-        for key, value in job.known.items():
-            backend.store.put(key, value, provenance={}, seconds=0)
-        measure = {"stage": backend.measure, "update": backend.measure_update, "buffers": backend.measure_buffers}
-        return Measured(job.key, measure[job.part](job.config).to_json(), time.perf_counter() - start)
-    except CaptureError as error:
-        return Measured(job.key, None, time.perf_counter() - start, str(error))
-    except Exception as error:
-        return Measured(job.key, None, time.perf_counter() - start, f"{type(error).__name__}: {error}")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
 
+from capture import environment
 from capture.attribution import StageBuffers
 from capture.choices import StageChoice, hybrid_choices
 from capture.cluster import Cluster
@@ -16,6 +16,7 @@ from capture.interface import StageCost, stage_interface
 from capture.plan import Plan, Remat, StagePlan, TensorParallelRule
 from capture.predictor import AdditivePredictor
 from capture.predictor.formula import of_interface, peak_of
+from capture.predictor.statistics import without_windows
 from capture.profile import Calibration, Profile, StageConfig
 from capture.profiler.paper import PaperStatistics, paper_runs, run_paper_profile
 from capture.profiler.windows import DEFAULT_NEIGHBOURS, choices_to_profile, profiled_microbatch_sizes, window_configs
@@ -24,8 +25,10 @@ from capture.schedule import SCHEDULES
 from capture.store import Store
 from capture.target import Target
 from capture.workload import WorkloadProtocol, WorkloadSpec
-from profiling_runs.local import Job, Measured, WorkerModel, measure_here, measure_in_processes
+from profiling_runs.batch import Batch, Progress, Watch
+from profiling_runs.jobs import Job, Outcome, Setting
 from profiling_runs.runs import executed_profile
+from profiling_runs.where import Where, setting_of
 
 CALIBRATION_SEED = 20_240_000
 DEFAULT_CALIBRATION_PLANS = 12
@@ -33,7 +36,8 @@ BACKENDS = ("compile", "run", "alpa")
 #: Those that execute the paper's profiling runs.
 EXECUTING = ("run", "alpa")
 
-Progress = Callable[[str, int, int], None]
+#: Kinds of jobs.
+UPDATES, WINDOWS, PAPER_RUNS, CALIBRATION = "optimizer updates", "layer windows", "paper runs", "calibration"
 
 
 @dataclass
@@ -43,18 +47,21 @@ class Measurements:
     Attributes:
         backend: Knows keys and compiles.
         spec: The workload by name; None measures in this process.
-        num_workers: Worker processes.
+        where: Jobs run.
         num_devices: Virtual devices of a worker.
-        progress: Called with (what, done, total).
+        num_layers, rule: Of the model, as for ``profile``.
+        progress, watch: Told how far the jobs are.
+        failures: Configs that could not be measured, and why.
     """
 
     backend: Any
     spec: WorkloadSpec | None
-    num_workers: int
+    where: Where
     num_devices: int
     num_layers: int | None
     rule: TensorParallelRule
     progress: Progress
+    watch: Watch
     costs: dict[StageConfig, StageCost] = field(default_factory=dict)
     failures: dict[StageConfig, str] = field(default_factory=dict)
     _keys: dict[StageConfig, str] = field(default_factory=dict)
@@ -65,37 +72,40 @@ class Measurements:
             self._keys[config] = self.backend.key(config)
         return self._keys[config]
 
-    def require(self, configs: Iterable[StageConfig], what: str) -> None:
-        """Measure those that neither this object nor the store has; failures are kept, not raised."""
-        wanted = [config for config in dict.fromkeys(configs) if config not in self.costs and config not in self.failures]
-        by_key: dict[str, list[StageConfig]] = {}
-        for config in wanted:
-            by_key.setdefault(self.key(config), []).append(config)
-        for key, value in self.backend.store.get(by_key).items():
-            self._keep(by_key[key], StageCost.from_json(value))
-        missing = {key: same[0] for key, same in by_key.items() if same[0] not in self.costs}
-        if not missing:
-            return
-        jobs = self._with_updates(missing) if self._in_processes else [Job(key, config) for key, config in missing.items()]
-        for result in self._run(jobs, what):
-            if result.value is None:
-                self.failures.update(dict.fromkeys(by_key[result.key], result.error))
+    def jobs(self, wanted: Mapping[str, Iterable[StageConfig]]) -> list[Job]:
+        """The different measurements of stage configs, given by kind, and of the ends of a step that they need. Measures nothing."""
+        found: dict[str, Job] = {}
+        for kind, configs in wanted.items():
+            for config in configs:
+                key = self.key(config)
+                if key not in found:
+                    update = self.backend.update_key(config)
+                    found.setdefault(update, Job(update, config, "update", UPDATES))
+                    found[key] = Job(key, config, kind=kind, needs=update)
+        return list(found.values())
+
+    def require(self, wanted: Mapping[str, Iterable[StageConfig]]) -> None:
+        """Measure the stage configs, given by kind, that neither this object nor the store has; failures are kept, not raised."""
+        wanted = {kind: [c for c in configs if c not in self.costs and c not in self.failures] for kind, configs in wanted.items()}
+        configs_of: dict[str, list[StageConfig]] = {}
+        for config in dict.fromkeys(config for configs in wanted.values() for config in configs):
+            configs_of.setdefault(self.key(config), []).append(config)
+        jobs = self.jobs(wanted)
+        values = self.backend.store.get(job.key for job in jobs)
+        errors = {}
+        needed = {job.needs for job in jobs if job.key not in values}
+        missing = [job for job in jobs if job.key not in values and (job.part != "update" or job.key in needed)]
+        missing = [replace(job, known={job.needs: values[job.needs]}) if job.needs and job.needs in values else job for job in missing]
+        for outcome in self._run(missing):
+            if outcome.value is None:
+                errors[outcome.job.key] = outcome.error
             else:
-                self._keep(by_key[result.key], StageCost.from_json(result.value))
-
-    @property
-    def _in_processes(self) -> bool:
-        return self.spec is not None and self.num_workers > 0
-
-    def _with_updates(self, missing: Mapping[str, StageConfig]) -> list[Job]:
-        """Jobs that are given the end of a step, which many stages share. One that cannot be measured fails again with its stages."""
-        keys = {key: self.backend.update_key(config) for key, config in missing.items()}
-        configs = {keys[key]: config for key, config in missing.items()}
-        known = self.backend.store.get(configs)
-        jobs = [Job(key, config, "update") for key, config in configs.items() if key not in known]
-        done = self._run(jobs, "optimizer updates") if jobs else ()
-        known |= {result.key: result.value for result in done if result.value is not None}
-        return [Job(key, config, known={keys[key]: known[keys[key]]} if keys[key] in known else {}) for key, config in missing.items()]
+                values[outcome.job.key] = outcome.value
+        for key, configs in configs_of.items():
+            if key in values:
+                self.costs.update(dict.fromkeys(configs, StageCost.from_json(values[key])))
+            else:
+                self.failures.update(dict.fromkeys(configs, errors[key]))
 
     def buffers(self, configs: Sequence[StageConfig]) -> list[StageBuffers]:
         """What the bytes of stage configs consist of; compiled once more, with the compiler's dump.
@@ -103,31 +113,26 @@ class Measurements:
         Raises:
             ProfileError: ``verify-stage`` naming those that do not compile.
         """
-        keys = [self.backend.buffers_key(config) for config in configs]
-        found = self.backend.store.get(keys)
-        missing = {key: Job(key, config, "buffers") for key, config in zip(keys, configs, strict=True) if key not in found}
-        for result in self._run(list(missing.values()), "buffers of the stages") if missing else ():
-            if result.value is None:
-                raise ProfileError.of(f"{missing[result.key].config} does not compile: {result.error}.", "verify-stage")
-            found[result.key] = result.value
-        return [StageBuffers.from_json(found[key]) for key in keys]
+        jobs = {self.backend.buffers_key(config): config for config in configs}
+        found = self.backend.store.get(jobs)
+        for outcome in self._run(
+            [Job(key, config, "buffers", "buffers of the stages") for key, config in jobs.items() if key not in found]
+        ):
+            if outcome.value is None:
+                raise ProfileError.of(f"{outcome.job.what} does not compile: {outcome.error}.", "verify-stage")
+            found[outcome.job.key] = outcome.value
+        return [StageBuffers.from_json(found[self.backend.buffers_key(config)]) for config in configs]
 
-    def _run(self, jobs: Sequence[Job], what: str) -> Iterator[Measured]:
-        self.progress(what, 0, len(jobs))
-        if self._in_processes:
-            assert self.spec is not None
-            model = WorkerModel(self.spec, self.num_layers, self.rule, self.num_devices, self.backend.target.name)
-            results = measure_in_processes(model, jobs, min(self.num_workers, len(jobs)))
-        else:
-            results = measure_here(self.backend, jobs)
-        for done, result in enumerate(results, start=1):
-            if result.value is not None:  # in this process the backend has stored it already, and the first one stays
-                self.backend.store.put(result.key, result.value, provenance=self.backend.provenance, seconds=result.seconds)
-            yield result
-            self.progress(what, done, len(jobs))
+    @property
+    def setting(self) -> Setting | None:
+        """How a worker measures; None if it is done in this process."""
+        if self.spec is None or self.where.here:
+            return None
+        return setting_of(Setting(self.spec, self.num_layers, self.rule, self.num_devices, "compile", self.backend.target.name))
 
-    def _keep(self, configs: Iterable[StageConfig], cost: StageCost) -> None:
-        self.costs.update(dict.fromkeys(configs, cost))
+    def _run(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
+        batch = Batch(jobs, self.backend.store, self.backend.provenance, self.spec, self.progress, self.watch)
+        return batch.run(lambda: self.where.open(self.setting, self.backend, len(jobs)))
 
 
 def open_measurements(
@@ -138,8 +143,9 @@ def open_measurements(
     num_layers: int | None = None,
     tensor_parallel_rule: TensorParallelRule = "auto",
     store: Store | None = None,
-    num_workers: int = 2,
-    progress: Progress = lambda what, done, total: None,
+    where: Where = Where(),  # noqa: B008 (frozen)
+    progress: Progress = lambda kind, done, total: None,
+    watch: Watch = lambda event: None,
 ) -> Measurements:
     """Measurements of a workload that are made when they are required.
 
@@ -147,14 +153,14 @@ def open_measurements(
         workload: The task, or its name; by name it is measured in worker processes.
         num_devices: Virtual devices of a worker, at least those of the largest stage.
         target: What is compiled for: a name or a file (``Target.load``).
-        num_layers, tensor_parallel_rule, store, num_workers, progress: As for ``profile``.
+        num_layers, tensor_parallel_rule, store, where, progress, watch: As for ``profile``.
     """
     from capture.profiler.compile import CompileBackend
 
     spec = workload if isinstance(workload, WorkloadSpec) else None
     task = workload.load() if isinstance(workload, WorkloadSpec) else workload
     compiler = CompileBackend(task, num_layers, tensor_parallel_rule, store, Target.load(target))
-    return Measurements(compiler, spec, num_workers, num_devices, num_layers, tensor_parallel_rule, progress)
+    return Measurements(compiler, spec, where, num_devices, num_layers, tensor_parallel_rule, progress, watch)
 
 
 def profile(
@@ -174,10 +180,12 @@ def profile(
     calibration_plans: int = DEFAULT_CALIBRATION_PLANS,
     paper: tuple[str, int] | None = None,
     store: Store | None = None,
-    num_workers: int = 2,
-    progress: Progress = lambda what, done, total: None,
+    where: Where = Where(),  # noqa: B008 (frozen)
+    progress: Progress = lambda kind, done, total: None,
+    watch: Watch = lambda event: None,
     measurements: Measurements | None = None,
     memory_limit_bytes: int | None = None,
+    repeats: int = 1,
     alpa_python: str | None = None,
 ) -> Profile:
     """Measure a model's layers for every stage that a plan on the cluster may have.
@@ -199,10 +207,12 @@ def profile(
         calibration_plans: Random plans whose stages are measured to calibrate the interval of the windows; 0 leaves it wide.
         paper: (schedule, number of micro-batches) to make the paper's profiling runs as well; needed with ``"run"`` and ``"alpa"``.
         store: Of measurements; in memory if None.
-        num_workers: Worker processes.
-        progress: Called with (what, done, total).
-        measurements: Open already (``open_measurements``); then workload, store and workers are its own.
+        where: The jobs of a workload by name run: in processes of this machine, or on a Ray cluster.
+        progress: Called with (kind of jobs, done, total).
+        watch: Called with every start and end of a job (``profiling_runs.batch``).
+        measurements: Open already (``open_measurements``); then workload, store and where are its own.
         memory_limit_bytes: With ``"run"``: a run that needs more on a device is not made, and named as failed.
+        repeats: With ``"run"``: steps that are measured in every run; the largest peaks count.
         alpa_python: With ``"alpa"``: the interpreter of Alpa's environment.
 
     Returns:
@@ -214,7 +224,7 @@ def profile(
         WorkloadError, TracingError: if the model cannot be traced.
     """
     backend, cluster = _of_target(backend, cluster)
-    _check_backend(backend, paper, memory_limit_bytes, alpa_python, tensor_parallel_rule, choices, measurements)
+    _check_backend(backend, paper, memory_limit_bytes, repeats, alpa_python, tensor_parallel_rule, choices, measurements)
     if backend in EXECUTING:
         assert paper is not None, "checked"
         executed = executed_profile(
@@ -229,8 +239,10 @@ def profile(
             tensor_parallel_rule=tensor_parallel_rule,
             memory_limit_bytes=memory_limit_bytes,
             store=store,
-            num_workers=num_workers,
+            where=where,
             progress=progress,
+            watch=watch,
+            repeats=repeats,
             alpa_python=alpa_python,
         )
         task = workload.load() if isinstance(workload, WorkloadSpec) else workload
@@ -243,40 +255,132 @@ def profile(
             num_layers=num_layers,
             tensor_parallel_rule=tensor_parallel_rule,
             store=store,
-            num_workers=num_workers,
+            where=where,
             progress=progress,
+            watch=watch,
         )
+    question = Question.of(
+        cluster,
+        microbatch_size,
+        remat,
+        shard_optimizer,
+        choices,
+        num_neighbours=num_neighbours,
+        calibration_plans=calibration_plans,
+        whole_nodes=whole_nodes,
+        any_divisor=any_divisor,
+        paper=paper,
+    )
     compiler = measurements.backend
-    graph = compiler.traced(microbatch_size).graph
-    wanted = (
-        list(choices)
-        if choices is not None
-        else default_choices(cluster, microbatch_size, remat, shard_optimizer, whole_nodes, any_divisor)
+    wanted = wanted_configs(question, measurements)
+    measurements.require(wanted)
+    result = replace(
+        unmeasured(question, measurements),
+        measurements={config: measurements.costs[config] for config in wanted[WINDOWS] if config in measurements.costs},
+        warnings=_split_warnings(compiler.workload, microbatch_size) + missing_statistics(wanted[WINDOWS], measurements.costs),
     )
-    sizes = profiled_microbatch_sizes(microbatch_size, wanted)
-    configs = window_configs(graph.num_layers, wanted, sizes, num_neighbours)
-    measurements.require(configs, "layer windows")
-    degrees = sorted({choice.tensor_parallel for choice in wanted})
-    param_bytes = {tp: compiler.sharding(microbatch_size).param_bytes(tp) for tp in degrees}
-    result = Profile(
-        graph=graph,
-        measurements={config: measurements.costs[config] for config in configs if config in measurements.costs},
-        param_bytes=param_bytes,
-        provenance={**compiler.provenance, "created": datetime.now(UTC).isoformat(timespec="seconds")},
-        workload=measurements.spec,
-        auto_layers=num_layers is not None,
-        tensor_parallel_rule=tensor_parallel_rule,
-        microbatch_sizes=sizes,
-        model_hashes={size: compiler.traced(size).graph.model_hash for size in sizes},
-        warnings=_split_warnings(compiler.workload, microbatch_size),
-    )
-    if calibration_plans and not measurements.failures:
-        result = replace(result, calibration=calibrate(result, measurements, cluster, wanted, calibration_plans, whole_nodes, any_divisor))
+    if all(config in measurements.costs for config in wanted[WINDOWS]) and calibration_plans:
+        result = replace(result, calibration=calibrate(result, measurements, calibration_of(question, measurements)))
     if paper is not None:
         runs = paper_profile(measurements, cluster, microbatch_size, *paper, remat=remat[0], shard_optimizer=shard_optimizer)
         result = replace(result, paper=runs.to_json())
-    failures = tuple(f"layers {c.first} to {c.stop - 1}, {c.choice}: {error}" for c, error in measurements.failures.items())
+    failures = tuple(f"layers {c.first} to {c.stop - 1}, {c.choice}: {error}" for c, error in sorted(measurements.failures.items()))
     return replace(result, failures=failures)
+
+
+@dataclass(frozen=True)
+class PaperQuestion:
+    """What the paper's profiling runs are made for: see ``profile``."""
+
+    schedule: str
+    num_microbatches: int
+    remat: Remat
+    shard_optimizer: bool
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a profile of windows is made for; the fields are those of ``profile``."""
+
+    cluster: Cluster
+    microbatch_size: int
+    choices: tuple[StageChoice, ...]
+    num_neighbours: int = DEFAULT_NEIGHBOURS
+    calibration_plans: int = DEFAULT_CALIBRATION_PLANS
+    whole_nodes: bool = False
+    any_divisor: bool = False
+    paper: PaperQuestion | None = None
+
+    @classmethod
+    def of(
+        cls,
+        cluster: Cluster,
+        microbatch_size: int,
+        remat: Sequence[Remat],
+        shard_optimizer: bool,
+        choices: Iterable[StageChoice] | None = None,
+        *,
+        paper: tuple[str, int] | None,
+        whole_nodes: bool,
+        any_divisor: bool,
+        **rest: int,
+    ) -> Question:
+        """From the arguments of ``profile``."""
+        if choices is None:
+            choices = default_choices(cluster, microbatch_size, remat, shard_optimizer, whole_nodes, any_divisor)
+        asked = None if paper is None else PaperQuestion(*paper, remat[0], shard_optimizer)
+        return cls(cluster, microbatch_size, tuple(choices), whole_nodes=whole_nodes, any_divisor=any_divisor, paper=asked, **rest)
+
+    @property
+    def microbatch_sizes(self) -> tuple[int, ...]:
+        return profiled_microbatch_sizes(self.microbatch_size, self.choices)
+
+
+def wanted_configs(question: Question, measurements: Measurements) -> dict[str, list[StageConfig]]:
+    """Every stage config that a profile measures, by kind. Nothing is measured for it: the model is traced, and that needs no device."""
+    graph = measurements.backend.traced(question.microbatch_size).graph
+    windows = window_configs(graph.num_layers, question.choices, question.microbatch_sizes, question.num_neighbours)
+    wanted = {WINDOWS: windows}
+    if question.paper is not None:
+        paper = question.paper
+        runs = paper_runs(graph.num_layers, question.cluster.num_devices, question.microbatch_size, paper.remat, paper.shard_optimizer)
+        wanted[PAPER_RUNS] = [c for run in runs for c in run.configs(question.microbatch_size)]
+    if question.calibration_plans:
+        known = {measurements.key(config) for config in windows}
+        configs = [stage_config(s, question.microbatch_size) for plan in calibration_of(question, measurements) for s in plan.stages]
+        wanted[CALIBRATION] = [config for config in configs if measurements.key(config) not in known]
+    return wanted
+
+
+def unmeasured(question: Question, measurements: Measurements) -> Profile:
+    """The profile but for its measurements: what tracing says."""
+    compiler, sizes = measurements.backend, question.microbatch_sizes
+    graph = compiler.traced(question.microbatch_size).graph
+    degrees = sorted({choice.tensor_parallel for choice in question.choices})
+    return Profile(
+        graph=graph,
+        measurements={},
+        param_bytes={tp: compiler.sharding(question.microbatch_size).param_bytes(tp) for tp in degrees},
+        provenance={**compiler.provenance, "created": environment.now()},
+        workload=measurements.spec,
+        auto_layers=measurements.num_layers is not None,
+        tensor_parallel_rule=measurements.rule,
+        microbatch_sizes=sizes,
+        model_hashes={size: compiler.traced(size).graph.model_hash for size in sizes},
+    )
+
+
+def missing_statistics(windows: Sequence[StageConfig], measured: Container[StageConfig]) -> tuple[str, ...]:
+    """What predictions do without the windows that could not be measured: a warning per choice and micro-batch size."""
+    found = []
+    for choice, size in dict.fromkeys((config.choice, config.microbatch_size) for config in windows):
+        alike = [config for config in windows if (config.choice, config.microbatch_size) == (choice, size)]
+        missing = [(config.first, config.stop) for config in alike if config not in measured]
+        if missing:
+            text = without_windows(missing, [(config.first, config.stop) for config in alike])
+            degrees = f"data_parallel={choice.data_parallel} x tensor_parallel={choice.tensor_parallel}, remat={choice.remat!r}"
+            found.append(f"{degrees} at micro-batch size {size}: {text}. Layers count from 0.")
+    return tuple(found)
 
 
 def _split_warnings(task: WorkloadProtocol, microbatch_size: int) -> tuple[str, ...]:
@@ -293,7 +397,13 @@ def _of_target(backend: str, cluster: Cluster) -> tuple[str, Cluster]:
 
 
 def _check_backend(
-    backend: str, paper: Any, memory_limit_bytes: int | None, alpa_python: str | None, rule: TensorParallelRule, *of_windows: Any
+    backend: str,
+    paper: Any,
+    memory_limit_bytes: int | None,
+    repeats: int,
+    alpa_python: str | None,
+    rule: TensorParallelRule,
+    *of_windows: Any,
 ) -> None:
     if backend not in BACKENDS:
         raise TargetError.of(f"backend={backend!r} is unknown; choose compile, compile:TARGET, run or alpa.", "target-unknown")
@@ -328,6 +438,10 @@ def _check_backend(
                 "use backend='run', or leave it out.",
                 "profile-backend",
             )
+        )
+    if backend != "run" and repeats != 1:
+        violations.append(
+            Violation(f"repeats={repeats} is of runs that are made here; use backend='run', or leave it out.", "profile-backend")
         )
     ProfileError.check(violations)
 
@@ -366,38 +480,41 @@ def paper_profile(
     """The paper's profiling runs of a model (see ``capture.profiler.paper``)."""
     graph, sharding = measurements.backend.traced(microbatch_size).graph, measurements.backend.sharding(microbatch_size)
     runs = paper_runs(graph.num_layers, cluster.num_devices, microbatch_size, remat, shard_optimizer)
-    measurements.require([c for run in runs for c in run.configs(microbatch_size)], "paper runs")
+    measurements.require({PAPER_RUNS: [c for run in runs for c in run.configs(microbatch_size)]})
     param_bytes = {run.choice.tensor_parallel: sharding.param_bytes(run.choice.tensor_parallel) for run in runs}
     return run_paper_profile(runs, graph, param_bytes, schedule, num_microbatches, measurements.costs.get)
 
 
-def calibrate(
-    result: Profile,
-    measurements: Measurements,
-    cluster: Cluster,
-    choices: Sequence[StageChoice],
-    num_plans: int,
-    whole_nodes: bool,
-    any_divisor: bool,
-) -> Calibration:
-    """Errors on the stages of random plans that the profile does not hold.
+def calibration_of(question: Question, measurements: Measurements) -> list[Plan]:
+    """Random plans whose stages calibrate the interval; none if no plan fills the cluster, which the search then reports.
 
     Each plan is drawn as ``evaluate`` draws its own, with another seed; both schedules, a few numbers of micro-batches.
     """
+    cluster, result = question.cluster, unmeasured(question, measurements)
     by_degree: dict[int, tuple[StageChoice, ...]] = {}
-    for choice in choices:
+    for choice in question.choices:
         by_degree[choice.num_devices] = (*by_degree.get(choice.num_devices, ()), choice)
-    graph, known = result.graph, {measurements.key(config) for config in result.measurements}
     try:
-        draws = random_plans(cluster, graph.num_layers, by_degree, CALIBRATION_SEED, whole_nodes=whole_nodes, any_divisor=any_divisor)
-    except PlanError:  # no plan fills the cluster, which the search then reports as its result
-        return Calibration((), CALIBRATION_SEED, 0)
-    plans = [
-        plan_of(drawn, result, cluster, 8 * graph.microbatch_size, 8, name) for drawn in islice(draws, num_plans) for name in SCHEDULES
+        draws = random_plans(
+            cluster,
+            result.graph.num_layers,
+            by_degree,
+            CALIBRATION_SEED,
+            whole_nodes=question.whole_nodes,
+            any_divisor=question.any_divisor,
+        )
+    except PlanError:
+        return []
+    return [
+        plan_of(drawn, result, cluster, 8 * question.microbatch_size, 8, name)
+        for drawn in islice(draws, question.calibration_plans)
+        for name in SCHEDULES
     ]
-    configs = [stage_config(stage, graph.microbatch_size) for plan in plans for stage in plan.stages]
-    fresh = [config for config in configs if measurements.key(config) not in known]
-    measurements.require(fresh, "calibration")
+
+
+def calibrate(result: Profile, measurements: Measurements, plans: Sequence[Plan]) -> Calibration:
+    """Errors on those stages of plans that the profile does not hold and that could be measured."""
+    graph, known = result.graph, {measurements.key(config) for config in result.measurements}
     predictor, errors = AdditivePredictor(result), {}
     for plan in plans:
         predicted = predictor.predict(plan)
@@ -406,7 +523,7 @@ def calibrate(
             if measurements.key(config) not in known and config in measurements.costs:
                 peak = measured_peak(plan, s, graph, result.param_bytes, measurements.costs[config])
                 errors[plan.schedule, plan.num_stages - s, config] = peak / predicted.stages[s].peak_bytes - 1
-    return Calibration(tuple(errors.values()), CALIBRATION_SEED, num_plans)
+    return Calibration(tuple(errors.values()), CALIBRATION_SEED, len(plans) // len(SCHEDULES))
 
 
 def plan_of(

@@ -1,24 +1,17 @@
-"""Make the paper's profiling runs with the backend ``run``: in worker processes, or in this one, one after the other.
+"""Make the paper's profiling runs with the backend ``run``: in workers, or in this process, one after the other.
 
-On CPU a few workers share the runs, and each keeps what it has compiled. On an accelerator every run gets a fresh process, one at a
-time. The parent owns the store: a run is kept as soon as it arrives, so that the same command resumes.
+On CPU a few workers share the runs, and each keeps what it has compiled. On an accelerator every run gets a fresh process, whose
+allocator's high-water marks are those of the run. This process owns the store: a run is kept as soon as it arrives, so that the same
+command resumes.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from capture import environment
-from capture.choices import StageChoice
 from capture.cluster import Cluster
 from capture.errors import ProfileError
 from capture.plan import Remat, TensorParallelRule
@@ -32,23 +25,17 @@ from capture.profiler.paper import (
     paper_runs,
     profile_batches,
 )
+from capture.profiler.profiling_run import Machine, ProfilingRun
 from capture.store import Store
 from capture.workload import WorkloadProtocol, WorkloadSpec
-from profiling_runs.local import WorkerModel, end_with
+from profiling_runs.batch import Batch, Progress, Watch
+from profiling_runs.jobs import Job, Setting
+from profiling_runs.where import Where, setting_of
 
 if TYPE_CHECKING:
-    from capture.profiler.run import Executed, Machine, ProfilingRun, RunBackend
+    from capture.profiler.run import RunBackend
 
-Progress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True)
-class RunWorker:
-    """How a worker rebuilds the backend."""
-
-    model: WorkerModel
-    memory_limit_bytes: int | None
-    fresh_process: bool
+PROFILING_RUNS = "profiling runs"
 
 
 def executed_profile(
@@ -64,8 +51,10 @@ def executed_profile(
     tensor_parallel_rule: TensorParallelRule = "auto",
     memory_limit_bytes: int | None = None,
     store: Store | None = None,
-    num_workers: int = 2,
-    progress: Progress = lambda what, done, total: None,
+    repeats: int = 1,
+    where: Where = Where(),  # noqa: B008 (frozen)
+    progress: Progress = lambda kind, done, total: None,
+    watch: Watch = lambda event: None,
     alpa_python: str | None = None,
 ) -> Profile:
     """A profile for the paper's mode from executed runs alone.
@@ -79,8 +68,9 @@ def executed_profile(
         tensor_parallel_rule: ``"auto"`` or ``"largest"``.
         memory_limit_bytes: A run that needs more on a device is not made, and named as failed.
         store: Of finished runs; in memory if None.
-        num_workers: Worker processes on CPU; 0 runs in this process. Accelerators take one at a time.
-        progress: Called with (what, done, total).
+        repeats: Steps that are measured in every run; the largest peaks count.
+        where: The runs of a workload by name are made. On accelerators every run gets a process of its own.
+        progress, watch: Told how far the runs are (``profiling_runs.batch``).
         alpa_python: Have the runs made by Alpa, with this interpreter of its environment, on its Ray cluster of these nodes.
 
     Returns:
@@ -94,7 +84,7 @@ def executed_profile(
     from capture.profiler.run import RunBackend
 
     spec = workload if isinstance(workload, WorkloadSpec) else None
-    worker, machine = None, None
+    setting, machine = None, None
     backend: RunBackend | None = None
     if alpa_python is not None:
         from capture.profiler.alpa import AlpaBackend
@@ -103,10 +93,11 @@ def executed_profile(
             raise ProfileError.of("backend='alpa' needs a workload by name: another process imports it.", "profile-backend")
         backend = AlpaBackend(spec, cluster, alpa_python, num_layers, store)
         assert backend.versions, "asked at once: a wrong interpreter would fail every run"
-    elif spec is not None and num_workers:
-        model = WorkerModel(spec, num_layers, tensor_parallel_rule, most_run_devices(cluster.num_devices))
-        machine = _machine_of_workers(model)  # this process stays away from accelerators: it would take memory of theirs
-        worker = RunWorker(model, memory_limit_bytes, machine.platform != "cpu")
+    elif spec is not None and not where.here:
+        num_devices = most_run_devices(cluster.num_devices)
+        setting = Setting(spec, num_layers, tensor_parallel_rule, num_devices, "run", cluster.target, memory_limit_bytes)
+        machine = machine_of_workers(setting_of(setting), where)
+        setting = setting_of(replace(setting, fresh_process=machine.platform != "cpu"))
     if backend is None:
         backend = RunBackend(
             workload.load() if isinstance(workload, WorkloadSpec) else workload,
@@ -115,17 +106,29 @@ def executed_profile(
             store,
             memory_limit_bytes=memory_limit_bytes,
             machine=machine,
-            fresh_process=worker is not None and worker.fresh_process,
+            fresh_process=setting is not None and setting.fresh_process,
         )
     graph = backend.compiler.traced(microbatch_size).graph
     sets = paper_runs(graph.num_layers, cluster.num_devices, microbatch_size, remat, shard_optimizer)
-    statistics = run_statistics(backend, worker, sets, microbatch_size, schedule, num_microbatches, num_workers, progress)
+    statistics = run_statistics(
+        backend,
+        setting,
+        sets,
+        microbatch_size,
+        schedule,
+        num_microbatches,
+        repeats=repeats,
+        workload=spec,
+        where=where,
+        progress=progress,
+        watch=watch,
+    )
     sharding = backend.compiler.sharding(microbatch_size)
     return Profile(
         graph=graph,
         measurements={},
         param_bytes={tp: sharding.param_bytes(tp) for tp in sorted({one.choice.tensor_parallel for one in sets})},
-        provenance={**backend.provenance, "created": datetime.now(UTC).isoformat(timespec="seconds")},
+        provenance={**backend.provenance, "created": environment.now()},
         workload=spec,
         auto_layers=num_layers is not None,
         tensor_parallel_rule=tensor_parallel_rule,
@@ -138,50 +141,63 @@ def executed_profile(
 
 def run_statistics(
     backend: RunBackend,
-    worker: RunWorker | None,
+    setting: Setting | None,
     sets: Sequence[PaperRuns],
     microbatch_size: int,
     schedule: str,
     num_microbatches: int,
-    num_workers: int,
+    *,
+    repeats: int,
+    workload: WorkloadSpec | None,
+    where: Where,
     progress: Progress,
+    watch: Watch,
 ) -> PaperStatistics:
     """The statistics of executed runs: those that the store does not have are made.
 
     Args:
         backend: Knows keys and the store.
-        worker: How workers rebuild it; None makes the runs in this process.
+        setting: How workers rebuild it; None makes the runs in this process.
         sets: From ``paper_runs``.
         microbatch_size, schedule, num_microbatches: Of the target.
-        num_workers: Processes that share the runs on CPU.
-        progress: Called with (what, done, total).
+        repeats, where, progress, watch: As for ``executed_profile``.
+        workload: By name, for the store's rows.
 
     Raises:
         ProfileError: ``profile-runs`` if every run failed.
     """
-    from capture.profiler.run import ProfilingRun
-
-    def named(choice: StageChoice, partitioning: tuple[int, ...], m: int) -> ProfilingRun:
-        return ProfilingRun(partitioning, choice, microbatch_size, m, schedule)
-
-    every = [named(one.choice, p, m) for one in sets for m in profile_batches(num_microbatches) for p in one.partitionings]
-    outcomes = {run: peaks for run in every if (peaks := backend.find(run)) is not None}
-    missing: dict[str, list[ProfilingRun]] = {}
-    for run in every:
-        if run not in outcomes:
-            missing.setdefault(backend.key(run), []).append(run)
-    jobs = {key: same[0] for key, same in missing.items()}
-    if jobs:
-        progress("profiling runs", 0, len(jobs))
-        made = _make_here(backend, jobs) if worker is None else _make_in_processes(worker, jobs, num_workers)
-        for done, (key, executed, seconds) in enumerate(made, start=1):
-            outcomes |= {run: backend.keep(run, executed, seconds) for run in missing[key]}
-            progress("profiling runs", done, len(jobs))
+    jobs = profiling_jobs(backend, sets, microbatch_size, schedule, num_microbatches, repeats)
+    outcomes = {run: peaks for runs in jobs.values() for run in runs if (peaks := backend.find(run)) is not None}
+    missing = {job.key: job for job, runs in jobs.items() if runs[0] not in outcomes}
+    batch = Batch(list(missing.values()), backend.store, backend.provenance, workload, progress, watch)
+    for outcome in batch.run(lambda: where.open(setting, backend, len(missing))):
+        for run in jobs[outcome.job]:
+            found = run.failed(outcome.error) if outcome.value is None else backend.find(run)
+            assert found is not None, "it has just been kept"
+            outcomes[run] = found
     _check_some(list(outcomes.values()))
     num_layers = backend.compiler.traced(microbatch_size).graph.num_layers
     return form_statistics(
-        sets, num_layers, microbatch_size, schedule, num_microbatches, lambda choice, p, m: outcomes[named(choice, p, m)]
+        sets,
+        num_layers,
+        microbatch_size,
+        schedule,
+        num_microbatches,
+        lambda choice, p, m: outcomes[ProfilingRun(p, choice, microbatch_size, m, schedule, repeats)],
     )
+
+
+def profiling_jobs(
+    backend: RunBackend, sets: Sequence[PaperRuns], microbatch_size: int, schedule: str, num_microbatches: int, repeats: int
+) -> dict[Job, list[ProfilingRun]]:
+    """The different runs of some sets, as jobs, each with the runs that it stands for."""
+    runs_of: dict[str, list[ProfilingRun]] = {}
+    for one in sets:
+        for m in profile_batches(num_microbatches):
+            for partitioning in one.partitionings:
+                run = ProfilingRun(partitioning, one.choice, microbatch_size, m, schedule, repeats)
+                runs_of.setdefault(backend.key(run), []).append(run)
+    return {Job(key, same[0], "run", PROFILING_RUNS): same for key, same in runs_of.items()}
 
 
 def _check_some(outcomes: list[RunPeaks]) -> None:
@@ -193,99 +209,14 @@ def _check_some(outcomes: list[RunPeaks]) -> None:
         )
 
 
-# ---- where runs are made ---------------------------------------------------------------------------------------------
+def machine_of_workers(setting: Setting, where: Where) -> Machine:
+    """The devices that a worker has. This process asks, and stays away from accelerators itself: it would take memory of theirs.
 
-Made = tuple[str, "Executed", float]
-
-
-def _make_here(backend: RunBackend, jobs: Mapping[str, ProfilingRun]) -> Iterator[Made]:
-    for key, run in jobs.items():
-        yield _timed(backend, key, run)
-
-
-def _make_in_processes(worker: RunWorker, jobs: Mapping[str, ProfilingRun], num_workers: int) -> Iterator[Made]:
-    """Yield runs as they finish.
-
-    Where memory runs out on CPU, the system may kill a worker, and it cannot be told which run did it. Those that are left are then
-    made one at a time; one that ends its process again has failed.
+    Raises:
+        ProfileError: ``profile-worker`` if the worker cannot say.
     """
-    pending = dict(jobs)
-    if num_workers > 1 and not worker.fresh_process:
-        try:
-            with _Pool(worker, min(num_workers, len(pending))) as pool:
-                for future in as_completed([pool.submit(_make, key, run) for key, run in pending.items()]):
-                    made = future.result()
-                    del pending[made[0]]
-                    yield made
-        except BrokenProcessPool:
-            pass
-    while pending:
-        with _Pool(worker, 1) as pool:
-            for key, run in list(pending.items()):
-                del pending[key]
-                start = time.perf_counter()
-                try:
-                    yield pool.submit(_make, key, run).result()
-                except BrokenProcessPool:
-                    yield _killed(key, time.perf_counter() - start)
-                    break
-
-
-def _killed(key: str, seconds: float) -> Made:
-    from capture.profiler.run import Executed
-
-    return key, Executed(None, "", "out of memory? Its process was killed"), seconds
-
-
-class _Pool(ProcessPoolExecutor):
-    """Workers with a backend each; what has not begun is given up at the end."""
-
-    def __init__(self, worker: RunWorker, num_workers: int):
-        context = multiprocessing.get_context("spawn")
-        one_run = 1 if worker.fresh_process else None
-        super().__init__(num_workers, context, initializer=_start_worker, initargs=(worker, os.getpid()), max_tasks_per_child=one_run)
-
-    def __exit__(self, *error: Any) -> None:
-        self.shutdown(wait=True, cancel_futures=True)
-
-
-def _machine_of_workers(model: WorkerModel) -> Machine:
-    with _Pool(RunWorker(model, None, fresh_process=False), 1) as pool:
-        return pool.submit(_machine).result()
-
-
-_worker: dict[str, Any] = {}  # of a worker process, set by its initializer
-
-
-def _start_worker(worker: RunWorker, parent: int) -> None:
-    threading.Thread(target=end_with, args=(parent,), daemon=True).start()
-    environment.prepare(num_devices=worker.model.num_devices)
-    _worker["worker"] = worker
-
-
-def _machine() -> Machine:
-    from capture.profiler.run import Machine
-
-    return Machine.here()
-
-
-def _make(key: str, run: ProfilingRun) -> Made:
-    if "backend" not in _worker:
-        from capture.profiler.run import RunBackend
-
-        worker: RunWorker = _worker["worker"]
-        model = worker.model
-        _worker["backend"] = RunBackend(
-            model.workload.load(),
-            model.num_layers,
-            model.tensor_parallel_rule,
-            memory_limit_bytes=worker.memory_limit_bytes,
-            fresh_process=worker.fresh_process,
-        )
-    return _timed(_worker["backend"], key, run)
-
-
-def _timed(backend: RunBackend, key: str, run: ProfilingRun) -> Made:
-    start = time.perf_counter()
-    executed = backend.execute(run)
-    return key, executed, time.perf_counter() - start
+    batch = Batch([Job("machine", None, "machine", "devices of the workers")], Store(), {})
+    (outcome,) = batch.run(lambda: where.open(setting, None, 1))
+    if outcome.value is None:
+        raise ProfileError.of(f"a worker cannot say which devices it has: {outcome.error}", "profile-worker")
+    return Machine(**outcome.value)

@@ -81,7 +81,7 @@ def verify(plan: Plan, measurements: Measurements) -> Verification:
     configs = [stage_config(stage, plan.microbatch_size) for stage in plan.stages]
     known = set(measurements.backend.store.get({measurements.key(config) for config in configs}))
     missing = {key for config in configs if (key := measurements.key(config)) not in known}
-    measurements.require(configs, "stages of the plan")
+    measurements.require({"stages of the plan": configs})
     failed = [f"stage {s}: {measurements.failures[config]}" for s, config in enumerate(configs) if config not in measurements.costs]
     if failed:
         raise ProfileError.of(f"stages of the plan do not compile: {'; '.join(failed)}.", "verify-stage")

@@ -17,6 +17,7 @@ from capture.predictor import AdditivePredictor, Prediction, peak_of
 from capture.predictor.paper import PaperPredictor
 from capture.predictor.times import TimePredictor
 from capture.profile import Profile
+from capture.profile_merge import merge_profiles
 from capture.profiler.paper import PaperStatistics, layer_statistics
 from capture.profiler.paper import merge_layers as merged_layers
 from capture.schedule import SCHEDULES
@@ -87,7 +88,7 @@ class Recommendation:
 
 
 def recommend(
-    profile: Profile,
+    profile: Profile | Sequence[Profile],
     cluster: Cluster,
     *,
     global_batch_size: int,
@@ -104,7 +105,7 @@ def recommend(
     """The plan of least peak memory on a cluster, or the fastest one that fits.
 
     Args:
-        profile: Of the model.
+        profile: Of the model; several are put together (``merge_profiles``).
         cluster: May be smaller or larger than the profiled one.
         global_batch_size, num_microbatches: Of a step.
         schedule: ``"gpipe"`` or ``"1f1b"``.
@@ -119,8 +120,11 @@ def recommend(
 
     Raises:
         PlanError: ``plan-batch``, ``plan-schedule``, ``recommend-mode``, ``recommend-objective``.
-        ProfileError: if the profile lacks what the search needs, ``profile-no-times`` among it.
+        ProfileError: if the profile lacks what the search needs, ``profile-no-times`` among it; ``profile-mixture`` for profiles that
+            do not belong together.
     """
+    if not isinstance(profile, Profile):
+        profile = merge_profiles(profile, cluster.target)
     PlanError.check(_violations(global_batch_size, num_microbatches, schedule, mode, objective))
     memory = Target.load(cluster.target).memory
     given, memory_limit_bytes = memory_limit_bytes, memory.usable_bytes if memory_limit_bytes is None and memory else memory_limit_bytes
@@ -211,14 +215,14 @@ def search_problem(
     """The search that a profile poses: predicted bytes (and seconds) of every stage, at every position, for every choice.
 
     Raises:
-        ProfileError: ``profile-failed`` if nothing could be measured, ``profile-degrees`` if no profiled choice fits a stage of one device,
-            ``profile-paper`` without paper statistics,
+        ProfileError: ``profile-failed`` if nothing could be measured, ``profile-missing`` if every choice lacks a measurement,
+            ``profile-degrees`` if no profiled choice fits a stage of one device, ``profile-paper`` without paper statistics,
             ``profile-windows`` in the default mode if there is nothing else, ``profile-no-times`` without times of an accelerator.
     """
     microbatch_size = global_batch_size // num_microbatches
     degrees = {d for here in cluster.stage_degrees(any_divisor=any_divisor, whole_nodes=whole_nodes) for d in here}
     usable: dict[int, list[StageChoice]] = {}
-    for choice in _choices(profile, mode, degrees):
+    for choice in _choices(profile, mode, degrees, microbatch_size):
         if choice.num_devices in degrees and microbatch_size % choice.data_parallel == 0:
             usable.setdefault(choice.num_devices, []).append(choice)
     if not usable and profile.failures:
@@ -280,7 +284,11 @@ def _with_best_choices(
             continue
         occupancies = plan.schedule_table.occupancies[s]
         best = min(
-            (c for c in predictor.profile.choices if c.num_devices == stage.num_devices and plan.microbatch_size % c.data_parallel == 0),
+            (
+                c
+                for c in predictor.profile.choices
+                if _fits(c, stage, plan.microbatch_size) and predictor.can_predict(c, plan.microbatch_size)
+            ),
             key=lambda c: int(peak_of(predictor.memory(c, plan.microbatch_size), occupancies)[stage.first, stage.stop]),
         )
         resolved.append(
@@ -295,8 +303,12 @@ def _with_best_choices(
     return tuple(resolved)
 
 
-def _choices(profile: Profile, mode: str, degrees: Collection[int]) -> Sequence[StageChoice]:
-    """The choices of a mode that the profile can predict."""
+def _fits(choice: StageChoice, stage: StagePlan, microbatch_size: int) -> bool:
+    return choice.num_devices == stage.num_devices and microbatch_size % choice.data_parallel == 0
+
+
+def _choices(profile: Profile, mode: str, degrees: Collection[int], microbatch_size: int) -> Sequence[StageChoice]:
+    """The choices of a mode that the profile can predict; one that lacks a measurement is done without, as its warnings say."""
     if mode == "paper":
         known = _paper_predictor(profile).choices(degrees)
         return [choice for choice in known if choice in profile.choices] if profile.measurements else known
@@ -306,7 +318,14 @@ def _choices(profile: Profile, mode: str, degrees: Collection[int]) -> Sequence[
             "profile with --backend compile.",
             "profile-windows",
         )
-    return profile.choices
+    if not profile.failures:
+        return profile.choices
+    predictor = AdditivePredictor(profile)
+    fitting = [choice for choice in profile.choices if choice.num_devices in degrees and microbatch_size % choice.data_parallel == 0]
+    known = tuple(choice for choice in fitting if predictor.can_predict(choice, microbatch_size))
+    if fitting and not known:
+        predictor.table(fitting[0], microbatch_size)  # raises, and says what is missing
+    return known
 
 
 def _default_rows(profile: Profile, microbatch_size: int, schedule: str, num_microbatches: int, max_stages: int):

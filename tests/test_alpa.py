@@ -21,7 +21,7 @@ from capture.errors import CaptureError, ExecutionError, PlanError
 from capture.plan import Plan, StagePlan
 from capture.predictor import AdditivePredictor
 from capture.profiler.alpa import AlpaBackend
-from capture.profiler.run import ProfilingRun
+from capture.profiler.profiling_run import ProfilingRun
 from capture.workload import WorkloadSpec
 from profiling_runs.runs import executed_profile
 from recommender.autostage import LABEL, autostage, autostaging_tables
@@ -243,7 +243,7 @@ def test_a_run_whose_process_ends_is_a_failed_run(tmp_path):
 @pytest.mark.parametrize(("python", "said"), [(sys.executable, "cannot import alpa: ModuleNotFoundError"), ("/no/python", "cannot be run")])
 def test_an_interpreter_without_alpa_is_refused_at_once(python, said):
     with pytest.raises(ExecutionError, match=rf"{said}.*\[alpa-python\]$"):
-        executed_profile(SPEC, Cluster((2,)), microbatch_size=4, schedule="gpipe", num_microbatches=4, alpa_python=python, num_workers=0)
+        executed_profile(SPEC, Cluster((2,)), microbatch_size=4, schedule="gpipe", num_microbatches=4, alpa_python=python)
 
 
 @pytest.mark.parametrize(

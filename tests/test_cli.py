@@ -17,7 +17,7 @@ import pytest
 
 from capture.cli import options as shared
 from capture.cli.main import main
-from capture.cli.output import progress
+from capture.cli.progress import progress
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TIMEOUT_SECONDS = 240
@@ -330,7 +330,9 @@ def test_progress_in_a_log_file_is_whole_lines(capsys):
     for done in range(4):
         show("layer windows", done, 3)
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ["layer windows: 0 of 3, 0 s", "layer windows: 3 of 3, 0 s"]
+    assert lines[0] == "layer windows: 0 of 3, 0 s"
+    assert re.fullmatch(r"layer windows: 3 of 3, 0 s, \d+ a minute", lines[1])
+    assert len(lines) == 2
 
 
 def test_a_plan_made_from_objects_asks_for_its_workload(inside, capsys, tmp_path):
@@ -406,8 +408,9 @@ def test_a_killed_profile_resumes_and_measures_only_what_is_missing(done, tmp_pa
 def test_a_worker_that_dies_is_an_error_with_what_to_do(inside, capsys, tmp_path):
     command = ["profile", "tiny.py:model?dies=true", *BATCH, "--store", str(tmp_path / "store"), "--workers", "1", "--quiet"]
     status, out, err = run_here(capsys, *command)
-    assert (status, out) == (2, "")
-    assert err.startswith("error: a worker process that compiles ended before it was done") and err.endswith("[profile-worker]\n")
+    assert (status, out) == (3, "")
+    assert err.startswith("error: 3 workers ended, one after the other, before they could take a job (out of memory?): its process ended ")
+    assert err.endswith("[profile-worker]\n")
 
 
 # ---- options -------------------------------------------------------------------------------------------------------

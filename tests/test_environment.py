@@ -100,3 +100,17 @@ def test_compilers_of_absent_accelerators_are_not_asked_for_devices(monkeypatch,
     monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([self / "nvidia0"] if there and pattern.startswith("nvidia") else []))
     environment.prepare()
     assert os.environ.get("JAX_PLATFORMS") == expected
+
+
+def test_the_date_of_a_result_can_be_fixed(monkeypatch):
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
+    assert environment.now() == "1970-01-01T00:00:00+00:00"
+    monkeypatch.delenv("SOURCE_DATE_EPOCH")
+    assert environment.now() > "2026"
+
+
+def test_ray_reports_to_nobody_unless_the_user_says_so(monkeypatch):
+    monkeypatch.delenv("RAY_USAGE_STATS_ENABLED", raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    environment.prepare_ray(local=True)
+    assert (os.environ["RAY_USAGE_STATS_ENABLED"], os.environ["RAY_AUTH_MODE"]) == ("0", "token")

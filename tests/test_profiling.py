@@ -21,8 +21,9 @@ from capture.profiler.compile import CompileBackend
 from capture.profiler.windows import choices_to_profile, profiled_microbatch_sizes, window_configs
 from capture.store import Store
 from profiling_runs import profile
-from profiling_runs.local import Job, _Groups, measure_here
+from profiling_runs.jobs import Job, Queue
 from profiling_runs.profile import CALIBRATION_SEED, divisor_choices
+from profiling_runs.worker import measure_job
 
 ONE, TWO, SPLIT = StageChoice(), StageChoice(2, 1), StageChoice(1, 2)
 
@@ -128,9 +129,9 @@ def test_too_few_devices_and_compiler_errors_are_reported(backend, monkeypatch):
     def fail(config):
         raise RuntimeError("out of registers")
 
-    (first,) = measure_here(backend, [Job("a", too_wide)])
+    first = measure_job(backend, Job("a", too_wide))
     monkeypatch.setattr(backend, "programs", fail)
-    (second,) = measure_here(backend, [Job("b", broken)])
+    second = measure_job(backend, Job("b", broken))
     assert first.value is None and first.error.endswith("[target-devices]")
     assert second.value is None and second.error.endswith("for target='cpu': out of registers [target-refused]")
 
@@ -158,7 +159,7 @@ def test_replicas_end_a_step_as_one_device_does(optimizer, choice):
 
 @given(groups=st.lists(st.integers(0, 3), max_size=12), num_workers=st.integers(1, 3))
 def test_workers_stay_with_a_group_and_leave_no_job(groups, num_workers):
-    waiting = _Groups([Job(str(i), StageConfig(0, 1, ONE, 2**group)) for i, group in enumerate(groups)])
+    waiting = Queue([Job(str(i), StageConfig(0, 1, ONE, 2**group)) for i, group in enumerate(groups)])
     left = Counter(job.group for jobs in waiting._groups.values() for job in jobs)
     at: list[Any] = [None] * num_workers
     for turn in range(len(groups)):
@@ -188,10 +189,11 @@ def test_a_profile_in_this_process_measures_and_calibrates_by_another_seed():
     assert len(result.measurements) == (5 + 4) * 2 and result.failures == ()
     assert result.model_hashes[2] == result.graph.model_hash != result.model_hashes[1]
     assert result.calibration.seed == CALIBRATION_SEED and 0 < len(result.calibration.errors) <= 12
-    assert seen[0] == ("layer windows", 0, seen[0][2]) and ("layer windows", seen[0][2], seen[0][2]) in seen
-    stages = seen[0][2] + next(total for what, _, total in seen if what == "calibration")
+    totals = {what: total for what, _, total in seen}
+    assert list(totals) == ["optimizer updates", "layer windows", "calibration"]
+    assert all((what, done, total) in seen for what, total in totals.items() for done in (0, total))
     rows = len(store)
-    assert stages < rows <= stages + 5  # the end of a step of 1 to 5 equal layers
+    assert rows == sum(totals.values()) and totals["optimizer updates"] <= 5  # the end of a step of 1 to 5 equal layers
     again = profile(mlp(num_blocks=5), Cluster((1, 1)), microbatch_size=2, num_neighbours=1, calibration_plans=3, store=store)
     assert len(store) == rows and again.measurements == result.measurements and again.calibration == result.calibration
 

@@ -11,18 +11,21 @@ import pytest
 from pipeline_models import mlp
 
 import capture.profiler.run
+from capture.choices import StageChoice
 from capture.cli.main import main
 from capture.cluster import Cluster
 from capture.errors import ProfileError
 from capture.predictor.paper import PaperPredictor
 from capture.profile import Profile
 from capture.profiler.paper import PaperStatistics
-from capture.profiler.run import Executed, Machine, ProfilingRun, RunBackend, StageChoice
+from capture.profiler.profiling_run import Executed, Machine, ProfilingRun
+from capture.profiler.run import RunBackend
 from capture.store import Store
 from capture.workload import WorkloadSpec
 from profiling_runs import profile
-from profiling_runs.local import WorkerModel
-from profiling_runs.runs import RunWorker, _make_in_processes
+from profiling_runs.batch import MAX_ATTEMPTS, Batch
+from profiling_runs.jobs import Job, Setting
+from profiling_runs.where import Where, setting_of
 from recommender import recommend
 
 CLUSTER, MICROBATCH_SIZE, TARGET = Cluster((2,)), 2, ("1f1b", 8)
@@ -230,15 +233,22 @@ def test_a_run_that_needs_more_devices_than_there_are_is_named():
     assert backend.measure(replace(ONE_RUN, choice=StageChoice(2, 1))).failures[0].endswith("needs 6 devices and there are 4 (cpu)")
 
 
-def test_a_killed_process_fails_its_run_alone(tmp_path):
+def test_a_killed_process_fails_its_run_alone(tmp_path, monkeypatch):
     """As the system does where memory runs out on CPU."""
+    monkeypatch.setitem(MAX_ATTEMPTS, "lost", 2)
     file = tmp_path / "killed.py"
     file.write_text(KILLED)
-    model = WorkerModel(WorkloadSpec(str(file), "killed"), None, "auto", 3)
-    jobs = {"killed": replace(ONE_RUN, num_microbatches=16), "made": ONE_RUN}
-    made = {key: executed for key, executed, _ in _make_in_processes(RunWorker(model, None, fresh_process=False), jobs, 1)}
-    assert made["killed"] == Executed(None, "", "out of memory? Its process was killed")
-    assert made["made"].peak_bytes_per_stage is not None
+    setting = setting_of(Setting(WorkloadSpec(str(file), "killed"), num_devices=3, backend="run"))
+    jobs = [Job("killed", replace(ONE_RUN, num_microbatches=16), "run"), Job("made", ONE_RUN, "run")]
+    store, events = Store(), []
+    batch = Batch(jobs, store, {"backend": "run"}, watch=events.append)
+    outcomes = {outcome.job.key: outcome for outcome in batch.run(lambda: Where(1).open(setting, None, len(jobs)))}
+    assert outcomes["killed"].error == "its process ended with exit code 9 (out of memory?)"
+    assert outcomes["made"].value == store.get(["made"])["made"]
+    assert outcomes["made"].value["meter"] == "live arrays + XLA buffer assignment"
+    states = [event["state"] for event in events if event["key"] == "killed"]
+    assert states == ["running", "failed"] * (MAX_ATTEMPTS["lost"] - 1) + ["running", "set aside"]
+    assert [row.attempts for row in store.rows("set aside")] == [MAX_ATTEMPTS["lost"]]
 
 
 @pytest.mark.parametrize(
@@ -247,6 +257,7 @@ def test_a_killed_process_fails_its_run_alone(tmp_path):
         {"backend": "run", "paper": None},
         {"backend": "run", "choices": [StageChoice()]},
         {"backend": "compile", "memory_limit_bytes": 10},
+        {"backend": "compile", "repeats": 2},
     ],
 )
 def test_arguments_without_use_are_refused(changes):

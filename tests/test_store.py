@@ -77,7 +77,7 @@ def test_a_store_of_another_version_is_refused(path):
     with pytest.raises(ProfileError) as error:
         Store(path)
     assert str(error.value) == (
-        f"store {str(path)!r} has schema version 2; this version of capture reads 1. Name another file with --store. [store-schema]"
+        f"store {str(path)!r} has schema version 3; this version of capture reads up to 2. Name another file with --store. [store-schema]"
     )
 
 
@@ -134,3 +134,81 @@ def test_what_was_finished_survives_a_killed_writer(path):
     number = len(store)
     put(store, "after")
     assert len(store) == number + 1 and 50 <= number < 10**6
+
+
+FIRST_SCHEMA = """
+CREATE TABLE measurements (
+    key TEXT PRIMARY KEY,
+    value TEXT NOT NULL,
+    provenance TEXT NOT NULL,
+    seconds REAL NOT NULL,
+    created TEXT NOT NULL DEFAULT (strftime('%Y-%m-%dT%H:%M:%SZ', 'now'))
+);
+INSERT INTO measurements (key, value, provenance, seconds) VALUES ('a', '{"bytes": 3}', '{"backend": "compile:cpu"}', 0.25);
+PRAGMA user_version = 1;
+"""
+
+
+def test_a_store_of_the_first_schema_is_migrated_with_all_that_it_holds(path):
+    path.parent.mkdir()
+    database = sqlite3.connect(path)
+    database.executescript(FIRST_SCHEMA)
+    database.close()
+    store = Store(path)
+    (row,) = store.rows()
+    assert (row.key, row.state, row.value, row.seconds, row.job) == ("a", "done", {"bytes": 3}, 0.25, {})
+    assert store.enqueue({"b": {"part": "stage"}}) == {}
+    assert {found.key: found.state for found in Store(path).rows()} == {"a": "done", "b": "pending"}
+
+
+def test_the_states_of_a_job(path):
+    store = Store(path)
+    states = []
+
+    def note() -> None:
+        states.append(next(store.rows(key_prefix="job")).state)
+
+    store.enqueue({"job": {"part": "stage"}})
+    note()
+    store.start("job", "here:1")
+    note()
+    store.fail("job", "no", "Traceback", set_aside=False)
+    note()
+    store.fail("job", "no again", "Traceback", set_aside=True)
+    note()
+    assert store.enqueue({"job": {"part": "stage"}}) == {"job": "no again"}
+    assert store.retry(["another"]) == 0 and store.retry(["job"]) == 1
+    note()
+    store.finish("job", 1, provenance={"backend": "compile:cpu"}, seconds=2.0, worker="here:2")
+    note()
+    assert states == ["pending", "running", "failed", "set aside", "pending", "done"]
+    (row,) = store.rows()
+    assert (row.attempts, row.worker, row.error) == (3, "here:2", "no again")
+    assert store.typical_seconds() == {("compile:cpu", "stage"): 2.0}
+
+
+def test_what_a_killed_owner_left_running_waits_again(path):
+    store = Store(path)
+    store.enqueue({"job": {}})
+    store.start("job", "here:1")
+    store.close()
+    store = Store(path)
+    store.enqueue({"job": {}})
+    assert [row.state for row in store.rows()] == ["pending"]
+
+
+def test_a_transaction_that_fails_leaves_nothing(path):
+    store = Store(path)
+    with pytest.raises(TypeError):
+        store.finish("job", {1, 2}, provenance={}, seconds=0.0)
+    assert len(store) == 0
+    store.put("after", 1, provenance={}, seconds=0.0)
+    assert store.get(["after"]) == {"after": 1}
+
+
+def test_a_store_that_cannot_be_written_says_so(path):
+    store = Store(path)
+    store._database.execute("PRAGMA query_only = ON")
+    with pytest.raises(ProfileError) as error:
+        put(store, "a")
+    assert error.value.codes == ("store-write",)

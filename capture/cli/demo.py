@@ -7,12 +7,12 @@ every device and what was measured while it ran, and the loss against one device
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from capture import environment
 from capture.cli import options as shared
-from capture.cli.output import emit, progress, say, table
+from capture.cli.output import emit, say, table
+from capture.cli.progress import progress
 from capture.cli.run import execute
 from capture.cluster import Cluster
 from capture.quantities import format_bytes
@@ -28,8 +28,7 @@ MICROBATCHES, MICROBATCH_SIZE, SCHEDULE = 8, 4, "1f1b"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=shared.at_least(1), default=3, metavar="N", help="updates (default: %(default)s)")
-    parser.add_argument("--store", type=Path, metavar="FILE", help="measurements, kept and reused (default: ~/.cache/capture/store.sqlite)")
-    parser.add_argument("--workers", type=int, default=2, metavar="N", help="worker processes that compile (default: %(default)s)")
+    shared.add_store(parser)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -48,7 +47,7 @@ def main(options: argparse.Namespace) -> int:
         num_neighbours=1,
         calibration_plans=4,
         store=shared.open_store(options),
-        num_workers=options.workers,
+        where=shared.where_of(options),
         progress=progress(options),
     )
     batch: dict[str, Any] = {"global_batch_size": MICROBATCHES * MICROBATCH_SIZE, "num_microbatches": MICROBATCHES, "schedule": SCHEDULE}

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from capture.cli import options as shared
-from capture.cli.output import emit, progress, say, table
+from capture.cli.output import emit, say, table
+from capture.cli.progress import progress
 from capture.errors import PlanError
 from capture.plan import Plan
 from capture.quantities import parse_bytes
@@ -122,7 +123,7 @@ def main(options: argparse.Namespace) -> int:
     drawn = ({s: plan_of(stages, result, cluster, global_batch, num_microbatches, s) for s in schedules} for stages in draws)
     fitting = drawn if limit is None else _fitting(drawn, AdditivePredictor(result), limit)
     plans = {(i, s): plan for i, both in enumerate(islice(fitting, options.plans)) for s, plan in both.items()}
-    measurements.require([stage_config(s, microbatch_size) for plan in plans.values() for s in plan.stages], "stages of the plans")
+    measurements.require({"stages of the plans": [stage_config(s, microbatch_size) for plan in plans.values() for s in plan.stages]})
     say(options, "replaying the plans")
     default, paper = outcomes(plans, result, measurements, papers, known, known_to_paper)
     document = {

@@ -9,7 +9,8 @@ from typing import Any
 
 from capture.attribution import attribute, group
 from capture.cli import options as shared
-from capture.cli.output import emit, progress, table
+from capture.cli.output import emit, table
+from capture.cli.progress import progress
 from capture.errors import ProfileError
 from capture.plan import Plan, Remat
 from capture.quantities import format_bytes

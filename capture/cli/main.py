@@ -1,4 +1,7 @@
-"""The command line: one file per verb. Exit code 0 on success, 1 for an infeasible result, 2 for bad input."""
+"""The command line: one file per verb.
+
+Exit code 0 on success, 1 for an infeasible or incomplete result, 2 for bad input, 3 where the machines fail and the same command resumes.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ import traceback
 from collections.abc import Sequence
 
 from capture import __version__
-from capture.cli import demo, diff, evaluate, explain, export, plan, predict, profile, report, run, verify
+from capture.cli import demo, diff, evaluate, explain, export, jobs, plan, predict, profile, report, run, store, verify
+from capture.cli import options as shared
 from capture.errors import CaptureError, Violation
 
-VERBS = (demo, profile, plan, predict, verify, run, explain, report, diff, export, evaluate)
+VERBS = (demo, profile, jobs, store, plan, predict, verify, run, explain, report, diff, export, evaluate)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -40,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return options.main(options)
     except CaptureError as error:
         _report(options, error.violations)
-        return 2
+        return 3 if shared.ENDED_EARLY & set(error.codes) else 2
     except KeyboardInterrupt:
         print("interrupted; finished measurements are kept, the same command resumes", file=sys.stderr)
         return 130

@@ -21,14 +21,18 @@ BACKENDS = ("compile", "run", "alpa")
 #: What the backward pass recomputes is chosen per stage, by the search.
 AUTO = "auto"
 REMATS_OF_A_SEARCH = (*REMAT_POLICIES, AUTO)
+#: Codes of errors of the machines, not of the input: the same command resumes.
+ENDED_EARLY = {"store-write", "profile-worker", "ray-lost"}
 DEFAULT_NEIGHBOURS = 2
 DEFAULT_CALIBRATION_PLANS = 12
 DEFAULT_MICROBATCHES = 16
 DEFAULT_MICROBATCH_SIZE = 16
 
 
-def add_workload(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("workload", metavar="WORKLOAD", help="path/to/file.py:function?key=value or module:function")
+def add_workload(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    parser.add_argument(
+        "workload", metavar="WORKLOAD", nargs=None if required else "?", help="path/to/file.py:function?key=value or module:function"
+    )
     parser.add_argument("--num-layers", type=int, metavar="L", help="cut into L layers automatically (default: at the model's marks)")
 
 
@@ -40,8 +44,8 @@ def add_plan_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workload", metavar="WORKLOAD", help="of the plan, if it names none or the file has moved")
 
 
-def add_cluster(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cluster", required=True, metavar="NxG", help="N nodes of G devices, or a list of nodes such as 4+2")
+def add_cluster(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    parser.add_argument("--cluster", required=required, metavar="NxG", help="N nodes of G devices, or a list of nodes such as 4+2")
     parser.add_argument(
         "--target",
         default="cpu",
@@ -57,10 +61,11 @@ def add_question(
     schedules: Sequence[str] = tuple(SCHEDULES),
     schedule: str = "1f1b",
     remats: Sequence[str] = REMAT_POLICIES,
+    required: bool = True,
 ) -> None:
-    """What is asked (model, cluster, batch, schedule), and how its measurements are made."""
-    add_workload(parser)
-    add_cluster(parser)
+    """What is asked (model, cluster, batch, schedule), and how its measurements are made; ``required`` is of model and cluster."""
+    add_workload(parser, required)
+    add_cluster(parser, required)
     add_batch(parser, schedules, schedule, remats)
     add_store(parser)
     add_profiling(parser)
@@ -89,7 +94,16 @@ def add_batch(parser: argparse.ArgumentParser, schedules: Sequence[str], schedul
 def add_store(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--store", type=Path, metavar="FILE", help="measurements, kept and reused (default: ~/.cache/capture/store.sqlite)")
     parser.add_argument(
-        "--workers", type=int, default=2, metavar="N", help="worker processes that compile; 0: this one (default: %(default)s)"
+        "--workers", type=at_least(0), metavar="N", help="worker processes that measure, at most; 0: this one (default: 2, on Ray all)"
+    )
+    parser.add_argument(
+        "--ray", metavar="ADDRESS", help="measure on a Ray cluster: auto (the one this machine is a part of), local, or an address"
+    )
+    parser.add_argument(
+        "--accelerator", metavar="TYPE", help="with --ray and --backend run: Ray's name of the target's devices, such as A100"
+    )
+    parser.add_argument(
+        "--job-timeout", type=at_least(1), metavar="S", help="seconds after which a worker is ended that is not done (default: 3600)"
     )
 
 
@@ -153,6 +167,13 @@ def open_store(options: argparse.Namespace) -> Store:
     return Store(options.store or environment.default_store_path())
 
 
+def where_of(options: argparse.Namespace) -> Any:
+    """Where jobs run (``profiling_runs.Where``); ``options`` are those of ``add_store``."""
+    from profiling_runs.where import DEFAULT_TIMEOUT_SECONDS, Where
+
+    return Where(options.workers, options.ray, options.accelerator, options.job_timeout or DEFAULT_TIMEOUT_SECONDS)
+
+
 def open_plan_measurements(options: argparse.Namespace, plan: Plan, progress: Any) -> Any:
     """Measurements of a plan's workload, for its target; ``options`` are those of ``add_plan_workload`` and ``add_store``."""
     return _open_measurements(
@@ -185,7 +206,7 @@ def _open_measurements(
         num_layers=num_layers,
         tensor_parallel_rule=rule,
         store=open_store(options),
-        num_workers=options.workers,
+        where=where_of(options),
         progress=progress,
     )
 
@@ -210,6 +231,9 @@ def add_backend(parser: argparse.ArgumentParser) -> None:
         default=BACKENDS[0],
         help="compile compiles for the target and runs nothing; run executes the paper's profiling runs here, and alpa has them "
         "executed by Alpa on its Ray cluster, both with --mode paper (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--repeats", type=at_least(1), default=1, metavar="N", help="with --backend run: steps measured in every run (default: %(default)s)"
     )
     parser.add_argument("--alpa-python", metavar="PATH", help="the interpreter of Alpa's environment, for --backend alpa")
 
@@ -264,44 +288,73 @@ def check_measures_nothing(options: argparse.Namespace) -> None:
         )
 
 
+def asked(
+    options: argparse.Namespace,
+    microbatch_size: int,
+    *,
+    paper: tuple[str, int] | None = None,
+    remat: Remat | None = None,
+    shard_optimizer: bool | None = None,
+) -> dict[str, Any]:
+    """What a profile is asked for: arguments of ``profiling_runs.profile``; ``remat`` and ``shard_optimizer`` override the options."""
+    return {
+        "microbatch_size": microbatch_size,
+        "backend": options.backend,
+        "num_layers": options.num_layers,
+        "remat": remat_policies(options) if remat is None else (remat,),
+        "shard_optimizer": options.shard_optimizer if shard_optimizer is None else shard_optimizer,
+        "whole_nodes": options.whole_nodes,
+        "any_divisor": options.any_divisor,
+        "num_neighbours": options.neighbours,
+        "tensor_parallel_rule": options.tensor_parallel_rule,
+        "calibration_plans": options.calibration_plans,
+        "paper": paper,
+        "repeats": options.repeats,
+    }
+
+
+def prepare_backends(profiles: Sequence[argparse.Namespace]) -> None:
+    """Make this process one that can make all these profiles: their options decide its devices, once, before JAX is loaded."""
+    from capture.profiler.paper import most_run_devices
+
+    clusters = [(options, read_cluster(options)) for options in profiles]
+    num_devices = [c.num_devices if options.backend == "compile" else most_run_devices(c.num_devices) for options, c in clusters]
+    platforms = {Target.load(c.target).platform if options.backend == "compile" else "cpu" for options, c in clusters}
+    environment.prepare(num_devices=max(num_devices), platform=max(platforms, key=lambda platform: platform != "cpu"))
+
+
 def make_profile(
     options: argparse.Namespace,
     cluster: Cluster,
     microbatch_size: int,
     progress: Any,
     *,
-    paper: tuple[str, int] | None = None,
-    remat: Remat | None = None,
-    shard_optimizer: bool | None = None,
     memory_limit_bytes: int | None = None,
+    watch: Any = lambda event: None,
+    **changes: Any,
 ) -> Profile:
-    """Profile the workload of the options through the store; ``remat`` and ``shard_optimizer`` override the options."""
+    """Profile the workload of the options through the store; ``changes`` are those of ``asked``."""
     spec = WorkloadSpec.parse(options.workload)
-    from capture.profiler.paper import most_run_devices
-
-    if options.backend != "compile":
-        environment.prepare(num_devices=most_run_devices(cluster.num_devices))
-    else:
-        prepare(cluster)
+    prepare_backends([options])
     from profiling_runs import profile
 
     return profile(
         spec,
         cluster,
-        microbatch_size=microbatch_size,
-        backend=options.backend,
-        num_layers=options.num_layers,
-        remat=remat_policies(options) if remat is None else (remat,),
-        shard_optimizer=options.shard_optimizer if shard_optimizer is None else shard_optimizer,
-        whole_nodes=options.whole_nodes,
-        any_divisor=options.any_divisor,
-        num_neighbours=options.neighbours,
-        tensor_parallel_rule=options.tensor_parallel_rule,
-        calibration_plans=options.calibration_plans,
-        paper=paper,
+        **asked(options, microbatch_size, **changes),
         store=open_store(options),
-        num_workers=options.workers,
+        where=where_of(options),
         progress=progress,
+        watch=watch,
         memory_limit_bytes=memory_limit_bytes,
         alpa_python=options.alpa_python,
     )
+
+
+def list_jobs(options: argparse.Namespace, cluster: Cluster, microbatch_size: int, **changes: Any) -> Any:
+    """The jobs of ``make_profile`` with the same arguments (``profiling_runs.listing``); nothing is measured."""
+    spec = WorkloadSpec.parse(options.workload)
+    prepare_backends([options])
+    from profiling_runs.listing import list_jobs
+
+    return list_jobs(spec, cluster, open_store(options), **asked(options, microbatch_size, **changes))

@@ -1,4 +1,4 @@
-"""What verbs print: one JSON document, or tables for people; progress goes to standard error."""
+"""What verbs print: one JSON document, or tables for people; progress (``capture.cli.progress``) goes to standard error."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import argparse
 import json
 import math
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from capture.quantities import format_bytes
@@ -39,47 +38,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))) for row in cells]
     return "\n".join(line.rstrip() for line in lines)
-
-
-def progress(options: argparse.Namespace) -> Callable[[str, int, int], None]:
-    """A bar per kind of work on standard error; where that is no terminal, a line now and then."""
-    if options.quiet:
-        return lambda what, done, total: None
-    return _progress_bars() if sys.stderr.isatty() else _progress_lines()
-
-
-def _progress_bars() -> Callable[[str, int, int], None]:
-    from tqdm import tqdm
-
-    bars: dict[str, Any] = {}
-
-    def show(what: str, done: int, total: int) -> None:
-        if what not in bars or bars[what].total != total:
-            bars[what] = tqdm(total=total, desc=what, unit="stage", file=sys.stderr, dynamic_ncols=True)
-        bar = bars[what]
-        bar.update(done - bar.n)
-        if done == total:
-            bar.close()
-            del bars[what]
-
-    return show
-
-
-def _progress_lines(pause_seconds: float = 15.0) -> Callable[[str, int, int], None]:
-    began: dict[str, float] = {}
-    said: dict[str, float] = {}
-
-    def show(what: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        if what not in began or done == total or now - said[what] >= pause_seconds:
-            seconds = now - began.setdefault(what, now)
-            left = f", about {seconds / done * (total - done):.0f} s left" if seconds and 0 < done < total else ""
-            print(f"{what}: {done} of {total}, {seconds:.0f} s{left}", file=sys.stderr, flush=True)
-            said[what] = now
-        if done == total:
-            began.pop(what, None)
-
-    return show
 
 
 def say(options: argparse.Namespace, text: str) -> None:

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from capture.cli import options as shared
-from capture.cli.output import emit, progress, stage_table, table
+from capture.cli.output import emit, stage_table, table
+from capture.cli.progress import progress
 from capture.cli.suggest import cheapest_change
 from capture.cluster import Cluster
 from capture.errors import PlanError, ProfileError, Violation
 from capture.plan import Plan
 from capture.predictor.step_time import describe_time, has_times, predicted_timeline, time_summary
 from capture.profile import Profile
+from capture.profile_merge import merge_profiles
 from capture.quantities import format_bytes, parse_bytes
 from capture.schedule import SCHEDULES
 from capture.target import Target
@@ -31,7 +33,9 @@ AUTOSTAGE = "autostage"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_question(parser, remats=shared.REMATS_OF_A_SEARCH)
     shared.add_backend(parser)
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="use this profile instead of measuring")
+    parser.add_argument(
+        "--profile", type=Path, action="append", metavar="FILE", help="use this profile instead of measuring; again: put several together"
+    )
     parser.add_argument(
         "--memory", metavar="SIZE", help="limit per device, such as 40GB (default: what the target can use); exit code 1 if nothing fits"
     )
@@ -248,27 +252,29 @@ def _reprofile(options: argparse.Namespace, cluster: Cluster) -> Callable[..., P
 
 
 def _read_profile(options: argparse.Namespace) -> Profile:
-    """The profile of a file, for the workload as it is named now.
+    """The profile of one file or several, for the workload as it is named now.
 
     Raises:
-        ProfileError: ``profile-other-model`` if it is of another workload or number of layers, ``profile-choice`` if nothing was
-            profiled with the options of the stages.
+        ProfileError: ``profile-mixture`` if several do not belong together, ``profile-other-model`` if it is of another workload or number
+            of layers, ``profile-choice`` if nothing was profiled with the options of the stages.
     """
-    profile, named = Profile.load(options.profile), WorkloadSpec.parse(options.workload)
+    profiles, named = [Profile.load(path) for path in options.profile], WorkloadSpec.parse(options.workload)
+    profile = profiles[0] if len(profiles) == 1 else merge_profiles(profiles, shared.read_cluster(options).target)
+    files = ", ".join(map(str, options.profile))
     if profile.workload is not None and not _same_workload(profile.workload, named):
         raise ProfileError.of(
-            f"profile {str(options.profile)!r} is of {profile.workload}, and the workload is {named}; profile that one.",
+            f"profile {files!r} is of {profile.workload}, and the workload is {named}; profile that one.",
             "profile-other-model",
         )
     if options.num_layers not in (None, profile.graph.num_layers):
         raise ProfileError.of(
-            f"profile {str(options.profile)!r} has num_layers={profile.graph.num_layers}, and --num-layers asks for {options.num_layers}; "
+            f"profile {files!r} has num_layers={profile.graph.num_layers}, and --num-layers asks for {options.num_layers}; "
             "profile with that number.",
             "profile-other-model",
         )
     if options.tensor_parallel_rule != profile.tensor_parallel_rule:
         raise ProfileError.of(
-            f"profile {str(options.profile)!r} has tensor_parallel_rule={profile.tensor_parallel_rule!r}, and --tensor-parallel-rule is "
+            f"profile {files!r} has tensor_parallel_rule={profile.tensor_parallel_rule!r}, and --tensor-parallel-rule is "
             f"{options.tensor_parallel_rule!r}; ask for that of the profile, or profile again.",
             "profile-choice",
         )
@@ -284,7 +290,7 @@ def _read_profile(options: argparse.Namespace) -> Profile:
     if not {(policy, options.shard_optimizer) for policy in policies} <= kinds:
         profiled = sorted(f"remat={remat}, shard_optimizer={shard}" for remat, shard in kinds)
         raise ProfileError.of(
-            f"profile {str(options.profile)!r} has no stage with remat={options.remat}, shard_optimizer={options.shard_optimizer}; it has "
+            f"profile {files!r} has no stage with remat={options.remat}, shard_optimizer={options.shard_optimizer}; it has "
             f"{'; '.join(profiled) or 'none'}. Ask for those, or profile again.",
             "profile-choice",
         )

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from capture.cli import options as shared
-from capture.cli.output import emit, progress, table
+from capture.cli.output import emit, table
+from capture.cli.progress import progress
 from capture.headroom import Headroom
 from capture.plan import Plan
 from capture.predictor.step_time import describe_time, time_summary

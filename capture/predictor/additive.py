@@ -97,6 +97,14 @@ class AdditivePredictor:
                 self._tables[key] = self._extrapolated_table(choice, microbatch_size)
         return self._tables[key]
 
+    def can_predict(self, choice: StageChoice, microbatch_size: int) -> bool:
+        """Whether the profile holds all that predictions of a choice are built from."""
+        try:
+            self.table(choice, microbatch_size)
+        except ProfileError:
+            return False
+        return True
+
     def _extrapolated_table(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
         alike = {
             (known.data_parallel, known.tensor_parallel): known

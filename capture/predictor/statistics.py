@@ -12,7 +12,8 @@ Source: CAPTURE III-A1 and III-B1, per component instead of per peak; IV-B on se
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from itertools import count
 
 import numpy as np
 
@@ -55,6 +56,31 @@ def _contiguous(windows: Mapping[tuple[int, int], np.ndarray], num_layers: int) 
     if most < min(2, num_layers):
         raise KeyError(next((a, a + most + 1) for a in range(num_layers - most) if (a, a + most + 1) not in windows))
     return most
+
+
+def without_windows(missing: Collection[tuple[int, int]], wanted: Collection[tuple[int, int]]) -> str:
+    """What ``extend_windows`` does without some of the windows that were wanted, in words.
+
+    Args:
+        missing: (first, stop) of those that could not be measured, at least one.
+        wanted: All of them.
+
+    Example:
+        >>> without_windows([(0, 3)], [(a, a + n) for n in (1, 2, 3) for a in range(5 - n)])
+        'M_a with 2 neighbours is not known of every layer (without layers 0 to 2); it is taken with 1'
+        >>> without_windows([(2, 3)], [(2, 3)])
+        'M_i is not known of every layer (without layers 2 to 2); no stage is predicted or planned with it'
+    """
+    first, stop = min(missing, key=lambda window: (window[1] - window[0], window))
+    length, lengths = stop - first, {b - a for a, b in wanted}
+    longest = next(n for n in count(1) if n + 1 not in lengths)
+    lacks = f"(without layers {first} to {stop - 1})"
+    if length <= 2:
+        statistic = "M_i" if length == 1 else "M_a"
+        return f"{statistic} is not known of every layer {lacks}; no stage is predicted or planned with it"
+    if length <= longest:
+        return f"M_a with {length - 1} neighbours is not known of every layer {lacks}; it is taken with {length - 2}"
+    return f"windows of {length} layers are not complete {lacks}; the sum of M_a is not corrected by them"
 
 
 def _drift(table: np.ndarray, windows: Mapping[tuple[int, int], np.ndarray], most: int) -> np.ndarray:

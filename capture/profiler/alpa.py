@@ -21,7 +21,8 @@ from capture.alpa.placement import physical_shape
 from capture.cluster import Cluster
 from capture.errors import ExecutionError
 from capture.profiler.compile import PROGRAM_VERSION
-from capture.profiler.run import Executed, Machine, ProfilingRun, RunBackend
+from capture.profiler.profiling_run import Executed, Machine, ProfilingRun
+from capture.profiler.run import RunBackend
 from capture.store import Store
 from capture.workload import WorkloadSpec
 

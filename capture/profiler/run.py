@@ -13,8 +13,8 @@ Source: CAPTURE III-A; III-A2 on runs that go out of memory.
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -22,14 +22,13 @@ import jax
 import numpy as np
 
 from capture import environment
-from capture.choices import StageChoice
-from capture.cluster import Cluster
 from capture.errors import CaptureError
 from capture.graph import content_hash
-from capture.plan import Plan, StagePlan, TensorParallelRule
+from capture.plan import Plan, TensorParallelRule
 from capture.profile import StageConfig
 from capture.profiler.compile import PROGRAM_VERSION, CompileBackend
-from capture.profiler.paper import RunPeaks, ranges
+from capture.profiler.paper import RunPeaks
+from capture.profiler.profiling_run import Executed, Machine, ProfilingRun, replay_key
 from capture.quantities import format_bytes
 from capture.runtime.meter import AllocatorMeter, LiveArrayMeter, measure_step
 from capture.runtime.pipeline import PipelinedStep
@@ -38,75 +37,10 @@ from capture.store import Store
 from capture.workload import WorkloadProtocol, takes_key
 
 
-@dataclass(frozen=True)
-class ProfilingRun:
-    """One execution of a partitioning.
-
-    Attributes:
-        partitioning: Layers per stage.
-        choice: Of every stage.
-        microbatch_size: Examples in a micro-batch over all replicas.
-        num_microbatches: In a step.
-        schedule: ``"gpipe"`` or ``"1f1b"``.
-    """
-
-    partitioning: tuple[int, ...]
-    choice: StageChoice
-    microbatch_size: int
-    num_microbatches: int
-    schedule: str
-
-    @property
-    def num_devices(self) -> int:
-        return len(self.partitioning) * self.choice.num_devices
-
-    @property
-    def configs(self) -> list[StageConfig]:
-        """Its stages."""
-        return [StageConfig(first, stop, self.choice, self.microbatch_size) for first, stop in ranges(self.partitioning)]
-
-    def plan(self) -> Plan:
-        """The run as a plan on a flat cluster of its own size."""
-        choice, k = self.choice, self.choice.num_devices
-        stages = tuple(
-            StagePlan(
-                (first, stop - 1),
-                tuple(range(s * k, (s + 1) * k)),
-                choice.data_parallel,
-                choice.tensor_parallel,
-                choice.remat,
-                choice.shard_optimizer,
-            )
-            for s, (first, stop) in enumerate(ranges(self.partitioning))
-        )
-        global_batch_size = self.num_microbatches * self.microbatch_size
-        return Plan(Cluster((self.num_devices,)), sum(self.partitioning), stages, global_batch_size, self.num_microbatches, self.schedule)
-
-    def failed(self, why: str) -> RunPeaks:
-        """The result of a run that gave no peaks."""
-        dp, tp = self.choice.data_parallel, self.choice.tensor_parallel
-        name = f"run of {list(self.partitioning)} layers, data_parallel={dp} x tensor_parallel={tp}, {self.num_microbatches} micro-batches"
-        return RunPeaks((None,) * len(self.partitioning), (f"{name}: {why}",))
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The devices on which runs are made.
-
-    Attributes:
-        platform, device_kind: As JAX names them.
-        num_devices: That a process has.
-    """
-
-    platform: str
-    device_kind: str
-    num_devices: int
-
-    @classmethod
-    def here(cls) -> Machine:
-        """The devices of this process."""
-        devices = jax.devices()
-        return cls(devices[0].platform, devices[0].device_kind, len(devices))
+def machine_here() -> Machine:
+    """The devices of this process."""
+    devices = jax.devices()
+    return Machine(devices[0].platform, devices[0].device_kind, len(devices))
 
 
 class RunBackend:
@@ -137,7 +71,7 @@ class RunBackend:
     ):
         self.compiler = CompileBackend(workload, num_layers, rule, store)
         self.workload, self.memory_limit_bytes, self.fresh_process = workload, memory_limit_bytes, fresh_process
-        self.machine = Machine.here() if machine is None else machine
+        self.machine = machine_here() if machine is None else machine
         self._stage_keys: dict[StageConfig, str] = {}
         self._compiled: dict[Any, StagePrograms] = {}
 
@@ -168,16 +102,17 @@ class RunBackend:
                 self._stage_keys[config] = self.compiler.key(config)
         stages = [self._stage_keys[config] for config in run.configs]
         model_hash = self.compiler.traced(run.microbatch_size).graph.model_hash
-        return content_hash([self.provenance, model_hash, stages, run.schedule, run.num_microbatches])
+        repeats = [run.repeats] if run.repeats > 1 else []
+        return content_hash([self.provenance, model_hash, stages, run.schedule, run.num_microbatches, *repeats])
 
     def find(self, run: ProfilingRun) -> RunPeaks | None:
         """What is known of a run without making it; None if it must be made."""
         key = self.key(run)
-        found = self.store.get([key, _replay_key(key)])
+        found = self.store.get([key, replay_key(key)])
         if key in found:
             return self._limited(run, tuple(found[key]["peak_bytes_per_stage"]), "measured")
-        if _replay_key(key) in found:
-            replayed = self._limited(run, tuple(found[_replay_key(key)]["peak_bytes_per_stage"]), "replayed")
+        if replay_key(key) in found:
+            replayed = self._limited(run, tuple(found[replay_key(key)]["peak_bytes_per_stage"]), "replayed")
             if replayed.failures:
                 return replayed
         if run.num_devices > self.machine.num_devices:
@@ -195,8 +130,7 @@ class RunBackend:
         key, peaks = self.key(run), executed.peak_bytes_per_stage
         if peaks is None:
             return run.failed(executed.failure)
-        value = {"peak_bytes_per_stage": list(peaks), "meter": executed.meter}
-        self.store.put(key if executed.meter else _replay_key(key), value, provenance=self.provenance, seconds=seconds)
+        self.store.put(key if executed.meter else replay_key(key), executed.to_json(), provenance=self.provenance, seconds=seconds)
         return self._limited(run, peaks, "measured" if executed.meter else "replayed")
 
     def measure(self, run: ProfilingRun) -> RunPeaks:
@@ -216,7 +150,8 @@ class RunBackend:
             return Executed(None, "", str(error))
         except Exception as error:  # one run must not lose the others
             first_line = (str(error).splitlines() or [""])[0]
-            return Executed(None, "", ("out of memory: " if _is_out_of_memory(error) else f"{type(error).__name__}: ") + first_line)
+            failure = ("out of memory: " if _is_out_of_memory(error) else f"{type(error).__name__}: ") + first_line
+            return Executed(None, "", failure, traceback.format_exc())
 
     def _execute(self, run: ProfilingRun) -> Executed:
         plan, compiler = run.plan(), self.compiler
@@ -237,12 +172,15 @@ class RunBackend:
         key = keys[2] if takes_key(self.workload) else None
         state, metrics = step(state, batch, key)
         del metrics  # its losses are live
-        measured = measure_step(step, state, batch, key)
-        peaks, meter = measured.live_peak_bytes_per_device, LiveArrayMeter(step).meter
+        steps = []
+        for _ in range(run.repeats):
+            steps.append(measure_step(step, state, batch, key))
+            state = steps[-1].state
+        peaks, meter = _largest([one.live_peak_bytes_per_device for one in steps]), LiveArrayMeter(step).meter
         if self.fresh_process and initial is not None:
-            pairs = zip(measured.peak_bytes_per_device, initial, peaks, strict=True)
-            peaks = tuple(allocated if allocated > before else live for allocated, before, live in pairs)
-            meter = f"{measured.meter} where the steps raised it, else {meter}"
+            allocated = _largest([one.peak_bytes_per_device for one in steps])
+            peaks = tuple(a if a > before else live for a, before, live in zip(allocated, initial, peaks, strict=True))
+            meter = f"{steps[0].meter} where the steps raised it, else {meter}"
         return Executed(_per_stage(plan, peaks), meter)
 
     def _reuse_programs(self, step: PipelinedStep) -> None:
@@ -255,28 +193,12 @@ class RunBackend:
             step.stages[s] = self._compiled.setdefault((plan.stages[s], size, stage.arriving), stage)
 
 
-@dataclass(frozen=True)
-class Executed:
-    """What came of an attempt to make a run; plain data, to be sent between processes.
-
-    Attributes:
-        peak_bytes_per_stage: On each device of a stage; None if the run failed.
-        meter: What they were read from; empty if they were only replayed, because they are above the limit.
-        failure: Why there are none.
-    """
-
-    peak_bytes_per_stage: tuple[int, ...] | None
-    meter: str
-    failure: str = ""
-
-
 def _per_stage(plan: Plan, per_device: Sequence[int]) -> tuple[int, ...]:
     return tuple(max(per_device[d] for d in stage.devices) for stage in plan.stages)
 
 
-def _replay_key(key: str) -> str:
-    """Of the replayed peaks of a run that is above a limit."""
-    return content_hash([key, "replay"])
+def _largest(peaks_of_steps: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(max(peaks) for peaks in zip(*peaks_of_steps, strict=True))
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -1,0 +1,145 @@
+"""Look after the store of measurements: list it, show one, copy, merge and clean it.
+
+ls                         counts by state and kind of job; --state lists those jobs
+show KEY                   one measurement or job, also by the beginning of its key
+retry [KEY ...]            let jobs that were set aside be tried again (all, if none is named)
+export FILE, import FILE   one JSON document per line, with everything that is known of a measurement
+merge FILE                 take what another store has; what is here stays
+gc                         forget jobs that were not done, and with options also measurements
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from capture import environment
+from capture.cli import options as shared
+from capture.cli.output import emit, table
+from capture.errors import ProfileError
+from capture.store import STATES, Row, Store
+
+NAME = "store"
+HELP = "look after the store of measurements"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--store", type=Path, metavar="FILE", help="default: ~/.cache/capture/store.sqlite")
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+
+    def add(name: str, action: Callable[[argparse.Namespace, Store], None], text: str) -> argparse.ArgumentParser:
+        sub = actions.add_parser(name, help=text, description=text)
+        for option in ("--json", "--quiet"):  # as before the action
+            sub.add_argument(option, action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        sub.set_defaults(action=action)
+        return sub
+
+    add("ls", _ls, "count jobs, or list those in a state").add_argument("--state", choices=STATES, help="list the jobs in this state")
+    add("show", _show, "show one measurement or job").add_argument("key", metavar="KEY", help="or its beginning")
+    add("retry", _retry, "let jobs that were set aside be tried again").add_argument("keys", nargs="*", metavar="KEY", help="default: all")
+    add("export", _export, "write everything, one JSON document per line").add_argument("file", type=Path, metavar="FILE")
+    add("import", _import, "read what export wrote").add_argument("file", type=Path, metavar="FILE")
+    add("merge", _merge, "take what another store has").add_argument("file", type=Path, metavar="FILE")
+    gc = add("gc", _gc, "forget jobs that were not done, and with options also measurements")
+    gc.add_argument("--older-than", type=shared.at_least(0), metavar="DAYS", help="also measurements that were made before")
+    gc.add_argument("--other-versions", action="store_true", help="also measurements of other versions of JAX or capture's programs")
+    gc.add_argument("--dry-run", action="store_true", help="only say how much that would be")
+
+
+def main(options: argparse.Namespace) -> int:
+    path = options.store or environment.default_store_path()
+    if not path.exists() and options.action not in (_import, _merge):
+        raise ProfileError.of(f"store {str(path)!r} does not exist; name one with --store, or make it with capture profile.", "store-file")
+    options.action(options, Store(path))
+    return 0
+
+
+def _ls(options: argparse.Namespace, store: Store) -> None:
+    rows = list(store.rows(options.state))
+    counts = Counter((row.state, row.job.get("kind", "unknown"), row.provenance.get("target", row.job.get("backend", ""))) for row in rows)
+    document: dict[str, Any] = {
+        "store": str(store.path),
+        "num_measurements": len(store),
+        "jobs": [{"state": s, "kind": k, "target": t, "count": n} for (s, k, t), n in sorted(counts.items())],
+    }
+    text = table(["kind", "state", "target", "jobs"], [[k, s, t, n] for (s, k, t), n in sorted(counts.items())])
+    if options.state:
+        document["keys"] = {row.key: {**row.job, "attempts": row.attempts, "error": row.error} for row in rows}
+        text = table(
+            ["key", "kind", "attempts", "workload", "error"],
+            [[row.key, row.job.get("kind", ""), row.attempts, row.job.get("workload"), row.error.partition("\n")[0][:60]] for row in rows],
+        )
+    emit(options, document, text if rows else "nothing")
+
+
+def _show(options: argparse.Namespace, store: Store) -> None:
+    rows = list(store.rows(key_prefix=options.key))
+    if len(rows) != 1:
+        raise ProfileError.of(f"{len(rows)} keys of store {str(store.path)!r} begin with {options.key!r}; name one.", "store-key")
+    document = asdict(rows[0])
+    traceback = document["traceback"]
+    emit(options, document, json.dumps({**document, "traceback": bool(traceback)}, indent=2) + (f"\n{traceback}" if traceback else ""))
+
+
+def _retry(options: argparse.Namespace, store: Store) -> None:
+    count = store.retry(options.keys or None)
+    emit(options, {"num_retried": count}, f"{count} jobs wait again")
+
+
+def _export(options: argparse.Namespace, store: Store) -> None:
+    with options.file.open("w") as file:
+        count = sum(bool(file.write(json.dumps(asdict(row)) + "\n")) for row in store.rows())
+    emit(options, {"num_rows": count, "file": str(options.file)}, f"{count} rows -> {options.file}")
+
+
+def _import(options: argparse.Namespace, store: Store) -> None:
+    _say_added(options, *store.add(_read(options.file)))
+
+
+def _read(path: Path) -> Iterator[Row]:
+    with path.open() as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                yield Row(**json.loads(line))
+            except (json.JSONDecodeError, TypeError) as error:
+                raise ProfileError.of(
+                    f"{str(path)!r}, line {number}, is not what capture store export writes: {error}. Nothing was imported.", "store-import"
+                ) from None
+
+
+def _merge(options: argparse.Namespace, store: Store) -> None:
+    if not options.file.exists():
+        raise ProfileError.of(f"store {str(options.file)!r} does not exist.", "store-file")
+    _say_added(options, *store.add(Store(options.file).rows()))
+
+
+def _say_added(options: argparse.Namespace, added: int, different: list[str]) -> None:
+    text = f"{added} measurements added"
+    if different:
+        text += f"; {len(different)} are here with another value, which stays: {', '.join(different[:5])}"
+    emit(options, {"num_added": added, "different": different}, text)
+
+
+def _gc(options: argparse.Namespace, store: Store) -> None:
+    limit = None
+    if options.older_than is not None:
+        limit = (datetime.now(UTC) - timedelta(days=options.older_than)).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+    def unwanted(row: Row) -> bool:
+        if row.created is None:
+            return True
+        if options.other_versions:
+            given = row.provenance.get("versions", {})
+            here = environment.versions("cuda") | environment.versions("tpu")
+            if any(here.get(name) != version for name, version in given.items()):
+                return True
+        return limit is not None and row.created < limit
+
+    count = sum(map(unwanted, store.rows())) if options.dry_run else store.remove(unwanted)
+    emit(options, {"num_removed": count, "dry_run": options.dry_run}, f"{count} rows {'would be ' if options.dry_run else ''}removed")

@@ -1,0 +1,152 @@
+"""Have jobs done, wherever: one loop between the queue, the runner and the store, in which nothing that was finished is lost.
+
+The process that runs this loop owns the store. A result is committed before anything else is done with it, so whatever ends the process
+(a signal, a full disk, the loss of the cluster), finished measurements stay, and the same jobs resume where they stopped.
+
+A job that fails is tried again; one that fails again and again is set aside with its traceback, and its batch goes on without it:
+
+    refused by the library itself       at once: it will say the same again
+    raised an exception                 after 2 attempts
+    its worker ended, or it timed out   after 5 and 2 attempts; from the second on it is tried alone, when all others are done
+    its node was lost                   after 20: that is no fault of the job, and its worker's sudden silence most likely none
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from typing import Any
+
+from capture.errors import ProfileError
+from capture.store import Store
+from capture.workload import WorkloadSpec
+from profiling_runs.jobs import Failure, Job, Outcome, Queue
+from profiling_runs.pool import Runner
+
+#: After so many a job is set aside. Workers are also killed from outside, so a single loss says little.
+MAX_ATTEMPTS: dict[Failure, int] = {"refused": 1, "raised": 2, "timed out": 2, "lost": 5, "node lost": 20}
+#: Called with (kind of jobs, done, total).
+Progress = Callable[[str, int, int], None]
+#: Called with what happened to a job, as plain data for a line of JSON.
+Watch = Callable[[Mapping[str, Any]], None]
+
+_POLL_SECONDS = 1.0
+
+
+class Batch:
+    """Jobs of one model, and where what comes of them is kept.
+
+    Args:
+        jobs: With different keys.
+        store: Owned by this process.
+        provenance: Of the measurements: backend, target, versions, flags.
+        workload: By name, for the store's rows.
+        progress: Told of every kind of job as it grows.
+        watch: Told of every start and end of a job.
+    """
+
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        store: Store,
+        provenance: Mapping[str, Any],
+        workload: WorkloadSpec | None = None,
+        progress: Progress = lambda what, done, total: None,
+        watch: Watch = lambda event: None,
+    ):
+        self._store, self._provenance, self._progress, self._watch = store, provenance, progress, watch
+        self._totals, self._done = Counter(job.kind for job in jobs), Counter[str]()
+        self._failures: dict[str, Counter[Failure]] = {}
+        backend = str(provenance.get("backend", ""))
+        set_aside = store.enqueue({job.key: job.to_json(workload, backend) for job in jobs})
+        self._set_aside = [Outcome(job, None, error=_known(set_aside[job.key])) for job in jobs if job.key in set_aside]
+        self._queue = Queue([job for job in jobs if job.key not in set_aside])
+
+    def run(self, open_runner: Callable[[], Runner]) -> Iterator[Outcome]:
+        """Have the jobs done, and yield the last outcome of each: a value that is in the store, or why it was set aside.
+
+        Args:
+            open_runner: Called if there is anything to do; the runner is closed at the end, also by an exception.
+
+        Raises:
+            ProfileError: ``store-write`` if the disk does not take a result; what the runner raises when nothing can run at all.
+        """
+        for kind, total in self._totals.items():
+            self._progress(kind, 0, total)
+        for outcome in self._set_aside:
+            self._say(outcome.job, "set aside", error=outcome.error)
+            self._queue.settle(outcome.job.key, None)
+            yield self._settled(outcome)
+        if not self._queue:
+            return
+        running: set[str] = set()
+        with closing(open_runner()) as runner:
+            try:
+                while self._queue or running:
+                    self._hand_out(runner, running)
+                    outcomes = runner.finished(_POLL_SECONDS)
+                    last = [outcome for outcome in outcomes if self._judge(outcome)]  # all are kept before anybody hears of one
+                    running -= {outcome.job.key for outcome in outcomes}
+                    for outcome in last:
+                        yield self._settled(outcome)
+            finally:
+                with suppress(ProfileError):  # a store that cannot be written has raised already; the next batch frees them too
+                    self._store.release(running)
+
+    def _hand_out(self, runner: Runner, running: set[str]) -> None:
+        for slot in runner.idle():
+            job = self._queue.take(slot.group, alone=not running)
+            if job is None:
+                return
+            runner.start(slot, job)
+            running.add(job.key)
+            self._store.start(job.key, slot.name)
+            self._say(job, "running", worker=slot.name)
+
+    def _judge(self, outcome: Outcome) -> bool:
+        """Keep what came of an attempt. Whether it was the last one of its job."""
+        job, failure = outcome.job, outcome.failure
+        facts = {"seconds": round(outcome.seconds, 6), "worker": outcome.worker}
+        if failure is None:
+            self._store.finish(
+                job.key,
+                outcome.value,
+                provenance=self._provenance,
+                seconds=outcome.seconds,
+                worker=outcome.worker,
+                stored_key=outcome.stored_key,
+            )
+            self._say(job, "done", **facts)
+            self._queue.settle(job.key, outcome.value)
+            return True
+        seen = self._failures.setdefault(job.key, Counter())
+        seen[failure] += 1
+        given_up = seen[failure] >= MAX_ATTEMPTS[failure]
+        blameless = failure == "node lost" and not given_up
+        if blameless:
+            self._store.release([job.key])
+        else:
+            self._store.fail(job.key, outcome.error, outcome.traceback, set_aside=given_up)
+        self._say(job, "set aside" if given_up else "pending" if blameless else "failed", **facts, error=outcome.error)
+        if given_up:
+            self._queue.settle(job.key, None)
+        elif seen.total() > seen["node lost"] + 1:
+            self._queue.add_last(job)
+        else:
+            self._queue.add(job)
+        return given_up
+
+    def _settled(self, outcome: Outcome) -> Outcome:
+        kind = outcome.job.kind
+        self._done[kind] += 1
+        self._progress(kind, self._done[kind], self._totals[kind])
+        return outcome
+
+    def _say(self, job: Job, state: str, **facts: Any) -> None:
+        self._watch({"event": "job", "time": time.time(), "key": job.key, "kind": job.kind, "state": state, **facts})
+
+
+def _known(error: str) -> str:
+    return f"{error} (set aside by an earlier command; capture store retry lets it be tried again)"
