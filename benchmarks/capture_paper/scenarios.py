@@ -46,6 +46,7 @@ from capture.target import Target
 from capture.workload import WorkloadSpec
 from profiling_runs.profile import Measurements, open_measurements, profile
 from profiling_runs.verify import Verification, verify, with_verified
+from profiling_runs.where import Where
 from recommender import recommend
 from recommender.autostage import LABEL, autostage
 from recommender.recommendation import Recommendation, baseline_plan
@@ -141,7 +142,7 @@ def profiled(model: Model, options: argparse.Namespace, max_devices: int = CLUST
         target=TARGET,
         num_layers=model.num_layers,
         store=Store(folder / "store.sqlite"),
-        num_workers=options.workers,
+        where=Where(options.workers),
         progress=partial(say, model.name),
     )
     if not file.exists():
