@@ -152,7 +152,7 @@ def test_figure_6_has_twelve_panels_of_five_configurations(of_paper):
     assert {name for schedule, name in hybrid if schedule == "1f1b"} == set(scenarios.LARGEST)
     assert len({name for _, name in hybrid}) == 5
     assert all(model.global_batch % model.num_microbatches == 0 for model in scenarios.MODELS.values())
-    choices = scenarios.stage_choices(32)
+    choices = scenarios.stage_choices(32, 16)
     assert len(choices) == len(set(choices)) == 1 + 2 + 3 + 3 + 3 and all(c.tensor_parallel <= 4 for c in choices)
 
 

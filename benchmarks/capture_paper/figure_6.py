@@ -41,7 +41,7 @@ def main() -> int:
 
 
 def row(scenario: Scenario, options: Any) -> dict[str, Any]:
-    planner = Planner(profiled(scenario.model, options, 16 if scenario.is_hybrid else 1), scenario)
+    planner = Planner(profiled(scenario.model, options), scenario)
     alpa = planner.alpa()
     alpa, restricted = (alpa, False) if not scenario.is_hybrid else fitting(planner, alpa)
     ours, found = planner.ours()

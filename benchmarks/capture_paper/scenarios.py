@@ -73,6 +73,7 @@ class Model:
         workload: Of the zoo.
         global_batch, num_microbatches: Of a step.
         num_layers: Cut automatically; None cuts at the model's marks.
+        max_stage_devices: What is profiled; 1 for pipelining alone.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Model:
     global_batch: int
     num_microbatches: int
     num_layers: int | None = None
+    max_stage_devices: int = 16
 
     @property
     def slug(self) -> str:
@@ -123,16 +125,16 @@ class Profiled:
     is_whole: bool
 
 
-def stage_choices(microbatch_size: int, max_devices: int = CLUSTER.num_devices) -> list[StageChoice]:
+def stage_choices(microbatch_size: int, max_devices: int) -> list[StageChoice]:
     """The space of both planners: Alpa's default, tensor parallelism inside nodes and data parallelism across them."""
     hybrid = hybrid_choices(max_devices, remat="full", shard_optimizer=True)
     found = choices_to_profile(CLUSTER, hybrid, microbatch_size, whole_nodes=True)
     return [choice for choice in found if choice.tensor_parallel <= CLUSTER.nodes[0]]
 
 
-def profiled(model: Model, options: argparse.Namespace, max_devices: int = CLUSTER.num_devices) -> Profiled:
+def profiled(model: Model, options: argparse.Namespace) -> Profiled:
     """The model's profile, made at the first time; interrupted, it resumes."""
-    folder = options.folder / (model.slug if max_devices == CLUSTER.num_devices else f"{model.slug}-up-to-{max_devices}")
+    folder = options.folder / model.slug
     folder.mkdir(parents=True, exist_ok=True)
     file, told = folder / "profile.json", folder / "profile_seconds.json"
     is_cold = not (folder / "store.sqlite").exists()
@@ -152,7 +154,7 @@ def profiled(model: Model, options: argparse.Namespace, max_devices: int = CLUST
             WorkloadSpec.parse(model.workload),
             CLUSTER,
             microbatch_size=microbatch_size,
-            choices=stage_choices(microbatch_size, max_devices),
+            choices=stage_choices(microbatch_size, model.max_stage_devices),
             whole_nodes=True,
             calibration_plans=0,  # nothing here needs intervals
             measurements=measurements,
@@ -202,7 +204,9 @@ SCHEDULE_NAMES = {"1f1b": "1F1B", "gpipe": "GPipe"}
 
 def pipelining_model(model: Model) -> Model:
     """The model that pipelining alone cuts: Wide-ResNet needs more than its 16 blocks to leave a choice."""
-    return replace(model, name=f"{model.name}, 32 layers", num_layers=32) if model.family == "Wide-ResNet" else model
+    if model.family != "Wide-ResNet":
+        return model
+    return replace(model, name=f"{model.name}, 32 layers", num_layers=32, max_stage_devices=1)
 
 
 SCENARIOS = tuple(
