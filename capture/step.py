@@ -252,14 +252,14 @@ def _pushed(passes: _Passes, schedule: Schedule) -> Iterator[Instruction]:
 
 
 def _pulled(passes: _Passes, schedule: Schedule) -> Iterator[Instruction]:
-    """What a program makes is sent in the clock of the program that reads it, before anything that was sent is freed."""
+    """What a program makes is sent in the clock of the program that reads it, to the first stage first, and freed once all have it."""
     for s in range(len(passes.stages)):
         for m in range(schedule.num_microbatches):
             yield from passes.feed(s, m, "start of the step")
     waiting: defaultdict[Task, list[Instruction]] = defaultdict(list)
     for clock in schedule.clocks:
-        arriving = [instruction for task in clock for instruction in waiting.pop(task, ())]
-        yield from sorted(arriving, key=lambda instruction: isinstance(instruction, Free))
+        for task in sorted(clock, key=lambda task: task.stage_id):
+            yield from waiting.pop(task, ())
         for task in clock:
             transfers: list[Instruction] = []
             yield from passes.run(task, transfers)
