@@ -371,7 +371,7 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
         default=Path.home() / ".cache" / "capture" / "paper",
         help="of profiles and compiled stages, which the scripts share; interrupted, they resume there (default: %(default)s)",
     )
-    parser.add_argument("--only", metavar="TEXT", help="of the models those whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="of the models those whose name contains one of these")
     parser.add_argument("--workers", type=int, default=2, help="processes that compile (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print the document on standard output")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the document here, and its figure beside it as .svg")
@@ -384,7 +384,7 @@ def prepare() -> None:
 
 
 def is_chosen(model: Model, options: argparse.Namespace) -> bool:
-    return not options.only or options.only in model.name
+    return any(text in model.name for text in options.only)
 
 
 def finish(name: str, rows: list[dict[str, Any]], options: argparse.Namespace, text: str, svg: str | None, **more: Any) -> int:
