@@ -81,6 +81,11 @@ class Devices:
         """The same devices with another memory limit."""
         return replace(self, memory_limit_bytes=Sourced(memory_limit_bytes, source))
 
+    def group(self, size: int, stride: int = 1) -> Devices:
+        """So many of the devices, a stride apart in device order, as devices of their own."""
+        per_node = max(1, min(size, self.devices_per_node // stride))
+        return replace(self, num_nodes=-(-size // per_node), devices_per_node=per_node)
+
     def gather_seconds(self, nbytes: float, group_size: int, stride: int = 1) -> float:
         """An all-gather, or a reduce-scatter, of an array of so many bytes.
 

@@ -55,6 +55,13 @@ def exact(problem: ShardingProblem) -> ShardingResult:
     return answer(problem, best, algorithm="exact", optimal=True, num_explored=num_explored, num_batch_sizes=len(sizes))
 
 
+def fastest_at(problem: ShardingProblem, batch_size: int) -> ShardingPlan | None:
+    """The fastest plan at one batch size, proven: a candidate of Algorithm 1; None if nothing fits."""
+    options = problem.options(batch_size)
+    chosen, _ = cheapest(options, problem.memory_limit_bytes)
+    return None if chosen is None else plan_of(problem, batch_size, options, chosen)
+
+
 def cheapest(options: Options, limit: float, below_seconds: float = np.inf) -> tuple[list[list[int]] | None, int]:
     """The modes of least total seconds within a memory limit.
 
