@@ -40,7 +40,7 @@ def test_layers_and_stages():
     assert [len(layer) for layer in layers] == [3, *[2] * 6, 3]  # the embedding with the first, the head with the last
     weights = [sum(operator.flops for operator in layer) for layer in layers]
     for num_stages in (1, 3, 4, 8):
-        stages = stages_of(SMALL, num_stages)
+        stages = [stage.operators for stage in stages_of(SMALL, num_stages)]
         assert len(stages) == num_stages and sum(stages, ()) == SMALL.operators
         ways = ([0, *cuts, 8] for cuts in combinations(range(1, 8), num_stages - 1))
         least = min(max(sum(weights[first:stop]) for first, stop in pairwise(cuts)) for cuts in ways)

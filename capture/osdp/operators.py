@@ -34,7 +34,8 @@ class Operator:
 
     Attributes:
         name: For people.
-        kind: Products (``matmul``, ``conv``) can be split into slices whose results are added; tables and the rest cannot.
+        kind: Products (``matmul``, ``conv``) and tables (``embedding``) can be split into slices whose results are added: of inputs, or of
+            rows, where a row that is in another slice counts as zero. Whatever is ``other`` cannot.
         parameter_bytes: S_i of the paper.
         activation_bytes: What its forward pass keeps for the backward pass, per example.
         input_bytes: Of its activations' inputs, per example: what is kept where it is rematerialised.
@@ -56,8 +57,8 @@ class Operator:
 
     @property
     def can_split(self) -> bool:
-        """Whether partial products over slices of its inputs add up to its result (paper, 3.3)."""
-        return self.kind in ("matmul", "conv")
+        """Whether partial results over slices of its inputs add up to its result (paper, 3.3)."""
+        return self.kind != "other"
 
     def violations(self) -> Iterator[Violation]:
         """What is wrong with it."""

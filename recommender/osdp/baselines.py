@@ -165,7 +165,7 @@ def _pipelined(costs: Costs, tensor: int, stages: int, schedule: PipelineSchedul
     parts = Pipeline(inside if sharded else OneMode(inside, DP), stages, devices, schedule)
     for count in (1 << power for power in range((MICROBATCHES_PER_STAGE * stages).bit_length())):
         largest = parts.largest_microbatch(count)
-        sizes = np.unique(np.geomspace(1, largest, 8).astype(int)).tolist() if sharded and largest else [largest]
+        sizes = np.unique(np.geomspace(1, largest, 4).astype(int)).tolist() if sharded and largest else [largest]
         for size in filter(None, sizes):
             speed = replicas * count * size / parts.step_seconds(size, count)
             yield Outcome("ok", speed, f"dp {replicas}, tp {tensor}, pp {stages}, {count} x {size}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Literal
 
@@ -45,12 +45,9 @@ class Pipeline:
     def step_seconds(self, microbatch_size: int, num_microbatches: int) -> float:
         """Seconds of a step of so many micro-batches of so many examples per replica; infinite if some stage does not fit."""
         busy, filling = [], []
-        stages = stages_of(self.cost.model, self.num_stages)
-        limit = self.cost.devices.memory_limit_bytes.value
-        for stage_id, operators in enumerate(stages):
-            in_flight = num_microbatches if self.schedule == "gpipe" else min(self.num_stages - stage_id, num_microbatches)
-            options, once = self._options(operators, microbatch_size, num_microbatches, in_flight)
-            chosen, _ = cheapest(options, limit)
+        for stage_id, stage in enumerate(self._stages):
+            options, once = self._options(stage_id, microbatch_size, num_microbatches)
+            chosen, _ = cheapest(options, self.cost.devices.memory_limit_bytes.value)
             if chosen is None:
                 return float("inf")
             rows = [(kind, pick) for kind, picks in enumerate(chosen) for pick in picks]
@@ -58,38 +55,45 @@ class Pipeline:
             sent = 0.0
             if stage_id:
                 stride = self.cluster.num_devices // self.num_stages
-                sent = 2 * self.cluster.send_seconds(microbatch_size * operators[0].input_bytes, stride)  # and its gradient back
+                sent = 2 * self.cluster.send_seconds(microbatch_size * stage.operators[0].input_bytes, stride)  # and its gradient back
             busy.append(seconds + num_microbatches * sent)
             filling.append((seconds - sum(float(once[row]) for row in rows)) / num_microbatches + sent)
         last = int(np.argmax(busy))
         return busy[last] + sum(filling) - filling[last]
 
+    @cached_property
+    def _stages(self) -> tuple[OperatorModel, ...]:
+        return stages_of(self.cost.model, self.num_stages)
+
     def largest_microbatch(self, num_microbatches: int) -> int:
         """Most examples of a micro-batch that fit; 0 if one does not."""
-        fits, stop = 0, 1
-        while np.isfinite(self.step_seconds(stop, num_microbatches)):
-            fits, stop = stop, 2 * stop
-        while stop - fits > 1:
-            middle = (fits + stop) // 2
-            if np.isfinite(self.step_seconds(middle, num_microbatches)):
-                fits = middle
-            else:
-                stop = middle
-        return fits
+        limit = self.cost.devices.memory_limit_bytes.value
 
-    def _options(self, operators: Sequence[Operator], size: int, num_microbatches: int, in_flight: int) -> tuple[Options, np.ndarray]:
+        def fits(size: int) -> bool:
+            return all(self._options(i, size, num_microbatches)[0].least_bytes() <= limit for i in range(self.num_stages))
+
+        least, stop = 0, 1
+        while fits(stop):
+            least, stop = stop, 2 * stop
+        while stop - least > 1:
+            middle = (least + stop) // 2
+            least, stop = (middle, stop) if fits(middle) else (least, middle)
+        return least
+
+    def _options(self, stage_id: int, size: int, num_microbatches: int) -> tuple[Options, np.ndarray]:
         """What may be chosen in a stage, and what of its seconds comes once per step rather than per micro-batch."""
-        kinds = OperatorModel("stage", (Block(tuple(operators)),)).counts
-        modes = tuple(self.cost.modes(operators[first]) for first, _ in kinds)
+        stage = self._stages[stage_id]
+        in_flight = num_microbatches if self.schedule == "gpipe" else min(self.num_stages - stage_id, num_microbatches)
+        kinds = [stage.operators[first] for first, _ in stage.counts]
+        modes = tuple(map(self.cost.modes, kinds))
         columns = np.full((4, len(kinds), max(map(len, modes))), np.inf)
-        for i, (first, _) in enumerate(kinds):
+        for i, operator in enumerate(kinds):
             for j, mode in enumerate(modes[i]):
-                operator = operators[first]
                 kept, one = self.cost.cost(operator, mode, in_flight * size), self.cost.cost(operator, mode, size)
                 once = self.cost.cost(operator, mode, 0).seconds if mode == DP else 0.0
                 seconds = self.cost.cost(operator, mode, num_microbatches * size).seconds if mode == DP else num_microbatches * one.seconds
                 columns[:, i, j] = kept.resident_bytes, one.transient_bytes, seconds, once
-        counts = np.array([count for _, count in kinds])
+        counts = np.array([count for _, count in stage.counts])
         return Options(counts, modes, np.ceil(columns[0]), np.ceil(columns[1]), columns[2]), columns[3]
 
 
@@ -113,7 +117,7 @@ def _layers(model: OperatorModel) -> Iterator[tuple[Operator, ...]]:
 
 
 @lru_cache(maxsize=256)
-def stages_of(model: OperatorModel, num_stages: int) -> tuple[tuple[Operator, ...], ...]:
+def stages_of(model: OperatorModel, num_stages: int) -> tuple[OperatorModel, ...]:
     """The layers in contiguous stages, the largest FLOPs of a stage as small as possible."""
     layers = layers_of(model)
     weights = [sum(operator.flops for operator in layer) + 1 for layer in layers]
@@ -125,7 +129,10 @@ def stages_of(model: OperatorModel, num_stages: int) -> tuple[tuple[Operator, ..
         else:
             low = middle + 1
     cuts = [0, *np.cumsum([len(part) for part in _packed(weights, low, num_stages)]).tolist()]
-    return tuple(tuple(operator for layer in layers[first:stop] for operator in layer) for first, stop in pairwise(cuts))
+    parts = (tuple(operator for layer in layers[first:stop] for operator in layer) for first, stop in pairwise(cuts))
+    return tuple(
+        OperatorModel(f"{model.name}, stage {i}", (Block(part),), model.state_bytes_per_parameter_byte) for i, part in enumerate(parts)
+    )
 
 
 def _packed(weights: Sequence[int], limit: int, num_parts: int) -> list[list[int]]:
