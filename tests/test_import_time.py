@@ -24,6 +24,7 @@ FRAMEWORK_FREE = (
     "capture.graph",
     "capture.interface",
     "capture.ledger",
+    "capture.osdp",
     "capture.plan",
     "capture.predictor",
     "capture.profile",

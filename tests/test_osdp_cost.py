@@ -49,6 +49,7 @@ def test_the_papers_slices_are_operators_of_their_own():
 def test_one_device_has_nothing_to_send_or_to_share():
     alone = PaperCost(MODEL, devices(8e9, per_node=1))
     assert cost_of(alone, DP) == cost_of(alone, ZDP) and cost_of(alone, DP)[2] == pytest.approx(2 * GAMMA)
+    assert alone.modes(PRODUCT) == StepCost(MODEL, alone.devices).modes(PRODUCT) == (DP,)
 
 
 def test_gathering_is_transient_and_falls_with_the_slices():

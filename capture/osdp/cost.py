@@ -87,7 +87,7 @@ class CostModel(Protocol):
 def sliced_modes(operator: Operator, granularities: tuple[int, ...], groups: tuple[int | None, ...] = (None,)) -> tuple[Mode, ...]:
     """DP, and k of g slices in ZDP for every granularity g: 0 and 1 both mean unsplit (O-j).
 
-    An operator without parameters has nothing to shard; one that cannot be split has DP and ZDP.
+    An operator without parameters has nothing to shard, one that cannot be split has DP and ZDP.
 
     Example:
         >>> [str(mode) for mode in sliced_modes(Operator("", "matmul", 8, 0, 0, 0), (2,))]
@@ -124,7 +124,7 @@ class PaperCost:
     remat: bool = False
 
     def modes(self, operator: Operator) -> tuple[Mode, ...]:
-        return sliced_modes(operator, self.granularities)
+        return sliced_modes(operator, self.granularities) if self.devices.num_devices > 1 else (DP,)
 
     def cost(self, operator: Operator, mode: Mode, batch_size: BatchSize) -> Cost:
         n, link = self.devices.num_devices, self.devices.ring
@@ -184,6 +184,8 @@ class StepCost:
 
     def modes(self, operator: Operator) -> tuple[Mode, ...]:
         devices = self.devices
+        if devices.num_devices == 1:
+            return (DP,)
         by_node = self.node_groups and devices.num_nodes > 1 and devices.devices_per_node > 1
         return sliced_modes(operator, self.granularities, (None, devices.devices_per_node) if by_node else (None,))
 

@@ -87,12 +87,14 @@ class Pipeline:
         kinds = [stage.operators[first] for first, _ in stage.counts]
         modes = tuple(map(self.cost.modes, kinds))
         columns = np.full((4, len(kinds), max(map(len, modes))), np.inf)
+        sizes = np.array([0, size, in_flight * size, num_microbatches * size])
         for i, operator in enumerate(kinds):
             for j, mode in enumerate(modes[i]):
-                kept, one = self.cost.cost(operator, mode, in_flight * size), self.cost.cost(operator, mode, size)
-                once = self.cost.cost(operator, mode, 0).seconds if mode == DP else 0.0
-                seconds = self.cost.cost(operator, mode, num_microbatches * size).seconds if mode == DP else num_microbatches * one.seconds
-                columns[:, i, j] = kept.resident_bytes, one.transient_bytes, seconds, once
+                cost = self.cost.cost(operator, mode, sizes)
+                none, one, _, step = cost.seconds
+                passing = np.broadcast_to(cost.transient_bytes, sizes.shape)[1]
+                seconds, once = (step, none) if mode == DP else (num_microbatches * one, 0.0)
+                columns[:, i, j] = cost.resident_bytes[2], passing, seconds, once
         counts = np.array([count for _, count in stage.counts])
         return Options(counts, modes, np.ceil(columns[0]), np.ceil(columns[1]), columns[2]), columns[3]
 
