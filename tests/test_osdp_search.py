@@ -171,6 +171,18 @@ class PlantedSlow:
         return replace(cost, seconds=cost.seconds * (5 if mode == ZDP else 1))
 
 
+def test_without_latency_the_answer_may_be_unproven_and_says_how_far_it_can_be_off():
+    """Six unrelated widths and no latency: every mode saves memory at one price, and what is left is to fill the memory to the byte."""
+    layers = [(20, 2688), (18, 1024), (17, 2432), (6, 2816), (9, 1728), (11, 1600)]
+    model = transformer("unrelated", layers, seq_len=128, vocab_size=50257)
+    problem = ShardingProblem(PaperCost(model, devices(model.parameter_bytes * 1.2 + 2e9, alpha=0.0)), max_batch_size=2)
+    result = search(problem)
+    check_plan(problem, result.plan)
+    assert not result.optimal and 0 < result.bound_fraction < 1e-3
+    with_latency = ShardingProblem(PaperCost(model, devices(model.parameter_bytes * 1.2 + 2e9, alpha=1e-6)), max_batch_size=2)
+    assert search(with_latency).optimal
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_more_choice_is_never_worse(name):
     plans = [search(step_problem(name, 15.2 * GIB, granularities)).plan for granularities in ((1,), (1, 4), (1, 2, 4, 8))]

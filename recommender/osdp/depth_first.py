@@ -41,7 +41,15 @@ def depth_first(
                 best = plan
         if not complete:
             break
-    return answer(problem, best, algorithm="depth-first", optimal=complete, num_explored=nodes, num_batch_sizes=problem.num_batch_sizes)
+    return answer(
+        problem,
+        best,
+        algorithm="depth-first",
+        optimal=complete,
+        bound_fraction=0.0 if complete else float("inf"),
+        num_explored=nodes,
+        num_batch_sizes=problem.num_batch_sizes,
+    )
 
 
 @dataclass

@@ -13,7 +13,10 @@ and an operator that takes another option than the cheapest adds its *reduced co
 3. For what is left, sums are built up operator by operator, equal operators by doubling; a sum whose reduced costs exceed the gap between
    L and the best plan cannot be completed to a better one, nor can a sum that another one beats in bytes and seconds.
 
-Every step is exact, so the plan is proven to be of least time per example, up to the rounding of sums of floating-point seconds.
+Every step is exact, so the plan is proven to be of least time per example, up to the rounding of sums of floating-point seconds. One case
+is too much for it: where latency is next to nothing, all modes of all operators have the same price, reduced costs tell nothing, and what
+is left is to fill the memory to the byte. Sums are then thinned to a number that can be handled; the answer is still within
+``bound_fraction`` of the best, a few ten-thousandths or less.
 
 Source: Kellerer, Pferschy, Pisinger 2004, *Knapsack Problems*, chapter 11 (multiple choice), and 5.1 (bounds of states).
 """
@@ -21,7 +24,7 @@ Source: Kellerer, Pferschy, Pisinger 2004, *Knapsack Problems*, chapter 11 (mult
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 
 import numpy as np
@@ -31,6 +34,8 @@ from recommender.osdp.result import ShardingPlan, ShardingResult, answer, plan_o
 
 #: Sums of the same seconds in another order differ by less than this fraction: no gain.
 ROUNDING = 1e-12
+#: Pairs of sums that are looked at in one merge; beyond, both sets are thinned.
+MAX_PAIRS = 1 << 20
 
 
 def exact(problem: ShardingProblem) -> ShardingResult:
@@ -43,48 +48,71 @@ def exact(problem: ShardingProblem) -> ShardingResult:
     options = problem.options(sizes)
     bounds = _relax(options, limit - options.transient_bytes.min(axis=-1).max(axis=-1)).bound / sizes
     best: ShardingPlan | None = None
-    num_explored = 0
+    num_explored, unproven = 0, np.inf
     for row in np.argsort(bounds, kind="stable"):
         if best is not None and bounds[row] >= best.seconds_per_example * (1 - ROUNDING):
             break
         batch_size = int(sizes[row])
-        chosen, explored = cheapest(options[row], limit, np.inf if best is None else best.seconds_per_example * batch_size)
-        num_explored += explored
-        if chosen is not None:
-            best = plan_of(problem, batch_size, options[row], chosen)
-    return answer(problem, best, algorithm="exact", optimal=True, num_explored=num_explored, num_batch_sizes=len(sizes))
+        found = cheapest(options[row], limit, np.inf if best is None else best.seconds_per_example * batch_size)
+        num_explored += found.num_explored
+        unproven = min(unproven, found.unproven_seconds / batch_size)
+        if found.chosen is not None:
+            best = plan_of(problem, batch_size, options[row], found.chosen)
+    missing = 0.0 if best is None else max(0.0, best.seconds_per_example / unproven - 1)
+    return answer(
+        problem,
+        best,
+        algorithm="exact",
+        optimal=missing <= ROUNDING,
+        bound_fraction=missing if missing > ROUNDING else 0.0,
+        num_explored=num_explored,
+        num_batch_sizes=len(sizes),
+    )
 
 
 def fastest_at(problem: ShardingProblem, batch_size: int) -> ShardingPlan | None:
     """The fastest plan at one batch size, proven: a candidate of Algorithm 1; None if nothing fits."""
     options = problem.options(batch_size)
-    chosen, _ = cheapest(options, problem.memory_limit_bytes)
+    chosen = cheapest(options, problem.memory_limit_bytes).chosen
     return None if chosen is None else plan_of(problem, batch_size, options, chosen)
 
 
-def cheapest(options: Options, limit: float, below_seconds: float = np.inf) -> tuple[list[list[int]] | None, int]:
+@dataclass(frozen=True)
+class Choice:
+    """The answer for one batch size, or one capacity.
+
+    Attributes:
+        chosen: By kind, the mode of each of its operators as an index; None if nothing (below the seconds of interest) fits.
+        num_explored: Sums that were looked at.
+        unproven_seconds: No choice that was left out takes less; infinite where none was.
+    """
+
+    chosen: list[list[int]] | None
+    num_explored: int = 0
+    unproven_seconds: float = np.inf
+
+
+def cheapest(options: Options, limit: float, below_seconds: float = np.inf) -> Choice:
     """The modes of least total seconds within a memory limit.
 
     Args:
         options: At one batch size.
         limit: Bytes, for the sum of what is resident and the largest transient.
         below_seconds: Only a total below this is of interest.
-
-    Returns:
-        By kind, the mode of each of its operators as an index, or None if nothing (below) fits; and how many sums were looked at.
     """
     levels = options.transient_levels()
     within = options.within(levels)
     relaxed = _relax(within, limit - levels)
-    best, num_explored = None, 0
+    best, num_explored, unproven = None, 0, np.inf
     for level in np.argsort(relaxed.bound, kind="stable"):
         if relaxed.bound[level] >= below_seconds * (1 - ROUNDING):
             break
-        found, explored = _solve(within[level], relaxed[level], below_seconds)
-        num_explored += explored
-        if found is not None:
-            best, below_seconds = found, _seconds(within[level], found)
-    return best, num_explored
+        found = _solve(within[level], relaxed[level], below_seconds)
+        num_explored += found.num_explored
+        unproven = min(unproven, found.unproven_seconds)
+        if found.chosen is not None:
+            best, below_seconds = found.chosen, _seconds(within[level], found.chosen)
+    return Choice(best, num_explored, unproven)
 
 
 @dataclass(frozen=True)
@@ -146,7 +174,7 @@ def _seconds(options: Options, chosen: Sequence[Sequence[int]]) -> float:
     return sum(float(options.seconds[kind, picks].sum()) for kind, picks in enumerate(map(list, chosen)))
 
 
-def _solve(options: Options, relaxation: _Relaxation, below_seconds: float) -> tuple[list[list[int]] | None, int]:
+def _solve(options: Options, relaxation: _Relaxation, below_seconds: float) -> Choice:
     """The best choice below a time for one capacity; None if there is none."""
     rounded = _rounded(options, relaxation)
     seconds = _seconds(options, rounded)
@@ -155,7 +183,7 @@ def _solve(options: Options, relaxation: _Relaxation, below_seconds: float) -> t
         seconds, best = below_seconds, None
     gap = seconds * (1 - ROUNDING) - float(relaxation.bound)
     if gap <= 0:
-        return best, 0
+        return Choice(best)
     kinds = [_of_kind(options, kind, float(relaxation.price), gap) for kind in range(len(options.counts))]
     # Two halves of about equal size: of two sums, the fastest that fits is found without looking at all pairs.
     halves: tuple[list[int], list[int]] = ([], [])
@@ -166,13 +194,18 @@ def _solve(options: Options, relaxation: _Relaxation, below_seconds: float) -> t
         sizes[half] += np.log(len(kinds[kind].seconds))
     left, right = (reduce(lambda a, b: _merge(a, b, gap), [kinds[kind] for kind in half], _NOTHING) for half in halves)
     explored = sum(len(sums.seconds) for sums in (*kinds, left, right))
+    unproven = float(relaxation.bound) if left.is_thinned or right.is_thinned else np.inf
     partner = np.searchsorted(right.nbytes, relaxation.capacity - left.nbytes, side="right") - 1
     totals = np.where(partner >= 0, left.seconds + right.seconds[partner], np.inf)
     row = int(np.argmin(totals))
     if totals[row] >= seconds * (1 - ROUNDING):
-        return best, explored
+        return Choice(best, explored, unproven)
     found = dict(zip(halves[0] + halves[1], left.unfold(row) + right.unfold(int(partner[row])), strict=True))
-    return [sorted(found[kind]) for kind in range(len(kinds))], explored
+    better = [sorted(found[kind]) for kind in range(len(kinds))]
+    if unproven == np.inf:
+        return Choice(better, explored)
+    again = _solve(options, relaxation, _seconds(options, better))  # the gap is smaller now, and may leave all that is left
+    return Choice(again.chosen or better, explored + again.num_explored, again.unproven_seconds)
 
 
 def _rounded(options: Options, relaxation: _Relaxation) -> list[list[int]]:
@@ -199,6 +232,7 @@ class _Sums:
         parts: The two sets of sums that were merged, with the entry of each; () for the options of one operator.
         entries: (2, entries), into the parts; for one operator, its option.
         joins: Whether the parts are of one kind of operators, so that their picks are joined.
+        is_thinned: Whether sums were left out that may belong to the best plan.
     """
 
     nbytes: np.ndarray
@@ -207,6 +241,19 @@ class _Sums:
     parts: tuple[_Sums, _Sums] | tuple[()] = ()
     entries: np.ndarray | None = None
     joins: bool = False
+    is_thinned: bool = False
+
+    def thinned(self, most: int) -> _Sums:
+        """At most so many of them, evenly over their order."""
+        if len(self.nbytes) <= most or self.entries is None:
+            return self
+        return replace(self.taken(np.linspace(0, len(self.nbytes) - 1, most).astype(int)), is_thinned=True)
+
+    def taken(self, order: np.ndarray) -> _Sums:
+        """Those of some positions."""
+        assert self.entries is not None, "sums are made of something"
+        nbytes, seconds, reduced = self.nbytes[order], self.seconds[order], self.reduced[order]
+        return replace(self, nbytes=nbytes, seconds=seconds, reduced=reduced, entries=self.entries[:, order])
 
     def unfold(self, entry: int) -> list[list[int]]:
         """By kind, in the order of merging, the options behind an entry."""
@@ -226,7 +273,7 @@ def _of_kind(options: Options, kind: int, price: float, gap: float) -> _Sums:
     allowed = np.flatnonzero(np.isfinite(options.seconds[kind]))
     nbytes, seconds = options.resident_bytes[kind, allowed], options.seconds[kind, allowed]
     reduced = seconds + price * nbytes
-    power = _kept(nbytes, seconds, reduced - reduced.min(), gap, entries=np.stack([allowed, allowed]))
+    power = _kept(_Sums(nbytes, seconds, reduced - reduced.min(), entries=np.stack([allowed, allowed])), gap)
     total, left = _NOTHING, int(options.counts[kind])
     while True:
         if left & 1:
@@ -241,30 +288,26 @@ def _merge(one: _Sums, other: _Sums, gap: float, joins: bool = False) -> _Sums:
     """All sums of two entries that are worth keeping."""
     if other is _NOTHING or one is _NOTHING:
         return one if other is _NOTHING else other
+    if len(one.nbytes) * len(other.nbytes) > MAX_PAIRS:
+        most = max(int(MAX_PAIRS**0.5), MAX_PAIRS // min(len(one.nbytes), len(other.nbytes)))
+        one, other = one.thinned(most), other.thinned(most)
     reduced = np.add.outer(one.reduced, other.reduced)
     rows, columns = np.nonzero(reduced <= gap)
-    return _kept(
+    sums = _Sums(
         one.nbytes[rows] + other.nbytes[columns],
         one.seconds[rows] + other.seconds[columns],
         reduced[rows, columns],
-        gap,
-        parts=(one, other),
-        entries=np.stack([rows, columns]),
-        joins=joins,
+        (one, other),
+        np.stack([rows, columns]),
+        joins,
+        one.is_thinned or other.is_thinned,
     )
+    return _kept(sums, gap)
 
 
-def _kept(nbytes: np.ndarray, seconds: np.ndarray, reduced: np.ndarray, gap: float, **origin) -> _Sums:
+def _kept(sums: _Sums, gap: float) -> _Sums:
     """Only entries within the gap that no other one beats in both bytes and seconds."""
-    order = np.lexsort((seconds, nbytes))
-    order = order[reduced[order] <= gap]
-    least = np.minimum.accumulate(seconds[order])
-    order = order[np.concatenate([[True], least[1:] < least[:-1]])]
-    return _Sums(
-        nbytes[order],
-        seconds[order],
-        reduced[order],
-        parts=origin.get("parts", ()),
-        entries=origin["entries"][:, order],
-        joins=origin.get("joins", False),
-    )
+    order = np.lexsort((sums.seconds, sums.nbytes))
+    order = order[sums.reduced[order] <= gap]
+    least = np.minimum.accumulate(sums.seconds[order])
+    return sums.taken(order[np.concatenate([[True], least[1:] < least[:-1]])])

@@ -47,7 +47,7 @@ class Pipeline:
         busy, filling = [], []
         for stage_id, stage in enumerate(self._stages):
             options, once = self._options(stage_id, microbatch_size, num_microbatches)
-            chosen, _ = cheapest(options, self.cost.devices.memory_limit_bytes.value)
+            chosen = cheapest(options, self.cost.devices.memory_limit_bytes.value).chosen
             if chosen is None:
                 return float("inf")
             rows = [(kind, pick) for kind, picks in enumerate(chosen) for pick in picks]

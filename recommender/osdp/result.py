@@ -65,6 +65,8 @@ class ShardingResult:
         optimal: Whether no plan is faster per example.
         num_explored: Nodes or partial sums that were looked at.
         num_batch_sizes: Batch sizes that something fits.
+        bound_fraction: The least time per example is proven to be at least that of the plan / (1 + bound_fraction); 0 if optimal,
+            infinite if nothing is proven.
         seconds: Wall time of the search.
         why: Set exactly if infeasible.
     """
@@ -75,6 +77,7 @@ class ShardingResult:
     optimal: bool
     num_explored: int
     num_batch_sizes: int
+    bound_fraction: float = 0.0
     seconds: float = 0.0
     why: str | None = None
 
@@ -104,11 +107,18 @@ def plan_of(problem: ShardingProblem, batch_size: int, options: Options, chosen:
 
 
 def answer(
-    problem: ShardingProblem, plan: ShardingPlan | None, *, algorithm: str, optimal: bool, num_explored: int, num_batch_sizes: int
+    problem: ShardingProblem,
+    plan: ShardingPlan | None,
+    *,
+    algorithm: str,
+    optimal: bool,
+    num_explored: int,
+    num_batch_sizes: int,
+    bound_fraction: float = 0.0,
 ) -> ShardingResult:
     """The result for the best plan found. ``search`` fills in the seconds."""
     if plan is not None:
-        return ShardingResult("ok", plan, algorithm, optimal, num_explored, num_batch_sizes)
+        return ShardingResult("ok", plan, algorithm, optimal, num_explored, num_batch_sizes, bound_fraction)
     if num_batch_sizes:
         why = "The search stopped at its limit of nodes before it met a plan; raise the limit. [search-stopped]"
     else:
