@@ -28,6 +28,7 @@ FRAMEWORK_FREE = (
     "capture.graph",
     "capture.interface",
     "capture.ledger",
+    "capture.osdp",
     "capture.plan",
     "capture.predictor",
     "capture.profile",

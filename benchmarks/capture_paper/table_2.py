@@ -119,7 +119,7 @@ def figure(rows: list[dict[str, Any]]) -> str | None:
             left = i - 0.39 + 0.26 * k
             panel.bar(left, left + 0.24, seconds / 3600, color, f"{about}: {clock(seconds)}", opacity)
             panel.note(left + 0.12, seconds / 3600 + 0.02 * most, clock(seconds))
-    note = "Here: two CPU cores and no GPU. The paper: 16 A100 GPUs. Bars: CAPTURE and Alpa in the paper, then here."
+    note = "The paper on 16 A100 GPUs: CAPTURE, Alpa (pale). Here: on two CPU cores."
     return draw("Time to a plan (CAPTURE, Table II)", note, [panel], 1, [(PAPER, "the paper"), (OURS, "here")])
 
 

@@ -13,7 +13,8 @@ from itertools import accumulate
 
 from capture.errors import TracingError
 from capture.graph import item_bytes
-from capture.tracing.program import Program
+from capture.osdp.operators import Kind
+from capture.tracing.program import Op, Program
 
 #: A layer's FLOPs lie within mean / (1 + t) and mean * (1 + t); t grows by half until that is possible.
 FLOPS_TOLERANCE = 0.25
@@ -41,6 +42,24 @@ def mark_cuts(program: Program) -> list[int]:
             "trace-no-marks",
         )
     return [*cuts, end]
+
+
+#: Operations that read a parameter as a table or multiply by it, by the kind of operator that they make.
+PRODUCTS: dict[str, Kind] = {"dot_general": "matmul", "ragged_dot": "matmul", "conv_general_dilated": "conv", "gather": "embedding"}
+
+
+def product_kind(program: Program, op: Op) -> Kind | None:
+    """``matmul``, ``conv`` or ``embedding`` if the operation applies a parameter, however cast or transposed, to data; else None."""
+    static = program.from_params - program.from_batch
+    reads = set(op.reads)
+    return PRODUCTS.get(op.primitive.name) if reads & static and reads - static else None
+
+
+def product_cuts(program: Program) -> list[int]:
+    """Cut positions before every product with a parameter but the first; what follows a product up to the next one belongs to it."""
+    last = program.producer[program.loss]
+    found = [i for i, op in enumerate(program.ops[: last + 1]) if i not in program.recomputed and product_kind(program, op)]
+    return [0, *found[1:], len(program.ops)]
 
 
 def crossing_bytes(program: Program) -> list[int]:

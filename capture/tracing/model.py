@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -13,7 +14,7 @@ import numpy as np
 
 from capture.errors import TracingError
 from capture.graph import Layer, LayerGraph, Tensor, content_hash
-from capture.tracing.cut import FLOPS_TOLERANCE, cluster_cuts, mark_cuts
+from capture.tracing.cut import FLOPS_TOLERANCE, cluster_cuts, mark_cuts, product_cuts
 from capture.tracing.flatten import EquationPath, flatten
 from capture.tracing.hashing import ProgramHasher
 from capture.tracing.layers import LayerOps, assign_layers
@@ -88,7 +89,7 @@ class TracedModel:
         return self._slices[first, stop]
 
 
-def trace(workload: WorkloadProtocol, microbatch_size: int, num_layers: int | None = None) -> TracedModel:
+def trace(workload: WorkloadProtocol, microbatch_size: int, num_layers: int | None = None, *, at_products: bool = False) -> TracedModel:
     """Trace the loss for one micro-batch and cut it into layers.
 
     **Assumes** that the traced program does not depend on the values of parameters or data.
@@ -99,6 +100,8 @@ def trace(workload: WorkloadProtocol, microbatch_size: int, num_layers: int | No
         num_layers: None to cut at the model's marks ``jax.ad_checkpoint.checkpoint_name(x, "layer_boundary")``: k marks make k + 1 layers,
             and a scan with a mark in its body is unrolled. A number to cut automatically, marks or not: near-equal FLOPs and the fewest
             bytes crossing; scans over stacked parameters are unrolled where one scan is more than a layer.
+        at_products: Cut before every product with a parameter instead, so that each layer is one operator; all scans over stacked
+            parameters are unrolled.
 
     Raises:
         TracingError: ``trace-microbatch``, ``trace-batch``, ``trace-loss-scalar``, ``trace-no-marks``, ``trace-mark-position`` or
@@ -111,8 +114,13 @@ def trace(workload: WorkloadProtocol, microbatch_size: int, num_layers: int | No
     batch_struct, batch_dims = _batch(workload, microbatch_size, key)
     closed = _loss_jaxpr(workload, params_struct, batch_struct, key)
     params = jax.tree.leaves_with_path(params_struct)
-    program, unroll, stacked = _flatten_loss(closed, len(params), num_layers)
-    layers = assign_layers(program, mark_cuts(program) if num_layers is None else cluster_cuts(program, num_layers))
+    if at_products:
+        program, unroll, stacked = _flatten_loss(closed, len(params), sys.maxsize)  # any scan is more than one of so many layers
+        cuts = product_cuts(program)
+    else:
+        program, unroll, stacked = _flatten_loss(closed, len(params), num_layers)
+        cuts = mark_cuts(program) if num_layers is None else cluster_cuts(program, num_layers)
+    layers = assign_layers(program, cuts)
     values = sorted({v for layer in layers for v in layer.outputs}, key=lambda v: (v == program.loss, v))
 
     grown = _grown_avals(workload, params_struct, microbatch_size, key, program, unroll, stacked)

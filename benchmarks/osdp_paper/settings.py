@@ -1,0 +1,205 @@
+"""What the scripts of OSDP's evaluation share: models of Table 1's families, the two machines, and how results are written.
+
+The machine of eight RTX TITAN is what the authors' own measurements say (``measured_layers.json``, from their released code): alpha and
+beta are fitted to the seconds of a data-parallel layer at a batch of next to nothing, the FLOP rate to its growth with the batch, the
+hidden fraction of communication to layers in ZDP mode. All throughput here is simulated from these numbers; nothing was run.
+
+The paper prints its throughputs as bars without numbers, and Table 1 as ranges; so models are chosen within the ranges, and what can be
+compared are the statistics of its text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from capture.cluster import Cluster
+from capture.osdp.cost import PAPER_GRANULARITY, StepCost
+from capture.osdp.device import Devices
+from capture.osdp.fit import FittedLink, MeasuredCollective, fit_link, fit_overlap
+from capture.osdp.operators import OperatorModel
+from capture.osdp.transformer import transformer
+from capture.target import Link, Sourced
+
+MIB, GIB = 2**20, 2**30
+FOLDER = Path(__file__).parent
+#: Tokens of an example: 4 of them make the activations and the FLOPs of a row of the measurements (``measured_layers.json``).
+SEQ_LEN, EXAMPLES_PER_ROW = 128, 4
+VOCAB_SIZE = 50257  # of GPT-2, as in minGPT
+LIMITS_GIB = (8, 16)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model of a family: (number of layers, width) in order."""
+
+    family: str
+    layers: tuple[tuple[int, int], ...]
+
+    @property
+    def name(self) -> str:
+        return "+".join(f"{count}x{width}" for count, width in self.layers)
+
+    @property
+    def model(self) -> OperatorModel:
+        return transformer(f"{self.family} {self.name}", self.layers, seq_len=SEQ_LEN, vocab_size=VOCAB_SIZE)
+
+
+#: Within Table 1: N&D 48-96 layers of 1024-1536, W&S 2-4 of 6144-12288, I&C 24-96 of 1024-4096.
+SETTINGS = (
+    Setting("N&D", ((96, 1024),)),
+    Setting("N&D", ((48, 1536),)),
+    Setting("N&D", ((72, 1280),)),
+    Setting("N&D", ((96, 1536),)),
+    Setting("W&S", ((3, 6144),)),
+    Setting("W&S", ((2, 8192),)),
+    Setting("W&S", ((3, 8192),)),
+    Setting("W&S", ((2, 12288),)),
+    Setting("I&C", ((12, 1024), (12, 2048))),
+    Setting("I&C", ((24, 1024), (12, 2048), (4, 4096))),
+    Setting("I&C", ((48, 1024), (24, 1536), (8, 2048))),
+    Setting("I&C", ((8, 1024), (8, 2048), (8, 4096))),
+)
+
+
+@cache
+def measured() -> Mapping[str, Any]:
+    """The authors' seconds and MB per layer, [hidden size][batch row][strategy], and the answers of their released search."""
+    return json.loads((FOLDER / "measured_layers.json").read_text())
+
+
+@cache
+def fitted_link() -> FittedLink:
+    """Alpha and beta of the eight RTX TITAN, from data-parallel layers without a batch: one all-reduce of 12 h^2 parameters."""
+    rows = [
+        MeasuredCollective("all-reduce", measured()["devices"], 12 * h * h * 4, seconds[0][0])
+        for h, seconds in zip(measured()["hidden_sizes"], measured()["seconds"], strict=True)
+    ]
+    return fit_link(rows, "fitted to the authors' measured layers (DP, batch row 0)")
+
+
+def layer_flops(width: int) -> int:
+    """Forward FLOPs of one example in one layer."""
+    return sum(operator.flops for operator in transformer("", [(1, width)], seq_len=SEQ_LEN, vocab_size=1).operators[1:3])
+
+
+@cache
+def fitted_flops_per_second() -> float:
+    """Median over hidden sizes of what a data-parallel layer computes per second more for two further rows."""
+    found = []
+    for h, seconds in zip(measured()["hidden_sizes"], measured()["seconds"], strict=True):
+        if h >= 1024:
+            found.append(3 * layer_flops(h) * EXAMPLES_PER_ROW * 2 / (seconds[3][0] - seconds[1][0]))
+    return float(np.median(found))
+
+
+@cache
+def fitted_overlap() -> float:
+    """Fraction that layers in ZDP mode hid, over hidden sizes from 1024 on and rows 1 to 4."""
+    link, n = fitted_link().link, measured()["devices"]
+    compute, sent, step = [], [], []
+    for h, seconds in zip(measured()["hidden_sizes"], measured()["seconds"], strict=True):
+        for row in range(1, 5) if h >= 1024 else ():
+            compute.append(3 * layer_flops(h) * EXAMPLES_PER_ROW * row / fitted_flops_per_second())
+            sent.append(3 * (n - 1) * link.seconds(12 * h * h * 4 / n))
+            step.append(seconds[row][3])
+    return fit_overlap(compute, sent, step)
+
+
+def titan(limit_gib: float) -> Devices:
+    """One server of eight RTX TITAN with PCIe 3, less the overhead that the released code takes off the limit."""
+    link = fitted_link().link
+    return Devices(
+        "8x RTX TITAN",
+        1,
+        8,
+        Sourced(limit_gib * GIB - measured()["overhead_MB"] * MIB, "limit of the paper, less 800 MB as in the released code"),
+        Sourced(fitted_flops_per_second(), "fitted to the authors' measured layers"),
+        Sourced(0.8 * 672e9, "NVIDIA TITAN RTX datasheet; 80 % of it is assumed to be reached"),
+        link,
+        link,
+    )
+
+
+def servers(limit_gib: float) -> Devices:
+    """Two servers of eight A100 joined by 100 Gb/s, which eight GPUs share."""
+    found = Devices.of_target(Cluster((8, 8), "a100-40g"))
+    network = Link(found.inter_node.latency_seconds, Sourced(100e9 / 8 / 8, "paper 4.1: 100 Gb/s between the servers, over eight GPUs"))
+    limit = limit_gib * GIB - measured()["overhead_MB"] * MIB
+    return replace(found, inter_node=network).with_limit(limit, "limit of the paper, less 800 MB as in the released code")
+
+
+def costs(setting: Setting, devices: Devices, **options: Any) -> StepCost:
+    """Our cost model with the paper's granularity and the measured overlap, unless other options are given."""
+    return StepCost(setting.model, devices, **{"granularities": (1, PAPER_GRANULARITY), "overlap_fraction": fitted_overlap(), **options})
+
+
+def chosen(options: argparse.Namespace) -> Iterator[tuple[Setting, int]]:
+    """Models and limits that the command line asks for."""
+    for setting in SETTINGS:
+        for limit in LIMITS_GIB:
+            if not options.only or options.only in f"{setting.family} {setting.name}":
+                yield setting, limit
+
+
+def gain_statistics(gains: Sequence[float | None]) -> dict[str, Any]:
+    """Mean, median and maximum over the grid, settings where one of the two does not fit left out (O-p)."""
+    found = [gain for gain in gains if gain is not None]
+    if not found:
+        return {"settings": 0}
+    return {"mean": float(np.mean(found)), "median": float(np.median(found)), "max": max(found), "settings": len(found)}
+
+
+def gain(ours: float, theirs: float) -> float | None:
+    """By what fraction one throughput is above another; None where either is 0."""
+    return ours / theirs - 1 if ours and theirs else None
+
+
+def percent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{fraction:.1%}"
+
+
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    """The options that all scripts have."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", metavar="TEXT", help="of the models those whose family and name contain this")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the document here, and its figure beside it as .svg")
+    return parser
+
+
+def finish(name: str, rows: list[dict[str, Any]], options: argparse.Namespace, svg: str | None = None, **more: Any) -> int:
+    """Write the document of a script, or print it."""
+    document = {
+        "benchmark": name,
+        "date": date.today().isoformat(),
+        "simulated": True,
+        "hardware": {"processor": platform.machine(), "cores": os.cpu_count()},
+        "fitted": {
+            "alpha_seconds": fitted_link().link.latency_seconds.value,
+            "bytes_per_second": fitted_link().link.bytes_per_second.value,
+            "mean_error_fraction": fitted_link().mean_error_fraction,
+            "flops_per_second": fitted_flops_per_second(),
+            "overlap_fraction": fitted_overlap(),
+        },
+        **more,
+        "rows": rows,
+    }
+    text = json.dumps(document, indent=1) + "\n"
+    if options.output is None:
+        print(text, end="")
+        return 0
+    options.output.write_text(text)
+    if svg is not None:
+        options.output.with_suffix(".svg").write_text(svg)
+    print(json.dumps(more.get("claims", {}), indent=1))
+    return 0

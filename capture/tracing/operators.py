@@ -1,0 +1,133 @@
+"""Operators of a traced workload, for the choice of sharding per operator: a layer of the trace is one product and what follows it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+from jax.extend import core as jex_core
+
+from capture.graph import Tensor, item_bytes
+from capture.osdp.operators import Block, Kind, Operator, OperatorModel
+from capture.tracing.cut import PRODUCTS
+from capture.tracing.model import TracedModel, trace
+from capture.workload import WorkloadProtocol
+
+
+def traced_operators(workload: WorkloadProtocol, name: str, microbatch_size: int = 1) -> OperatorModel:
+    """The operators of a loss, in program order; equal ones are found by their content.
+
+    What an operator keeps for the backward pass is what ``jax.vjp`` of its part of the loss saves: parameters and what follows from them
+    alone are not counted, and a value that several operators save counts for the first. XLA may save less, where it computes again.
+    Parameters that are shared belong to the first operator that reads them. Operators have no workspace: what a kernel needs beside its
+    results is the compiler's to say.
+
+    Args:
+        workload: The task; nothing is allocated.
+        name: For people.
+        microbatch_size: Examples to trace; sizes are divided by it.
+
+    Raises:
+        TracingError: those of ``capture.tracing.model.trace``.
+    """
+    traced = trace(workload, microbatch_size, at_products=True)
+    graph, counted, kept = traced.graph, set[int](), set[int]()
+    operators = []
+    for layer in graph.layers:
+        own = set(layer.params) - counted
+        counted |= own
+        part = _differentiated(traced, layer.layer_id)
+        first = part.saved_values - kept
+        kept |= first
+        read = [*(graph.values[v] for v in layer.inputs), *(graph.batch[b] for b in layer.batch)]
+        operators.append(
+            Operator(
+                layer.name,
+                part.kind,
+                sum(graph.params[p].nbytes for p in own),
+                activation_bytes=(part.saved_bytes + sum(graph.values[v].nbytes for v in first)) // microbatch_size,
+                input_bytes=sum(tensor.nbytes for tensor in read if tensor.batch_dim is not None) // microbatch_size,
+                output_bytes=part.product_bytes // microbatch_size,
+                flops=layer.flops // microbatch_size,
+            )
+        )
+    return OperatorModel(name, (Block(tuple(operators)),), _state_ratio(workload))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A layer of the trace, and what its backward pass needs.
+
+    Attributes:
+        kind: Of its first product.
+        product_bytes: Of the result of that product; 0 without one.
+        saved_bytes: Of values inside the layer that are saved.
+        saved_values: Values of the graph that are.
+    """
+
+    kind: Kind
+    product_bytes: int
+    saved_bytes: int
+    saved_values: set[int]
+
+
+def _differentiated(traced: TracedModel, layer_id: int) -> _Part:
+    graph, layer = traced.graph, traced.slice(layer_id, layer_id + 1)
+    params, inputs = ([_struct(t) for t in group] for group in (_of(graph.params, layer.params), _of(graph.values, layer.inputs)))
+    batch = [_struct(t) for t in _of(graph.batch, layer.batch)]
+    moving = [i for i, v in enumerate(layer.inputs) if graph.values[v].differentiable]
+
+    def forward_and_saved(params, inputs, batch):
+        def run(params, differentiable):
+            given = list(inputs)
+            for i, value in zip(moving, differentiable, strict=True):
+                given[i] = value
+            return layer(params, given, batch)
+
+        outputs, vjp = jax.vjp(run, params, [inputs[i] for i in moving])
+        return outputs, jax.tree.leaves(vjp)
+
+    jaxpr = jax.make_jaxpr(forward_and_saved)(params, inputs, batch).jaxpr
+    outputs, saved = jaxpr.outvars[: len(layer.outputs)], jaxpr.outvars[len(layer.outputs) :]
+    of_graph = dict(zip(jaxpr.invars[len(params) : len(params) + len(inputs)], layer.inputs, strict=True))
+    of_graph.update((var, v) for var, v in zip(outputs, layer.outputs, strict=True) if not isinstance(var, jex_core.Literal))
+    static = set(_static(jaxpr, len(params)))
+    # Batch leaves are held anyway; literals and constants cost nothing per example.
+    own = {v for v in saved if not isinstance(v, jex_core.Literal)} - static - set(jaxpr.invars) - set(of_graph)
+    values = {of_graph[v] for v in saved if not isinstance(v, jex_core.Literal) and v in of_graph}
+    product = next((equation for equation in jaxpr.eqns if equation.primitive.name in PRODUCTS), None)
+    if product is None:
+        return _Part("other", 0, sum(map(_nbytes, own)), values)
+    return _Part(PRODUCTS[product.primitive.name], _nbytes(product.outvars[0]), sum(map(_nbytes, own)), values)
+
+
+def _nbytes(var) -> int:
+    return math.prod(var.aval.shape) * item_bytes(str(var.aval.dtype))
+
+
+def _static(jaxpr, num_params: int) -> Iterator:
+    """Variables that depend on parameters and constants alone."""
+    static = {*jaxpr.constvars, *jaxpr.invars[:num_params]}
+    yield from static
+    for equation in jaxpr.eqns:
+        if all(isinstance(v, jex_core.Literal) or v in static for v in equation.invars):
+            static.update(equation.outvars)
+            yield from equation.outvars
+
+
+def _of(tensors, indices) -> list[Tensor]:
+    return [tensors[i] for i in indices]
+
+
+def _struct(tensor: Tensor) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
+
+
+def _state_ratio(workload: WorkloadProtocol) -> float:
+    """(parameters + gradients + optimizer state) / parameters, in bytes."""
+    params = jax.eval_shape(workload.init, jax.random.key(0))
+    state = jax.eval_shape(workload.optimizer.init, params)
+    sizes = [sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) for tree in (params, state)]
+    return 2 + sizes[1] / sizes[0]

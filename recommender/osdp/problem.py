@@ -1,0 +1,120 @@
+"""What the searches of OSDP are asked: modes for all operators and a batch size, within the memory of a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from capture.errors import PlanError
+from capture.osdp.cost import CostModel, Mode
+
+
+@dataclass(frozen=True)
+class Options:
+    """What may be chosen for each kind of equal operators; the arrays are (..., kinds, modes), infinite where a kind has no further mode.
+
+    Leading dimensions are batch sizes, or limits of what may be transient.
+
+    Attributes:
+        counts: Operators of each kind.
+        modes: By kind.
+        resident_bytes, transient_bytes: Whole numbers, rounded up, so that their sums are exact.
+        seconds: Of one step.
+    """
+
+    counts: np.ndarray
+    modes: tuple[tuple[Mode, ...], ...]
+    resident_bytes: np.ndarray
+    transient_bytes: np.ndarray
+    seconds: np.ndarray
+
+    def __getitem__(self, index) -> Options:
+        """Of one batch size, or one limit."""
+        return Options(self.counts, self.modes, self.resident_bytes[index], self.transient_bytes[index], self.seconds[index])
+
+    def within(self, transient_bytes: np.ndarray) -> Options:
+        """For each of some limits, what stays within it: one more leading dimension."""
+        allowed = self.transient_bytes <= transient_bytes[:, None, None]
+        columns = (np.where(allowed, column, np.inf) for column in (self.resident_bytes, self.transient_bytes, self.seconds))
+        return Options(self.counts, self.modes, *columns)
+
+    def transient_levels(self) -> np.ndarray:
+        """Values that the largest transient of a plan can have, ascending."""
+        values = np.unique(self.transient_bytes[np.isfinite(self.transient_bytes)])
+        return values[values >= self.transient_bytes.min(axis=-1).max()]
+
+    def least_bytes(self) -> float:
+        """Least memory of any choice: not always that of the finest slices, whose buffers cost something too (O-o)."""
+        levels = self.transient_levels()
+        resident = self.within(levels).resident_bytes.min(axis=-1) @ self.counts
+        return float((resident + levels).min())
+
+
+@dataclass(frozen=True)
+class ShardingProblem:
+    """Minimise seconds per example over modes and batch sizes, subject to
+
+        sum of resident bytes + largest transient bytes <= memory limit of the devices
+
+    Attributes:
+        cost: Of operators in modes, for a model on devices.
+        max_batch_size: Examples per device to try at most; None to go on until nothing fits.
+
+    Raises:
+        PlanError: ``osdp-unbounded`` if no operator keeps anything per example and ``max_batch_size`` is None.
+
+    Source: paper, Eq. 1 (there, nothing is transient).
+    """
+
+    cost: CostModel
+    max_batch_size: int | None = None
+
+    def __post_init__(self):
+        if self.max_batch_size is None and self.least_bytes == self.options(2).least_bytes():
+            raise PlanError.of(
+                f"no operator of model {self.cost.model.name!r} keeps anything per example, so every batch size fits; give max_batch_size.",
+                "osdp-unbounded",
+            )
+
+    @property
+    def memory_limit_bytes(self) -> float:
+        return self.cost.devices.memory_limit_bytes.value
+
+    @cached_property
+    def least_bytes(self) -> float:
+        """Least memory that any plan needs, at one example per device."""
+        return self.options(1).least_bytes()
+
+    @cached_property
+    def num_batch_sizes(self) -> int:
+        """Batch sizes 1, 2, ... for which a plan fits: memory never falls when a batch grows (Algorithm 1, line 12; 3.2, Scheduler)."""
+        least, stop = 0, 1  # something fits at `least`; nothing at `stop`, or it is not asked for
+        most = np.inf if self.max_batch_size is None else self.max_batch_size
+        while stop <= most and self.options(stop).least_bytes() <= self.memory_limit_bytes:
+            least, stop = stop, 2 * stop
+        stop = int(min(stop, most + 1))
+        while stop - least > 1:
+            middle = (least + stop) // 2
+            if self.options(middle).least_bytes() <= self.memory_limit_bytes:
+                least = middle
+            else:
+                stop = middle
+        return least
+
+    def options(self, batch_size: int | np.ndarray) -> Options:
+        """What may be chosen at a batch size, or at several: their dimension comes first."""
+        model, sizes = self.cost.model, np.asarray(batch_size)
+        kinds = [model.operators[position] for position, _ in model.counts]
+        modes = tuple(self.cost.modes(operator) for operator in kinds)
+        columns = np.full((3, *sizes.shape, len(kinds), max(map(len, modes))), np.inf)
+        for i, operator in enumerate(kinds):
+            for j, mode in enumerate(modes[i]):
+                cost = self.cost.cost(operator, mode, sizes)
+                columns[0, ..., i, j], columns[1, ..., i, j], columns[2, ..., i, j] = (
+                    cost.resident_bytes,
+                    cost.transient_bytes,
+                    cost.seconds,
+                )
+        return Options(np.array([count for _, count in model.counts]), modes, np.ceil(columns[0]), np.ceil(columns[1]), columns[2])

@@ -1,0 +1,45 @@
+"""The one question of OSDP, ``search``, and the names of its answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from capture.errors import PlanError
+from recommender.osdp.depth_first import depth_first
+from recommender.osdp.exact import exact
+from recommender.osdp.problem import ShardingProblem
+from recommender.osdp.result import ShardingResult
+
+ALGORITHMS: Mapping[str, Callable[..., ShardingResult]] = MappingProxyType({"exact": exact, "depth-first": depth_first})
+
+
+def search(problem: ShardingProblem, algorithm: str = "exact", **options: Any) -> ShardingResult:
+    """The modes and the batch size of least time per example, or why nothing fits.
+
+    Args:
+        problem: Operators, devices and cost.
+        algorithm: ``exact`` (proven, milliseconds), or ``depth-first`` (the paper's; small models).
+        **options: Of that algorithm: see the function of its file. Unknown ones raise ``TypeError``.
+
+    Raises:
+        PlanError: ``search-algorithm`` for an unknown name.
+
+    Example:
+        >>> from capture.cluster import Cluster
+        >>> from capture.osdp.cost import StepCost
+        >>> from capture.osdp.device import Devices
+        >>> from capture.osdp.transformer import transformer
+        >>> model = transformer("2.7B", [(32, 2560)], seq_len=1024, vocab_size=51200)
+        >>> result = search(ShardingProblem(StepCost(model, Devices.of_target(Cluster((8,), "a100-40g")), (1, 4), remat=True)))
+        >>> result.optimal, 0 < result.plan.sharded_fraction < 1
+        (True, True)
+    """
+    if algorithm not in ALGORITHMS:
+        raise PlanError.of(f"algorithm={algorithm!r} is unknown; choose one of {', '.join(ALGORITHMS)}.", "search-algorithm")
+    start = time.perf_counter()
+    result = ALGORITHMS[algorithm](problem, **options)
+    return replace(result, seconds=time.perf_counter() - start)

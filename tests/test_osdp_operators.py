@@ -1,0 +1,79 @@
+"""Operators of traced workloads: which there are, what belongs to each, and that nothing is lost or counted twice."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+import tracing_models as models
+
+from capture.osdp.operators import Operator
+from capture.tracing.operators import traced_operators
+from capture.workload import Workload
+
+D = 8
+
+
+def mlp(num_layers: int = 3, scan: bool = False) -> Workload:
+    """An embedding, equal layers (in a scan over stacked weights on request), a convolution and a head."""
+
+    def init(key):
+        return {
+            "table": jnp.ones((16, D)),
+            "layers": {"w": jnp.ones((num_layers, D, D)), "b": jnp.ones((num_layers, D))},
+            "kernel": jnp.ones((3, D, D)),
+            "head": jnp.ones((D, 5)),
+        }
+
+    def layer(x, p):
+        return jnp.sin(x @ p["w"] + p["b"]), None
+
+    def loss(p, batch):
+        x = p["table"][batch["tokens"]]
+        if scan:
+            x, _ = jax.lax.scan(layer, x, p["layers"])
+        else:
+            for i in range(num_layers):
+                x, _ = layer(x, jax.tree.map(lambda leaf, i=i: leaf[i], p["layers"]))
+        x = jax.lax.conv_general_dilated(x, p["kernel"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+        return jnp.mean((x @ p["head"]) ** 2)
+
+    return Workload(loss, init, lambda key, n: {"tokens": jnp.zeros((n, 4), int)}, optax.adam(1e-3))
+
+
+def test_a_scan_over_stacked_layers_has_the_operators_of_the_layers():
+    model = traced_operators(mlp(scan=True), "scan")
+    assert [operator.kind for operator in model.operators] == ["embedding", *["matmul"] * 3, "conv", "matmul"]
+    assert model.counts[1] == (1, 3)
+    layer, stream = model.operators[1], 4 * D * 4
+    expected = {"activation_bytes": 2 * stream, "input_bytes": stream, "output_bytes": stream, "flops": 2 * 4 * D * D + 2 * 4 * D}
+    assert layer == Operator(layer.name, "matmul", (D * D + D) * 4, **expected)  # its input and the cosine are saved
+    assert model.state_bytes_per_parameter_byte == pytest.approx(4, abs=0.01)  # Adam, and its count
+
+
+def test_parameters_and_flops_are_those_of_the_model():
+    for workload in (mlp(), models.unet()):
+        model = traced_operators(workload, "model")
+        params = jax.eval_shape(workload.init, jax.random.key(0))
+        assert model.parameter_bytes == sum(leaf.size * 4 for leaf in jax.tree.leaves(params))
+
+
+def test_values_that_two_operators_save_count_once():
+    """A value that two products read: its 4 D floats are saved once, as an input of the first."""
+
+    def loss(p, batch):
+        x = jnp.sin(batch["x"] @ p["a"])
+        return jnp.mean((x @ p["b"]) * (x @ p["c"]))
+
+    workload = Workload(loss, lambda key: dict.fromkeys("abc", jnp.ones((D, D))), lambda key, n: {"x": jnp.ones((n, D))}, optax.sgd(0.1))
+    first, second, third = traced_operators(workload, "shared").operators
+    assert first.activation_bytes == 4 * D  # the cosine of what comes before the sine; its input is a batch leaf
+    assert second.activation_bytes == 4 * D  # x
+    assert third.activation_bytes == 2 * 4 * D  # the factors of the product, each made by one of the two
+
+
+def test_sizes_are_of_one_example():
+    one, three = (traced_operators(mlp(), "model", microbatch_size=n) for n in (1, 3))
+    for a, b in zip(one.operators, three.operators, strict=True):
+        assert (a.activation_bytes, a.input_bytes, a.output_bytes) == (b.activation_bytes, b.input_bytes, b.output_bytes)
