@@ -245,7 +245,7 @@ def test_a_killed_process_fails_its_run_alone(tmp_path, monkeypatch):
     outcomes = {outcome.job.key: outcome for outcome in batch.run(lambda: Where(1).open(setting, None, len(jobs)))}
     assert outcomes["killed"].error == "its process ended with exit code 9 (out of memory?)"
     assert outcomes["made"].value == store.get(["made"])["made"]
-    assert outcomes["made"].value["meter"] == "live arrays + XLA buffer assignment"
+    assert outcomes["made"].value["meter"].startswith("live arrays + XLA buffer assignment")
     states = [event["state"] for event in events if event["key"] == "killed"]
     assert states == ["running", "failed"] * (MAX_ATTEMPTS["lost"] - 1) + ["running", "set aside"]
     assert [row.attempts for row in store.rows("set aside")] == [MAX_ATTEMPTS["lost"]]
