@@ -114,17 +114,17 @@ def figure(rows: list[dict[str, Any]]) -> str:
             total = max(1, d["num_predictions"])
             shares = [100 * count / total for count in d["count_per_percent_from_minus_25"]]
             panel = Panel(
-                f"{r['mode']}, {kind.replace('_', ' ')} ({d['num_predictions']:,})",
+                f"{r['mode']}, {kind.replace('_', ' ').replace('gpu', 'GPU')} ({d['num_predictions']:,})",
                 "error (%); the outermost bars hold all beyond",
                 "share (%)",
                 (-26, 26),
                 (0, 105),
-                width=430,
+                width=480,
             )
             for error, share in zip(range(-25, 26), shares, strict=True):
                 panel.bar(error - 0.45, error + 0.45, share, color, f"{error} %: {share:.1f} %")
             for line, (p, theirs) in enumerate(zip(WITHIN, PAPER_SHARES[kind], strict=True)):
-                panel.note(25, 92 - 9 * line, f"within {p} %: {percent(d[f'within_{p}pct'])} (paper {percent(theirs)})", anchor="end")
+                panel.note(26, 92 - 9 * line, f"within {p} %: {percent(d[f'within_{p}pct'])} (paper {percent(theirs)})", anchor="end")
             panels.append(panel)
     note = f"{MODEL.name}, GPipe, random plans for {CLUSTER} A100 40 GB; against compiled stages, where the paper measured."
     return draw("Errors of predicted peaks (CAPTURE, Figure 7)", note, panels, 2)
