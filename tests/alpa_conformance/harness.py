@@ -199,19 +199,19 @@ def _sharder(seen: dict[str, Any]) -> Callable[..., Any]:
         stages, meshes, schedule, num_meshes, accumulators, global_invars, accumulated, donated, num_microbatch, logical_shapes,
         option_dicts, default_option, *rest,
     ):  # fmt: skip
-        first_reads = {v for stage in stages if not stage.name.endswith("apply_grad") for v in stage.invars}
+        passes = [stage for stage in stages if not stage.name.endswith("apply_grad")]
+        updates = [stage for stage in stages if stage.name.endswith("apply_grad")]
+        first_reads = {v for stage in passes for v in stage.invars}
         inputs = set(global_invars)
-        update_only = {
-            v for stage in stages if stage.name.endswith("apply_grad") for v in stage.invars if v in inputs and v not in first_reads
-        }
+        update_only = {v for stage in updates for v in stage.invars if v in inputs and v not in first_reads}
         no_batch = set(accumulators) | set(accumulators.values()) | update_only | seen["state"]
         donatable = computation.get_donatable_intermediate(
             stages, schedule.mesh_stage_mapping, computation.OrderedSet(global_invars).union(accumulators.keys())
         )
 
-        equations = [equation for stage in stages for equation in stage.eqns]
-        from_batch, from_state = _computed_from(seen["batch"], equations), _computed_from(seen["state"], equations)
-        seen["from_batch"] = from_batch
+        from_state = _computed_from(seen["state"], [equation for stage in stages for equation in stage.eqns])
+        # New parameters come from the batch as well, but have no examples.
+        from_batch = seen["from_batch"] = _computed_from(seen["batch"], [equation for stage in passes for equation in stage.eqns])
 
         def kind(v: Any, origin: Any = None) -> str:
             if v in update_only or origin in update_only:
