@@ -21,7 +21,6 @@ from capture.cli.progress import progress
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TIMEOUT_SECONDS = 240
-pytestmark = pytest.mark.xdist_group("cli")  # what its tests share is made once, in one process
 
 WORKLOAD = '''
 import multiprocessing, os

@@ -34,7 +34,6 @@ TARGETS = {"microbatch_size": MICROBATCH_SIZE, "paper": TARGET}
 NUM_RUNS = 18
 TINY = mlp()
 ONE_RUN = ProfilingRun((2, 1, 1), StageChoice(), MICROBATCH_SIZE, 2, "gpipe")
-pytestmark = pytest.mark.xdist_group("run_backend")  # what its tests share is made once, in one process
 
 
 KILLED = """

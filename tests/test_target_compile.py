@@ -23,7 +23,6 @@ from capture.target import Target
 REPOSITORY = Path(__file__).resolve().parent.parent
 INSTALLED = {"cuda": find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin"), "tpu": find_spec("libtpu"), "cpu": True}
 TARGETS = ["cpu", "a100-40g", "h100", "v5e"]
-pytestmark = pytest.mark.xdist_group("target_compile")  # what its tests share is made once, in one process
 
 SCRIPT = """
 import json, sys
