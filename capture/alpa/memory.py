@@ -5,7 +5,7 @@ until its last use; a tensor between stages stays with the one that made it unti
 stages between; and stages stand where ``alpa_placement`` says.
 
 Not booked: Alpa's copies of the optimizer's state for a parameter that several stages read, and what depends on parameters alone (weights
-cast to float16), which Alpa keeps once per micro-batch in flight where it does not rematerialise.
+cast to float16) and the one-hot tokens of an embedding, which Alpa keeps once per micro-batch in flight where it does not rematerialise.
 
 Source: Alpa 0.2.3, its emitted instructions (``tests/alpa_conformance`` replays them beside this).
 """
