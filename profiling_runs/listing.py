@@ -14,7 +14,7 @@ from capture.store import Store
 from capture.target import Target
 from capture.workload import WorkloadSpec
 from profiling_runs.jobs import Job
-from profiling_runs.profile import Question, open_measurements, wanted_configs
+from profiling_runs.profile import Question, check_backend, open_measurements, wanted_configs
 from profiling_runs.runs import profiling_jobs
 
 #: Seconds of a job where the store knows none of its kind, by part; roughly those of a model of some hundred million parameters.
@@ -99,14 +99,18 @@ def list_jobs(
     calibration_plans: int,
     paper: tuple[str, int] | None,
     repeats: int,
+    alpa_python: str | None,
 ) -> Listing:
     """The jobs of ``profile`` with the same arguments; the model is traced for it.
 
     Runs are listed as of the devices of the cluster's target, which may not be what the workers turn out to have.
 
     Raises:
+        ProfileError: ``profile-backend``, as of ``profile``.
+        ExecutionError: ``alpa-python`` if that interpreter cannot import alpa.
         WorkloadError, TracingError: if the model cannot be traced.
     """
+    check_backend(backend, paper, None, repeats, alpa_python, tensor_parallel_rule)
     if backend == "compile":
         measurements = open_measurements(
             workload,
@@ -132,9 +136,14 @@ def list_jobs(
         from capture.profiler.run import RunBackend
 
         assert paper is not None, "checked"
-        platform = Target.load(cluster.target).platform
-        machine = Machine(platform, cluster.target, most_run_devices(cluster.num_devices))
-        runs = RunBackend(workload.load(), num_layers, tensor_parallel_rule, store, machine=machine)
+        if alpa_python is not None:
+            from capture.profiler.alpa import AlpaBackend
+
+            runs: RunBackend = AlpaBackend(workload, cluster, alpa_python, num_layers, store)
+        else:
+            platform = Target.load(cluster.target).platform
+            machine = Machine(platform, cluster.target, most_run_devices(cluster.num_devices))
+            runs = RunBackend(workload.load(), num_layers, tensor_parallel_rule, store, machine=machine)
         layers = runs.compiler.traced(microbatch_size).graph.num_layers
         sets = paper_runs(layers, cluster.num_devices, microbatch_size, remat[0], shard_optimizer)
         jobs, name = list(profiling_jobs(runs, sets, microbatch_size, *paper, repeats)), backend

@@ -224,7 +224,7 @@ def profile(
         WorkloadError, TracingError: if the model cannot be traced.
     """
     backend, cluster = _of_target(backend, cluster)
-    _check_backend(backend, paper, memory_limit_bytes, repeats, alpa_python, tensor_parallel_rule, choices, measurements)
+    check_backend(backend, paper, memory_limit_bytes, repeats, alpa_python, tensor_parallel_rule, choices, measurements)
     if backend in EXECUTING:
         assert paper is not None, "checked"
         executed = executed_profile(
@@ -396,7 +396,7 @@ def _of_target(backend: str, cluster: Cluster) -> tuple[str, Cluster]:
     return (kind, Cluster(cluster.nodes, target)) if kind == "compile" and target else (backend, cluster)
 
 
-def _check_backend(
+def check_backend(
     backend: str,
     paper: Any,
     memory_limit_bytes: int | None,
@@ -405,6 +405,12 @@ def _check_backend(
     rule: TensorParallelRule,
     *of_windows: Any,
 ) -> None:
+    """Refuse arguments of ``profile`` that its backend does not know.
+
+    Raises:
+        TargetError: ``target-unknown``.
+        ProfileError: ``profile-backend``, with all that is wrong.
+    """
     if backend not in BACKENDS:
         raise TargetError.of(f"backend={backend!r} is unknown; choose compile, compile:TARGET, run or alpa.", "target-unknown")
     violations = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -13,6 +12,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks import alpa_replay, drawing, gpu_truth, published_runs
+from benchmarks.capture_paper import figure_7, scenarios
 from capture.cluster import Cluster
 from capture.interface import plan_interfaces
 from capture.plan import Plan, StagePlan
@@ -24,38 +25,25 @@ from profiling_runs.profile import stage_config
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
-def load(name, folder="."):
-    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", REPOSITORY / "benchmarks" / folder / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-published = load("published_runs")
-truth = load("gpu_truth")
-alpa = load("alpa_replay")
-
-
 def test_flops_formula_gives_the_published_regression_figure():
     """Alpa's README: GPT 2.6B, batch 32, eight V100: 2.464 s is 37.0 TFLOPS."""
-    case = published.Case("gpt", "2.6B", 32, (1, 1), ((2, 2), (2, 2)), 32, 4, 37.0, 8.745, "README")
-    seconds = published.gpt_flops(case, width=2560, seq_len=1024, vocab_size=51200) / 37.0e12 / 8
+    case = published_runs.Case("gpt", "2.6B", 32, (1, 1), ((2, 2), (2, 2)), 32, 4, 37.0, 8.745, "README")
+    seconds = published_runs.gpt_flops(case, width=2560, seq_len=1024, vocab_size=51200) / 37.0e12 / 8
     assert seconds == pytest.approx(2.464, rel=0.003)
 
 
 def test_moe_flops_are_those_of_its_products():
     """Two blocks of width 2: multiplied out by hand, times four passes; the head once and its gradients."""
-    case = published.Case("moe", "-", 2, (1,), ((1, 1),), 1, 1, None, None, "-")
+    case = published_runs.Case("moe", "-", 2, (1,), ((1, 1),), 1, 1, None, None, "-")
     attention = 4 * 2 * (3 * 2 * 2) + 2 * 2 * (3 * 3 * 2)  # four projections, then scores and mixture, of three tokens
     dense = attention + 2 * 2 * (3 * 2 * 16)
     routed = attention + 2 * 2 * (3 * 2 * 16) + 2 * 3 * 2 * 5 + 4 * 3 * 7 + 8 * 3 * 2 * 7
-    assert published.moe_flops(case, 2, 3, 11, num_experts=5, group=7, ratio=8) == 4 * (dense + routed) + 6 * 3 * 2 * 11
+    assert published_runs.moe_flops(case, 2, 3, 11, num_experts=5, group=7, ratio=8) == 4 * (dense + routed) + 6 * 3 * 2 * 11
 
 
-@pytest.mark.parametrize("case", published.CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", published_runs.CASES, ids=lambda case: case.name)
 def test_published_cases_are_plans(case):
-    plan = published.plan_of(case)
+    plan = published_runs.plan_of(case)
     assert plan.num_layers == case.num_blocks and plan.cluster.num_devices == case.num_gpus
     assert [stage.num_devices for stage in plan.stages] == [dp * tp for dp, tp in case.degrees]
 
@@ -69,12 +57,12 @@ def test_without_a_gpu_nothing_is_measured_and_nothing_written(tmp_path):
 
 
 def test_gpu_truth_has_layers_and_steps_of_three_families_in_two_dtypes():
-    assert len(truth.CASES) >= 20
-    assert {(c.model, c.dtype, c.remat) for c in truth.CASES if c.what == "step"} == {
-        (model, dtype, remat) for model in truth.MODELS for dtype in ("float32", "bfloat16") for remat in ("none", "full")
+    assert len(gpu_truth.CASES) >= 20
+    assert {(c.model, c.dtype, c.remat) for c in gpu_truth.CASES if c.what == "step"} == {
+        (model, dtype, remat) for model in gpu_truth.MODELS for dtype in ("float32", "bfloat16") for remat in ("none", "full")
     }
     rows = [{"measured_bytes": 100, "compiled_bytes": 90}, {"measured_bytes": 200, "compiled_bytes": 206}]
-    found = truth.summary(rows, "compiled_bytes")
+    found = gpu_truth.summary(rows, "compiled_bytes")
     assert found["mean_abs_error_fraction"] == pytest.approx(0.065) and found["max_abs_error_fraction"] == pytest.approx(0.1)
 
 
@@ -100,7 +88,7 @@ def test_a_replica_traced_alone_holds_what_the_compiled_stage_does(tmp_path):
     spec = WorkloadSpec(str(REPOSITORY / "models" / "gpt.py"), "gpt", {"size": "tiny", "num_layers": 3, "dtype": "float16"})
     stages = (StagePlan((0, 1), [0, 1], 2, 1, "none", True), StagePlan((2, 2), [2, 3], 2, 1, "full", True))
     plan = Plan(Cluster((4,)), 3, stages, 16, 4, "1f1b", workload=spec)
-    backend, tracer = CompileBackend(spec.load(), store=Store(tmp_path / "store.db")), alpa.Tracer(spec)
+    backend, tracer = CompileBackend(spec.load(), store=Store(tmp_path / "store.db")), alpa_replay.Tracer(spec)
     graph, param_bytes = backend.traced(4).graph, {1: backend.sharding(4).param_bytes(1)}
     compiled = plan_interfaces(plan, graph, param_bytes, [backend.measure(stage_config(stage, 4)) for stage in stages])
     traced = [tracer.interface(stage, 4) for stage in stages]
@@ -110,16 +98,7 @@ def test_a_replica_traced_alone_holds_what_the_compiled_stage_does(tmp_path):
 # ---- the paper's evaluation ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def of_paper(monkeypatch):
-    """Loads a script of the paper's evaluation, which imports what stands beside it."""
-    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks" / "capture_paper"))
-    return lambda name: load(name, "capture_paper")
-
-
-def test_shares_of_errors_count_every_gpu_and_the_largest_of_a_plan(of_paper):
-    figure_7 = of_paper("figure_7")
-
+def test_shares_of_errors_count_every_gpu_and_the_largest_of_a_plan():
     def prediction(plan, predicted, measured, by_paper, known=False):
         return {
             "plan": plan,
@@ -145,8 +124,7 @@ def test_shares_of_errors_count_every_gpu_and_the_largest_of_a_plan(of_paper):
     assert papers["per_plan"]["num_predictions"] == 1  # of the first plan, one stage has no prediction
 
 
-def test_figure_6_has_twelve_panels_of_five_configurations(of_paper):
-    scenarios = of_paper("scenarios")
+def test_figure_6_has_twelve_panels_of_five_configurations():
     assert [s.panel for s in scenarios.SCENARIOS] == list("abcdefghijkl")
     hybrid = {(s.schedule, s.model.name) for s in scenarios.SCENARIOS if s.is_hybrid}
     assert {name for schedule, name in hybrid if schedule == "1f1b"} == set(scenarios.LARGEST)
@@ -156,11 +134,10 @@ def test_figure_6_has_twelve_panels_of_five_configurations(of_paper):
     assert len(choices) == len(set(choices)) == 1 + 2 + 3 + 3 + 3 and all(c.tensor_parallel <= 4 for c in choices)
 
 
-def test_panels_put_values_where_their_axes_say(of_paper):
-    drawing = of_paper("drawing")
+def test_panels_put_values_where_their_axes_say():
     panel = drawing.Panel("title", "x", "y", (0, 10), (0, 50))
     assert panel.x(0) == panel.LEFT and panel.x(10) == panel.width - panel.RIGHT
-    assert panel.y(0) == panel.height - panel.BOTTOM and panel.y(50) == panel.TOP
+    assert panel.y(0) == panel.height - panel.bottom and panel.y(50) == panel.TOP
     panel.bar(1, 2, 25, drawing.OURS, "a < b")
     picture = drawing.draw("All", "note", [panel, panel], 2, [(drawing.OURS, "ours")])
     root = ElementTree.fromstring(picture)

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
-
 import pytest
 
-FOLDER = Path(__file__).resolve().parent.parent / "benchmarks" / "osdp_paper"
+from benchmarks.osdp_paper import measured_layers, settings
 
 
-@pytest.fixture
-def layers(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("measured_layers")
-
-
-def test_the_released_search_has_the_same_answers(layers):
-    answers = layers.measured()["answers"]
+def test_the_released_search_has_the_same_answers():
+    answers = measured_layers.measured()["answers"]
     assert len(answers) == 52 and sum(answer["seconds"] is None for answer in answers) == 7
     for answer in answers:
-        found = layers.released_row(answer)
+        found = measured_layers.released_row(answer)
         assert found["ours"] == (None if answer["seconds"] is None else pytest.approx(answer["seconds"], rel=1e-12))
 
 
-def test_measured_layers_follow_the_fitted_constants(layers):
+def test_measured_layers_follow_the_fitted_constants():
     """Rings explain an all-reduce of 12 h^2 parameters at every width; activations are those of four examples of 128 tokens per row."""
-    settings = importlib.import_module("settings")
     link = settings.fitted_link()
     assert link.mean_error_fraction < 0.02 and 4e9 < link.link.bytes_per_second.value < 5e9
     assert 0 < settings.fitted_overlap() < 1

@@ -1,6 +1,6 @@
 """The tables of Alpa's autostaging, filled by our profiles: what ``tests/alpa_conformance`` gives to Alpa's own search.
 
-    python benchmarks/capture_paper/autostaging_tables.py tests/alpa_conformance/data
+    python -m benchmarks.capture_paper.autostaging_tables tests/alpa_conformance/data
 
 One file per family.
 """
@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from scenarios import CLUSTER, MODELS, arguments, is_chosen, prepare, profiled, usable_bytes
 
+from benchmarks.capture_paper.scenarios import CLUSTER, MODELS, arguments, is_chosen, prepare, profiled, usable_bytes
 from recommender.autostage import autostaging_tables
 
 

@@ -1,9 +1,10 @@
 """Figure 6: what each of 16 GPUs needs under Alpa's plan and ours; twelve scenarios.
 
-    python benchmarks/capture_paper/figure_6.py -o benchmarks/results/2026-01-31-paper-figure-6.json
+    python -m benchmarks.capture_paper.figure_6 -o benchmarks/results/2026-01-31-paper-figure-6.json
 
 Per scenario: both plans compiled (and what was predicted), the saved fraction of the peak beside the paper's, and the proof: the exact
-search's least peak when stages may stand on any devices, so also where Alpa would put them. See ``scenarios.py`` for what is compared.
+search's least peak when stages may stand on any devices, so also where Alpa would put them. The proof is over predicted peaks, which are
+the compiled ones for stages that were compiled. See ``scenarios.py`` for what is compared.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from drawing import ALPA, INK, OURS, Panel, draw
-from scenarios import (
+from benchmarks.capture_paper.scenarios import (
     GIB,
     PAPER_GAINS,
     SCENARIOS,
@@ -27,6 +27,7 @@ from scenarios import (
     profiled,
     usable_bytes,
 )
+from benchmarks.drawing import ALPA, INK, OURS, Panel, draw
 
 
 def main() -> int:

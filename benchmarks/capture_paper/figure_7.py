@@ -1,6 +1,6 @@
 """Figure 7: how far predicted peaks are off for 500 random plans of Wide-ResNet 1B, GPipe, by our predictor and by the paper's.
 
-    python benchmarks/capture_paper/figure_7.py -o benchmarks/results/2026-01-31-paper-figure-7.json
+    python -m benchmarks.capture_paper.figure_7 -o benchmarks/results/2026-01-31-paper-figure-7.json
 
 One ``capture evaluate`` of plans that are predicted to fit. As in the paper every GPU of every plan counts; because equal stages are
 compiled once, many of those stages were compiled for the profile, so the shares of stages that neither predictor had seen stand beside.
@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from drawing import ALPA, OURS, Panel, draw
-from scenarios import CLUSTER, MODELS, TARGET, arguments, finish, percent, usable_bytes
 
+from benchmarks.capture_paper.scenarios import CLUSTER, MODELS, TARGET, arguments, finish, percent, usable_bytes
+from benchmarks.drawing import ALPA, OURS, Panel, draw
 from capture.cli.main import main as capture
 
 MODEL = MODELS["Wide-ResNet 1B"]

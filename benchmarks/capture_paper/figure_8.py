@@ -1,6 +1,6 @@
 """Figure 8: memory gained against throughput lost, for the hybrid scenarios; and the plan that keeps 90 % of Alpa's throughput.
 
-    python benchmarks/capture_paper/figure_8.py -o benchmarks/results/2026-01-31-paper-figure-8.json
+    python -m benchmarks.capture_paper.figure_8 -o benchmarks/results/2026-01-31-paper-figure-8.json
 
 Throughput is simulated from the compiled stages of both plans. Beside the plan of least memory stands the one of least memory on the front
 of memory and time that keeps at least 90 % of Alpa's throughput. See ``scenarios.py`` for what is compared.
@@ -13,9 +13,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from drawing import ALPA, OURS, PAPER, Panel, draw
-from figure_6 import fitting
-from scenarios import (
+from benchmarks.capture_paper.figure_6 import fitting
+from benchmarks.capture_paper.scenarios import (
     GIB,
     KEPT_THROUGHPUT,
     SCENARIOS,
@@ -30,6 +29,7 @@ from scenarios import (
     prepare,
     profiled,
 )
+from benchmarks.drawing import ALPA, OURS, PAPER, Panel, draw
 
 #: (schedule, model, memory gained, throughput lost) as far as the paper's text says them, and its ranges for 1F1B.
 PAPER_POINTS = (("gpipe", "MoE 7.1B", 0.056, 0.60), ("gpipe", "GPT-3", 0.203, 0.262))

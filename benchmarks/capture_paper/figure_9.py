@@ -1,6 +1,6 @@
 """Figure 9: Wide-ResNet 1B on fewer GPUs, GPipe and hybrid parallelism: does it fit, and how fast is it?
 
-    python benchmarks/capture_paper/figure_9.py -o benchmarks/results/2026-01-31-paper-figure-9.json
+    python -m benchmarks.capture_paper.figure_9 -o benchmarks/results/2026-01-31-paper-figure-9.json
 
 On 16, 8 and 6 GPUs as in the paper, then on fewer until no plan fits. Per cluster three plans, all compiled: Alpa's, ours of least memory,
 and our fastest that fits. Throughput is simulated and normalised to Alpa's on 16 GPUs. Alpa's autostaging takes equal nodes of 1, 2, 4, ...
@@ -14,9 +14,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from drawing import ALPA, OURS, PAPER, Panel, draw
-from scenarios import GIB, MODELS, TARGET, Planned, Planner, Scenario, arguments, finish, prepare, profiled
-
+from benchmarks.capture_paper.scenarios import GIB, MODELS, TARGET, Planned, Planner, Scenario, arguments, finish, prepare, profiled
+from benchmarks.drawing import ALPA, OURS, PAPER, Panel, draw
 from capture.cluster import Cluster
 from capture.errors import PlanError
 
@@ -106,7 +105,7 @@ def figure(rows: list[dict[str, Any]]) -> str:
             panel.note(left + 0.12, value + 0.03, f"{value:.2f}")
         if r["paper_normalised_throughput"]:
             value = r["paper_normalised_throughput"]
-            panel.point(i + 0.42, value, PAPER, "", f"paper: {value}")
+            panel.point(i + 0.42, value, PAPER, f"paper: {value}")
     legend = [(ALPA, "Alpa's plan"), (OURS, "ours, least memory"), ("#91c499", "ours, fastest that fits"), (PAPER, "the paper, ours on 6")]
     note = (
         "Compiled memory and simulated throughput for A100 40 GB. OOM: no plan fits. n/a: a cluster that Alpa's autostaging does not take."

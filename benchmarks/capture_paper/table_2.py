@@ -1,11 +1,11 @@
 """Table II: how long profiling and planning take, of the three largest models; and planning alone, of all six.
 
-    python benchmarks/capture_paper/table_2.py -o benchmarks/results/2026-01-31-paper-table-2.json
+    python -m benchmarks.capture_paper.table_2 -o benchmarks/results/2026-01-31-paper-table-2.json
 
-Profiling is that of an empty store (the first run of any of these scripts makes it, and keeps the seconds). Planning is one call of
-``recommend``, the median of five. No calibration plans are compiled, since no interval is asked for (Wide-ResNet 1B has some). The layer
-merger cuts between 16 merged layers alone; equal layers share their measurements here, so it
-saves no profiling. "Alpa" is the same profile and Alpa's algorithm on it.
+Profiling is that of an empty store (the first run of any of these scripts makes it, and keeps the seconds). Of a profile that was
+interrupted they are estimated, from the seconds of its measurements, and marked with ~. Planning is one call of ``recommend``, the median
+of five. No calibration plans are compiled, since no interval is asked for. The layer merger cuts between 16 merged layers alone; equal
+layers share their measurements here, so it saves no profiling. "Alpa" is the same profile and Alpa's algorithm on it.
 
 Paper: on 16 A100 GPUs, 1F1B; MoE's planning time is printed as 00:05:94.
 """
@@ -18,9 +18,8 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from drawing import OURS, PAPER, Panel, draw
-from scenarios import CLUSTER, LARGEST, MODELS, Model, arguments, finish, is_chosen, prepare, profiled
-
+from benchmarks.capture_paper.scenarios import CLUSTER, LARGEST, MODELS, Model, arguments, finish, is_chosen, prepare, profiled
+from benchmarks.drawing import OURS, PAPER, Panel, draw
 from recommender import recommend
 from recommender.autostage import autostage
 
@@ -32,6 +31,7 @@ PAPER_SECONDS = {
 }
 MERGED_LAYERS = 16
 NUM_REPEATS = 5
+COLUMNS = ("profiling", "planning", "total", f"total, {MERGED_LAYERS} merged", "Alpa's total")
 
 
 def main() -> int:
@@ -88,8 +88,9 @@ def as_text(rows: list[dict[str, Any]]) -> str:
             (r["total_merged_seconds"], paper.get("total_merged")),
             (r["alpa_total_seconds"], paper.get("alpa_total")),
         ]
-        lines.append([r["model"], *(f"{clock(ours)} ({clock(theirs)})" for ours, theirs in pairs)])
-    return table(["model, ours (paper's)", "profiling", "planning", "total", f"total, {MERGED_LAYERS} merged", "Alpa's total"], lines)
+        about = ["" if r["is_profiled_in_one_go"] or name == "planning" else "~" for name in COLUMNS]
+        lines.append([r["model"], *(f"{sign}{clock(ours)} ({clock(theirs)})" for sign, (ours, theirs) in zip(about, pairs, strict=True))])
+    return table(["model, ours (paper's)", *COLUMNS], lines)
 
 
 def clock(seconds: float | None) -> str:
@@ -118,7 +119,8 @@ def figure(rows: list[dict[str, Any]]) -> str | None:
         for k, (color, opacity, seconds, about) in enumerate(bars):
             left = i - 0.39 + 0.26 * k
             panel.bar(left, left + 0.24, seconds / 3600, color, f"{about}: {clock(seconds)}", opacity)
-            panel.note(left + 0.12, seconds / 3600 + 0.02 * most, clock(seconds))
+            sign = "~" if color == OURS and not r["is_profiled_in_one_go"] else ""
+            panel.note(left + 0.12, seconds / 3600 + 0.02 * most, sign + clock(seconds))
     note = "The paper on 16 A100 GPUs: CAPTURE, Alpa (pale). Here: on two CPU cores."
     return draw("Time to a plan (CAPTURE, Table II)", note, [panel], 1, [(PAPER, "the paper"), (OURS, "here")])
 

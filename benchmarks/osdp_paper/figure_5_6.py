@@ -1,7 +1,7 @@
 """Figures 5 and 6: throughput of all strategies on 8 and 16 GPUs, with OOM and N/A; and the claims of section 4.2 on this grid.
 
-    python benchmarks/osdp_paper/figure_5_6.py -o benchmarks/results/2026-01-31-osdp-figure-5.json
-    python benchmarks/osdp_paper/figure_5_6.py --gpus 16 -o benchmarks/results/2026-01-31-osdp-figure-6.json
+    python -m benchmarks.osdp_paper.figure_5_6 -o benchmarks/results/2026-01-31-osdp-figure-5.json
+    python -m benchmarks.osdp_paper.figure_5_6 --gpus 16 -o benchmarks/results/2026-01-31-osdp-figure-6.json
 
 Gains over FSDP are given for three choices of the batch size, since they depend on it more than on anything else: each strategy at its own
 best; each at its own best power of two; both at FSDP's best power of two. The more of the memory a batch leaves, the more of it OSDP fills
@@ -24,9 +24,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from charts import Bars, figure
-from settings import LIMITS_GIB, arguments, chosen, costs, finish, gain, gain_statistics, servers, titan
-
+from benchmarks.osdp_paper.settings import arguments, chosen, costs, finish, gain, gain_statistics, servers, throughput_picture, titan
 from capture.osdp.cost import ZDP, StepCost
 from recommender.osdp import ShardingProblem
 from recommender.osdp.baselines import PURE, STRATEGIES, OneMode
@@ -99,23 +97,10 @@ def claims(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def picture(rows: list[dict[str, Any]], num_gpus: int) -> str:
-    panels = []
-    for limit in LIMITS_GIB:
-        groups = [
-            (
-                f"{row['family']}\n{row['model']}",
-                {
-                    name: outcome["examples_per_second"] if outcome["status"] == "ok" else outcome["status"].upper()
-                    for name, outcome in row["strategies"].items()
-                },
-            )
-            for row in rows
-            if row["limit_gib"] == limit
-        ]
-        panels.append(Bars(f"{limit} GB", "examples / s", groups))
     where = "8 RTX TITAN" if num_gpus == 8 else "2 servers of 8 A100, 100 Gb/s"
     note = f"Simulated: {where}; examples of 128 tokens; rates fitted to the authors' measurements where there are some."
-    return figure(f"Strategies compared (OSDP, Figure {5 if num_gpus == 8 else 6})", note, panels, list(STRATEGIES), size=(1250, 290))
+    title = f"Strategies compared (OSDP, Figure {5 if num_gpus == 8 else 6})"
+    return throughput_picture(title, note, rows, "strategies", list(STRATEGIES))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Figure 7: what slice granularity does to one gathered operator, for small and large hidden sizes.
 
-    python benchmarks/osdp_paper/figure_7.py -o benchmarks/results/2026-01-31-osdp-figure-7.json
+    python -m benchmarks.osdp_paper.figure_7 -o benchmarks/results/2026-01-31-osdp-figure-7.json
 
 The operator is a matrix product of width h to 4 h, all of its slices in ZDP mode, on eight RTX TITAN. Memory is what is resident and what
 the gather needs; granularity 0 is unsplit, as 1 is (O-j), and "8192" and "8196" are one size (O-k).
@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import sys
 
-from charts import Lines, figure
-from settings import SEQ_LEN, arguments, finish, fitted_overlap, titan
-
+from benchmarks.drawing import COLORS, Panel, draw
+from benchmarks.osdp_paper.settings import SEQ_LEN, arguments, finish, fitted_overlap, titan
 from capture.osdp.cost import Mode, StepCost
 from capture.osdp.operators import Block, Operator, OperatorModel
 
@@ -60,19 +59,21 @@ def row(width: int, slices: int) -> dict[str, float]:
 
 
 def picture(rows: list[dict[str, float]]) -> str:
-    panels = []
+    panels, names = [], [width for widths in WIDTHS for width in widths]
     for widths in WIDTHS:
         for column, label, scale in (("seconds", "ms", 1e3), ("bytes", "MB", 1e-6)):
-            series = {
-                str(width): [(r["granularity"], r[column] * scale) for r in rows if r["width"] == width]
-                for width in widths
-                if any(r["width"] == width for r in rows)
-            }
-            if series:
-                panels.append(Lines(f"hidden {' and '.join(series)}", "slice granularity", label, series))
-    names = [str(width) for widths in WIDTHS for width in widths]
+            lines = {width: [(r["granularity"], r[column] * scale) for r in rows if r["width"] == width] for width in widths}
+            lines = {width: line for width, line in lines.items() if line}
+            if lines:
+                most = max(y for line in lines.values() for _, y in line)
+                title = f"hidden {' and '.join(map(str, lines))}"
+                panel = Panel(title, "slice granularity", label, (0, max(GRANULARITIES)), (0, 1.08 * most), width=420, height=260)
+                panel.x_ticks = [(granularity, str(granularity)) for granularity in GRANULARITIES]
+                for width, line in lines.items():
+                    panel.line(line, COLORS[names.index(width)], str(width))
+                panels.append(panel)
     note = "Simulated: one product h x 4h in ZDP mode on eight RTX TITAN, eight examples of 128 tokens per device."
-    return figure("Slice granularity (OSDP, Figure 7)", note, panels, names, columns=2, size=(420, 260))
+    return draw("Slice granularity (OSDP, Figure 7)", note, panels, 2, [(color, str(w)) for color, w in zip(COLORS, names, strict=False)])
 
 
 if __name__ == "__main__":

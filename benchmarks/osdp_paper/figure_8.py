@@ -1,6 +1,6 @@
 """Figure 8: OSDP with and without operator splitting on eight GPUs, and with the granularity chosen per operator.
 
-    python benchmarks/osdp_paper/figure_8.py -o benchmarks/results/2026-01-31-osdp-figure-8.json
+    python -m benchmarks.osdp_paper.figure_8 -o benchmarks/results/2026-01-31-osdp-figure-8.json
 
 Paper: splitting gains 3 to 92 %; about 25 % of the operators are split in N&D, all in W&S, about 50 % in I&C.
 """
@@ -11,9 +11,8 @@ import sys
 from typing import Any
 
 import numpy as np
-from charts import Bars, figure
-from settings import LIMITS_GIB, arguments, chosen, costs, finish, gain, gain_statistics, titan
 
+from benchmarks.osdp_paper.settings import arguments, chosen, costs, finish, gain, gain_statistics, throughput_picture, titan
 from recommender.osdp.baselines import Outcome, osdp
 
 GRANULARITIES = {"none": (1,), "4": (1, 4), "chosen of 2, 4, 8, 16": (1, 2, 4, 8, 16)}
@@ -46,19 +45,8 @@ def row(found: dict[str, Outcome]) -> dict[str, Any]:
 
 
 def picture(rows: list[dict[str, Any]]) -> str:
-    panels = []
-    for limit in LIMITS_GIB:
-        groups = [
-            (
-                f"{r['family']}\n{r['model']}",
-                {name: o["examples_per_second"] if o["status"] == "ok" else "OOM" for name, o in r["granularity"].items()},
-            )
-            for r in rows
-            if r["limit_gib"] == limit
-        ]
-        panels.append(Bars(f"{limit} GB", "examples / s", groups))
     note = "Simulated: 8 RTX TITAN, slices per operator; examples of 128 tokens."
-    return figure("Operator splitting (OSDP, Figure 8)", note, panels, list(GRANULARITIES), size=(1100, 250))
+    return throughput_picture("Operator splitting (OSDP, Figure 8)", note, rows, "granularity", list(GRANULARITIES))
 
 
 if __name__ == "__main__":

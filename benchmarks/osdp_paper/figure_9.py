@@ -1,6 +1,6 @@
 """Figure 9: OSDP and FSDP on eight GPUs with rematerialised activations ("checkpointing").
 
-    python benchmarks/osdp_paper/figure_9.py -o benchmarks/results/2026-01-31-osdp-figure-9.json
+    python -m benchmarks.osdp_paper.figure_9 -o benchmarks/results/2026-01-31-osdp-figure-9.json
 
 What is sharded is gathered once more for the repeated forward pass, what is replicated is not, so a replica is worth half as much again.
 Against that, batches grow until communication is a small part of a step; gains at FSDP's best power of two are given beside.
@@ -13,10 +13,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from charts import Bars, figure
-from figure_5_6 import at_powers_of_two
-from settings import LIMITS_GIB, arguments, chosen, costs, finish, gain, gain_statistics, titan
-
+from benchmarks.osdp_paper.figure_5_6 import at_powers_of_two
+from benchmarks.osdp_paper.settings import arguments, chosen, costs, finish, gain, gain_statistics, throughput_picture, titan
 from recommender.osdp.baselines import STRATEGIES
 
 NAMES = ("FSDP", "OSDP-base", "OSDP")
@@ -44,19 +42,8 @@ def main() -> int:
 
 
 def picture(rows: list[dict[str, Any]]) -> str:
-    panels = []
-    for limit in LIMITS_GIB:
-        groups = [
-            (
-                f"{r['family']}\n{r['model']}",
-                {name: o["examples_per_second"] if o["status"] == "ok" else "OOM" for name, o in r["strategies"].items()},
-            )
-            for r in rows
-            if r["limit_gib"] == limit
-        ]
-        panels.append(Bars(f"{limit} GB", "examples / s", groups))
     note = "Simulated: 8 RTX TITAN, all activations but the operators' inputs computed again; examples of 128 tokens."
-    return figure("With rematerialisation (OSDP, Figure 9)", note, panels, NAMES, size=(1100, 250))
+    return throughput_picture("With rematerialisation (OSDP, Figure 9)", note, rows, "strategies", NAMES)
 
 
 if __name__ == "__main__":

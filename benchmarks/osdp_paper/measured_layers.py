@@ -1,6 +1,6 @@
 """The searches on the authors' own measurements: beside the answers of their released search, and OSDP over FSDP without any cost model.
 
-    python benchmarks/osdp_paper/measured_layers.py -o benchmarks/results/2026-01-31-osdp-measured-layers.json
+    python -m benchmarks.osdp_paper.measured_layers -o benchmarks/results/2026-01-31-osdp-measured-layers.json
 
 The released code chooses one of four modes per layer (all DP, attention ZDP, feed-forward ZDP, all ZDP; O-e) from tables of seconds and MB,
 one per batch row; it counts memory in whole MB. Its answers are for three rows. The gain over FSDP, all layers in the last mode, is taken
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from settings import LIMITS_GIB, MIB, arguments, finish, gain, gain_statistics, measured, titan
 
+from benchmarks.osdp_paper.settings import LIMITS_GIB, MIB, arguments, finish, gain, gain_statistics, measured, titan
 from capture.osdp.cost import Cost, Mode
 from capture.osdp.device import Devices
 from capture.osdp.operators import Block, Operator, OperatorModel

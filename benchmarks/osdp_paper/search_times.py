@@ -1,6 +1,6 @@
 """Search times: the exact search over all batch sizes, and nodes of the paper's depth-first search.
 
-    python benchmarks/osdp_paper/search_times.py -o benchmarks/results/2026-01-31-osdp-search-times.json
+    python -m benchmarks.osdp_paper.search_times -o benchmarks/results/2026-01-31-osdp-search-times.json
 
 Seconds of the exact search for every model of the grid, with the granularity chosen per operator, and for a model of 70B on 64 H100; nodes
 of the depth-first search with each pruning off, for models small enough to finish. Times are of the processor, since the machine may be
@@ -15,8 +15,7 @@ import sys
 import time
 from typing import Any
 
-from settings import SEQ_LEN, VOCAB_SIZE, arguments, chosen, costs, finish, titan
-
+from benchmarks.osdp_paper.settings import SEQ_LEN, VOCAB_SIZE, arguments, chosen, costs, finish, titan
 from capture.cluster import Cluster
 from capture.osdp.cost import PaperCost, StepCost
 from capture.osdp.device import Devices

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.drawing import COLORS, draw, grouped_bars
 from capture.cluster import Cluster
 from capture.osdp.cost import PAPER_GRANULARITY, StepCost
 from capture.osdp.device import Devices
@@ -152,6 +153,21 @@ def chosen(options: argparse.Namespace) -> Iterator[tuple[Setting, int]]:
                 yield setting, limit
 
 
+def throughput_picture(
+    title: str, note: str, rows: Sequence[Mapping[str, Any]], key: str, series: Sequence[str], width: int = 1250, height: int = 310
+) -> str:
+    """A panel per memory limit: examples per second of every model by what ``row[key]`` has outcomes of, or why there are none."""
+    panels = []
+    for limit in LIMITS_GIB:
+        groups = []
+        for row in rows:
+            if row["limit_gib"] == limit:
+                bars = {name: o["examples_per_second"] if o["status"] == "ok" else o["status"].upper() for name, o in row[key].items()}
+                groups.append((f"{row['family']}\n" + row["model"].replace("+", "\n"), bars))
+        panels.append(grouped_bars(f"{limit} GB", "examples / s", groups, width, height))
+    return draw(title, note, panels, 1, list(zip(COLORS, series, strict=False)))
+
+
 def gain_statistics(gains: Sequence[float | None]) -> dict[str, Any]:
     """Mean, median and maximum over the grid, settings where one of the two does not fit left out (O-p)."""
     found = [gain for gain in gains if gain is not None]
@@ -163,10 +179,6 @@ def gain_statistics(gains: Sequence[float | None]) -> dict[str, Any]:
 def gain(ours: float, theirs: float) -> float | None:
     """By what fraction one throughput is above another; None where either is 0."""
     return ours / theirs - 1 if ours and theirs else None
-
-
-def percent(fraction: float | None) -> str:
-    return "-" if fraction is None else f"{fraction:.1%}"
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:

@@ -310,6 +310,7 @@ def asked(
         "calibration_plans": options.calibration_plans,
         "paper": paper,
         "repeats": options.repeats,
+        "alpa_python": options.alpa_python,
     }
 
 
@@ -347,7 +348,6 @@ def make_profile(
         progress=progress,
         watch=watch,
         memory_limit_bytes=memory_limit_bytes,
-        alpa_python=options.alpa_python,
     )
 
 

@@ -143,22 +143,18 @@ def _ask(
     from recommender import recommend
     from recommender.autostage import autostage
 
+    question: dict[str, Any] = {
+        "global_batch_size": global_batch,
+        "num_microbatches": num_microbatches,
+        "schedule": schedule,
+        "memory_limit_bytes": limit,
+    }
     if options.algorithm == AUTOSTAGE:
-        return autostage(
-            profile,
-            cluster,
-            global_batch_size=global_batch,
-            num_microbatches=num_microbatches,
-            schedule=schedule,
-            memory_limit_bytes=limit,
-        )
+        return autostage(profile, cluster, **question)
     return recommend(
         profile,
         cluster,
-        global_batch_size=global_batch,
-        num_microbatches=num_microbatches,
-        schedule=schedule,
-        memory_limit_bytes=limit,
+        **question,
         objective=options.objective,
         mode=options.mode,
         algorithm=options.algorithm,
