@@ -219,6 +219,16 @@ def test_a_stage_that_begins_too_late_for_an_anchor_takes_the_last_one_that_fits
     assert drift[0, 5, 10] == pytest.approx(2 * (5 - 2) / (8 - 2))
 
 
+def test_an_anchor_inside_the_model_tells_how_the_drift_of_the_ends_grows():
+    """Windows of 8 drift by 1 inside and by 5 at both ends; that of 12 is known inside, where it drifts by 3."""
+    windows = windows_of(lambda n: 10 * n, (1, 2), 16)
+    windows |= {(a, a + 8): np.array([85.0 if a in (0, 8) else 81.0]) for a in range(9)}
+    windows |= {(a, a + 12): np.array([123.0]) for a in (1, 2, 3)}
+    _, drift = extend_windows(windows, 16)
+    assert [drift[0, 0, 8], drift[0, 1, 13], drift[0, 0, 12]] == [5, 3, 5 + (3 - 1)]
+    assert drift[0, 0, 16] == pytest.approx(7 + 4 * (7 - 5) / 4)
+
+
 def test_a_window_that_was_not_measured_is_named():
     planted = Planted(5)
     profile = planted.profile([ONE])

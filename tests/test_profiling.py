@@ -43,6 +43,8 @@ def test_long_windows_are_measured_at_the_largest_size_alone():
     lengths = {size: {c.num_layers for c in window_configs(20, [ONE], [8, 16]) if c.microbatch_size == size} for size in (8, 16)}
     assert lengths == {8: {1, 2}, 16: {1, 2, 3, 8, 16}}
     assert {c.num_layers for c in window_configs(9, [ONE], [4])} == {1, 2, 3, 8}
+    assert [c.first for c in window_configs(20, [ONE], [16]) if c.num_layers == 16] == [1, 2, 3]  # without both ends
+    assert [c.first for c in window_configs(17, [ONE], [16]) if c.num_layers == 16] == [0, 1]
 
 
 def test_a_choice_that_does_not_split_a_size_is_left_out_there():

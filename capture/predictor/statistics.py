@@ -13,7 +13,7 @@ Source: CAPTURE III-A1 and III-B1, per component instead of per peak; IV-B on se
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from itertools import count
+from itertools import count, pairwise
 
 import numpy as np
 
@@ -58,6 +58,16 @@ def _contiguous(windows: Mapping[tuple[int, int], np.ndarray], num_layers: int) 
     return most
 
 
+def inner_starts(length: int, num_layers: int) -> range:
+    """First layers of windows without the first and the last layer of the model; of all windows where no such window fits.
+
+    Example:
+        >>> list(inner_starts(2, 5)), list(inner_starts(4, 5))
+        ([1, 2], [0, 1])
+    """
+    return range(1, num_layers - length) if length <= num_layers - 2 else range(num_layers - length + 1)
+
+
 def without_windows(missing: Collection[tuple[int, int]], wanted: Collection[tuple[int, int]]) -> str:
     """What ``extend_windows`` does without some of the windows that were wanted, in words.
 
@@ -86,19 +96,26 @@ def without_windows(missing: Collection[tuple[int, int]], wanted: Collection[tup
 def _drift(table: np.ndarray, windows: Mapping[tuple[int, int], np.ndarray], most: int) -> np.ndarray:
     """Measured minus summed at the anchors, linear in the length between them and beyond the last.
 
-    A stage that begins too late for an anchor takes the drift of the last one that fits.
+    Where an anchor was not measured, among the first and the last layers, its drift grows from that of the anchor before as at the nearest
+    start.
     """
     size, num_layers, _ = table.shape
     lengths = sorted({stop - first for first, stop in windows if stop - first > most})
-    lengths = [n for n in lengths if all((first, first + n) in windows for first in range(num_layers - n + 1))]
+    lengths = [n for n in lengths if all((first, first + n) in windows for first in inner_starts(n, num_layers))]
     drift = np.zeros_like(table)
     if not lengths:
         return drift
-    spans = np.arange(num_layers + 1)
+
+    def seen(first: int, length: int) -> np.ndarray:
+        return windows[first, first + length] - table[:, first, first + length]
+
+    points, spans = np.array([most, *lengths]), np.arange(num_layers + 1)
+    starts = {n: [a for a in range(num_layers) if (a, a + n) in windows and (a, a + m) in windows] for m, n in pairwise(points)}
     for first in range(num_layers):
-        starts = [min(first, num_layers - n) for n in lengths]
-        seen = np.array([windows[a, a + n] - table[:, a, a + n] for a, n in zip(starts, lengths, strict=True)])  # (anchors, components)
-        points, values = np.array([most, *lengths]), np.vstack([np.zeros(size), seen])
+        values = np.zeros((len(points), size))
+        for i, (before, n) in enumerate(pairwise(points)):
+            nearest = min(starts[n], key=lambda start: abs(start - first))
+            values[i + 1] = values[i] + seen(nearest, n) - seen(nearest, before)
         slope = (values[-1] - values[-2]) / (points[-1] - points[-2])
         reach = np.maximum(spans - first, most)
         inside = np.stack([np.interp(reach, points, values[:, c]) for c in range(size)])

@@ -11,10 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from capture.choices import StageChoice
 from capture.cluster import Cluster
+from capture.predictor.statistics import inner_starts
 from capture.profile import StageConfig
 
 DEFAULT_NEIGHBOURS = 2
-#: Longer windows, whose deviation from the sum of M_a corrects stages of many layers.
+#: Longer windows, whose deviation from the sum of M_a corrects stages of many layers. The longest is measured inside the model only: where
+#: the inner layers are equal, that is one window in the place of three, and those are a third of the work of a profile.
 ANCHOR_LENGTHS = (8, 16)
 
 
@@ -36,12 +38,13 @@ def window_configs(
         7
     """
     longest = num_neighbours + 1
-    of_largest = [*range(1, longest + 1), *(n for n in ANCHOR_LENGTHS if longest < n <= num_layers)]
-    of_smaller = range(1, max(2, num_neighbours) + 1)
+    anchors = [n for n in ANCHOR_LENGTHS if longest < n <= num_layers]
     configs = []
     for size in sorted(microbatch_sizes):
-        lengths = of_largest if size == max(microbatch_sizes) else of_smaller
-        ranges = [(first, first + n) for n in lengths for first in range(num_layers - n + 1)]
+        is_largest = size == max(microbatch_sizes)
+        lengths = [*range(1, longest + 1), *anchors] if is_largest else range(1, max(2, num_neighbours) + 1)
+        starts = {n: inner_starts(n, num_layers) if n == max(ANCHOR_LENGTHS) else range(num_layers - n + 1) for n in lengths}
+        ranges = [(first, first + n) for n in lengths for first in starts[n]]
         configs += [StageConfig(*layers, choice, size) for choice in choices if size % choice.data_parallel == 0 for layers in ranges]
     return configs
 

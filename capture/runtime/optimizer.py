@@ -107,6 +107,30 @@ class TracedOptimizer:
         """Per parameter, a hash of its update: equal keys mean the same operations, hence the same memory, for another parameter."""
         return [self.update.key_of(self.update.outputs[p]) for p in range(len(self.params))]
 
+    @cached_property
+    def params_of_state(self) -> list[frozenset[int]]:
+        """Which parameters a state leaf belongs to: those its new value depends on, other than through small shared values."""
+        program, n = self.update, len(self.params)
+        state_out = program.outputs[n:]
+        owned: list[frozenset[int]] = [frozenset()] * len(self.state)
+        while True:  # a leaf may feed another, so iterate to the fixed point
+            flow = program.propagate(self._sources(owned), _owner_of_result)
+            found = [old | flow.get(out, frozenset()) - {_NOBODY} for old, out in zip(owned, state_out, strict=True)]
+            if found == owned:
+                return owned
+            owned = found
+
+    @cached_property
+    def params_of_value(self) -> dict[Any, frozenset[int]]:
+        """The parameters that each value of the update depends on."""
+        return self.update.propagate(self._sources(self.params_of_state))
+
+    def _sources(self, params_of_state: Sequence[frozenset[int]]) -> dict[Any, frozenset[int]]:
+        """Per input of the update, the parameters that it belongs to."""
+        variables, n, num_state = self.update.inputs, len(self.params), len(self.state)
+        of_params = {v: frozenset([p]) for own in (variables[:n], variables[n + num_state :]) for p, v in enumerate(own)}
+        return of_params | dict(zip(variables[n : n + num_state], params_of_state, strict=True))
+
 
 class SlicedOptimizer:
     """Slices of a traced optimizer for given stages.
@@ -125,8 +149,8 @@ class SlicedOptimizer:
         self._update_program, self._init_program, self._param_names = traced.update, traced.init, traced.param_names
         self._stage_of_param = {p: s for s, params in enumerate(stages) for p in params}
         assert len(self._stage_of_param) == self._num_params, "every parameter belongs to exactly one stage"
-        self._trace_ownership()
-        self._trace_dependencies()
+        self._state_params = traced.params_of_state
+        self._stages_of = {v: frozenset(self._stage_of_param[p] for p in params) for v, params in traced.params_of_value.items()}
         self.stages = tuple(self._stage(s, tuple(params)) for s, params in enumerate(stages))
 
     @property
@@ -151,31 +175,6 @@ class SlicedOptimizer:
     def param_of_state(self) -> dict[int, int]:
         """Per state leaf that belongs to a single parameter, that parameter."""
         return {k: next(iter(params)) for k, params in enumerate(self._state_params) if len(params) == 1}
-
-    def _trace_ownership(self) -> None:
-        """Which parameters a state leaf belongs to: those its new value depends on, other than through small shared values."""
-        program, n, num_state = self._update_program, self._num_params, self.num_state_leaves
-        state_in, state_out = program.inputs[n : n + num_state], program.outputs[n:]
-        self._state_params: list[frozenset[int]] = [frozenset()] * num_state
-        while True:  # a leaf may feed another, so iterate to the fixed point
-            sources = self._sources(dict(zip(state_in, self._state_params, strict=True)))
-            flow = program.propagate(sources, _owner_of_result)
-            found = [old | flow.get(out, frozenset()) - {_NOBODY} for old, out in zip(self._state_params, state_out, strict=True)]
-            if found == self._state_params:
-                return
-            self._state_params = found
-
-    def _trace_dependencies(self) -> None:
-        """The stages that each value of the update depends on."""
-        program, n = self._update_program, self._num_params
-        state_in = program.inputs[n : n + self.num_state_leaves]
-        flow = program.propagate(self._sources(dict(zip(state_in, self._state_params, strict=True))))
-        self._stages_of = {var: frozenset(self._stage_of_param[p] for p in params) for var, params in flow.items()}
-
-    def _sources(self, state: dict[Any, frozenset[int]]) -> dict[Any, frozenset[int]]:
-        variables, n = self._update_program.inputs, self._num_params
-        grads = variables[n + self.num_state_leaves :]
-        return {v: frozenset([p]) for own in (variables[:n], grads) for p, v in enumerate(own)} | state
 
     def _stage(self, stage_id: int, params: tuple[int, ...]) -> StageUpdate:
         state = []
