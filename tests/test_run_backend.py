@@ -157,6 +157,21 @@ def test_the_second_step_is_measured_never_the_replay(monkeypatch, backend):
     assert steps == [1]
 
 
+def test_repeats_measure_as_many_steps_and_count_the_largest_peaks(monkeypatch, backend):
+    steps = []
+    measure, peaks = capture.profiler.run.measure_step, [(1, 22, 3), (11, 2, 13), (5, 5, 5)]
+
+    def measured(step, state, batch, key):
+        steps.append(state.num_steps)
+        return replace(measure(step, state, batch, key), live_peak_bytes_per_device=peaks[len(steps) - 1])
+
+    monkeypatch.setattr(capture.profiler.run, "measure_step", measured)
+    run = replace(ONE_RUN, repeats=3)
+    assert backend.execute(run).peak_bytes_per_stage == (11, 22, 13)
+    assert steps == [1, 2, 3]
+    assert backend.key(run) != backend.key(ONE_RUN) != backend.key(replace(ONE_RUN, repeats=2))
+
+
 def test_the_same_plan_as_from_compiled_runs(executed, compiled):
     batch = {"global_batch_size": 16, "num_microbatches": 8, "schedule": "1f1b", "mode": "paper"}
     mine, theirs = recommend(executed, CLUSTER, **batch), recommend(compiled, CLUSTER, **batch)
