@@ -10,8 +10,8 @@ Matrix products may hide their own memory traffic; every other kernel is bound b
     all-to-all                              (n - 1) (alpha + bytes / n / bandwidth)
     collective-permute                      alpha + bytes / bandwidth
 
-A group on several nodes is reduced hierarchically: inside the nodes, between them, inside again. Nothing is taken to overlap, so these are
-times of a step whose collectives are all exposed.
+A group on several nodes works in two levels: between nodes, each device of a node has its share of the bytes, but for an all-to-all, which
+has none to share. Nothing is taken to overlap, so these are times of a step whose collectives are all exposed.
 
 Source: Williams, Waterman, Patterson 2009 (roofline); Thakur, Rabenseifner, Gropp 2005 (collectives).
 """
@@ -94,7 +94,9 @@ class TimeModel:
             return _ring(kind, nbytes, n, slow if nodes > 1 else fast)
         if kind == "all-reduce":
             return 2 * _ring("all-gather", nbytes, inside, fast) + _ring(kind, nbytes / inside, nodes, slow)
-        return _ring(kind, nbytes, inside, fast) + _ring(kind, nbytes, nodes, slow)
+        if kind == "all-to-all":
+            return _ring(kind, nbytes, inside, fast) + _ring(kind, nbytes, nodes, slow)
+        return _ring(kind, nbytes, inside, fast) + _ring(kind, nbytes / inside, nodes, slow)
 
     def _layout(self, collective: Collective) -> tuple[int, int]:
         """(members of the group in one node, nodes of the group)."""

@@ -40,7 +40,9 @@ def alpha_beta(link, steps: int, nbytes: float) -> float:
         ("all-reduce", 2, 4, alpha_beta(SLOW, 2, NBYTES / 2)),  # one member in each node
         ("all-reduce", 8, 1, 2 * alpha_beta(FAST, 3, NBYTES / 4) + alpha_beta(SLOW, 2, NBYTES / 4 / 2)),  # four in each of two nodes
         ("all-reduce", 4, 2, 2 * alpha_beta(FAST, 1, NBYTES / 2) + alpha_beta(SLOW, 2, NBYTES / 2 / 2)),  # two in each of two
-        ("all-gather", 8, 1, alpha_beta(FAST, 3, NBYTES / 4) + alpha_beta(SLOW, 1, NBYTES / 2)),
+        ("all-gather", 8, 1, alpha_beta(FAST, 3, NBYTES / 4) + alpha_beta(SLOW, 1, NBYTES / 4 / 2)),
+        ("reduce-scatter", 4, 2, alpha_beta(FAST, 1, NBYTES / 2) + alpha_beta(SLOW, 1, NBYTES / 2 / 2)),
+        ("all-to-all", 8, 1, alpha_beta(FAST, 3, NBYTES / 4) + alpha_beta(SLOW, 1, NBYTES / 2)),
         ("all-reduce", 1, 1, 0),
     ],
 )
