@@ -11,6 +11,7 @@ Ray's usage reports and its dashboard are off, and nothing is fetched.
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -42,6 +43,8 @@ ACCELERATOR_TYPES = {
 #: Ray's least; what is sent is a few kilobytes.
 _OBJECT_STORE_BYTES = 80_000_000
 _SECONDS_BETWEEN_LOOKS = 2.0
+#: That the head may be silent. A minute after it was lost Ray ends the driver's process, without a word of ours.
+_SECONDS_WITHOUT_HEAD = 20.0
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,7 @@ class RayPool(Pool):
         super().__init__(fresh_process=setting.fresh_process, timeout_seconds=timeout_seconds)
         self._demand, self._setting = Demand.of(setting, accelerator_type), travelling(setting)
         self._num_workers, self._room, self._looked = num_workers, 0, float("-inf")
+        self._heard = time.monotonic()
         self._connected = _connect(address)
         with _lost_cluster(), _closed_if_refused(self):
             self._demand = _check_nodes(self._demand, _nodes())
@@ -133,9 +137,24 @@ class RayPool(Pool):
     def room(self) -> int:
         if time.monotonic() - self._looked > _SECONDS_BETWEEN_LOOKS:
             with _lost_cluster():
-                self._room = sum(self._demand.room(node["Resources"]) for node in _nodes())
+                if self._hears_head():  # asking for nodes would wait for it
+                    self._room = sum(self._demand.room(node["Resources"]) for node in _nodes())
             self._looked = time.monotonic()
         return min(self._num_workers, self._room)
+
+    def _hears_head(self) -> bool:
+        import ray
+
+        address = ray.get_runtime_context().gcs_address
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=_SECONDS_BETWEEN_LOOKS).close()
+        except OSError as error:
+            if time.monotonic() - self._heard > _SECONDS_WITHOUT_HEAD:
+                raise ConnectionError(f"its head at {address} does not answer ({error})") from None
+            return False
+        self._heard = time.monotonic()
+        return True
 
     def launch(self) -> PoolWorker:
         return _Actor(self._setting, self._demand)

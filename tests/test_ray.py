@@ -109,6 +109,7 @@ def ray_cluster():
         address=cluster.address,
         add=lambda **resources: patiently(lambda: cluster.add_node(**{**node, "num_cpus": 1, **resources})),
         kill=lambda added: cluster.remove_node(added, allow_graceful=False),
+        kill_head=lambda: cluster.head_node.kill_gcs_server(check_alive=False),
     )
     cluster.shutdown()
 
@@ -209,3 +210,19 @@ def test_a_job_for_a_kind_of_device_lands_on_it_and_is_refused_without(ray_clust
     assert error.value.codes == ("worker-versions",) and "instead of 0.0.1" in str(error.value)
     for node in (other, wanted):
         ray_cluster.kill(node)
+
+
+@pytest.mark.ray
+def test_a_lost_head_is_said_before_ray_ends_the_driver(ray_cluster, directory, monkeypatch):
+    """The last test: the cluster is gone after it."""
+    monkeypatch.chdir(directory)
+    ray_cluster.add()
+    runner = Where(ray=ray_cluster.address).open(setting_of(Setting(SPEC)), None, 1)
+    ray_cluster.kill_head()
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    with pytest.raises(ProfileError) as error:
+        while time.monotonic() < deadline:
+            runner.idle()
+            runner.finished(1.0)
+    assert error.value.codes == ("ray-lost",) and "does not answer" in str(error.value)
+    runner.close()
