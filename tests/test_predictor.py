@@ -429,7 +429,9 @@ def test_the_papers_runs_recover_planted_gpipe_peaks():
     profile = planted.profile([ONE, StageChoice(2, 1), StageChoice(4, 1)], num_neighbours=10)
     runs = paper_runs(10, 4, 16)
     assert [run.choice for run in runs] == [ONE, StageChoice(2, 1), StageChoice(4, 1), StageChoice(1, 2), StageChoice(1, 4)]
-    found = run_paper_profile(runs, planted.graph, dict.fromkeys((1, 2, 4), profile.param_bytes[1]), "gpipe", 16, planted.cost)
+    found = run_paper_profile(
+        runs, planted.graph, dict.fromkeys([(tp, 1) for tp in (1, 2, 4)], profile.param_bytes[1, 1]), "gpipe", 16, planted.cost
+    )
     assert found.num_runs == sum(len(run.partitionings) for run in runs) * 2 and found.failed == ()
     predictor, truth = PaperPredictor(found), AdditivePredictor(profile)
     for layers in ([3, 7], [1, 4, 5], [10], [2, 2, 2, 4]):
