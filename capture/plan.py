@@ -73,6 +73,11 @@ class StagePlan:
     def num_devices(self) -> int:
         return len(self.devices)
 
+    @property
+    def replicas_text(self) -> str:
+        """Replicas, for people: ``4``, or ``4 (ZeRO-3)`` where they split the parameters."""
+        return f"{self.data_parallel}{' (ZeRO-3)' * self.shard_params}"
+
     def to_json(self) -> dict[str, Any]:
         return {
             "layers": list(self.layers),
