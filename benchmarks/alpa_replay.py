@@ -144,7 +144,7 @@ class Tracer:
         from capture.interface import stage_interface
 
         share = microbatch_size // stage.data_parallel
-        traced, param_bytes = self._backend.traced(share), self._backend.sharding(share).param_bytes(1)
+        traced, param_bytes = self._backend.traced(share), self._backend.sharding(share).param_bytes((1, 1))
         found = stage_interface(traced.graph, stage.first, stage.stop, stage.devices, 1, param_bytes, self._cost(stage, share))
         results = {
             "forward": sum(found.value_bytes[v] for v in found.outputs) + found.residual_bytes,

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from capture.choices import ParamSplit, StageChoice
 from capture.graph import LayerGraph
 from capture.plan import Plan
 from capture.step import StageInterface
@@ -119,7 +120,7 @@ def stage_interface(
         first, stop: Layers [first, stop).
         devices: Device ids of the stage.
         data_parallel: Replicas among which values are split along their batch dimension.
-        param_bytes: Per parameter of the graph, bytes per device at the stage's tensor-parallel degree.
+        param_bytes: Per parameter of the graph, bytes per device as the stage splits them.
         cost: Measured or predicted.
     """
     used, outputs = stage_values(graph, first, stop)
@@ -156,17 +157,19 @@ def stage_interface(
 
 
 def plan_interfaces(
-    plan: Plan, graph: LayerGraph, param_bytes: Mapping[int, Sequence[int]], costs: Sequence[StageCost]
+    plan: Plan, graph: LayerGraph, param_bytes: Mapping[ParamSplit, Sequence[int]], costs: Sequence[StageCost]
 ) -> list[StageInterface]:
     """The interfaces of all stages of a plan.
 
     Args:
         plan: Of the graph's model.
         graph: At the plan's micro-batch size.
-        param_bytes: Per tensor-parallel degree, per parameter.
+        param_bytes: Per way to split parameters, per parameter.
         costs: One per stage.
     """
     return [
-        stage_interface(graph, stage.first, stage.stop, stage.devices, stage.data_parallel, param_bytes[stage.tensor_parallel], cost)
+        stage_interface(
+            graph, stage.first, stage.stop, stage.devices, stage.data_parallel, param_bytes[StageChoice.of(stage).param_split], cost
+        )
         for stage, cost in zip(plan.stages, costs, strict=True)
     ]

@@ -42,6 +42,7 @@ class StagePlan:
         remat: What the backward pass recomputes: ``"none"`` keeps all activations, ``"dots"`` keeps the results of matrix products
             with parameters, ``"full"`` keeps the inputs of the layers.
         shard_optimizer: Optimizer state split over the data-parallel replicas instead of replicated (ZeRO stage 1).
+        shard_params: Parameters and accumulated gradients as well (ZeRO stage 3): gathered where they are used, gradients scattered.
 
     Raises:
         PlanError: ``plan-layers`` or ``plan-devices`` if those are no sequences of whole numbers.
@@ -53,6 +54,7 @@ class StagePlan:
     tensor_parallel: int = 1
     remat: Remat = "none"
     shard_optimizer: bool = False
+    shard_params: bool = False
 
     def __post_init__(self):
         # Lists and ranges are welcome; what is kept can be hashed and written as JSON.
@@ -71,6 +73,11 @@ class StagePlan:
     def num_devices(self) -> int:
         return len(self.devices)
 
+    @property
+    def replicas_text(self) -> str:
+        """Replicas, for people: ``4``, or ``4 (ZeRO-3)`` where they split the parameters."""
+        return f"{self.data_parallel}{' (ZeRO-3)' * self.shard_params}"
+
     def to_json(self) -> dict[str, Any]:
         return {
             "layers": list(self.layers),
@@ -80,6 +87,7 @@ class StagePlan:
             "tensor_parallel": self.tensor_parallel,
             "remat": self.remat,
             "shard_optimizer": self.shard_optimizer,
+            "shard_params": self.shard_params,
         }
 
     @classmethod
@@ -100,6 +108,7 @@ class StagePlan:
             fields.integer("tensor_parallel", 1),
             cast(Remat, fields.text("remat", "none")),
             fields.flag("shard_optimizer", False),
+            fields.flag("shard_params", False),
         )
 
 
@@ -124,7 +133,7 @@ class Plan:
 
     Raises:
         PlanError: every rule that is broken, with its code: ``plan-stages``, ``plan-layers``, ``plan-devices``, ``plan-degrees``,
-            ``plan-batch``, ``plan-schedule``, ``plan-remat``, ``plan-rule``.
+            ``plan-batch``, ``plan-schedule``, ``plan-remat``, ``plan-shard-params``, ``plan-rule``.
     """
 
     cluster: Cluster
@@ -323,6 +332,13 @@ def _violations(plan: Plan) -> list[Violation]:
             )
         if stage.remat not in REMAT_POLICIES:
             found.append(Violation(f"stage {s} has remat={stage.remat!r}; choose one of {', '.join(REMAT_POLICIES)}.", "plan-remat"))
+        if stage.shard_params and not stage.shard_optimizer:
+            found.append(
+                Violation(
+                    f"stage {s} has shard_params without shard_optimizer; optimizer state is split with its parameters: set both.",
+                    "plan-shard-params",
+                )
+            )
     return found
 
 

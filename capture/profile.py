@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from capture.choices import StageChoice
+from capture.choices import ParamSplit, StageChoice
 from capture.errors import ProfileError
 from capture.fields import Fields, describe
 from capture.graph import LayerGraph, Tensor
@@ -80,7 +80,7 @@ class Profile:
     Attributes:
         graph: The layers, at the largest profiled micro-batch size.
         measurements: By stage config.
-        param_bytes: Per tensor-parallel degree, bytes per device of every parameter.
+        param_bytes: Per way to split parameters, bytes per device of each.
         provenance: Backend, target, versions, flags, date.
         workload: By name; None for one made from Python objects.
         auto_layers: Whether the layers were cut automatically.
@@ -95,7 +95,7 @@ class Profile:
 
     graph: LayerGraph
     measurements: Mapping[StageConfig, StageCost]
-    param_bytes: Mapping[int, tuple[int, ...]]
+    param_bytes: Mapping[ParamSplit, tuple[int, ...]]
     provenance: Mapping[str, Any]
     workload: WorkloadSpec | None = None
     auto_layers: bool = False
@@ -132,7 +132,7 @@ class Profile:
             "microbatch_sizes": list(self.microbatch_sizes),
             "model_hashes": {str(b): h for b, h in self.model_hashes.items()},
             "graph": self.graph.to_json(),
-            "param_bytes_by_tensor_parallel": {str(tp): list(sizes) for tp, sizes in self.param_bytes.items()},
+            "param_bytes_by_tensor_parallel": {_split_name(split): list(sizes) for split, sizes in self.param_bytes.items()},
             "measurements": _rows(self.measurements),
             "verified": _rows(self.verified),
             "paper": self.paper,
@@ -161,7 +161,7 @@ class Profile:
                 graph=LayerGraph.from_json(data["graph"]),
                 measurements=_read_rows(data["measurements"]),
                 verified=_read_rows(data.get("verified", [])),
-                param_bytes={int(tp): tuple(sizes) for tp, sizes in data["param_bytes_by_tensor_parallel"].items()},
+                param_bytes={_read_split(name): tuple(sizes) for name, sizes in data["param_bytes_by_tensor_parallel"].items()},
                 provenance=data["provenance"],
                 workload=None if data["workload"] is None else WorkloadSpec.from_json(Fields(data).object("workload")),
                 auto_layers=data["auto_layers"],
@@ -207,6 +207,16 @@ class Profile:
         return profile if target == profile.target else replace(profile, provenance={**profile.provenance, "target": target})
 
 
+def _split_name(split: ParamSplit) -> str:
+    tensor_parallel, replicas = split
+    return str(tensor_parallel) if replicas == 1 else f"{tensor_parallel}/{replicas}"
+
+
+def _read_split(name: str) -> ParamSplit:
+    tensor_parallel, _, replicas = name.partition("/")
+    return int(tensor_parallel), int(replicas or 1)
+
+
 def _rows(measurements: Mapping[StageConfig, StageCost]) -> list[dict[str, Any]]:
     return [
         {
@@ -222,8 +232,7 @@ def _rows(measurements: Mapping[StageConfig, StageCost]) -> list[dict[str, Any]]
 def _read_rows(rows: Sequence[Mapping[str, Any]]) -> dict[StageConfig, StageCost]:
     measurements = {}
     for row in rows:
-        choice = StageChoice(row["data_parallel"], row["tensor_parallel"], row["remat"], row["shard_optimizer"])
-        config = StageConfig(row["layers"][0], row["layers"][1] + 1, choice, row["microbatch_size"])
+        config = StageConfig(row["layers"][0], row["layers"][1] + 1, StageChoice.of_row(row), row["microbatch_size"])
         measurements[config] = StageCost.from_json(row["cost"])
     return measurements
 

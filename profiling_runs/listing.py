@@ -92,6 +92,7 @@ def list_jobs(
     num_layers: int | None,
     remat: Sequence[Remat],
     shard_optimizer: bool,
+    shard_params: bool,
     whole_nodes: bool,
     any_divisor: bool,
     num_neighbours: int,
@@ -110,7 +111,7 @@ def list_jobs(
         ExecutionError: ``alpa-python`` if that interpreter cannot import alpa.
         WorkloadError, TracingError: if the model cannot be traced.
     """
-    check_backend(backend, paper, None, repeats, alpa_python, tensor_parallel_rule)
+    check_backend(backend, paper, None, repeats, alpa_python, tensor_parallel_rule, shard_params or None)
     if backend == "compile":
         measurements = open_measurements(
             workload,
@@ -129,6 +130,7 @@ def list_jobs(
             calibration_plans=calibration_plans,
             whole_nodes=whole_nodes,
             any_divisor=any_divisor,
+            shard_params=shard_params,
             paper=paper,
         )
         jobs, name = measurements.jobs(wanted_configs(question, measurements)), f"compile:{cluster.target}"

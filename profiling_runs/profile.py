@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 from capture import environment
 from capture.attribution import StageBuffers
-from capture.choices import StageChoice, hybrid_choices
+from capture.choices import ParamSplit, StageChoice, hybrid_choices, with_sharded_params
 from capture.cluster import Cluster
 from capture.errors import PlanError, ProfileError, TargetError, Violation
 from capture.interface import StageCost, stage_interface
@@ -172,6 +172,7 @@ def profile(
     num_layers: int | None = None,
     remat: Sequence[Remat] = ("none",),
     shard_optimizer: bool = False,
+    shard_params: bool = False,
     choices: Iterable[StageChoice] | None = None,
     whole_nodes: bool = False,
     any_divisor: bool = False,
@@ -200,6 +201,7 @@ def profile(
             ``"alpa"`` has them executed by Alpa, on its Ray cluster of these nodes.
         num_layers: None cuts at the model's marks; a number cuts automatically.
         remat, shard_optimizer: Of the stages.
+        shard_params: Also stages whose replicas split their parameters (ZeRO stage 3), beside those that do not.
         choices: Of the windows, instead of all data- and tensor-parallel degree pairs that fit the cluster.
         whole_nodes, any_divisor: Of the windows; see ``Cluster.stage_degrees``.
         num_neighbours: Of the windows: most neighbours of M_a.
@@ -224,7 +226,9 @@ def profile(
         WorkloadError, TracingError: if the model cannot be traced.
     """
     backend, cluster = _of_target(backend, cluster)
-    check_backend(backend, paper, memory_limit_bytes, repeats, alpa_python, tensor_parallel_rule, choices, measurements)
+    check_backend(
+        backend, paper, memory_limit_bytes, repeats, alpa_python, tensor_parallel_rule, choices, measurements, shard_params or None
+    )
     if backend in EXECUTING:
         assert paper is not None, "checked"
         executed = executed_profile(
@@ -269,6 +273,7 @@ def profile(
         calibration_plans=calibration_plans,
         whole_nodes=whole_nodes,
         any_divisor=any_divisor,
+        shard_params=shard_params,
         paper=paper,
     )
     compiler = measurements.backend
@@ -320,6 +325,7 @@ class Question:
         shard_optimizer: bool,
         choices: Iterable[StageChoice] | None = None,
         *,
+        shard_params: bool = False,
         paper: tuple[str, int] | None,
         whole_nodes: bool,
         any_divisor: bool,
@@ -328,6 +334,7 @@ class Question:
         """From the arguments of ``profile``."""
         if choices is None:
             choices = default_choices(cluster, microbatch_size, remat, shard_optimizer, whole_nodes, any_divisor)
+            choices = with_sharded_params(choices) if shard_params else choices
         asked = None if paper is None else PaperQuestion(*paper, remat[0], shard_optimizer)
         return cls(cluster, microbatch_size, tuple(choices), whole_nodes=whole_nodes, any_divisor=any_divisor, paper=asked, **rest)
 
@@ -356,11 +363,11 @@ def unmeasured(question: Question, measurements: Measurements) -> Profile:
     """The profile but for its measurements: what tracing says."""
     compiler, sizes = measurements.backend, question.microbatch_sizes
     graph = compiler.traced(question.microbatch_size).graph
-    degrees = sorted({choice.tensor_parallel for choice in question.choices})
+    splits = sorted({choice.param_split for choice in question.choices})
     return Profile(
         graph=graph,
         measurements={},
-        param_bytes={tp: compiler.sharding(question.microbatch_size).param_bytes(tp) for tp in degrees},
+        param_bytes={split: compiler.sharding(question.microbatch_size).param_bytes(split) for split in splits},
         provenance={**compiler.provenance, "created": environment.now()},
         workload=measurements.spec,
         auto_layers=measurements.num_layers is not None,
@@ -423,7 +430,7 @@ def check_backend(
         )
     if backend in EXECUTING and any(argument is not None for argument in of_windows):
         violations.append(
-            Violation(f"choices and measurements are those of compiled windows; backend={backend!r} has none.", "profile-backend")
+            Violation(f"choices, measurements and shard_params are of compiled windows; backend={backend!r} has none.", "profile-backend")
         )
     if backend == "alpa" and rule != "auto":
         violations.append(
@@ -487,7 +494,7 @@ def paper_profile(
     graph, sharding = measurements.backend.traced(microbatch_size).graph, measurements.backend.sharding(microbatch_size)
     runs = paper_runs(graph.num_layers, cluster.num_devices, microbatch_size, remat, shard_optimizer)
     measurements.require({PAPER_RUNS: [c for run in runs for c in run.configs(microbatch_size)]})
-    param_bytes = {run.choice.tensor_parallel: sharding.param_bytes(run.choice.tensor_parallel) for run in runs}
+    param_bytes = {run.choice.param_split: sharding.param_bytes(run.choice.param_split) for run in runs}
     return run_paper_profile(runs, graph, param_bytes, schedule, num_microbatches, measurements.costs.get)
 
 
@@ -540,10 +547,7 @@ def plan_of(
         StagePlan(
             (stage.first, stage.stop - 1),
             tuple(range(stage.start_device, stage.start_device + stage.choice.num_devices)),
-            stage.choice.data_parallel,
-            stage.choice.tensor_parallel,
-            stage.choice.remat,
-            stage.choice.shard_optimizer,
+            **asdict(stage.choice),
         )
         for stage in drawn
     )
@@ -566,10 +570,10 @@ def stage_config(stage: StagePlan, microbatch_size: int) -> StageConfig:
     return StageConfig(stage.first, stage.stop, StageChoice.of(stage), microbatch_size)
 
 
-def measured_peak(plan: Plan, stage_id: int, graph: Any, param_bytes: Mapping[int, Sequence[int]], cost: StageCost) -> int:
+def measured_peak(plan: Plan, stage_id: int, graph: Any, param_bytes: Mapping[ParamSplit, Sequence[int]], cost: StageCost) -> int:
     """Peak of a stage whose programs were compiled, from the schedule's occupancies."""
     stage = plan.stages[stage_id]
     interface = stage_interface(
-        graph, stage.first, stage.stop, stage.devices, stage.data_parallel, param_bytes[stage.tensor_parallel], cost
+        graph, stage.first, stage.stop, stage.devices, stage.data_parallel, param_bytes[StageChoice.of(stage).param_split], cost
     )
     return int(peak_of(of_interface(interface), plan.schedule_table.occupancies[stage_id]))

@@ -127,7 +127,7 @@ def executed_profile(
     return Profile(
         graph=graph,
         measurements={},
-        param_bytes={tp: sharding.param_bytes(tp) for tp in sorted({one.choice.tensor_parallel for one in sets})},
+        param_bytes={split: sharding.param_bytes(split) for split in sorted({one.choice.param_split for one in sets})},
         provenance={**backend.provenance, "created": environment.now()},
         workload=spec,
         auto_layers=num_layers is not None,

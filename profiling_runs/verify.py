@@ -87,7 +87,7 @@ def verify(plan: Plan, measurements: Measurements) -> Verification:
         raise ProfileError.of(f"stages of the plan do not compile: {'; '.join(failed)}.", "verify-stage")
     backend = measurements.backend
     sharding = backend.sharding(plan.microbatch_size)
-    param_bytes = {stage.tensor_parallel: sharding.param_bytes(stage.tensor_parallel) for stage in plan.stages}
+    param_bytes = {config.choice.param_split: sharding.param_bytes(config.choice.param_split) for config in configs}
     costs = [measurements.costs[config] for config in configs]
     graph = backend.traced(plan.microbatch_size).graph
     program = build_step(plan_interfaces(plan, graph, param_bytes, costs), plan.schedule_table)

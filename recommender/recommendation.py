@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -291,15 +291,7 @@ def _with_best_choices(
             ),
             key=lambda c: int(peak_of(predictor.memory(c, plan.microbatch_size), occupancies)[stage.first, stage.stop]),
         )
-        resolved.append(
-            replace(
-                stage,
-                data_parallel=best.data_parallel,
-                tensor_parallel=best.tensor_parallel,
-                remat=best.remat,
-                shard_optimizer=best.shard_optimizer,
-            )
-        )
+        resolved.append(replace(stage, **asdict(best)))
     return tuple(resolved)
 
 
@@ -377,10 +369,7 @@ def plan_of_stages(
             StagePlan(
                 (stage.first, stage.stop - 1),
                 tuple(range(stage.start_device, stage.stop_device)),
-                stage.choice.data_parallel,
-                stage.choice.tensor_parallel,
-                stage.choice.remat,
-                stage.choice.shard_optimizer,
+                **asdict(stage.choice),
             )
             for stage in stages
         ),

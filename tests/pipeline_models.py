@@ -76,6 +76,7 @@ def pipeline(
     schedule: str = "1f1b",
     remat: str = "none",
     shard_optimizer: bool = False,
+    shard_params: bool = False,
     global_batch_size: int = 8,
     num_microbatches: int = 4,
 ) -> Plan:
@@ -83,6 +84,7 @@ def pipeline(
     stages, first, device = [], 0, 0
     for count, (data, tensor) in zip(layers, degrees, strict=True):
         devices = tuple(range(device, device + data * tensor))
-        stages.append(StagePlan((first, first + count - 1), devices, data, tensor, remat, shard_optimizer and data > 1))
+        shared = (shard_optimizer and data > 1, shard_params and data > 1)
+        stages.append(StagePlan((first, first + count - 1), devices, data, tensor, remat, *shared))
         first, device = first + count, device + data * tensor
     return Plan(Cluster((device,)), first, tuple(stages), global_batch_size, num_microbatches, schedule)

@@ -31,7 +31,7 @@ def planted_profile(num_layers: int, target: str = "a100-40g", *, max_devices: i
         profile,
         measurements=measurements,
         provenance={"backend": "compile", "target": target},
-        param_bytes={tp: (400_000_000 // tp,) * len(profile.graph.params) for tp in profile.param_bytes},
+        param_bytes={(tp, one): (400_000_000 // tp,) * len(profile.graph.params) for tp, one in profile.param_bytes},
     )
 
 

@@ -65,7 +65,7 @@ class Planted:
         return Profile(
             graph=rescaled(self.graph, max(sizes), f"hash{max(sizes)}"),
             measurements={config: self.cost(config) for config in configs},
-            param_bytes={tp: tuple(p.nbytes for p in self.graph.params) for tp in degrees},
+            param_bytes={(tp, 1): tuple(p.nbytes for p in self.graph.params) for tp in degrees},
             provenance={"backend": "planted", "target": "cpu"},
             microbatch_sizes=tuple(sizes),
             model_hashes={size: f"hash{size}" for size in sizes},

@@ -79,6 +79,11 @@ def test_what_alpa_cannot_place(nodes, sizes, code):
     assert codes_of(lambda: alpa_placement(Cluster(nodes), sizes)) == (code,)
 
 
+def test_split_parameters_are_not_alpas():
+    stages = (StagePlan((0, 1), [0, 1], 2, 1, "none", shard_optimizer=True, shard_params=True),)
+    assert codes_of(lambda: to_alpa(Plan(Cluster((2,)), 2, stages, 4, 2))) == ("alpa-shard-params",)
+
+
 @pytest.mark.parametrize("modes", [("none", "full"), ("dots", "dots")])
 def test_remat_is_one_for_all_layers(modes):
     stages = tuple(StagePlan((s, s), [s], 1, 1, mode) for s, mode in enumerate(modes))

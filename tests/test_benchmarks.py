@@ -89,7 +89,7 @@ def test_a_replica_traced_alone_holds_what_the_compiled_stage_does(tmp_path):
     stages = (StagePlan((0, 1), [0, 1], 2, 1, "none", True), StagePlan((2, 2), [2, 3], 2, 1, "full", True))
     plan = Plan(Cluster((4,)), 3, stages, 16, 4, "1f1b", workload=spec)
     backend, tracer = CompileBackend(spec.load(), store=Store(tmp_path / "store.db")), alpa_replay.Tracer(spec)
-    graph, param_bytes = backend.traced(4).graph, {1: backend.sharding(4).param_bytes(1)}
+    graph, param_bytes = backend.traced(4).graph, {(1, 1): backend.sharding(4).param_bytes((1, 1))}
     compiled = plan_interfaces(plan, graph, param_bytes, [backend.measure(stage_config(stage, 4)) for stage in stages])
     traced = [tracer.interface(stage, 4) for stage in stages]
     assert [replace(stage, transient_bytes={}) for stage in traced] == [replace(stage, transient_bytes={}) for stage in compiled]

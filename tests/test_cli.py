@@ -241,6 +241,7 @@ PLAN = ["plan", "tiny.py:model", "--profile", "profile.json"]
         ("plan-algorithm", [*PLAN, *BATCH, "--algorithm", "autostage", "--objective", "pareto"]),
         ("profile-no-times", [*PLAN, *BATCH, "--algorithm", "autostage"]),
         ("profile-choice", [*PLAN, *BATCH, "--remat", "full"]),
+        ("profile-choice", [*PLAN, *BATCH, "--shard-params"]),
         ("profile-file", ["plan", "tiny.py:model", *BATCH, "--profile", "missing.json"]),
         ("file", [*PLAN, *BATCH, "-o", "missing/plan.json"]),
         ("store-corrupt", ["profile", "tiny.py:model", *BATCH, "--store", "tiny.py"]),

@@ -11,6 +11,7 @@ from pipeline_models import VOCAB, WIDTH, mlp, pipeline, tied
 
 from capture.errors import ExecutionError, PlanError, WorkloadError
 from capture.runtime.pipeline import PipelinedStep, pipeshard, trace_for_plan
+from capture.runtime.programs import shard_bytes
 from capture.runtime.reference import ReferenceStep, max_relative_error
 from capture.workload import WorkloadSpec
 
@@ -81,6 +82,32 @@ def test_sharded_optimizer_state():
     step = compare(mlp(optax.adam(1e-2, eps=1e-4)), plan, params_tolerance=1e-4)
     whole = pipeshard(mlp(optax.adam(1e-2, eps=1e-4)), pipeline((2, 2), ((2, 1), (2, 2))))
     assert step.stages[0].cost.optimizer_bytes < 0.55 * whole.stages[0].cost.optimizer_bytes
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_sharded_parameters(remat):
+    """Held in parts, gathered by the programs that read them, and their gradients are scattered; a replica holds half of everything."""
+    layout, optimizer = ((2, 2), ((2, 1), (2, 2))), optax.adam(1e-2, eps=1e-4)
+    plan = pipeline(*layout, remat=remat, shard_optimizer=True, shard_params=True)
+    step = compare(mlp(optimizer), plan, params_tolerance=1e-4)
+    replicated = pipeshard(mlp(optimizer), pipeline(*layout, remat=remat, shard_optimizer=True))
+    held, whole = (
+        {(slot.stage_id, slot.category): slot.nbytes for slot in map(s.program.slots.__getitem__, s.program.persistent.values())}
+        for s in (step, replicated)
+    )
+    state = step.init(jax.random.key(0))
+    for s in (0, 1):
+        arrays = [sum(map(shard_bytes, state.slots[f"{name}@{s}"])) for name in ("params", "gradients", "optimizer")]
+        assert arrays == [held[s, category] for category in ("parameters", "gradients", "optimizer")]
+        # The bias of a stage with tensor parallelism has no dimension left to split.
+        assert held[s, "parameters"] == held[s, "gradients"] == whole[s, "parameters"] / 2 + (128 if s else 0)
+    text = step.stages[0].backward.call.as_text()
+    assert "all-gather" in text and "all-gather" not in replicated.stages[0].backward.call.as_text()
+
+
+def test_a_shared_parameter_is_sent_between_stages_that_split_it_differently():
+    plan = pipeline((1, 1, 1, 1), ((2, 1), (1, 1), (2, 1), (1, 2)), shard_optimizer=True, shard_params=True)
+    compare(tied(optax.sgd(0.1)), plan)
 
 
 def test_weight_decay_masked_by_path():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,9 +99,9 @@ def test_the_document_names_its_units_and_what_follows_from_the_fields():
         "tensor_parallel_rule": "auto",
         "stages": [
             {"layers": [0, 1], "num_devices": 2, "devices": [0, 1], "data_parallel": 2, "tensor_parallel": 1}
-            | {"remat": "none", "shard_optimizer": False},
+            | {"remat": "none", "shard_optimizer": False, "shard_params": False},
             {"layers": [2, 2], "num_devices": 2, "devices": [2, 3], "data_parallel": 1, "tensor_parallel": 2}
-            | {"remat": "none", "shard_optimizer": False},
+            | {"remat": "none", "shard_optimizer": False, "shard_params": False},
         ],
         "prediction": None,
         "why": None,
@@ -297,13 +298,18 @@ def test_a_wrong_field_is_named_with_its_path(path, value, wrong):
     ]
 
 
+def test_parameters_are_split_with_their_optimizer_state():
+    with pytest.raises(PlanError, match="plan-shard-params"):
+        two_stages().with_(stages=tuple(replace(stage, shard_params=True) for stage in two_stages().stages))
+
+
 def test_a_plan_written_by_hand_may_leave_out_what_has_a_default():
     document = two_stages().to_json()
     optional = ("schedule", "auto_layers", "tensor_parallel_rule", "model_hash", "workload", "microbatch_size")
     for key in (*optional, "prediction", "why", "verification"):
         del document[key]
     for stage in document["stages"]:
-        for key in ("num_devices", "remat", "shard_optimizer"):
+        for key in ("num_devices", "remat", "shard_optimizer", "shard_params"):
             del stage[key]
     assert Plan.from_json(document) == two_stages()
 

@@ -310,8 +310,8 @@ def test_a_degree_that_was_not_profiled_is_refused():
     with pytest.raises(ProfileError) as error:
         AdditivePredictor(profile).predict(make_plan([4], [StageChoice(8, 1)]))
     assert str(error.value) == (
-        "data_parallel=8 x tensor_parallel=1 with remat='none', shard_optimizer=False was not profiled (profiled degrees: 1x1, 1x2, 1x4, "
-        "2x1, 2x2, 4x1); profile it, or allow extrapolation. [profile-choice]"
+        "data_parallel=8 x tensor_parallel=1 with remat='none', shard_optimizer=False, shard_params=False was not profiled "
+        "(profiled degrees: 1x1, 1x2, 1x4, 2x1, 2x2, 4x1); profile it, or allow extrapolation. [profile-choice]"
     )
     full = StageChoice(1, 1, "full")
     assert code_of(lambda: AdditivePredictor(profile, allow_extrapolation=True).predict(make_plan([4], [full]))) == "profile-choice"
@@ -429,7 +429,9 @@ def test_the_papers_runs_recover_planted_gpipe_peaks():
     profile = planted.profile([ONE, StageChoice(2, 1), StageChoice(4, 1)], num_neighbours=10)
     runs = paper_runs(10, 4, 16)
     assert [run.choice for run in runs] == [ONE, StageChoice(2, 1), StageChoice(4, 1), StageChoice(1, 2), StageChoice(1, 4)]
-    found = run_paper_profile(runs, planted.graph, dict.fromkeys((1, 2, 4), profile.param_bytes[1]), "gpipe", 16, planted.cost)
+    found = run_paper_profile(
+        runs, planted.graph, dict.fromkeys([(tp, 1) for tp in (1, 2, 4)], profile.param_bytes[1, 1]), "gpipe", 16, planted.cost
+    )
     assert found.num_runs == sum(len(run.partitionings) for run in runs) * 2 and found.failed == ()
     predictor, truth = PaperPredictor(found), AdditivePredictor(profile)
     for layers in ([3, 7], [1, 4, 5], [10], [2, 2, 2, 4]):
@@ -442,7 +444,7 @@ def test_a_failed_run_is_named_and_leaves_its_statistics_out():
     planted = Planted(6)
     lost = StageConfig(0, 2, ONE, 16)
     runs = [run for run in paper_runs(6, 4, 16) if run.choice == ONE]
-    found = run_paper_profile(runs, planted.graph, {1: [4] * 6}, "gpipe", 16, lambda c: None if c == lost else planted.cost(c))
+    found = run_paper_profile(runs, planted.graph, {(1, 1): [4] * 6}, "gpipe", 16, lambda c: None if c == lost else planted.cost(c))
     assert all(text.endswith(f"with {ONE}, stage 0") for text in found.failed) and found.failed
     assert np.isnan(found.statistics[ONE][8].added[1]) and not np.isnan(found.statistics[ONE][8].isolated).any()
 

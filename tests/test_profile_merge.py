@@ -42,10 +42,10 @@ def test_profiles_of_other_degrees_and_sizes_are_one():
 
 def test_of_another_target_only_what_tracing_says_is_taken():
     here = profile((ONE,))
-    there = of_target(replace(profile((TWO,)), param_bytes={2: (1,) * len(here.graph.params)}, model_hashes={4: "hash4"}), "h100")
+    there = of_target(replace(profile((TWO,)), param_bytes={(2, 1): (1,) * len(here.graph.params)}, model_hashes={4: "hash4"}), "h100")
     together = merge_profiles([here, there], "cpu")
     assert together.measurements == here.measurements
-    assert set(together.param_bytes) == {*here.param_bytes, 2}
+    assert set(together.param_bytes) == {*here.param_bytes, (2, 1)}
     assert together.model_hashes == {**here.model_hashes, 4: "hash4"}
     assert together.microbatch_sizes == here.microbatch_sizes and together.target == "cpu"
 

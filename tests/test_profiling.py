@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from dataclasses import replace
@@ -16,14 +17,16 @@ from pipeline_models import mlp
 from capture.choices import StageChoice, hybrid_choices
 from capture.cluster import Cluster
 from capture.errors import TargetError
-from capture.profile import StageConfig
+from capture.profile import Profile, StageConfig
 from capture.profiler.compile import CompileBackend
 from capture.profiler.windows import choices_to_profile, profiled_microbatch_sizes, window_configs
+from capture.runtime.pipeline import pipeshard
 from capture.store import Store
 from profiling_runs import profile
 from profiling_runs.jobs import Job, Queue
 from profiling_runs.profile import CALIBRATION_SEED, divisor_choices
 from profiling_runs.worker import measure_job
+from recommender import recommend
 
 ONE, TWO, SPLIT = StageChoice(), StageChoice(2, 1), StageChoice(1, 2)
 
@@ -198,6 +201,21 @@ def test_a_profile_in_this_process_measures_and_calibrates_by_another_seed():
     assert rows == sum(totals.values()) and totals["optimizer updates"] <= 5  # the end of a step of 1 to 5 equal layers
     again = profile(mlp(num_blocks=5), Cluster((1, 1)), microbatch_size=2, num_neighbours=1, calibration_plans=3, store=store)
     assert len(store) == rows and again.measurements == result.measurements and again.calibration == result.calibration
+
+
+def test_stages_may_split_their_parameters_and_a_plan_is_never_the_worse_for_it():
+    """By prediction and by replay of the compiled plans; and the profile survives its document."""
+    task, cluster = mlp(optax.adam(1e-3)), Cluster((2,))
+    question = {"global_batch_size": 8, "num_microbatches": 2, "schedule": "1f1b"}
+    found = profile(task, cluster, microbatch_size=4, num_neighbours=1, calibration_plans=0, shard_params=True)
+    assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
+    without = replace(found, measurements={c: cost for c, cost in found.measurements.items() if not c.choice.shard_params})
+    free, bound = (recommend(one, cluster, **question) for one in (found, without))
+    assert free.plan is not None and bound.plan is not None
+    assert [stage.shard_params for stage in free.plan.stages] == [True]
+    replayed = [max(pipeshard(task, plan).replay().peak_bytes_per_device) for plan in (free.plan, bound.plan)]
+    assert replayed[0] < replayed[1]
+    assert free.peak_bytes < bound.peak_bytes and free.peak_bytes == pytest.approx(replayed[0], rel=0.1)
 
 
 def test_what_fails_is_named_and_the_rest_is_kept(monkeypatch):

@@ -35,7 +35,7 @@ def a_profile(num_layers: int = 6, max_devices: int = 4, seed: int = 0, **option
 def with_paper(num_layers: int = 8, schedule: str = "gpipe", num_devices: int = 4) -> Profile:
     planted = Planted(num_layers, 5)
     profile = planted.profile(hybrid(num_devices))
-    param_bytes = dict.fromkeys((1, 2, 4), profile.param_bytes[1])
+    param_bytes = dict.fromkeys([(tp, 1) for tp in (1, 2, 4)], profile.param_bytes[1, 1])
     runs = run_paper_profile(paper_runs(num_layers, num_devices, 16), planted.graph, param_bytes, schedule, 8, planted.cost)
     return replace(profile, paper=runs.to_json())
 

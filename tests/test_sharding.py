@@ -90,10 +90,10 @@ def test_specs_by_name_reach_one_of_several_equal_layers(traced):
 def test_bytes_are_those_of_the_shards(traced, rule, degree):
     model, params = ModelSharding(traced, rule), traced.graph.params
     cut = [any(spec) for spec in model.specs(degree)]
-    assert model.param_bytes(degree) == tuple(p.nbytes // (degree if c else 1) for p, c in zip(params, cut, strict=True))
+    assert model.param_bytes((degree, 1)) == tuple(p.nbytes // (degree if c else 1) for p, c in zip(params, cut, strict=True))
     matrices = [len(p.shape) == 2 for p in params]
     assert cut == (matrices if degree > 1 else [False] * len(params))
-    assert sum(model.param_bytes(1)) == 4 * traced.graph.num_parameters
+    assert sum(model.param_bytes((1, 1))) == 4 * traced.graph.num_parameters
     assert all(math.prod(p.shape) >= MIN_SHARDED_SIZE for p, matrix in zip(params, matrices, strict=True) if matrix)
 
 

@@ -165,7 +165,7 @@ def to_alpa(plan: Plan) -> AlpaOptions:
 
     Raises:
         PlanError: every rule of Alpa's that the plan breaks: ``alpa-cluster``, ``alpa-submesh``, ``alpa-packing``, ``alpa-remat`` (one mode
-            for all stages, none or full).
+            for all stages, none or full), ``alpa-shard-params``.
 
     Example:
         >>> from capture.cluster import Cluster
@@ -217,6 +217,14 @@ def _violations(plan: Plan) -> list[Violation]:
             Violation(
                 f"the stages have remat {', '.join(modes)}; Alpa recomputes all layers or none. Plan with --remat none or full.",
                 "alpa-remat",
+            )
+        )
+    split = [s for s, stage in enumerate(plan.stages) if stage.shard_params]
+    if split:
+        found.append(
+            Violation(
+                f"stages {split} split their parameters over replicas, which Alpa's solver decides itself; plan without --shard-params.",
+                "alpa-shard-params",
             )
         )
     return found

@@ -94,6 +94,11 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
             yield f"remat {remat}", plan.with_(stages=tuple(replace(stage, remat=remat) for stage in plan.stages))
     if any(stage.data_parallel > 1 and not stage.shard_optimizer for stage in plan.stages):
         yield "shard the optimizer", plan.with_(stages=tuple(replace(stage, shard_optimizer=True) for stage in plan.stages))
+    if any(stage.data_parallel > 1 and not stage.shard_params for stage in plan.stages):
+        yield (
+            "shard the parameters",
+            plan.with_(stages=tuple(replace(stage, shard_optimizer=True, shard_params=stage.data_parallel > 1) for stage in plan.stages)),
+        )
     doubled = 2 * plan.num_microbatches
     fits = plan.global_batch_size % doubled == 0
     if fits and all((plan.global_batch_size // doubled) % stage.data_parallel == 0 for stage in plan.stages):

@@ -86,6 +86,12 @@ def add_batch(parser: argparse.ArgumentParser, schedules: Sequence[str], schedul
         help="what the backward pass recomputes" + ("; auto: chosen per stage" if AUTO in remats else "") + " (default: %(default)s)",
     )
     parser.add_argument("--shard-optimizer", action="store_true", help="split optimizer state over data-parallel replicas")
+    if AUTO in remats:
+        parser.add_argument(
+            "--shard-params",
+            action="store_true",
+            help="let stages also split parameters, gradients and optimizer state over replicas where that is better (ZeRO stage 3)",
+        )
     parser.add_argument(
         "--tensor-parallel-rule", choices=TENSOR_PARALLEL_RULES, default="auto", help="how parameters are split (default: %(default)s)"
     )
@@ -303,6 +309,7 @@ def asked(
         "num_layers": options.num_layers,
         "remat": remat_policies(options) if remat is None else (remat,),
         "shard_optimizer": options.shard_optimizer if shard_optimizer is None else shard_optimizer,
+        "shard_params": options.shard_params,
         "whole_nodes": options.whole_nodes,
         "any_divisor": options.any_divisor,
         "num_neighbours": options.neighbours,

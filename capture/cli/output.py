@@ -53,7 +53,7 @@ def stage_table(plan: Any, stages: Sequence[Any]) -> str:
             s,
             f"{stage.layers[0]}-{stage.layers[1]}",
             f"{stage.devices[0]}-{stage.devices[-1]}" if stage.num_devices > 1 else stage.devices[0],
-            stage.data_parallel,
+            stage.replicas_text,
             stage.tensor_parallel,
             format_bytes(predicted.peak_bytes),
             f"{format_bytes(predicted.interval_bytes[0])} to {format_bytes(predicted.interval_bytes[1])}",

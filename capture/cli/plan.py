@@ -278,9 +278,10 @@ def _read_profile(options: argparse.Namespace) -> Profile:
     measurements = {
         config: cost
         for config, cost in profile.measurements.items()
-        if config.choice.remat in policies and config.choice.shard_optimizer == options.shard_optimizer
+        if config.choice.remat in policies
+        and (options.shard_params if config.choice.shard_params else config.choice.shard_optimizer == options.shard_optimizer)
     }
-    kinds = {(c.remat, c.shard_optimizer) for c in profile.choices}
+    kinds = {(c.remat, c.shard_optimizer) for c in profile.choices if not c.shard_params}
     if not profile.measurements and profile.paper is not None:  # executed runs alone
         kinds = {(row["remat"], row["shard_optimizer"]) for row in profile.paper["statistics"]}
     if not {(policy, options.shard_optimizer) for policy in policies} <= kinds:
@@ -288,6 +289,11 @@ def _read_profile(options: argparse.Namespace) -> Profile:
         raise ProfileError.of(
             f"profile {files!r} has no stage with remat={options.remat}, shard_optimizer={options.shard_optimizer}; it has "
             f"{'; '.join(profiled) or 'none'}. Ask for those, or profile again.",
+            "profile-choice",
+        )
+    if options.shard_params and not any(choice.shard_params for choice in profile.choices):
+        raise ProfileError.of(
+            f"profile {files!r} has no stage that splits its parameters over replicas, and --shard-params asks for some; profile with it.",
             "profile-choice",
         )
     return replace(profile, workload=named, measurements=measurements)

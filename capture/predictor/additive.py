@@ -8,10 +8,11 @@ micro-batches, stage position, shared parameters and receive buffers enter throu
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from capture.choices import StageChoice
+from capture.choices import ParamSplit, StageChoice
 from capture.errors import ProfileError
 from capture.graph import LayerGraph
 from capture.interface import StageCost, plan_interfaces
@@ -47,7 +48,7 @@ class AdditivePredictor:
         self.profile, self._extrapolates = profile, allow_extrapolation
         self._graphs: dict[int, LayerGraph] = {}
         self._tables: dict[tuple[StageChoice, int], np.ndarray] = {}
-        self._params: dict[int, np.ndarray] = {}
+        self._params: dict[ParamSplit, np.ndarray] = {}
         self._memories: dict[tuple[StageChoice, int], StageMemory] = {}
         self._windows: dict[tuple[StageChoice, int], dict[tuple[int, int], np.ndarray]] = {}
         for config, cost in profile.measurements.items():
@@ -106,17 +107,13 @@ class AdditivePredictor:
         return True
 
     def _extrapolated_table(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
-        alike = {
-            (known.data_parallel, known.tensor_parallel): known
-            for known in self.profile.choices
-            if (known.remat, known.shard_optimizer) == (choice.remat, choice.shard_optimizer)
-        }
+        alike = {(known.data_parallel, known.tensor_parallel): known for known in self.profile.choices if _kind(known) == _kind(choice)}
         if not self._extrapolates or not alike:
             profiled = ", ".join(f"{dp}x{tp}" for dp, tp in sorted(alike)) or "none"
             raise ProfileError.of(
                 f"data_parallel={choice.data_parallel} x tensor_parallel={choice.tensor_parallel} with remat={choice.remat!r}, "
-                f"shard_optimizer={choice.shard_optimizer} was not profiled (profiled degrees: {profiled}); profile it, or allow "
-                "extrapolation.",
+                f"shard_optimizer={choice.shard_optimizer}, shard_params={choice.shard_params} was not profiled (profiled degrees: "
+                f"{profiled}); profile it, or allow extrapolation.",
                 "profile-choice",
             )
         tables = {degrees: self.table(known, microbatch_size) for degrees, known in alike.items()}
@@ -154,13 +151,14 @@ class AdditivePredictor:
         """What the stages of a plan are predicted to hold and hand over: for replays and simulations of its step."""
         size = plan.microbatch_size
         costs = [self.stage_cost(stage.first, stage.stop, StageChoice.of(stage), size) for stage in plan.stages]
-        param_bytes = {stage.tensor_parallel: self._param_bytes(stage.tensor_parallel).tolist() for stage in plan.stages}
+        splits = {StageChoice.of(stage).param_split for stage in plan.stages}
+        param_bytes = {split: self._param_bytes(split).tolist() for split in splits}
         return plan_interfaces(plan, self.graph(size), param_bytes, costs)
 
-    def _param_bytes(self, tensor_parallel: int) -> np.ndarray:
-        if tensor_parallel in self.profile.param_bytes:
-            return np.array(self.profile.param_bytes[tensor_parallel], np.int64)
-        return _fit_sizes(self.profile.param_bytes, tensor_parallel)
+    def _param_bytes(self, split: ParamSplit) -> np.ndarray:
+        if split in self.profile.param_bytes:
+            return np.array(self.profile.param_bytes[split], np.int64)
+        return _fit_sizes(self.profile.param_bytes, split)
 
     def _exact(self, choice: StageChoice, microbatch_size: int) -> dict[str, np.ndarray]:
         """What the layer graph knows of every stage."""
@@ -169,7 +167,7 @@ class AdditivePredictor:
         crossing = [[graph.values[v] for v in graph.crossing(cut)] for cut in range(graph.num_layers + 1)]
         received = np.array([sum(v.shard_bytes(dp) for v in values) for values in crossing])
         returned = np.array([sum(v.shard_bytes(dp) for v in values if v.differentiable) for values in crossing])
-        params = self._stage_params(choice.tensor_parallel)
+        params = self._stage_params(choice.param_split)
         leaves = np.array([leaf.shard_bytes(dp) for leaf in graph.batch])
         return {
             "params": params,
@@ -179,12 +177,11 @@ class AdditivePredictor:
             "batch": _once_per_stage([layer.batch for layer in graph.layers], leaves),
         }
 
-    def _stage_params(self, tensor_parallel: int) -> np.ndarray:
+    def _stage_params(self, split: ParamSplit) -> np.ndarray:
         """Parameter bytes of every stage, shared ones counted once."""
-        if tensor_parallel not in self._params:
-            sizes = self._param_bytes(tensor_parallel)
-            self._params[tensor_parallel] = _once_per_stage([layer.params for layer in self.profile.graph.layers], sizes)
-        return self._params[tensor_parallel]
+        if split not in self._params:
+            self._params[split] = _once_per_stage([layer.params for layer in self.profile.graph.layers], self._param_bytes(split))
+        return self._params[split]
 
     def peaks(self, choice: StageChoice, microbatch_size: int, schedule: str, num_microbatches: int, max_stages: int) -> np.ndarray:
         """Peaks of every stage at every position: int64 (K, L, L + 1), row j - 1 with j stages to the end (the last row: K or more)."""
@@ -307,8 +304,13 @@ def _once_per_stage(items_of_layer: Sequence[Sequence[int]], sizes: np.ndarray) 
     return np.concatenate([np.zeros((num_layers, 1), np.int64), np.cumsum(new, axis=1)], axis=1)
 
 
-def _fit_sizes(param_bytes: Mapping[int, Sequence[int]], tensor_parallel: int) -> np.ndarray:
-    known = sorted(param_bytes)
-    whole, most = np.array(param_bytes[known[0]], np.float64), np.array(param_bytes[known[-1]], np.float64)
-    # A parameter that is split at the largest known degree is split at this one too.
-    return np.ceil(np.where(most < whole, whole * known[0] / tensor_parallel, whole)).astype(np.int64)
+def _fit_sizes(param_bytes: Mapping[ParamSplit, Sequence[int]], split: ParamSplit) -> np.ndarray:
+    (tensor_parallel, replicas), known = split, sorted(tp for tp, shared in param_bytes if shared == 1)
+    whole, most = np.array(param_bytes[known[0], 1], np.float64), np.array(param_bytes[known[-1], 1], np.float64)
+    # A parameter that is split at the largest known degree is split at this one too, and nearly all are even over replicas.
+    return np.ceil(np.where(most < whole, whole * known[0] / tensor_parallel, whole) / replicas).astype(np.int64)
+
+
+def _kind(choice: StageChoice) -> StageChoice:
+    """What choices of other degrees have in common with this one."""
+    return replace(choice, data_parallel=1, tensor_parallel=1)

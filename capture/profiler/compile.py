@@ -16,6 +16,7 @@ from typing import Any
 
 from capture import environment
 from capture.attribution import StageBuffers
+from capture.choices import StageChoice
 from capture.errors import TargetError
 from capture.graph import content_hash
 from capture.interface import StageCost, UpdateCost, owned_and_borrowed
@@ -134,7 +135,7 @@ class CompileBackend:
             [
                 self._facts,
                 layers.key,
-                [choice.data_parallel, choice.tensor_parallel, choice.remat, choice.shard_optimizer],
+                [choice.data_parallel, choice.tensor_parallel, choice.remat, choice.shard_optimizer, *_params_split(choice)],
                 [str(specs[p]) for p in layers.params],
                 [[graph.values[v].batch_dim, graph.values[v].differentiable, v in sent] for v in (*layers.inputs, *layers.outputs)],
                 [graph.batch[b].batch_dim for b in layers.batch],
@@ -152,7 +153,7 @@ class CompileBackend:
         owned, borrowed = owned_and_borrowed(traced.graph, config.first, config.stop)
         specs = self.sharding(config.microbatch_size).specs(choice.tensor_parallel)
         params = [[self._optimizer.param_keys[p], str(specs[p]), p in owned] for p in (*owned, *borrowed)]
-        degrees = [choice.data_parallel, choice.tensor_parallel, choice.shard_optimizer]
+        degrees = [choice.data_parallel, choice.tensor_parallel, choice.shard_optimizer, *_params_split(choice)]
         return content_hash([self._facts, "update", params, len(owned) < len(traced.graph.params), degrees])
 
     def measure(self, config: StageConfig) -> StageCost:
@@ -225,9 +226,15 @@ class CompileBackend:
             SlicedOptimizer(self._optimizer, [owned, rest] if rest else [owned]).stages[0],
             remat=choice.remat,
             shard_optimizer=choice.shard_optimizer,
+            shard_params=choice.shard_params,
             compiler=compiler or self._compiler(config),
             name_buffers=name_buffers,
         )
+
+
+def _params_split(choice: StageChoice) -> list[str]:
+    """For keys: nothing where parameters are whole, so that measurements from before there was a choice keep theirs."""
+    return ["params"] if choice.shard_params else []
 
 
 def _of_update(config: StageConfig) -> StageConfig:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from capture.choices import StageChoice
+from capture.choices import ParamSplit, StageChoice
 from capture.errors import ProfileError
 from capture.graph import LayerGraph
 from capture.interface import StageCost, stage_interface
@@ -92,7 +92,7 @@ class PaperStatistics:
     def from_json(cls, data: Mapping[str, Any]) -> PaperStatistics:
         statistics: dict[StageChoice, dict[int, LayerStatistics]] = {}
         for row in data["statistics"]:
-            choice = StageChoice(row["data_parallel"], row["tensor_parallel"], row["remat"], row["shard_optimizer"])
+            choice = StageChoice.of_row(row)
             layer = LayerStatistics(_to_array(row["isolated_bytes"]), _to_array(row["added_bytes"]))
             statistics.setdefault(choice, {})[row["num_microbatches"]] = layer
         return cls(
@@ -196,7 +196,7 @@ def profile_batches(num_microbatches: int) -> tuple[int, ...]:
 def run_paper_profile(
     runs: Iterable[PaperRuns],
     graph: LayerGraph,
-    param_bytes: Mapping[int, Sequence[int]],
+    param_bytes: Mapping[ParamSplit, Sequence[int]],
     schedule: str,
     num_microbatches: int,
     measure: Callable[[StageConfig], StageCost | None],
@@ -206,7 +206,7 @@ def run_paper_profile(
     Args:
         runs: From ``paper_runs``.
         graph: At the micro-batch size of the runs.
-        param_bytes: Per tensor-parallel degree.
+        param_bytes: Per way to split parameters.
         schedule: Of the runs.
         num_microbatches: Of the target; the runs use half and a quarter.
         measure: The cost of a stage config; None if it could not be measured, and the run is named as failed.
@@ -222,7 +222,7 @@ def run_paper_profile(
             if cost is None:
                 peaks.append(None)
                 continue
-            interface = stage_interface(graph, first, stop, (), choice.data_parallel, param_bytes[choice.tensor_parallel], cost)
+            interface = stage_interface(graph, first, stop, (), choice.data_parallel, param_bytes[choice.param_split], cost)
             peaks.append(int(peak_of(of_interface(interface), occupancies[s])))
         failures = [f"{list(partitioning)} with {choice}, stage {s}" for s, peak in enumerate(peaks) if peak is None]
         return RunPeaks(tuple(peaks), tuple(failures))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from capture.choices import StageChoice
@@ -49,10 +49,7 @@ class ProfilingRun:
             StagePlan(
                 (first, stop - 1),
                 tuple(range(s * k, (s + 1) * k)),
-                choice.data_parallel,
-                choice.tensor_parallel,
-                choice.remat,
-                choice.shard_optimizer,
+                **asdict(choice),
             )
             for s, (first, stop) in enumerate(ranges(self.partitioning))
         )

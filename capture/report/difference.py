@@ -20,6 +20,7 @@ _STAGE_FIELDS = {
     "tensor_parallel": "tensor parallel",
     "remat": "remat",
     "shard_optimizer": "shard optimizer",
+    "shard_params": "shard parameters",
 }
 
 

@@ -56,7 +56,7 @@ def stage_map(facts: ReportFacts) -> Figure:
         for device in stage.plan.devices:
             node = cluster.node_of_device[device]
             of_node.setdefault(node, []).append(device - first_device[node])
-        about = f"layers {stage.layers_text}<br>dp {stage.plan.data_parallel} x tp {stage.plan.tensor_parallel}"
+        about = f"layers {stage.layers_text}<br>dp {stage.plan.replicas_text} x tp {stage.plan.tensor_parallel}"
         hover = (
             f"<b>stage {stage.stage_id}</b><br>devices {stage.devices_text}<br>{about}<br>remat {stage.plan.remat}<br>"
             f"{format_bytes(stage.peak_bytes)} per device<extra></extra>"

@@ -95,7 +95,7 @@ def rows(facts: ReportFacts) -> list[tuple[str, ...]]:
             str(stage.stage_id),
             stage.layers_text,
             stage.devices_text,
-            f"{stage.plan.data_parallel} x {stage.plan.tensor_parallel}",
+            f"{stage.plan.replicas_text} x {stage.plan.tensor_parallel}",
             stage.plan.remat,
             format_bytes(stage.predicted_bytes),
             "-" if stage.verified_bytes is None else format_bytes(stage.verified_bytes),

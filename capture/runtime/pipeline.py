@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from capture import environment
+from capture.choices import StageChoice
 from capture.errors import ExecutionError, PlanError, Violation
 from capture.interface import owned_and_borrowed, plan_interfaces
 from capture.ledger import Ledger
@@ -157,13 +158,14 @@ class PipelinedStep:
                 self.optimizer.stages[s],
                 remat=stage.remat,
                 shard_optimizer=stage.shard_optimizer,
+                shard_params=stage.shard_params,
                 num_arriving={p: borrowers.count(p) for p in borrowers},
                 num_microbatches=plan.num_microbatches,
                 compiler=partial(compile_program, fast_compile=fast_compile),
             )
             for s, stage in enumerate(plan.stages)
         ]
-        self._param_bytes = {stage.tensor_parallel: sharding.param_bytes(stage.tensor_parallel) for stage in plan.stages}
+        self._param_bytes = {split: sharding.param_bytes(split) for split in {StageChoice.of(stage).param_split for stage in plan.stages}}
 
     @cached_property
     def program(self) -> StepProgram:

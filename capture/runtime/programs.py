@@ -32,13 +32,12 @@ from capture.runtime.hlo_buffers import read_buffers
 from capture.runtime.hlo_work import NO_LOCAL_FLOPS, LocalFlops, work_of
 from capture.runtime.local_calls import localize
 from capture.runtime.optimizer import StageUpdate
-from capture.runtime.sharding import struct_of
+from capture.runtime.sharding import over_replicas, struct_of
+from capture.runtime.tensor_parallel import DATA_AXIS, MODEL_AXIS
 from capture.tracing import StageSlice
 from capture.tracing.source import layer_of_scope, line_of, operation_name
 from capture.tracing.split_rule import may_hold_split_rule
 from capture.work import ProgramWork
-
-DATA_AXIS, MODEL_AXIS = "data", "model"
 
 #: Leave out optimisations of machine code: half the compile time, byte-identical buffer assignment.
 _MEASURING_OPTIONS: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -139,6 +138,7 @@ class StagePrograms:
         update: The stage's slice of the optimizer, for the parameters that it owns.
         remat: See ``StagePlan.remat``.
         shard_optimizer: Optimizer state split over the replicas.
+        shard_params: Parameters and gradients as well; the compiler gathers and scatters where the layers use them.
         num_arriving: Per owned parameter that later stages borrow, how many do.
         num_microbatches: The loss of a micro-batch counts 1 / num_microbatches.
         compiler: ``compile_program``, or another that takes its arguments.
@@ -157,6 +157,7 @@ class StagePrograms:
         *,
         remat: str = "none",
         shard_optimizer: bool = False,
+        shard_params: bool = False,
         num_arriving: dict[int, int] | None = None,
         num_microbatches: int = 1,
         compiler: Callable[..., Executable] = compile_program,
@@ -166,7 +167,7 @@ class StagePrograms:
         self.graph, self.layers, self.optimizer, self.remat = graph, layers, update, remat
         self.data_parallel, self.num_microbatches = data_parallel, num_microbatches
         self.mesh = Mesh(np.asarray(devices).reshape(data_parallel, tensor_parallel), (DATA_AXIS, MODEL_AXIS))
-        self.shard_optimizer = shard_optimizer
+        self.shard_optimizer, self.shard_params = shard_optimizer, shard_params
         self.owned, self.borrowed = owned_and_borrowed(graph, layers.first, layers.stop)
         assert update.params == self.owned, "the optimizer's slice is that of the stage"
         self.arriving = tuple(p for p in self.owned for _ in range((num_arriving or {}).get(p, 0)))
@@ -200,7 +201,10 @@ class StagePrograms:
         return self.tensor_sharding(self.graph.batch[leaf])
 
     def param_sharding(self, param: int) -> NamedSharding:
-        return NamedSharding(self.mesh, self.specs[param])
+        spec = self.specs[param]
+        if self.shard_params:
+            spec = over_replicas(spec, self.graph.params[param].shape, self.data_parallel)
+        return NamedSharding(self.mesh, spec)
 
     def state_sharding(self, leaf: int) -> NamedSharding:
         """Optimizer state of the shape of its parameter is split like it, and over the replicas too if the plan says so."""
@@ -209,13 +213,7 @@ class StagePrograms:
         spec = PartitionSpec()
         if param is not None and struct.shape == self.graph.params[param].shape:
             spec = self.specs[param]
-        if not self.shard_optimizer or self.data_parallel == 1:
-            return NamedSharding(self.mesh, spec)
-        axes = [*spec, *[None] * (len(struct.shape) - len(spec))]
-        free = [d for d, axis in enumerate(axes) if axis is None and struct.shape[d] % self.data_parallel == 0 and struct.shape[d]]
-        if free:
-            axes[max(free, key=lambda d: struct.shape[d])] = DATA_AXIS
-        return NamedSharding(self.mesh, PartitionSpec(*axes))
+        return NamedSharding(self.mesh, over_replicas(spec, struct.shape, self.data_parallel) if self.shard_optimizer else spec)
 
     # ---- arguments -------------------------------------------------------------------------------------------------
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from capture.choices import ParamSplit
 from capture.graph import Tensor, item_bytes
-from capture.runtime.tensor_parallel import Rule, parameter_specs
+from capture.runtime.tensor_parallel import DATA_AXIS, MODEL_AXIS, Rule, parameter_specs
 from capture.tracing import TracedModel
 
 
@@ -65,11 +66,24 @@ class ModelSharding:
             self._by_key[key] = [of_param[p] for p in layer.params]
         return self._by_key[key]
 
-    def param_bytes(self, degree: int) -> tuple[int, ...]:
+    def param_bytes(self, split: ParamSplit) -> tuple[int, ...]:
         """Bytes per device of every parameter of the graph."""
-        return tuple(_shard_bytes(p, spec, degree) for p, spec in zip(self._traced.graph.params, self.specs(degree), strict=True))
+        return tuple(_shard_bytes(p, spec, split) for p, spec in zip(self._traced.graph.params, self.specs(split[0]), strict=True))
 
 
-def _shard_bytes(tensor: Tensor, spec: PartitionSpec, degree: int) -> int:
-    shape = [size // degree if d < len(spec) and spec[d] else size for d, size in enumerate(tensor.shape)]
+def over_replicas(spec: PartitionSpec, shape: Sequence[int], data_parallel: int) -> PartitionSpec:
+    """A spec that also splits the largest dimension that is whole and even over the replicas; the same where there is none."""
+    if data_parallel == 1:
+        return spec
+    axes = [*spec, *[None] * (len(shape) - len(spec))]
+    free = [d for d, axis in enumerate(axes) if axis is None and shape[d] % data_parallel == 0 and shape[d]]
+    if free:
+        axes[max(free, key=lambda d: shape[d])] = DATA_AXIS
+    return PartitionSpec(*axes)
+
+
+def _shard_bytes(tensor: Tensor, spec: PartitionSpec, split: ParamSplit) -> int:
+    degrees = {MODEL_AXIS: split[0], DATA_AXIS: split[1]}
+    spec = over_replicas(spec, tensor.shape, split[1])
+    shape = [size // degrees[spec[d]] if d < len(spec) and spec[d] else size for d, size in enumerate(tensor.shape)]
     return math.prod(shape) * item_bytes(tensor.dtype)

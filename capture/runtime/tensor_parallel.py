@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from capture.errors import PlanError, Violation
 from capture.runtime.sharding_walk import MIN_SHARDED_SIZE, cut_parameters
 
-MODEL_AXIS = "model"
+DATA_AXIS, MODEL_AXIS = "data", "model"
 
 Rule = Literal["auto", "largest"] | Mapping[str, PartitionSpec]
 
