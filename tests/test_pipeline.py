@@ -84,13 +84,12 @@ def test_sharded_optimizer_state():
     assert step.stages[0].cost.optimizer_bytes < 0.55 * whole.stages[0].cost.optimizer_bytes
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
-def test_sharded_parameters(remat):
+def test_sharded_parameters():
     """Held in parts, gathered by the programs that read them, and their gradients are scattered; a replica holds half of everything."""
     layout, optimizer = ((2, 2), ((2, 1), (2, 2))), optax.adam(1e-2, eps=1e-4)
-    plan = pipeline(*layout, remat=remat, shard_optimizer=True, shard_params=True)
+    plan = pipeline(*layout, remat="full", shard_optimizer=True, shard_params=True)
     step = compare(mlp(optimizer), plan, params_tolerance=1e-4)
-    replicated = pipeshard(mlp(optimizer), pipeline(*layout, remat=remat, shard_optimizer=True))
+    replicated = pipeshard(mlp(optimizer), pipeline(*layout, remat="full", shard_optimizer=True))
     held, whole = (
         {(slot.stage_id, slot.category): slot.nbytes for slot in map(s.program.slots.__getitem__, s.program.persistent.values())}
         for s in (step, replicated)

@@ -107,8 +107,9 @@ def figure(rows: list[dict[str, Any]]) -> str | None:
         found = [(name, plan, color, shift) for name, plan, color, shift in both if plan is not None]
         top = max(plan["peak_bytes"] for _, plan, _, _ in found) / GIB
         kind = "hybrid" if r["is_hybrid"] else "pipelining"
-        gain = percent(r["gain_fraction"])
-        panel = Panel(f"({r['panel']}) {r['model']}, {kind}: -{gain}", "GPU", "GiB", (-0.6, 15.6), (0, 1.12 * top))
+        gain = r["gain_fraction"]
+        change = "the same peak" if gain is not None and abs(gain) < 0.0005 else f"-{percent(gain)}"
+        panel = Panel(f"({r['panel']}) {r['model']}, {kind}: {change}", "GPU", "GiB", (-0.6, 15.6), (0, 1.12 * top))
         panel.x_ticks = [(device, str(device)) for device in range(16)]
         for name, plan, color, shift in found:
             predicted = plan["predicted_peak_bytes_per_device"]
