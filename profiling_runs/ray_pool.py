@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from capture import environment
-from capture.errors import CaptureError, ProfileError
+from capture.errors import CaptureError, ProfileError, WorkloadError
 from capture.target import Target, same_target
 from profiling_runs.jobs import Job, Outcome, Setting
 from profiling_runs.pool import WORKER_BYTES, Ended, Pool, PoolWorker, Ready
@@ -200,9 +200,10 @@ class _Actor(PoolWorker):
             with _lost_cluster():
                 message = ray.get(reference)
         except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, CaptureError):
+            # The workload was imported here. A node that is lost may take the files that travelled from others of its machine: try again.
+            if isinstance(error.cause, CaptureError) and not isinstance(error.cause, WorkloadError):
                 raise error.cause from None
-            raise ProfileError.of(f"a worker could not be made: {error}", "profile-worker") from error
+            return Ended("lost", f"it could not be made: {(str(error).strip().splitlines() or ['no message'])[-1]}")
         except ray.exceptions.RayError as error:
             # Of a process that ended Ray knows that it did; of a node that was lost, at first, only that nothing answers.
             silent = isinstance(error, ray.exceptions.ActorUnavailableError)
