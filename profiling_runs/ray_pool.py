@@ -184,7 +184,7 @@ class _Actor(PoolWorker):
         import ray
 
         super().__init__()
-        self._node = ""
+        self._nodes = _alive()  # where it may be, until it says
         remote_class: Any = ray.remote(RemoteWorker)
         self._actor = remote_class.options(**demand.options()).remote()
         self.reference: Any = self._actor.begin.remote(setting)
@@ -207,11 +207,11 @@ class _Actor(PoolWorker):
         except ray.exceptions.RayError as error:
             # Of a process that ended Ray knows that it did; of a node that was lost, at first, only that nothing answers.
             silent = isinstance(error, ray.exceptions.ActorUnavailableError)
-            lost = silent or (self._node and self._node not in {node["NodeID"] for node in _nodes()})
+            lost = silent or bool(self._nodes - _alive())
             said = (str(error).strip().splitlines() or ["no message"])[0]
             return Ended("node lost" if lost else "lost", f"its {'node' if lost else 'process'} was lost: {said}")
         if isinstance(message, RemoteReady):
-            self._node = message.node
+            self._nodes = {message.node}
             return Ready(message.name)
         return message
 
@@ -289,6 +289,10 @@ def _nodes() -> list[dict[str, Any]]:
     import ray
 
     return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _alive() -> set[str]:
+    return {node["NodeID"] for node in _nodes()}
 
 
 def _check_nodes(demand: Demand, nodes: Sequence[Mapping[str, Any]]) -> Demand:

@@ -193,7 +193,7 @@ def test_a_job_for_a_kind_of_device_lands_on_it_and_is_refused_without(ray_clust
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while not (slots := runner.idle()) and time.monotonic() < deadline:
             runner.finished(1.0)
-        assert [slot._node for slot in slots] == [wanted.node_id]
+        assert [slot._nodes for slot in slots] == [{wanted.node_id}]
         runner.start(slots[0], Job("machine", None, "machine"))
         outcomes = []
         while not outcomes and time.monotonic() < deadline:
