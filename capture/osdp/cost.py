@@ -129,12 +129,14 @@ class PaperCost:
     def cost(self, operator: Operator, mode: Mode, batch_size: BatchSize) -> Cost:
         n, link = self.devices.num_devices, self.devices.ring
         sharded = mode.num_sharded / mode.num_slices
-        states = operator.parameter_bytes * self.model.state_bytes_per_parameter_byte
+        ratio = self.model.state_bytes_per_parameter_byte
+        states, replicated = operator.parameter_bytes * ratio, operator.replicated_bytes
         held = operator.input_bytes if self.remat else operator.activation_bytes
         steps = 2 * (mode.num_slices - mode.num_sharded) + (4 if self.remat else 3) * mode.num_sharded
         sent = steps * (n - 1) * link.seconds(operator.parameter_bytes / mode.num_slices / n) if operator.parameter_bytes else 0.0
+        sent += 2 * (n - 1) * link.seconds(replicated / n) if replicated else 0.0
         return Cost(
-            states * (1 - sharded + sharded / n) + batch_size * held + operator.workspace_bytes,
+            states * (1 - sharded + sharded / n) + replicated * ratio + batch_size * held + operator.workspace_bytes,
             0.0,
             sent + compute_seconds(operator, self.devices, batch_size, self.remat),
         )
@@ -193,7 +195,7 @@ class StepCost:
         size = operator.parameter_bytes
         group = mode.group_size or self.devices.num_devices
         sharded = mode.num_sharded / mode.num_slices
-        states = size * self.model.state_bytes_per_parameter_byte * (1 - sharded + sharded / group)
+        states = self.model.state_bytes_per_parameter_byte * (operator.replicated_bytes + size * (1 - sharded + sharded / group))
         held = operator.input_bytes if self.remat else operator.activation_bytes
         partial_sums = mode.num_sharded - (mode.num_sharded == mode.num_slices)  # the slices in DP mode are one product
         passing = operator.input_bytes + operator.output_bytes  # their gradients, per example
@@ -207,7 +209,7 @@ class StepCost:
 
     def _sent_seconds(self, operator: Operator, mode: Mode, group: int) -> float:
         devices, slice_bytes = self.devices, operator.parameter_bytes / mode.num_slices
-        replicated = slice_bytes * (mode.num_slices - mode.num_sharded)
+        replicated = operator.replicated_bytes + slice_bytes * (mode.num_slices - mode.num_sharded)
         seconds = devices.reduce_seconds(replicated, devices.num_devices) if replicated else 0.0
         if mode.num_sharded:
             gathers = 4 if self.remat else 3  # forward, backward, and the reduce-scatter of the gradients, which takes as long

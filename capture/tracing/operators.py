@@ -4,25 +4,70 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 from jax.extend import core as jex_core
 
 from capture.graph import Tensor, item_bytes
 from capture.osdp.operators import Block, Kind, Operator, OperatorModel
+from capture.osdp.plan import ParameterLeaf
 from capture.tracing.cut import PRODUCTS
 from capture.tracing.model import TracedModel, trace
 from capture.workload import WorkloadProtocol
 
 
-def traced_operators(workload: WorkloadProtocol, name: str, microbatch_size: int = 1) -> OperatorModel:
+@dataclass(frozen=True, eq=False)
+class TracedOperators:
+    """The operators of a traced loss and their parameters.
+
+    Attributes:
+        model: The operators in program order; parameters that are shared belong to the first operator that reads them.
+        params: By operator, the parameters that belong to it, indices of ``leaves``.
+        leaves: The parameters; a leaf that is stacked over the steps of a scan is several.
+        traced: What they were read from.
+    """
+
+    model: OperatorModel
+    params: tuple[tuple[int, ...], ...]
+    leaves: tuple[ParameterLeaf, ...]
+    traced: TracedModel
+
+    @property
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        """By operator, the names of its parameters."""
+        return tuple(tuple(self.leaves[p].name for p in own) for own in self.params)
+
+    def sharded_over(self, num_devices: int, smallest_bytes: int) -> OperatorModel:
+        """The operators as so many devices can shard them.
+
+        Parameters that are smaller than ``smallest_bytes``, or of which the devices divide no dimension, are replicated whatever the mode.
+        An operator is split only if its parameters can be split along one dimension and sharded along another.
+        """
+        return replace(self.model, blocks=(Block(tuple(self._sharded(i, num_devices, smallest_bytes) for i in range(len(self.params)))),))
+
+    def _sharded(self, operator_id: int, num_devices: int, smallest_bytes: int) -> Operator:
+        (block,) = self.model.blocks
+        operator = block.operators[operator_id]
+        leaves = [self.leaves[p] for p in self.params[operator_id]]
+        sharded = [leaf for leaf in leaves if leaf.can_shard(num_devices, smallest_bytes)]
+        largest = max(sharded, key=lambda leaf: leaf.nbytes, default=None)
+        can_split = largest is not None and largest.split_dim is not None and largest.shard_dim(num_devices, split=True) is not None
+        nbytes = sum(leaf.nbytes for leaf in sharded)
+        return replace(
+            operator,
+            kind=operator.kind if can_split else "other",
+            parameter_bytes=nbytes,
+            replicated_bytes=sum(leaf.nbytes for leaf in leaves) - nbytes,
+        )
+
+
+def traced_operators(workload: WorkloadProtocol, name: str, microbatch_size: int = 1) -> TracedOperators:
     """The operators of a loss, in program order; equal ones are found by their content.
 
     What an operator keeps for the backward pass is what ``jax.vjp`` of its part of the loss saves: parameters and what follows from them
     alone are not counted, and a value that several operators save counts for the first. XLA may save less, where it computes again.
-    Parameters that are shared belong to the first operator that reads them. Operators have no workspace: what a kernel needs beside its
-    results is the compiler's to say.
+    Operators have no workspace: what a kernel needs beside its results is the compiler's to say.
 
     Args:
         workload: The task; nothing is allocated.
@@ -34,14 +79,17 @@ def traced_operators(workload: WorkloadProtocol, name: str, microbatch_size: int
     """
     traced = trace(workload, microbatch_size, at_products=True)
     graph, counted, kept = traced.graph, set[int](), set[int]()
-    operators = []
+    operators, params = [], []
     for layer in graph.layers:
         own = set(layer.params) - counted
+        if layer.layer_id == graph.num_layers - 1:
+            own |= set(range(len(graph.params))) - counted  # what no operator reads has to be somewhere
         counted |= own
         part = _differentiated(traced, layer.layer_id)
         first = part.saved_values - kept
         kept |= first
         read = [*(graph.values[v] for v in layer.inputs), *(graph.batch[b] for b in layer.batch)]
+        params.append(tuple(sorted(own)))
         operators.append(
             Operator(
                 layer.name,
@@ -53,7 +101,11 @@ def traced_operators(workload: WorkloadProtocol, name: str, microbatch_size: int
                 flops=layer.flops // microbatch_size,
             )
         )
-    return OperatorModel(name, (Block(tuple(operators)),), _state_ratio(workload))
+    leaves = tuple(
+        ParameterLeaf(tensor.name, tensor.shape, item_bytes(tensor.dtype), dim)
+        for tensor, dim in zip(graph.params, traced.split_dims, strict=True)
+    )
+    return TracedOperators(OperatorModel(name, (Block(tuple(operators)),), _state_ratio(workload)), tuple(params), leaves, traced)
 
 
 @dataclass(frozen=True)
