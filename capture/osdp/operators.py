@@ -44,6 +44,7 @@ class Operator:
         flops: Of the forward pass of one example, 2 per multiply-add.
         gamma_seconds: Measured seconds per example, forward and backward (gamma_i of the paper); None to take them from ``flops``.
         replicated_bytes: Of further parameters, replicated in every mode: too small, or of a shape that the devices do not divide.
+        tail_bytes: Of ``activation_bytes``, what is kept of the operations after the product.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Operator:
     flops: int = 0
     gamma_seconds: float | None = None
     replicated_bytes: int = 0
+    tail_bytes: int = 0
 
     @property
     def can_split(self) -> bool:
@@ -210,4 +212,5 @@ def _read_operator(document: Fields) -> Operator:
         document.integer("flops", 0),
         None if gamma is None else document.number("gamma_seconds"),
         document.integer("replicated_bytes", 0),
+        document.integer("tail_bytes", 0),
     )

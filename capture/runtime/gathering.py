@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -49,7 +50,7 @@ class Part:
         """Rows of each slice, within the part; sizes differ by one at most."""
         size = self.stop - self.first
         bounds = [size * i // self.num_slices for i in range(self.num_slices + 1)]
-        return [(a, b) for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
+        return [(a, b) for a, b in pairwise(bounds) if b > a]
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,12 @@ def replicated(sharding: NamedSharding) -> NamedSharding:
 
 
 def run_gathered(
-    arrays: Sequence[ParamArray], pieces: Sequence[Piece], params: Sequence[Any], others: Sequence[Any], token: Any
+    arrays: Sequence[ParamArray],
+    pieces: Sequence[Piece],
+    params: Sequence[Any],
+    others: Sequence[Any],
+    token: Any,
+    after: Sequence[Any] = (),
 ) -> tuple[list[Any], Any]:
     """Results of an operation on parameters and other operands, and the token for the next one.
 
@@ -131,18 +137,19 @@ def run_gathered(
         params: As stored.
         others: Its other operands.
         token: A scalar, 0: what makes backward passes go one after the other.
+        after: Values that are there before anything is gathered.
     """
     moving = [i for i, x in enumerate(others) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
     @jax.custom_vjp
-    def run(params, others, token):
-        return forward(params, others, token)[0]
+    def run(params, others, token, after):
+        return forward(params, others, token, after)[0]
 
-    def forward(params, others, token):
+    def forward(params, others, token, after):
         total: list[Any] | None = None
         for piece in pieces:
             shards = [taken.of(params[taken.array]) for taken in piece.params]
-            shards, _ = tied(shards, others if total is None else total)
+            shards, _ = tied(shards, (others, after) if total is None else total)
             made = piece.compute(gather(piece, shards), sliced(piece, others))
             total = made if total is None else list(map(jnp.add, total, made))
         return (total, token), (params, others)
@@ -177,13 +184,13 @@ def run_gathered(
         found: list[Any] = [None] * len(others)
         for i, gradient in zip(moving, to_others, strict=True):
             found[i] = gradient
-        return to_params, found, order
+        return to_params, found, order, [None] * len(after)
 
     def gather(piece, shards):
         return [arrays[taken.array].gathered(shard) for taken, shard in zip(piece.params, shards, strict=True)]
 
     run.defvjp(forward, backward)
-    return run(list(params), list(others), token)
+    return run(list(params), list(others), token, [lax.stop_gradient(x) for x in after])
 
 
 def sliced(piece: Piece, others: Sequence[Any]) -> list[Any]:

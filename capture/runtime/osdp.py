@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, wraps
@@ -16,18 +17,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core as jex_core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from capture.errors import PlanError, Violation, WorkloadError
+from capture.cluster import Cluster
+from capture.errors import ClusterError, ExecutionError, PlanError, Violation, WorkloadError
 from capture.osdp.cost import Mode
 from capture.osdp.plan import ParameterLeaf, ShardingPlan
 from capture.runtime.gathering import ParamArray, Part, Piece, Taken, run_gathered
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
 from capture.tracing.cut import product_cuts
 from capture.tracing.layers import LayerOps, assign_layers
-from capture.tracing.leaf_uses import LAYOUT, ORDERED, slicing_of
+from capture.tracing.leaf_uses import LAYOUT, ORDERED, Slicing, slicing_of
 from capture.tracing.model import flatten_loss
 from capture.tracing.operators import TracedOperators
 from capture.tracing.program import Op
@@ -35,6 +38,7 @@ from capture.tracing.slices import run_op, run_steps, steps_of
 
 _CASTS = ("convert_element_type", "reduce_precision", "copy")
 _TOKEN = -1  # where an environment holds the token of ``run_gathered``; values are numbered from 0
+_LAST = -2  # and the first operand and result of the last operation that read a parameter
 
 
 @jax.tree_util.register_dataclass
@@ -80,7 +84,7 @@ class _LeafPlan:
         return [NamedSharding(part.stored.mesh, PartitionSpec(*axes[: self.stacked], None, *axes[self.stacked :]))]
 
     def split(self, leaf: Any) -> Any:
-        if len(self.parts) == 1:
+        if self.slice_dim is None or len(self.parts) == 1:
             return leaf
         return SplitLeaf(*(lax.slice_in_dim(leaf, part.first, part.stop, axis=self.slice_dim) for part in self.parts))
 
@@ -294,8 +298,7 @@ class Emission:
         """The loss with the plan's gathers; call it, and differentiate it, inside ``jax.jit``.
 
         Args:
-            loss_fn: ``loss_fn(params, batch)``, or with further array arguments; a scalar. A row that is not in a table that the plan splits
-                counts as zero.
+            loss_fn: ``loss_fn(params, batch)``, or with further array arguments; a scalar. Rows that a split table lacks count as 0.
 
         Returns:
             A function of the same arguments; the parameters are those of ``shardings``.
@@ -350,7 +353,12 @@ def _run(op: Op, inputs: Sequence[Any], env: dict[int, Any]) -> Sequence[Any]:
     sources = [source for i in held for source in inputs[i].sources]
     arrays = [array for i in held for array in inputs[i].arrays]
     pieces = _pieces(op, inputs, held, others)
-    results, env[_TOKEN] = run_gathered(sources, pieces, arrays, [inputs[i] for i in others], env[_TOKEN])
+    operands = [inputs[i] for i in others]
+    before, result = env.get(_LAST, (None, None))
+    # Products of the same operand, such as queries, keys and values, would be made one product, with all their parameters gathered.
+    after = [result] if operands[0] is before else []
+    results, env[_TOKEN] = run_gathered(sources, pieces, arrays, operands, env[_TOKEN], after)
+    env[_LAST] = operands[0], results[0]
     return results
 
 
@@ -381,7 +389,16 @@ def _pieces(op: Op, inputs: Sequence[Any], held: Sequence[int], others: Sequence
     return [Piece(tuple(Taken(i) for i in range(sum(counts))), None, compute)]
 
 
-def _slice(op: Op, inputs, position: int, others, param: _Held, slicing, array: int, rows: tuple[int, int]) -> Piece:
+def _slice(
+    op: Op,
+    inputs: Sequence[Any],
+    position: int,
+    others: Sequence[int],
+    param: _Held,
+    slicing: Slicing,
+    array: int,
+    rows: tuple[int, int],
+) -> Piece:
     """The piece of a split operation that reads some rows of one of its parameter's arrays."""
     start = param.parts[array].first + rows[0]
     stop = param.parts[array].first + rows[1]
@@ -392,13 +409,11 @@ def _slice(op: Op, inputs, position: int, others, param: _Held, slicing, array: 
         for i, value in zip(others, operands, strict=True):
             given[i] = value
         if slicing.partner_dim is None:  # a lookup: rows of other slices are filled with zeros
-            mode = lax.GatherScatterMode.FILL_OR_DROP
-            rows_before = start
             indices = given[slicing.partner]
             if op.params["mode"] == lax.GatherScatterMode.CLIP:
                 indices = jnp.clip(indices, 0, param.parts[-1].stop - 1)
-            given[slicing.partner] = indices - rows_before
-            of_slice = replace(op, params={**op.params, "mode": mode, "fill_value": 0})
+            given[slicing.partner] = indices - start
+            of_slice = replace(op, params={**op.params, "mode": lax.GatherScatterMode.FILL_OR_DROP, "fill_value": 0})
         return list(run_op(of_slice, given))
 
     partner = None
@@ -409,8 +424,6 @@ def _slice(op: Op, inputs, position: int, others, param: _Held, slicing, array: 
 
 def _applied(chain: Sequence[Op], value: Any) -> Any:
     for op in chain:
-        if op.primitive.name == "broadcast_in_dim" or op.primitive.name == "reshape":
-            assert value.size <= math.prod(op.params.get("shape", op.params.get("new_sizes"))), "layout ops are applied to whole leaves"
         (value,) = run_op(op, [value])
     return value
 
@@ -443,8 +456,8 @@ def _group_violations(plan: ShardingPlan, mesh: Mesh) -> Iterator[Violation]:
     for group in sorted({mode.group_size for mode in plan.modes if mode.group_size is not None}):
         if not _group_axes(mesh, group):
             yield Violation(
-                f"the plan shares parameters among groups of {group} devices, and no last axes of the mesh {dict(mesh.shape)} have so many; "
-                f"give a mesh with the axes (nodes, {group}).",
+                f"the plan shares parameters among groups of {group} devices, and no last axes of the mesh {dict(mesh.shape)} have so "
+                f"many; give a mesh with the axes (nodes, {group}).",
                 "osdp-mesh",
             )
 
@@ -460,3 +473,42 @@ def _difference(params: Any, struct: Any) -> str:
         if given.get(name) != wanted.get(name):
             return f"{name!r} has shape {given.get(name, 'none')} and should have {wanted.get(name, 'none')}"
     return "the containers differ"
+
+
+def mesh_of(cluster: Cluster) -> Mesh:
+    """The devices of this process as a cluster: the axis ``data`` along the devices of a node, ``node`` before it where there are several.
+
+    Raises:
+        ExecutionError: ``osdp-devices`` if there are too few.
+    """
+    devices = jax.devices()
+    if len(devices) < cluster.num_devices:
+        raise ExecutionError.of(
+            f"the plan is for {cluster.num_devices} devices and this process has {len(devices)}; plan for a mesh of theirs, or start it "
+            "with more (capture.environment.prepare for virtual CPU devices).",
+            "osdp-devices",
+        )
+    chosen = np.asarray(devices[: cluster.num_devices])
+    if len(cluster.nodes) == 1:
+        return Mesh(chosen, ("data",))
+    return Mesh(chosen.reshape(len(cluster.nodes), -1), ("node", "data"))
+
+
+def cluster_of(mesh: Mesh, target: str, devices_per_node: int | None) -> Cluster:
+    """A mesh as nodes of devices, by the processes that its devices belong to unless the size of a node is given.
+
+    Raises:
+        ClusterError: ``osdp-nodes`` if nodes do not come out equal.
+    """
+    processes = Counter(device.process_index for device in mesh.devices.flat)
+    per_node = devices_per_node or min(processes.values())
+    if mesh.size % per_node or (devices_per_node is None and len(set(processes.values())) > 1):
+        raise ClusterError.of(
+            f"{mesh.size} devices of {len(processes)} processes are no equal nodes of {per_node}; give devices_per_node.", "osdp-nodes"
+        )
+    return Cluster((per_node,) * (mesh.size // per_node), target)
+
+
+def has_groups(mesh: Mesh, group_size: int) -> bool:
+    """Whether the last axes of a mesh have so many devices together."""
+    return bool(_group_axes(mesh, group_size))

@@ -76,6 +76,8 @@ def split_dims(program: Program) -> tuple[int | None, ...]:
             if op.primitive.name in ORDERED:
                 seen[op.outputs[0]] = (param, tuple(dims[d] for d in op.params.get("permutation", range(len(dims)))))
                 continue
+            if op.primitive.name not in LAYOUT and static.issuperset(op.reads):
+                continue  # of parameters alone, such as a penalty on their size: nothing is gathered for it
             found[param].add(_split_dim(op, position, program.avals[value].shape, dims, static))
     return tuple(dims.pop() if len(dims) == 1 else None for dims in found)
 

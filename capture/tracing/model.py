@@ -157,7 +157,9 @@ def trace(workload: WorkloadProtocol, microbatch_size: int, num_layers: int | No
     wiring = [[layer.key, layer.params, layer.inputs, layer.outputs, layer.batch] for layer in graph_layers]
     shapes = {kind: [[t.shape, t.dtype] for t in group] for kind, group in tensors.items()}
     graph = LayerGraph(content_hash([microbatch_size, wiring, shapes]), microbatch_size, graph_layers, **tensors)
-    return TracedModel(graph, params_struct, split_struct, stacked, split_dims(program), _structure(batch_struct), takes_key(workload), calls)
+    return TracedModel(
+        graph, params_struct, split_struct, stacked, split_dims(program), _structure(batch_struct), takes_key(workload), calls
+    )
 
 
 def _batch(workload: WorkloadProtocol, microbatch_size: int, key) -> tuple[PyTree, list[int | None]]:
