@@ -102,8 +102,8 @@ def emission(name: str, *modes: Mode, mesh: Mesh | None = None, smallest_bytes: 
     workload, operators = operators_of(name)
     names = [operator.name for operator in operators.model.blocks[0].operators]
     chosen = tuple(modes[i % len(modes)] for i in range(len(names)))
-    plan = ShardingPlan(2, chosen, 1.0, 1, 1.0, tuple(names), operators.names)
-    return Emission(plan, mesh or all_devices(), operators, workload.optimizer, smallest_bytes=smallest_bytes, remat=remat)
+    plan = ShardingPlan(2, chosen, 1.0, 1, 1.0, tuple(names), operators.names, remat, smallest_bytes)
+    return Emission(plan, mesh or all_devices(), operators, workload.optimizer)
 
 
 def all_devices() -> Mesh:

@@ -5,6 +5,8 @@ A plan is JSON:
     schema_version            1
     batch_size                examples per device
     step_seconds, peak_bytes, examples_per_second
+    remat                     whether the backward pass computes every operator again from its inputs
+    smallest_bytes            of a parameter that is sharded
     operators                 in program order: name, mode (num_slices, num_sharded, group_size), params (names of its parameter leaves)
 """
 
@@ -73,6 +75,8 @@ class ShardingPlan:
         examples_per_second: Of all devices together: N b / T.
         names: Of the operators; empty for a plan of a description alone.
         params: By operator, the names of the parameter leaves that belong to it; likewise.
+        remat: Whether the backward pass computes every operator again from its inputs.
+        smallest_bytes: Smaller parameters are replicated whatever the mode of their operator.
     """
 
     batch_size: int
@@ -82,6 +86,8 @@ class ShardingPlan:
     examples_per_second: float
     names: tuple[str, ...] = ()
     params: tuple[tuple[str, ...], ...] = ()
+    remat: bool = False
+    smallest_bytes: int = 0
 
     @property
     def seconds_per_example(self) -> float:
@@ -122,6 +128,8 @@ class ShardingPlan:
             "step_seconds": self.step_seconds,
             "peak_bytes": self.peak_bytes,
             "examples_per_second": self.examples_per_second,
+            "remat": self.remat,
+            "smallest_bytes": self.smallest_bytes,
             "operators": [{"name": name, "mode": asdict(mode), "params": list(params)} for name, mode, params in rows],
         }
 
@@ -149,6 +157,8 @@ class ShardingPlan:
                 document.number("examples_per_second"),
                 tuple(operator.text("name") for operator in operators),
                 tuple(operator.texts("params") for operator in operators),
+                document.flag("remat"),
+                document.integer("smallest_bytes"),
             )
         except FieldError as error:
             raise PlanError.of(

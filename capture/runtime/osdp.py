@@ -153,26 +153,14 @@ class Emission:
         mesh: All of its axes are data-parallel; groups are the devices along the last of them.
         operators: The model's.
         optimizer: The optax transformation of the training loop, for ``opt_state_shardings``.
-        smallest_bytes: Smaller leaves are left replicated.
-        remat: Whether the backward pass computes every operator again from its inputs.
 
     Raises:
         PlanError: ``osdp-plan-params`` if the plan names other parameters, ``osdp-mesh`` if groups do not follow the mesh's axes,
             ``osdp-scan`` if operators that share a scanned leaf have several modes, or have a part of it sharded.
     """
 
-    def __init__(
-        self,
-        plan: ShardingPlan,
-        mesh: Mesh,
-        operators: TracedOperators,
-        optimizer: Any,
-        *,
-        smallest_bytes: int = 0,
-        remat: bool = False,
-    ):
-        self.plan, self.mesh = plan, mesh
-        self._optimizer, self._smallest, self._remat = optimizer, smallest_bytes, remat
+    def __init__(self, plan: ShardingPlan, mesh: Mesh, operators: TracedOperators, optimizer: Any):
+        self.plan, self.mesh, self._optimizer = plan, mesh, optimizer
         self._struct, self._stacked = operators.traced.params_struct, operators.traced.stacked
         modes, named = plan.mode_of_param, {leaf.name for leaf in operators.leaves}
         if wrong := sorted(set(modes) ^ named):
@@ -202,7 +190,7 @@ class Emission:
         whole = NamedSharding(self.mesh, PartitionSpec())
         size = 0 if leaf.split_dim is None else leaf.shape[leaf.split_dim]
         dim = leaf.shard_dim(self.mesh.size, split=mode.num_slices > 1)
-        if not mode.num_sharded or not leaf.can_shard(self.mesh.size, self._smallest):
+        if not mode.num_sharded or not leaf.can_shard(self.mesh.size, self.plan.smallest_bytes):
             return (Part(0, size, whole, (whole,)),)
         if leaf.split_dim is None or dim is None:  # what an operator has beside its product is not split with it
             mode, dim = replace(mode, num_slices=1, num_sharded=1), leaf.shard_dim(self.mesh.size)
@@ -326,9 +314,9 @@ class Emission:
         held = [value for leaf, x in zip(self._leaves, params, strict=True) for value in leaf.held(x)]
         env = dict(zip(program.params, held, strict=True)) | dict(zip(program.batch, batch, strict=True)) | program.consts
         env[_TOKEN] = jnp.zeros(())
-        for layer in assign_layers(program, product_cuts(program) if self._remat else [0, len(program.ops)]):
+        for layer in assign_layers(program, product_cuts(program) if self.plan.remat else [0, len(program.ops)]):
             run: Callable[..., Any] = partial(_run_layer, layer, program.consts)
-            if self._remat:
+            if self.plan.remat:
                 run = jax.checkpoint(run, policy=jax.checkpoint_policies.nothing_saveable)
             env |= run({v: env[v] for v in (*layer.params, *layer.batch, *layer.inputs, _TOKEN)})
         return env[program.loss]

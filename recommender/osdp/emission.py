@@ -61,7 +61,6 @@ class OsdpResult:
     _workload: WorkloadProtocol
     _operators: Any
     _where: Any
-    _smallest_bytes: int
 
     @property
     def status(self) -> str:
@@ -89,14 +88,7 @@ class OsdpResult:
 
         if self.plan is None:
             raise PlanError.of(f"there is no plan to emit: {self.why}", "osdp-infeasible")
-        return Emission(
-            self.plan,
-            self.mesh,
-            self._operators,
-            self._workload.optimizer,
-            smallest_bytes=self._smallest_bytes,
-            remat=self.cost.remat,
-        )
+        return Emission(self.plan, self.mesh, self._operators, self._workload.optimizer)
 
     def shardings(self, params: Any = None) -> Any:
         """See ``Emission.shardings``."""
@@ -217,8 +209,9 @@ def osdp(
     found = _fastest(cost, operators, batch_size, max_batch_size)
     plan = found.plan
     if plan is not None:
-        plan = replace(plan, names=tuple(operator.name for operator in _all(cost)), params=operators.names)
-    return OsdpResult(found, plan, cost, workload, operators, where, smallest_bytes)
+        names = tuple(operator.name for operator in _all(cost))
+        plan = replace(plan, names=names, params=operators.names, remat=remat, smallest_bytes=smallest_bytes)
+    return OsdpResult(found, plan, cost, workload, operators, where)
 
 
 def _named(target: str | None) -> str:
