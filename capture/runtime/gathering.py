@@ -127,9 +127,11 @@ def run_gathered(
     params: Sequence[Any],
     others: Sequence[Any],
     token: Any,
-    after: Sequence[Any] = (),
-) -> tuple[list[Any], Any]:
-    """Results of an operation on parameters and other operands, and the token for the next one.
+    *,
+    keep_results: bool = False,
+    hand_on: bool = False,
+) -> tuple[list[Any], Any, Any]:
+    """Results of an operation on parameters and other operands, the token for the next one, and the first of the other operands.
 
     Args:
         arrays: What ``params`` are.
@@ -137,26 +139,38 @@ def run_gathered(
         params: As stored.
         others: Its other operands.
         token: A scalar, 0: what makes backward passes go one after the other.
-        after: Values that are there before anything is gathered.
+        keep_results: Of an operation that a compiler would rather repeat: not to keep what was gathered for that.
+        hand_on: Whether another operation reads the first operand: it has to wait for this one, or they would be made one.
     """
     moving = [i for i, x in enumerate(others) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
     @jax.custom_vjp
-    def run(params, others, token, after):
-        return forward(params, others, token, after)[0]
+    def run(params, others, token):
+        return forward(params, others, token)[0]
 
-    def forward(params, others, token, after):
+    def forward(params, others, token):
         total: list[Any] | None = None
+        operands = others
         for piece in pieces:
             shards = [taken.of(params[taken.array]) for taken in piece.params]
-            shards, _ = tied(shards, (others, after) if total is None else total)
-            made = piece.compute(gather(piece, shards), sliced(piece, others))
-            total = made if total is None else list(map(jnp.add, total, made))
-        return (total, token), (params, others)
+            # What is tied has to be used: of a barrier, XLA drops what nobody reads.
+            if total is None:
+                shards, operands = tied(shards, operands)
+                total = piece.compute(gather(piece, shards), sliced(piece, operands))
+            else:
+                shards, total = tied(shards, total)
+                total = list(map(jnp.add, total, piece.compute(gather(piece, shards), sliced(piece, operands))))
+        assert total is not None, "an operation has a piece"
+        first = others[0]
+        if hand_on:
+            total, first = tied(total, first)
+        elif keep_results:
+            total, _ = tied(total, ())
+        return (total, token, first), (params, others)
 
     def backward(saved, cotangents):
         params, others = saved
-        gradients, token = cotangents
+        gradients, token, of_first = cotangents
         to_params: list[Any] = [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in params]
         to_others: list[Any] = [jax.ShapeDtypeStruct(others[i].shape, others[i].dtype) for i in moving]
         order: Any = token
@@ -184,13 +198,15 @@ def run_gathered(
         found: list[Any] = [None] * len(others)
         for i, gradient in zip(moving, to_others, strict=True):
             found[i] = gradient
-        return to_params, found, order, [None] * len(after)
+        if moving and moving[0] == 0:
+            found[0] = found[0] + of_first
+        return to_params, found, order
 
     def gather(piece, shards):
         return [arrays[taken.array].gathered(shard) for taken, shard in zip(piece.params, shards, strict=True)]
 
     run.defvjp(forward, backward)
-    return run(list(params), list(others), token, [lax.stop_gradient(x) for x in after])
+    return run(list(params), list(others), token)
 
 
 def sliced(piece: Piece, others: Sequence[Any]) -> list[Any]:

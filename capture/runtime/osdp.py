@@ -38,7 +38,6 @@ from capture.tracing.slices import run_op, run_steps, steps_of
 
 _CASTS = ("convert_element_type", "reduce_precision", "copy")
 _TOKEN = -1  # where an environment holds the token of ``run_gathered``; values are numbered from 0
-_LAST = -2  # and the first operand and result of the last operation that read a parameter
 
 
 @jax.tree_util.register_dataclass
@@ -324,12 +323,12 @@ class Emission:
 
 def _run_layer(layer: LayerOps, consts: dict[int, Any], inputs: dict[int, Any]) -> dict[int, Any]:
     env = {**{v: consts[v] for v in layer.consts}, **inputs}
-    run_steps(steps_of(layer), env, consts, _run, (_TOKEN,))
+    run_steps(steps_of(layer), env, consts, partial(_run, _read_again(layer)), (_TOKEN,))
     return {v: env[v] for v in (*layer.outputs, _TOKEN)}
 
 
-def _run(op: Op, inputs: Sequence[Any], env: dict[int, Any]) -> Sequence[Any]:
-    """One operation, where parameters may be held."""
+def _run(later: frozenset[Op], op: Op, inputs: Sequence[Any], env: dict[int, Any]) -> Sequence[Any]:
+    """One operation, where parameters may be held; ``later`` as of ``_read_again``."""
     held = [i for i, value in enumerate(inputs) if isinstance(value, _Held)]
     if not held:
         return run_op(op, inputs)
@@ -341,13 +340,37 @@ def _run(op: Op, inputs: Sequence[Any], env: dict[int, Any]) -> Sequence[Any]:
     sources = [source for i in held for source in inputs[i].sources]
     arrays = [array for i in held for array in inputs[i].arrays]
     pieces = _pieces(op, inputs, held, others)
-    operands = [inputs[i] for i in others]
-    before, result = env.get(_LAST, (None, None))
-    # Products of the same operand, such as queries, keys and values, would be made one product, with all their parameters gathered.
-    after = [result] if operands[0] is before else []
-    results, env[_TOKEN] = run_gathered(sources, pieces, arrays, operands, env[_TOKEN], after)
-    env[_LAST] = operands[0], results[0]
+    operand = op.inputs[others[0]]
+    read_again = op in later and isinstance(operand, int)
+    results, env[_TOKEN], first = run_gathered(
+        sources,
+        pieces,
+        arrays,
+        [inputs[i] for i in others],
+        env[_TOKEN],
+        keep_results=op.primitive.name not in ("dot_general", "conv_general_dilated", "ragged_dot"),
+        hand_on=read_again,
+    )
+    if read_again:
+        env[operand] = first
     return results
+
+
+def _read_again(layer: LayerOps) -> frozenset[Op]:
+    """Operations with a parameter whose first other operand a later one reads with another: queries, keys and values, for example."""
+    from_params, found = set(layer.params), set()
+    last: dict[Any, Op] = {}
+    for op in layer.ops:
+        params = [v for v in op.reads if v in from_params]
+        others = [v for v in op.reads if v not in from_params]
+        if params and not others:
+            from_params.update(op.outputs)
+        elif params:
+            key = others[0], op.regions
+            if key in last:
+                found.add(last[key])
+            last[key] = op
+    return frozenset(found)
 
 
 def _pieces(op: Op, inputs: Sequence[Any], held: Sequence[int], others: Sequence[int]) -> list[Piece]:
