@@ -138,7 +138,7 @@ def run_gathered(
         pieces: Of the operation.
         params: As stored.
         others: Its other operands.
-        token: A scalar, 0: what makes backward passes go one after the other.
+        token: What makes backward passes go one after the other (``with_token``).
         keep_results: Of an operation that a compiler would rather repeat: not to keep what was gathered for that.
         hand_on: Whether another operation reads the first operand: it has to wait for this one, or they would be made one.
     """
@@ -152,14 +152,14 @@ def run_gathered(
         total: list[Any] | None = None
         operands = others
         for piece in pieces:
-            shards = [taken.of(params[taken.array]) for taken in piece.params]
             # What is tied has to be used: of a barrier, XLA drops what nobody reads.
+            held = [params[taken.array] for taken in piece.params]
             if total is None:
-                shards, operands = tied(shards, operands)
-                total = piece.compute(gather(piece, shards), sliced(piece, operands))
+                held, operands = tied(held, operands)
+                total = piece.compute(gather(piece, shards_of(piece, held)), sliced(piece, operands))
             else:
-                shards, total = tied(shards, total)
-                total = list(map(jnp.add, total, piece.compute(gather(piece, shards), sliced(piece, operands))))
+                held, total = tied(held, total)
+                total = list(map(jnp.add, total, piece.compute(gather(piece, shards_of(piece, held)), sliced(piece, operands))))
         assert total is not None, "an operation has a piece"
         first = others[0]
         if hand_on:
@@ -175,8 +175,8 @@ def run_gathered(
         to_others: list[Any] = [jax.ShapeDtypeStruct(others[i].shape, others[i].dtype) for i in moving]
         order: Any = token
         for piece in pieces:
-            shards = [taken.of(params[taken.array]) for taken in piece.params]
-            shards, (gradients, order) = tied(shards, (gradients, order))
+            held, (gradients, order) = tied([params[taken.array] for taken in piece.params], (gradients, order))
+            shards = shards_of(piece, held)
             given = sliced(piece, others)
 
             def compute(full, differentiable, piece=piece, given=given):
@@ -202,11 +202,32 @@ def run_gathered(
             found[0] = found[0] + of_first
         return to_params, found, order
 
+    def shards_of(piece, held):
+        """Slices are taken behind the barrier, or XLA would keep them from the forward to the backward pass."""
+        return [taken.of(array) for taken, array in zip(piece.params, held, strict=True)]
+
     def gather(piece, shards):
         return [arrays[taken.array].gathered(shard) for taken, shard in zip(piece.params, shards, strict=True)]
 
     run.defvjp(forward, backward)
     return run(list(params), list(others), token)
+
+
+def with_token(params: Any) -> tuple[Any, Any]:
+    """The parameters as they are, and a scalar 0, whose gradient, also 0, is added to that of the smallest of them.
+
+    So that it is used in the end, or XLA would drop it from all barriers.
+    """
+    leaves, tree = jax.tree.flatten(params)
+    smallest = min(range(len(leaves)), key=lambda i: leaves[i].size)
+
+    @jax.custom_vjp
+    def run(leaf):
+        return leaf, jnp.zeros(())
+
+    run.defvjp(lambda leaf: (run(leaf), None), lambda _, gradients: (gradients[0] + gradients[1].astype(gradients[0].dtype),))
+    leaves[smallest], token = run(leaves[smallest])
+    return jax.tree.unflatten(tree, leaves), token
 
 
 def sliced(piece: Piece, others: Sequence[Any]) -> list[Any]:

@@ -26,7 +26,7 @@ from capture.cluster import Cluster
 from capture.errors import ClusterError, ExecutionError, PlanError, Violation, WorkloadError
 from capture.osdp.cost import Mode
 from capture.osdp.plan import ParameterLeaf, ShardingPlan
-from capture.runtime.gathering import ParamArray, Part, Piece, Taken, run_gathered
+from capture.runtime.gathering import ParamArray, Part, Piece, Taken, run_gathered, with_token
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
 from capture.tracing.cut import product_cuts
 from capture.tracing.layers import LayerOps, assign_layers
@@ -303,16 +303,17 @@ class Emission:
                 raise WorkloadError.of(
                     f"the loss returns {len(shapes)} arrays of shapes {shapes}; return one scalar, without auxiliary results.", "osdp-loss"
                 )
-            return self._evaluate(closed, self._tree.flatten_up_to(params), jax.tree.leaves(arguments))
+            params, token = with_token(params)
+            return self._evaluate(closed, self._tree.flatten_up_to(params), jax.tree.leaves(arguments), token)
 
         return sharded_loss
 
-    def _evaluate(self, closed: Any, params: Sequence[Any], batch: Sequence[Any]) -> Any:
+    def _evaluate(self, closed: Any, params: Sequence[Any], batch: Sequence[Any], token: Any) -> Any:
         program, _, stacked = flatten_loss(closed, len(params), sys.maxsize)
         assert stacked == self._stacked, "a loss scans over the same parameters whatever its batch"
         held = [value for leaf, x in zip(self._leaves, params, strict=True) for value in leaf.held(x)]
         env = dict(zip(program.params, held, strict=True)) | dict(zip(program.batch, batch, strict=True)) | program.consts
-        env[_TOKEN] = jnp.zeros(())
+        env[_TOKEN] = token
         for layer in assign_layers(program, product_cuts(program) if self.plan.remat else [0, len(program.ops)]):
             run: Callable[..., Any] = partial(_run_layer, layer, program.consts)
             if self.plan.remat:
