@@ -60,17 +60,17 @@ class _LeafPlan:
 
     Attributes:
         name: For people.
-        parts: Of a leaf stacked over the steps of a scan, those of each step; empty if the program reads the leaf as any other array.
+        parts: Of a leaf stacked over the steps of a scan, those of each step.
         slice_dim: Dimension that parts and slices are along; of a step's part of the leaf.
         stacked: Dimension of the steps; None of an ordinary leaf.
-        num_steps: Of the scan.
+        is_small: Whether operations read it as any other array: what a barrier would cost is more than what it saves.
     """
 
     name: str
     parts: tuple[Part, ...]
     slice_dim: int | None
     stacked: int | None
-    num_steps: int
+    is_small: bool
 
     @property
     def shardings(self) -> list[NamedSharding]:
@@ -89,9 +89,11 @@ class _LeafPlan:
 
     def held(self, leaf: Any) -> list[Any]:
         """What an evaluation of the loss starts from: one value per step."""
+        rows = [leaf] if self.stacked is None else _unstacked(leaf, self.stacked)
+        if self.is_small:
+            return rows
         if self.stacked is not None:
-            (part,) = self.parts
-            return [_Held((row,), self.parts, self.slice_dim) for row in _unstacked(leaf, self.stacked, part.stored)]
+            return [_Held((row,), self.parts, self.slice_dim) for row in rows]
         return [_Held((leaf.replicated, leaf.sharded) if isinstance(leaf, SplitLeaf) else (leaf,), self.parts, self.slice_dim)]
 
 
@@ -183,7 +185,8 @@ class Emission:
                     "give them one mode that shards all slices or none.",
                     "osdp-scan",
                 )
-            yield _LeafPlan(name, self._parts_of(own[0], found.pop()), own[0].split_dim, stacked, num_steps)
+            is_small = own[0].nbytes < self.plan.smallest_bytes
+            yield _LeafPlan(name, self._parts_of(own[0], found.pop()), own[0].split_dim, stacked, is_small)
 
     def _parts_of(self, leaf: ParameterLeaf, mode: Mode) -> tuple[Part, ...]:
         whole = NamedSharding(self.mesh, PartitionSpec())
@@ -342,7 +345,7 @@ def _run(later: frozenset[Op], op: Op, inputs: Sequence[Any], env: dict[int, Any
     arrays = [array for i in held for array in inputs[i].arrays]
     pieces = _pieces(op, inputs, held, others)
     operand = op.inputs[others[0]]
-    read_again = op in later and isinstance(operand, int)
+    read_again = op in later
     results, env[_TOKEN], first = run_gathered(
         sources,
         pieces,
@@ -352,7 +355,7 @@ def _run(later: frozenset[Op], op: Op, inputs: Sequence[Any], env: dict[int, Any
         keep_results=op.primitive.name not in ("dot_general", "conv_general_dilated", "ragged_dot"),
         hand_on=read_again,
     )
-    if read_again:
+    if read_again and isinstance(operand, int):
         env[operand] = first
     return results
 
@@ -440,7 +443,7 @@ def _applied(chain: Sequence[Op], value: Any) -> Any:
     return value
 
 
-def _unstacked(leaf: Any, dim: int, sharding: NamedSharding) -> list[Any]:
+def _unstacked(leaf: Any, dim: int) -> list[Any]:
     """The parts of a leaf along a dimension; their gradients are put together once, not added up."""
 
     @jax.custom_vjp
