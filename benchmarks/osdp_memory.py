@@ -6,7 +6,7 @@ Models are minGPT-like, of the three families of OSDP's Table 1, with fewer laye
 to a minute; widths are the paper's. Every plan comes from ``osdp`` with a limit between the least that the model can do with and what
 replicating everything takes; the step is value_and_grad of the transformed loss and Adam, with parameters and state donated, on eight
 devices. Measured are arguments + temporaries + results that are not aliased, by the target's compiler; nothing is run. No number of the
-estimate was fitted to these compiles; of the limit, ``osdp`` leaves 2 % to what only a compiler knows.
+estimate was fitted to these compiles; of the limit, ``osdp`` leaves 6 % to what only a compiler knows.
 """
 
 from __future__ import annotations

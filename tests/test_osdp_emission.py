@@ -13,6 +13,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+from capture.cli.main import main
 from capture.cluster import Cluster
 from capture.errors import CaptureError, PlanError, WorkloadError
 from capture.osdp.cost import DP, ZDP, Mode
@@ -349,3 +350,14 @@ def test_what_is_refused(tmp_path):
     data["operators"][0]["mode"]["num_sharded"] = 5
     assert code_of(lambda: ShardingPlan.from_json(data)) == "osdp-plan-corrupt"
     assert code_of(lambda: ShardingPlan.load(tmp_path / "none.json")) == "osdp-plan-file"
+
+
+def test_from_the_command_line(capsys, tmp_path):
+    command = ["osdp", "models/gpt.py:gpt?size=tiny&num_layers=2", "--cluster", "1x8", "--target", "h100", "--batch", "2"]
+    assert main([*command, "--memory", "1GB", "-o", str(tmp_path / "plan.json")]) == 0
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[0].split() == ["operator", "mode", "parameters", "resident", "transient", "time"]
+    plan = ShardingPlan.load(tmp_path / "plan.json")
+    assert f"{len(plan.modes)} operators: {len(plan.modes)} DP; 2 examples per device" in printed
+    assert main([*command, "--memory", "1kB", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["status"] == "infeasible"

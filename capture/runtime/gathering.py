@@ -219,7 +219,7 @@ def with_token(params: Any) -> tuple[Any, Any]:
     So that it is used in the end, or XLA would drop it from all barriers.
     """
     leaves, tree = jax.tree.flatten(params)
-    smallest = min(range(len(leaves)), key=lambda i: leaves[i].size)
+    smallest = min((i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)), key=lambda i: leaves[i].size)
 
     @jax.custom_vjp
     def run(leaf):

@@ -161,7 +161,8 @@ class Emission:
     """
 
     def __init__(self, plan: ShardingPlan, mesh: Mesh, operators: TracedOperators, optimizer: Any):
-        self.plan, self.mesh, self._optimizer = plan, mesh, optimizer
+        # What operations give is for XLA to say, also on a mesh that was made to have every operation say it (``jax.make_mesh``).
+        self.plan, self.mesh, self._optimizer = plan, Mesh(mesh.devices, mesh.axis_names), optimizer
         self._struct, self._stacked = operators.traced.params_struct, operators.traced.stacked
         modes, named = plan.mode_of_param, {leaf.name for leaf in operators.leaves}
         if wrong := sorted(set(modes) ^ named):
