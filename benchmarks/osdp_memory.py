@@ -8,8 +8,9 @@ replicating everything takes; the step is value_and_grad of the transformed loss
 devices. Measured are arguments + temporaries + results that are not aliased, by the target's compiler; nothing is run. No number of the
 estimate was fitted to these compiles; of the limit, ``osdp`` leaves 6 % to what only a compiler knows.
 
-A TPU needs much less than the estimate. It multiplies float32 in bfloat16, and gathers and keeps that (``--precision highest`` does not); of
-the two gathers of a parameter its optimised program shows about one, in large batches with permutes beside it. The estimate knows neither.
+A TPU needs much less than the estimate. It multiplies float32 in bfloat16, and gathers and keeps that (not with ``--precision highest``);
+of the two gathers of a parameter its optimised program shows about one, in large batches with permutes beside it. The estimate knows
+neither.
 """
 
 from __future__ import annotations
