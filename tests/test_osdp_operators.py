@@ -43,18 +43,19 @@ def mlp(num_layers: int = 3, scan: bool = False) -> Workload:
 
 
 def test_a_scan_over_stacked_layers_has_the_operators_of_the_layers():
-    model = traced_operators(mlp(scan=True), "scan")
+    model = traced_operators(mlp(scan=True), "scan").model
     assert [operator.kind for operator in model.operators] == ["embedding", *["matmul"] * 3, "conv", "matmul"]
     assert model.counts[1] == (1, 3)
     layer, stream = model.operators[1], 4 * D * 4
     expected = {"activation_bytes": 2 * stream, "input_bytes": stream, "output_bytes": stream, "flops": 2 * 4 * D * D + 2 * 4 * D}
-    assert layer == Operator(layer.name, "matmul", (D * D + D) * 4, **expected)  # its input and the cosine are saved
+    # Its input is kept, and of the sine the product that the cosine follows from.
+    assert layer == Operator(layer.name, "matmul", (D * D + D) * 4, tail_bytes=stream, **expected)
     assert model.state_bytes_per_parameter_byte == pytest.approx(4, abs=0.01)  # Adam, and its count
 
 
 def test_parameters_and_flops_are_those_of_the_model():
     for workload in (mlp(), models.unet()):
-        model = traced_operators(workload, "model")
+        model = traced_operators(workload, "model").model
         params = jax.eval_shape(workload.init, jax.random.key(0))
         assert model.parameter_bytes == sum(leaf.size * 4 for leaf in jax.tree.leaves(params))
 
@@ -67,13 +68,13 @@ def test_values_that_two_operators_save_count_once():
         return jnp.mean((x @ p["b"]) * (x @ p["c"]))
 
     workload = Workload(loss, lambda key: dict.fromkeys("abc", jnp.ones((D, D))), lambda key, n: {"x": jnp.ones((n, D))}, optax.sgd(0.1))
-    first, second, third = traced_operators(workload, "shared").operators
-    assert first.activation_bytes == 4 * D  # the cosine of what comes before the sine; its input is a batch leaf
+    first, second, third = traced_operators(workload, "shared").model.operators
+    assert first.activation_bytes == 4 * D  # what comes before the sine; its input is a batch leaf
     assert second.activation_bytes == 4 * D  # x
     assert third.activation_bytes == 2 * 4 * D  # the factors of the product, each made by one of the two
 
 
 def test_sizes_are_of_one_example():
-    one, three = (traced_operators(mlp(), "model", microbatch_size=n) for n in (1, 3))
+    one, three = (traced_operators(mlp(), "model", microbatch_size=n).model for n in (1, 3))
     for a, b in zip(one.operators, three.operators, strict=True):
         assert (a.activation_bytes, a.input_bytes, a.output_bytes) == (b.activation_bytes, b.input_bytes, b.output_bytes)

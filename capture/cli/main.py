@@ -12,11 +12,11 @@ import traceback
 from collections.abc import Sequence
 
 from capture import __version__
-from capture.cli import demo, diff, evaluate, explain, export, jobs, plan, predict, profile, report, run, store, verify
+from capture.cli import demo, diff, evaluate, explain, export, jobs, osdp, plan, predict, profile, report, run, store, verify
 from capture.cli import options as shared
 from capture.errors import CaptureError, Violation
 
-VERBS = (demo, profile, jobs, store, plan, predict, verify, run, explain, report, diff, export, evaluate)
+VERBS = (demo, profile, jobs, store, plan, predict, verify, run, osdp, explain, report, diff, export, evaluate)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -84,8 +84,10 @@ class CostModel(Protocol):
         ...
 
 
-def sliced_modes(operator: Operator, granularities: tuple[int, ...], groups: tuple[int | None, ...] = (None,)) -> tuple[Mode, ...]:
-    """DP, and k of g slices in ZDP for every granularity g: 0 and 1 both mean unsplit (O-j).
+def sliced_modes(
+    operator: Operator, granularities: tuple[int, ...], groups: tuple[int | None, ...] = (None,), partly: bool = True
+) -> tuple[Mode, ...]:
+    """DP, and k of g slices in ZDP for every granularity g: 0 and 1 both mean unsplit (O-j). Not partly: k is g.
 
     An operator without parameters has nothing to shard, one that cannot be split has DP and ZDP.
 
@@ -96,7 +98,7 @@ def sliced_modes(operator: Operator, granularities: tuple[int, ...], groups: tup
     if not operator.parameter_bytes:
         return (DP,)
     chosen = sorted({max(1, g) for g in granularities}) if operator.can_split else [1]
-    return (DP, *(Mode(g, k, group) for g, group in product(chosen, groups) for k in range(1, g + 1)))
+    return (DP, *(Mode(g, k, group) for g, group in product(chosen, groups) for k in range(1 if partly else g, g + 1)))
 
 
 @dataclass(frozen=True)
@@ -129,12 +131,14 @@ class PaperCost:
     def cost(self, operator: Operator, mode: Mode, batch_size: BatchSize) -> Cost:
         n, link = self.devices.num_devices, self.devices.ring
         sharded = mode.num_sharded / mode.num_slices
-        states = operator.parameter_bytes * self.model.state_bytes_per_parameter_byte
+        ratio = self.model.state_bytes_per_parameter_byte
+        states, replicated = operator.parameter_bytes * ratio, operator.replicated_bytes
         held = operator.input_bytes if self.remat else operator.activation_bytes
         steps = 2 * (mode.num_slices - mode.num_sharded) + (4 if self.remat else 3) * mode.num_sharded
         sent = steps * (n - 1) * link.seconds(operator.parameter_bytes / mode.num_slices / n) if operator.parameter_bytes else 0.0
+        sent += 2 * (n - 1) * link.seconds(replicated / n) if replicated else 0.0
         return Cost(
-            states * (1 - sharded + sharded / n) + batch_size * held + operator.workspace_bytes,
+            states * (1 - sharded + sharded / n) + replicated * ratio + batch_size * held + operator.workspace_bytes,
             0.0,
             sent + compute_seconds(operator, self.devices, batch_size, self.remat),
         )
@@ -146,7 +150,8 @@ class StepCost:
 
     * Gathering. While a ZDP slice is used backwards, it is there whole, and so is its gradient: 2 S / g bytes, and another S / g where the
       next slice is gathered meanwhile (overlap). With the workspace and the gradients of its input and output, these are *transient*: one
-      operator has them at a time (O-b, O-c). Rematerialised activations are transient too.
+      operator has them at a time (O-b, O-c). What was kept of the operations after the product has gone by then. Rematerialised
+      activations are transient too.
     * Splitting. Slices in DP mode are reduced together, those in ZDP mode one by one, each with its alphas; and partial results are added:
       read twice and written once per further slice, in a buffer of its own (O-h, O-i).
     * Overlap. Of computation and communication of an operator, a fraction of the lesser is hidden: 0 none, 1 ideal, or as measured
@@ -160,6 +165,7 @@ class StepCost:
         remat: Whether activations are rematerialised: one more gather of what is sharded, and the forward pass twice.
         overlap_fraction: In [0, 1].
         node_groups: Whether to choose between sharing by all and by the devices of a node.
+        partly: Whether some slices of an operator may be replicated and others sharded.
 
     Raises:
         WorkloadError: ``osdp-overlap``, ``osdp-granularity``.
@@ -171,6 +177,7 @@ class StepCost:
     remat: bool = False
     overlap_fraction: float = 0.0
     node_groups: bool = True
+    partly: bool = True
 
     def __post_init__(self):
         violations = []
@@ -187,27 +194,46 @@ class StepCost:
         if devices.num_devices == 1:
             return (DP,)
         by_node = self.node_groups and devices.num_nodes > 1 and devices.devices_per_node > 1
-        return sliced_modes(operator, self.granularities, (None, devices.devices_per_node) if by_node else (None,))
+        return sliced_modes(operator, self.granularities, (None, devices.devices_per_node) if by_node else (None,), self.partly)
 
     def cost(self, operator: Operator, mode: Mode, batch_size: BatchSize) -> Cost:
         size = operator.parameter_bytes
         group = mode.group_size or self.devices.num_devices
         sharded = mode.num_sharded / mode.num_slices
-        states = size * self.model.state_bytes_per_parameter_byte * (1 - sharded + sharded / group)
-        held = operator.input_bytes if self.remat else operator.activation_bytes
-        partial_sums = mode.num_sharded - (mode.num_sharded == mode.num_slices)  # the slices in DP mode are one product
-        passing = operator.input_bytes + operator.output_bytes  # their gradients, per example
-        passing += (operator.activation_bytes if self.remat else 0) + (operator.output_bytes if partial_sums else 0)
-        gathered = 0.0 if not mode.num_sharded else (3 if self.overlap_fraction else 2) * size / mode.num_slices
-        transient = operator.workspace_bytes + gathered + batch_size * passing
+        states = self.model.state_bytes_per_parameter_byte * (operator.replicated_bytes + size * (1 - sharded + sharded / group))
+        held = self.held_bytes(operator)
+        transient = np.maximum(*self.transients(operator, mode, batch_size))
+        partial_sums = self._partial_sums(mode)
         added = 3 * partial_sums * batch_size * operator.output_bytes / self.devices.memory_bytes_per_second.value
         computed = compute_seconds(operator, self.devices, batch_size, self.remat) + added * (2 if self.remat else 1)
         sent = self._sent_seconds(operator, mode, group)
         return Cost(states + batch_size * held, transient, computed + sent - self.overlap_fraction * np.minimum(computed, sent))
 
+    def transients(self, operator: Operator, mode: Mode, batch_size: BatchSize) -> tuple[Any, Any]:
+        """Bytes that come and go beside what is held, while what follows the product goes backwards, and while the product itself does.
+
+        Then the parameters are gathered, and what was kept of the operations after the product has gone.
+        """
+        passing = operator.input_bytes + operator.output_bytes  # their gradients, per example
+        passing += operator.activation_bytes if self.remat else 0
+        passing += operator.output_bytes if self._partial_sums(mode) else 0
+        gathered = 0.0 if not mode.num_sharded else (3 if self.overlap_fraction else 2) * operator.parameter_bytes / mode.num_slices
+        gone = 0 if self.remat else operator.tail_bytes
+        before, at = batch_size * passing, gathered + batch_size * (passing - gone)
+        return operator.workspace_bytes + before, operator.workspace_bytes + at
+
+    @staticmethod
+    def _partial_sums(mode: Mode) -> int:
+        """Additions of slices' results: those in DP mode are one product."""
+        return mode.num_sharded - (mode.num_sharded == mode.num_slices)
+
+    def held_bytes(self, operator: Operator) -> int:
+        """What is kept of an operator for its backward pass, per example."""
+        return operator.input_bytes if self.remat else operator.activation_bytes
+
     def _sent_seconds(self, operator: Operator, mode: Mode, group: int) -> float:
         devices, slice_bytes = self.devices, operator.parameter_bytes / mode.num_slices
-        replicated = slice_bytes * (mode.num_slices - mode.num_sharded)
+        replicated = operator.replicated_bytes + slice_bytes * (mode.num_slices - mode.num_sharded)
         seconds = devices.reduce_seconds(replicated, devices.num_devices) if replicated else 0.0
         if mode.num_sharded:
             gathers = 4 if self.remat else 3  # forward, backward, and the reduce-scatter of the gradients, which takes as long

@@ -36,13 +36,15 @@ class Operator:
         name: For people.
         kind: Products (``matmul``, ``conv``) and tables (``embedding``) can be split into slices whose results are added: of inputs, or of
             rows, where a row that is in another slice counts as zero. Whatever is ``other`` cannot.
-        parameter_bytes: S_i of the paper.
+        parameter_bytes: S_i of the paper: those that may be sharded.
         activation_bytes: What its forward pass keeps for the backward pass, per example.
         input_bytes: Of its activations' inputs, per example: what is kept where it is rematerialised.
         output_bytes: Of its result, per example: what slices are added up in.
         workspace_bytes: M_extra of the paper: temporaries, whatever the batch.
         flops: Of the forward pass of one example, 2 per multiply-add.
         gamma_seconds: Measured seconds per example, forward and backward (gamma_i of the paper); None to take them from ``flops``.
+        replicated_bytes: Of further parameters, replicated in every mode: too small, or of a shape that the devices do not divide.
+        tail_bytes: Of ``activation_bytes``, what is kept of the operations after the product.
     """
 
     name: str
@@ -54,6 +56,8 @@ class Operator:
     workspace_bytes: int = 0
     flops: int = 0
     gamma_seconds: float | None = None
+    replicated_bytes: int = 0
+    tail_bytes: int = 0
 
     @property
     def can_split(self) -> bool:
@@ -145,7 +149,7 @@ class OperatorModel:
 
     @cached_property
     def parameter_bytes(self) -> int:
-        return sum(operator.parameter_bytes for operator in self.operators)
+        return sum(operator.parameter_bytes + operator.replicated_bytes for operator in self.operators)
 
     @cached_property
     def flops(self) -> int:
@@ -207,4 +211,6 @@ def _read_operator(document: Fields) -> Operator:
         document.integer("workspace_bytes", 0),
         document.integer("flops", 0),
         None if gamma is None else document.number("gamma_seconds"),
+        document.integer("replicated_bytes", 0),
+        document.integer("tail_bytes", 0),
     )

@@ -62,5 +62,7 @@ class TensorParallelCost:
             activation_bytes=operator.activation_bytes - inside + -(-inside // self.degree),
             workspace_bytes=-(-operator.workspace_bytes // self.degree),
             flops=-(-operator.flops // self.degree),
+            replicated_bytes=-(-operator.replicated_bytes // self.degree),
+            tail_bytes=-(-operator.tail_bytes // self.degree),
             gamma_seconds=None if operator.gamma_seconds is None else operator.gamma_seconds / self.degree,
         )

@@ -173,7 +173,7 @@ def _collective(instruction: re.Match[str], operands: list[int], num_partitions:
     kind = match[1]
     size, stride = group_of(instruction["rest"], num_partitions)
     result = shape_bytes(instruction["shape"])
-    if match[2] and kind in ("all-gather", "collective-permute"):  # an asynchronous start returns its operands as well
+    if match[2] and kind in ("all-gather", "reduce-scatter", "collective-permute"):  # an asynchronous start returns its operands as well
         result -= sum(operands)
     return Collective(kind, max(result, sum(operands)), size, stride)
 

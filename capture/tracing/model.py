@@ -18,6 +18,7 @@ from capture.tracing.cut import FLOPS_TOLERANCE, cluster_cuts, mark_cuts, produc
 from capture.tracing.flatten import EquationPath, flatten
 from capture.tracing.hashing import ProgramHasher
 from capture.tracing.layers import LayerOps, assign_layers
+from capture.tracing.leaf_uses import split_dims
 from capture.tracing.program import Program
 from capture.tracing.slices import LayerCall, LayerFunction, StageSlice
 from capture.workload import PyTree, WorkloadProtocol, takes_key
@@ -32,12 +33,15 @@ class TracedModel:
         params_struct: Shapes and dtypes of the user's parameters.
         split_struct: The same tree, where a leaf stacked over unrolled layers is a list of one leaf per layer; its leaves are
             ``graph.params``, in order.
+        stacked: By position in ``params_struct``, the dimension of the layers of such a leaf.
+        split_dims: By parameter of the graph, the dimension that products can be split along (``leaf_uses``).
     """
 
     graph: LayerGraph
     params_struct: PyTree
     split_struct: PyTree
-    _stacked: dict[int, int]  # leaf of params_struct -> dimension of the layers
+    stacked: dict[int, int]
+    split_dims: tuple[int | None, ...]
     _batch_tree: Any
     _takes_key: bool
     _calls: tuple[LayerCall, ...]
@@ -47,13 +51,13 @@ class TracedModel:
         """The user's tree in the form of ``split_struct``; arrays of NumPy or JAX, also while tracing."""
         tree = _structure(self.params_struct)
         leaves = tree.flatten_up_to(params)
-        return tree.unflatten([_unstack(leaf, self._stacked[i]) if i in self._stacked else leaf for i, leaf in enumerate(leaves)])
+        return tree.unflatten([_unstack(leaf, self.stacked[i]) if i in self.stacked else leaf for i, leaf in enumerate(leaves)])
 
     def join_params(self, split: PyTree) -> PyTree:
         """The inverse of ``split_params``."""
         tree = _structure(self.params_struct)
         leaves = tree.flatten_up_to(split)
-        return tree.unflatten([_stack(leaf, self._stacked[i]) if i in self._stacked else leaf for i, leaf in enumerate(leaves)])
+        return tree.unflatten([_stack(leaf, self.stacked[i]) if i in self.stacked else leaf for i, leaf in enumerate(leaves)])
 
     def batch_leaves(self, batch: PyTree, key: jax.Array | None = None) -> list[Any]:
         """Flat leaves in the order of ``graph.batch``; the key comes last if the loss takes one, and is not used otherwise.
@@ -115,10 +119,10 @@ def trace(workload: WorkloadProtocol, microbatch_size: int, num_layers: int | No
     closed = _loss_jaxpr(workload, params_struct, batch_struct, key)
     params = jax.tree.leaves_with_path(params_struct)
     if at_products:
-        program, unroll, stacked = _flatten_loss(closed, len(params), sys.maxsize)  # any scan is more than one of so many layers
+        program, unroll, stacked = flatten_loss(closed, len(params), sys.maxsize)  # any scan is more than one of so many layers
         cuts = product_cuts(program)
     else:
-        program, unroll, stacked = _flatten_loss(closed, len(params), num_layers)
+        program, unroll, stacked = flatten_loss(closed, len(params), num_layers)
         cuts = mark_cuts(program) if num_layers is None else cluster_cuts(program, num_layers)
     layers = assign_layers(program, cuts)
     values = sorted({v for layer in layers for v in layer.outputs}, key=lambda v: (v == program.loss, v))
@@ -153,7 +157,9 @@ def trace(workload: WorkloadProtocol, microbatch_size: int, num_layers: int | No
     wiring = [[layer.key, layer.params, layer.inputs, layer.outputs, layer.batch] for layer in graph_layers]
     shapes = {kind: [[t.shape, t.dtype] for t in group] for kind, group in tensors.items()}
     graph = LayerGraph(content_hash([microbatch_size, wiring, shapes]), microbatch_size, graph_layers, **tensors)
-    return TracedModel(graph, params_struct, split_struct, stacked, _structure(batch_struct), takes_key(workload), calls)
+    return TracedModel(
+        graph, params_struct, split_struct, stacked, split_dims(program), _structure(batch_struct), takes_key(workload), calls
+    )
 
 
 def _batch(workload: WorkloadProtocol, microbatch_size: int, key) -> tuple[PyTree, list[int | None]]:
@@ -187,8 +193,13 @@ def _loss_jaxpr(workload: WorkloadProtocol, params_struct: PyTree, batch_struct:
     return closed
 
 
-def _flatten_loss(closed, num_params: int, num_layers: int | None) -> tuple[Program, frozenset[EquationPath] | None, dict[int, int]]:
-    """The program, the scans that were unrolled (None: those with marks) and the stacked leaves.
+def flatten_loss(closed, num_params: int, num_layers: int | None) -> tuple[Program, frozenset[EquationPath] | None, dict[int, int]]:
+    """The program of a loss, the scans that were unrolled (None: those with marks) and the dimension of each stacked leaf.
+
+    Args:
+        closed: Jaxpr of the loss; parameter leaves come first.
+        num_params: Number of them.
+        num_layers: As for ``trace``; more than there are operations: all scans over stacked parameters are unrolled.
 
     Flattened again with every fact that flattening found: a scan too large for one layer, a parameter stacked over layers.
     """

@@ -3,26 +3,84 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 from jax.extend import core as jex_core
 
 from capture.graph import Tensor, item_bytes
 from capture.osdp.operators import Block, Kind, Operator, OperatorModel
+from capture.osdp.plan import ParameterLeaf
 from capture.tracing.cut import PRODUCTS
 from capture.tracing.model import TracedModel, trace
 from capture.workload import WorkloadProtocol
 
 
-def traced_operators(workload: WorkloadProtocol, name: str, microbatch_size: int = 1) -> OperatorModel:
+@dataclass(frozen=True, eq=False)
+class TracedOperators:
+    """The operators of a traced loss and their parameters.
+
+    Attributes:
+        model: The operators in program order; parameters that are shared belong to the first operator that reads them.
+        params: By operator, the parameters that belong to it, indices of ``leaves``.
+        leaves: The parameters; a leaf that is stacked over the steps of a scan is several.
+        traced: What they were read from.
+    """
+
+    model: OperatorModel
+    params: tuple[tuple[int, ...], ...]
+    leaves: tuple[ParameterLeaf, ...]
+    traced: TracedModel
+
+    @property
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        """By operator, the names of its parameters."""
+        return tuple(tuple(self.leaves[p].name for p in own) for own in self.params)
+
+    @property
+    def stacked_params(self) -> list[list[int]]:
+        """Parameters that are steps of one leaf of the user's tree, by leaf."""
+        found, start = [], 0
+        for i, struct in enumerate(jax.tree.leaves(self.traced.params_struct)):
+            dim = self.traced.stacked.get(i)
+            count = 1 if dim is None else struct.shape[dim]
+            if dim is not None:
+                found.append(list(range(start, start + count)))
+            start += count
+        return found
+
+    def sharded_over(self, num_devices: int, smallest_bytes: int) -> OperatorModel:
+        """The operators as so many devices can shard them.
+
+        Parameters that are smaller than ``smallest_bytes``, or of which the devices divide no dimension, are replicated whatever the mode.
+        An operator is split only if its parameters can be split along one dimension and sharded along another.
+        """
+        return replace(self.model, blocks=(Block(tuple(self._sharded(i, num_devices, smallest_bytes) for i in range(len(self.params)))),))
+
+    def _sharded(self, operator_id: int, num_devices: int, smallest_bytes: int) -> Operator:
+        (block,) = self.model.blocks
+        operator = block.operators[operator_id]
+        leaves = [self.leaves[p] for p in self.params[operator_id]]
+        sharded = [leaf for leaf in leaves if leaf.can_shard(num_devices, smallest_bytes)]
+        largest = max(sharded, key=lambda leaf: leaf.nbytes, default=None)
+        can_split = largest is not None and largest.split_dim is not None and largest.shard_dim(num_devices, split=True) is not None
+        nbytes = sum(leaf.nbytes for leaf in sharded)
+        return replace(
+            operator,
+            kind=operator.kind if can_split else "other",
+            parameter_bytes=nbytes,
+            replicated_bytes=sum(leaf.nbytes for leaf in leaves) - nbytes,
+        )
+
+
+def traced_operators(workload: WorkloadProtocol, name: str, microbatch_size: int = 1) -> TracedOperators:
     """The operators of a loss, in program order; equal ones are found by their content.
 
-    What an operator keeps for the backward pass is what ``jax.vjp`` of its part of the loss saves: parameters and what follows from them
-    alone are not counted, and a value that several operators save counts for the first. XLA may save less, where it computes again.
-    Parameters that are shared belong to the first operator that reads them. Operators have no workspace: what a kernel needs beside its
-    results is the compiler's to say.
+    What an operator keeps for the backward pass is what ``jax.vjp`` of its part of the loss saves, less what a compiler computes again from
+    values that are in memory anyway (``_kept``). Parameters and what follows from them alone are not counted, and a value that several
+    operators keep counts for the first. Operators have no workspace: what a kernel needs beside its results is the compiler's to say.
 
     Args:
         workload: The task; nothing is allocated.
@@ -34,14 +92,17 @@ def traced_operators(workload: WorkloadProtocol, name: str, microbatch_size: int
     """
     traced = trace(workload, microbatch_size, at_products=True)
     graph, counted, kept = traced.graph, set[int](), set[int]()
-    operators = []
+    operators, params = [], []
     for layer in graph.layers:
         own = set(layer.params) - counted
+        if layer.layer_id == graph.num_layers - 1:
+            own |= set(range(len(graph.params))) - counted  # what no operator reads has to be somewhere
         counted |= own
         part = _differentiated(traced, layer.layer_id)
         first = part.saved_values - kept
         kept |= first
         read = [*(graph.values[v] for v in layer.inputs), *(graph.batch[b] for b in layer.batch)]
+        params.append(tuple(sorted(own)))
         operators.append(
             Operator(
                 layer.name,
@@ -51,9 +112,14 @@ def traced_operators(workload: WorkloadProtocol, name: str, microbatch_size: int
                 input_bytes=sum(tensor.nbytes for tensor in read if tensor.batch_dim is not None) // microbatch_size,
                 output_bytes=part.product_bytes // microbatch_size,
                 flops=layer.flops // microbatch_size,
+                tail_bytes=part.saved_bytes // microbatch_size,
             )
         )
-    return OperatorModel(name, (Block(tuple(operators)),), _state_ratio(workload))
+    leaves = tuple(
+        ParameterLeaf(tensor.name, tensor.shape, item_bytes(tensor.dtype), dim)
+        for tensor, dim in zip(graph.params, traced.split_dims, strict=True)
+    )
+    return TracedOperators(OperatorModel(name, (Block(tuple(operators)),), _state_ratio(workload)), tuple(params), leaves, traced)
 
 
 @dataclass(frozen=True)
@@ -95,12 +161,56 @@ def _differentiated(traced: TracedModel, layer_id: int) -> _Part:
     of_graph.update((var, v) for var, v in zip(outputs, layer.outputs, strict=True) if not isinstance(var, jex_core.Literal))
     static = set(_static(jaxpr, len(params)))
     # Batch leaves are held anyway; literals and constants cost nothing per example.
-    own = {v for v in saved if not isinstance(v, jex_core.Literal)} - static - set(jaxpr.invars) - set(of_graph)
-    values = {of_graph[v] for v in saved if not isinstance(v, jex_core.Literal) and v in of_graph}
+    free = (static | set(jaxpr.invars)) - set(of_graph)
+    kept = _kept(jaxpr, [v for v in saved if not isinstance(v, jex_core.Literal) and v not in free], free, set(of_graph))
+    own, values = kept - set(of_graph), {of_graph[v] for v in kept if v in of_graph}
     product = next((equation for equation in jaxpr.eqns if equation.primitive.name in PRODUCTS), None)
     if product is None:
         return _Part("other", 0, sum(map(_nbytes, own)), values)
     return _Part(PRODUCTS[product.primitive.name], _nbytes(product.outvars[0]), sum(map(_nbytes, own)), values)
+
+
+#: Ops that a compiler fuses into what reads their result, beside element-wise ones.
+_FUSED = frozenset({"broadcast_in_dim", "convert_element_type", "expand_dims", "iota", "reshape", "squeeze", "stop_gradient", "transpose"})
+#: Ops that are none although they keep the shape.
+_WHOLE = frozenset({"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "random_bits", "rev", "sort", "while", "scan", "cond"})
+
+
+def _is_fused(equation) -> bool:
+    name, (result, *more) = equation.primitive.name, equation.outvars
+    if more or name in _WHOLE or "call" in name:
+        return False
+    return name in _FUSED or all(v.aval.shape in ((), result.aval.shape) for v in equation.invars)
+
+
+def _kept(jaxpr, saved: Sequence, free: set, boundary: set) -> set:
+    """Variables that a compiler keeps for those that are saved.
+
+    Operands and results of products are in memory anyway, and so are sums and values between layers. What follows from them by element-wise
+    operations is computed again where it is read, so they are kept in its place, unless that is more.
+
+    Args:
+        jaxpr: The forward pass.
+        saved: By ``jax.vjp``.
+        free: Variables that cost nothing.
+        boundary: Values between layers.
+    """
+    stops = set(boundary)
+    for equation in jaxpr.eqns:
+        if not _is_fused(equation):
+            stops.update(equation.outvars)
+            if not equation.primitive.name.startswith("reduce_"):  # what is summed up is made on the way
+                stops.update(v for v in equation.invars if not isinstance(v, jex_core.Literal))
+    roots: dict[Any, frozenset] = {}
+    for equation in jaxpr.eqns:
+        read = [v for v in equation.invars if not isinstance(v, jex_core.Literal) and v not in free]
+        below = frozenset().union(*(roots.get(v, frozenset([v])) for v in read))
+        roots.update((out, frozenset([out]) if out in stops else below) for out in equation.outvars)
+    found = {v for v in saved if v in stops}
+    for v in saved:
+        instead = roots.get(v, frozenset([v])) - found
+        found |= instead if sum(map(_nbytes, instead)) <= _nbytes(v) else {v}
+    return found
 
 
 def _nbytes(var) -> int:

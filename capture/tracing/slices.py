@@ -24,14 +24,14 @@ REMAT_POLICIES: Mapping[str, Callable[..., Any]] = {
 
 
 @dataclass(frozen=True, eq=False)
-class _Region:
+class Region:
     """A remat region of the model, or the part of it that falls into one layer."""
 
     policy: Callable[..., Any] | None
     prevent_cse: Any
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    steps: tuple[Op | _Region, ...]
+    steps: tuple[Op | Region, ...]
 
 
 class LayerFunction:
@@ -40,9 +40,7 @@ class LayerFunction:
     def __init__(self, layer: LayerOps, consts: Mapping[int, Any]):
         self._layer = layer
         self._consts = {v: consts[v] for v in layer.consts}
-        last_read = {v: i for i, op in enumerate(layer.ops) for v in op.reads}
-        last_read.update(dict.fromkeys(layer.outputs, len(layer.ops)))
-        self._steps = _nest(list(enumerate(layer.ops)), last_read, frozenset(layer.consts), depth=0)
+        self._steps = steps_of(layer)
 
     @property
     def ops(self) -> tuple[Op, ...]:
@@ -53,13 +51,20 @@ class LayerFunction:
         env = dict(self._consts)
         for values, arrays in ((layer.params, params), (layer.inputs, inputs), (layer.batch, batch)):
             env.update(zip(values, arrays, strict=True))
-        _run(self._steps, env, self._consts)
+        run_steps(self._steps, env, self._consts)
         return [env[v] for v in layer.outputs]
 
 
-def _nest(ops: Sequence[tuple[int, Op]], last_read: Mapping[int, int], consts: frozenset[int], depth: int) -> tuple[Op | _Region, ...]:
+def steps_of(layer: LayerOps) -> tuple[Op | Region, ...]:
+    """The operations of a layer, those of a remat region together."""
+    last_read = {v: i for i, op in enumerate(layer.ops) for v in op.reads}
+    last_read.update(dict.fromkeys(layer.outputs, len(layer.ops)))
+    return _nest(list(enumerate(layer.ops)), last_read, frozenset(layer.consts), depth=0)
+
+
+def _nest(ops: Sequence[tuple[int, Op]], last_read: Mapping[int, int], consts: frozenset[int], depth: int) -> tuple[Op | Region, ...]:
     """Group consecutive ops of the same remat region; ops come with their index in the layer."""
-    steps: list[Op | _Region] = []
+    steps: list[Op | Region] = []
     for region, group in groupby(ops, key=lambda item: item[1].regions[depth] if len(item[1].regions) > depth else None):
         members = list(group)
         if region is None:
@@ -68,7 +73,7 @@ def _nest(ops: Sequence[tuple[int, Op]], last_read: Mapping[int, int], consts: f
         made = [v for _, op in members for v in op.outputs]
         read = {v for _, op in members for v in op.reads}
         steps.append(
-            _Region(
+            Region(
                 policy=region.policy,
                 prevent_cse=region.prevent_cse,
                 inputs=tuple(sorted(read.difference(made, consts))),
@@ -79,22 +84,43 @@ def _nest(ops: Sequence[tuple[int, Op]], last_read: Mapping[int, int], consts: f
     return tuple(steps)
 
 
-def _run(steps: Iterable[Op | _Region], env: dict[int, Any], consts: Mapping[int, Any]) -> None:
+def run_op(op: Op, arguments: Sequence[Any]) -> Sequence[Any]:
+    """Results of one operation, in its own scope and at its own line."""
+    with at_source(op.traceback, op.scope), op.context.manager:
+        result = op.primitive.bind(*arguments, **op.primitive.get_bind_params(op.params))
+    return result if op.primitive.multiple_results else [result]
+
+
+def run_steps(
+    steps: Iterable[Op | Region],
+    env: dict[int, Any],
+    consts: Mapping[int, Any],
+    run: Callable[[Op, Sequence[Any], dict[int, Any]], Sequence[Any]] = lambda op, arguments, env: run_op(op, arguments),
+    carried: tuple[int, ...] = (),
+) -> None:
+    """Run operations, and remat regions as ``jax.checkpoint``; results are added to the environment.
+
+    Args:
+        steps: In order.
+        env: Values by number.
+        consts: Constants that regions read without their being arguments.
+        run: How an operation is run; it may change the carried values of the environment.
+        carried: Values that go into every region and come out of it.
+    """
     for step in steps:
-        if isinstance(step, _Region):
-            region = jax.checkpoint(partial(_run_region, step, consts), policy=step.policy, prevent_cse=step.prevent_cse)
-            env.update(zip(step.outputs, region([env[v] for v in step.inputs]), strict=True))
+        if isinstance(step, Region):
+            region = jax.checkpoint(partial(_run_region, step, consts, run, carried), policy=step.policy, prevent_cse=step.prevent_cse)
+            made = region([env[v] for v in (*step.inputs, *carried)])
+            env.update(zip((*step.outputs, *carried), made, strict=True))
             continue
         arguments = [v.val if isinstance(v, jex_core.Literal) else env[v] for v in step.inputs]
-        with at_source(step.traceback, step.scope), step.context.manager:
-            result = step.primitive.bind(*arguments, **step.primitive.get_bind_params(step.params))
-        env.update(zip(step.outputs, result if step.primitive.multiple_results else [result], strict=True))
+        env.update(zip(step.outputs, run(step, arguments, env), strict=True))
 
 
-def _run_region(region: _Region, consts: Mapping[int, Any], inputs: Sequence[Any]) -> list[Any]:
-    env = {**consts, **dict(zip(region.inputs, inputs, strict=True))}
-    _run(region.steps, env, consts)
-    return [env[v] for v in region.outputs]
+def _run_region(region: Region, consts: Mapping[int, Any], run: Any, carried: tuple[int, ...], inputs: Sequence[Any]) -> list[Any]:
+    env = {**consts, **dict(zip((*region.inputs, *carried), inputs, strict=True))}
+    run_steps(region.steps, env, consts, run, carried)
+    return [env[v] for v in (*region.outputs, *carried)]
 
 
 @dataclass(frozen=True, eq=False)

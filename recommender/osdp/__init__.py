@@ -1,7 +1,9 @@
-"""Which operators to shard, and for which batch size: the searches of OSDP, and the strategies that it is compared with."""
+"""Which operators to shard, and for which batch size: ``osdp`` for a training task, the searches, and strategies to compare with."""
 
+from capture.osdp.plan import ShardingPlan
+from recommender.osdp.emission import OsdpResult, osdp
 from recommender.osdp.problem import ShardingProblem
-from recommender.osdp.result import ShardingPlan, ShardingResult
+from recommender.osdp.result import ShardingResult
 from recommender.osdp.search import search
 
-__all__ = ["ShardingPlan", "ShardingProblem", "ShardingResult", "search"]
+__all__ = ["OsdpResult", "ShardingPlan", "ShardingProblem", "ShardingResult", "osdp", "search"]

@@ -16,10 +16,10 @@ import numpy as np
 from capture.osdp.cost import DP, ZDP, BatchSize, Cost, CostModel, Mode, PaperCost, StepCost
 from capture.osdp.device import Devices
 from capture.osdp.operators import Operator, OperatorModel
+from capture.osdp.plan import ShardingPlan
 from capture.osdp.tensor_parallel import TensorParallelCost
 from recommender.osdp.pipeline import Pipeline, PipelineSchedule, layers_of
 from recommender.osdp.problem import ShardingProblem
-from recommender.osdp.result import ShardingPlan
 from recommender.osdp.search import search
 
 Costs = PaperCost | StepCost
@@ -46,7 +46,7 @@ class Outcome:
 
     def to_json(self) -> dict[str, Any]:
         document = {"status": self.status, "examples_per_second": self.examples_per_second, "setting": self.setting}
-        return document if self.plan is None else {**document, **self.plan.to_json()}
+        return document if self.plan is None else {**document, **self.plan.summary()}
 
 
 @dataclass(frozen=True)

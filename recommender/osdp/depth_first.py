@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from capture.osdp.plan import ShardingPlan
 from recommender.osdp.problem import Options, ShardingProblem
-from recommender.osdp.result import ShardingPlan, ShardingResult, answer, plan_of
+from recommender.osdp.result import ShardingResult, answer, plan_of
 
 
 def depth_first(

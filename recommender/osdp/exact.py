@@ -29,8 +29,9 @@ from functools import reduce
 
 import numpy as np
 
+from capture.osdp.plan import ShardingPlan
 from recommender.osdp.problem import Options, ShardingProblem
-from recommender.osdp.result import ShardingPlan, ShardingResult, answer, plan_of
+from recommender.osdp.result import ShardingResult, answer, plan_of
 
 #: Sums of the same seconds in another order differ by less than this fraction: no gain.
 ROUNDING = 1e-12

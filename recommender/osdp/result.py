@@ -4,54 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from capture.osdp.cost import Mode
+from capture.osdp.plan import ShardingPlan
 from recommender.osdp.problem import Options, ShardingProblem
-
-
-@dataclass(frozen=True)
-class ShardingPlan:
-    """A batch size and the mode of every operator.
-
-    Attributes:
-        batch_size: Examples per device.
-        modes: By operator, in program order.
-        step_seconds: Of one step.
-        peak_bytes: On every device: what is resident and the largest transient.
-        examples_per_second: Of all devices together: N b / T.
-    """
-
-    batch_size: int
-    modes: tuple[Mode, ...]
-    step_seconds: float
-    peak_bytes: int
-    examples_per_second: float
-
-    @property
-    def seconds_per_example(self) -> float:
-        """The objective, per device: T / b (Eq. 1)."""
-        return self.step_seconds / self.batch_size
-
-    @property
-    def sharded_fraction(self) -> float:
-        """Of the operators, those with a slice in ZDP mode."""
-        return sum(mode.num_sharded > 0 for mode in self.modes) / len(self.modes)
-
-    @property
-    def split_fraction(self) -> float:
-        """Of the operators, those that are split into slices."""
-        return sum(mode.num_slices > 1 for mode in self.modes) / len(self.modes)
-
-    def to_json(self) -> dict[str, Any]:
-        names = [str(mode) for mode in self.modes]
-        return {
-            "batch_size": self.batch_size,
-            "step_seconds": self.step_seconds,
-            "peak_bytes": self.peak_bytes,
-            "examples_per_second": self.examples_per_second,
-            "operators_by_mode": {name: names.count(name) for name in sorted(set(names))},
-        }
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,62 @@
+"""Choose for every operator of a model whether to replicate, shard or split its parameters over data-parallel devices (OSDP)."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from capture.cli import options as shared
+from capture.cli.output import emit, table
+from capture.quantities import format_bytes
+from capture.workload import WorkloadSpec
+
+NAME = "osdp"
+HELP = "shard a model's operators over data-parallel devices"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("workload", metavar="WORKLOAD", help="path/to/file.py:function?key=value or module:function")
+    parser.add_argument("--cluster", required=True, metavar="NxG", help="N nodes of G devices")
+    parser.add_argument("--target", required=True, metavar="NAME", help="device kind, such as h100, or a target file (.json)")
+    parser.add_argument("--memory", metavar="SIZE", help="limit per device, such as 30GiB (default: what the target can use)")
+    parser.add_argument("--batch", type=shared.at_least(1), metavar="B", help="examples per device (default: that of largest throughput)")
+    parser.add_argument("--most", type=shared.at_least(1), metavar="B", help="the largest batch per device to choose from")
+    parser.add_argument("--slices", default="1,4", metavar="G,G,...", help="slices per operator to choose from (default: %(default)s)")
+    parser.add_argument("--partly", action="store_true", help="some slices of an operator may be replicated, others sharded")
+    parser.add_argument("--remat", action="store_true", help="compute every operator again from its inputs in the backward pass")
+    parser.add_argument("-o", "--output", type=Path, default=Path("sharding.json"), metavar="FILE", help="default: %(default)s")
+
+
+def main(options: argparse.Namespace) -> int:
+    cluster = shared.read_cluster(options)
+    shared.prepare(cluster)
+    from recommender.osdp import osdp
+
+    result = osdp(
+        WorkloadSpec.parse(options.workload).load(),
+        cluster,
+        options.memory,
+        batch_size=options.batch,
+        max_batch_size=options.most,
+        granularities=tuple(shared.at_least(1)(text) for text in options.slices.split(",")),
+        partly=options.partly,
+        remat=options.remat,
+    )
+    if result.plan is None:
+        emit(options, {"status": result.status, "why": result.why}, str(result))
+        return 1
+    rows = [
+        [
+            row.name,
+            row.mode,
+            format_bytes(row.parameter_bytes),
+            format_bytes(row.resident_bytes),
+            format_bytes(row.transient_bytes),
+            f"{row.seconds * 1e3:.3g} ms",
+        ]
+        for row in result.rows
+    ]
+    result.plan.save(options.output)
+    header = ["operator", "mode", "parameters", "resident", "transient", "time"]
+    emit(options, {"status": result.status, "plan": result.plan.to_json()}, f"{table(header, rows)}\n{result}\nplan -> {options.output}")
+    return 0

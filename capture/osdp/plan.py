@@ -1,0 +1,190 @@
+"""What a search of OSDP decides, in plain data: the contract between the searches and the emission of programs.
+
+A plan is JSON:
+
+    schema_version            1
+    batch_size                examples per device
+    step_seconds, peak_bytes, examples_per_second
+    remat                     whether the backward pass computes every operator again from its inputs
+    smallest_bytes            of a parameter that is sharded
+    operators                 in program order: name, mode (num_slices, num_sharded, group_size), params (names of its parameter leaves)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from capture.errors import PlanError
+from capture.fields import FieldError, Fields
+from capture.osdp.cost import Mode
+
+SHARDING_PLAN_SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class ParameterLeaf:
+    """A parameter leaf as the choice of its sharding sees it; of a leaf stacked over the steps of a scan, one of its parts.
+
+    Attributes:
+        name: Path of the leaf in the user's tree; of a part, with its index.
+        shape, item_bytes: Of the array.
+        split_dim: The dimension that all products that read it contract (of a table: its rows), so that they can be split into slices
+            along it; None if there is none.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    item_bytes: int
+    split_dim: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        size = self.item_bytes
+        for extent in self.shape:
+            size *= extent
+        return size
+
+    def shard_dim(self, num_devices: int, split: bool = False) -> int | None:
+        """The largest dimension that the devices divide, the first of equals; of a split leaf, another one than it is split along.
+
+        Example:
+            >>> ParameterLeaf("kernel", (512, 64, 7), 4, split_dim=0).shard_dim(8), ParameterLeaf("scale", (7,), 4).shard_dim(8)
+            (0, None)
+        """
+        dims = [d for d, extent in enumerate(self.shape) if extent % num_devices == 0 and not (split and d == self.split_dim)]
+        return max(dims, key=lambda d: (self.shape[d], -d), default=None)
+
+    def can_shard(self, num_devices: int, smallest_bytes: int) -> bool:
+        """Whether it is worth sharding, and can be."""
+        return self.nbytes >= max(1, smallest_bytes) and self.shard_dim(num_devices) is not None
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """A batch size and the mode of every operator.
+
+    Attributes:
+        batch_size: Examples per device.
+        modes: By operator, in program order.
+        step_seconds: Of one step.
+        peak_bytes: On every device: what is resident and the largest transient.
+        examples_per_second: Of all devices together: N b / T.
+        names: Of the operators; empty for a plan of a description alone.
+        params: By operator, the names of the parameter leaves that belong to it; likewise.
+        remat: Whether the backward pass computes every operator again from its inputs.
+        smallest_bytes: Smaller parameters are replicated whatever the mode of their operator.
+    """
+
+    batch_size: int
+    modes: tuple[Mode, ...]
+    step_seconds: float
+    peak_bytes: int
+    examples_per_second: float
+    names: tuple[str, ...] = ()
+    params: tuple[tuple[str, ...], ...] = ()
+    remat: bool = False
+    smallest_bytes: int = 0
+
+    @property
+    def seconds_per_example(self) -> float:
+        """The objective, per device: T / b (Eq. 1)."""
+        return self.step_seconds / self.batch_size
+
+    @property
+    def sharded_fraction(self) -> float:
+        """Of the operators, those with a slice in ZDP mode."""
+        return sum(mode.num_sharded > 0 for mode in self.modes) / len(self.modes)
+
+    @property
+    def split_fraction(self) -> float:
+        """Of the operators, those that are split into slices."""
+        return sum(mode.num_slices > 1 for mode in self.modes) / len(self.modes)
+
+    @property
+    def mode_of_param(self) -> dict[str, Mode]:
+        """By name of a parameter leaf."""
+        return {name: mode for mode, names in zip(self.modes, self.params, strict=True) for name in names}
+
+    def summary(self) -> dict[str, Any]:
+        """In numbers: what results of experiments hold."""
+        names = [str(mode) for mode in self.modes]
+        return {
+            "batch_size": self.batch_size,
+            "step_seconds": self.step_seconds,
+            "peak_bytes": self.peak_bytes,
+            "examples_per_second": self.examples_per_second,
+            "operators_by_mode": {name: names.count(name) for name in sorted(set(names))},
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        rows = zip(self.names or [""] * len(self.modes), self.modes, self.params or [()] * len(self.modes), strict=True)
+        return {
+            "schema_version": SHARDING_PLAN_SCHEMA_VERSION,
+            "batch_size": self.batch_size,
+            "step_seconds": self.step_seconds,
+            "peak_bytes": self.peak_bytes,
+            "examples_per_second": self.examples_per_second,
+            "remat": self.remat,
+            "smallest_bytes": self.smallest_bytes,
+            "operators": [{"name": name, "mode": asdict(mode), "params": list(params)} for name, mode, params in rows],
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> ShardingPlan:
+        """The plan that ``to_json`` wrote.
+
+        Raises:
+            PlanError: ``osdp-plan-schema`` for an unknown version, ``osdp-plan-corrupt`` for a missing or wrong field.
+        """
+        version = data.get("schema_version") if isinstance(data, Mapping) else None
+        if version != SHARDING_PLAN_SCHEMA_VERSION:
+            raise PlanError.of(
+                f"the sharding plan has schema_version={version!r}; this version of capture reads {SHARDING_PLAN_SCHEMA_VERSION}.",
+                "osdp-plan-schema",
+            )
+        try:
+            document = Fields(data)
+            operators = document.objects("operators")
+            return cls(
+                document.integer("batch_size"),
+                tuple(_read_mode(operator.object("mode")) for operator in operators),
+                document.number("step_seconds"),
+                document.integer("peak_bytes"),
+                document.number("examples_per_second"),
+                tuple(operator.text("name") for operator in operators),
+                tuple(operator.texts("params") for operator in operators),
+                document.flag("remat"),
+                document.integer("smallest_bytes"),
+            )
+        except FieldError as error:
+            raise PlanError.of(
+                f"the sharding plan is not one: {error}; capture/osdp/plan.py says what it holds.", "osdp-plan-corrupt"
+            ) from None
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> ShardingPlan:
+        """The plan of a JSON file.
+
+        Raises:
+            PlanError: ``osdp-plan-file`` if it cannot be read or is no JSON, and those of ``from_json``.
+        """
+        try:
+            data = json.loads(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            raise PlanError.of(f"sharding plan {str(path)!r} cannot be read: {error}.", "osdp-plan-file") from None
+        return cls.from_json(data)
+
+
+def _read_mode(document: Fields) -> Mode:
+    slices, sharded = document.integer("num_slices"), document.integer("num_sharded")
+    group = document.integer("group_size", None) if document.data.get("group_size") is not None else None
+    if slices < 1 or not 0 <= sharded <= slices or (group is not None and group < 1):
+        raise FieldError(f"a mode has {sharded} of {slices} slices sharded by {group}; give 0 <= num_sharded <= num_slices")
+    return Mode(slices, sharded, group)

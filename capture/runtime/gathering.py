@@ -1,0 +1,245 @@
+"""One operation that reads sharded parameters, with its own derivative: gathers, computes, forgets; and gathers again to go backwards.
+
+Plain ``jax.jit`` on sharded parameters gathers once and keeps the whole parameter until the backward pass. Here
+
+* only the shards and the operation's other operands are saved; the backward pass gathers again;
+* gathers are tied to what the operation needs anyway (``lax.optimization_barrier``), so that XLA gathers neither ahead nor twice as one;
+* gradients are brought to the parameter's sharding at once, before anything further back is computed: what XLA makes of that is a
+  reduce-scatter. A scalar that is passed from operation to operation carries that order through the backward pass.
+
+A split operation is a sum of pieces, each on a slice of its parameter, gathered after the sum of those before.
+
+Source: Jiang et al. 2023 (OSDP), 2.2 and 3.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+
+
+@dataclass(frozen=True)
+class Part:
+    """An array that holds some rows of a parameter leaf, all of them as a rule.
+
+    Attributes:
+        first, stop: The rows, along the dimension that the leaf is split in.
+        stored: Its sharding.
+        reduced: Shardings that its gradient is brought to, one after the other; the last is ``stored``.
+        num_slices: Slices that are gathered one by one where an operation can be split.
+    """
+
+    first: int
+    stop: int
+    stored: NamedSharding
+    reduced: tuple[NamedSharding, ...]
+    num_slices: int = 1
+
+    @property
+    def is_sharded(self) -> bool:
+        return not self.stored.is_fully_replicated
+
+    def slices(self) -> list[tuple[int, int]]:
+        """Rows of each slice, within the part; sizes differ by one at most."""
+        size = self.stop - self.first
+        bounds = [size * i // self.num_slices for i in range(self.num_slices + 1)]
+        return [(a, b) for a, b in pairwise(bounds) if b > a]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A slice of an array that a piece needs: of the parameters it is gathered.
+
+    Attributes:
+        array: Position among the arrays.
+        dim: None for all of it.
+        first, stop: Along that dimension.
+    """
+
+    array: int
+    dim: int | None = None
+    first: int = 0
+    stop: int = 0
+
+    def of(self, array: Any) -> Any:
+        return array if self.dim is None else lax.slice_in_dim(array, self.first, self.stop, axis=self.dim)
+
+    def put(self, whole: Any, part: Any) -> Any:
+        """An array of the whole's shape with the part in its place; built up in place, slice by slice."""
+        if self.dim is None:
+            return part
+        whole = jnp.zeros(whole.shape, part.dtype) if isinstance(whole, jax.ShapeDtypeStruct) else whole
+        return lax.dynamic_update_slice_in_dim(whole, part, self.first, axis=self.dim)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of the operation; the results of all pieces are added.
+
+    Attributes:
+        params: What it needs of the parameters' arrays.
+        partner: What it needs of one of the other operands, where that is split as well.
+        compute: From the gathered parameters and the other operands, one of them sliced, to the results.
+    """
+
+    params: tuple[Taken, ...]
+    partner: Taken | None
+    compute: Callable[[list[Any], list[Any]], list[Any]]
+
+
+@dataclass(frozen=True)
+class ParamArray:
+    """One of the arrays that an operation reads parameters from.
+
+    Attributes:
+        part: Where it belongs.
+        cast: Element-wise ops that come before the gather, so that less is sent.
+    """
+
+    part: Part
+    cast: Callable[[Any], Any]
+
+    def gathered(self, shard: Any) -> Any:
+        value = self.cast(shard)
+        return lax.with_sharding_constraint(value, replicated(self.part.stored)) if self.part.is_sharded else value
+
+    def scattered(self, shard: Any, gradient: Any) -> Any:
+        """The gradient of a shard from that of what was gathered from it."""
+        for sharding in self.part.reduced:
+            gradient = lax.with_sharding_constraint(gradient, sharding)
+        return jax.vjp(self.cast, shard)[1](gradient)[0]
+
+
+def replicated(sharding: NamedSharding) -> NamedSharding:
+    return NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+
+
+def run_gathered(
+    arrays: Sequence[ParamArray],
+    pieces: Sequence[Piece],
+    params: Sequence[Any],
+    others: Sequence[Any],
+    token: Any,
+    *,
+    keep_results: bool = False,
+    hand_on: bool = False,
+) -> tuple[list[Any], Any, Any]:
+    """Results of an operation on parameters and other operands, the token for the next one, and the first of the other operands.
+
+    Args:
+        arrays: What ``params`` are.
+        pieces: Of the operation.
+        params: As stored.
+        others: Its other operands.
+        token: What makes backward passes go one after the other (``with_token``).
+        keep_results: Of an operation that a compiler would rather repeat: not to keep what was gathered for that.
+        hand_on: Whether another operation reads the first operand: it has to wait for this one, or they would be made one.
+    """
+    moving = [i for i, x in enumerate(others) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+    @jax.custom_vjp
+    def run(params, others, token):
+        return forward(params, others, token)[0]
+
+    def forward(params, others, token):
+        total: list[Any] | None = None
+        operands = others
+        for piece in pieces:
+            # What is tied has to be used: of a barrier, XLA drops what nobody reads.
+            held = [params[taken.array] for taken in piece.params]
+            if total is None:
+                held, operands = tied(held, operands)
+                total = piece.compute(gather(piece, shards_of(piece, held)), sliced(piece, operands))
+            else:
+                held, total = tied(held, total)
+                total = list(map(jnp.add, total, piece.compute(gather(piece, shards_of(piece, held)), sliced(piece, operands))))
+        assert total is not None, "an operation has a piece"
+        first = others[0]
+        if hand_on:
+            total, first = tied(total, first)
+        elif keep_results:
+            total, _ = tied(total, ())
+        return (total, token, first), (params, others)
+
+    def backward(saved, cotangents):
+        params, others = saved
+        gradients, token, of_first = cotangents
+        to_params: list[Any] = [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in params]
+        to_others: list[Any] = [jax.ShapeDtypeStruct(others[i].shape, others[i].dtype) for i in moving]
+        order: Any = token
+        for piece in pieces:
+            held, (gradients, order) = tied([params[taken.array] for taken in piece.params], (gradients, order))
+            shards = shards_of(piece, held)
+            given = sliced(piece, others)
+
+            def compute(full, differentiable, piece=piece, given=given):
+                operands = list(given)
+                for i, value in zip(moving, differentiable, strict=True):
+                    operands[i] = value
+                return piece.compute(full, operands)
+
+            _, vjp = jax.vjp(compute, gather(piece, shards), [given[i] for i in moving])
+            of_full, of_others = vjp(gradients)
+            of_shards = [arrays[t.array].scattered(s, g) for t, s, g in zip(piece.params, shards, of_full, strict=True)]
+            (of_shards, of_others), order = tied((of_shards, of_others), order)
+            for taken, gradient in zip(piece.params, of_shards, strict=True):
+                whole = taken.put(to_params[taken.array], gradient)
+                to_params[taken.array] = lax.with_sharding_constraint(whole, arrays[taken.array].part.stored)
+            for n, (i, gradient) in enumerate(zip(moving, of_others, strict=True)):
+                part = piece.partner if piece.partner is not None and piece.partner.array == i else None
+                to_others[n] = gradient if part is None else part.put(to_others[n], gradient)
+        found: list[Any] = [None] * len(others)
+        for i, gradient in zip(moving, to_others, strict=True):
+            found[i] = gradient
+        if moving and moving[0] == 0:
+            found[0] = found[0] + of_first
+        return to_params, found, order
+
+    def shards_of(piece, held):
+        """Slices are taken behind the barrier, or XLA would keep them from the forward to the backward pass."""
+        return [taken.of(array) for taken, array in zip(piece.params, held, strict=True)]
+
+    def gather(piece, shards):
+        return [arrays[taken.array].gathered(shard) for taken, shard in zip(piece.params, shards, strict=True)]
+
+    run.defvjp(forward, backward)
+    return run(list(params), list(others), token)
+
+
+def with_token(params: Any) -> tuple[Any, Any]:
+    """The parameters as they are, and a scalar 0, whose gradient, also 0, is added to that of the smallest of them.
+
+    So that it is used in the end, or XLA would drop it from all barriers.
+    """
+    leaves, tree = jax.tree.flatten(params)
+    smallest = min((i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)), key=lambda i: leaves[i].size)
+
+    @jax.custom_vjp
+    def run(leaf):
+        return leaf, jnp.zeros(())
+
+    run.defvjp(lambda leaf: (run(leaf), None), lambda _, gradients: (gradients[0] + gradients[1].astype(gradients[0].dtype),))
+    leaves[smallest], token = run(leaves[smallest])
+    return jax.tree.unflatten(tree, leaves), token
+
+
+def sliced(piece: Piece, others: Sequence[Any]) -> list[Any]:
+    if piece.partner is None:
+        return list(others)
+    return [piece.partner.of(x) if i == piece.partner.array else x for i, x in enumerate(others)]
+
+
+def tied(first: Any, second: Any) -> tuple[Any, Any]:
+    """Both as they are, and neither before the other is there. Random keys and gradients of integers are left out."""
+    leaves, tree = jax.tree.flatten((first, second))
+    plain = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jnp.bool_]
+    for i, value in zip(plain, lax.optimization_barrier([leaves[i] for i in plain]), strict=True):
+        leaves[i] = value
+    return jax.tree.unflatten(tree, leaves)

@@ -1,0 +1,89 @@
+"""How a traced loss uses its parameter leaves, and along which dimension a product that reads one can be split into slices.
+
+A product over the slices of a contracted dimension is a sum of products, one per slice; a lookup in a table is the sum of lookups in slices
+of its rows, where a row of another slice counts as zero.
+
+Source: Jiang et al. 2023 (OSDP), 3.3 and Figure 4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend import core as jex_core
+
+from capture.tracing.cut import PRODUCTS
+from capture.tracing.program import Op, Program
+
+#: Ops that keep a leaf's elements and its rank: slices pass through them.
+ORDERED = ("convert_element_type", "transpose", "copy", "reduce_precision")
+#: Ops that keep a leaf's elements: they are applied after it is gathered.
+LAYOUT = (*ORDERED, "reshape", "squeeze", "broadcast_in_dim", "expand_dims")
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """How an operation that reads a parameter is split.
+
+    Attributes:
+        dim: Dimension of the parameter, as the operation reads it.
+        partner: Operand that is split with it, ``partner_dim`` of it; of a lookup, the indices, which are not split (None).
+    """
+
+    dim: int
+    partner: int
+    partner_dim: int | None
+
+
+def slicing_of(op: Op, operand: int, shape: tuple[int, ...]) -> Slicing | None:
+    """How to split an operation along one of its operands; None if it cannot be.
+
+    Args:
+        op: An operation that reads a parameter.
+        operand: Position of the parameter among its inputs.
+        shape: Of the parameter as the operation reads it.
+    """
+    partner = 1 - operand
+    if op.primitive.name == "dot_general":
+        contracted = op.params["dimension_numbers"][0]
+        pairs = list(zip(contracted[operand], contracted[partner], strict=True))
+        if not pairs:
+            return None
+        dim, partner_dim = max(pairs, key=lambda pair: (shape[pair[0]], -pair[0]))
+        return Slicing(dim, partner, partner_dim)
+    if op.primitive.name == "conv_general_dilated" and operand == 1:
+        numbers = op.params["dimension_numbers"]
+        whole = op.params["feature_group_count"] == op.params["batch_group_count"] == 1
+        return Slicing(numbers.rhs_spec[1], 0, numbers.lhs_spec[1]) if whole else None
+    if op.primitive.name == "gather" and operand == 0:
+        numbers = op.params["dimension_numbers"]
+        rows = tuple(numbers.collapsed_slice_dims) == tuple(numbers.start_index_map) == (0,)
+        return Slicing(0, 1, None) if rows and tuple(op.params["slice_sizes"][1:]) == tuple(shape[1:]) else None
+    return None
+
+
+def split_dims(program: Program) -> tuple[int | None, ...]:
+    """Per parameter of a program, the dimension that all operations that read it can be split along; None if there is none."""
+    seen: dict[int, tuple[int, tuple[int, ...]]] = {v: (p, tuple(range(len(program.avals[v].shape)))) for p, v in enumerate(program.params)}
+    found: list[set[int | None]] = [set() for _ in program.params]
+    static = program.from_params - program.from_batch
+    for op in program.ops:
+        for position, value in enumerate(op.inputs):
+            if isinstance(value, jex_core.Literal) or value not in seen:
+                continue
+            param, dims = seen[value]
+            if op.primitive.name in ORDERED:
+                seen[op.outputs[0]] = (param, tuple(dims[d] for d in op.params.get("permutation", range(len(dims)))))
+                continue
+            if op.primitive.name not in LAYOUT and static.issuperset(op.reads):
+                continue  # of parameters alone, such as a penalty on their size: nothing is gathered for it
+            found[param].add(_split_dim(op, position, program.avals[value].shape, dims, static))
+    return tuple(dims.pop() if len(dims) == 1 else None for dims in found)
+
+
+def _split_dim(op: Op, position: int, shape: Any, dims: tuple[int, ...], static: frozenset[int]) -> int | None:
+    if op.primitive.name not in PRODUCTS or sum(v in static for v in op.reads) != 1:
+        return None
+    slicing = slicing_of(op, position, tuple(shape))
+    return None if slicing is None else dims[slicing.dim]

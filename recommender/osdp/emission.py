@@ -1,0 +1,312 @@
+"""From a training task to a sharded one: trace, search, and hand out shardings and the transformed loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from capture.cluster import Cluster
+from capture.errors import PlanError
+from capture.osdp.cost import PAPER_GRANULARITY, Mode, StepCost
+from capture.osdp.device import Devices
+from capture.osdp.operators import Operator
+from capture.osdp.plan import ShardingPlan
+from capture.osdp.timeline import peak_bytes
+from capture.quantities import format_bytes, parse_bytes
+from capture.workload import WorkloadProtocol
+from recommender.osdp.exact import fastest_at
+from recommender.osdp.problem import ShardingProblem
+from recommender.osdp.result import ShardingResult, answer
+from recommender.osdp.search import search
+
+#: Smaller parameters are replicated: gathering one takes as long as latency allows, and a thousand of them are 4 GB at most with Adam.
+SMALLEST_BYTES = 2**20
+#: Of the limit, what is left to gaps between buffers, workspaces of kernels and joined collectives, which only a compiler knows: up to
+#: 5.7 % of compiled steps, 2 % on average (``benchmarks/osdp_memory.py``).
+RESERVED_FRACTION = 0.06
+#: Limits between the given one and twice that, with which the search is asked.
+_LIMITS_TRIED = 16
+
+
+@dataclass(frozen=True, eq=False)
+class OperatorRow:
+    """One operator of a plan, on every device.
+
+    Attributes:
+        name, mode: Of the operator.
+        parameter_bytes: Of all of its parameters, unsharded.
+        resident_bytes, transient_bytes, seconds: See ``Cost``.
+    """
+
+    name: str
+    mode: Mode
+    parameter_bytes: int
+    resident_bytes: float
+    transient_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class OsdpResult:
+    """What to train with: use it in place of the shardings of fully sharded data parallelism.
+
+    Attributes:
+        search: The answer of the search. Where it is infeasible, ``why`` says what is missing, and there is no plan and nothing to emit.
+        plan: Batch size and modes, with the names of operators and parameters; it can be saved.
+        cost: The model of costs that it was chosen by.
+    """
+
+    search: ShardingResult
+    plan: ShardingPlan | None
+    cost: StepCost
+    _workload: WorkloadProtocol
+    _operators: Any
+    _where: Any
+
+    @property
+    def status(self) -> str:
+        return self.search.status
+
+    @property
+    def why(self) -> str | None:
+        return self.search.why
+
+    @cached_property
+    def mesh(self) -> Any:
+        """The mesh that was given; for a cluster, one of this process's devices."""
+        from capture.runtime.osdp import mesh_of
+
+        return mesh_of(self._where) if isinstance(self._where, Cluster) else self._where
+
+    @cached_property
+    def emission(self) -> Any:
+        """The plan on the mesh (``capture.runtime.osdp.Emission``).
+
+        Raises:
+            PlanError: ``osdp-infeasible`` if there is no plan.
+        """
+        from capture.runtime.osdp import Emission
+
+        if self.plan is None:
+            raise PlanError.of(f"there is no plan to emit: {self.why}", "osdp-infeasible")
+        return Emission(self.plan, self.mesh, self._operators, self._workload.optimizer)
+
+    def shardings(self, params: Any = None) -> Any:
+        """See ``Emission.shardings``."""
+        return self.emission.shardings(params)
+
+    @property
+    def opt_state_shardings(self) -> Any:
+        """See ``Emission.opt_state_shardings``."""
+        return self.emission.opt_state_shardings
+
+    @property
+    def batch_sharding(self) -> Any:
+        """See ``Emission.batch_sharding``."""
+        return self.emission.batch_sharding
+
+    @property
+    def replicated(self) -> tuple[str, ...]:
+        """See ``Emission.replicated``."""
+        return self.emission.replicated
+
+    def transform(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+        """See ``Emission.transform``."""
+        return self.emission.transform(loss_fn)
+
+    def split(self, params: Any) -> Any:
+        """See ``Emission.split``."""
+        return self.emission.split(params)
+
+    def join(self, params: Any) -> Any:
+        """See ``Emission.join``."""
+        return self.emission.join(params)
+
+    @property
+    def rows(self) -> list[OperatorRow]:
+        """The plan's operators in program order; none without a plan."""
+        return [] if self.plan is None else [self._row(*row) for row in zip(_all(self.cost), self.plan.names, self.plan.modes, strict=True)]
+
+    def _row(self, operator: Operator, name: str, mode: Mode) -> OperatorRow:
+        assert self.plan is not None
+        cost = self.cost.cost(operator, mode, self.plan.batch_size)
+        total = operator.parameter_bytes + operator.replicated_bytes
+        return OperatorRow(name, mode, total, float(cost.resident_bytes), float(cost.transient_bytes), float(cost.seconds))
+
+    def __str__(self) -> str:
+        if self.plan is None:
+            return f"infeasible: {self.why}"
+        plan = self.plan
+        modes = ", ".join(f"{count} {name}" for name, count in plan.summary()["operators_by_mode"].items())
+        return (
+            f"{len(plan.modes)} operators: {modes}; {plan.batch_size} examples per device, {format_bytes(plan.peak_bytes)} per device, "
+            f"{plan.examples_per_second:.4g} examples/s"
+        )
+
+
+def osdp(
+    workload: WorkloadProtocol,
+    where: Any,
+    memory_limit: str | float | None = None,
+    *,
+    target: str | None = None,
+    devices_per_node: int | None = None,
+    batch_size: int | None = None,
+    max_batch_size: int | None = None,
+    granularities: tuple[int, ...] = (1, PAPER_GRANULARITY),
+    partly: bool = False,
+    remat: bool = False,
+    overlap_fraction: float = 0.0,
+    smallest_bytes: int = SMALLEST_BYTES,
+    dtype: str = "float32",
+) -> OsdpResult:
+    """Choose for every operator of a loss whether to replicate, shard or split its parameters, for the largest throughput that fits.
+
+    Args:
+        workload: The task; nothing is allocated.
+        where: A ``Cluster``, or a ``jax.sharding.Mesh`` whose axes are all data-parallel.
+        memory_limit: Per device, in bytes or as text ("30GiB"), of which plans use 94 %; None: what the target can use.
+        target: Rates and memory of the mesh's devices, such as ``"h100"``; a cluster names its own.
+        devices_per_node: Of a mesh; None: those of a process.
+        batch_size: Examples per device; None to choose it.
+        max_batch_size: The largest to choose from.
+        granularities: Slices per operator to choose from; 1 is unsplit.
+        partly: Whether k of g slices may be sharded: such leaves become two arrays (``split``).
+        remat: Whether the backward pass computes every operator again from its input. The model's own ``jax.checkpoint`` needs no option.
+        overlap_fraction: Of computation and communication, what hides the other (``StepCost``).
+        smallest_bytes: Smaller parameters are replicated.
+        dtype: Of the products, for their rate.
+
+    Returns:
+        The result; ``infeasible`` with ``why`` if no plan fits.
+
+    Raises:
+        TargetError: ``osdp-target`` for a mesh without a target, and those of ``Devices.of_target``; ClusterError: ``osdp-nodes``;
+        PlanError: ``memory-syntax``, ``osdp-batch-size``; TracingError: those of ``trace``.
+
+    Source: Jiang et al. 2023 (OSDP), 3.3 and Figure 3.
+    """
+    from capture.runtime.osdp import cluster_of, has_groups
+    from capture.tracing.operators import traced_operators
+
+    if batch_size is not None and batch_size < 1:
+        raise PlanError.of(f"batch_size={batch_size} is no batch per device; give at least 1.", "osdp-batch-size")
+    cluster = where
+    if not isinstance(where, Cluster):
+        cluster = cluster_of(where, _named(target), devices_per_node)
+    devices = Devices.of_target(cluster, dtype)
+    if memory_limit is not None:
+        devices = devices.with_limit(parse_bytes(memory_limit) if isinstance(memory_limit, str) else float(memory_limit))
+    operators = traced_operators(workload, "traced")
+    cost = StepCost(
+        operators.sharded_over(devices.num_devices, smallest_bytes),
+        devices,
+        granularities,
+        remat,
+        overlap_fraction,
+        node_groups=isinstance(where, Cluster) or has_groups(where, devices.devices_per_node),
+        partly=partly,
+    )
+    found = _fastest(cost, operators, batch_size, max_batch_size)
+    plan = found.plan
+    if plan is not None:
+        names = tuple(operator.name for operator in _all(cost))
+        plan = replace(plan, names=names, params=operators.names, remat=remat, smallest_bytes=smallest_bytes)
+    return OsdpResult(found, plan, cost, workload, operators, where)
+
+
+def _named(target: str | None) -> str:
+    from capture.errors import TargetError
+
+    if target is None:
+        raise TargetError.of('a mesh does not say how fast its devices are; give target=, such as "h100".', "osdp-target")
+    return target
+
+
+def _all(cost: StepCost) -> tuple[Operator, ...]:
+    (block,) = cost.model.blocks
+    return block.operators
+
+
+def _fastest(cost: StepCost, operators: Any, batch_size: int | None, max_batch_size: int | None) -> ShardingResult:
+    """The search's answer, its memory counted over the course of the step.
+
+    The search bounds a sum that no moment of a step reaches (``capture.osdp.timeline``). So it is asked with larger limits too, and of its
+    answers the fastest is taken that stays within the true one.
+    """
+    limit = _usable(cost)
+    first: ShardingResult | None = None
+    best: ShardingResult | None = None
+    for step in range(_LIMITS_TRIED + 1):
+        devices = cost.devices.with_limit(limit * (1 + step / _LIMITS_TRIED), cost.devices.memory_limit_bytes.source)
+        problem = ShardingProblem(replace(cost, devices=devices), max_batch_size if batch_size is None else batch_size)
+        if batch_size is None:
+            found = search(problem)
+        else:
+            plan = fastest_at(problem, batch_size)
+            found = answer(problem, plan, algorithm="exact", optimal=True, num_explored=0, num_batch_sizes=int(plan is not None))
+        first = first or found
+        if found.plan is None:
+            continue
+        plan = _placed(found.plan, cost, operators)
+        if plan.peak_bytes <= limit and (best is None or best.plan is None or plan.seconds_per_example < best.plan.seconds_per_example):
+            best = replace(found, plan=plan)
+        elif best is not None and plan.peak_bytes > limit * 1.5:
+            break
+    assert first is not None and (best or first.plan is None), "a plan within the sum is within the peak"
+    return best or replace(first, why=_why(cost, batch_size or 1))
+
+
+def _usable(cost: StepCost) -> float:
+    return cost.devices.memory_limit_bytes.value * (1 - RESERVED_FRACTION)
+
+
+def _why(cost: StepCost, batch_size: int) -> str:
+    """What is missing, with everything in the mode that needs least."""
+    operators, limit = cost.model.operators, int(_usable(cost))
+    finest = [
+        [
+            modes[-1] if g == 0 else next((m for m in modes if m.num_slices == m.num_sharded == g), modes[-1])
+            for g in (0, *cost.granularities)
+        ]
+        for modes in map(cost.modes, operators)
+    ]
+    least = min(peak_bytes(cost, operators, modes, batch_size) for modes in zip(*finest, strict=True))
+    return (
+        f"{batch_size} example{'s' if batch_size > 1 else ''} per device: {least:,} bytes with all operators sharded, "
+        f"{least - limit:,} above {limit:,}, what of the limit may be planned with. Raise it, use more devices, more slices per "
+        "operator, or rematerialisation. [memory-limit]"
+    )
+
+
+def _placed(plan: ShardingPlan, cost: StepCost, operators: Any) -> ShardingPlan:
+    """The plan with its numbers, equal operators in the order that needs less: replicated ones first, or last.
+
+    The steps of a scan share arrays, so they get one mode: that of the operator among them that needs least memory.
+    """
+    model, candidates = cost.model, []
+    for sharded_last in (True, False):
+        modes = list(plan.modes)
+        for position, _ in model.counts:
+            equal = [i for i, operator in enumerate(model.operators) if operator is model.operators[position]]
+            ordered = sorted((modes[i] for i in equal), key=_sharded, reverse=not sharded_last)
+            for i, mode in zip(equal, ordered, strict=True):
+                modes[i] = mode
+        of_param = {p: i for i, own in enumerate(operators.params) for p in own}
+        for group in operators.stacked_params:
+            shared = {of_param[p] for p in group}
+            least = max((modes[i] for i in shared), key=_sharded)
+            for i in shared:
+                modes[i] = least
+        candidates.append((peak_bytes(cost, model.operators, modes, plan.batch_size), tuple(modes)))
+    peak, chosen = min(candidates, key=lambda candidate: candidate[0])
+    costs = [cost.cost(operator, mode, plan.batch_size) for operator, mode in zip(model.operators, chosen, strict=True)]
+    seconds = float(sum(c.seconds for c in costs))
+    speed = cost.devices.num_devices * plan.batch_size / seconds
+    return replace(plan, modes=chosen, step_seconds=seconds, peak_bytes=peak, examples_per_second=speed)
+
+
+def _sharded(mode: Mode) -> tuple[float, int]:
+    return mode.num_sharded / mode.num_slices, mode.num_slices

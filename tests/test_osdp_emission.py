@@ -1,0 +1,363 @@
+"""Sharding plans as programs: the same loss and gradients as plain data parallelism, the collectives of the plan, and where arrays lie."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from capture.cli.main import main
+from capture.cluster import Cluster
+from capture.errors import CaptureError, PlanError, WorkloadError
+from capture.osdp.cost import DP, ZDP, Mode
+from capture.osdp.plan import ShardingPlan
+from capture.runtime.hlo_work import work_of_module
+from capture.runtime.osdp import Emission, SplitLeaf
+from capture.tracing.operators import TracedOperators, traced_operators
+from capture.workload import Workload, WorkloadSpec
+from recommender.osdp import osdp
+
+ROWS, WIDTH, HIDDEN = 40, 24, 56
+
+
+def mlp(scan: bool = False) -> Workload:
+    """A table, products of uneven sizes, one of them with its weights transposed, biases that eight devices do not divide, a tied head."""
+
+    def init(key):
+        keys = iter(jax.random.split(key, 8))
+        params = {
+            "table": jax.random.normal(next(keys), (ROWS, WIDTH)),
+            "up": {"w": jax.random.normal(next(keys), (HIDDEN, WIDTH)), "b": jax.random.normal(next(keys), (HIDDEN,))},
+            "down": {"w": jax.random.normal(next(keys), (HIDDEN, 7, 8)), "b": jax.random.normal(next(keys), (7,))},
+            "out": jax.random.normal(next(keys), (7, 8, WIDTH)),
+        }
+        return {**params, "layers": jax.random.normal(next(keys), (3, WIDTH, WIDTH))} if scan else params
+
+    def loss(p, batch):
+        x = p["table"][batch["tokens"]]
+        x = jnp.tanh(x @ p["up"]["w"].T + p["up"]["b"])
+        x = jnp.tanh(jnp.einsum("btd,dhk->bthk", x, p["down"]["w"]) + p["down"]["b"][:, None])
+        x = jnp.einsum("bthk,hkd->btd", x, p["out"]) / 8
+        if scan:
+            x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["layers"])
+        scores = x @ p["table"].T / 8
+        penalty = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(p))
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(scores, batch["labels"])) + 1e-4 * penalty
+
+    def batch(key, n):
+        return {name: jax.random.randint(k, (n, 5), 0, ROWS) for name, k in zip(("tokens", "labels"), jax.random.split(key), strict=True)}
+
+    return Workload(loss, init, batch, optax.adamw(1e-2))
+
+
+def convolutions() -> Workload:
+    """Two convolutions, the second in two groups, and a head, the activations between them rematerialised by the model."""
+
+    def init(key):
+        a, b, c = jax.random.split(key, 3)
+        return {
+            "first": jax.random.normal(a, (3, 3, 3, 16)),
+            "second": jax.random.normal(b, (3, 3, 8, 16)),
+            "head": jax.random.normal(c, (16, 10)),
+        }
+
+    def loss(p, batch):
+        def convolved(x, kernel, groups):
+            return jax.lax.conv_general_dilated(
+                x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups
+            )
+
+        @jax.checkpoint
+        def both(p, x):
+            return jnp.tanh(convolved(jnp.tanh(convolved(x, p["first"], 1)), p["second"], 2))
+
+        return jnp.mean((both(p, batch["x"]).mean((1, 2)) @ p["head"]) ** 2)
+
+    return Workload(loss, init, lambda key, n: {"x": jax.random.normal(key, (n, 6, 6, 3))}, optax.sgd(1e-2))
+
+
+WORKLOADS = {
+    "mlp": mlp,
+    "scan": lambda: mlp(scan=True),
+    "convolutions": convolutions,
+    "gpt": lambda: WorkloadSpec.parse("models/gpt.py:gpt?size=tiny&num_layers=1&dtype=bfloat16").load(),
+    "moe": lambda: WorkloadSpec.parse("models/moe.py:moe?size=tiny&num_layers=2").load(),
+}
+
+
+@cache
+def operators_of(name: str) -> tuple[Workload, TracedOperators]:
+    workload = WORKLOADS[name]()
+    return workload, traced_operators(workload, name)
+
+
+def emission(name: str, *modes: Mode, mesh: Mesh | None = None, smallest_bytes: int = 0, remat: bool = False) -> Emission:
+    """Operators in these modes in turn."""
+    workload, operators = operators_of(name)
+    names = [operator.name for operator in operators.model.blocks[0].operators]
+    chosen = tuple(modes[i % len(modes)] for i in range(len(names)))
+    plan = ShardingPlan(2, chosen, 1.0, 1, 1.0, tuple(names), operators.names, remat, smallest_bytes)
+    return Emission(plan, mesh or all_devices(), operators, workload.optimizer)
+
+
+def all_devices() -> Mesh:
+    return Mesh(np.array(jax.devices()), ("data",))
+
+
+def two_nodes() -> Mesh:
+    return Mesh(np.array(jax.devices()).reshape(2, 4), ("node", "data"))
+
+
+@cache
+def expected(name: str):
+    """Parameters, batch, loss and gradients, on one device."""
+    workload, _ = operators_of(name)
+    params, batch = workload.init(jax.random.key(0)), workload.batch(jax.random.key(1), 16)
+    return params, batch, *jax.jit(jax.value_and_grad(workload.loss_fn))(params, batch)
+
+
+def check(name: str, emitted: Emission, tolerance: float = 2e-5) -> None:
+    params, batch, loss, gradients = expected(name)
+    held = jax.device_put(emitted.split(params), emitted.shardings())
+    step = jax.jit(jax.value_and_grad(emitted.transform(operators_of(name)[0].loss_fn)), out_shardings=(None, emitted.shardings()))
+    found, of_params = step(held, jax.device_put(batch, emitted.batch_sharding))
+    assert float(found) == pytest.approx(float(loss), rel=tolerance)
+    for (path, ours), theirs in zip(jax.tree.leaves_with_path(emitted.join(of_params)), jax.tree.leaves(gradients), strict=True):
+        scale = max(float(jnp.abs(theirs).max()), 1e-6)
+        np.testing.assert_allclose(ours, theirs, atol=tolerance * scale, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize("mode", [DP, ZDP, Mode(2, 2), Mode(3, 3), Mode(4, 4), Mode(4, 1), Mode(3, 2)], ids=str)
+def test_loss_and_gradients_are_those_of_plain_data_parallelism(mode):
+    check("mlp", emission("mlp", mode))
+
+
+@pytest.mark.parametrize(
+    ("name", "modes", "tolerance"),
+    [
+        ("mlp", (ZDP, DP, Mode(4, 4)), 2e-5),
+        ("scan", (Mode(4, 4),), 2e-5),
+        ("convolutions", (Mode(2, 2), ZDP, DP), 2e-5),
+        ("gpt", (Mode(3, 3), DP, ZDP, Mode(4, 1)), 0.1),  # in bfloat16, where slices and devices are summed up in another order
+        ("moe", (ZDP, DP, Mode(2, 2)), 2e-5),
+    ],
+)
+def test_operators_in_several_modes(name, modes, tolerance):
+    check(name, emission(name, *modes), tolerance)
+
+
+@pytest.mark.parametrize("modes", [(ZDP, Mode(3, 3)), (Mode(3, 1),)])
+def test_rematerialised_operators(modes):
+    check("mlp", emission("mlp", *modes, remat=True))
+
+
+def test_shared_inside_a_node():
+    emitted = emission("mlp", Mode(1, 1, 4), Mode(2, 2, 4), ZDP, mesh=two_nodes())
+    assert emitted.shardings()["table"].spec == PartitionSpec(("data",))
+    check("mlp", emitted)
+
+
+def test_steps_of_training_are_the_same():
+    workload, _ = operators_of("mlp")
+    emitted = emission("mlp", ZDP, Mode(3, 3), DP, Mode(4, 1))
+
+    def train(loss_fn, params, state, batches, **options):
+        def step(params, state, batch):
+            loss, gradients = jax.value_and_grad(loss_fn)(params, batch)
+            updates, state = workload.optimizer.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state, loss
+
+        step = jax.jit(step, **options)
+        losses = []
+        for batch in batches:
+            params, state, loss = step(params, state, batch)
+            losses.append(float(loss))
+        return params, state, losses
+
+    params = workload.init(jax.random.key(0))
+    batches = [workload.batch(jax.random.key(i), 16) for i in range(4)]
+    wanted, _, losses = train(workload.loss_fn, params, workload.optimizer.init(params), batches)
+    held = jax.device_put(emitted.split(params), emitted.shardings())
+    state = jax.jit(workload.optimizer.init, out_shardings=emitted.opt_state_shardings)(held)
+    found, state, found_losses = train(
+        emitted.transform(workload.loss_fn),
+        held,
+        state,
+        [jax.device_put(batch, emitted.batch_sharding) for batch in batches],
+        out_shardings=(emitted.shardings(), emitted.opt_state_shardings, None),
+        donate_argnums=(0, 1),
+    )
+    assert found_losses == pytest.approx(losses, rel=1e-5)
+    for ours, theirs in zip(jax.tree.leaves(emitted.join(found)), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+# ---- collectives ---------------------------------------------------------------------------------------------------
+
+
+def chain() -> Workload:
+    """Three products with square weights, and nothing else to communicate but the loss."""
+
+    def loss(p, batch):
+        x = batch["x"]
+        for w in p:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x)
+
+    return Workload(
+        loss,
+        lambda key: [jax.random.normal(k, (64, 64)) for k in jax.random.split(key, 3)],
+        lambda key, n: {"x": jax.random.normal(key, (n, 64))},
+        optax.sgd(1e-2),
+    )
+
+
+WORKLOADS["chain"] = chain
+
+
+@pytest.mark.parametrize(
+    ("mode", "remat", "gathers", "nbytes"),
+    [
+        (DP, False, 0, 0),
+        (ZDP, False, 5, 64 * 64 * 4),  # the first operator's input needs no gradient, so its weights are gathered once
+        (Mode(4, 4), False, 5 * 4, 64 * 16 * 4),
+        (Mode(4, 1), False, 5, 64 * 16 * 4),
+        (ZDP, True, 8, 64 * 64 * 4),  # and once more where the forward pass is repeated
+    ],
+)
+def test_parameters_are_gathered_as_planned(mode, remat, gathers, nbytes):
+    workload, _ = operators_of("chain")
+    emitted = emission("chain", mode, remat=remat)
+    params, batch = jax.eval_shape(workload.init, jax.random.key(0)), jax.eval_shape(lambda key: workload.batch(key, 16), jax.random.key(0))
+    structs = [
+        jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), jax.eval_shape(emitted.split, params), emitted.shardings()
+        ),
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=emitted.batch_sharding), batch),
+    ]
+    step = jax.jit(jax.value_and_grad(emitted.transform(workload.loss_fn)), out_shardings=(None, emitted.shardings()))
+    (module,) = step.lower(*structs).compile().runtime_executable().hlo_modules()
+    found = Counter({(c.kind, c.nbytes): count for c, count in work_of_module(module).collectives if c.kind == "all-gather"})
+    assert found == ({("all-gather", nbytes): gathers} if gathers else {})
+
+
+# ---- where arrays lie ----------------------------------------------------------------------------------------------
+
+
+def test_shardings_of_parameters_and_of_the_optimizer():
+    emitted = emission("mlp", ZDP)
+    shardings = emitted.shardings(jax.eval_shape(operators_of("mlp")[0].init, jax.random.key(0)))
+    axes = ("data",)
+    assert jax.tree.map(lambda s: s.spec, shardings) == {
+        "table": PartitionSpec(axes),
+        "up": {"w": PartitionSpec(axes), "b": PartitionSpec(axes)},
+        "down": {"w": PartitionSpec(axes), "b": PartitionSpec()},  # 7 elements
+        "out": PartitionSpec(None, None, axes),  # [7, 8, 24]: its largest dimension that eight devices divide
+    }
+    assert emitted.replicated == ("down/b",)
+    adam = emitted.opt_state_shardings[0]
+    assert adam.mu == adam.nu == shardings and adam.count.spec == PartitionSpec()
+    split = emission("mlp", Mode(4, 4)).shardings()
+    assert split["up"]["w"].spec == PartitionSpec(axes) and split["down"]["w"].spec == PartitionSpec(None, None, axes)
+    assert split["table"].spec == PartitionSpec(axes)  # read as a table and as a product: not split
+    small = emission("mlp", ZDP, smallest_bytes=WIDTH * HIDDEN * 4 + 1)
+    assert set(small.replicated) == {"down/b", "out", "table", "up/b", "up/w"}
+
+
+def test_a_leaf_of_which_a_part_is_sharded_is_two():
+    emitted = emission("mlp", Mode(4, 1))
+    params = operators_of("mlp")[0].init(jax.random.key(0))
+    split = emitted.split(params)
+    assert isinstance(split["up"]["w"], SplitLeaf) and not isinstance(split["table"], SplitLeaf)
+    assert split["up"]["w"].replicated.shape == (HIDDEN, 18) and split["up"]["w"].sharded.shape == (HIDDEN, 6)
+    jax.tree.map(np.testing.assert_array_equal, emitted.join(split), params)
+    adam = emitted.opt_state_shardings[0]
+    assert adam.mu["up"]["w"] == emitted.shardings()["up"]["w"]
+    whole = emission("mlp", Mode(4, 4)).split(params)
+    assert jax.tree.structure(whole) == jax.tree.structure(params)
+
+
+# ---- from a task ---------------------------------------------------------------------------------------------------
+
+
+def test_from_a_task_to_shardings(tmp_path):
+    workload = mlp()
+    everything = osdp(workload, all_devices(), target="h100", batch_size=2, smallest_bytes=0)
+    assert everything.status == "ok" and set(everything.plan.modes) == {DP}
+    tight = osdp(workload, all_devices(), everything.plan.peak_bytes * 0.75, target="h100", batch_size=2, smallest_bytes=0)
+    assert tight.plan.peak_bytes <= everything.plan.peak_bytes * 0.75
+    assert tight.plan.sharded_fraction > 0 and tight.plan.step_seconds > everything.plan.step_seconds
+    assert all(mode.num_sharded in (0, mode.num_slices) for mode in tight.plan.modes)
+    sharded = [spec for spec in jax.tree.leaves(jax.tree.map(lambda s: s.spec, tight.shardings())) if spec != PartitionSpec()]
+    assert sharded
+    assert sum(row.seconds for row in tight.rows) == pytest.approx(tight.plan.step_seconds)
+    tight.plan.save(tmp_path / "plan.json")
+    assert ShardingPlan.load(tmp_path / "plan.json") == tight.plan
+    cluster = osdp(workload, Cluster((4, 4), "h100"), "80GB", max_batch_size=4, smallest_bytes=0)
+    assert dict(cluster.mesh.shape) == {"node": 2, "data": 4} and cluster.batch_sharding.spec == PartitionSpec(("node", "data"))
+
+
+def test_the_steps_of_a_scan_get_one_mode():
+    workload = mlp(scan=True)
+    whole = osdp(workload, all_devices(), target="h100", batch_size=1, smallest_bytes=0).plan.peak_bytes
+    for fraction in (0.9, 0.8, 0.7):
+        found = osdp(workload, all_devices(), whole * fraction, target="h100", batch_size=1, smallest_bytes=0)
+        modes = {found.plan.mode_of_param[f"layers[{i}]"] for i in range(3)}
+        assert len(modes) == 1 and found.plan.peak_bytes <= whole * fraction
+        found.shardings()
+
+
+def test_what_does_not_fit_says_so():
+    found = osdp(mlp(), all_devices(), 1000, target="h100", batch_size=3)
+    assert found.status == "infeasible" and found.plan is None and found.rows == []
+    assert found.why.startswith("3 examples per device: ") and str(found).startswith("infeasible: 3 examples")
+    with pytest.raises(PlanError, match=r"there is no plan to emit: .*\[osdp-infeasible\]$"):
+        found.transform(mlp().loss_fn)
+
+
+def code_of(function) -> str:
+    with pytest.raises(CaptureError) as caught:
+        function()
+    (code,) = caught.value.codes
+    return code
+
+
+def test_what_is_refused(tmp_path):
+    workload, operators = operators_of("mlp")
+    emitted = emission("mlp", ZDP)
+    params, batch = jax.eval_shape(workload.init, jax.random.key(0)), workload.batch(jax.random.key(0), 8)
+    assert code_of(lambda: osdp(workload, all_devices())) == "osdp-target"
+    assert code_of(lambda: osdp(workload, Cluster((8,), "h100"), batch_size=0)) == "osdp-batch-size"
+    assert code_of(lambda: osdp(workload, all_devices(), target="h100", devices_per_node=3)) == "osdp-nodes"
+    assert code_of(lambda: osdp(workload, Cluster((16,), "h100"), max_batch_size=1).shardings()) == "osdp-devices"
+    assert code_of(lambda: emission("mlp", Mode(1, 1, 4))) == "osdp-mesh"
+    assert code_of(lambda: emission("scan", ZDP, DP)) == "osdp-scan"
+    assert code_of(lambda: Emission(emission("chain", DP).plan, all_devices(), operators, workload.optimizer)) == "osdp-plan-params"
+    with pytest.raises(PlanError, match=r"'down/w' has shape none and should have \(56, 7, 8\); .*\[osdp-params\]$"):
+        emitted.shardings({**params, "down": {"b": params["down"]["b"]}})
+    with pytest.raises(WorkloadError, match=r"the loss returns 2 arrays of shapes \[\(\), \(3,\)\]; .*\[osdp-loss\]"):
+        jax.eval_shape(emitted.transform(lambda p, b: (jnp.zeros(()), jnp.zeros(3))), params, batch)
+    data = json.loads(json.dumps(emitted.plan.to_json()))
+    assert ShardingPlan.from_json(data) == emitted.plan
+    assert code_of(lambda: ShardingPlan.from_json({**data, "schema_version": 9})) == "osdp-plan-schema"
+    data["operators"][0]["mode"]["num_sharded"] = 5
+    assert code_of(lambda: ShardingPlan.from_json(data)) == "osdp-plan-corrupt"
+    assert code_of(lambda: ShardingPlan.load(tmp_path / "none.json")) == "osdp-plan-file"
+
+
+def test_from_the_command_line(capsys, tmp_path):
+    command = ["osdp", "models/gpt.py:gpt?size=tiny&num_layers=2", "--cluster", "1x8", "--target", "h100", "--batch", "2"]
+    assert main([*command, "--memory", "1GB", "-o", str(tmp_path / "plan.json")]) == 0
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[0].split() == ["operator", "mode", "parameters", "resident", "transient", "time"]
+    plan = ShardingPlan.load(tmp_path / "plan.json")
+    assert f"{len(plan.modes)} operators: {len(plan.modes)} DP; 2 examples per device" in printed
+    assert main([*command, "--memory", "1kB", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["status"] == "infeasible"
