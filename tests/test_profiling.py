@@ -205,7 +205,7 @@ def test_a_profile_in_this_process_measures_and_calibrates_by_another_seed():
 
 def test_stages_may_split_their_parameters_and_a_plan_is_never_the_worse_for_it():
     """By prediction and by replay of the compiled plans; and the profile survives its document."""
-    task, cluster = mlp(optax.adam(1e-3)), Cluster((2,))
+    task, cluster = mlp(optax.adam(1e-3), num_blocks=2), Cluster((2,))
     question = {"global_batch_size": 8, "num_microbatches": 2, "schedule": "1f1b"}
     found = profile(task, cluster, microbatch_size=4, num_neighbours=1, calibration_plans=0, shard_params=True)
     assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found

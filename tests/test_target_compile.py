@@ -22,7 +22,7 @@ from capture.target import Target
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 INSTALLED = {"cuda": find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin"), "tpu": find_spec("libtpu"), "cpu": True}
-TARGETS = ["cpu", "a100-40g", "h100", "v5e"]
+TARGETS = ["cpu", "h100", "v5e"]
 
 SCRIPT = """
 import json, sys
