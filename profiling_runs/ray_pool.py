@@ -42,7 +42,7 @@ ACCELERATOR_TYPES = {
 }
 #: Ray's least; what is sent is a few kilobytes.
 _OBJECT_STORE_BYTES = 80_000_000
-_SECONDS_BETWEEN_LOOKS = 2.0
+_SECONDS_BETWEEN_LOOKS, _SECONDS_TO_CONNECT = 2.0, 5.0
 #: That the head may be silent. A minute after it was lost Ray ends the driver's process, without a word of ours.
 _SECONDS_WITHOUT_HEAD = 20.0
 
@@ -273,6 +273,14 @@ def _connect(address: str) -> bool:
         raise ProfileError.of("--ray needs Ray, which is not installed: pip install 'capture-jax[ray]'.", "ray-missing") from None
     if ray.is_initialized():
         return False
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal():  # Ray itself would try for minutes
+        try:
+            socket.create_connection((host, int(port)), timeout=_SECONDS_TO_CONNECT).close()
+        except OSError as error:
+            raise ProfileError.of(
+                f"--ray {address}: nothing answers there ({error}); name the address of a running cluster.", "ray-address"
+            ) from None
     own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES} if address == "local" else {}
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR, runtime_env={"working_dir": str(Path.cwd())}, **own)

@@ -18,3 +18,10 @@ CaptureError.check(environment.prepare(num_devices=8))
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
+
+#: Files that take long; they are given out first, so that the processes of pytest-xdist end together.
+_LONG = {f"test_{name}.py" for name in ("target_compile", "run_backend", "readme", "flash_attention", "osdp_emission", "pipeline", "cli")}
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name not in _LONG)

@@ -138,6 +138,7 @@ def test_manual_options_are_read():
 
 def test_a_choice_that_is_left_to_alpas_solver_is_not_guessed():
     assert codes_of(lambda: plan_from_alpa(OPTIONS, **MANUAL)) == ("alpa-undecided",)
+    assert codes_of(lambda: plan_from_alpa(OPTIONS, **MANUAL, undecided="zebra")) == ("alpa-undecided",)
     found = plan_from_alpa(OPTIONS, **MANUAL, undecided="tensor_parallel")
     assert [(s.data_parallel, s.tensor_parallel) for s in found.stages] == [(1, 2), (1, 2)]
 
@@ -145,6 +146,11 @@ def test_a_choice_that_is_left_to_alpas_solver_is_not_guessed():
 @pytest.mark.parametrize("source", [b"no pickle", {"forward_stage_layer_ids": [[0]]}, "no/such/file", pickle.dumps(3)])
 def test_what_is_no_plan_of_alpas(source):
     assert codes_of(lambda: plan_from_alpa(source, **MANUAL)) == ("alpa-plan",)
+
+
+@pytest.mark.parametrize("changes", [{"forward_stage_layer_ids": [[0, 1, 2], []]}, {"submesh_logical_shapes": [(1, 2)]}])
+def test_a_stage_without_layers_or_shape_is_no_plan(changes):
+    assert codes_of(lambda: plan_from_alpa({**OPTIONS, **changes}, **MANUAL, undecided="data_parallel")) == ("alpa-plan",)
 
 
 def test_memory_in_alpas_runtime_stands_where_alpa_places_stages():

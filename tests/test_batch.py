@@ -93,6 +93,7 @@ def test_every_job_is_done_once_and_kept_with_what_it_is():
         "tensor_parallel": 1,
         "remat": "none",
         "shard_optimizer": False,
+        "shard_params": False,
         "microbatch_size": 4,
         "kind": "layer windows",
     }

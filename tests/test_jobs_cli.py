@@ -87,6 +87,14 @@ def test_a_file_is_read_as_the_command_line_is(folder):
     [
         ("[[profile]", "jobs-file", "is not TOML"),
         ("[other]", "jobs-file", "has other; write one"),
+        ("profile = [1, 2]", "jobs-file", "as tables of options"),
+        ("[[defaults]]\n[[profile]]", "jobs-file", "needs [defaults], once"),
+        ('[[profile]]\nworkload = "m:f"\ncluster = "1x1"\nglobal_batch = []', "jobs-option", "profile 1: global_batch = [] has no value"),
+        (
+            '[[profile]]\nworkload = "m:f"\ncluster = "1x1"\nglobal_batch = 7\nmicrobatches = 2',
+            "plan-batch",
+            "profile 1: global_batch_size=7",
+        ),
         ('[[profile]]\ncluster = "1x1"', "jobs-option", "'workload' is missing."),
         ('[[profile]]\nworkload = "m:f"\ncluster = "1x1"\nbatch = 3', "jobs-option", "'batch' is no option of a profile; those are "),
         ('[[profile]]\nworkload = "m:f"\ncluster = "1x1"\nworkers = 3', "jobs-option", "'workers' is no option of a profile"),
@@ -185,7 +193,11 @@ def test_a_profile_without_a_measurement_is_written_ends_with_1_and_names_it(ins
 
 
 def test_missing_and_superfluous_arguments_are_refused(inside, capsys):
-    for arguments, says in ((["profile"], "WORKLOAD and --cluster is missing"), (["profile", *QUESTION, "--jobs", "jobs.toml"], "leave")):
+    for arguments, says in (
+        (["profile"], "WORKLOAD and --cluster is missing"),
+        (["profile", *QUESTION, "--jobs", "jobs.toml"], "leave"),
+        (["profile", "--jobs", "jobs.toml", "--target", "h100", "--remat", "full"], "--target, --remat beside --jobs would hold for no"),
+    ):
         assert main(arguments) == 2
         err = capsys.readouterr().err
         assert says in err and err.endswith("[jobs-option]\n")
@@ -263,7 +275,9 @@ def test_ls_show_and_retry(filled, capsys):
     assert aside["attempts"] == 2 and aside["error"].startswith("AttributeError: ")
     shown = run(capsys, *store, "show", "b")[1]
     assert "Traceback" in shown["traceback"] and shown["value"] is None
-    assert run(capsys, *store, "retry")[1] == {"num_retried": 1}
+    assert main([*store, "retry", "a"]) == 2  # is done
+    assert capsys.readouterr().err.endswith("[store-key]\n")
+    assert run(capsys, *store, "retry", "b")[1] == {"num_retried": 1}
     assert not run(capsys, *store, "ls", "--state", "set aside")[1]["keys"]
     assert main([*store, "show", "c"]) == 2
     assert capsys.readouterr().err.endswith("[store-key]\n")
@@ -301,8 +315,13 @@ def test_gc_forgets_what_is_said_and_nothing_else(filled, capsys):
 
 def test_a_line_that_is_no_row_is_refused_and_nothing_imported(filled, tmp_path, capsys):
     run(capsys, "store", "--store", str(filled), "export", str(tmp_path / "all.jsonl"))
-    with (tmp_path / "all.jsonl").open("a") as file:
-        file.write('{"key": 1}\n')
-    assert main(["store", "--store", str(tmp_path / "new.sqlite"), "import", str(tmp_path / "all.jsonl")]) == 2
-    assert capsys.readouterr().err.endswith("[store-import]\n")
+    good = (tmp_path / "all.jsonl").read_text()
+    wrong_type = json.dumps({**json.loads(good.splitlines()[0]), "provenance": []})
+    for line, says in (('{"key": 1}', "needs the fields"), (wrong_type, "provenance cannot be []")):
+        (tmp_path / "all.jsonl").write_text(f"{good}{line}\n")
+        assert main(["store", "--store", str(tmp_path / "new.sqlite"), "import", str(tmp_path / "all.jsonl")]) == 2
+        err = capsys.readouterr().err
+        assert says in err and err.endswith("[store-import]\n")
+    assert main(["store", "--store", str(tmp_path / "new.sqlite"), "import", str(filled)]) == 2
+    assert "is a store; take what it has with capture store merge" in capsys.readouterr().err
     assert len(Store(tmp_path / "new.sqlite")) == 0

@@ -371,11 +371,20 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
         default=Path.home() / ".cache" / "capture" / "paper",
         help="of profiles and compiled stages, which the scripts share; interrupted, they resume there (default: %(default)s)",
     )
-    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="of the models those whose name contains one of these")
+    parser.add_argument(
+        "--only", nargs="+", type=part_of_name, default=[""], metavar="TEXT", help="of the models those whose name contains one of these"
+    )
     parser.add_argument("--workers", type=int, default=2, help="processes that compile (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print the document on standard output")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the document here, and its figure beside it as .svg")
     return parser
+
+
+def part_of_name(text: str) -> str:
+    """A text that is part of a model's name."""
+    if not any(text in name for name in MODELS):
+        raise argparse.ArgumentTypeError(f"{text!r} is in no name of {', '.join(MODELS)}")
+    return text
 
 
 def prepare() -> None:

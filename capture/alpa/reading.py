@@ -65,6 +65,8 @@ def plan_from_alpa(
         PlanError: ``alpa-plan`` if it is no plan of Alpa's, ``alpa-undecided`` for a stage whose parallelism its options leave open, and
             the codes of ``Plan``.
     """
+    if undecided not in (None, "data_parallel", "tensor_parallel"):
+        raise PlanError.of(f"undecided={undecided!r} is unknown; choose 'data_parallel' or 'tensor_parallel'.", "alpa-undecided")
     try:
         found = _loaded(source)
         options, nodes, auto_sharding = source if isinstance(source, Mapping) else None, cluster, {}
@@ -79,11 +81,13 @@ def plan_from_alpa(
             auto_layers = type(pipeline.layer_option).__name__ == "AutoLayerOption"
             remat = bool(layer_option.get("remat_layer")) or layer_option.get("remat_mode", "none") != "none"
         if nodes is None or num_micro_batches is None or pipeline_schedule is None:
-            raise KeyError("cluster, num_micro_batches and pipeline_schedule")
+            raise ValueError("manual options need cluster, num_micro_batches and pipeline_schedule beside them")
         layer_ids = [list(map(int, ids)) for ids in options["forward_stage_layer_ids"]]
         shapes = [(int(h), int(g)) for h, g in options["submesh_physical_shapes"]]
         logical = options.get("submesh_logical_shapes") or shapes
         dicts = options.get("submesh_autosharding_option_dicts") or [{}] * len(layer_ids)
+        if not all(layer_ids) or {len(shapes), len(logical), len(dicts)} != {len(layer_ids)}:
+            raise ValueError("every stage needs layers, a physical and a logical shape, and options")
         devices = alpa_placement(nodes, [h * g for h, g in shapes])
     except (AttributeError, KeyError, TypeError, ValueError, pickle.UnpicklingError, EOFError, OSError) as error:
         raise PlanError.of(f"{_name(source)} is no plan of Alpa's: {type(error).__name__}: {error}.", "alpa-plan") from None

@@ -22,7 +22,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from capture.errors import ProfileError, Violation
+from capture.cli import options as shared
+from capture.errors import CaptureError, ProfileError, Violation
 
 #: Options of the command line: they are of all profiles together.
 _OF_THE_COMMAND = {"jobs", "dry_run", "events", "store", "workers", "ray", "accelerator", "job_timeout", "json", "quiet", "help"}
@@ -52,15 +53,39 @@ def read_job_file(path: Path, parser: argparse.ArgumentParser, command: argparse
             f"job file {str(path)!r} has {', '.join(data) or 'nothing'}; write one [[profile]] or more, and [defaults] if you like.",
             "jobs-file",
         )
+    defaults = data.get("defaults", {})
+    if not isinstance(defaults, dict) or not all(isinstance(table, dict) for table in tables):
+        raise ProfileError.of(f"job file {str(path)!r} needs [defaults], once, and [[profile]] as tables of options.", "jobs-file")
     known = {action.dest: action for action in parser._actions if action.dest not in _OF_THE_COMMAND}
     found, violations = list[argparse.Namespace](), list[Violation]()
     for number, table in enumerate(tables, start=1):
-        for values in _combinations({**data.get("defaults", {}), **table}):
-            entry, wrong = _options(values, known, command)
-            violations += [Violation(f"job file {str(path)!r}, profile {number}: {text}", "jobs-option") for text in wrong]
+        where = f"job file {str(path)!r}, profile {number}"
+        values = {**defaults, **table}
+        violations += [Violation(f"{where}: {name} = [] has no value.", "jobs-option") for name, value in values.items() if value == []]
+        for one in _combinations(values):
+            entry, wrong = _options(one, known, command)
+            violations += [Violation(f"{where}: {text}", "jobs-option") for text in wrong]
+            violations += [] if wrong else [Violation(f"{where}: {v.message}", v.code) for v in _question_violations(entry)]
             found.append(entry)
     ProfileError.check(dict.fromkeys(violations))
     _check_outputs(path, found)
+    return found
+
+
+def of_profiles(parser: argparse.ArgumentParser, command: argparse.Namespace) -> list[str]:
+    """Options of a command line that are those of a profile, and not of the command."""
+    actions = [action for action in parser._actions if action.dest not in _OF_THE_COMMAND and action.option_strings]
+    return [action.option_strings[-1] for action in actions if getattr(command, action.dest) != action.default]
+
+
+def _question_violations(entry: argparse.Namespace) -> list[Violation]:
+    """What is wrong with a profile that would be found when its turn comes, perhaps after hours."""
+    found: list[Violation] = []
+    for check in (shared.read_cluster, shared.read_batch, shared.check_backend):
+        try:
+            check(entry)
+        except CaptureError as error:
+            found += error.violations
     return found
 
 

@@ -78,6 +78,8 @@ def _profiles(options: argparse.Namespace) -> list[argparse.Namespace]:
     if options.jobs is not None:
         if len(missing) < 2:
             raise ProfileError.of("--jobs names workloads and clusters in its file; leave WORKLOAD and --cluster out.", "jobs-option")
+        if given := job_file.of_profiles(options.parser, options):
+            raise ProfileError.of(f"{', '.join(given)} beside --jobs would hold for no profile; write it in the file.", "jobs-option")
         return job_file.read_job_file(options.jobs, options.parser, options)
     if missing:
         raise ProfileError.of(f"{' and '.join(missing)} is missing; say what to profile, or name a file with --jobs.", "jobs-option")

@@ -25,6 +25,22 @@ from capture.cli.output import emit, table
 from capture.errors import ProfileError
 from capture.store import STATES, Row, Store
 
+#: Of the rows of an exported file.
+_FIELDS: dict[str, Any] = {
+    "key": str,
+    "state": str,
+    "job": dict,
+    "value": object,
+    "provenance": dict,
+    "seconds": (int, float),
+    "created": (str, type(None)),
+    "attempts": int,
+    "error": str,
+    "traceback": str,
+    "worker": str,
+}
+_STORE_BEGINS = "SQLite format 3"
+
 NAME = "store"
 HELP = "look after the store of measurements"
 
@@ -88,7 +104,15 @@ def _show(options: argparse.Namespace, store: Store) -> None:
 
 
 def _retry(options: argparse.Namespace, store: Store) -> None:
-    count = store.retry(options.keys or None)
+    keys = []
+    for prefix in options.keys:
+        found = [row.key for row in store.rows("set aside", prefix)]
+        if not found:
+            raise ProfileError.of(
+                f"no job that was set aside in store {str(store.path)!r} has a key that begins with {prefix!r}.", "store-key"
+            )
+        keys += found
+    count = store.retry(keys or None)
     emit(options, {"num_retried": count}, f"{count} jobs wait again")
 
 
@@ -103,14 +127,31 @@ def _import(options: argparse.Namespace, store: Store) -> None:
 
 
 def _read(path: Path) -> Iterator[Row]:
-    with path.open() as file:
+    with path.open(errors="replace") as file:
+        if file.read(len(_STORE_BEGINS)) == _STORE_BEGINS:
+            raise ProfileError.of(f"{str(path)!r} is a store; take what it has with capture store merge.", "store-import")
+        file.seek(0)
         for number, line in enumerate(file, start=1):
             try:
-                yield Row(**json.loads(line))
+                yield _row(json.loads(line))
             except (json.JSONDecodeError, TypeError) as error:
                 raise ProfileError.of(
                     f"{str(path)!r}, line {number}, is not what capture store export writes: {error}. Nothing was imported.", "store-import"
                 ) from None
+
+
+def _row(data: Any) -> Row:
+    """A row, if every field of it is of its type.
+
+    Raises:
+        TypeError: naming those that are not.
+    """
+    if not isinstance(data, dict) or data.keys() != _FIELDS.keys():
+        raise TypeError(f"it needs the fields {', '.join(_FIELDS)}")
+    wrong = [name for name, kinds in _FIELDS.items() if not isinstance(data[name], kinds) or isinstance(data[name], bool)]
+    if wrong or data["state"] not in STATES:
+        raise TypeError(f"{', '.join(wrong) or 'state'} cannot be {', '.join(repr(data[name]) for name in wrong) or repr(data['state'])}")
+    return Row(**data)
 
 
 def _merge(options: argparse.Namespace, store: Store) -> None:
