@@ -45,8 +45,8 @@ if target.platform == "cuda":
 configs = {name: StageConfig(2, 3, choice, 8) for name, choice in choices.items()}
 for name, config in configs.items():
     rows[name] = backend.measure(config).to_json()
-buffers = backend.measure_buffers(StageConfig(0, 4, StageChoice(2, 1), 8)).to_json()
-cost = backend.measure(StageConfig(0, 4, StageChoice(2, 1), 8)).to_json()
+buffers = backend.measure_buffers(StageConfig(0, 2, StageChoice(2, 1), 8)).to_json()
+cost = backend.measure(StageConfig(0, 2, StageChoice(2, 1), 8)).to_json()
 print(json.dumps({"flops": graph.layers[2].flops, "rows": rows, "provenance": backend.provenance, "buffers": buffers, "cost": cost}))
 """
 
