@@ -148,7 +148,7 @@ class RayPool(Pool):
         address = ray.get_runtime_context().gcs_address
         host, _, port = address.rpartition(":")
         try:
-            socket.create_connection((host, int(port)), timeout=_SECONDS_BETWEEN_LOOKS).close()
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_SECONDS_BETWEEN_LOOKS).close()
         except OSError as error:
             if time.monotonic() - self._heard > _SECONDS_WITHOUT_HEAD:
                 raise ConnectionError(f"its head at {address} does not answer ({error})") from None
@@ -274,9 +274,9 @@ def _connect(address: str) -> bool:
     if ray.is_initialized():
         return False
     host, _, port = address.rpartition(":")
-    if host and port.isdecimal():  # Ray itself would try for minutes
+    if host and "://" not in address and port.isdecimal():  # Ray itself would try for minutes
         try:
-            socket.create_connection((host, int(port)), timeout=_SECONDS_TO_CONNECT).close()
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_SECONDS_TO_CONNECT).close()
         except OSError as error:
             raise ProfileError.of(
                 f"--ray {address}: nothing answers there ({error}); name the address of a running cluster.", "ray-address"

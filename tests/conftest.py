@@ -12,7 +12,7 @@ from capture.errors import CaptureError
 
 if "jax" in sys.modules:  # a plugin imported it: the devices can no longer be set, and the multi-device tests would fail one by one
     raise RuntimeError("jax was imported before tests/conftest.py; disable the pytest plugin that does so.")
-# Tests compile much and run little: machine code that is not optimised takes a third less time, and the same buffers.
+# Tests compile much and run little: machine code that is not optimised takes less time, and has the same buffers.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
 CaptureError.check(environment.prepare(num_devices=8))
 

@@ -38,8 +38,9 @@ def read_job_file(path: Path, parser: argparse.ArgumentParser, command: argparse
         command: The options that were given beside the file; those of the command as a whole hold for every profile.
 
     Raises:
-        ProfileError: ``jobs-file`` if it cannot be read or is no TOML; ``jobs-option`` naming every key that is no option of a profile and
-            every value that its option does not take; ``jobs-output`` if two profiles would be written to the same file.
+        ProfileError: ``jobs-file`` if it cannot be read, is no TOML or has other tables; ``jobs-option`` naming every key that is no option
+            of a profile and every value that its option does not take; ``jobs-output`` if two profiles would be written to the same file;
+            and the codes of the cluster, the batch and the backend of a profile.
     """
     try:
         data = tomllib.loads(path.read_text())

@@ -143,6 +143,16 @@ def at_least(least: int) -> Callable[[str], int]:
     return read
 
 
+def several(least: int) -> Callable[[str], tuple[int, ...]]:
+    """The type of whole numbers with commas between them.
+
+    Example:
+        >>> several(1)("2,8")
+        (2, 8)
+    """
+    return lambda text: tuple(map(at_least(least), text.split(",")))
+
+
 def read_cluster(options: argparse.Namespace) -> Cluster:
     """The cluster, of a known target.
 

@@ -21,7 +21,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", metavar="SIZE", help="limit per device, such as 30GiB (default: what the target can use)")
     parser.add_argument("--batch", type=shared.at_least(1), metavar="B", help="examples per device (default: that of largest throughput)")
     parser.add_argument("--most", type=shared.at_least(1), metavar="B", help="the largest batch per device to choose from")
-    parser.add_argument("--slices", default="1,4", metavar="G,G,...", help="slices per operator to choose from (default: %(default)s)")
+    parser.add_argument(
+        "--slices",
+        type=shared.several(1),
+        default="1,4",
+        metavar="G,G,...",
+        help="slices per operator to choose from (default: %(default)s)",
+    )
     parser.add_argument("--partly", action="store_true", help="some slices of an operator may be replicated, others sharded")
     parser.add_argument("--remat", action="store_true", help="compute every operator again from its inputs in the backward pass")
     parser.add_argument("-o", "--output", type=Path, default=Path("sharding.json"), metavar="FILE", help="default: %(default)s")
@@ -38,7 +44,7 @@ def main(options: argparse.Namespace) -> int:
         options.memory,
         batch_size=options.batch,
         max_batch_size=options.most,
-        granularities=tuple(shared.at_least(1)(text) for text in options.slices.split(",")),
+        granularities=options.slices,
         partly=options.partly,
         remat=options.remat,
     )

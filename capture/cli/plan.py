@@ -51,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     asked = parser.add_mutually_exclusive_group()
     asked.add_argument("--smallest-cluster", action="store_true", help="the fewest devices of the cluster on which a plan fits")
     asked.add_argument("--largest-batch", action="store_true", help="the largest global batch that fits with so many micro-batches")
-    asked.add_argument("--try-microbatches", metavar="M,M,...", help="numbers of micro-batches to choose the best of")
+    asked.add_argument(
+        "--try-microbatches", type=shared.several(1), metavar="M,M,...", help="numbers of micro-batches to choose the best of"
+    )
     parser.add_argument("--try-schedules", action="store_true", help="choose the best of all schedules")
     parser.add_argument("--mode", choices=("default", "paper"), default="default", help="paper: the paper's predictor and space")
     parser.add_argument(
@@ -188,7 +190,7 @@ def _chosen(
     elif options.try_microbatches or options.try_schedules:
         counts = [num_microbatches]
         if options.try_microbatches:
-            counts = [shared.at_least(1)(text) for text in options.try_microbatches.split(",")]
+            counts = list(options.try_microbatches)
         best, attempts = best_of(ask, cluster, global_batch, counts, tuple(SCHEDULES) if options.try_schedules else (options.schedule,))
     else:
         return asked, ()

@@ -16,7 +16,7 @@ from capture.profile import StageConfig
 
 DEFAULT_NEIGHBOURS = 2
 #: Longer windows, whose deviation from the sum of M_a corrects stages of many layers. The longest is measured inside the model only: where
-#: the inner layers are equal, that is one window in the place of three, and those are a third of the work of a profile.
+#: the inner layers are equal, that is one window in the place of three, and they take longest to compile.
 ANCHOR_LENGTHS = (8, 16)
 
 
