@@ -2,10 +2,10 @@
 
     python -m benchmarks.osdp_memory --target h100 -o benchmarks/results/2026-01-31-osdp-memory.json
 
-Models are minGPT-like, of the three families of OSDP's Table 1, with fewer layers and a smaller vocabulary, so that a compile takes seconds
-to a minute; widths are the paper's. Every plan comes from ``osdp`` with a limit between the least that the model can do with and what
-replicating everything takes; the step is value_and_grad of the transformed loss and Adam, with parameters and state donated, on eight
-devices. Measured are arguments + temporaries + results that are not aliased, by the target's compiler; nothing is run.
+Models are of the three families of OSDP's Table 1 (``models/mingpt.py``), with fewer layers and a smaller vocabulary, so that a compile
+takes seconds to a minute; widths are the paper's. Every plan comes from ``osdp`` with a limit between the least that the model can do with
+and what replicating everything takes; the step is value_and_grad of the transformed loss and the optimizer, with parameters and state
+donated, on eight devices. Measured are arguments + temporaries + results that are not aliased, by the target's compiler; nothing is run.
 
 The estimate has no fitted factor, but its rules were found by looking at compiled programs, N&D and W&S for H100 among them, and the 6 % of
 the limit that ``osdp`` leaves free were chosen after the largest error of these cases: that none is over its limit is no test of the 6 %.
@@ -30,63 +30,13 @@ from typing import Any
 
 from capture import environment
 from capture.target import Target
+from capture.workload import WorkloadSpec
 
-NUM_DEVICES, SEQ_LEN, VOCAB_SIZE = 8, 128, 8192
-#: (layers, width) in order, and examples per device.
-MODELS = {
-    "N&D 6x1024": (((6, 1024),), (8, 48)),
-    "W&S 2x6144": (((2, 6144),), (4, 64)),
-    "I&C 2x1024+1x2048+1x4096": (((2, 1024), (1, 2048), (1, 4096)), (8, 48)),
-}
+NUM_DEVICES, VOCAB_SIZE = 8, 8192
+#: Family and blocks, and examples per device.
+MODELS = {("N&D", "6x1024"): (8, 48), ("W&S", "2x6144"): (4, 64), ("I&C", "2x1024+1x2048+1x4096"): (8, 48)}
 #: Of the way from the least that a model can do with to all replicated, or all that the target can use.
 FRACTIONS = (0.0, 0.5, 1.0)
-
-
-def mingpt(layers: tuple[tuple[int, int], ...]) -> Any:
-    """A GPT with heads of 64 features; the first products of a layer change the width."""
-    import jax
-    import jax.numpy as jnp
-    import optax
-
-    from capture.workload import Workload
-
-    widths = [width for count, width in layers for _ in range(count)]
-
-    def init(key):
-        def matrix(*shape):
-            return jax.random.normal(key, shape) * shape[0] ** -0.5
-
-        blocks, before = [], widths[0]
-        for h in widths:
-            block = {"scale": jnp.ones((2, max(h, before))), "qkv": matrix(before, 3, h), "out": matrix(h, h)}
-            block |= {"up": matrix(h, 4 * h), "down": matrix(4 * h, h), "bias": jnp.zeros(4 * h)}
-            blocks.append(block if h == before else {**block, "widen": matrix(before, h)})
-            before = h
-        return {"table": matrix(VOCAB_SIZE, widths[0]), "blocks": blocks, "head": matrix(before, VOCAB_SIZE)}
-
-    def normalised(x, scale):
-        x = x - x.mean(-1, keepdims=True)
-        return x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale[: x.shape[-1]]
-
-    def loss(p, batch):
-        x = p["table"][batch["tokens"]]
-        for block in p["blocks"]:
-            h = block["out"].shape[0]
-            q, k, v = jnp.moveaxis(jnp.einsum("bsd,dch->bsch", normalised(x, block["scale"][0]), block["qkv"]), 2, 0)
-            q, k, v = (y.reshape(*y.shape[:2], h // 64, 64) for y in (q, k, v))
-            scores = jnp.einsum("bqnd,bknd->bnqk", q, k) / 8
-            causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-            mixed = jnp.einsum("bnqk,bknd->bqnd", jax.nn.softmax(jnp.where(causal, scores, -1e9)), v)
-            x = x @ block["widen"] if "widen" in block else x
-            x = x + mixed.reshape(x.shape) @ block["out"]
-            x = x + jax.nn.gelu(normalised(x, block["scale"][1]) @ block["up"] + block["bias"]) @ block["down"]
-        scores = x @ p["head"]
-        return optax.softmax_cross_entropy_with_integer_labels(scores, batch["labels"]).mean()
-
-    def batch(key, n):
-        return dict.fromkeys(("tokens", "labels"), jnp.zeros((n, SEQ_LEN), jnp.int32))
-
-    return Workload(loss, init, batch, optax.adam(1e-3))
 
 
 class Compiler:
@@ -173,8 +123,9 @@ def main() -> int:
     for target in targets:
         compiler = Compiler(target)
         mesh = jax.sharding.Mesh(np.array(compiler.devices), ("data",))
-        for name, (layers, batch_sizes) in MODELS.items():
-            workload = mingpt(layers)
+        for (family, layers), batch_sizes in MODELS.items():
+            name = f"{family} {layers}"
+            workload = WorkloadSpec.parse(f"models/mingpt.py:mingpt?layers={layers}&vocab_size={VOCAB_SIZE}").load()
             for batch_size in batch_sizes if options.only in name else ():
                 plan_for = lambda limit, w=workload, b=batch_size, m=mesh, t=target: osdp(  # noqa: E731
                     w, m, limit, target=t.name, batch_size=b, remat=options.remat

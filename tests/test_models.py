@@ -7,6 +7,7 @@ import importlib
 import math
 from dataclasses import replace
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,10 +54,11 @@ NUM_PARAMETERS = {
     ("llama", "tiny"): 427_072,
     ("llama", "8B"): 8_030_261_248,
     ("llama", "70B"): 70_553_706_496,
+    ("mingpt", "tiny"): 307_712,
     ("unet", "tiny"): 29_688,
     ("unet", "31M"): 31_037_698,
 }
-TINY_CLASSES = {"gpt": 256, "llama": 256, "moe": 256, "wide_resnet": 16, "unet": 8}
+TINY_CLASSES = {"gpt": 256, "llama": 256, "mingpt": 256, "moe": 256, "wide_resnet": 16, "unet": 8}
 
 
 @cache
@@ -124,6 +126,25 @@ def test_parameter_count_is_that_of_the_table(model, size):
     assert any(row and row[0] == size and f"{count:,}" in row for row in rows), f"the docstring's table has no row {size} with {count:,}"
 
 
+def test_parameter_counts_of_the_families_follow_from_their_widths(monkeypatch):
+    mingpt = import_model("mingpt", monkeypatch)
+    rows = [line.split() for line in mingpt.__doc__.splitlines()]
+    for size, config in mingpt.SIZES.items():
+        widths = [block.width for block in config.blocks]
+        count = sum(12 * h * h + 12 * h for h in widths) + sum(a * b for a, b in pairwise(widths) if a != b)
+        count += (config.vocab_size + config.seq_len) * widths[0] + (config.vocab_size + 2) * widths[-1]
+        assert any(row and row[0] == size and row[-1] == f"{count:,}" for row in rows), (size, count)
+        assert size == "tiny" or size == "+".join(f"{count}x{width}" for count, width in config.layers)
+        if size == "tiny":
+            assert count == NUM_PARAMETERS["mingpt", "tiny"]
+
+
+@pytest.mark.parametrize("layers", ["6x1000", "6", "0x64", "6y64", 6])
+def test_blocks_of_the_families_are_refused_by_name(layers, monkeypatch):
+    with pytest.raises(ValueError, match=r"^layers=.*are no blocks.*\[workload-option\]$"):
+        import_model("mingpt", monkeypatch).mingpt(layers=layers)
+
+
 def test_published_parameter_counts():
     """Alpa's suites, as traced with Alpa itself (GPT and MoE to two decimals, Wide-ResNet to three)."""
     billions = {key: count / 1e9 for key, count in NUM_PARAMETERS.items()}
@@ -141,6 +162,7 @@ def test_published_parameter_counts():
         ("gpt", "size=2.6B", 32),
         ("gpt", "size=6.7B&num_layers=3&tied=true", 3),
         ("llama", "size=70B", 80),
+        ("mingpt", "layers=2x64+1x128", 3),
         ("moe", "size=tiny", 4),
         ("moe", "size=7.1B", 16),
         ("wide_resnet", "size=tiny", 4),
@@ -354,8 +376,8 @@ def test_sequence_length_override():
 
 
 @pytest.mark.parametrize("model", TINY_CLASSES)
-def test_unknown_size_names_the_sizes(model):
-    sizes = [size for name, size in NUM_PARAMETERS if name == model]
+def test_unknown_size_names_the_sizes(model, monkeypatch):
+    sizes = import_model(model, monkeypatch).SIZES
     with pytest.raises(ValueError) as error:
         load(model, "size=3B")
     assert str(error.value) == f"size='3B' is no size of {model}; choose one of {', '.join(sizes)}. [workload-size]"

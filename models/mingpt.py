@@ -1,0 +1,174 @@
+"""minGPT-like language models whose width may change on the way: the families on which OSDP is evaluated.
+
+Parameters as counted by ``jax.eval_shape``:
+
+    size                          family                        parameters
+    tiny                          two widths, 64 and 128           307,712
+    96x1024                       narrow and deep            1,312,198,656
+    48x1536                       narrow and deep            1,514,428,416
+    72x1280                       narrow and deep            1,545,507,840
+    96x1536                       narrow and deep            2,874,267,648
+    3x6144                        wide and shallow           1,977,532,416
+    2x8192                        wide and shallow           2,435,284,992
+    3x8192                        wide and shallow           3,240,689,664
+    2x12288                       wide and shallow           4,860,887,040
+    12x1024+12x2048               inconsistent                 912,038,912
+    24x1024+12x2048+4x4096        inconsistent               1,980,003,328
+    48x1024+24x1536+8x2048        inconsistent               1,846,582,272
+    8x1024+8x2048+8x4096          inconsistent               2,382,558,208
+
+A size is what it is made of: so many blocks of such a width, one after the other. Between two widths stands a product that changes it, part
+of the block after it. Heads have 64 features, sequences 128 tokens, the vocabulary is GPT-2's, 50257 tokens; tiny has sequence 32 and
+vocabulary 256. One layer is one block; the embedding belongs to the first, the head and the loss to the last.
+
+Source: Jiang et al. 2023 (OSDP), Table 1, which gives ranges: the sizes lie within them; minGPT (block, untied head, AdamW's constants).
+Departure: as in ``gpt.py``, whose block it is, and no dropout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import flax.linen as nn
+import jax
+import optax
+from gpt import Block, GptConfig
+from zoo import PyTree, Workload, check_options, config_of, forward, initializer, layer_boundary, mean_cross_entropy, random_tokens
+from zoo_transformer import INIT_STD
+
+HEAD_WIDTH = 64
+LEARNING_RATE = 3e-4
+
+
+@dataclass(frozen=True)
+class MinGptConfig:
+    """One size, with the options of the workload.
+
+    Attributes:
+        layers: (number of blocks, width) in order; ``HEAD_WIDTH`` divides every width.
+        seq_len: Tokens of an example, S.
+        vocab_size: Distinct tokens, V.
+        dtype: Dtype of the computation.
+    """
+
+    layers: tuple[tuple[int, int], ...]
+    seq_len: int = 128
+    vocab_size: int = 50257
+    dtype: str = "float32"
+
+    @property
+    def blocks(self) -> list[GptConfig]:
+        """What each block is made by."""
+        num_layers = sum(count for count, _ in self.layers)
+        return [
+            GptConfig(width, num_layers, width // HEAD_WIDTH, LEARNING_RATE, self.seq_len, self.vocab_size, dtype=self.dtype)
+            for count, width in self.layers
+            for _ in range(count)
+        ]
+
+
+SIZES = MappingProxyType(
+    {
+        "tiny": MinGptConfig(((1, 64), (1, 128)), seq_len=32, vocab_size=256),
+        "96x1024": MinGptConfig(((96, 1024),)),
+        "48x1536": MinGptConfig(((48, 1536),)),
+        "72x1280": MinGptConfig(((72, 1280),)),
+        "96x1536": MinGptConfig(((96, 1536),)),
+        "3x6144": MinGptConfig(((3, 6144),)),
+        "2x8192": MinGptConfig(((2, 8192),)),
+        "3x8192": MinGptConfig(((3, 8192),)),
+        "2x12288": MinGptConfig(((2, 12288),)),
+        "12x1024+12x2048": MinGptConfig(((12, 1024), (12, 2048))),
+        "24x1024+12x2048+4x4096": MinGptConfig(((24, 1024), (12, 2048), (4, 4096))),
+        "48x1024+24x1536+8x2048": MinGptConfig(((48, 1024), (24, 1536), (8, 2048))),
+        "8x1024+8x2048+8x4096": MinGptConfig(((8, 1024), (8, 2048), (8, 4096))),
+    }
+)
+
+
+class MinGpt(nn.Module):
+    """Tokens, int32 [B, S], to logits, [B, S, V] in the dtype of the computation."""
+
+    config: MinGptConfig
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        config, blocks, init = self.config, self.config.blocks, nn.initializers.normal(INIT_STD)
+
+        def dense(features: int, name: str) -> Callable[[jax.Array], jax.Array]:
+            return nn.Dense(features, use_bias=False, kernel_init=init, dtype=config.dtype, name=name)
+
+        width = blocks[0].width
+        x = nn.Embed(config.vocab_size, width, embedding_init=init, dtype=config.dtype, name="token_embedding")(tokens)
+        x = x + self.param("position_embedding", init, (config.seq_len, width)).astype(config.dtype)
+        for i, block in enumerate(blocks):
+            x = layer_boundary(x) if i else x
+            if x.shape[-1] != block.width:
+                x = dense(block.width, f"widen_{i}")(x)
+            x = Block(block, name=f"block_{i}")(x)
+        x = nn.LayerNorm(dtype=config.dtype, name="final_norm")(x)
+        return dense(config.vocab_size, "head")(x)
+
+
+def mingpt(
+    *,
+    size: str = "tiny",
+    dtype: str = "float32",
+    layers: str | None = None,
+    seq_len: int | None = None,
+    vocab_size: int | None = None,
+) -> Workload:
+    """Next-token prediction on random tokens with AdamW.
+
+    Args:
+        size: A key of ``SIZES``.
+        dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``, of the computation.
+        layers: Other blocks than the size's, as ``"6x1024+2x2048"``: 6 of width 1024, then 2 of width 2048.
+        seq_len: Tokens of an example instead of the size's.
+        vocab_size: Distinct tokens instead of the size's.
+
+    Returns:
+        The workload; a batch is ``{"tokens", "labels"}``, int32 [batch_size, seq_len] each; the first loss is about ``log(vocab_size)``.
+
+    Raises:
+        ValueError: ``[workload-size]`` or ``[workload-option]``.
+    """
+    given = {"seq_len": seq_len, "vocab_size": vocab_size, "layers": None if layers is None else layers_of(layers)}
+    base = config_of("mingpt", SIZES, size)
+    config = replace(base, dtype=dtype, **{key: value for key, value in given.items() if value is not None})
+    check_options(dtype, {"seq_len": config.seq_len, "vocab_size": config.vocab_size})
+    model = MinGpt(config)
+
+    def loss_fn(params: PyTree, batch: PyTree) -> jax.Array:
+        return mean_cross_entropy(forward(model, params, batch["tokens"]), batch["labels"])
+
+    return Workload(
+        loss_fn=loss_fn,
+        init=initializer(model, (1, config.seq_len), "int32"),
+        batch=lambda key, batch_size: random_tokens(key, batch_size, config.seq_len, config.vocab_size),
+        optimizer=optax.adamw(LEARNING_RATE, b1=0.9, b2=0.95, weight_decay=0.1),
+    )
+
+
+def layers_of(text: str) -> tuple[tuple[int, int], ...]:
+    """(number of blocks, width) in order.
+
+    Raises:
+        ValueError: ``[workload-option]``.
+
+    Example:
+        >>> layers_of("6x1024+2x2048")
+        ((6, 1024), (2, 2048))
+    """
+    try:
+        found = tuple((int(count), int(width)) for count, width in (part.split("x") for part in text.split("+")))
+    except (ValueError, AttributeError):
+        found = ()
+    if not found or any(count < 1 or width < 1 or width % HEAD_WIDTH for count, width in found):
+        raise ValueError(
+            f"layers={text!r} are no blocks; write COUNTxWIDTH+COUNTxWIDTH, such as 6x1024+2x2048, with widths that are multiples of "
+            f"{HEAD_WIDTH}. [workload-option]"
+        )
+    return found
