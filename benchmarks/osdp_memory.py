@@ -125,7 +125,7 @@ def main() -> int:
         mesh = jax.sharding.Mesh(np.array(compiler.devices), ("data",))
         for (family, layers), batch_sizes in MODELS.items():
             name = f"{family} {layers}"
-            workload = WorkloadSpec.parse(f"models/mingpt.py:mingpt?layers={layers}&vocab_size={VOCAB_SIZE}").load()
+            workload = WorkloadSpec.parse(f"models/mingpt.py:mingpt?size={layers}&vocab_size={VOCAB_SIZE}").load()
             for batch_size in batch_sizes if options.only in name else ():
                 plan_for = lambda limit, w=workload, b=batch_size, m=mesh, t=target: osdp(  # noqa: E731
                     w, m, limit, target=t.name, batch_size=b, remat=options.remat

@@ -27,6 +27,7 @@ Departure: as in ``gpt.py``, whose block it is, and no dropout.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -69,21 +70,26 @@ class MinGptConfig:
         ]
 
 
+def layers_of(size: str) -> tuple[tuple[int, int], ...] | None:
+    """(number of blocks, width) in order; None for another text.
+
+    Example:
+        >>> layers_of("6x1024+2x2048")
+        ((6, 1024), (2, 2048))
+    """
+    if not re.fullmatch(r"\d+x\d+(\+\d+x\d+)*", str(size)):
+        return None
+    counts_and_widths = [tuple(map(int, part.split("x"))) for part in size.split("+")]
+    return tuple((count, width) for count, width in counts_and_widths)
+
+
+_NARROW_DEEP = ("96x1024", "48x1536", "72x1280", "96x1536")
+_WIDE_SHALLOW = ("3x6144", "2x8192", "3x8192", "2x12288")
+_INCONSISTENT = ("12x1024+12x2048", "24x1024+12x2048+4x4096", "48x1024+24x1536+8x2048", "8x1024+8x2048+8x4096")
 SIZES = MappingProxyType(
     {
         "tiny": MinGptConfig(((1, 64), (1, 128)), seq_len=32, vocab_size=256),
-        "96x1024": MinGptConfig(((96, 1024),)),
-        "48x1536": MinGptConfig(((48, 1536),)),
-        "72x1280": MinGptConfig(((72, 1280),)),
-        "96x1536": MinGptConfig(((96, 1536),)),
-        "3x6144": MinGptConfig(((3, 6144),)),
-        "2x8192": MinGptConfig(((2, 8192),)),
-        "3x8192": MinGptConfig(((3, 8192),)),
-        "2x12288": MinGptConfig(((2, 12288),)),
-        "12x1024+12x2048": MinGptConfig(((12, 1024), (12, 2048))),
-        "24x1024+12x2048+4x4096": MinGptConfig(((24, 1024), (12, 2048), (4, 4096))),
-        "48x1024+24x1536+8x2048": MinGptConfig(((48, 1024), (24, 1536), (8, 2048))),
-        "8x1024+8x2048+8x4096": MinGptConfig(((8, 1024), (8, 2048), (8, 4096))),
+        **{size: MinGptConfig(layers_of(size)) for size in (*_NARROW_DEEP, *_WIDE_SHALLOW, *_INCONSISTENT)},
     }
 )
 
@@ -112,20 +118,12 @@ class MinGpt(nn.Module):
         return dense(config.vocab_size, "head")(x)
 
 
-def mingpt(
-    *,
-    size: str = "tiny",
-    dtype: str = "float32",
-    layers: str | None = None,
-    seq_len: int | None = None,
-    vocab_size: int | None = None,
-) -> Workload:
+def mingpt(*, size: str = "tiny", dtype: str = "float32", seq_len: int | None = None, vocab_size: int | None = None) -> Workload:
     """Next-token prediction on random tokens with AdamW.
 
     Args:
-        size: A key of ``SIZES``.
+        size: A key of ``SIZES``, or other blocks: ``"6x1024+2x2048"`` is 6 of width 1024, then 2 of width 2048.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``, of the computation.
-        layers: Other blocks than the size's, as ``"6x1024+2x2048"``: 6 of width 1024, then 2 of width 2048.
         seq_len: Tokens of an example instead of the size's.
         vocab_size: Distinct tokens instead of the size's.
 
@@ -135,10 +133,15 @@ def mingpt(
     Raises:
         ValueError: ``[workload-size]`` or ``[workload-option]``.
     """
-    given = {"seq_len": seq_len, "vocab_size": vocab_size, "layers": None if layers is None else layers_of(layers)}
-    base = config_of("mingpt", SIZES, size)
+    layers = layers_of(size)
+    base = MinGptConfig(layers) if layers else config_of("mingpt", SIZES, size)
+    given = {"seq_len": seq_len, "vocab_size": vocab_size}
     config = replace(base, dtype=dtype, **{key: value for key, value in given.items() if value is not None})
-    check_options(dtype, {"seq_len": config.seq_len, "vocab_size": config.vocab_size})
+    check_options(dtype, {key: getattr(config, key) for key in given} | {"blocks": min(count for count, _ in config.layers)})
+    if any(width % HEAD_WIDTH or not width for _, width in config.layers):
+        raise ValueError(
+            f"size={size!r} has heads of {HEAD_WIDTH} features; give widths that are multiples of {HEAD_WIDTH}. [workload-option]"
+        )
     model = MinGpt(config)
 
     def loss_fn(params: PyTree, batch: PyTree) -> jax.Array:
@@ -150,25 +153,3 @@ def mingpt(
         batch=lambda key, batch_size: random_tokens(key, batch_size, config.seq_len, config.vocab_size),
         optimizer=optax.adamw(LEARNING_RATE, b1=0.9, b2=0.95, weight_decay=0.1),
     )
-
-
-def layers_of(text: str) -> tuple[tuple[int, int], ...]:
-    """(number of blocks, width) in order.
-
-    Raises:
-        ValueError: ``[workload-option]``.
-
-    Example:
-        >>> layers_of("6x1024+2x2048")
-        ((6, 1024), (2, 2048))
-    """
-    try:
-        found = tuple((int(count), int(width)) for count, width in (part.split("x") for part in text.split("+")))
-    except (ValueError, AttributeError):
-        found = ()
-    if not found or any(count < 1 or width < 1 or width % HEAD_WIDTH for count, width in found):
-        raise ValueError(
-            f"layers={text!r} are no blocks; write COUNTxWIDTH+COUNTxWIDTH, such as 6x1024+2x2048, with widths that are multiples of "
-            f"{HEAD_WIDTH}. [workload-option]"
-        )
-    return found

@@ -139,10 +139,9 @@ def test_parameter_counts_of_the_families_follow_from_their_widths(monkeypatch):
             assert count == NUM_PARAMETERS["mingpt", "tiny"]
 
 
-@pytest.mark.parametrize("layers", ["6x1000", "6", "0x64", "6y64", 6])
-def test_blocks_of_the_families_are_refused_by_name(layers, monkeypatch):
-    with pytest.raises(ValueError, match=r"^layers=.*are no blocks.*\[workload-option\]$"):
-        import_model("mingpt", monkeypatch).mingpt(layers=layers)
+def test_widths_that_are_no_whole_heads_are_refused(monkeypatch):
+    with pytest.raises(ValueError, match=r"^size='6x1000' has heads of 64 features.*\[workload-option\]$"):
+        import_model("mingpt", monkeypatch).mingpt(size="6x1000")
 
 
 def test_published_parameter_counts():
@@ -162,7 +161,7 @@ def test_published_parameter_counts():
         ("gpt", "size=2.6B", 32),
         ("gpt", "size=6.7B&num_layers=3&tied=true", 3),
         ("llama", "size=70B", 80),
-        ("mingpt", "layers=2x64+1x128", 3),
+        ("mingpt", "size=2x64+1x128", 3),
         ("moe", "size=tiny", 4),
         ("moe", "size=7.1B", 16),
         ("wide_resnet", "size=tiny", 4),
