@@ -178,16 +178,21 @@ _WHOLE = frozenset({"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "ra
 
 def _is_fused(equation) -> bool:
     name, (result, *more) = equation.primitive.name, equation.outvars
-    if more or name in _WHOLE or "call" in name:
+    if more or name in _WHOLE or name in PRODUCTS or "call" in name:
         return False
-    return name in _FUSED or all(v.aval.shape in ((), result.aval.shape) for v in equation.invars)
+    return name in _FUSED or all(_broadcasts(v.aval.shape, result.aval.shape) for v in equation.invars)
+
+
+def _broadcasts(shape: tuple[int, ...], result: tuple[int, ...]) -> bool:
+    return not shape or (len(shape) == len(result) and all(a in (1, b) for a, b in zip(shape, result, strict=True)))
 
 
 def _kept(jaxpr, saved: Sequence, free: set, boundary: set) -> set:
     """Variables that a compiler keeps for those that are saved.
 
     Operands and results of products are in memory anyway, and so are sums and values between layers. What follows from them by element-wise
-    operations is computed again where it is read, so they are kept in its place, unless that is more.
+    operations is computed again where it is read, so they are kept in its place, unless that is more: for all values together that follow
+    from the same ones.
 
     Args:
         jaxpr: The forward pass.
@@ -207,10 +212,19 @@ def _kept(jaxpr, saved: Sequence, free: set, boundary: set) -> set:
         below = frozenset().union(*(roots.get(v, frozenset([v])) for v in read))
         roots.update((out, frozenset([out]) if out in stops else below) for out in equation.outvars)
     found = {v for v in saved if v in stops}
-    for v in saved:
-        instead = roots.get(v, frozenset([v])) - found
-        found |= instead if sum(map(_nbytes, instead)) <= _nbytes(v) else {v}
+    for values, instead in _connected({v: roots.get(v, frozenset([v])) - found for v in saved if v not in stops}):
+        found |= instead if sum(map(_nbytes, instead)) <= sum(map(_nbytes, values)) else values
     return found
+
+
+def _connected(roots: dict[Any, frozenset]) -> list[tuple[set, set]]:
+    """Values that have roots in common, and all of their roots."""
+    groups: list[tuple[set, set]] = []
+    for value, own in roots.items():
+        touching = [group for group in groups if group[1] & own]
+        groups = [group for group in groups if group not in touching]
+        groups.append(({value}.union(*(values for values, _ in touching)), set(own).union(*(of for _, of in touching))))
+    return groups
 
 
 def _nbytes(var) -> int:
