@@ -259,13 +259,13 @@ def test_shardings_of_parameters_and_of_the_optimizer():
         "table": PartitionSpec(axes),
         "up": {"w": PartitionSpec(axes), "b": PartitionSpec(axes)},
         "down": {"w": PartitionSpec(axes), "b": PartitionSpec()},  # 7 elements
-        "out": PartitionSpec(None, None, axes),  # [7, 8, 24]: its largest dimension that eight devices divide
+        "out": PartitionSpec(None, axes),  # [7, 8, 24]: its first dimension that eight devices divide
     }
     assert emitted.replicated == ("down/b",)
     adam = emitted.opt_state_shardings[0]
     assert adam.mu == adam.nu == shardings and adam.count.spec == PartitionSpec()
     split = emission("mlp", Mode(4, 4)).shardings()
-    assert split["up"]["w"].spec == PartitionSpec(axes) and split["down"]["w"].spec == PartitionSpec(None, None, axes)
+    assert split["up"]["w"].spec == PartitionSpec(axes) and split["down"]["w"].spec == PartitionSpec(axes)
     assert split["table"].spec == PartitionSpec(axes)  # read as a table and as a product: not split
     small = emission("mlp", ZDP, smallest_bytes=WIDTH * HIDDEN * 4 + 1)
     assert set(small.replicated) == {"down/b", "out", "table", "up/b", "up/w"}

@@ -48,18 +48,17 @@ class ParameterLeaf:
             size *= extent
         return size
 
-    def shard_dim(self, num_devices: int, split: bool = False) -> int | None:
-        """The first dimension that the devices divide; of a split leaf, another one than it is split along.
+    def shard_dim(self, num_devices: int) -> int | None:
+        """The first dimension that the devices divide.
 
         Shards of the first one lie one after the other in memory: what is gathered from them need not be transposed, nor what is
         reduced to them.
 
         Example:
-            >>> ParameterLeaf("kernel", (64, 512, 7), 4, split_dim=0).shard_dim(8), ParameterLeaf("scale", (7,), 4).shard_dim(8)
+            >>> ParameterLeaf("kernel", (64, 512, 7), 4).shard_dim(8), ParameterLeaf("scale", (7,), 4).shard_dim(8)
             (0, None)
         """
-        dims = (d for d, extent in enumerate(self.shape) if extent % num_devices == 0 and not (split and d == self.split_dim))
-        return next(dims, None)
+        return next((d for d, extent in enumerate(self.shape) if extent % num_devices == 0), None)
 
     def can_shard(self, num_devices: int, smallest_bytes: int) -> bool:
         """Whether it is worth sharding, and can be."""

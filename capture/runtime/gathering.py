@@ -34,6 +34,7 @@ class Part:
         stored: Its sharding.
         reduced: Shardings that its gradient is brought to, one after the other; the last is ``stored``.
         num_slices: Slices that are gathered one by one where an operation can be split.
+        num_blocks: Shards along the dimension of the slices, each of which has a share of every slice; 1 if it is sharded along another.
     """
 
     first: int
@@ -41,16 +42,59 @@ class Part:
     stored: NamedSharding
     reduced: tuple[NamedSharding, ...]
     num_slices: int = 1
+    num_blocks: int = 1
 
     @property
     def is_sharded(self) -> bool:
         return not self.stored.is_fully_replicated
 
-    def slices(self) -> list[tuple[int, int]]:
-        """Rows of each slice, within the part; sizes differ by one at most."""
-        size = self.stop - self.first
+    def slices(self, offset: int = 0) -> list[Rows]:
+        """Rows of each slice, of an array in which the part begins at ``offset``; sizes differ by one per block at most."""
+        size = (self.stop - self.first) // self.num_blocks
         bounds = [size * i // self.num_slices for i in range(self.num_slices + 1)]
-        return [(a, b) for a, b in pairwise(bounds) if b > a]
+        return [Rows(offset, self.num_blocks, size, a, b) for a, b in pairwise(bounds) if b > a]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of every one of equal blocks that follow each other: a slice of a sharded dimension is that slice of every shard.
+
+    Attributes:
+        start: Of the first block.
+        num_blocks, block_size: How many, and rows of each.
+        first, stop: The rows, within a block.
+    """
+
+    start: int
+    num_blocks: int
+    block_size: int
+    first: int
+    stop: int
+
+    def of(self, array: Any, dim: int) -> Any:
+        """They alone, in their order."""
+        blocks = self._blocks(self._all(array, dim), dim)
+        taken = lax.slice_in_dim(blocks, self.first, self.stop, axis=dim + 1)
+        return taken.reshape(*array.shape[:dim], -1, *array.shape[dim + 1 :])
+
+    def put(self, whole: Any, part: Any, dim: int) -> Any:
+        """The array with the part in their place; built up in place, slice by slice."""
+        every = self._all(whole, dim)
+        part = part.reshape(*part.shape[:dim], self.num_blocks, -1, *part.shape[dim + 1 :])
+        every = lax.dynamic_update_slice_in_dim(self._blocks(every, dim), part, self.first, axis=dim + 1).reshape(every.shape)
+        return lax.dynamic_update_slice_in_dim(whole, every, self.start, axis=dim)
+
+    def position(self, indices: Any) -> Any:
+        """Of rows of the array, the position among these; -1 of others."""
+        block, within = jnp.divmod(indices - self.start, self.block_size)
+        inside = (block >= 0) & (block < self.num_blocks) & (within >= self.first) & (within < self.stop)
+        return jnp.where(inside, block * (self.stop - self.first) + within - self.first, -1)
+
+    def _all(self, array: Any, dim: int) -> Any:
+        return lax.slice_in_dim(array, self.start, self.start + self.num_blocks * self.block_size, axis=dim)
+
+    def _blocks(self, array: Any, dim: int) -> Any:
+        return array.reshape(*array.shape[:dim], self.num_blocks, self.block_size, *array.shape[dim + 1 :])
 
 
 @dataclass(frozen=True)
@@ -59,24 +103,22 @@ class Taken:
 
     Attributes:
         array: Position among the arrays.
-        dim: None for all of it.
-        first, stop: Along that dimension.
+        dim, rows: Along that dimension these rows; None for all of it.
     """
 
     array: int
-    dim: int | None = None
-    first: int = 0
-    stop: int = 0
+    dim: int = 0
+    rows: Rows | None = None
 
     def of(self, array: Any) -> Any:
-        return array if self.dim is None else lax.slice_in_dim(array, self.first, self.stop, axis=self.dim)
+        return array if self.rows is None else self.rows.of(array, self.dim)
 
     def put(self, whole: Any, part: Any) -> Any:
-        """An array of the whole's shape with the part in its place; built up in place, slice by slice."""
-        if self.dim is None:
+        """An array of the whole's shape with the part in its place."""
+        if self.rows is None:
             return part
         whole = jnp.zeros(whole.shape, part.dtype) if isinstance(whole, jax.ShapeDtypeStruct) else whole
-        return lax.dynamic_update_slice_in_dim(whole, part, self.first, axis=self.dim)
+        return self.rows.put(whole, part, self.dim)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from capture.cluster import Cluster
 from capture.errors import ClusterError, ExecutionError, PlanError, Violation, WorkloadError
 from capture.osdp.cost import Mode
 from capture.osdp.plan import ParameterLeaf, ShardingPlan
-from capture.runtime.gathering import ParamArray, Part, Piece, Taken, run_gathered, with_token
+from capture.runtime.gathering import ParamArray, Part, Piece, Rows, Taken, run_gathered, with_token
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
 from capture.tracing.cut import product_cuts
 from capture.tracing.layers import LayerOps, assign_layers
@@ -192,17 +192,19 @@ class Emission:
     def _parts_of(self, leaf: ParameterLeaf, mode: Mode) -> tuple[Part, ...]:
         whole = NamedSharding(self.mesh, PartitionSpec())
         size = 0 if leaf.split_dim is None else leaf.shape[leaf.split_dim]
-        dim = leaf.shard_dim(self.mesh.size, split=mode.num_slices > 1)
         if not mode.num_sharded or not leaf.can_shard(self.mesh.size, self.plan.smallest_bytes):
             return (Part(0, size, whole, (whole,)),)
-        if leaf.split_dim is None or dim is None:  # what an operator has beside its product is not split with it
-            mode, dim = replace(mode, num_slices=1, num_sharded=1), leaf.shard_dim(self.mesh.size)
+        if leaf.split_dim is None:  # what an operator has beside its product is not split with it
+            mode = replace(mode, num_slices=1, num_sharded=1)
+        dim = leaf.shard_dim(self.mesh.size)
         assert dim is not None, "a leaf that can be sharded has a dimension for it"
         stored = self._along(dim, _group_axes(self.mesh, mode.group_size))
         # Shared by a group, gradients go to all devices first, as a reduce-scatter, and are then gathered between groups.
         reduced = (stored,) if mode.group_size is None else (self._along(dim, self.mesh.axis_names), stored)
-        first = size * (mode.num_slices - mode.num_sharded) // mode.num_slices
-        sharded = Part(first, size, stored, reduced, mode.num_sharded)
+        first, num_blocks = size * (mode.num_slices - mode.num_sharded) // mode.num_slices, 1
+        if dim == leaf.split_dim:
+            first, num_blocks = first - first % self.mesh.size, mode.group_size or self.mesh.size
+        sharded = Part(first, size, stored, reduced, mode.num_sharded, num_blocks)
         return (sharded,) if not first else (Part(0, first, whole, (whole,)), sharded)
 
     def _along(self, dim: int, axes: tuple[Any, ...]) -> NamedSharding:
@@ -387,9 +389,9 @@ def _pieces(op: Op, inputs: Sequence[Any], held: Sequence[int], others: Sequence
         slicing = slicing_of(op, held[0], shape)
         if slicing is not None and dims[slicing.dim] == first.slice_dim:
             return [
-                _slice(op, inputs, held[0], others, first, slicing, array, rows)
+                _slice(op, inputs, held[0], others, first, slicing, Taken(array, first.slice_dim, of_array), of_leaf)
                 for array, part in enumerate(first.parts)
-                for rows in part.slices()
+                for of_array, of_leaf in zip(part.slices(), part.slices(part.first), strict=True)
             ]
     counts = [len(inputs[i].arrays) for i in held]
     starts = [sum(counts[:n]) for n in range(len(counts))]
@@ -412,12 +414,10 @@ def _slice(
     others: Sequence[int],
     param: _Held,
     slicing: Slicing,
-    array: int,
-    rows: tuple[int, int],
+    taken: Taken,
+    rows: Rows,
 ) -> Piece:
-    """The piece of a split operation that reads some rows of one of its parameter's arrays."""
-    start = param.parts[array].first + rows[0]
-    stop = param.parts[array].first + rows[1]
+    """The piece of a split operation that reads what is taken from one of its parameter's arrays, these rows of the whole parameter."""
 
     def compute(gathered, operands):
         given, of_slice = list(inputs), op
@@ -428,14 +428,14 @@ def _slice(
             indices = given[slicing.partner]
             if op.params["mode"] == lax.GatherScatterMode.CLIP:
                 indices = jnp.clip(indices, 0, param.parts[-1].stop - 1)
-            given[slicing.partner] = indices - start
+            given[slicing.partner] = rows.position(indices)
             of_slice = replace(op, params={**op.params, "mode": lax.GatherScatterMode.FILL_OR_DROP, "fill_value": 0})
         return list(run_op(of_slice, given))
 
     partner = None
     if slicing.partner_dim is not None:
-        partner = Taken(others.index(slicing.partner), slicing.partner_dim, start, stop)
-    return Piece((Taken(array, param.slice_dim, *rows),), partner, compute)
+        partner = Taken(others.index(slicing.partner), slicing.partner_dim, rows)
+    return Piece((taken,), partner, compute)
 
 
 def _applied(chain: Sequence[Op], value: Any) -> Any:

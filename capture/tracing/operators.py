@@ -55,7 +55,6 @@ class TracedOperators:
         """The operators as so many devices can shard them.
 
         Parameters that are smaller than ``smallest_bytes``, or of which the devices divide no dimension, are replicated whatever the mode.
-        An operator is split only if its parameters can be split along one dimension and sharded along another.
         """
         return replace(self.model, blocks=(Block(tuple(self._sharded(i, num_devices, smallest_bytes) for i in range(len(self.params)))),))
 
@@ -65,7 +64,7 @@ class TracedOperators:
         leaves = [self.leaves[p] for p in self.params[operator_id]]
         sharded = [leaf for leaf in leaves if leaf.can_shard(num_devices, smallest_bytes)]
         largest = max(sharded, key=lambda leaf: leaf.nbytes, default=None)
-        can_split = largest is not None and largest.split_dim is not None and largest.shard_dim(num_devices, split=True) is not None
+        can_split = largest is not None and largest.split_dim is not None
         nbytes = sum(leaf.nbytes for leaf in sharded)
         return replace(
             operator,
