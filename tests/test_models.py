@@ -183,7 +183,7 @@ def train_step(workload: Workload, params: Any, batch: Any) -> tuple[jax.Array, 
     return loss, grads, optax.apply_updates(params, updates), state
 
 
-@pytest.mark.parametrize("model", TINY_CLASSES)
+@pytest.mark.parametrize("model", [model for model in TINY_CLASSES if model != "mingpt"])  # whose blocks are those of gpt
 def test_one_step_of_the_tiny_model(model):
     workload, params, batch = small(model), tiny_params(model), tiny_batch(model)
     assert all(leaf.shape[0] == 4 for leaf in jax.tree.leaves(batch))
@@ -401,5 +401,17 @@ def test_the_zoo_imports_nothing_of_the_library(path):
     imports = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, (ast.Import, ast.ImportFrom))]
     modules = {node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in imports}
     neighbours = {neighbour.stem for neighbour in MODELS.glob("*.py")}
-    allowed = {"__future__", "collections", "dataclasses", "flax", "functools", "jax", "math", "optax", "types", "typing"} | neighbours
+    allowed = {
+        "__future__",
+        "collections",
+        "dataclasses",
+        "flax",
+        "functools",
+        "jax",
+        "math",
+        "optax",
+        "re",
+        "types",
+        "typing",
+    } | neighbours
     assert {module.partition(".")[0] for module in modules} <= allowed
