@@ -20,6 +20,7 @@ Source: Zheng et al., OSDI 2022, section 5.2, equations 2 and 3; Alpa 0.2.3, ``s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -200,11 +201,16 @@ def autostage(
     memory = Target.load(cluster.target).memory
     limit = memory.usable_bytes if memory_limit_bytes is None and memory else memory_limit_bytes
     microbatch_size = global_batch_size // num_microbatches
-    tables = autostaging_tables(profile, cluster, microbatch_size=microbatch_size, memory_limit_bytes=limit, logical_shapes=logical_shapes)
-    result = search_tables(tables, cluster.num_devices, num_microbatches)
-    result = replace(result, algorithm=f"autostaging ({LABEL})")
+
+    def within(limit: int | None) -> SearchResult:
+        tables = autostaging_tables(
+            profile, cluster, microbatch_size=microbatch_size, memory_limit_bytes=limit, logical_shapes=logical_shapes
+        )
+        return search_tables(tables, cluster.num_devices, num_microbatches)
+
+    result = replace(within(limit), algorithm=f"autostaging ({LABEL})")
     if result.status == "infeasible":
-        return Recommendation("infeasible", None, None, result, {"summary": f"{LABEL} finds no plan that fits.", "code": "autostaging"})
+        return Recommendation("infeasible", None, None, result, {"summary": _missing(limit, within), "code": "autostaging"})
     placed = alpa_placement(cluster, [stage.choice.num_devices for stage in result.stages])
     plan = plan_of_stages(
         result.stages, profile, Cluster((cluster.num_devices,), cluster.target), global_batch_size, num_microbatches, schedule
@@ -222,3 +228,16 @@ def autostage(
         prediction.peak_bytes_per_device, prediction.interval_bytes_per_device, prediction.coverage, memory_limit_bytes, memory
     )
     return Recommendation("ok" if fits else "infeasible", plan, prediction, result, why, headroom)
+
+
+def _missing(limit: int | None, within: Callable[[int | None], SearchResult]) -> str:
+    """Why no plan is found, and the least limit per device under which one is, to a percent."""
+    if limit is None or within(None).status == "infeasible":
+        return f"{LABEL} finds no plan whatever the memory: no submeshes with measured choices add up to the cluster. Profile more degrees."
+    low, high = limit, 2 * limit
+    while within(high).status == "infeasible":
+        low, high = high, 2 * high
+    while high - low > high // 100:
+        middle = (low + high) // 2
+        low, high = (middle, high) if within(middle).status == "infeasible" else (low, middle)
+    return f"{LABEL} finds no plan that fits by its rule in {limit:,} bytes per device; the least limit under which it does is {high:,}."

@@ -139,6 +139,8 @@ verdict                             fits               fits
 step time (simulated)                  -                  -
 examples/s                             -                  -
 stages wait             25% (unit times)    0% (unit times)
+
+Step times need measurements of an accelerator: --profile FILE.
 """
 
 

@@ -322,6 +322,8 @@ def test_a_line_that_is_no_row_is_refused_and_nothing_imported(filled, tmp_path,
         assert main(["store", "--store", str(tmp_path / "new.sqlite"), "import", str(tmp_path / "all.jsonl")]) == 2
         err = capsys.readouterr().err
         assert says in err and err.endswith("[store-import]\n")
+    assert main(["store", "--store", str(tmp_path / "none.sqlite"), "import", str(tmp_path / "missing.jsonl")]) == 2
+    assert capsys.readouterr().err.endswith("[store-file]\n") and not (tmp_path / "none.sqlite").exists()
     assert main(["store", "--store", str(tmp_path / "new.sqlite"), "import", str(filled)]) == 2
     assert "is a store; take what it has with capture store merge" in capsys.readouterr().err
     assert len(Store(tmp_path / "new.sqlite")) == 0

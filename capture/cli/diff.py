@@ -90,7 +90,10 @@ def as_text(first: ReportFacts, second: ReportFacts) -> str:
         for group in device_groups(first, second)
     ]
     lines += [table(["devices", "stage A", "stage B", "peak A", "peak B", "change"], devices), ""]
-    return "\n".join([*lines, table(["", "A", "B"], totals(first, second))])
+    lines.append(table(["", "A", "B"], totals(first, second)))
+    if first.schedule.step_seconds is None or second.schedule.step_seconds is None:
+        lines += ["", "Step times need measurements of an accelerator: --profile FILE."]
+    return "\n".join(lines)
 
 
 def _or_dash(value: Any) -> str:

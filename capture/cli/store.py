@@ -70,7 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     path = options.store or environment.default_store_path()
-    if not path.exists() and options.action not in (_import, _merge):
+    if options.action in (_import, _merge):
+        if not options.file.exists():  # before the store is made
+            raise ProfileError.of(f"{str(options.file)!r} does not exist; name what to read.", "store-file")
+    elif not path.exists():
         raise ProfileError.of(f"store {str(path)!r} does not exist; name one with --store, or make it with capture profile.", "store-file")
     options.action(options, Store(path))
     return 0
