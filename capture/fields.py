@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import reprlib
 from collections.abc import Mapping
 from typing import Any
@@ -33,6 +34,7 @@ class Fields:
     def __init__(self, data: Any, path: str = ""):
         self._data: Mapping[str, Any] = _checked(data, Mapping, path or "the document", "an object")
         self._path = path
+        self._asked: set[str] = set()
 
     def integer(self, key: str, default: Any = _MISSING) -> int:
         return _checked(self._get(key, default), int, self._at(key), "a whole number")
@@ -70,10 +72,26 @@ class Fields:
         """All fields, as they are."""
         return dict(self._data)
 
+    def refuse_others(self, *also: str) -> None:
+        """Call it after the last field was read.
+
+        Args:
+            also: Fields that may be there although they were not read.
+
+        Raises:
+            FieldError: for a field that nobody asked for: a misspelt one would be ignored.
+        """
+        known = self._asked.union(also)
+        for key in self._data:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, 1)
+                raise FieldError(f"{self._at(key)} is no field{f'; {near[0]!r} is' if near else ''}")
+
     def _at(self, key: str) -> str:
         return f"{self._path}.{key}" if self._path else key
 
     def _get(self, key: str, default: Any = _MISSING) -> Any:
+        self._asked.add(key)
         value = self._data.get(key, default)
         if value is _MISSING:
             raise FieldError(f"{self._at(key)} is missing")

@@ -101,7 +101,7 @@ class StagePlan:
 
     @classmethod
     def _read(cls, fields: Fields) -> StagePlan:
-        return cls(
+        stage = cls(
             cast(tuple[int, int], fields.integers("layers", length=2)),
             fields.integers("devices"),
             fields.integer("data_parallel", 1),
@@ -110,6 +110,8 @@ class StagePlan:
             fields.flag("shard_optimizer", False),
             fields.flag("shard_params", False),
         )
+        fields.refuse_others("num_devices")
+        return stage
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,7 @@ class Plan:
             raise FieldError("cluster.target_per_node is empty and must have a target for every node")
         workload = fields.optional_object("workload")
         notes = {name: fields.optional_object(name) for name in ("prediction", "why", "verification")}
-        return cls(
+        plan = cls(
             cluster=Cluster(cluster.integers("nodes"), targets.pop()),
             num_layers=fields.integer("num_layers"),
             stages=tuple(map(StagePlan._read, fields.objects("stages"))),
@@ -238,6 +240,8 @@ class Plan:
             workload=None if workload is None else WorkloadSpec.from_json(workload),
             **{name: None if note is None else note.data for name, note in notes.items()},
         )
+        fields.refuse_others("schema_version", "microbatch_size")
+        return plan
 
     @classmethod
     def from_alpa(cls, source: Any, *, global_batch_size: int, **options: Any) -> Plan:
