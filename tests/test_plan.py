@@ -286,7 +286,7 @@ def test_a_missing_field_is_named():
         (("workload",), "models/gpt.py:gpt", "workload is 'models/gpt.py:gpt' and must be an object"),
         (("workload",), {"location": "models/gpt.py"}, "workload.function is missing"),
         (("stages", 0, "remt"), "full", "stages[0].remt is no field; 'remat' is"),
-        (("colour",), "red", "colour is no field"),
+        (("xyz",), "red", "xyz is no field"),
     ],
 )
 def test_a_wrong_field_is_named_with_its_path(path, value, wrong):
