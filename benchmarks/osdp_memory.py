@@ -116,7 +116,7 @@ def main() -> int:
     import numpy as np
 
     from recommender.osdp import osdp
-    from recommender.osdp.emission import RESERVED_FRACTION
+    from recommender.osdp.over_step import RESERVED_FRACTION
 
     jax.config.update("jax_default_matmul_precision", options.precision)
     rows: list[dict[str, Any]] = []

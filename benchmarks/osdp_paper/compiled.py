@@ -56,7 +56,7 @@ def row(setting: Setting, target: Target, compiler: Compiler) -> dict[str, Any]:
     import numpy as np
 
     from recommender.osdp import osdp
-    from recommender.osdp.emission import RESERVED_FRACTION
+    from recommender.osdp.over_step import RESERVED_FRACTION
 
     limit = min(LIMIT_GIB * GIB, target.memory.usable_bytes)
     found: dict[str, Any] = {"target": target.name, "family": setting.family, "model": setting.name, "limit_bytes": limit}

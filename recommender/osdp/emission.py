@@ -13,21 +13,13 @@ from capture.osdp.cost import PAPER_GRANULARITY, Mode, StepCost
 from capture.osdp.device import Devices
 from capture.osdp.operators import Operator
 from capture.osdp.plan import ShardingPlan
-from capture.osdp.timeline import peak_bytes
 from capture.quantities import format_bytes, parse_bytes
 from capture.workload import WorkloadProtocol
-from recommender.osdp.exact import fastest_at
-from recommender.osdp.problem import ShardingProblem
-from recommender.osdp.result import ShardingResult, answer
-from recommender.osdp.search import search
+from recommender.osdp.over_step import fastest_over_step
+from recommender.osdp.result import ShardingResult
 
 #: Smaller parameters are replicated: gathering one takes as long as latency allows, and a thousand of them are 4 GB at most with Adam.
 SMALLEST_BYTES = 2**20
-#: Of the limit, what is left to gaps between buffers, workspaces of kernels and joined collectives, which only a compiler knows: up to
-#: 5.4 % of the compiled steps for H100 that were looked at (``benchmarks/osdp_memory.py``).
-RESERVED_FRACTION = 0.06
-#: Limits between the given one and twice that, with which the search is asked.
-_LIMITS_TRIED = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,7 +201,7 @@ def osdp(
         node_groups=isinstance(where, Cluster) or has_groups(where, devices.devices_per_node),
         partly=partly,
     )
-    found = _fastest(cost, operators, batch_size, max_batch_size)
+    found = fastest_over_step(cost, operators, batch_size, max_batch_size)
     plan = found.plan
     if plan is not None:
         names = tuple(operator.name for operator in _all(cost))
@@ -228,85 +220,3 @@ def _named(target: str | None) -> str:
 def _all(cost: StepCost) -> tuple[Operator, ...]:
     (block,) = cost.model.blocks
     return block.operators
-
-
-def _fastest(cost: StepCost, operators: Any, batch_size: int | None, max_batch_size: int | None) -> ShardingResult:
-    """The search's answer, its memory counted over the course of the step.
-
-    The search bounds a sum that no moment of a step reaches (``capture.osdp.timeline``). So it is asked with larger limits too, and of its
-    answers the fastest is taken that stays within the true one: nothing proves that no plan is faster.
-    """
-    limit = _usable(cost)
-    first: ShardingResult | None = None
-    best: ShardingResult | None = None
-    for step in range(_LIMITS_TRIED + 1):
-        devices = cost.devices.with_limit(limit * (1 + step / _LIMITS_TRIED), cost.devices.memory_limit_bytes.source)
-        problem = ShardingProblem(replace(cost, devices=devices), max_batch_size if batch_size is None else batch_size)
-        if batch_size is None:
-            found = search(problem)
-        else:
-            plan = fastest_at(problem, batch_size)
-            found = answer(problem, plan, algorithm="exact", optimal=True, num_explored=0, num_batch_sizes=int(plan is not None))
-        first = first or found
-        if found.plan is None:
-            continue
-        plan = _placed(found.plan, cost, operators)
-        if plan.peak_bytes <= limit and (best is None or best.plan is None or plan.seconds_per_example < best.plan.seconds_per_example):
-            best = replace(found, plan=plan, optimal=False, bound_fraction=float("inf"))  # proven for the sum, not for the peak
-        elif best is not None and plan.peak_bytes > limit * 1.5:
-            break
-    assert first is not None and (best or first.plan is None), "a plan within the sum is within the peak"
-    return best or replace(first, why=_why(cost, batch_size or 1))
-
-
-def _usable(cost: StepCost) -> float:
-    return cost.devices.memory_limit_bytes.value * (1 - RESERVED_FRACTION)
-
-
-def _why(cost: StepCost, batch_size: int) -> str:
-    """What is missing, with everything in the mode that needs least."""
-    operators, limit = cost.model.operators, int(_usable(cost))
-    finest = [
-        [
-            modes[-1] if g == 0 else next((m for m in modes if m.num_slices == m.num_sharded == g), modes[-1])
-            for g in (0, *cost.granularities)
-        ]
-        for modes in map(cost.modes, operators)
-    ]
-    least = min(peak_bytes(cost, operators, modes, batch_size) for modes in zip(*finest, strict=True))
-    return (
-        f"{batch_size} example{'s' if batch_size > 1 else ''} per device: {least:,} bytes with all operators sharded, "
-        f"{least - limit:,} above {limit:,}, what of the limit may be planned with. Raise it, use more devices, more slices per "
-        "operator, or rematerialisation. [memory-limit]"
-    )
-
-
-def _placed(plan: ShardingPlan, cost: StepCost, operators: Any) -> ShardingPlan:
-    """The plan with its numbers, equal operators in the order that needs less: replicated ones first, or last.
-
-    The steps of a scan share arrays, so they get one mode: that of the operator among them that needs least memory.
-    """
-    model, candidates = cost.model, []
-    for sharded_last in (True, False):
-        modes = list(plan.modes)
-        for position, _ in model.counts:
-            equal = [i for i, operator in enumerate(model.operators) if operator is model.operators[position]]
-            ordered = sorted((modes[i] for i in equal), key=_sharded, reverse=not sharded_last)
-            for i, mode in zip(equal, ordered, strict=True):
-                modes[i] = mode
-        of_param = {p: i for i, own in enumerate(operators.params) for p in own}
-        for group in operators.stacked_params:
-            shared = {of_param[p] for p in group}
-            least = max((modes[i] for i in shared), key=_sharded)
-            for i in shared:
-                modes[i] = least
-        candidates.append((peak_bytes(cost, model.operators, modes, plan.batch_size), tuple(modes)))
-    peak, chosen = min(candidates, key=lambda candidate: candidate[0])
-    costs = [cost.cost(operator, mode, plan.batch_size) for operator, mode in zip(model.operators, chosen, strict=True)]
-    seconds = float(sum(c.seconds for c in costs))
-    speed = cost.devices.num_devices * plan.batch_size / seconds
-    return replace(plan, modes=chosen, step_seconds=seconds, peak_bytes=peak, examples_per_second=speed)
-
-
-def _sharded(mode: Mode) -> tuple[float, int]:
-    return mode.num_sharded / mode.num_slices, mode.num_slices

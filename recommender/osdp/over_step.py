@@ -1,0 +1,192 @@
+"""The fastest plan whose memory, counted over the course of a step, stays within the limit.
+
+The exact search bounds a sum that no moment of a step reaches (``capture.osdp.timeline``), so that it leaves memory unused. Here it is
+asked, for a batch size, with the largest limit of that sum at which its answer stays within the true one. Nothing proves that no plan is
+faster; but at the batch sizes that were tried, none is that has all operators in one mode.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from capture.osdp.cost import DP, Mode, StepCost
+from capture.osdp.operators import Operator
+from capture.osdp.plan import ShardingPlan
+from capture.osdp.timeline import peak_bytes
+from recommender.osdp.exact import cheapest
+from recommender.osdp.problem import ShardingProblem
+from recommender.osdp.result import ShardingResult, plan_of
+
+#: Of the limit, what is left to gaps between buffers, workspaces of kernels and joined collectives, which only a compiler knows: up to
+#: 5.4 % of the compiled steps for H100 that were looked at (``benchmarks/osdp_memory.py``).
+RESERVED_FRACTION = 0.06
+#: Batch sizes that are tried at once, before those around the best.
+_SIZES_TRIED = 24
+#: Of the limit, how closely the limit of the sum is searched for.
+_CLOSENESS = 1 / 128
+
+
+def fastest_over_step(cost: StepCost, operators: Any, batch_size: int | None = None, max_batch_size: int | None = None) -> ShardingResult:
+    """The fastest plan per example that is found, or what is missing.
+
+    Args:
+        cost: Of the operators on the devices; plans leave ``RESERVED_FRACTION`` of their memory.
+        operators: The traced ones (``TracedOperators``), which say what parameters are steps of one array.
+        batch_size: Examples per device; None to choose it.
+        max_batch_size: The largest to choose from.
+
+    Raises:
+        PlanError: ``osdp-unbounded`` if every batch size fits and none is the largest.
+    """
+    start = time.perf_counter()
+    search = _Search(cost, operators, ShardingProblem(cost, batch_size or max_batch_size))
+    plans = [search.plan_at(batch_size)] if batch_size else list(search.plans())
+    fitting = [plan for plan in plans if plan is not None]
+    best = min(fitting, key=lambda plan: plan.seconds_per_example, default=None)
+    return ShardingResult(
+        "ok" if best else "infeasible",
+        best,
+        "over the step",
+        optimal=False,
+        num_explored=len(plans),
+        num_batch_sizes=len(fitting),
+        bound_fraction=float("inf"),
+        seconds=time.perf_counter() - start,
+        why=None if best else search.why(batch_size or 1),
+    )
+
+
+@dataclass(frozen=True)
+class _Search:
+    cost: StepCost
+    operators: Any
+    problem: ShardingProblem
+
+    @property
+    def limit(self) -> float:
+        return self.cost.devices.memory_limit_bytes.value * (1 - RESERVED_FRACTION)
+
+    def plans(self) -> Iterator[ShardingPlan]:
+        """The best plan of a batch size, for sizes closer and closer to the best."""
+        found: dict[int, ShardingPlan] = {}
+        first, last = 1, self._most_examples()
+        while True:
+            sizes = range(first, last + 1)
+            if len(sizes) > _SIZES_TRIED:
+                sizes = np.unique(np.geomspace(first, last, _SIZES_TRIED).round().astype(int)).tolist()
+            for size in sizes:
+                plan = None if size in found else self.plan_at(size)
+                if plan is not None:
+                    found[size] = plan
+                    yield plan
+            if not found or isinstance(sizes, range):
+                return
+            tried = sorted(found)
+            best = tried.index(min(tried, key=lambda size: found[size].seconds_per_example))
+            first, last = tried[max(0, best - 1)], tried[min(len(tried) - 1, best + 1)]
+
+    def plan_at(self, batch_size: int) -> ShardingPlan | None:
+        """The fastest plan at one batch size; None if nothing fits."""
+        options = self.problem.options(batch_size)
+
+        def within(limit: float) -> ShardingPlan | None:
+            chosen = cheapest(options, limit).chosen
+            return None if chosen is None else self._placed(plan_of(self.problem, batch_size, options, chosen).modes, batch_size)
+
+        plans = [uniform for modes in self._uniform() if (uniform := self._placed(modes, batch_size)).peak_bytes <= self.limit]
+        low, high = self.limit, float(np.where(np.isfinite(options.seconds), options.resident_bytes, 0).max(axis=-1) @ options.counts)
+        high = max(low, high + float(options.transient_bytes[np.isfinite(options.transient_bytes)].max()))
+        trying = high
+        while True:
+            plan = within(trying)
+            fits = plan is not None and plan.peak_bytes <= self.limit
+            if plan is not None and fits:
+                plans.append(plan)
+            low, high = (trying, high) if fits or plan is None else (low, trying)
+            if high - low <= self.limit * _CLOSENESS:
+                return min(plans, key=lambda plan: plan.step_seconds, default=None)
+            trying = (low + high) / 2
+
+    def why(self, batch_size: int) -> str:
+        """What is missing, with everything in the mode that needs least."""
+        least, limit = self._least_bytes(batch_size), int(self.limit)
+        return (
+            f"{batch_size} example{'s' if batch_size > 1 else ''} per device: {least:,} bytes with all operators sharded, "
+            f"{least - limit:,} above {limit:,}, what of the limit may be planned with. Raise it, use more devices, more slices per "
+            "operator, or rematerialisation. [memory-limit]"
+        )
+
+    def _most_examples(self) -> int:
+        """The largest batch size that a plan with all operators in one mode fits."""
+        least, stop = 0, 1
+        most = float("inf") if self.problem.max_batch_size is None else self.problem.max_batch_size
+        while stop <= most and self._least_bytes(stop) <= self.limit:
+            least, stop = stop, 2 * stop
+        stop = int(min(stop, most + 1))
+        while stop - least > 1:
+            middle = (least + stop) // 2
+            least, stop = (middle, stop) if self._least_bytes(middle) <= self.limit else (least, middle)
+        return least
+
+    def _least_bytes(self, batch_size: int) -> int:
+        return min(peak_bytes(self.cost, self.cost.model.operators, modes, batch_size) for modes in self._uniform())
+
+    def _uniform(self) -> Iterator[tuple[Mode, ...]]:
+        """Every operator replicated; sharded whole; sharded in so many slices, where it can be split."""
+        choices = [self.cost.modes(operator) for operator in self.cost.model.operators]
+        yield (DP,) * len(choices)
+        for granularity in sorted({max(1, g) for g in self.cost.granularities} | {1}):
+            yield tuple(
+                next((mode for mode in modes if mode.num_slices == mode.num_sharded == granularity), _whole(modes)) for modes in choices
+            )
+
+    def _placed(self, modes: tuple[Mode, ...], batch_size: int) -> ShardingPlan:
+        """The plan with its numbers, equal operators in the order that needs less: replicated ones first, or last.
+
+        The steps of a scan share arrays, so they get one mode: that of the operator among them that needs least memory.
+        """
+        cost, candidates = self.cost, []
+        for sharded_last in (True, False):
+            ordered = list(modes)
+            for equal in self._equal:
+                for i, mode in zip(equal, sorted((modes[i] for i in equal), key=_sharded, reverse=not sharded_last), strict=True):
+                    ordered[i] = mode
+            for steps in self._scanned:
+                least = max((ordered[i] for i in steps), key=_sharded)
+                for i in steps:
+                    ordered[i] = least
+            candidates.append((peak_bytes(cost, cost.model.operators, ordered, batch_size), tuple(ordered)))
+        peak, chosen = min(candidates, key=lambda candidate: candidate[0])
+        each = Counter(zip(cost.model.operators, chosen, strict=True))
+        seconds = sum(count * float(cost.cost(operator, mode, batch_size).seconds) for (operator, mode), count in each.items())
+        return ShardingPlan(batch_size, chosen, seconds, peak, cost.devices.num_devices * batch_size / seconds)
+
+    @cached_property
+    def _equal(self) -> list[list[int]]:
+        """Positions of equal operators."""
+        positions: dict[Operator, list[int]] = {}
+        for i, operator in enumerate(self.cost.model.operators):
+            positions.setdefault(operator, []).append(i)
+        return list(positions.values())
+
+    @cached_property
+    def _scanned(self) -> list[set[int]]:
+        """Positions of operators that are the steps of a scan."""
+        of_param = {p: i for i, own in enumerate(self.operators.params) for p in own}
+        return [{of_param[p] for p in group} for group in self.operators.stacked_params]
+
+
+def _sharded(mode: Mode) -> tuple[float, int]:
+    return mode.num_sharded / mode.num_slices, mode.num_slices
+
+
+def _whole(modes: tuple[Mode, ...]) -> Mode:
+    """Sharded and not split; replicated if there is no such mode."""
+    return next((mode for mode in modes if mode.num_slices == mode.num_sharded == 1), DP)
