@@ -112,9 +112,9 @@ class OsdpResult:
         """See ``Emission.replicated``."""
         return self.emission.replicated
 
-    def transform(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    def transform(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
         """See ``Emission.transform``."""
-        return self.emission.transform(loss_fn)
+        return self.emission.transform(loss_fn, has_aux)
 
     def split(self, params: Any) -> Any:
         """See ``Emission.split``."""
@@ -165,7 +165,8 @@ def osdp(
     """Choose for every operator of a loss whether to replicate, shard or split its parameters, for the largest throughput that fits.
 
     Args:
-        workload: The task; nothing is allocated.
+        workload: The task; nothing is allocated. Where the loop's own loss returns ``(loss, aux)`` or takes more arguments, that of the
+            workload is the scalar alone, and the loop's is given to ``transform``.
         where: A ``Cluster``, or a ``jax.sharding.Mesh`` whose axes are all data-parallel.
         memory_limit: Per device, in bytes or as text ("30GiB"), of which plans use 94 %; None: what the target can use.
         target: Rates and memory of the mesh's devices, such as ``"h100"``; a cluster names its own.
