@@ -97,12 +97,12 @@ def operators_of(name: str) -> tuple[Workload, TracedOperators]:
     return workload, traced_operators(workload, name)
 
 
-def emission(name: str, *modes: Mode, mesh: Mesh | None = None, smallest_bytes: int = 0, remat: bool = False) -> Emission:
+def emission(name: str, *modes: Mode, mesh: Mesh | None = None, smallest_bytes: int = 0, **options: bool) -> Emission:
     """Operators in these modes in turn."""
     workload, operators = operators_of(name)
     names = [operator.name for operator in operators.model.blocks[0].operators]
     chosen = tuple(modes[i % len(modes)] for i in range(len(names)))
-    plan = ShardingPlan(2, chosen, 1.0, 1, 1.0, tuple(names), operators.names, remat, smallest_bytes)
+    plan = ShardingPlan(2, chosen, 1.0, 1, 1.0, tuple(names), operators.names, smallest_bytes=smallest_bytes, **options)
     return Emission(plan, mesh or all_devices(), operators, workload.optimizer)
 
 
@@ -142,16 +142,16 @@ def test_loss_and_gradients_are_those_of_plain_data_parallelism(mode):
 
 
 @pytest.mark.parametrize(
-    ("name", "modes", "tolerance"),
+    ("name", "modes", "look_ahead", "tolerance"),
     [
-        ("mlp", (ZDP, DP, Mode(4, 4)), 2e-5),
-        ("convolutions", (Mode(2, 2), ZDP, DP), 2e-5),
-        ("gpt", (Mode(3, 3), DP, ZDP, Mode(4, 1)), 0.1),  # in bfloat16, where slices and devices are summed up in another order
-        ("moe", (ZDP, DP, Mode(2, 2)), 2e-5),
+        ("mlp", (ZDP, DP, Mode(4, 4)), True, 2e-5),
+        ("convolutions", (Mode(2, 2), ZDP, DP), True, 2e-5),
+        ("gpt", (Mode(3, 3), DP, ZDP, Mode(4, 1)), False, 0.1),  # in bfloat16, where slices and devices are summed up in another order
+        ("moe", (ZDP, DP, Mode(2, 2)), False, 2e-5),
     ],
 )
-def test_operators_in_several_modes(name, modes, tolerance):
-    check(name, emission(name, *modes), tolerance)
+def test_operators_in_several_modes(name, modes, look_ahead, tolerance):
+    check(name, emission(name, *modes, look_ahead=look_ahead), tolerance)
 
 
 def test_rematerialised_operators():
@@ -253,18 +253,18 @@ WORKLOADS["chain"] = chain
 
 
 @pytest.mark.parametrize(
-    ("mode", "remat", "gathers", "nbytes"),
+    ("mode", "options", "gathers", "nbytes"),
     [
-        (DP, False, 0, 0),
-        (ZDP, False, 5, 64 * 64 * 4),  # the first operator's input needs no gradient, so its weights are gathered once
-        (Mode(4, 4), False, 5 * 4, 64 * 16 * 4),
-        (Mode(4, 1), False, 5, 64 * 16 * 4),
-        (ZDP, True, 8, 64 * 64 * 4),  # and once more where the forward pass is repeated
+        (DP, {}, 0, 0),
+        (ZDP, {}, 5, 64 * 64 * 4),  # the first operator's input needs no gradient, so its weights are gathered once
+        (Mode(4, 4), {}, 5 * 4, 64 * 16 * 4),
+        (Mode(4, 1), {"look_ahead": True}, 5, 64 * 16 * 4),
+        (ZDP, {"remat": True}, 7, 64 * 64 * 4),  # and once more where the forward pass is repeated, not for the last operator
     ],
 )
-def test_parameters_are_gathered_as_planned(mode, remat, gathers, nbytes):
+def test_parameters_are_gathered_as_planned(mode, options, gathers, nbytes):
     workload, _ = operators_of("chain")
-    assert gathered(emission("chain", mode, remat=remat), workload.loss_fn) == ({nbytes: gathers} if gathers else {})
+    assert gathered(emission("chain", mode, **options), workload.loss_fn) == ({nbytes: gathers} if gathers else {})
 
 
 def test_what_only_auxiliary_results_need_is_not_taken_backwards():
@@ -343,7 +343,8 @@ def test_from_a_task_to_shardings(tmp_path):
     assert sum(row.seconds for row in tight.rows) == pytest.approx(tight.plan.step_seconds)
     tight.plan.save(tmp_path / "plan.json")
     assert ShardingPlan.load(tmp_path / "plan.json") == tight.plan
-    cluster = osdp(workload, Cluster((4, 4), "h100"), "80GB", max_batch_size=4, smallest_bytes=0)
+    cluster = osdp(workload, Cluster((4, 4), "h100"), "80GB", max_batch_size=4, smallest_bytes=0, overlap_fraction=0.5)
+    assert cluster.plan.look_ahead and not tight.plan.look_ahead
     assert dict(cluster.mesh.shape) == {"node": 2, "data": 4} and cluster.batch_sharding.spec == PartitionSpec(("node", "data"))
 
 
@@ -408,10 +409,10 @@ def test_what_is_refused(tmp_path):
 
 def test_from_the_command_line(capsys, tmp_path):
     command = ["osdp", "models/gpt.py:gpt?size=tiny&num_layers=2", "--cluster", "1x8", "--target", "h100", "--batch", "2"]
-    assert main([*command, "--memory", "1GB", "-o", str(tmp_path / "plan.json")]) == 0
+    assert main([*command, "--memory", "1GB", "--overlap", "0.5", "-o", str(tmp_path / "plan.json")]) == 0
     printed = capsys.readouterr().out
     assert printed.splitlines()[0].split() == ["operator", "mode", "parameters", "resident", "transient", "time"]
     plan = ShardingPlan.load(tmp_path / "plan.json")
-    assert f"{len(plan.modes)} operators: {len(plan.modes)} DP; 2 examples per device" in printed
+    assert f"{len(plan.modes)} operators: {len(plan.modes)} DP; 2 examples per device" in printed and plan.look_ahead
     assert main([*command, "--memory", "1kB", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["status"] == "infeasible"

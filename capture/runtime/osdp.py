@@ -26,7 +26,7 @@ from capture.cluster import Cluster
 from capture.errors import ClusterError, ExecutionError, PlanError, Violation, WorkloadError
 from capture.osdp.cost import Mode
 from capture.osdp.plan import ParameterLeaf, ShardingPlan
-from capture.runtime.gathering import ParamArray, Part, Piece, Taken, run_gathered, with_token
+from capture.runtime.gathering import ParamArray, Part, Piece, Taken, awaited, run_gathered, with_token
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
 from capture.tracing.cut import product_cuts
 from capture.tracing.layers import LayerOps, assign_layers
@@ -321,51 +321,73 @@ class Emission:
         held = [value for leaf, x in zip(self._leaves, params, strict=True) for value in leaf.held(x)]
         env = dict(zip(program.params, held, strict=True)) | dict(zip(program.batch, batch, strict=True)) | program.consts
         env[_TOKEN] = token
-        for layer in assign_layers(program, product_cuts(program) if self.plan.remat else [0, len(program.ops)]):
-            run: Callable[..., Any] = partial(_run_layer, layer, program)
-            if self.plan.remat:
+        look_ahead = self.plan.look_ahead and not self.plan.remat
+        layers = assign_layers(program, product_cuts(program) if self.plan.remat else [0, len(program.ops)])
+        for layer in layers:
+            run: Callable[..., Any] = partial(_run_layer, layer, program, look_ahead)
+            inputs = {v: env[v] for v in (*layer.params, *layer.batch, *layer.inputs, _TOKEN)}
+            if layer is not layers[-1]:  # what goes backwards at once is not computed again
                 run = jax.checkpoint(run, policy=jax.checkpoint_policies.nothing_saveable)
-            env |= run({v: env[v] for v in (*layer.params, *layer.batch, *layer.inputs, _TOKEN)})
+            if self.plan.remat:
+                small = [v for v in layer.params if not isinstance(env[v], _Held)]
+                values, inputs[_TOKEN] = awaited([env[v] for v in small], env[_TOKEN])
+                inputs.update(zip(small, values, strict=True))
+            env |= run(inputs)
+        if look_ahead:  # of a token that nobody reads, XLA would drop all that was tied to it
+            env[program.loss] += lax.stop_gradient(env[_TOKEN]).astype(program.avals[program.loss].dtype)
         return [_plain(env[v]) for v in (program.loss, *program.aux)]
 
 
-def _run_layer(layer: LayerOps, program: Program, inputs: dict[int, Any]) -> dict[int, Any]:
+def _run_layer(layer: LayerOps, program: Program, look_ahead: bool, inputs: dict[int, Any]) -> dict[int, Any]:
     differentiated = [op for op in layer.ops if not program.toward_loss.isdisjoint(op.outputs)]
-    run = partial(_run, frozenset(differentiated), _read_again(layer.params, differentiated))
+    run = _Runner(frozenset(differentiated), _read_again(layer.params, differentiated), look_ahead)
     env = {**{v: program.consts[v] for v in layer.consts}, **inputs}
     run_steps(steps_of(layer), env, program.consts, run, (_TOKEN,))
     return {v: env[v] for v in (*layer.outputs, _TOKEN)}
 
 
-def _run(differentiated: frozenset[Op], later: frozenset[Op], op: Op, inputs: Sequence[Any], env: dict[int, Any]) -> Sequence[Any]:
-    """One operation, where parameters may be held; ``later`` as of ``_read_again``."""
-    held = [i for i, value in enumerate(inputs) if isinstance(value, _Held)]
-    if not held:
-        return run_op(op, inputs)
-    if op.primitive.name in LAYOUT:
-        return [replace(inputs[0], chain=(*inputs[0].chain, op))]
-    others = [i for i, v in enumerate(op.inputs) if i not in held and not isinstance(v, jex_core.Literal)]
-    if not others:  # of parameters alone, such as a penalty on their size: nothing to gather
-        return run_op(op, [_plain(value) for value in inputs])
-    sources = [source for i in held for source in inputs[i].sources]
-    pieces = _pieces(op, inputs, held, others)
-    operand = op.inputs[others[0]]
-    read_again = op in later
-    given = [array for i in held for array in inputs[i].arrays], [inputs[i] for i in others], env[_TOKEN]
-    if op not in differentiated:  # or the token would take it backwards, with gradients of 0
-        given = lax.stop_gradient(given)
-    results, token, first = run_gathered(
-        sources,
-        pieces,
-        *given,
-        keep_results=op.primitive.name not in ("dot_general", "conv_general_dilated", "ragged_dot"),
-        hand_on=read_again,
-    )
-    if op in differentiated:
-        env[_TOKEN] = token
-    if read_again and isinstance(operand, int):
-        env[operand] = first
-    return results
+@dataclass(frozen=True)
+class _Runner:
+    """Runs operations of a layer, where parameters may be held.
+
+    Attributes:
+        differentiated: Those that a gradient of the loss goes through.
+        read_again: See ``_read_again``.
+        look_ahead: Whether gathers may start with the operation before; not in the model's remat regions.
+    """
+
+    differentiated: frozenset[Op]
+    read_again: frozenset[Op]
+    look_ahead: bool
+
+    def __call__(self, op: Op, inputs: Sequence[Any], env: dict[int, Any]) -> Sequence[Any]:
+        held = [i for i, value in enumerate(inputs) if isinstance(value, _Held)]
+        if not held:
+            return run_op(op, inputs)
+        if op.primitive.name in LAYOUT:
+            return [replace(inputs[0], chain=(*inputs[0].chain, op))]
+        others = [i for i, v in enumerate(op.inputs) if i not in held and not isinstance(v, jex_core.Literal)]
+        if not others:  # of parameters alone, such as a penalty on their size: nothing to gather
+            return run_op(op, [_plain(value) for value in inputs])
+        arrays, given, token = [array for i in held for array in inputs[i].arrays], [inputs[i] for i in others], env[_TOKEN]
+        if op not in self.differentiated:  # or the token would take it backwards, with gradients of 0
+            arrays, given, token = lax.stop_gradient((arrays, given, token))
+        results, token, first = run_gathered(
+            [source for i in held for source in inputs[i].sources],
+            _pieces(op, inputs, held, others),
+            arrays,
+            given,
+            token,
+            keep_results=op.primitive.name not in ("dot_general", "conv_general_dilated", "ragged_dot"),
+            hand_on=op in self.read_again,
+            look_ahead=self.look_ahead and op in self.differentiated and not op.regions,
+        )
+        if op in self.differentiated:
+            env[_TOKEN] = token
+        operand = op.inputs[others[0]]
+        if op in self.read_again and isinstance(operand, int):
+            env[operand] = first
+        return results
 
 
 def _read_again(params: Sequence[int], ops: Sequence[Op]) -> frozenset[Op]:

@@ -176,7 +176,9 @@ def osdp(
         granularities: Slices per operator to choose from; 1 is unsplit.
         partly: Whether k of g slices may be sharded: such leaves become two arrays (``split``).
         remat: Whether the backward pass computes every operator again from its input. The model's own ``jax.checkpoint`` needs no option.
-        overlap_fraction: Of computation and communication, what hides the other (``StepCost``).
+        overlap_fraction: Of computation and communication, what hides the other (``StepCost``). Above 0, the forward pass may gather an
+            operator's parameters while the one before it runs; backwards, gathers and reduce-scatters run beside the two products of
+            their own operator in any case, as far as XLA can.
         smallest_bytes: Smaller parameters are replicated.
         dtype: Of the products, for their rate.
 
@@ -214,7 +216,14 @@ def osdp(
     plan = found.plan
     if plan is not None:
         names = tuple(operator.name for operator in _all(cost))
-        plan = replace(plan, names=names, params=operators.names, remat=remat, smallest_bytes=smallest_bytes)
+        plan = replace(
+            plan,
+            names=names,
+            params=operators.names,
+            remat=remat,
+            smallest_bytes=smallest_bytes,
+            look_ahead=overlap_fraction > 0,
+        )
     return OsdpResult(found, plan, cost, workload, operators, where)
 
 
