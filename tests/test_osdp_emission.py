@@ -302,7 +302,7 @@ def test_shardings_of_parameters_and_of_the_optimizer():
         "table": PartitionSpec(axes),
         "up": {"w": PartitionSpec(axes), "b": PartitionSpec(axes)},
         "down": {"w": PartitionSpec(axes), "b": PartitionSpec()},  # 7 elements
-        "out": PartitionSpec(None, None, axes),  # [7, 8, 24]: its largest dimension that eight devices divide
+        "out": PartitionSpec(None, axes),  # [7, 8, 24]: its first dimension that eight devices divide
     }
     assert emitted.replicated == ("down/b",)
     adam = emitted.opt_state_shardings[0]

@@ -50,14 +50,16 @@ class ParameterLeaf:
         return size
 
     def shard_dim(self, num_devices: int, split: bool = False) -> int | None:
-        """The largest dimension that the devices divide, the first of equals; of a split leaf, another one than it is split along.
+        """The first dimension that the devices divide; of a split leaf, another one than it is split along.
+
+        Along a later one, what XLA gathers and scatters has another layout than the leaf, and is transposed into a copy.
 
         Example:
             >>> ParameterLeaf("kernel", (512, 64, 7), 4, split_dim=0).shard_dim(8), ParameterLeaf("scale", (7,), 4).shard_dim(8)
             (0, None)
         """
         dims = [d for d, extent in enumerate(self.shape) if extent % num_devices == 0 and not (split and d == self.split_dim)]
-        return max(dims, key=lambda d: (self.shape[d], -d), default=None)
+        return min(dims, default=None)
 
     def can_shard(self, num_devices: int, smallest_bytes: int) -> bool:
         """Whether it is worth sharding, and can be."""
