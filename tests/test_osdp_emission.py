@@ -136,7 +136,7 @@ def same(found, wanted, tolerance: float = 2e-5) -> None:
         np.testing.assert_allclose(ours, theirs, atol=tolerance * scale, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.parametrize("mode", [DP, ZDP, Mode(2, 2), Mode(3, 3), Mode(4, 4), Mode(4, 1), Mode(3, 2)], ids=str)
+@pytest.mark.parametrize("mode", [DP, ZDP, Mode(4, 4), Mode(4, 1), Mode(3, 2)], ids=str)
 def test_loss_and_gradients_are_those_of_plain_data_parallelism(mode):
     check("mlp", emission("mlp", mode))
 
