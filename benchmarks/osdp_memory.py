@@ -63,7 +63,7 @@ class Compiler:
         self.devices = devices_of(Target.load("cpu") if self.reports else target, NUM_DEVICES)
 
     def measure(self, workload: Any, result: Any, batch_size: int) -> tuple[int, Any]:
-        """Bytes of the step of a result or an ``Emission``, and what it computes and sends (``ProgramWork``)."""
+        """Bytes of the step of a result or an ``Emission``, and the compiled program (``Executable``)."""
         import jax
         import optax
         from jax.sharding import NamedSharding, PartitionSpec
@@ -90,7 +90,7 @@ class Compiler:
         out_shardings = (placed[0], placed[1], NamedSharding(placed[0][0].mesh, PartitionSpec()))
         program = self._compile(step, arguments, donate=(0, 1), out_shardings=out_shardings)
         sizes = (x.dtype.itemsize * _elements(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(arguments))
-        return sum(sizes) + program.transient_bytes, program.work
+        return sum(sizes) + program.transient_bytes, program
 
 
 def _elements(shape: tuple[int, ...]) -> int:
@@ -105,6 +105,7 @@ def main() -> int:
     parser.add_argument("--target", action="append", help="again: more than one (default: h100)")
     parser.add_argument("--only", metavar="TEXT", default="", help="models whose name contains this")
     parser.add_argument("--remat", action="store_true", help="with rematerialised operators")
+    parser.add_argument("--overlap", type=float, default=0.0, metavar="F", help="overlap_fraction; above 0, gathers look ahead")
     parser.add_argument(
         "--precision", default="default", help="of products in float32, as jax_default_matmul_precision (default: the target's)"
     )
@@ -128,7 +129,7 @@ def main() -> int:
             workload = WorkloadSpec.parse(f"models/mingpt.py:mingpt?size={layers}&vocab_size={VOCAB_SIZE}").load()
             for batch_size in batch_sizes if options.only in name else ():
                 plan_for = lambda limit, w=workload, b=batch_size, m=mesh, t=target: osdp(  # noqa: E731
-                    w, m, limit, target=t.name, batch_size=b, remat=options.remat
+                    w, m, limit, target=t.name, batch_size=b, remat=options.remat, overlap_fraction=options.overlap
                 )
                 most = int(plan_for(1e15).plan.peak_bytes / (1 - RESERVED_FRACTION)) + 1
                 most = min(most, target.memory.usable_bytes)
@@ -139,20 +140,21 @@ def main() -> int:
                     limit = least + fraction * (most - least)
                     result = plan_for(limit)
                     start = time.perf_counter()
-                    measured, work = compiler.measure(workload, result, batch_size)
+                    measured, program = compiler.measure(workload, result, batch_size)
                     rows.append(
                         {
                             "target": target.name,
                             "model": name,
                             "batch_size": batch_size,
                             "remat": options.remat,
+                            "overlap_fraction": options.overlap,
                             "precision": options.precision,
                             "limit_bytes": int(limit),
                             "plan_bytes": result.plan.peak_bytes,
                             "compiled_bytes": measured,
                             "error_fraction": result.plan.peak_bytes / measured - 1,
                             "operators_by_mode": result.plan.summary()["operators_by_mode"],
-                            "collectives": sent(work),
+                            "collectives": sent(program.work),
                             "compile_seconds": time.perf_counter() - start,
                         }
                     )

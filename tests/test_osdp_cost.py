@@ -57,9 +57,12 @@ def test_gathering_is_transient_and_falls_with_the_slices():
     passing = 50 + 2 * (1000 + 2000)
     assert cost_of(model, DP)[1] == passing
     assert cost_of(model, ZDP)[1] == passing + 2 * 8_000_000
-    assert cost_of(model, Mode(4, 4))[1] == passing + 2 * 2_000_000 + 2 * 2000  # and the buffer that slices are added up in
+    assert cost_of(model, Mode(4, 4))[1] == passing + 2 * 2_000_000
+    adding = cost_of(StepCost(MODEL, EIGHT, (1000,)), Mode(1000, 1000), 200)[1]  # forwards: two results, before the gradient of the input
+    assert adding == 50 + 8000 + 200 * 2 * 2000
     assert cost_of(replace(model, overlap_fraction=1.0), ZDP)[1] == passing + 3 * 8_000_000  # the next one is gathered meanwhile
-    assert cost_of(replace(model, remat=True), ZDP)[1] == passing + 2 * 8_000_000 + 2 * 3000
+    rematerialised = cost_of(replace(model, remat=True), ZDP)[1]  # where the input's gradient takes the place of the input
+    assert rematerialised == 50 + 2 * 8_000_000 + 2 * 2000
 
 
 def test_slices_pay_latencies_and_additions():

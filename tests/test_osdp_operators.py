@@ -49,7 +49,7 @@ def test_a_scan_over_stacked_layers_has_the_operators_of_the_layers():
     layer, stream = model.operators[1], 4 * D * 4
     expected = {"activation_bytes": 2 * stream, "input_bytes": stream, "output_bytes": stream, "flops": 2 * 4 * D * D + 2 * 4 * D}
     # Its input is kept, and of the sine the product that the cosine follows from.
-    assert layer == Operator(layer.name, "matmul", (D * D + D) * 4, tail_bytes=stream, **expected)
+    assert layer == Operator(layer.name, "matmul", (D * D + D) * 4, tail_bytes=stream, crossing_bytes=stream, **expected)
     assert model.state_bytes_per_parameter_byte == pytest.approx(4, abs=0.01)  # Adam, and its count
 
 

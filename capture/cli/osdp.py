@@ -30,6 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--partly", action="store_true", help="some slices of an operator may be replicated, others sharded")
     parser.add_argument("--remat", action="store_true", help="compute every operator again from its inputs in the backward pass")
+    parser.add_argument(
+        "--overlap",
+        type=float,
+        default=0.0,
+        metavar="F",
+        help="of computation and communication, the fraction of the lesser that is hidden; above 0, gathers look ahead (default: 0)",
+    )
     parser.add_argument("-o", "--output", type=Path, default=Path("sharding.json"), metavar="FILE", help="default: %(default)s")
 
 
@@ -47,6 +54,7 @@ def main(options: argparse.Namespace) -> int:
         granularities=options.slices,
         partly=options.partly,
         remat=options.remat,
+        overlap_fraction=options.overlap,
     )
     if result.plan is None:
         emit(options, {"status": result.status, "why": result.why}, str(result))

@@ -149,11 +149,11 @@ class StepCost:
     """The same step with what the paper leaves out.
 
     * Gathering. While a ZDP slice is used backwards, it is there whole, and so is its gradient: 2 S / g bytes, and another S / g where the
-      next slice is gathered meanwhile (overlap). With the workspace and the gradients of its input and output, these are *transient*: one
-      operator has them at a time (O-b, O-c). What was kept of the operations after the product has gone by then. Rematerialised
+      next slice may be gathered meanwhile (overlap). With the workspace and the gradients of its input and output, these are *transient*:
+      one operator has them at a time (O-b, O-c). What was kept of the operations after the product has gone by then. Rematerialised
       activations are transient too.
     * Splitting. Slices in DP mode are reduced together, those in ZDP mode one by one, each with its alphas; and partial results are added:
-      read twice and written once per further slice, in a buffer of its own (O-h, O-i).
+      read twice and written once per further slice, forwards in a buffer of its own (O-h, O-i).
     * Overlap. Of computation and communication of an operator, a fraction of the lesser is hidden: 0 none, 1 ideal, or as measured
       (``capture.osdp.fit.fit_overlap``) (O-m).
     * Groups. Collectives run in two levels, inside and between nodes; slices may be shared by the devices of one node only, which
@@ -202,25 +202,33 @@ class StepCost:
         sharded = mode.num_sharded / mode.num_slices
         states = self.model.state_bytes_per_parameter_byte * (operator.replicated_bytes + size * (1 - sharded + sharded / group))
         held = self.held_bytes(operator)
-        transient = np.maximum(*self.transients(operator, mode, batch_size))
+        transient = np.maximum.reduce(np.broadcast_arrays(*self.transients(operator, mode, batch_size)))
         partial_sums = self._partial_sums(mode)
         added = 3 * partial_sums * batch_size * operator.output_bytes / self.devices.memory_bytes_per_second.value
         computed = compute_seconds(operator, self.devices, batch_size, self.remat) + added * (2 if self.remat else 1)
         sent = self._sent_seconds(operator, mode, group)
         return Cost(states + batch_size * held, transient, computed + sent - self.overlap_fraction * np.minimum(computed, sent))
 
-    def transients(self, operator: Operator, mode: Mode, batch_size: BatchSize) -> tuple[Any, Any]:
-        """Bytes that come and go beside what is held, while what follows the product goes backwards, and while the product itself does.
+    def transients(self, operator: Operator, mode: Mode, batch_size: BatchSize) -> tuple[Any, Any, Any]:
+        """Bytes that come and go beside what is held: the product forwards, what follows it backwards, the product backwards.
 
-        Then the parameters are gathered, and what was kept of the operations after the product has gone.
+        The product has its parameters gathered, and nothing is kept of the operations after it. Rematerialised, it goes forwards when the
+        gradients of what later operators read are there; and as its input is all that is held, the gradient of that takes the place.
         """
-        passing = operator.input_bytes + operator.output_bytes  # their gradients, per example
-        passing += operator.activation_bytes if self.remat else 0
-        passing += operator.output_bytes if self._partial_sums(mode) else 0
-        gathered = 0.0 if not mode.num_sharded else (3 if self.overlap_fraction else 2) * operator.parameter_bytes / mode.num_slices
-        gone = 0 if self.remat else operator.tail_bytes
-        before, at = batch_size * passing, gathered + batch_size * (passing - gone)
-        return operator.workspace_bytes + before, operator.workspace_bytes + at
+        size, tail, workspace = operator.output_bytes, operator.tail_bytes, operator.workspace_bytes
+        gathered = operator.parameter_bytes / mode.num_slices if mode.num_sharded else 0.0
+        num_slices = 2 if self.overlap_fraction else 1
+        forwards = size * (2 if self._partial_sums(mode) else 1)
+        gradients = operator.input_bytes + size
+        if self.remat:
+            arriving = operator.input_bytes if operator.crossing_bytes is None else operator.crossing_bytes
+            again = size + max(tail, operator.activation_bytes - operator.input_bytes)
+            passing = forwards + arriving, again + arriving, max(size, arriving)
+        else:
+            passing = forwards - tail, gradients, gradients - tail
+        slices = num_slices * gathered, 0.0, (num_slices + 1) * gathered
+        first, second, third = (workspace + whole + batch_size * each for whole, each in zip(slices, passing, strict=True))
+        return first, second, third
 
     @staticmethod
     def _partial_sums(mode: Mode) -> int:

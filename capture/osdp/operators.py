@@ -45,6 +45,7 @@ class Operator:
         gamma_seconds: Measured seconds per example, forward and backward (gamma_i of the paper); None to take them from ``flops``.
         replicated_bytes: Of further parameters, replicated in every mode: too small, or of a shape that the devices do not divide.
         tail_bytes: Of ``activation_bytes``, what is kept of the operations after the product.
+        crossing_bytes: Of what later operators read of it and of those before, per example; None: as much as its input.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Operator:
     gamma_seconds: float | None = None
     replicated_bytes: int = 0
     tail_bytes: int = 0
+    crossing_bytes: int | None = None
 
     @property
     def can_split(self) -> bool:
@@ -200,7 +202,7 @@ class OperatorModel:
 
 
 def _read_operator(document: Fields) -> Operator:
-    gamma = document.data.get("gamma_seconds")
+    gamma, crossing = document.data.get("gamma_seconds"), document.data.get("crossing_bytes")
     return Operator(
         document.text("name"),
         document.text("kind"),  # type: ignore[arg-type]  # checked by the model, together with all else
@@ -213,4 +215,5 @@ def _read_operator(document: Fields) -> Operator:
         None if gamma is None else document.number("gamma_seconds"),
         document.integer("replicated_bytes", 0),
         document.integer("tail_bytes", 0),
+        None if crossing is None else document.integer("crossing_bytes"),
     )

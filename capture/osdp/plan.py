@@ -7,6 +7,7 @@ A plan is JSON:
     step_seconds, peak_bytes, examples_per_second
     remat                     whether the backward pass computes every operator again from its inputs
     smallest_bytes            of a parameter that is sharded
+    look_ahead                whether the forward pass may gather parameters while the operator before them runs
     operators                 in program order: name, mode (num_slices, num_sharded, group_size), params (names of its parameter leaves)
 """
 
@@ -79,6 +80,7 @@ class ShardingPlan:
         params: By operator, the names of the parameter leaves that belong to it; likewise.
         remat: Whether the backward pass computes every operator again from its inputs.
         smallest_bytes: Smaller parameters are replicated whatever the mode of their operator.
+        look_ahead: Whether the forward pass may gather parameters while the operator before them runs. Where it is repeated, it may not.
     """
 
     batch_size: int
@@ -90,6 +92,7 @@ class ShardingPlan:
     params: tuple[tuple[str, ...], ...] = ()
     remat: bool = False
     smallest_bytes: int = 0
+    look_ahead: bool = False
 
     @property
     def seconds_per_example(self) -> float:
@@ -132,6 +135,7 @@ class ShardingPlan:
             "examples_per_second": self.examples_per_second,
             "remat": self.remat,
             "smallest_bytes": self.smallest_bytes,
+            "look_ahead": self.look_ahead,
             "operators": [{"name": name, "mode": asdict(mode), "params": list(params)} for name, mode, params in rows],
         }
 
@@ -161,6 +165,7 @@ class ShardingPlan:
                 tuple(operator.texts("params") for operator in operators),
                 document.flag("remat"),
                 document.integer("smallest_bytes"),
+                document.flag("look_ahead"),
             )
         except FieldError as error:
             raise PlanError.of(

@@ -7,7 +7,8 @@ though, the activations of later operators are gone, and the gradients of earlie
            + max over i of  (activations of operators <= i) + (gradients of operators > i)
                             + the larger of  what operator i needs before its product,  what the product needs + gradient of i
 
-and at the end all gradients are there, which the optimizer may need together. That is never more than the sum.
+Forwards there are no gradients yet, unless the operator is rematerialised; and at the end all of them are there, which the optimizer may
+need together. That is never more than the sum.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def peak_bytes(cost: StepCost, operators: Sequence[Operator], modes: Sequence[Mo
     states = np.array([c.resident_bytes for c in found], float) - held
     gradients = states / cost.model.state_bytes_per_parameter_byte
     phases = [cost.transients(operator, mode, batch_size) for operator, mode in zip(operators, modes, strict=True)]
-    before, at = np.array(phases, float).T
-    backwards = np.cumsum(held) + np.cumsum(gradients[::-1])[::-1] + np.maximum(before - gradients, at)
-    return int(np.ceil((states - gradients).sum() + max(backwards.max(), gradients.sum())))
+    forwards, before, at = np.array(phases, float).T
+    activations, later = np.cumsum(held), gradients.sum() - np.cumsum(gradients)
+    peaks = activations + np.array([forwards + (later if cost.remat else 0), before + later, at + later + gradients])
+    return int(np.ceil((states - gradients).sum() + max(peaks.max(), gradients.sum())))

@@ -4,8 +4,11 @@ Plain ``jax.jit`` on sharded parameters gathers once and keeps the whole paramet
 
 * only the shards and the operation's other operands are saved; the backward pass gathers again;
 * gathers are tied to what the operation needs anyway (``lax.optimization_barrier``), so that XLA gathers neither ahead nor twice as one;
+  or, looking ahead, to what the operation before needed: the forward pass then has two operations' parameters at most. Backwards, nothing
+  is gathered ahead: an operation has two products there, and gathers beside the first and scatters beside the second;
 * gradients are brought to the parameter's sharding at once, before anything further back is computed: what XLA makes of that is a
-  reduce-scatter. A scalar that is passed from operation to operation carries that order through the backward pass.
+  reduce-scatter. A scalar that is passed from operation to operation carries that order through the backward pass, and forwards what
+  gathers may look ahead to.
 
 A split operation is a sum of pieces, each on a slice of its parameter, gathered after the sum of those before.
 
@@ -172,6 +175,7 @@ def run_gathered(
     *,
     keep_results: bool = False,
     hand_on: bool = False,
+    look_ahead: bool = False,
 ) -> tuple[list[Any], Any, Any]:
     """Results of an operation on parameters and other operands, the token for the next one, and the first of the other operands.
 
@@ -183,6 +187,8 @@ def run_gathered(
         token: What makes backward passes go one after the other (``with_token``).
         keep_results: Of an operation that a compiler would rather repeat: not to keep what was gathered for that.
         hand_on: Whether another operation reads the first operand: it has to wait for this one, or they would be made one.
+        look_ahead: Forwards, whether the gather may start with the operation before, not only when the operands are there. Not of an
+            operation that is repeated to go backwards: nobody then reads the token, and XLA would drop it.
     """
     moving = [i for i, x in enumerate(others) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
@@ -191,18 +197,20 @@ def run_gathered(
         return forward(params, others, token)[0]
 
     def forward(params, others, token):
-        total: list[Any] | None = None
+        total: list[Any] = []
         operands = others
         for piece in pieces:
             # What is tied has to be used: of a barrier, XLA drops what nobody reads.
             held = [params[taken.array] for taken in piece.params]
-            if total is None:
-                held, operands = tied(held, operands)
-                total = piece.compute(gather(piece, shards_of(piece, held)), sliced(piece, operands))
+            before = total or operands
+            if look_ahead:
+                held, token = tied(held, token)
             else:
-                held, total = tied(held, total)
-                total = list(map(jnp.add, total, piece.compute(gather(piece, shards_of(piece, held)), sliced(piece, operands))))
-        assert total is not None, "an operation has a piece"
+                held, before = tied(held, before)
+            before, token = tied(before, token)
+            total, operands = (before, operands) if total else (total, before)
+            of_piece = piece.compute(gather(piece, shards_of(piece, held)), sliced(piece, operands))
+            total = list(map(jnp.add, total, of_piece)) if total else of_piece
         first = others[0]
         if hand_on:
             total, first = tied(total, first)
@@ -270,6 +278,20 @@ def with_token(params: Any) -> tuple[Any, Any]:
     run.defvjp(lambda leaf: (run(leaf), None), lambda _, gradients: (gradients[0] + gradients[1].astype(gradients[0].dtype),))
     leaves[smallest], token = run(leaves[smallest])
     return jax.tree.unflatten(tree, leaves), token
+
+
+def awaited(params: Any, token: Any) -> tuple[Any, Any]:
+    """Both as they are; what goes further back waits for the gradients of the parameters' readers.
+
+    Otherwise XLA may keep what those are computed from until the end of the step.
+    """
+
+    @jax.custom_vjp
+    def run(params, token):
+        return params, token
+
+    run.defvjp(lambda params, token: (run(params, token), None), lambda _, gradients: tied(*gradients))
+    return run(params, token)
 
 
 def sliced(piece: Piece, others: Sequence[Any]) -> list[Any]:

@@ -26,14 +26,14 @@ from capture.cluster import Cluster
 from capture.errors import ClusterError, ExecutionError, PlanError, Violation, WorkloadError
 from capture.osdp.cost import Mode
 from capture.osdp.plan import ParameterLeaf, ShardingPlan
-from capture.runtime.gathering import ParamArray, Part, Piece, Rows, Taken, run_gathered, with_token
+from capture.runtime.gathering import ParamArray, Part, Piece, Rows, Taken, awaited, run_gathered, with_token
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
 from capture.tracing.cut import product_cuts
 from capture.tracing.layers import LayerOps, assign_layers
 from capture.tracing.leaf_uses import LAYOUT, ORDERED, Slicing, slicing_of
 from capture.tracing.model import flatten_loss
 from capture.tracing.operators import TracedOperators
-from capture.tracing.program import Op
+from capture.tracing.program import Op, Program
 from capture.tracing.slices import run_op, run_steps, steps_of
 
 _CASTS = ("convert_element_type", "reduce_precision", "copy")
@@ -287,87 +287,116 @@ class Emission:
 
     # ---- the loss --------------------------------------------------------------------------------------------------
 
-    def transform(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    def transform(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
         """The loss with the plan's gathers; call it, and differentiate it, inside ``jax.jit``.
 
         Args:
             loss_fn: ``loss_fn(params, batch)``, or with further array arguments; a scalar. Rows that a split table lacks count as 0.
+            has_aux: As of ``jax.value_and_grad``: ``loss_fn`` returns ``(loss, aux)``, aux being any tree of arrays and numbers. The plan's
+                memory does not count them.
 
         Returns:
-            A function of the same arguments; the parameters are those of ``shardings``.
+            A function of the same arguments with the same results; the parameters are those of ``shardings``.
 
         Raises:
-            WorkloadError: ``osdp-loss`` when it is called and the loss is no scalar; PlanError: ``osdp-params``.
+            WorkloadError: ``osdp-loss`` when it is called and the loss is no scalar, has results beside it that ``has_aux`` does not
+                announce, or scans over other parameters than the workload's; PlanError: ``osdp-params``.
         """
 
         @wraps(loss_fn)
         def sharded_loss(params, *arguments):
             self._check(params)
             closed, result = jax.make_jaxpr(loss_fn, return_shape=True)(self._struct, *arguments)
-            shapes = [leaf.shape for leaf in jax.tree.leaves(result)]
-            if shapes != [()]:
-                raise WorkloadError.of(
-                    f"the loss returns {len(shapes)} arrays of shapes {shapes}; return one scalar, without auxiliary results.", "osdp-loss"
-                )
+            _check_results(result, has_aux)
             params, token = with_token(params)
-            return self._evaluate(closed, self._tree.flatten_up_to(params), jax.tree.leaves(arguments), token)
+            found = self._evaluate(closed, self._tree.flatten_up_to(params), jax.tree.leaves(arguments), token)
+            return jax.tree.unflatten(jax.tree.structure(result), found)
 
         return sharded_loss
 
-    def _evaluate(self, closed: Any, params: Sequence[Any], batch: Sequence[Any], token: Any) -> Any:
+    def _evaluate(self, closed: Any, params: Sequence[Any], batch: Sequence[Any], token: Any) -> list[Any]:
         program, _, stacked = flatten_loss(closed, len(params), sys.maxsize)
-        assert stacked == self._stacked, "a loss scans over the same parameters whatever its batch"
+        if stacked != self._stacked:
+            raise WorkloadError.of(
+                "the loss scans over other parameters than the one that the plan was made for; transform the same computation.", "osdp-loss"
+            )
         held = [value for leaf, x in zip(self._leaves, params, strict=True) for value in leaf.held(x)]
         env = dict(zip(program.params, held, strict=True)) | dict(zip(program.batch, batch, strict=True)) | program.consts
         env[_TOKEN] = token
-        for layer in assign_layers(program, product_cuts(program) if self.plan.remat else [0, len(program.ops)]):
-            run: Callable[..., Any] = partial(_run_layer, layer, program.consts)
-            if self.plan.remat:
+        look_ahead = self.plan.look_ahead and not self.plan.remat
+        layers = assign_layers(program, product_cuts(program) if self.plan.remat else [0, len(program.ops)])
+        for layer in layers:
+            run: Callable[..., Any] = partial(_run_layer, layer, program, look_ahead)
+            inputs = {v: env[v] for v in (*layer.params, *layer.batch, *layer.inputs, _TOKEN)}
+            if layer is not layers[-1]:  # what goes backwards at once is not computed again
                 run = jax.checkpoint(run, policy=jax.checkpoint_policies.nothing_saveable)
-            env |= run({v: env[v] for v in (*layer.params, *layer.batch, *layer.inputs, _TOKEN)})
-        return env[program.loss]
+            if self.plan.remat:
+                small = [v for v in layer.params if not isinstance(env[v], _Held)]
+                values, inputs[_TOKEN] = awaited([env[v] for v in small], env[_TOKEN])
+                inputs.update(zip(small, values, strict=True))
+            env |= run(inputs)
+        if look_ahead:  # of a token that nobody reads, XLA would drop all that was tied to it
+            env[program.loss] += lax.stop_gradient(env[_TOKEN]).astype(program.avals[program.loss].dtype)
+        return [_plain(env[v]) for v in (program.loss, *program.aux)]
 
 
-def _run_layer(layer: LayerOps, consts: dict[int, Any], inputs: dict[int, Any]) -> dict[int, Any]:
-    env = {**{v: consts[v] for v in layer.consts}, **inputs}
-    run_steps(steps_of(layer), env, consts, partial(_run, _read_again(layer)), (_TOKEN,))
+def _run_layer(layer: LayerOps, program: Program, look_ahead: bool, inputs: dict[int, Any]) -> dict[int, Any]:
+    differentiated = [op for op in layer.ops if not program.toward_loss.isdisjoint(op.outputs)]
+    run = _Runner(frozenset(differentiated), _read_again(layer.params, differentiated), look_ahead)
+    env = {**{v: program.consts[v] for v in layer.consts}, **inputs}
+    run_steps(steps_of(layer), env, program.consts, run, (_TOKEN,))
     return {v: env[v] for v in (*layer.outputs, _TOKEN)}
 
 
-def _run(later: frozenset[Op], op: Op, inputs: Sequence[Any], env: dict[int, Any]) -> Sequence[Any]:
-    """One operation, where parameters may be held; ``later`` as of ``_read_again``."""
-    held = [i for i, value in enumerate(inputs) if isinstance(value, _Held)]
-    if not held:
-        return run_op(op, inputs)
-    if op.primitive.name in LAYOUT:
-        return [replace(inputs[0], chain=(*inputs[0].chain, op))]
-    others = [i for i, v in enumerate(op.inputs) if i not in held and not isinstance(v, jex_core.Literal)]
-    if not others:  # of parameters alone, such as a penalty on their size: nothing to gather
-        return run_op(op, [value.plain if isinstance(value, _Held) else value for value in inputs])
-    sources = [source for i in held for source in inputs[i].sources]
-    arrays = [array for i in held for array in inputs[i].arrays]
-    pieces = _pieces(op, inputs, held, others)
-    operand = op.inputs[others[0]]
-    read_again = op in later
-    results, env[_TOKEN], first = run_gathered(
-        sources,
-        pieces,
-        arrays,
-        [inputs[i] for i in others],
-        env[_TOKEN],
-        keep_results=op.primitive.name not in ("dot_general", "conv_general_dilated", "ragged_dot"),
-        hand_on=read_again,
-    )
-    if read_again and isinstance(operand, int):
-        env[operand] = first
-    return results
+@dataclass(frozen=True)
+class _Runner:
+    """Runs operations of a layer, where parameters may be held.
+
+    Attributes:
+        differentiated: Those that a gradient of the loss goes through.
+        read_again: See ``_read_again``.
+        look_ahead: Whether gathers may start with the operation before; not in the model's remat regions.
+    """
+
+    differentiated: frozenset[Op]
+    read_again: frozenset[Op]
+    look_ahead: bool
+
+    def __call__(self, op: Op, inputs: Sequence[Any], env: dict[int, Any]) -> Sequence[Any]:
+        held = [i for i, value in enumerate(inputs) if isinstance(value, _Held)]
+        if not held:
+            return run_op(op, inputs)
+        if op.primitive.name in LAYOUT:
+            return [replace(inputs[0], chain=(*inputs[0].chain, op))]
+        others = [i for i, v in enumerate(op.inputs) if i not in held and not isinstance(v, jex_core.Literal)]
+        if not others:  # of parameters alone, such as a penalty on their size: nothing to gather
+            return run_op(op, [_plain(value) for value in inputs])
+        arrays, given, token = [array for i in held for array in inputs[i].arrays], [inputs[i] for i in others], env[_TOKEN]
+        if op not in self.differentiated:  # or the token would take it backwards, with gradients of 0
+            arrays, given, token = lax.stop_gradient((arrays, given, token))
+        results, token, first = run_gathered(
+            [source for i in held for source in inputs[i].sources],
+            _pieces(op, inputs, held, others),
+            arrays,
+            given,
+            token,
+            keep_results=op.primitive.name not in ("dot_general", "conv_general_dilated", "ragged_dot"),
+            hand_on=op in self.read_again,
+            look_ahead=self.look_ahead and op in self.differentiated and not op.regions,
+        )
+        if op in self.differentiated:
+            env[_TOKEN] = token
+        operand = op.inputs[others[0]]
+        if op in self.read_again and isinstance(operand, int):
+            env[operand] = first
+        return results
 
 
-def _read_again(layer: LayerOps) -> frozenset[Op]:
+def _read_again(params: Sequence[int], ops: Sequence[Op]) -> frozenset[Op]:
     """Operations with a parameter whose first other operand a later one reads with another: queries, keys and values, for example."""
-    from_params, found = set(layer.params), set()
+    from_params, found = set(params), set()
     last: dict[Any, Op] = {}
-    for op in layer.ops:
+    for op in ops:
         params = [v for v in op.reads if v in from_params]
         others = [v for v in op.reads if v not in from_params]
         if params and not others:
@@ -438,6 +467,10 @@ def _slice(
     return Piece((taken,), partner, compute)
 
 
+def _plain(value: Any) -> Any:
+    return value.plain if isinstance(value, _Held) else value
+
+
 def _applied(chain: Sequence[Op], value: Any) -> Any:
     for op in chain:
         (value,) = run_op(op, [value])
@@ -466,6 +499,23 @@ def _group_axes(mesh: Mesh, group_size: int | None) -> tuple[Any, ...]:
     sizes = list(mesh.shape.values())
     fitting = [i for i in range(len(sizes)) if math.prod(sizes[i:]) == group_size]
     return mesh.axis_names[fitting[0] :] if fitting else ()
+
+
+def _check_results(result: Any, has_aux: bool) -> None:
+    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+        raise WorkloadError.of(f"has_aux=True, but the loss returns {_described(result)}; return (loss, aux).", "osdp-loss")
+    loss = result[0] if has_aux else result
+    if [leaf.shape for leaf in jax.tree.leaves(loss)] != [()]:
+        raise WorkloadError.of(
+            f"the loss {'is' if has_aux else 'returns'} {_described(loss)}; return one scalar"
+            + ("." if has_aux else ", or (scalar, aux), and pass has_aux=True to transform."),
+            "osdp-loss",
+        )
+
+
+def _described(result: Any) -> str:
+    shapes = [str(leaf.shape) for leaf in jax.tree.leaves(result)]
+    return f"1 array of shape {shapes[0]}" if len(shapes) == 1 else f"{len(shapes)} arrays of shapes {', '.join(shapes)}"
 
 
 def _group_violations(plan: ShardingPlan, mesh: Mesh) -> Iterator[Violation]:

@@ -67,7 +67,7 @@ def flatten(closed, num_params: int, unroll: frozenset[EquationPath] | None, sta
     """Flatten the jaxpr of a loss.
 
     Args:
-        closed: Closed jaxpr; its inputs are the parameter leaves, then the batch leaves.
+        closed: Closed jaxpr; its inputs are the parameter leaves, then the batch leaves, and the first of its outputs is the loss.
         num_params: Number of parameter leaves.
         unroll: Scans to unroll; None to honour layer marks: scans with a mark in the body are unrolled, and marks are recorded.
         stacked: Dimension along which to divide a parameter leaf into one per layer, by leaf.
@@ -94,11 +94,18 @@ def flatten(closed, num_params: int, unroll: frozenset[EquationPath] | None, sta
             arguments.append(_Stack(parts, dim))
     batch = [v for v in arguments[num_params:] if isinstance(v, int)]
     top = _Place()
-    loss = flattener.as_value(flattener.open(closed.jaxpr, closed.consts, arguments, top)[0], top)
+    loss, *aux = [flattener.as_value(v, top) for v in flattener.open(closed.jaxpr, closed.consts, arguments, top)]
     if all(loss not in op.outputs for op in flattener.ops):
         loss = flattener.emit(("copy",), [loss], top)  # a loss that is a leaf or a constant still needs a layer that makes it
     program = Program(
-        tuple(flattener.ops), tuple(flattener.avals), flattener.consts, tuple(params), tuple(batch), loss, tuple(flattener.marks)
+        tuple(flattener.ops),
+        tuple(flattener.avals),
+        flattener.consts,
+        tuple(params),
+        tuple(batch),
+        loss,
+        tuple(aux),
+        tuple(flattener.marks),
     )
     found = {leaf: dims.pop() for leaf, dims in flattener.scanned_dims.items() if len(dims) == 1}
     return Flattening(program.without_dead_ops().sunk(), flattener.scan_flops, found)

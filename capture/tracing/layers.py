@@ -21,7 +21,7 @@ class LayerOps:
         own: How many of them run in no other layer.
         params, batch, consts: Leaves and constants that the ops read.
         inputs: Values of earlier layers that the ops read.
-        outputs: Values that later layers read; of the last layer, the loss.
+        outputs: Values that later layers read, and results of the program; the last layer makes the loss.
     """
 
     ops: tuple[Op, ...]
@@ -46,7 +46,7 @@ def assign_layers(program: Program, cuts: Sequence[int]) -> list[LayerOps]:
         own = [i for i in range(start, stop) if i not in program.recomputed]
         wanted = {v for i in own for v in program.ops[i].reads}
         if k == len(cuts) - 2:
-            wanted.add(program.loss)
+            wanted |= program.results
         copied: set[int] = set()
         pending = list(wanted)
         while pending:
@@ -62,8 +62,9 @@ def assign_layers(program: Program, cuts: Sequence[int]) -> list[LayerOps]:
     crossing = set().union(*external) - leaves
     layers = []
     for k, (indices, num_own) in enumerate(picked):
-        made = {v for i in indices if i not in program.recomputed for v in program.ops[i].outputs}
-        outputs = made & crossing if k < len(picked) - 1 else {program.loss}
+        is_last = k == len(picked) - 1
+        made = {v for i in indices if is_last or i not in program.recomputed for v in program.ops[i].outputs}
+        outputs = made & (program.results if is_last else crossing | program.results)
         layers.append(
             LayerOps(
                 ops=tuple(program.ops[i] for i in indices),

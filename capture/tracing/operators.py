@@ -100,6 +100,7 @@ def traced_operators(workload: WorkloadProtocol, name: str, microbatch_size: int
         part = _differentiated(traced, layer.layer_id)
         first = part.saved_values - kept
         kept |= first
+        later = graph.crossing(layer.layer_id + 1)
         read = [*(graph.values[v] for v in layer.inputs), *(graph.batch[b] for b in layer.batch)]
         params.append(tuple(sorted(own)))
         operators.append(
@@ -112,6 +113,7 @@ def traced_operators(workload: WorkloadProtocol, name: str, microbatch_size: int
                 output_bytes=part.product_bytes // microbatch_size,
                 flops=layer.flops // microbatch_size,
                 tail_bytes=part.saved_bytes // microbatch_size,
+                crossing_bytes=sum(graph.values[v].nbytes for v in later if graph.values[v].differentiable) // microbatch_size,
             )
         )
     leaves = tuple(

@@ -7,7 +7,7 @@ opened (``flatten.py``); the operations of a region remember it, so that slices 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -107,6 +107,7 @@ class Program:
         params: Values of the parameter leaves, a leaf stacked over unrolled layers once per layer.
         batch: Values of the batch leaves, then of the random key.
         loss: Value of the loss.
+        aux: Values of what else the traced function returns: leaves, constants or computed.
         marks: Layer boundaries, ascending.
     """
 
@@ -116,7 +117,12 @@ class Program:
     params: tuple[int, ...]
     batch: tuple[int, ...]
     loss: int
+    aux: tuple[int, ...]
     marks: tuple[Mark, ...]
+
+    @property
+    def results(self) -> frozenset[int]:
+        return frozenset((self.loss, *self.aux))
 
     @cached_property
     def producer(self) -> dict[int, int]:
@@ -145,6 +151,15 @@ class Program:
         """Floating-point values through which a gradient can flow back to a parameter."""
         reached = self._reached_from(self.params, stop=frozenset({"stop_gradient"}))
         return frozenset(v for v in reached if jnp.issubdtype(self.avals[v].dtype, jnp.inexact))
+
+    @cached_property
+    def toward_loss(self) -> frozenset[int]:
+        """Values through which a gradient can come back from the loss."""
+        reached = {self.loss}
+        for op in reversed(self.ops):
+            if op.primitive.name != "stop_gradient" and not reached.isdisjoint(op.outputs):
+                reached.update(op.reads)
+        return frozenset(reached)
 
     def _is_early(self, op: Op) -> bool:
         """Whether the op needs parameters only, or batch only: it could run in any layer."""
@@ -195,11 +210,11 @@ class Program:
         for p in range(len(self.ops)):
             before[p + 1] += before[p]
         marks = tuple(Mark(before[mark.position], mark.value) for mark in self.marks)
-        return Program(tuple(self.ops[i] for i in order), self.avals, self.consts, self.params, self.batch, self.loss, marks)
+        return replace(self, ops=tuple(self.ops[i] for i in order), marks=marks)
 
     def without_dead_ops(self) -> Program:
-        """The program without ops whose results nobody reads."""
-        live = {self.loss}
+        """The program without ops that make no result of it, nor anything that one needs."""
+        live = set(self.results)
         kept = [False] * len(self.ops)
         for i in reversed(range(len(self.ops))):
             op = self.ops[i]
@@ -211,4 +226,4 @@ class Program:
             before.append(before[-1] + keep)
         marks = tuple(Mark(before[mark.position], mark.value) for mark in self.marks)
         ops = tuple(op for op, keep in zip(self.ops, kept, strict=True) if keep)
-        return Program(ops, self.avals, self.consts, self.params, self.batch, self.loss, marks)
+        return replace(self, ops=ops, marks=marks)

@@ -104,9 +104,9 @@ class OsdpResult:
         """See ``Emission.replicated``."""
         return self.emission.replicated
 
-    def transform(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    def transform(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
         """See ``Emission.transform``."""
-        return self.emission.transform(loss_fn)
+        return self.emission.transform(loss_fn, has_aux)
 
     def split(self, params: Any) -> Any:
         """See ``Emission.split``."""
@@ -157,7 +157,8 @@ def osdp(
     """Choose for every operator of a loss whether to replicate, shard or split its parameters, for the largest throughput that fits.
 
     Args:
-        workload: The task; nothing is allocated.
+        workload: The task; nothing is allocated. Where the loop's own loss returns ``(loss, aux)`` or takes more arguments, that of the
+            workload is the scalar alone, and the loop's is given to ``transform``.
         where: A ``Cluster``, or a ``jax.sharding.Mesh`` whose axes are all data-parallel.
         memory_limit: Per device, in bytes or as text ("30GiB"), of which plans use 94 %; None: what the target can use.
         target: Rates and memory of the mesh's devices, such as ``"h100"``; a cluster names its own.
@@ -167,7 +168,9 @@ def osdp(
         granularities: Slices per operator to choose from; 1 is unsplit.
         partly: Whether k of g slices may be sharded: such leaves become two arrays (``split``).
         remat: Whether the backward pass computes every operator again from its input. The model's own ``jax.checkpoint`` needs no option.
-        overlap_fraction: Of computation and communication, what hides the other (``StepCost``).
+        overlap_fraction: Of computation and communication, what hides the other (``StepCost``). Above 0, the forward pass may gather an
+            operator's parameters while the one before it runs; backwards, gathers and reduce-scatters run beside the two products of
+            their own operator in any case, as far as XLA can.
         smallest_bytes: Smaller parameters are replicated.
         dtype: Of the products, for their rate.
 
@@ -205,7 +208,14 @@ def osdp(
     plan = found.plan
     if plan is not None:
         names = tuple(operator.name for operator in _all(cost))
-        plan = replace(plan, names=names, params=operators.names, remat=remat, smallest_bytes=smallest_bytes)
+        plan = replace(
+            plan,
+            names=names,
+            params=operators.names,
+            remat=remat,
+            smallest_bytes=smallest_bytes,
+            look_ahead=overlap_fraction > 0,
+        )
     return OsdpResult(found, plan, cost, workload, operators, where)
 
 
