@@ -149,9 +149,10 @@ class StepCost:
     """The same step with what the paper leaves out.
 
     * Gathering. While a ZDP slice is used backwards, it is there whole, and so is its gradient: 2 S / g bytes, and another S / g where the
-      next slice is gathered meanwhile (overlap). With the workspace and the gradients of its input and output, these are *transient*: one
-      operator has them at a time (O-b, O-c). What was kept of the operations after the product has gone by then. Rematerialised
-      activations are transient too.
+      next slice is gathered meanwhile (overlap); less where products read it in fewer bits (``gathered_fraction``). With the workspace
+      and the gradients of its input and output, these are *transient*: one operator has them at a time (O-b, O-c), and memory on the
+      chip holds what it can of them. What was kept of the operations after the product has gone by then. Rematerialised activations are
+      transient too.
     * Splitting. Slices in DP mode are reduced together, those in ZDP mode one by one, each with its alphas; and partial results are added:
       read twice and written once per further slice, in a buffer of its own (O-h, O-i).
     * Overlap. Of computation and communication of an operator, a fraction of the lesser is hidden: 0 none, 1 ideal, or as measured
@@ -214,13 +215,21 @@ class StepCost:
 
         Then the parameters are gathered, and what was kept of the operations after the product has gone.
         """
-        passing = operator.input_bytes + operator.output_bytes  # their gradients, per example
-        passing += operator.activation_bytes if self.remat else 0
-        passing += operator.output_bytes if self._partial_sums(mode) else 0
-        gathered = 0.0 if not mode.num_sharded else (3 if self.overlap_fraction else 2) * operator.parameter_bytes / mode.num_slices
-        gone = 0 if self.remat else operator.tail_bytes
-        before, at = batch_size * passing, gathered + batch_size * (passing - gone)
-        return operator.workspace_bytes + before, operator.workspace_bytes + at
+        passing = [batch_size * operator.input_bytes, batch_size * operator.output_bytes]  # their gradients
+        passing += [batch_size * operator.output_bytes] if self._partial_sums(mode) else []
+        gradient = operator.parameter_bytes / mode.num_slices if mode.num_sharded else 0.0
+        gathered = [gradient * operator.gathered_fraction] * (2 if self.overlap_fraction else 1)
+        again = operator.workspace_bytes + (batch_size * operator.activation_bytes if self.remat else 0)
+        gone = 0 if self.remat else batch_size * operator.tail_bytes
+        return again + self._in_memory(*passing), again - gone + self._in_memory(*passing, gradient, *gathered)
+
+    def _in_memory(self, *arrays: Any) -> Any:
+        """Bytes of arrays that are in use at once, less what the memory on the chip holds of those that fit into it."""
+        on_chip = self.devices.on_chip_bytes.value
+        if not on_chip:
+            return sum(arrays)
+        fitting = sum(np.where(np.less_equal(nbytes, on_chip), nbytes, 0) for nbytes in arrays)
+        return sum(arrays) - np.minimum(fitting, on_chip)
 
     @staticmethod
     def _partial_sums(mode: Mode) -> int:
@@ -236,8 +245,9 @@ class StepCost:
         replicated = operator.replicated_bytes + slice_bytes * (mode.num_slices - mode.num_sharded)
         seconds = devices.reduce_seconds(replicated, devices.num_devices) if replicated else 0.0
         if mode.num_sharded:
-            gathers = 4 if self.remat else 3  # forward, backward, and the reduce-scatter of the gradients, which takes as long
-            each = gathers * devices.gather_seconds(slice_bytes, group)
+            gathers = 3 if self.remat else 2  # forward and backward; the reduce-scatter of gradients takes as long as one of all bits
+            each = gathers * devices.gather_seconds(slice_bytes * operator.gathered_fraction, group)
+            each += devices.gather_seconds(slice_bytes, group)
             if group < devices.num_devices:
                 each += devices.reduce_seconds(slice_bytes / group, devices.num_devices // group, stride=group)
             seconds += mode.num_sharded * each

@@ -45,6 +45,7 @@ class Operator:
         gamma_seconds: Measured seconds per example, forward and backward (gamma_i of the paper); None to take them from ``flops``.
         replicated_bytes: Of further parameters, replicated in every mode: too small, or of a shape that the devices do not divide.
         tail_bytes: Of ``activation_bytes``, what is kept of the operations after the product.
+        gathered_fraction: Of ``parameter_bytes``, what a gather of all of them brings: less than 1 where products read them in fewer bits.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Operator:
     gamma_seconds: float | None = None
     replicated_bytes: int = 0
     tail_bytes: int = 0
+    gathered_fraction: float = 1.0
 
     @property
     def can_split(self) -> bool:
@@ -213,4 +215,5 @@ def _read_operator(document: Fields) -> Operator:
         None if gamma is None else document.number("gamma_seconds"),
         document.integer("replicated_bytes", 0),
         document.integer("tail_bytes", 0),
+        document.number("gathered_fraction", 1.0),
     )
