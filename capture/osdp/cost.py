@@ -202,8 +202,8 @@ class StepCost:
         group = mode.group_size or self.devices.num_devices
         sharded = mode.num_sharded / mode.num_slices
         states = self.model.state_bytes_per_parameter_byte * (operator.replicated_bytes + size * (1 - sharded + sharded / group))
-        held = self.held_bytes(operator)
-        transient = np.maximum(*self.transients(operator, mode, batch_size))
+        held = self.held_bytes(operator, mode)
+        transient = np.maximum(0, np.maximum(*self.transients(operator, mode, batch_size)))
         partial_sums = self._partial_sums(mode)
         added = 3 * partial_sums * batch_size * operator.output_bytes / self.devices.memory_bytes_per_second.value
         computed = compute_seconds(operator, self.devices, batch_size, self.remat) + added * (2 if self.remat else 1)
@@ -219,26 +219,28 @@ class StepCost:
         passing += [batch_size * operator.output_bytes] if self._partial_sums(mode) else []
         gradient = operator.parameter_bytes / mode.num_slices if mode.num_sharded else 0.0
         gathered = [gradient * operator.gathered_fraction] * (2 if self.overlap_fraction else 1)
-        again = operator.workspace_bytes + (batch_size * operator.activation_bytes if self.remat else 0)
-        gone = 0 if self.remat else batch_size * operator.tail_bytes
-        return again + self._in_memory(*passing), again - gone + self._in_memory(*passing, gradient, *gathered)
+        tail = batch_size * operator.tail_bytes
+        operand = batch_size * operator.activation_bytes - tail
+        again = operator.workspace_bytes + (operand + tail if self.remat else 0)
+        before = again + sum(passing) - self._on_chip(*passing, operand, tail)
+        passing += [gradient, *gathered]
+        return before, again - (0 if self.remat else tail) + sum(passing) - self._on_chip(*passing, operand)
 
-    def _in_memory(self, *arrays: Any) -> Any:
-        """Bytes of arrays that are in use at once, less what the memory on the chip holds of those that fit into it."""
-        on_chip = self.devices.on_chip_bytes.value
-        if not on_chip:
-            return sum(arrays)
-        fitting = sum(np.where(np.less_equal(nbytes, on_chip), nbytes, 0) for nbytes in arrays)
-        return sum(arrays) - np.minimum(fitting, on_chip)
+    def _on_chip(self, *arrays: Any) -> Any:
+        """Bytes that memory on the chip holds of arrays that are in use at once: of those that fit into it."""
+        capacity = self.devices.on_chip_bytes.value
+        return np.minimum(capacity, sum(np.where(np.less_equal(nbytes, capacity), nbytes, 0) for nbytes in arrays)) if capacity else 0
 
     @staticmethod
     def _partial_sums(mode: Mode) -> int:
         """Additions of slices' results: those in DP mode are one product."""
         return mode.num_sharded - (mode.num_sharded == mode.num_slices)
 
-    def held_bytes(self, operator: Operator) -> int:
+    def held_bytes(self, operator: Operator, mode: Mode) -> int:
         """What is kept of an operator for its backward pass, per example."""
-        return operator.input_bytes if self.remat else operator.activation_bytes
+        if self.remat:
+            return operator.input_bytes
+        return operator.activation_bytes - (0 if mode.num_sharded else operator.fused_bytes)
 
     def _sent_seconds(self, operator: Operator, mode: Mode, group: int) -> float:
         devices, slice_bytes = self.devices, operator.parameter_bytes / mode.num_slices

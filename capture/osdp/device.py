@@ -64,7 +64,7 @@ class Devices:
     memory_bytes_per_second: Sourced
     intra_node: Link
     inter_node: Link
-    on_chip_bytes: Sourced = Sourced(0, "none")
+    on_chip_bytes: Sourced = Target.on_chip_bytes
 
     @property
     def num_devices(self) -> int:

@@ -46,6 +46,8 @@ class Operator:
         replicated_bytes: Of further parameters, replicated in every mode: too small, or of a shape that the devices do not divide.
         tail_bytes: Of ``activation_bytes``, what is kept of the operations after the product.
         gathered_fraction: Of ``parameter_bytes``, what a gather of all of them brings: less than 1 where products read them in fewer bits.
+        fused_bytes: Of ``activation_bytes``, operands that a replicated product computes again from what is kept; a sharded one, which may
+            be computed while slices arrive, reads them as they were.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Operator:
     replicated_bytes: int = 0
     tail_bytes: int = 0
     gathered_fraction: float = 1.0
+    fused_bytes: int = 0
 
     @property
     def can_split(self) -> bool:
@@ -216,4 +219,5 @@ def _read_operator(document: Fields) -> Operator:
         document.integer("replicated_bytes", 0),
         document.integer("tail_bytes", 0),
         document.number("gathered_fraction", 1.0),
+        document.integer("fused_bytes", 0),
     )

@@ -30,7 +30,7 @@ def peak_bytes(cost: StepCost, operators: Sequence[Operator], modes: Sequence[Mo
         batch_size: Examples per device.
     """
     found = [cost.cost(operator, mode, batch_size) for operator, mode in zip(operators, modes, strict=True)]
-    held = np.array([batch_size * cost.held_bytes(operator) for operator in operators], float)
+    held = np.array([batch_size * cost.held_bytes(operator, mode) for operator, mode in zip(operators, modes, strict=True)], float)
     states = np.array([c.resident_bytes for c in found], float) - held
     gradients = states / cost.model.state_bytes_per_parameter_byte
     phases = [cost.transients(operator, mode, batch_size) for operator, mode in zip(operators, modes, strict=True)]

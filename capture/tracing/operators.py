@@ -13,7 +13,7 @@ from jax.extend import core as jex_core
 from capture.graph import Tensor, item_bytes
 from capture.osdp.operators import Block, Kind, Operator, OperatorModel
 from capture.osdp.plan import ParameterLeaf
-from capture.target import Products
+from capture.target import Products, Target
 from capture.tracing.cut import PRODUCTS
 from capture.tracing.leaf_uses import LAYOUT
 from capture.tracing.model import TracedModel, trace
@@ -82,7 +82,7 @@ class TracedOperators:
 
 
 def traced_operators(
-    workload: WorkloadProtocol, name: str, microbatch_size: int = 1, products: Products = Products()
+    workload: WorkloadProtocol, name: str, microbatch_size: int = 1, products: Products = Target.products
 ) -> TracedOperators:
     """The operators of a loss, in program order; equal ones are found by their content.
 
@@ -101,7 +101,7 @@ def traced_operators(
     """
     traced = trace(workload, microbatch_size, at_products=True)
     graph, counted, kept = traced.graph, set[int](), set[int]()
-    operators, params = [], []
+    operators, params, fused = [], [], set[int]()
     parts = _parts(traced, products)
     for layer, part in zip(graph.layers, parts, strict=True):
         own = set(layer.params) - counted
@@ -122,13 +122,15 @@ def traced_operators(
                 output_bytes=part.product_bytes // microbatch_size,
                 flops=layer.flops // microbatch_size,
                 tail_bytes=part.saved_bytes // microbatch_size,
+                fused_bytes=sum(part.saved_values[v] for v in first & fused) // microbatch_size,
             )
         )
+        fused |= part.fused_values
     leaves = tuple(
         ParameterLeaf(tensor.name, tensor.shape, item_bytes(tensor.dtype), dim)
         for tensor, dim in zip(graph.params, traced.split_dims, strict=True)
     )
-    gathered = [min(part.read_bytes.get(p, leaf.nbytes) for part in parts) for p, leaf in enumerate(leaves)]
+    gathered = [max((part.read_bytes[p] for part in parts if p in part.read_bytes), default=leaf.nbytes) for p, leaf in enumerate(leaves)]
     return TracedOperators(
         OperatorModel(name, (Block(tuple(operators)),), _state_ratio(workload)), tuple(params), leaves, tuple(gathered), traced
     )
@@ -143,6 +145,7 @@ class _Part:
         product_bytes: Of the result of that product; 0 without one.
         saved_bytes: Of values inside the layer that are saved.
         saved_values: Values of the graph that are, and their bytes.
+        fused_values: Values of the graph that it makes and that follow from what it keeps.
         read_bytes: By parameter, what products read of it.
     """
 
@@ -150,6 +153,7 @@ class _Part:
     product_bytes: int
     saved_bytes: int
     saved_values: dict[int, int]
+    fused_values: set[int]
     read_bytes: dict[int, int]
 
 
@@ -199,7 +203,18 @@ def _differentiated(traced: TracedModel, layer_id: int, products: Products, mult
     product = next((equation for equation in jaxpr.eqns if equation.primitive.name in PRODUCTS), None)
     kind: Kind = "other" if product is None else PRODUCTS[product.primitive.name]
     size = 0 if product is None else math.prod(product.outvars[0].aval.shape) * item_bytes(str(product.outvars[0].aval.dtype))
-    return _Part(kind, size, sum(nbytes(v) for v in kept - set(of_graph)), values, read)
+    following = _following(jaxpr, (kept - _sums(jaxpr)) | free) if products.fuse_operands else set()
+    fused = {of_graph[v] for v in following if v in of_graph}
+    return _Part(kind, size, sum(nbytes(v) for v in kept - set(of_graph)), values, fused, read)
+
+
+def _following(jaxpr, known: set) -> set:
+    """Variables that follow from known ones by operations that are fused."""
+    found = set[Any]()
+    for equation in jaxpr.eqns:
+        if _is_fused(equation, True) and all(isinstance(v, jex_core.Literal) or v in known or v in found for v in equation.invars):
+            found.update(equation.outvars)
+    return found - known
 
 
 #: Products of numbers: lookups are none.
@@ -249,8 +264,9 @@ def _is_fused(equation, broadcasts: bool) -> bool:
 def _kept(jaxpr, saved: Sequence, free: set, boundary: set, nbytes: Callable[[Any], int], fuse_operands: bool) -> set:
     """Variables that a compiler keeps for those that are saved.
 
-    Results of products are in memory anyway, operands unless they are fused, and so are sums and values between layers. What follows from them by element-wise
-    operations is computed again where it is read, so they are kept in its place, unless that is more; sums are next to nothing.
+    Results of products are in memory anyway, operands unless they are fused, and so are sums and values between layers. What follows from
+    them by element-wise operations is computed again where it is read, so they are kept in its place, unless that is more; sums are next
+    to nothing.
 
     Args:
         jaxpr: The forward pass.
@@ -267,7 +283,7 @@ def _kept(jaxpr, saved: Sequence, free: set, boundary: set, nbytes: Callable[[An
             made_on_the_way = equation.primitive.name.startswith("reduce_") or (fuse_operands and equation.primitive.name in _MULTIPLY)
             if not made_on_the_way:
                 stops.update(v for v in equation.invars if not isinstance(v, jex_core.Literal))
-    sums = {v for equation in jaxpr.eqns if equation.primitive.name.startswith("reduce_") for v in equation.outvars}
+    sums = _sums(jaxpr)
     roots: dict[Any, frozenset] = {}
     for equation in jaxpr.eqns:
         read = [v for v in equation.invars if not isinstance(v, jex_core.Literal) and v not in free]
@@ -278,6 +294,10 @@ def _kept(jaxpr, saved: Sequence, free: set, boundary: set, nbytes: Callable[[An
         instead = roots.get(v, frozenset([v])) - found
         found |= instead if sum(map(nbytes, instead - sums)) <= nbytes(v) else {v}
     return found
+
+
+def _sums(jaxpr) -> set:
+    return {v for equation in jaxpr.eqns if equation.primitive.name.startswith("reduce_") for v in equation.outvars}
 
 
 def _static(jaxpr, num_params: int) -> Iterator:
