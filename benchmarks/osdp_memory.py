@@ -10,9 +10,12 @@ donated, on eight devices. Measured are arguments + temporaries + results that a
 The estimate has no fitted factor, but its rules were found by looking at compiled programs, N&D and W&S for H100 among them, and the 6 % of
 the limit that ``osdp`` leaves free were chosen after the largest error of these cases: that none is over its limit is no test of the 6 %.
 
-A TPU needs much less than the estimate. It multiplies float32 in bfloat16, and gathers and keeps that (not with ``--precision highest``);
-of the two gathers of a parameter its optimised program shows about one, in large batches with permutes beside it. The estimate knows
-neither.
+What a TPU does otherwise is in its target's file, and was found by looking at N&D and W&S for v5e. At default precision it reads operands
+in bfloat16, and gathers and keeps so what only products read (not with ``--precision highest``). It computes an operand again inside the
+product that reads it. What is in use, up to 112 MiB, is in VMEM: of a gigabyte, that is much. The estimate does not know whether a gather
+becomes a loop of permutes beside its product, as from about 1500 tokens per device: then the operand is kept, which is counted always.
+Nor does it know the gaps between buffers, up to 13 % with ``--precision highest``, where two steps need more than their limit. The compiler
+was not told of that: with ``xla_tpu_max_hbm_size_mib`` at the limit, the step that is most above it packs its buffers into 0.9 of it.
 """
 
 from __future__ import annotations

@@ -6,7 +6,9 @@ Targets are JSON files: those of ``capture/targets`` by name, a user's own by pa
     schema_version   1
     name, description, platform ("cuda", "tpu" or "cpu")
     memory           capacity_bytes, allocator_fraction, context_bytes, collective_bytes
+    on_chip_bytes    optional: memory beside the main one, in which the compiler holds what is in use
     compute          flops_per_second by data type, efficiency (fraction of that rate which large matrix products reach)
+    products         optional: dtypes, fuse_operands and their source, see ``Products``
     memory_rate      bytes_per_second, efficiency
     links            intra_node, inter_node, host: latency_seconds, bytes_per_second in one direction per device
     compiler         cuda: the device description that XLA plans with; tpu: topologies by name, ascending. Both: ``options`` of XLA
@@ -132,6 +134,20 @@ class Rates:
 
 
 @dataclass(frozen=True)
+class Products:
+    """What the compiler makes of matrix products and convolutions.
+
+    Attributes:
+        dtypes: By data type, the one in which products at default precision read it, where that is another: what only they read is then
+            gathered and kept in it.
+        fuse_operands: Whether element-wise operations are computed inside the product that reads their result, which is then in no memory.
+    """
+
+    dtypes: Mapping[str, str] = field(default_factory=dict, hash=False)
+    fuse_operands: bool = False
+
+
+@dataclass(frozen=True)
 class Target:
     """A kind of device.
 
@@ -142,6 +158,8 @@ class Target:
         memory: None where capacity means nothing (virtual CPU devices).
         rates: None likewise.
         compiler: Settings of the compiler.
+        on_chip_bytes: Of a memory beside the main one, in which the compiler holds what is in use.
+        products: What the compiler makes of products.
 
     Example:
         >>> target = Target.load("a100-40g")
@@ -155,6 +173,8 @@ class Target:
     memory: DeviceMemory | None = None
     rates: Rates | None = None
     compiler: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    on_chip_bytes: Sourced = Sourced(0, "none")
+    products: Products = Products()
 
     @classmethod
     def load(cls, name: str) -> Target:
@@ -228,6 +248,7 @@ def _read(fields: Fields, name: str) -> Target:
     if platform not in PLATFORMS:
         raise FieldError(f"platform is {platform!r} and must be one of {', '.join(PLATFORMS)}")
     memory, compute = fields.optional_object("memory"), fields.optional_object("compute")
+    on_chip, products = fields.optional_object("on_chip_bytes"), fields.optional_object("products")
     return Target(
         name,
         fields.text("description", ""),
@@ -235,6 +256,8 @@ def _read(fields: Fields, name: str) -> Target:
         None if memory is None else DeviceMemory(*(_sourced(memory.object(key)) for key in DeviceMemory.__dataclass_fields__)),
         None if compute is None else _read_rates(fields, compute),
         fields.object("compiler").data,
+        Target.on_chip_bytes if on_chip is None else _sourced(on_chip),
+        Products() if products is None else Products(products.object("dtypes").data, products.flag("fuse_operands")),
     )
 
 

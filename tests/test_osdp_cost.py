@@ -15,6 +15,7 @@ from capture.osdp.cost import DP, ZDP, Mode, PaperCost, StepCost
 from capture.osdp.device import Devices
 from capture.osdp.fit import MeasuredCollective, fit_link
 from capture.osdp.operators import Block, Operator, OperatorModel
+from capture.target import Sourced
 
 PRODUCT = Operator(
     "product", "matmul", 8_000_000, activation_bytes=3000, input_bytes=1000, output_bytes=2000, workspace_bytes=50, flops=10**9
@@ -63,6 +64,27 @@ def test_gathering_is_transient_and_falls_with_the_slices():
     assert cost_of(replace(model, overlap_fraction=1.0), ZDP)[1] == passing + 3 * 8_000_000  # the next one is gathered meanwhile
     rematerialised = cost_of(replace(model, remat=True), ZDP)[1]  # where the input's gradient takes the place of the input
     assert rematerialised == 50 + 2 * 8_000_000 + 2 * 2000
+
+
+def test_gathers_of_fewer_bits_are_smaller_and_faster_and_replicated_operands_may_be_fused():
+    model, half = StepCost(MODEL, EIGHT), replace(PRODUCT, gathered_fraction=0.5, fused_bytes=800)
+    whole, less = model.cost(PRODUCT, ZDP, 2), model.cost(half, ZDP, 2)
+    assert whole.transient_bytes - less.transient_bytes == 4_000_000  # the gradient is as before
+    assert whole.seconds - less.seconds == pytest.approx(14 * 5e5 / 4.5e9)  # of 21 steps, the 14 of two gathers
+    assert (whole.resident_bytes, model.cost(PRODUCT, DP, 2).resident_bytes) == (
+        less.resident_bytes,
+        model.cost(half, DP, 2).resident_bytes + 2 * 800,
+    )
+
+
+def test_memory_on_the_chip_holds_what_is_in_use_and_fits():
+    def transient(on_chip, mode, batch_size):
+        model = StepCost(MODEL, replace(EIGHT, on_chip_bytes=Sourced(on_chip, "test")))
+        return cost_of(model, mode, batch_size)[1]
+
+    assert transient(1500, DP, 1) == 50 + 2000  # of the gradients, the input's fits
+    assert transient(9_000_000, ZDP, 2) == 50 + 2 * 3000 + 16_000_000 - 9_000_000
+    assert transient(20_000_000, ZDP, 2) == 0  # with what is kept in use, all of it, and no less
 
 
 def test_slices_pay_latencies_and_additions():

@@ -9,6 +9,7 @@ import pytest
 import tracing_models as models
 
 from capture.osdp.operators import Operator
+from capture.target import Target
 from capture.tracing.operators import traced_operators
 from capture.workload import Workload
 
@@ -72,6 +73,30 @@ def test_values_that_two_operators_save_count_once():
     assert first.activation_bytes == 4 * D  # what comes before the sine; its input is a batch leaf
     assert second.activation_bytes == 4 * D  # x
     assert third.activation_bytes == 2 * 4 * D  # the factors of the product, each made by one of the two
+
+
+@pytest.mark.parametrize(("precision", "item"), [(None, 2), ("highest", 4)])
+def test_a_tpu_gathers_and_keeps_what_only_products_read_in_bfloat16_and_fuses_operands(precision, item):
+    def loss(p, batch):
+        x = jnp.matmul(batch["x"], p["a"], precision=precision)
+        x = jnp.sin(x - x.mean(-1, keepdims=True))
+        return jnp.mean(jnp.matmul(x, p["b"], precision=precision) ** 2)
+
+    workload = Workload(loss, lambda key: dict.fromkeys("ab", jnp.ones((D, D))), lambda key, n: {"x": jnp.ones((n, D))}, optax.sgd(0.1))
+    on_gpu, on_tpu = (traced_operators(workload, "two", products=Target.load(name).products) for name in ("h100", "v5e"))
+    assert [o.activation_bytes for o in on_gpu.model.operators] == [4 * D + 4, 2 * 4 * D]
+    first, second = on_tpu.model.operators
+    assert (first.activation_bytes, first.fused_bytes) == (4 * D + 4, 0)  # the result of the product and its sum
+    assert (second.activation_bytes, second.fused_bytes) == (item * D + 4 * D, 0)  # its operand: the sum keeps it from being fused
+    assert [o.gathered_fraction for o in on_tpu.sharded_over(2, 0).operators] == [item / 4, item / 4]
+    assert {o.gathered_fraction for o in on_gpu.sharded_over(2, 0).operators} == {1.0}
+
+
+def test_a_tpu_computes_operands_again_from_results_that_are_kept():
+    first, second = traced_operators(mlp(1), "one", products=Target.load("v5e").products).model.operators[1:3]
+    stream = 4 * D * 4
+    assert first.tail_bytes == stream  # float32, what comes before the sine
+    assert second.fused_bytes == stream // 2  # the sine
 
 
 def test_sizes_are_of_one_example():

@@ -149,8 +149,9 @@ class StepCost:
     """The same step with what the paper leaves out.
 
     * Gathering. While a ZDP slice is used backwards, it is there whole, and so is its gradient: 2 S / g bytes, and another S / g where the
-      next slice may be gathered meanwhile (overlap). With the workspace and the gradients of its input and output, these are *transient*:
-      one operator has them at a time (O-b, O-c). What was kept of the operations after the product has gone by then. Rematerialised
+      next slice may be gathered meanwhile (overlap); less where products read it in fewer bits (``gathered_fraction``). With the
+      workspace and the gradients of its input and output, these are *transient*: one operator has them at a time (O-b, O-c), and memory
+      on the chip holds what it can of them. What was kept of the operations after the product has gone by then. Rematerialised
       activations are transient too.
     * Splitting. Slices in DP mode are reduced together, those in ZDP mode one by one, each with its alphas; and partial results are added:
       read twice and written once per further slice, forwards in a buffer of its own (O-h, O-i).
@@ -201,8 +202,8 @@ class StepCost:
         group = mode.group_size or self.devices.num_devices
         sharded = mode.num_sharded / mode.num_slices
         states = self.model.state_bytes_per_parameter_byte * (operator.replicated_bytes + size * (1 - sharded + sharded / group))
-        held = self.held_bytes(operator)
-        transient = np.maximum.reduce(np.broadcast_arrays(*self.transients(operator, mode, batch_size)))
+        held = self.held_bytes(operator, mode)
+        transient = np.maximum.reduce(np.broadcast_arrays(0, *self.transients(operator, mode, batch_size)))
         partial_sums = self._partial_sums(mode)
         added = 3 * partial_sums * batch_size * operator.output_bytes / self.devices.memory_bytes_per_second.value
         computed = compute_seconds(operator, self.devices, batch_size, self.remat) + added * (2 if self.remat else 1)
@@ -215,37 +216,47 @@ class StepCost:
         The product has its parameters gathered, and nothing is kept of the operations after it. Rematerialised, it goes forwards when the
         gradients of what later operators read are there; and as its input is all that is held, the gradient of that takes the place.
         """
-        size, tail, workspace = operator.output_bytes, operator.tail_bytes, operator.workspace_bytes
-        gathered = operator.parameter_bytes / mode.num_slices if mode.num_sharded else 0.0
-        num_slices = 2 if self.overlap_fraction else 1
-        forwards = size * (2 if self._partial_sums(mode) else 1)
-        gradients = operator.input_bytes + size
+        size, read, tail = (batch_size * each for each in (operator.output_bytes, operator.input_bytes, operator.tail_bytes))
+        gradient = operator.parameter_bytes / mode.num_slices if mode.num_sharded else 0.0
+        gathered = [gradient * operator.gathered_fraction] * (2 if self.overlap_fraction else 1)
+        forwards = [size] * (2 if self._partial_sums(mode) else 1) + gathered
+        operand = batch_size * operator.activation_bytes - tail
         if self.remat:
-            arriving = operator.input_bytes if operator.crossing_bytes is None else operator.crossing_bytes
-            again = size + max(tail, operator.activation_bytes - operator.input_bytes)
-            passing = forwards + arriving, again + arriving, max(size, arriving)
+            arriving = read if operator.crossing_bytes is None else batch_size * operator.crossing_bytes
+            again = [size, np.maximum(tail, batch_size * operator.activation_bytes - read)]
+            gone, phases = 0, ([*forwards, arriving], [*again, arriving], [np.maximum(size, arriving), gradient, *gathered])
         else:
-            passing = forwards - tail, gradients, gradients - tail
-        slices = num_slices * gathered, 0.0, (num_slices + 1) * gathered
-        first, second, third = (workspace + whole + batch_size * each for whole, each in zip(slices, passing, strict=True))
-        return first, second, third
+            gone, phases = tail, (forwards, [read, size], [read, size, gradient, *gathered])
+        in_use = (operand,), (operand, tail), (operand,)
+        first, second, third = (
+            operator.workspace_bytes + sum(arrays) - self._on_chip(*arrays, *held) for arrays, held in zip(phases, in_use, strict=True)
+        )
+        return first - gone, second, third - gone
+
+    def _on_chip(self, *arrays: Any) -> Any:
+        """Bytes that memory on the chip holds of arrays that are in use at once: of those that fit into it."""
+        capacity = self.devices.on_chip_bytes.value
+        return np.minimum(capacity, sum(np.where(np.less_equal(nbytes, capacity), nbytes, 0) for nbytes in arrays)) if capacity else 0
 
     @staticmethod
     def _partial_sums(mode: Mode) -> int:
         """Additions of slices' results: those in DP mode are one product."""
         return mode.num_sharded - (mode.num_sharded == mode.num_slices)
 
-    def held_bytes(self, operator: Operator) -> int:
+    def held_bytes(self, operator: Operator, mode: Mode) -> int:
         """What is kept of an operator for its backward pass, per example."""
-        return operator.input_bytes if self.remat else operator.activation_bytes
+        if self.remat:
+            return operator.input_bytes
+        return operator.activation_bytes - (0 if mode.num_sharded else operator.fused_bytes)
 
     def _sent_seconds(self, operator: Operator, mode: Mode, group: int) -> float:
         devices, slice_bytes = self.devices, operator.parameter_bytes / mode.num_slices
         replicated = operator.replicated_bytes + slice_bytes * (mode.num_slices - mode.num_sharded)
         seconds = devices.reduce_seconds(replicated, devices.num_devices) if replicated else 0.0
         if mode.num_sharded:
-            gathers = 4 if self.remat else 3  # forward, backward, and the reduce-scatter of the gradients, which takes as long
-            each = gathers * devices.gather_seconds(slice_bytes, group)
+            gathers = 3 if self.remat else 2  # forward and backward; the reduce-scatter of gradients takes as long as one of all bits
+            each = gathers * devices.gather_seconds(slice_bytes * operator.gathered_fraction, group)
+            each += devices.gather_seconds(slice_bytes, group)
             if group < devices.num_devices:
                 each += devices.reduce_seconds(slice_bytes / group, devices.num_devices // group, stride=group)
             seconds += mode.num_sharded * each

@@ -8,6 +8,7 @@ JSON, every measured number with its source, as in target files:
     memory_limit_bytes   {"value", "source"}
     flops_per_second     {"value", "source"}: 1 / gamma per FLOP, as reached in practice
     memory_bytes_per_second   {"value", "source"}
+    on_chip_bytes        {"value", "source"}, optional: memory beside the limit that holds what is in use
     intra_node, inter_node    latency_seconds (alpha) and bytes_per_second (1 / beta), each {"value", "source"}: in one direction, per
                               device; one node needs no ``inter_node``
 
@@ -46,6 +47,7 @@ class Devices:
         flops_per_second: That products reach.
         memory_bytes_per_second: That element-wise kernels reach.
         intra_node, inter_node: Links in one direction, per device.
+        on_chip_bytes: Of a memory beside the limit, in which the compiler holds arrays that are in use.
 
     Example:
         >>> fast = Link(Sourced(1e-5, ""), Sourced(1e9, ""))
@@ -62,6 +64,7 @@ class Devices:
     memory_bytes_per_second: Sourced
     intra_node: Link
     inter_node: Link
+    on_chip_bytes: Sourced = Target.on_chip_bytes
 
     @property
     def num_devices(self) -> int:
@@ -171,6 +174,7 @@ class Devices:
             Sourced(rates.bytes_per_second.value * rates.memory_efficiency.value, rates.bytes_per_second.source),
             rates.intra_node,
             rates.inter_node,
+            target.on_chip_bytes,
         )
 
 
@@ -201,4 +205,5 @@ def _read(document: Fields) -> Devices:
         sourced(document.object("memory_bytes_per_second")),
         intra,
         intra if num_nodes == 1 else link(document.object("inter_node")),
+        Devices.on_chip_bytes if document.optional_object("on_chip_bytes") is None else sourced(document.object("on_chip_bytes")),
     )

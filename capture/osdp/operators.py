@@ -46,6 +46,9 @@ class Operator:
         replicated_bytes: Of further parameters, replicated in every mode: too small, or of a shape that the devices do not divide.
         tail_bytes: Of ``activation_bytes``, what is kept of the operations after the product.
         crossing_bytes: Of what later operators read of it and of those before, per example; None: as much as its input.
+        gathered_fraction: Of ``parameter_bytes``, what a gather of all of them brings: less than 1 where products read them in fewer bits.
+        fused_bytes: Of ``activation_bytes``, operands that a replicated product computes again from what is kept; a sharded one, which may
+            be computed while slices arrive, reads them as they were.
     """
 
     name: str
@@ -60,6 +63,8 @@ class Operator:
     replicated_bytes: int = 0
     tail_bytes: int = 0
     crossing_bytes: int | None = None
+    gathered_fraction: float = 1.0
+    fused_bytes: int = 0
 
     @property
     def can_split(self) -> bool:
@@ -216,4 +221,6 @@ def _read_operator(document: Fields) -> Operator:
         document.integer("replicated_bytes", 0),
         document.integer("tail_bytes", 0),
         None if crossing is None else document.integer("crossing_bytes"),
+        document.number("gathered_fraction", 1.0),
+        document.integer("fused_bytes", 0),
     )

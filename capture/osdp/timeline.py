@@ -30,12 +30,16 @@ def peak_bytes(cost: StepCost, operators: Sequence[Operator], modes: Sequence[Mo
         modes: Of each.
         batch_size: Examples per device.
     """
-    found = [cost.cost(operator, mode, batch_size) for operator, mode in zip(operators, modes, strict=True)]
-    held = np.array([batch_size * cost.held_bytes(operator) for operator in operators], float)
-    states = np.array([c.resident_bytes for c in found], float) - held
+    pairs = list(zip(operators, modes, strict=True))
+    numbers = {pair: _bytes_of(cost, *pair, batch_size) for pair in set(pairs)}
+    held, states, forwards, before, at = np.array([numbers[pair] for pair in pairs], float).T
     gradients = states / cost.model.state_bytes_per_parameter_byte
-    phases = [cost.transients(operator, mode, batch_size) for operator, mode in zip(operators, modes, strict=True)]
-    forwards, before, at = np.array(phases, float).T
     activations, later = np.cumsum(held), gradients.sum() - np.cumsum(gradients)
     peaks = activations + np.array([forwards + (later if cost.remat else 0), before + later, at + later + gradients])
     return int(np.ceil((states - gradients).sum() + max(peaks.max(), gradients.sum())))
+
+
+def _bytes_of(cost: StepCost, operator: Operator, mode: Mode, batch_size: int) -> tuple[float, ...]:
+    """Of one operator: what is held for the backward pass, parameters with their gradients and state, and the transients."""
+    held = batch_size * cost.held_bytes(operator, mode)
+    return held, cost.cost(operator, mode, batch_size).resident_bytes - held, *cost.transients(operator, mode, batch_size)

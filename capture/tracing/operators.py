@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,9 @@ from jax.extend import core as jex_core
 from capture.graph import Tensor, item_bytes
 from capture.osdp.operators import Block, Kind, Operator, OperatorModel
 from capture.osdp.plan import ParameterLeaf
+from capture.target import Products, Target
 from capture.tracing.cut import PRODUCTS
+from capture.tracing.leaf_uses import LAYOUT
 from capture.tracing.model import TracedModel, trace
 from capture.workload import WorkloadProtocol
 
@@ -26,12 +28,14 @@ class TracedOperators:
         model: The operators in program order; parameters that are shared belong to the first operator that reads them.
         params: By operator, the parameters that belong to it, indices of ``leaves``.
         leaves: The parameters; a leaf that is stacked over the steps of a scan is several.
+        gathered_bytes: By leaf, of the whole as it is gathered.
         traced: What they were read from.
     """
 
     model: OperatorModel
     params: tuple[tuple[int, ...], ...]
     leaves: tuple[ParameterLeaf, ...]
+    gathered_bytes: tuple[int, ...]
     traced: TracedModel
 
     @property
@@ -61,8 +65,9 @@ class TracedOperators:
     def _sharded(self, operator_id: int, num_devices: int, smallest_bytes: int) -> Operator:
         (block,) = self.model.blocks
         operator = block.operators[operator_id]
-        leaves = [self.leaves[p] for p in self.params[operator_id]]
-        sharded = [leaf for leaf in leaves if leaf.can_shard(num_devices, smallest_bytes)]
+        own = self.params[operator_id]
+        leaves = {p: self.leaves[p] for p in own if self.leaves[p].can_shard(num_devices, smallest_bytes)}
+        sharded = leaves.values()
         largest = max(sharded, key=lambda leaf: leaf.nbytes, default=None)
         can_split = largest is not None and largest.split_dim is not None
         nbytes = sum(leaf.nbytes for leaf in sharded)
@@ -70,11 +75,14 @@ class TracedOperators:
             operator,
             kind=operator.kind if can_split else "other",
             parameter_bytes=nbytes,
-            replicated_bytes=sum(leaf.nbytes for leaf in leaves) - nbytes,
+            replicated_bytes=sum(self.leaves[p].nbytes for p in own) - nbytes,
+            gathered_fraction=sum(self.gathered_bytes[p] for p in leaves) / nbytes if nbytes else 1.0,
         )
 
 
-def traced_operators(workload: WorkloadProtocol, name: str, microbatch_size: int = 1) -> TracedOperators:
+def traced_operators(
+    workload: WorkloadProtocol, name: str, microbatch_size: int = 1, products: Products = Target.products
+) -> TracedOperators:
     """The operators of a loss, in program order; equal ones are found by their content.
 
     What an operator keeps for the backward pass is what ``jax.vjp`` of its part of the loss saves, less what a compiler computes again from
@@ -85,20 +93,21 @@ def traced_operators(workload: WorkloadProtocol, name: str, microbatch_size: int
         workload: The task; nothing is allocated.
         name: For people.
         microbatch_size: Examples to trace; sizes are divided by it.
+        products: What the target's compiler makes of them.
 
     Raises:
         TracingError: those of ``capture.tracing.model.trace``.
     """
     traced = trace(workload, microbatch_size, at_products=True)
     graph, counted, kept = traced.graph, set[int](), set[int]()
-    operators, params = [], []
-    for layer in graph.layers:
+    operators, params, fused = [], [], set[int]()
+    parts = _parts(traced, products)
+    for layer, part in zip(graph.layers, parts, strict=True):
         own = set(layer.params) - counted
         if layer.layer_id == graph.num_layers - 1:
             own |= set(range(len(graph.params))) - counted  # what no operator reads has to be somewhere
         counted |= own
-        part = _differentiated(traced, layer.layer_id)
-        first = part.saved_values - kept
+        first = part.saved_values.keys() - kept
         kept |= first
         later = graph.crossing(layer.layer_id + 1)
         read = [*(graph.values[v] for v in layer.inputs), *(graph.batch[b] for b in layer.batch)]
@@ -108,19 +117,24 @@ def traced_operators(workload: WorkloadProtocol, name: str, microbatch_size: int
                 layer.name,
                 part.kind,
                 sum(graph.params[p].nbytes for p in own),
-                activation_bytes=(part.saved_bytes + sum(graph.values[v].nbytes for v in first)) // microbatch_size,
+                activation_bytes=(part.saved_bytes + sum(part.saved_values[v] for v in first)) // microbatch_size,
                 input_bytes=sum(tensor.nbytes for tensor in read if tensor.batch_dim is not None) // microbatch_size,
                 output_bytes=part.product_bytes // microbatch_size,
                 flops=layer.flops // microbatch_size,
                 tail_bytes=part.saved_bytes // microbatch_size,
                 crossing_bytes=sum(graph.values[v].nbytes for v in later if graph.values[v].differentiable) // microbatch_size,
+                fused_bytes=sum(part.saved_values[v] for v in first & fused) // microbatch_size,
             )
         )
+        fused |= part.fused_values
     leaves = tuple(
         ParameterLeaf(tensor.name, tensor.shape, item_bytes(tensor.dtype), dim)
         for tensor, dim in zip(graph.params, traced.split_dims, strict=True)
     )
-    return TracedOperators(OperatorModel(name, (Block(tuple(operators)),), _state_ratio(workload)), tuple(params), leaves, traced)
+    gathered = [max((part.read_bytes[p] for part in parts if p in part.read_bytes), default=leaf.nbytes) for p, leaf in enumerate(leaves)]
+    return TracedOperators(
+        OperatorModel(name, (Block(tuple(operators)),), _state_ratio(workload)), tuple(params), leaves, tuple(gathered), traced
+    )
 
 
 @dataclass(frozen=True)
@@ -131,16 +145,29 @@ class _Part:
         kind: Of its first product.
         product_bytes: Of the result of that product; 0 without one.
         saved_bytes: Of values inside the layer that are saved.
-        saved_values: Values of the graph that are.
+        saved_values: Values of the graph that are, and their bytes.
+        fused_values: Values of the graph that it makes and that follow from what it keeps.
+        read_bytes: By parameter, what products read of it.
     """
 
     kind: Kind
     product_bytes: int
     saved_bytes: int
-    saved_values: set[int]
+    saved_values: dict[int, int]
+    fused_values: set[int]
+    read_bytes: dict[int, int]
 
 
-def _differentiated(traced: TracedModel, layer_id: int) -> _Part:
+def _parts(traced: TracedModel, products: Products) -> list[_Part]:
+    """Of all layers; the last comes first, because who reads a value later says in which data type it is kept."""
+    multiplied, parts = dict[int, bool](), list[_Part]()
+    for layer in reversed(traced.graph.layers):
+        parts.append(_differentiated(traced, layer.layer_id, products, multiplied))
+    return parts[::-1]
+
+
+def _differentiated(traced: TracedModel, layer_id: int, products: Products, multiplied: dict[int, bool]) -> _Part:
+    """A layer's part; ``multiplied`` says of the graph's values that later layers read whether only products do, and then of its own."""
     graph, layer = traced.graph, traced.slice(layer_id, layer_id + 1)
     params, inputs = ([_struct(t) for t in group] for group in (_of(graph.params, layer.params), _of(graph.values, layer.inputs)))
     batch = [_struct(t) for t in _of(graph.batch, layer.batch)]
@@ -160,15 +187,59 @@ def _differentiated(traced: TracedModel, layer_id: int) -> _Part:
     outputs, saved = jaxpr.outvars[: len(layer.outputs)], jaxpr.outvars[len(layer.outputs) :]
     of_graph = dict(zip(jaxpr.invars[len(params) : len(params) + len(inputs)], layer.inputs, strict=True))
     of_graph.update((var, v) for var, v in zip(outputs, layer.outputs, strict=True) if not isinstance(var, jex_core.Literal))
+    narrow = _multiplied(jaxpr, {var: multiplied[v] for var, v in of_graph.items() if v in multiplied})
+    multiplied.update((v, narrow[var]) for var, v in of_graph.items() if var in narrow)
+
+    def nbytes(var) -> int:
+        dtype = str(var.aval.dtype)
+        return math.prod(var.aval.shape) * item_bytes(products.dtypes.get(dtype, dtype) if narrow.get(var) else dtype)
+
     static = set(_static(jaxpr, len(params)))
     # Batch leaves are held anyway; literals and constants cost nothing per example.
     free = (static | set(jaxpr.invars)) - set(of_graph)
-    kept = _kept(jaxpr, [v for v in saved if not isinstance(v, jex_core.Literal) and v not in free], free, set(of_graph))
-    own, values = kept - set(of_graph), {of_graph[v] for v in kept if v in of_graph}
+    saved = [v for v in saved if not isinstance(v, jex_core.Literal) and v not in free]
+    kept = _kept(jaxpr, saved, free, set(of_graph), nbytes, products.fuse_operands)
+    values = {of_graph[v]: nbytes(v) for v in kept if v in of_graph}
+    read = {p: nbytes(var) for p, var in zip(layer.params, jaxpr.invars, strict=False)}
     product = next((equation for equation in jaxpr.eqns if equation.primitive.name in PRODUCTS), None)
-    if product is None:
-        return _Part("other", 0, sum(map(_nbytes, own)), values)
-    return _Part(PRODUCTS[product.primitive.name], _nbytes(product.outvars[0]), sum(map(_nbytes, own)), values)
+    kind: Kind = "other" if product is None else PRODUCTS[product.primitive.name]
+    size = 0 if product is None else math.prod(product.outvars[0].aval.shape) * item_bytes(str(product.outvars[0].aval.dtype))
+    following = _following(jaxpr, (kept - _sums(jaxpr)) | free) if products.fuse_operands else set()
+    fused = {of_graph[v] for v in following if v in of_graph}
+    return _Part(kind, size, sum(nbytes(v) for v in kept - set(of_graph)), values, fused, read)
+
+
+def _following(jaxpr, known: set) -> set:
+    """Variables that follow from known ones by operations that are fused."""
+    found = set[Any]()
+    for equation in jaxpr.eqns:
+        if _is_fused(equation) and all(isinstance(v, jex_core.Literal) or v in known or v in found for v in equation.invars):
+            found.update(equation.outvars)
+    return found - known
+
+
+#: Products of numbers: lookups are none.
+_MULTIPLY = PRODUCTS.keys() - {"gather"}
+
+
+def _multiplied(jaxpr, known: dict[Any, bool]) -> dict[Any, bool]:
+    """Variables that are read: whether all that reads them, directly or in another layout, is products at default precision.
+
+    Args:
+        jaxpr: The forward pass.
+        known: The same of what others read.
+    """
+    found = dict(known)
+    for equation in reversed(jaxpr.eqns):
+        name, precision = equation.primitive.name, equation.params.get("precision")
+        at_default = precision is None or (isinstance(precision, tuple) and set(precision) == {jax.lax.Precision.DEFAULT})
+        ways = {name in _MULTIPLY and at_default}
+        if name in (*LAYOUT, "slice", "split"):
+            ways = {found[v] for v in equation.outvars if v in found}
+        for v in equation.invars if ways else ():
+            if not isinstance(v, jex_core.Literal):
+                found[v] = found.get(v, True) and all(ways)
+    return found
 
 
 #: Ops that a compiler fuses into what reads their result, beside element-wise ones.
@@ -178,6 +249,7 @@ _WHOLE = frozenset({"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "ra
 
 
 def _is_fused(equation) -> bool:
+    """Whether it is fused into what reads its result."""
     name, (result, *more) = equation.primitive.name, equation.outvars
     if more or name in _WHOLE or name in PRODUCTS or "call" in name:
         return False
@@ -185,51 +257,47 @@ def _is_fused(equation) -> bool:
 
 
 def _broadcasts(shape: tuple[int, ...], result: tuple[int, ...]) -> bool:
+    """Whether it is the result's, but for dimensions of 1."""
     return not shape or (len(shape) == len(result) and all(a in (1, b) for a, b in zip(shape, result, strict=True)))
 
 
-def _kept(jaxpr, saved: Sequence, free: set, boundary: set) -> set:
+def _kept(jaxpr, saved: Sequence, free: set, boundary: set, nbytes: Callable[[Any], int], fuse_operands: bool) -> set:
     """Variables that a compiler keeps for those that are saved.
 
-    Operands and results of products are in memory anyway, and so are sums and values between layers. What follows from them by element-wise
-    operations is computed again where it is read, so they are kept in its place, unless that is more: for all values together that follow
-    from the same ones.
+    Results of products are in memory anyway, operands unless they are fused, and so are sums and values between layers. What follows from
+    them by element-wise operations is computed again where it is read, so they are kept in its place, unless that is more; sums are next
+    to nothing.
 
     Args:
         jaxpr: The forward pass.
         saved: By ``jax.vjp``.
         free: Variables that cost nothing.
         boundary: Values between layers.
+        nbytes: Of a variable.
+        fuse_operands: Of products (``Products``).
     """
     stops = set(boundary)
     for equation in jaxpr.eqns:
         if not _is_fused(equation):
             stops.update(equation.outvars)
-            if not equation.primitive.name.startswith("reduce_"):  # what is summed up is made on the way
+            made_on_the_way = equation.primitive.name.startswith("reduce_") or (fuse_operands and equation.primitive.name in _MULTIPLY)
+            if not made_on_the_way:
                 stops.update(v for v in equation.invars if not isinstance(v, jex_core.Literal))
+    sums = _sums(jaxpr)
     roots: dict[Any, frozenset] = {}
     for equation in jaxpr.eqns:
         read = [v for v in equation.invars if not isinstance(v, jex_core.Literal) and v not in free]
         below = frozenset().union(*(roots.get(v, frozenset([v])) for v in read))
         roots.update((out, frozenset([out]) if out in stops else below) for out in equation.outvars)
     found = {v for v in saved if v in stops}
-    for values, instead in _connected({v: roots.get(v, frozenset([v])) - found for v in saved if v not in stops}):
-        found |= instead if sum(map(_nbytes, instead)) <= sum(map(_nbytes, values)) else values
+    for v in sorted(saved, key=nbytes, reverse=True):  # a probability costs nothing beside the score that it follows from
+        instead = roots.get(v, frozenset([v])) - found
+        found |= instead if sum(map(nbytes, instead - sums)) <= nbytes(v) else {v}
     return found
 
 
-def _connected(roots: dict[Any, frozenset]) -> list[tuple[set, set]]:
-    """Values that have roots in common, and all of their roots."""
-    groups: list[tuple[set, set]] = []
-    for value, own in roots.items():
-        touching = [group for group in groups if group[1] & own]
-        groups = [group for group in groups if group not in touching]
-        groups.append(({value}.union(*(values for values, _ in touching)), set(own).union(*(of for _, of in touching))))
-    return groups
-
-
-def _nbytes(var) -> int:
-    return math.prod(var.aval.shape) * item_bytes(str(var.aval.dtype))
+def _sums(jaxpr) -> set:
+    return {v for equation in jaxpr.eqns if equation.primitive.name.startswith("reduce_") for v in equation.outvars}
 
 
 def _static(jaxpr, num_params: int) -> Iterator:

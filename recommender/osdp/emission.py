@@ -14,6 +14,7 @@ from capture.osdp.device import Devices
 from capture.osdp.operators import Operator
 from capture.osdp.plan import ShardingPlan
 from capture.quantities import format_bytes, parse_bytes
+from capture.target import Target
 from capture.workload import WorkloadProtocol
 from recommender.osdp.over_step import fastest_over_step
 from recommender.osdp.result import ShardingResult
@@ -194,7 +195,7 @@ def osdp(
     devices = Devices.of_target(cluster, dtype)
     if memory_limit is not None:
         devices = devices.with_limit(parse_bytes(memory_limit) if isinstance(memory_limit, str) else float(memory_limit))
-    operators = traced_operators(workload, "traced")
+    operators = traced_operators(workload, "traced", products=Target.load(cluster.target).products)
     cost = StepCost(
         operators.sharded_over(devices.num_devices, smallest_bytes),
         devices,
