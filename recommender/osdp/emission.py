@@ -25,7 +25,7 @@ from recommender.osdp.search import search
 #: Smaller parameters are replicated: gathering one takes as long as latency allows, and a thousand of them are 4 GB at most with Adam.
 SMALLEST_BYTES = 2**20
 #: Of the limit, what is left to gaps between buffers, workspaces of kernels and joined collectives, which only a compiler knows: up to
-#: 5.4 % of the compiled steps for H100 that were looked at, and 6.0 % for TPU v5e (``benchmarks/osdp_memory.py``).
+#: 5.4 % of the compiled steps for H100 that were looked at, and 6.0 % for TPU v5e at default precision (``benchmarks/osdp_memory.py``).
 RESERVED_FRACTION = 0.06
 #: Limits between the given one and twice that, with which the search is asked.
 _LIMITS_TRIED = 16
