@@ -13,6 +13,7 @@ from typing import Any
 
 from capture.headroom import Headroom
 from capture.plan import Plan
+from capture.predictor.times import TimePredictor
 from capture.profile import Profile
 from capture.target import Target
 from recommender.recommendation import Recommendation
@@ -44,7 +45,7 @@ def recommend_verified(
         plan = result.plan
         verification, profile = compiled(plan, profile)
         checked.add(plan)
-        found = _of_compiler(result, verification)
+        found = _of_compiler(result, verification, profile)
         if best is None or _rank(found) < _rank(best):
             best = found
         result = question(profile)
@@ -62,8 +63,8 @@ def _rank(result: Recommendation) -> tuple[bool, float, int]:
     return not fits, (result.search.step_seconds or 0.0) if fits else 0.0, result.peak_bytes
 
 
-def _of_compiler(result: Recommendation, verification: Mapping[str, Any]) -> Recommendation:
-    """The recommendation with the compiler's peaks in the place of predicted ones, as far as memory is judged."""
+def _of_compiler(result: Recommendation, verification: Mapping[str, Any], profile: Profile) -> Recommendation:
+    """The recommendation with the compiler's peaks and work in the place of predicted ones, as far as plans are ranked."""
     assert result.plan is not None, "only plans are verified"
     peaks = verification["peak_bytes_per_device"]
     memory = Target.load(result.plan.cluster.target).memory
@@ -72,4 +73,14 @@ def _of_compiler(result: Recommendation, verification: Mapping[str, Any]) -> Rec
     if headroom is not None and result.headroom is not None:
         headroom = replace(headroom, source=result.headroom.source)
     status = "infeasible" if headroom is not None and headroom.verdict != "fits" else "ok"
-    return replace(result, status=status, plan=result.plan.with_(verification=verification), headroom=headroom)
+    search = result.search
+    if search.step_seconds is not None:
+        search = replace(search, step_seconds=_step_seconds(result.plan, profile))
+    return replace(result, status=status, plan=result.plan.with_(verification=verification), headroom=headroom, search=search)
+
+
+def _step_seconds(plan: Plan, profile: Profile) -> float:
+    """As the search for speed counts them (``recommender.throughput``), from stages that the profile holds compiled."""
+    times = TimePredictor(profile, max(plan.cluster.nodes)).stage_times(plan)
+    passes = [stage.microbatch_seconds for stage in times]
+    return sum(passes) + (plan.num_microbatches - 1) * max(passes) + max(stage.update_seconds for stage in times)

@@ -26,7 +26,7 @@ def planted_profile(num_layers: int, target: str = "a100-40g", *, max_devices: i
     profile = Planted(num_layers, 1, largest=200_000_000).profile(hybrid(max_devices), errors=(0.01,) * 60)
     measurements = profile.measurements
     if target != "cpu":
-        measurements = {config: _with_work(config, cost) for config, cost in measurements.items()}
+        measurements = {config: with_work(config, cost) for config, cost in measurements.items()}
     return replace(
         profile,
         measurements=measurements,
@@ -35,8 +35,9 @@ def planted_profile(num_layers: int, target: str = "a100-40g", *, max_devices: i
     )
 
 
-def _with_work(config: StageConfig, cost: StageCost) -> StageCost:
-    examples = config.num_layers * config.microbatch_size / config.choice.num_devices
+def with_work(config: StageConfig, cost: StageCost, slowness: float = 1.0) -> StageCost:
+    """The cost with work that is counted, ``slowness`` times as much as predictions expect."""
+    examples = slowness * config.num_layers * config.microbatch_size / config.choice.num_devices
 
     def work(factor: float) -> ProgramWork:
         return ProgramWork(int(factor * examples * 4e11), "bfloat16", int(examples * 1e8), int(examples * 2e8))

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import alpa_replay, drawing, gpu_truth, published_runs
+from benchmarks import alpa_replay, drawing, gpu_truth, hybrid_sharding, published_runs
 from benchmarks.capture_paper import figure_7, scenarios
 from capture.cluster import Cluster
 from capture.interface import plan_interfaces
@@ -145,3 +145,24 @@ def test_panels_put_values_where_their_axes_say():
     for low, high in ((0, 1.12), (0, 9.5), (0, 42), (-26, 26), (0, 105), (-20, 62.3)):
         ticks = drawing._ticks(low, high)
         assert 4 <= len(ticks) <= 9 and low <= ticks[0] and ticks[-1] <= high
+
+
+def test_hybrid_sharding_counts_a_gain_only_where_both_spaces_fit():
+    def plan(speed):
+        about = {"peak_bytes": 2**30, "num_stages": 2, "num_stages_with_shard_params": 1, "prediction_errors": [0.1, -0.3]}
+        return {"status": "ok" if speed else "infeasible", "examples_per_second": speed, **about}
+
+    def row(limit, *speeds):
+        return {
+            "cluster": "1x8",
+            "limit_gib": limit,
+            "spaces": dict(zip(hybrid_sharding.SPACES, map(plan, speeds), strict=True)),
+            "gain": hybrid_sharding.gain(speeds[1], speeds[0]),
+        }
+
+    rows = [row(1, None, None), row(2, None, 3.0), row(3, 4.0, 5.0), row(4, 6.0, 6.0)]
+    claims = hybrid_sharding.claims(rows)
+    assert claims["3D + ZDP over 3D"] == {"limits": 2, "mean": 0.125, "max": 0.25, "min": 0.0}
+    assert claims["only 3D + ZDP fits"] == ["1x8, 2 GiB"]
+    assert claims["prediction"] == {"devices": 16, "mean_abs_error": pytest.approx(0.2), "max_abs_error": 0.3}
+    assert ElementTree.fromstring(hybrid_sharding.picture(rows)).tag.endswith("svg")

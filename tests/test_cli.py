@@ -224,6 +224,15 @@ def test_fewer_layers_than_stages_is_infeasible_also_where_the_interval_cannot_b
     assert (code, json.loads(out)["plan"], json.loads(out)["why"]["code"]) == (1, None, "too-few-layers")
 
 
+def test_a_profile_without_replicas_serves_a_plan_that_may_shard_parameters(inside, capsys):
+    profile = json.loads(Path("profile.json").read_text())
+    alone = [row for row in profile["measurements"] if row["data_parallel"] * row["tensor_parallel"] == 1]
+    Path("alone.json").write_text(json.dumps({**profile, "measurements": alone}))
+    asked = ["--cluster", "1x1", "--global-batch", "8", "--microbatches", "4", "--shard-params", "--json"]
+    code, out, err = run_here(capsys, "plan", "tiny.py:model", *asked, "--profile", "alone.json")
+    assert code == 0 and not json.loads(out)["plan"]["stages"][0]["shard_params"], err
+
+
 # ---- bad input -----------------------------------------------------------------------------------------------------
 
 PLAN = ["plan", "tiny.py:model", "--profile", "profile.json"]

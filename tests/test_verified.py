@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from report_plans import planted_profile, with_work
 from synthetic_profiles import Planted, configs_of, hybrid, make_plan
 
 from capture.choices import StageChoice
@@ -15,6 +16,7 @@ from capture.errors import ProfileError
 from capture.interface import StageCost, plan_interfaces
 from capture.plan import Plan
 from capture.predictor import AdditivePredictor
+from capture.predictor.step_time import predicted_timeline
 from capture.profile import Profile, StageConfig
 from capture.step import build_step, replay
 from recommender import recommend
@@ -91,6 +93,28 @@ def test_a_limit_is_judged_by_compiled_peaks():
         question = partial(recommend, cluster=CLUSTER, **BATCH, memory_limit_bytes=limit)
         result = recommend_verified(profile, question, Compiler(planted, profile, spread=0.3), max_plans=50)
         assert (result.status, result.headroom.verdict) == (status, "fits" if status == "ok" else "does not fit")
+
+
+def test_plans_for_speed_are_ranked_by_compiled_work():
+    """The compiler makes every stage slower than predicted, so that the first plan seems faster than any that is known."""
+    profile = planted_profile(4)
+    predictor, cluster = AdditivePredictor(profile), Cluster((2, 2), "a100-40g")
+    question = partial(recommend, cluster=cluster, global_batch_size=128, num_microbatches=8, objective="throughput")
+
+    def compiled(plan: Plan, known: Profile):
+        verified = {}
+        for c in configs_of(plan):
+            slowness = 1 + np.random.default_rng([c.first, c.stop, c.choice.data_parallel]).uniform(0.1, 1)
+            verified[c] = with_work(c, predictor.stage_cost(c.first, c.stop, c.choice, c.microbatch_size), slowness)
+        return {"peak_bytes_per_device": predictor.predict(plan).peak_bytes_per_device}, replace(
+            known, verified={**known.verified, **verified}
+        )
+
+    result = recommend_verified(profile, question, compiled, max_plans=50)
+    assert result.why["verified"]["settled"] and result.why["verified"]["num_plans"] > 1
+    _, known = compiled(result.plan, profile)
+    assert result.search.step_seconds > question(profile).search.step_seconds
+    assert result.search.step_seconds == pytest.approx(float(predicted_timeline(result.plan, known).step_seconds), rel=0.05)
 
 
 def test_a_verified_stage_is_exact_and_has_no_interval():

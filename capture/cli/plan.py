@@ -293,7 +293,8 @@ def _read_profile(options: argparse.Namespace) -> Profile:
             f"{'; '.join(profiled) or 'none'}. Ask for those, or profile again.",
             "profile-choice",
         )
-    if options.shard_params and not any(choice.shard_params for choice in profile.choices):
+    has_replicas = any(choice.data_parallel > 1 for choice in profile.choices)  # without them there is nothing to split
+    if options.shard_params and has_replicas and not any(choice.shard_params for choice in profile.choices):
         raise ProfileError.of(
             f"profile {files!r} has no stage that splits its parameters over replicas, and --shard-params asks for some; profile with it.",
             "profile-choice",

@@ -131,11 +131,12 @@ class CompileBackend:
         owned, borrowed = owned_and_borrowed(graph, config.first, config.stop)
         sent = set(graph.crossing(config.stop))
         choice = config.choice
+        pinned = ["pinned"] * (choice.shard_params and config.num_layers > 1)  # what passes between layers, see StagePrograms
         return content_hash(
             [
                 self._facts,
                 layers.key,
-                [choice.data_parallel, choice.tensor_parallel, choice.remat, choice.shard_optimizer, *_params_split(choice)],
+                [choice.data_parallel, choice.tensor_parallel, choice.remat, choice.shard_optimizer, *_params_split(choice), *pinned],
                 [str(specs[p]) for p in layers.params],
                 [[graph.values[v].batch_dim, graph.values[v].differentiable, v in sent] for v in (*layers.inputs, *layers.outputs)],
                 [graph.batch[b].batch_dim for b in layers.batch],

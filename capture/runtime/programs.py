@@ -241,10 +241,15 @@ class StagePrograms:
         """(differentiable outputs, other outputs) of the layers."""
         by_id = dict(zip(self.params, params, strict=True))
         values = dict(zip(self.layers.inputs, inputs, strict=True)) | dict(zip(self.differentiable_inputs, differentiable, strict=True))
-        results = self.layers([by_id[p] for p in self.layers.params], [values[v] for v in self.layers.inputs], batch, remat=self.remat)
+        given = [by_id[p] for p in self.layers.params], [values[v] for v in self.layers.inputs], batch
+        results = self.layers(*given, remat=self.remat, pin=self._pinned)
         by_value = dict(zip(self.layers.outputs, results, strict=True))
         rest = [v for v in self.layers.outputs if v not in self.differentiable_outputs]
         return [by_value[v] for v in self.differentiable_outputs], [by_value[v] for v in rest]
+
+    def _pinned(self, value: int, array: Any) -> Any:
+        """In the middle of a long stage the partitioner would else keep parameters split over replicas, and send activations instead."""
+        return jax.lax.with_sharding_constraint(array, self.value_sharding(value)) if self.shard_params else array
 
     def _forward_saving_all(self, params, inputs, batch):
         differentiable = [inputs[self.layers.inputs.index(v)] for v in self.differentiable_inputs]

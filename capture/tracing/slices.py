@@ -161,7 +161,15 @@ class StageSlice:
         """Name scopes and line of the model, per operation: no part of ``key``."""
         return [(op.scope, line_of(op.traceback)) for call in self.calls for op in call.function.ops]
 
-    def __call__(self, params: Sequence[Any], inputs: Sequence[Any], batch: Sequence[Any], *, remat: str = "none") -> list[Any]:
+    def __call__(
+        self,
+        params: Sequence[Any],
+        inputs: Sequence[Any],
+        batch: Sequence[Any],
+        *,
+        remat: str = "none",
+        pin: Callable[[int, Any], Any] = lambda value, array: array,
+    ) -> list[Any]:
         """Run the layers.
 
         Args:
@@ -170,6 +178,7 @@ class StageSlice:
             batch: One per ``self.batch``.
             remat: ``"none"``; ``"full"``: of each layer only its inputs are kept for the backward pass; ``"dots"``: also the results of
                 matrix products without batch dimensions (those with parameters, in a Transformer).
+            pin: Given what passes from layer to layer inside the slice, by index into ``graph.values``; returns it with a sharding.
 
         Returns:
             One array per ``self.outputs``.
@@ -186,5 +195,7 @@ class StageSlice:
             run = call.function if remat == "none" else jax.checkpoint(jax.jit(call.function), policy=REMAT_POLICIES[remat])
             with layer_scope(layer):
                 made = run([of_param[p] for p in call.params], [values[v] for v in call.inputs], [of_batch[b] for b in call.batch])
+            if layer + 1 < self.stop:
+                made = [pin(v, array) for v, array in zip(call.outputs, made, strict=True)]
             values.update(zip(call.outputs, made, strict=True))
         return [values[v] for v in self.outputs]
