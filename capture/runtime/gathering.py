@@ -75,17 +75,25 @@ class Rows:
     stop: int
 
     def of(self, array: Any, dim: int) -> Any:
-        """They alone, in their order."""
-        blocks = self._blocks(self._all(array, dim), dim)
-        taken = lax.slice_in_dim(blocks, self.first, self.stop, axis=dim + 1)
-        return taken.reshape(*array.shape[:dim], -1, *array.shape[dim + 1 :])
+        """They alone, in their order, of a parameter: blocks are its shards."""
+        blocks = array.reshape(*array.shape[:dim], self.num_blocks, self.block_size, *array.shape[dim + 1 :])
+        return lax.slice_in_dim(blocks, self.first, self.stop, axis=dim + 1).reshape(*array.shape[:dim], -1, *array.shape[dim + 1 :])
 
     def put(self, whole: Any, part: Any, dim: int) -> Any:
-        """The array with the part in their place; built up in place, slice by slice."""
-        every = self._all(whole, dim)
+        """The parameter with the part in their place; built up in place, slice by slice."""
+        blocks = whole.reshape(*whole.shape[:dim], self.num_blocks, self.block_size, *whole.shape[dim + 1 :])
         part = part.reshape(*part.shape[:dim], self.num_blocks, -1, *part.shape[dim + 1 :])
-        every = lax.dynamic_update_slice_in_dim(self._blocks(every, dim), part, self.first, axis=dim + 1).reshape(every.shape)
-        return lax.dynamic_update_slice_in_dim(whole, every, self.start, axis=dim)
+        return lax.dynamic_update_slice_in_dim(blocks, part, self.first, axis=dim + 1).reshape(whole.shape)
+
+    def of_activation(self, array: Any, dim: int) -> Any:
+        """They alone, of an array that is whole along the dimension, often its last: a TPU would copy all of it to reshape that."""
+        return jnp.concatenate([lax.slice_in_dim(array, a, b, axis=dim) for a, b in self._spans()], axis=dim)
+
+    def put_activation(self, whole: Any, part: Any, dim: int) -> Any:
+        """The array with the part in their place."""
+        for (a, _), of_block in zip(self._spans(), jnp.split(part, self.num_blocks, axis=dim), strict=True):
+            whole = lax.dynamic_update_slice_in_dim(whole, of_block, a, axis=dim)
+        return whole
 
     def position(self, indices: Any) -> Any:
         """Of rows of the array, the position among these; -1 of others."""
@@ -93,11 +101,9 @@ class Rows:
         inside = (block >= 0) & (block < self.num_blocks) & (within >= self.first) & (within < self.stop)
         return jnp.where(inside, block * (self.stop - self.first) + within - self.first, -1)
 
-    def _all(self, array: Any, dim: int) -> Any:
-        return lax.slice_in_dim(array, self.start, self.start + self.num_blocks * self.block_size, axis=dim)
-
-    def _blocks(self, array: Any, dim: int) -> Any:
-        return array.reshape(*array.shape[:dim], self.num_blocks, self.block_size, *array.shape[dim + 1 :])
+    def _spans(self) -> list[tuple[int, int]]:
+        starts = range(self.start, self.start + self.num_blocks * self.block_size, self.block_size)
+        return [(start + self.first, start + self.stop) for start in starts]
 
 
 @dataclass(frozen=True)
@@ -107,21 +113,25 @@ class Taken:
     Attributes:
         array: Position among the arrays.
         dim, rows: Along that dimension these rows; None for all of it.
+        is_activation: Whether the array is the other operand.
     """
 
     array: int
     dim: int = 0
     rows: Rows | None = None
+    is_activation: bool = False
 
     def of(self, array: Any) -> Any:
-        return array if self.rows is None else self.rows.of(array, self.dim)
+        if self.rows is None:
+            return array
+        return (self.rows.of_activation if self.is_activation else self.rows.of)(array, self.dim)
 
     def put(self, whole: Any, part: Any) -> Any:
         """An array of the whole's shape with the part in its place."""
         if self.rows is None:
             return part
         whole = jnp.zeros(whole.shape, part.dtype) if isinstance(whole, jax.ShapeDtypeStruct) else whole
-        return self.rows.put(whole, part, self.dim)
+        return (self.rows.put_activation if self.is_activation else self.rows.put)(whole, part, self.dim)
 
 
 @dataclass(frozen=True)

@@ -463,7 +463,7 @@ def _slice(
 
     partner = None
     if slicing.partner_dim is not None:
-        partner = Taken(others.index(slicing.partner), slicing.partner_dim, rows)
+        partner = Taken(others.index(slicing.partner), slicing.partner_dim, rows, is_activation=True)
     return Piece((taken,), partner, compute)
 
 
