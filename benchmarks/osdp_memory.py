@@ -7,8 +7,9 @@ takes seconds to a minute; widths are the paper's. Every plan comes from ``osdp`
 and what replicating everything takes; the step is value_and_grad of the transformed loss and the optimizer, with parameters and state
 donated, on eight devices. Measured are arguments + temporaries + results that are not aliased, by the target's compiler; nothing is run.
 
-The estimate has no fitted factor, but its rules were found by looking at compiled programs, N&D and W&S for H100 among them, and the 6 % of
-the limit that ``osdp`` leaves free were chosen after the largest error of these cases: that none is over its limit is no test of the 6 %.
+The estimate has no fitted factor, but its rules were found by looking at compiled programs, N&D and W&S for H100 among them, and what
+``osdp`` leaves of a limit (6 %, 12 % for TPUs) was chosen after the largest error of these cases: that none is over its limit is no test of
+that. ``osdp_paper/compiled.py`` has models at full size, which no rule was made for.
 
 What a TPU does otherwise is in its target's file, and was found by looking at N&D and W&S for v5e. At default precision it reads operands
 in bfloat16, and gathers and keeps so what only products read (not with ``--precision highest``). It computes an operand again inside the
@@ -120,7 +121,7 @@ def main() -> int:
     import numpy as np
 
     from recommender.osdp import osdp
-    from recommender.osdp.over_step import RESERVED_FRACTION
+    from recommender.osdp.over_step import RESERVED_FRACTIONS
 
     jax.config.update("jax_default_matmul_precision", options.precision)
     rows: list[dict[str, Any]] = []
@@ -134,7 +135,7 @@ def main() -> int:
                 plan_for = lambda limit, w=workload, b=batch_size, m=mesh, t=target: osdp(  # noqa: E731
                     w, m, limit, target=t.name, batch_size=b, remat=options.remat, overlap_fraction=options.overlap
                 )
-                most = int(plan_for(1e15).plan.peak_bytes / (1 - RESERVED_FRACTION)) + 1
+                most = int(plan_for(1e15).plan.peak_bytes / (1 - RESERVED_FRACTIONS[target.platform])) + 1
                 most = min(most, target.memory.usable_bytes)
                 if plan_for(most).plan is None:
                     continue

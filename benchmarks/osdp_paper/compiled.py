@@ -56,7 +56,7 @@ def row(setting: Setting, target: Target, compiler: Compiler) -> dict[str, Any]:
     import numpy as np
 
     from recommender.osdp import osdp
-    from recommender.osdp.over_step import RESERVED_FRACTION
+    from recommender.osdp.over_step import RESERVED_FRACTIONS
 
     limit = min(LIMIT_GIB * GIB, target.memory.usable_bytes)
     found: dict[str, Any] = {"target": target.name, "family": setting.family, "model": setting.name, "limit_bytes": limit}
@@ -64,7 +64,7 @@ def row(setting: Setting, target: Target, compiler: Compiler) -> dict[str, Any]:
     start = time.perf_counter()
     result = osdp(workload, jax.sharding.Mesh(np.array(compiler.devices), ("data",)), limit, target=target.name)
     found["plan_seconds"] = time.perf_counter() - start
-    fsdp = fully_sharded(result.cost, limit * (1 - RESERVED_FRACTION))
+    fsdp = fully_sharded(result.cost, limit * (1 - RESERVED_FRACTIONS[target.platform]))
     if result.plan is None:
         return {**found, "status": "oom", "why": result.why, "fsdp_examples_per_second": fsdp}
     start = time.perf_counter()

@@ -16,7 +16,7 @@ from capture.osdp.plan import ShardingPlan
 from capture.quantities import format_bytes, parse_bytes
 from capture.target import Target
 from capture.workload import WorkloadProtocol
-from recommender.osdp.over_step import fastest_over_step
+from recommender.osdp.over_step import RESERVED_FRACTIONS, fastest_over_step
 from recommender.osdp.result import ShardingResult
 
 #: Smaller parameters are replicated: gathering one takes as long as latency allows, and a thousand of them are 4 GB at most with Adam.
@@ -161,7 +161,8 @@ def osdp(
         workload: The task; nothing is allocated. Where the loop's own loss returns ``(loss, aux)`` or takes more arguments, that of the
             workload is the scalar alone, and the loop's is given to ``transform``.
         where: A ``Cluster``, or a ``jax.sharding.Mesh`` whose axes are all data-parallel.
-        memory_limit: Per device, in bytes or as text ("30GiB"), of which plans use 94 %; None: what the target can use.
+        memory_limit: Per device, in bytes or as text ("30GiB"); None: what the target can use. Plans leave a part of it to the compiler
+            (``RESERVED_FRACTIONS``).
         target: Rates and memory of the mesh's devices, such as ``"h100"``; a cluster names its own.
         devices_per_node: Of a mesh; None: those of a process.
         batch_size: Examples per device; None to choose it.
@@ -195,7 +196,8 @@ def osdp(
     devices = Devices.of_target(cluster, dtype)
     if memory_limit is not None:
         devices = devices.with_limit(parse_bytes(memory_limit) if isinstance(memory_limit, str) else float(memory_limit))
-    operators = traced_operators(workload, "traced", products=Target.load(cluster.target).products)
+    described = Target.load(cluster.target)
+    operators = traced_operators(workload, "traced", products=described.products)
     cost = StepCost(
         operators.sharded_over(devices.num_devices, smallest_bytes),
         devices,
@@ -205,7 +207,8 @@ def osdp(
         node_groups=isinstance(where, Cluster) or has_groups(where, devices.devices_per_node),
         partly=partly,
     )
-    found = fastest_over_step(cost, operators, batch_size, max_batch_size)
+    limit = devices.memory_limit_bytes.value * (1 - RESERVED_FRACTIONS[described.platform])
+    found = fastest_over_step(cost, operators, limit, batch_size, max_batch_size)
     plan = found.plan
     if plan is not None:
         names = tuple(operator.name for operator in _all(cost))

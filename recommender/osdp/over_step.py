@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,21 +25,24 @@ from recommender.osdp.exact import cheapest
 from recommender.osdp.problem import ShardingProblem
 from recommender.osdp.result import ShardingResult, plan_of
 
-#: Of the limit, what is left to gaps between buffers, workspaces of kernels and joined collectives, which only a compiler knows: up to
-#: 5.4 % of the compiled steps for H100 that were looked at (``benchmarks/osdp_memory.py``).
-RESERVED_FRACTION = 0.06
+#: Of the limit, by platform, what is left to gaps between buffers, workspaces of kernels and joined collectives, which only a compiler
+#: knows: up to 4 % of the compiled steps for H100 that were looked at, and 10 % for TPU v5e (``benchmarks/osdp_memory.py``).
+RESERVED_FRACTIONS: Mapping[str, float] = MappingProxyType({"cpu": 0.06, "cuda": 0.06, "tpu": 0.12})
 #: Batch sizes that are tried at once, before those around the best.
 _SIZES_TRIED = 24
 #: Of the limit, how closely the limit of the sum is searched for.
 _CLOSENESS = 1 / 128
 
 
-def fastest_over_step(cost: StepCost, operators: Any, batch_size: int | None = None, max_batch_size: int | None = None) -> ShardingResult:
+def fastest_over_step(
+    cost: StepCost, operators: Any, limit: float, batch_size: int | None = None, max_batch_size: int | None = None
+) -> ShardingResult:
     """The fastest plan per example that is found, or what is missing.
 
     Args:
-        cost: Of the operators on the devices; plans leave ``RESERVED_FRACTION`` of their memory.
+        cost: Of the operators on the devices.
         operators: The traced ones (``TracedOperators``), which say what parameters are steps of one array.
+        limit: Bytes of a device for the peak over the step.
         batch_size: Examples per device; None to choose it.
         max_batch_size: The largest to choose from.
 
@@ -46,7 +50,7 @@ def fastest_over_step(cost: StepCost, operators: Any, batch_size: int | None = N
         PlanError: ``osdp-unbounded`` if every batch size fits and none is the largest.
     """
     start = time.perf_counter()
-    search = _Search(cost, operators, ShardingProblem(cost, batch_size or max_batch_size))
+    search = _Search(cost, operators, limit, ShardingProblem(cost, batch_size or max_batch_size))
     plans = [search.plan_at(batch_size)] if batch_size else list(search.plans())
     fitting = [plan for plan in plans if plan is not None]
     best = min(fitting, key=lambda plan: plan.seconds_per_example, default=None)
@@ -67,11 +71,8 @@ def fastest_over_step(cost: StepCost, operators: Any, batch_size: int | None = N
 class _Search:
     cost: StepCost
     operators: Any
+    limit: float
     problem: ShardingProblem
-
-    @property
-    def limit(self) -> float:
-        return self.cost.devices.memory_limit_bytes.value * (1 - RESERVED_FRACTION)
 
     def plans(self) -> Iterator[ShardingPlan]:
         """The best plan of a batch size, for sizes closer and closer to the best."""
