@@ -39,12 +39,14 @@ def main() -> int:
     environment.prepare(num_devices=NUM_DEVICES, platform=target.platform)
     rows = json.loads(options.output.read_text())["rows"] if options.output and options.output.exists() else []
     done = {(row["target"], row["model"]) for row in rows}
+    order = [setting.name for setting in SETTINGS]
     compiler = Compiler(target)
     for setting in SETTINGS:
         wanted = not options.only or options.only in f"{setting.family} {setting.name}"
         if wanted and (target.name, setting.name) not in done:
             rows.append(row(setting, target, compiler))
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+            rows.sort(key=lambda row: (row["target"], order.index(row["model"])))
             write(rows, options.output)
     print(json.dumps(claims(rows), indent=1))
     return 0
