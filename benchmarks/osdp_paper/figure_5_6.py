@@ -9,8 +9,8 @@ with replicas.
 
 Where ours differ from the paper's, and why:
 
-* N&D over FSDP, each at its best batch: memory that a replica takes is worth more as a larger batch in most settings. On the authors' own
-  measured layers, the same search gains 14.6 % there, and 22.6 % averaged over their batch rows (``measured_layers.py``).
+* N&D, and 16 GPUs, over FSDP, each at its best batch: memory that a replica takes is worth more as a larger batch in most settings. On
+  the authors' own measured layers, the same search gains 14.6 % there, and 22.6 % averaged over their batch rows (``measured_layers.py``).
 * Pipelines are far above what the paper measured: examples per second of a stage do not fall with the micro-batch here, and links of
   several pairs do not share a bus.
 * 3D+OSDP gains little over 3D: parameters in ZDP mode are gathered for every micro-batch, which pays only where memory is short.
