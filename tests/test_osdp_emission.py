@@ -378,7 +378,15 @@ def test_what_is_refused(tmp_path):
     emitted = emission("mlp", ZDP)
     params, batch = jax.eval_shape(workload.init, jax.random.key(0)), workload.batch(jax.random.key(0), 8)
     assert code_of(lambda: osdp(workload, all_devices())) == "osdp-target"
-    assert code_of(lambda: osdp(workload, Cluster((8,), "h100"), batch_size=0)) == "osdp-batch-size"
+    wrong = {"memory_limit": 0, "batch_size": 2.5, "granularities": (), "smallest_bytes": -1}
+    with pytest.raises(PlanError) as error:
+        osdp(workload, Cluster((8,), "h100"), **wrong)
+    assert error.value.codes == ("osdp-limit", "osdp-batch-size", "osdp-granularity", "osdp-smallest")
+    assert code_of(lambda: osdp(workload, Cluster((8,), "h100"), dtype="fp8")) == "osdp-dtype"
+    assert code_of(lambda: osdp(workload, 8)) == "osdp-where"
+    bare = Workload(lambda p, batch: jnp.mean(batch["labels"] * 1.0), lambda key: {}, workload.batch, workload.optimizer)
+    assert code_of(lambda: osdp(bare, Cluster((8,), "h100"))) == "trace-params"
+    assert "more slices" in osdp(workload, all_devices(), 1, target="h100", batch_size=1).why
     assert code_of(lambda: osdp(workload, all_devices(), target="h100", devices_per_node=3)) == "osdp-nodes"
     assert code_of(lambda: osdp(workload, Cluster((16,), "h100"), max_batch_size=1).shardings()) == "osdp-devices"
     assert code_of(lambda: emission("mlp", Mode(1, 1, 4))) == "osdp-mesh"

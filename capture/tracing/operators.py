@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.extend import core as jex_core
 
+from capture.errors import TracingError
 from capture.graph import Tensor, item_bytes
 from capture.osdp.operators import Block, Kind, Operator, OperatorModel
 from capture.osdp.plan import ParameterLeaf
@@ -96,9 +97,11 @@ def traced_operators(
         products: What the target's compiler makes of them.
 
     Raises:
-        TracingError: those of ``capture.tracing.model.trace``.
+        TracingError: ``trace-params`` without parameters, and those of ``capture.tracing.model.trace``.
     """
     traced = trace(workload, microbatch_size, at_products=True)
+    if not traced.graph.params:
+        raise TracingError.of("init makes no parameters, so there is nothing to shard; give the workload of a model.", "trace-params")
     graph, counted, kept = traced.graph, set[int](), set[int]()
     operators, params, fused = [], [], set[int]()
     parts = _parts(traced, products)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from capture.cluster import Cluster
-from capture.errors import PlanError
+from capture.errors import ClusterError, PlanError, TargetError, Violation
 from capture.osdp.cost import PAPER_GRANULARITY, Mode, StepCost
 from capture.osdp.device import Devices
 from capture.osdp.operators import Operator
@@ -180,23 +180,30 @@ def osdp(
         The result; ``infeasible`` with ``why`` if no plan fits.
 
     Raises:
-        TargetError: ``osdp-target`` for a mesh without a target, and those of ``Devices.of_target``; ClusterError: ``osdp-nodes``;
-        PlanError: ``memory-syntax``, ``osdp-batch-size``; TracingError: those of ``trace``.
+        TargetError: ``osdp-target`` for a mesh without a target, ``osdp-dtype``, and those of ``Devices.of_target``;
+        ClusterError: ``osdp-where``, ``osdp-nodes``;
+        PlanError: ``memory-syntax``, ``osdp-limit``, ``osdp-batch-size``, ``osdp-granularity``, ``osdp-smallest``; TracingError: those of
+        ``trace``.
 
     Source: Jiang et al. 2023 (OSDP), 3.3 and Figure 3.
     """
     from capture.runtime.osdp import cluster_of, has_groups
     from capture.tracing.operators import traced_operators
 
-    if batch_size is not None and batch_size < 1:
-        raise PlanError.of(f"batch_size={batch_size} is no batch per device; give at least 1.", "osdp-batch-size")
+    limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
+    PlanError.check(_wrong(limit, {"batch_size": batch_size, "max_batch_size": max_batch_size}, granularities, smallest_bytes))
     cluster = where
     if not isinstance(where, Cluster):
+        if not hasattr(where, "devices"):
+            raise ClusterError.of(f"{where!r} is neither a cluster nor a mesh; give Cluster.parse('1x8', 'h100') or a mesh.", "osdp-where")
         cluster = cluster_of(where, _named(target), devices_per_node)
     devices = Devices.of_target(cluster, dtype)
-    if memory_limit is not None:
-        devices = devices.with_limit(parse_bytes(memory_limit) if isinstance(memory_limit, str) else float(memory_limit))
     described = Target.load(cluster.target)
+    if described.rates is not None and dtype not in described.rates.flops_per_second:
+        known = ", ".join(described.rates.flops_per_second)
+        raise TargetError.of(f"dtype={dtype!r} has no rate in target={cluster.target!r}; choose one of {known}.", "osdp-dtype")
+    if limit is not None:
+        devices = devices.with_limit(limit)
     operators = traced_operators(workload, "traced", products=described.products)
     cost = StepCost(
         operators.sharded_over(devices.num_devices, smallest_bytes),
@@ -207,8 +214,8 @@ def osdp(
         node_groups=isinstance(where, Cluster) or has_groups(where, devices.devices_per_node),
         partly=partly,
     )
-    limit = devices.memory_limit_bytes.value * (1 - RESERVED_FRACTIONS[described.platform])
-    found = fastest_over_step(cost, operators, limit, batch_size, max_batch_size)
+    for_plans = devices.memory_limit_bytes.value * (1 - RESERVED_FRACTIONS[described.platform])
+    found = fastest_over_step(cost, operators, for_plans, batch_size, max_batch_size)
     plan = found.plan
     if plan is not None:
         names = tuple(operator.name for operator in _all(cost))
@@ -223,9 +230,23 @@ def osdp(
     return OsdpResult(found, plan, cost, workload, operators, where)
 
 
-def _named(target: str | None) -> str:
-    from capture.errors import TargetError
+def _wrong(
+    limit: float | None, batch_sizes: Mapping[str, int | None], granularities: tuple[int, ...], smallest_bytes: int
+) -> Iterator[Violation]:
+    if limit is not None and not 0 < limit < float("inf"):
+        yield Violation(f"memory_limit={limit} is no memory of a device; give bytes, more than 0.", "osdp-limit")
+    for name, size in batch_sizes.items():
+        if size is not None and (not isinstance(size, int) or size < 1):
+            yield Violation(f"{name}={size!r} is no batch per device; give a whole number, at least 1.", "osdp-batch-size")
+    if not isinstance(granularities, Sequence) or not granularities or any(not isinstance(g, int) or g < 0 for g in granularities):
+        yield Violation(
+            f"granularities={granularities!r} are no numbers of slices; give some, such as (1, 4); 1 is unsplit.", "osdp-granularity"
+        )
+    if smallest_bytes < 0:
+        yield Violation(f"smallest_bytes={smallest_bytes} is no size; give 0 or more.", "osdp-smallest")
 
+
+def _named(target: str | None) -> str:
     if target is None:
         raise TargetError.of('a mesh does not say how fast its devices are; give target=, such as "h100".', "osdp-target")
     return target
