@@ -33,8 +33,8 @@ def search(problem: ShardingProblem, algorithm: str = "exact", **options: Any) -
         >>> from capture.osdp.cost import StepCost
         >>> from capture.osdp.device import Devices
         >>> from capture.osdp.transformer import transformer
-        >>> model = transformer("2.7B", [(32, 2560)], seq_len=1024, vocab_size=51200)
-        >>> result = search(ShardingProblem(StepCost(model, Devices.of_target(Cluster((8,), "a100-40g")), (1, 4), remat=True)))
+        >>> model = transformer("1.3B", [(24, 2048)], seq_len=1024, vocab_size=51200)
+        >>> result = search(ShardingProblem(StepCost(model, Devices.of_target(Cluster((8,), "a100-40g")), (1, 4))))
         >>> result.optimal, 0 < result.plan.sharded_fraction < 1
         (True, True)
     """
