@@ -88,7 +88,8 @@ def traced_operators(
 
     What an operator keeps for the backward pass is what ``jax.vjp`` of its part of the loss saves, less what a compiler computes again from
     values that are in memory anyway (``_kept``). Parameters and what follows from them alone are not counted, and a value that several
-    operators keep counts for the first. Operators have no workspace: what a kernel needs beside its results is the compiler's to say.
+    operators keep counts for the first. Operators have no workspace: what a kernel needs beside its results is the compiler's to say. They
+    are named by their largest parameter.
 
     Args:
         workload: The task; nothing is allocated.
@@ -117,7 +118,7 @@ def traced_operators(
         params.append(tuple(sorted(own)))
         operators.append(
             Operator(
-                layer.name,
+                max((graph.params[p] for p in own), key=lambda leaf: leaf.nbytes).name if own else layer.name,
                 part.kind,
                 sum(graph.params[p].nbytes for p in own),
                 activation_bytes=(part.saved_bytes + sum(part.saved_values[v] for v in first)) // microbatch_size,
