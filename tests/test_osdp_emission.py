@@ -359,7 +359,7 @@ def test_the_steps_of_a_scan_get_one_mode():
 
 
 def test_what_does_not_fit_says_so():
-    found = osdp(mlp(), all_devices(), 1000, target="h100", batch_size=3)
+    found = osdp(mlp(), all_devices(), 1000, target="h100", batch_size=3, smallest_bytes=0)
     assert found.status == "infeasible" and found.plan is None and found.rows == []
     assert found.why.startswith("3 examples per device: ") and str(found).startswith("infeasible: 3 examples")
     with pytest.raises(PlanError, match=r"there is no plan to emit: .*\[osdp-infeasible\]$"):
@@ -371,6 +371,30 @@ def code_of(function) -> str:
         function()
     (code,) = caught.value.codes
     return code
+
+
+@pytest.mark.parametrize("partly", [False, True])
+def test_steps_of_a_scan_get_modes_that_can_be_emitted(partly):
+    """Arrays of the steps belong to different operators: the normalisation of a step to what comes before its first product."""
+
+    def loss(p, batch):
+        def layer(x, own):
+            return x + jnp.tanh((x * own["scale"]) @ own["up"]) @ own["down"], None
+
+        return jnp.mean(jax.lax.scan(layer, batch["x"] @ p["first"], p["layers"])[0] ** 2)
+
+    layers = {"scale": jnp.ones((3, 8)), "up": jnp.ones((3, 8, 64)), "down": jnp.ones((3, 64, 8))}
+    workload = Workload(
+        loss, lambda key: {"first": jnp.ones((8, 8)), "layers": layers}, lambda key, n: {"x": jnp.ones((n, 8))}, optax.adam(0.1)
+    )
+    options = {"target": "h100", "batch_size": 1, "smallest_bytes": 256, "partly": partly}
+    most = osdp(workload, all_devices(), **options).plan.peak_bytes
+    seen = set()
+    for fraction in (0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
+        found = osdp(workload, all_devices(), most * fraction, **options)
+        if found.plan is not None:
+            seen.add(str(found.shardings()))
+    assert len(seen) > 1
 
 
 def test_what_is_refused(tmp_path):
@@ -386,7 +410,7 @@ def test_what_is_refused(tmp_path):
     assert code_of(lambda: osdp(workload, 8)) == "osdp-where"
     bare = Workload(lambda p, batch: jnp.mean(batch["labels"] * 1.0), lambda key: {}, workload.batch, workload.optimizer)
     assert code_of(lambda: osdp(bare, Cluster((8,), "h100"))) == "trace-params"
-    assert "more slices" in osdp(workload, all_devices(), 1, target="h100", batch_size=1).why
+    assert "smaller than smallest_bytes=1,048,576" in osdp(workload, all_devices(), 1, target="h100", batch_size=1).why
     assert code_of(lambda: osdp(workload, all_devices(), target="h100", devices_per_node=3)) == "osdp-nodes"
     assert code_of(lambda: osdp(workload, Cluster((16,), "h100"), max_batch_size=1).shardings()) == "osdp-devices"
     assert code_of(lambda: emission("mlp", Mode(1, 1, 4))) == "osdp-mesh"

@@ -180,7 +180,8 @@ class Emission:
             own = [next(rows) for _ in range(num_steps)]
             name = own[0].name if stacked is None else own[0].name.rpartition("[")[0]
             found = {modes[leaf.name] for leaf in own}
-            if stacked is not None and (len(found) > 1 or any(0 < mode.num_sharded < mode.num_slices for mode in found)):
+            can_shard = own[0].can_shard(self.mesh.size, self.plan.smallest_bytes)
+            if stacked is not None and can_shard and (len(found) > 1 or any(0 < mode.num_sharded < mode.num_slices for mode in found)):
                 raise PlanError.of(
                     f"the steps of a scan share the parameter {name!r}, but the plan has {', '.join(sorted(map(str, found)))} for it; "
                     "give them one mode that shards all slices or none.",

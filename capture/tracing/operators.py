@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,6 +44,14 @@ class TracedOperators:
     def names(self) -> tuple[tuple[str, ...], ...]:
         """By operator, the names of its parameters."""
         return tuple(tuple(self.leaves[p].name for p in own) for own in self.params)
+
+    @property
+    def dtype(self) -> str:
+        """In which most of what passes between operators is computed."""
+        sizes = Counter[str]()
+        for value in self.traced.graph.values:
+            sizes[value.dtype] += value.nbytes * value.differentiable
+        return sizes.most_common(1)[0][0] if sizes.total() else "float32"
 
     @property
     def stacked_params(self) -> list[list[int]]:

@@ -16,7 +16,7 @@ from capture.osdp.plan import ShardingPlan
 from capture.quantities import format_bytes, parse_bytes
 from capture.target import Target
 from capture.workload import WorkloadProtocol
-from recommender.osdp.over_step import RESERVED_FRACTIONS, fastest_over_step
+from recommender.osdp.over_step import RESERVED_FRACTION_OF_16_BITS, RESERVED_FRACTIONS, fastest_over_step
 from recommender.osdp.result import ShardingResult
 
 #: Smaller parameters are replicated: gathering one takes as long as latency allows, and a thousand of them are 4 GB at most with Adam.
@@ -153,7 +153,7 @@ def osdp(
     remat: bool = False,
     overlap_fraction: float = 0.0,
     smallest_bytes: int = SMALLEST_BYTES,
-    dtype: str = "float32",
+    dtype: str | None = None,
 ) -> OsdpResult:
     """Choose for every operator of a loss whether to replicate, shard or split its parameters, for the largest throughput that fits.
 
@@ -174,7 +174,7 @@ def osdp(
             operator's parameters while the one before it runs; backwards, gathers and reduce-scatters run beside the two products of
             their own operator in any case, as far as XLA can.
         smallest_bytes: Smaller parameters are replicated.
-        dtype: Of the products, for their rate.
+        dtype: Of the products, for their rate, also ``"tf32"`` where the target has it; None: that of most of what the loss computes.
 
     Returns:
         The result; ``infeasible`` with ``why`` if no plan fits.
@@ -197,14 +197,14 @@ def osdp(
         if not hasattr(where, "devices"):
             raise ClusterError.of(f"{where!r} is neither a cluster nor a mesh; give Cluster.parse('1x8', 'h100') or a mesh.", "osdp-where")
         cluster = cluster_of(where, _named(target), devices_per_node)
-    devices = Devices.of_target(cluster, dtype)
     described = Target.load(cluster.target)
-    if described.rates is not None and dtype not in described.rates.flops_per_second:
+    operators = traced_operators(workload, "traced", products=described.products)
+    devices = Devices.of_target(cluster, dtype or operators.dtype)
+    if dtype is not None and described.rates is not None and dtype not in described.rates.flops_per_second:
         known = ", ".join(described.rates.flops_per_second)
         raise TargetError.of(f"dtype={dtype!r} has no rate in target={cluster.target!r}; choose one of {known}.", "osdp-dtype")
     if limit is not None:
         devices = devices.with_limit(limit)
-    operators = traced_operators(workload, "traced", products=described.products)
     cost = StepCost(
         operators.sharded_over(devices.num_devices, smallest_bytes),
         devices,
@@ -214,8 +214,9 @@ def osdp(
         node_groups=isinstance(where, Cluster) or has_groups(where, devices.devices_per_node),
         partly=partly,
     )
-    for_plans = devices.memory_limit_bytes.value * (1 - RESERVED_FRACTIONS[described.platform])
-    found = fastest_over_step(cost, operators, for_plans, batch_size, max_batch_size)
+    reserved = RESERVED_FRACTIONS[described.platform] if operators.dtype == "float32" else RESERVED_FRACTION_OF_16_BITS
+    for_plans = devices.memory_limit_bytes.value * (1 - reserved)
+    found = fastest_over_step(cost, operators, smallest_bytes, for_plans, batch_size, max_batch_size)
     plan = found.plan
     if plan is not None:
         names = tuple(operator.name for operator in _all(cost))
