@@ -28,6 +28,7 @@ import platform
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,7 @@ def main() -> int:
     parser.add_argument("--only", metavar="TEXT", default="", help="models whose name contains this")
     parser.add_argument("--remat", action="store_true", help="with rematerialised operators")
     parser.add_argument("--overlap", type=float, default=0.0, metavar="F", help="overlap_fraction; above 0, gathers look ahead")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation (default: float32)")
     parser.add_argument(
         "--precision", default="default", help="of products in float32, as jax_default_matmul_precision (default: the target's)"
     )
@@ -121,7 +123,7 @@ def main() -> int:
     import numpy as np
 
     from recommender.osdp import osdp
-    from recommender.osdp.over_step import RESERVED_FRACTIONS
+    from recommender.osdp.over_step import reserved_fraction
 
     jax.config.update("jax_default_matmul_precision", options.precision)
     rows: list[dict[str, Any]] = []
@@ -130,12 +132,12 @@ def main() -> int:
         mesh = jax.sharding.Mesh(np.array(compiler.devices), ("data",))
         for (family, layers), batch_sizes in MODELS.items():
             name = f"{family} {layers}"
-            workload = WorkloadSpec.parse(f"models/mingpt.py:mingpt?size={layers}&vocab_size={VOCAB_SIZE}").load()
+            workload = WorkloadSpec.parse(f"models/mingpt.py:mingpt?size={layers}&vocab_size={VOCAB_SIZE}&dtype={options.dtype}").load()
             for batch_size in batch_sizes if options.only in name else ():
                 plan_for = lambda limit, w=workload, b=batch_size, m=mesh, t=target: osdp(  # noqa: E731
                     w, m, limit, target=t.name, batch_size=b, remat=options.remat, overlap_fraction=options.overlap
                 )
-                most = int(plan_for(1e15).plan.peak_bytes / (1 - RESERVED_FRACTIONS[target.platform])) + 1
+                most = int(plan_for(1e15).plan.peak_bytes / (1 - reserved_fraction(target.platform, options.dtype))) + 1
                 most = min(most, target.memory.usable_bytes)
                 if plan_for(most).plan is None:
                     continue
@@ -152,6 +154,7 @@ def main() -> int:
                             "batch_size": batch_size,
                             "remat": options.remat,
                             "overlap_fraction": options.overlap,
+                            "dtype": options.dtype,
                             "precision": options.precision,
                             "limit_bytes": int(limit),
                             "plan_bytes": result.plan.peak_bytes,
@@ -204,16 +207,19 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def write(rows: list[dict[str, Any]], output: Path | None, targets: list[Target]) -> None:
-    if output is None:
-        return
-    versions = {package: version for target in targets for package, version in environment.versions(target.platform).items()}
+    if output is not None:
+        write_document("osdp_memory", rows, output, targets, summary(rows))
+
+
+def write_document(name: str, rows: list[dict[str, Any]], output: Path, targets: Iterable[Target], claims: dict[str, Any]) -> None:
+    """Rows of what was compiled for targets, with what compiled them."""
     document = {
-        "benchmark": "osdp_memory",
+        "benchmark": name,
         "date": date.today().isoformat(),
         "hardware": {"processor": platform.machine(), "cores": os.cpu_count(), "note": "compiled for the target, which is not there"},
-        "versions": versions,
+        "versions": {package: version for target in targets for package, version in environment.versions(target.platform).items()},
         "num_devices": NUM_DEVICES,
-        "claims": summary(rows),
+        "claims": claims,
         "rows": rows,
     }
     output.write_text(json.dumps(document, indent=1) + "\n")

@@ -22,8 +22,7 @@ from types import MappingProxyType
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
-from zoo import PyTree, Workload, check_options, config_of, forward, initializer, layer_boundary, mean_cross_entropy, random_tokens
+from zoo import Workload, check_options, config_of, layer_boundary, next_token_workload
 from zoo_attention import flash_attention
 from zoo_transformer import INIT_STD
 
@@ -181,14 +180,4 @@ def llama(
     given = {"num_layers": num_layers, "seq_len": seq_len, "vocab_size": vocab_size}
     config = replace(base, dtype=dtype, attention=attention, **{key: value for key, value in given.items() if value is not None})
     check_options(dtype, {key: getattr(config, key) for key in given}, attention=attention)
-    model = Llama(config)
-
-    def loss_fn(params: PyTree, batch: PyTree) -> jax.Array:
-        return mean_cross_entropy(forward(model, params, batch["tokens"]), batch["labels"])
-
-    return Workload(
-        loss_fn=loss_fn,
-        init=initializer(model, (1, config.seq_len), "int32"),
-        batch=lambda key, batch_size: random_tokens(key, batch_size, config.seq_len, config.vocab_size),
-        optimizer=optax.adamw(config.learning_rate, b1=0.9, b2=0.95, weight_decay=0.1),
-    )
+    return next_token_workload(Llama(config), config.seq_len, config.vocab_size, config.learning_rate)

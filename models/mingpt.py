@@ -21,7 +21,8 @@ A size is what it is made of: so many blocks of such a width, one after the othe
 of the block after it. Heads have 64 features, sequences 128 tokens, the vocabulary is GPT-2's, 50257 tokens; tiny has sequence 32 and
 vocabulary 256. One layer is one block; the embedding belongs to the first, the head and the loss to the last.
 
-Source: Jiang et al. 2023 (OSDP), Table 1, which gives ranges: the sizes lie within them; minGPT (block, untied head, AdamW's constants).
+Source: Jiang et al. 2023 (OSDP), Table 1, which gives ranges: layers and widths lie within them, parameters but for 2x12288 (at most 4
+billion there) and 8x1024+8x2048+8x4096 (2.3 billion); minGPT (block, untied head, AdamW's constants).
 Departure: as in ``gpt.py``, whose block it is, and no dropout.
 """
 
@@ -34,9 +35,8 @@ from types import MappingProxyType
 
 import flax.linen as nn
 import jax
-import optax
 from gpt import Block, GptConfig
-from zoo import PyTree, Workload, check_options, config_of, forward, initializer, layer_boundary, mean_cross_entropy, random_tokens
+from zoo import Workload, check_options, config_of, layer_boundary, next_token_workload
 from zoo_transformer import INIT_STD
 
 HEAD_WIDTH = 64
@@ -79,8 +79,7 @@ def layers_of(size: str) -> tuple[tuple[int, int], ...] | None:
     """
     if not re.fullmatch(r"\d+x\d+(\+\d+x\d+)*", str(size)):
         return None
-    counts_and_widths = [tuple(map(int, part.split("x"))) for part in size.split("+")]
-    return tuple((count, width) for count, width in counts_and_widths)
+    return tuple((int(count), int(width)) for count, _, width in (part.partition("x") for part in size.split("+")))
 
 
 _NARROW_DEEP = ("96x1024", "48x1536", "72x1280", "96x1536")
@@ -142,14 +141,4 @@ def mingpt(*, size: str = "tiny", dtype: str = "float32", seq_len: int | None = 
         raise ValueError(
             f"size={size!r} has heads of {HEAD_WIDTH} features; give widths that are multiples of {HEAD_WIDTH}. [workload-option]"
         )
-    model = MinGpt(config)
-
-    def loss_fn(params: PyTree, batch: PyTree) -> jax.Array:
-        return mean_cross_entropy(forward(model, params, batch["tokens"]), batch["labels"])
-
-    return Workload(
-        loss_fn=loss_fn,
-        init=initializer(model, (1, config.seq_len), "int32"),
-        batch=lambda key, batch_size: random_tokens(key, batch_size, config.seq_len, config.vocab_size),
-        optimizer=optax.adamw(LEARNING_RATE, b1=0.9, b2=0.95, weight_decay=0.1),
-    )
+    return next_token_workload(MinGpt(config), config.seq_len, config.vocab_size, LEARNING_RATE)

@@ -78,6 +78,20 @@ def random_tokens(key: jax.Array, batch_size: int, seq_len: int, vocab_size: int
     return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
 
 
+def next_token_workload(model: nn.Module, seq_len: int, vocab_size: int, learning_rate: float) -> Workload:
+    """Next-token prediction on random tokens with AdamW; the model takes int32 [B, S] and returns logits, [B, S, V]."""
+
+    def loss_fn(params: PyTree, batch: PyTree) -> jax.Array:
+        return mean_cross_entropy(forward(model, params, batch["tokens"]), batch["labels"])
+
+    return Workload(
+        loss_fn=loss_fn,
+        init=initializer(model, (1, seq_len), "int32"),
+        batch=lambda key, batch_size: random_tokens(key, batch_size, seq_len, vocab_size),
+        optimizer=optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=0.1),
+    )
+
+
 def random_images(
     key: jax.Array, batch_size: int, image_size: int, num_classes: int, label_shape: tuple[int, ...] = ()
 ) -> dict[str, jax.Array]:

@@ -373,8 +373,8 @@ def code_of(function) -> str:
     return code
 
 
-@pytest.mark.parametrize("partly", [False, True])
-def test_steps_of_a_scan_get_modes_that_can_be_emitted(partly):
+@pytest.mark.parametrize(("smallest_bytes", "partly"), [(256, False), (0, False), (0, True)])
+def test_steps_of_a_scan_get_modes_that_can_be_emitted(smallest_bytes, partly):
     """Arrays of the steps belong to different operators: the normalisation of a step to what comes before its first product."""
 
     def loss(p, batch):
@@ -387,7 +387,7 @@ def test_steps_of_a_scan_get_modes_that_can_be_emitted(partly):
     workload = Workload(
         loss, lambda key: {"first": jnp.ones((8, 8)), "layers": layers}, lambda key, n: {"x": jnp.ones((n, 8))}, optax.adam(0.1)
     )
-    options = {"target": "h100", "batch_size": 1, "smallest_bytes": 256, "partly": partly}
+    options = {"target": "h100", "batch_size": 1, "smallest_bytes": smallest_bytes, "partly": partly}
     most = osdp(workload, all_devices(), **options).plan.peak_bytes
     seen = set()
     for fraction in (0.4, 0.5, 0.6, 0.7, 0.8, 0.9):

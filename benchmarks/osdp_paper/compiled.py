@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.drawing import COLORS, draw, grouped_bars
-from benchmarks.osdp_memory import NUM_DEVICES, Compiler, summary
+from benchmarks.osdp_memory import NUM_DEVICES, Compiler, summary, write_document
 from benchmarks.osdp_paper.settings import GIB, SETTINGS, Setting, arguments, gain, gain_statistics
 from capture import environment
 from capture.osdp.cost import DP, ZDP, StepCost
@@ -58,7 +58,7 @@ def row(setting: Setting, target: Target, compiler: Compiler) -> dict[str, Any]:
     import numpy as np
 
     from recommender.osdp import osdp
-    from recommender.osdp.over_step import RESERVED_FRACTIONS
+    from recommender.osdp.over_step import reserved_fraction
 
     limit = min(LIMIT_GIB * GIB, target.memory.usable_bytes)
     found: dict[str, Any] = {"target": target.name, "family": setting.family, "model": setting.name, "limit_bytes": limit}
@@ -66,7 +66,7 @@ def row(setting: Setting, target: Target, compiler: Compiler) -> dict[str, Any]:
     start = time.perf_counter()
     result = osdp(workload, jax.sharding.Mesh(np.array(compiler.devices), ("data",)), limit, target=target.name)
     found["plan_seconds"] = time.perf_counter() - start
-    fsdp = fully_sharded(result.cost, limit * (1 - RESERVED_FRACTIONS[target.platform]))
+    fsdp = fully_sharded(result.cost, limit * (1 - reserved_fraction(target.platform, "float32")))
     if result.plan is None:
         return {**found, "status": "oom", "why": result.why, "fsdp_examples_per_second": fsdp}
     start = time.perf_counter()
@@ -109,10 +109,8 @@ def claims(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def write(rows: list[dict[str, Any]], output: Path | None) -> None:
     if output is None:
         return
-    versions = {package: version for row in rows for package, version in environment.versions(Target.load(row["target"]).platform).items()}
-    note = "memory compiled for absent devices, throughput simulated"
-    document = {"benchmark": "osdp_compiled", "note": note, "versions": versions, "claims": claims(rows), "rows": rows}
-    output.write_text(json.dumps(document, indent=1) + "\n")
+    targets = [Target.load(name) for name in dict.fromkeys(row["target"] for row in rows)]
+    write_document("osdp_compiled (throughput is simulated)", rows, output, targets, claims(rows))
     output.with_suffix(".svg").write_text(picture(rows))
 
 

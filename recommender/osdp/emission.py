@@ -16,7 +16,7 @@ from capture.osdp.plan import ShardingPlan
 from capture.quantities import format_bytes, parse_bytes
 from capture.target import Target
 from capture.workload import WorkloadProtocol
-from recommender.osdp.over_step import RESERVED_FRACTION_OF_16_BITS, RESERVED_FRACTIONS, fastest_over_step
+from recommender.osdp.over_step import fastest_over_step, reserved_fraction
 from recommender.osdp.result import ShardingResult
 
 #: Smaller parameters are replicated: gathering one takes as long as latency allows, and a thousand of them are 4 GB at most with Adam.
@@ -162,7 +162,7 @@ def osdp(
             workload is the scalar alone, and the loop's is given to ``transform``.
         where: A ``Cluster``, or a ``jax.sharding.Mesh`` whose axes are all data-parallel.
         memory_limit: Per device, in bytes or as text ("30GiB"); None: what the target can use. Plans leave a part of it to the compiler
-            (``RESERVED_FRACTIONS``).
+            (``reserved_fraction``).
         target: Rates and memory of the mesh's devices, such as ``"h100"``; a cluster names its own.
         devices_per_node: Of a mesh; None: those of a process.
         batch_size: Examples per device; None to choose it.
@@ -214,8 +214,7 @@ def osdp(
         node_groups=isinstance(where, Cluster) or has_groups(where, devices.devices_per_node),
         partly=partly,
     )
-    reserved = RESERVED_FRACTIONS[described.platform] if operators.dtype == "float32" else RESERVED_FRACTION_OF_16_BITS
-    for_plans = devices.memory_limit_bytes.value * (1 - reserved)
+    for_plans = devices.memory_limit_bytes.value * (1 - reserved_fraction(described.platform, operators.dtype))
     found = fastest_over_step(cost, operators, smallest_bytes, for_plans, batch_size, max_batch_size)
     plan = found.plan
     if plan is not None:

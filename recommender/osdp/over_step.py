@@ -25,15 +25,26 @@ from recommender.osdp.exact import cheapest
 from recommender.osdp.problem import ShardingProblem
 from recommender.osdp.result import ShardingResult, plan_of
 
-#: Only float32 was looked at: estimates of losses that compute in 16 bits are up to 18 % too low.
-RESERVED_FRACTION_OF_16_BITS = 0.2
 #: Of the limit, by platform, what is left to gaps between buffers, workspaces of kernels and joined collectives, which only a compiler
-#: knows: up to 4 % of the compiled steps for H100 that were looked at, and 10 % for TPU v5e (``benchmarks/osdp_memory.py``).
-RESERVED_FRACTIONS: Mapping[str, float] = MappingProxyType({"cpu": 0.06, "cuda": 0.06, "tpu": 0.12})
+#: knows: estimates were up to 6 % below the compiled steps for H100 that were looked at, and 11 % for TPU v5e
+#: (``benchmarks/osdp_memory.py``).
+_RESERVED_FRACTIONS: Mapping[str, float] = MappingProxyType({"cpu": 0.06, "cuda": 0.06, "tpu": 0.12})
+#: The same of losses that compute in 16 bits, whose estimates are further below for reasons that are not known.
+_RESERVED_FRACTION_OF_16_BITS = 0.2
 #: Batch sizes that are tried at once, before those around the best.
 _SIZES_TRIED = 24
 #: Of the limit, how closely the limit of the sum is searched for.
 _CLOSENESS = 1 / 128
+
+
+def reserved_fraction(platform: str, dtype: str) -> float:
+    """Of the limit, what plans leave to the compiler.
+
+    Args:
+        platform: Of the target.
+        dtype: In which the loss computes.
+    """
+    return _RESERVED_FRACTIONS[platform] if dtype == "float32" else max(_RESERVED_FRACTION_OF_16_BITS, _RESERVED_FRACTIONS[platform])
 
 
 def fastest_over_step(
@@ -111,6 +122,8 @@ class _Search:
             return None if chosen is None else self._placed(plan_of(self.problem, batch_size, options, chosen).modes, batch_size)
 
         plans = [uniform for modes in self._uniform() if (uniform := self._placed(modes, batch_size)).peak_bytes <= self.limit]
+        if (plan := within(self.limit)) is not None:  # the search's own answer: a plan within the sum is within the peak
+            plans.append(plan)
         low, high = self.limit, float(np.where(np.isfinite(options.seconds), options.resident_bytes, 0).max(axis=-1) @ options.counts)
         high = max(low, high + float(options.transient_bytes[np.isfinite(options.transient_bytes)].max()))
         trying = high
