@@ -181,7 +181,7 @@ def only_trace(function: Any, args: Sequence[Any], **options: Any) -> Any:
 def own_account(plan: Any, tracer: Tracer) -> tuple[list[dict[str, int] | None], float]:
     """Per stage, the library's peak and its parts, None under tensor parallelism; and the seconds that it took."""
     from capture.alpa.memory import alpa_replay
-    from capture.predictor.formula import of_interface
+    from capture.predictor.formula import kept_of
 
     start = time.perf_counter()
     stages = [tracer.interface(stage, plan.microbatch_size) for stage in plan.stages]
@@ -193,7 +193,7 @@ def own_account(plan: Any, tracer: Tracer) -> tuple[list[dict[str, int] | None],
             "peak_bytes": peak.peak_bytes,
             "params_bytes": interface.params_bytes,
             "optimizer_bytes": interface.optimizer_bytes,
-            "kept_bytes_per_microbatch": of_interface(interface).kept,
+            "kept_bytes_per_microbatch": kept_of(interface),
         }
         for stage, interface, peak in zip(plan.stages, stages, peaks, strict=True)
     ]

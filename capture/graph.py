@@ -172,6 +172,18 @@ class LayerGraph:
     def _owners(self) -> dict[int, int]:
         return {p: layer.layer_id for layer in reversed(self.layers) for p in layer.params}
 
+    def param_readers(self, param: int) -> tuple[int, ...]:
+        """The layers that read a parameter, ascending; several share it."""
+        return self._param_readers.get(param, ())
+
+    @cached_property
+    def _param_readers(self) -> dict[int, tuple[int, ...]]:
+        readers: dict[int, list[int]] = {}
+        for layer in self.layers:
+            for p in dict.fromkeys(layer.params):
+                readers.setdefault(p, []).append(layer.layer_id)
+        return {p: tuple(found) for p, found in readers.items()}
+
     @cached_property
     def num_parameters(self) -> int:
         return sum(p.size for p in self.params)

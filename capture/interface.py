@@ -70,6 +70,9 @@ class StageCost:
         return cls(**_arguments(data))
 
 
+#: Of a stage whose programs need nothing, or are not known.
+NO_COST = StageCost(0, 0, 0, 0, 0, (), (), ())
+
 _WORK = ("forward_work", "backward_work", "update_work")
 
 
@@ -91,6 +94,12 @@ def owned_and_borrowed(graph: LayerGraph, first: int, stop: int) -> tuple[tuple[
     params = graph.stage_params(first, stop)
     owned = tuple(p for p in params if graph.param_owner(p) >= first)
     return owned, tuple(p for p in params if p not in owned)
+
+
+def shared_onwards(graph: LayerGraph, first: int, stop: int) -> tuple[int, ...]:
+    """Parameters that layers [first, stop) update and layers behind them read too: their gradients arrive from there."""
+    owned, _ = owned_and_borrowed(graph, first, stop)
+    return tuple(p for p in owned if graph.param_readers(p)[-1] >= stop)
 
 
 def stage_values(graph: LayerGraph, first: int, stop: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -8,7 +8,8 @@ layers differ by one (III-A1). Statistics are formed where they are needed; the 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -40,37 +41,75 @@ class StageConfig:
         return self.stop - self.first
 
 
+#: No interval is narrower than this on either side, and so many times wider for a kind of stage of which none was seen.
+_FLOOR, _UNSEEN = 0.005, 8
+
+
+@dataclass(frozen=True)
+class StageError:
+    """How far the prediction of one stage was off: measured / predicted - 1 of its peak; above 0 it was too low."""
+
+    config: StageConfig
+    error: float
+
+
 @dataclass(frozen=True)
 class Calibration:
     """How far predictions were off for stages that are not in the profile.
 
     Attributes:
-        errors: Per stage of the calibration plans, measured / predicted - 1 of its peak.
+        errors: Of the stages of the calibration plans; of a stage in several plans one each.
         seed: Of the plans; evaluation uses others.
         num_plans: Drawn.
     """
 
-    errors: tuple[float, ...]
+    errors: tuple[StageError, ...]
     seed: int
     num_plans: int
 
+    @cached_property
+    def num_stages(self) -> int:
+        """Different stages that were seen: errors of one stage at several positions say little more than one."""
+        return len({e.config for e in self.errors})
+
     def coverage(self, wanted: float = 0.98) -> float | None:
-        """The probability that the errors support: n / (n + 1) where they are too few for the wanted one, None without errors."""
-        return min(wanted, len(self.errors) / (len(self.errors) + 1)) if self.errors else None
+        """The probability that the errors support: (n - 1) / (n + 1) of n stages where they are too few for the wanted one; None if 0."""
+        supported = (self.num_stages - 1) / (self.num_stages + 1)
+        return min(wanted, supported) if supported > 0 else None
 
-    def interval(self, coverage: float = 0.98) -> tuple[float, float]:
-        """Factors (low, high) on a prediction that hold the measured peak with the given probability.
+    def interval(self, config: StageConfig, num_layers: int) -> tuple[float, float]:
+        """Factors (low, high) on the prediction of a stage that hold the measured peak with the probability ``coverage()``.
 
-        Split conformal: the (n + 1) * coverage-th smallest absolute error; with few errors the largest, plus half of itself. Never
-        narrower than 0.5 %.
+        On each side the largest error of all, of stages at the same end of the model that recompute the same, and of stages of the
+        same degrees; each stretched by 1 + 2 / sqrt(n), because the largest of n is not the largest there is. So the two sides are
+        those of split conformal prediction over n stages, and wider. A kind of which few stages were seen has a floor:
+        0.5 % * (1 + 8 / (1 + n)).
         """
         if not self.errors:
             return 0.75, 1.25
-        ranked = sorted(abs(e) for e in self.errors)
-        rank = int(-(-(len(ranked) + 1) * coverage // 1))
-        width = ranked[rank - 1] if rank <= len(ranked) else 1.5 * ranked[-1]
-        width = max(width, 0.005)
-        return 1 - width, 1 + width
+        kinds = [
+            self.errors,
+            [e for e in self.errors if _kind(e.config, num_layers) == _kind(config, num_layers)],
+            [e for e in self.errors if e.config.choice == config.choice],
+        ]
+        low = high = 0.0
+        for kind in kinds:
+            n = len({e.config for e in kind})
+            floor = _FLOOR * (1 + _UNSEEN / (1 + n))
+            stretch = 1 + 2 / math.sqrt(max(n, 1))
+            low = max(low, floor, stretch * -min((e.error for e in kind), default=0.0))
+            high = max(high, floor, stretch * max((e.error for e in kind), default=0.0))
+        return max(0.0, 1 - low), 1 + high
+
+    def widest(self, choices: Iterable[StageChoice], num_layers: int) -> tuple[float, float]:
+        """The interval of the least certain kind of stage with one of the choices."""
+        ends = {(0, 1), (0, num_layers), (num_layers - 1, num_layers), (num_layers // 2, num_layers // 2 + 1)}
+        found = [self.interval(StageConfig(*layers, choice, 1), num_layers) for layers in ends for choice in choices]
+        return min(low for low, _ in found), max(high for _, high in found)
+
+
+def _kind(config: StageConfig, num_layers: int) -> tuple[Any, ...]:
+    return config.choice.remat, config.first == 0, config.stop == num_layers
 
 
 @dataclass(frozen=True)
@@ -136,7 +175,7 @@ class Profile:
             "measurements": _rows(self.measurements),
             "verified": _rows(self.verified),
             "paper": self.paper,
-            "calibration": None if self.calibration is None else asdict(self.calibration),
+            "calibration": None if self.calibration is None else _calibration_to_json(self.calibration),
             "warnings": list(self.warnings),
             "failures": list(self.failures),
         }
@@ -169,9 +208,7 @@ class Profile:
                 microbatch_sizes=tuple(data["microbatch_sizes"]),
                 model_hashes={int(b): h for b, h in data["model_hashes"].items()},
                 paper=data["paper"],
-                calibration=None
-                if calibration is None
-                else Calibration(tuple(calibration["errors"]), calibration["seed"], calibration["num_plans"]),
+                calibration=None if calibration is None else _read_calibration(calibration),
                 warnings=tuple(data["warnings"]),
                 failures=tuple(data["failures"]),
             )
@@ -217,24 +254,33 @@ def _read_split(name: str) -> ParamSplit:
     return int(tensor_parallel), int(replicas or 1)
 
 
+def _calibration_to_json(calibration: Calibration) -> dict[str, Any]:
+    errors = [{**_config_to_json(e.config), "error_fraction": e.error} for e in calibration.errors]
+    return {"errors": errors, "seed": calibration.seed, "num_plans": calibration.num_plans}
+
+
+def _read_calibration(data: Mapping[str, Any]) -> Calibration | None:
+    """None for a calibration of earlier versions, whose errors do not say what they are of and leave out what stages exchange."""
+    if any(isinstance(row, (int, float)) for row in data["errors"]):
+        return None
+    errors = tuple(StageError(_read_config(row), row["error_fraction"]) for row in data["errors"])
+    return Calibration(errors, data["seed"], data["num_plans"])
+
+
 def _rows(measurements: Mapping[StageConfig, StageCost]) -> list[dict[str, Any]]:
-    return [
-        {
-            "layers": [config.first, config.stop - 1],
-            **asdict(config.choice),
-            "microbatch_size": config.microbatch_size,
-            "cost": cost.to_json(),
-        }
-        for config, cost in sorted(measurements.items())
-    ]
+    return [{**_config_to_json(config), "cost": cost.to_json()} for config, cost in sorted(measurements.items())]
 
 
 def _read_rows(rows: Sequence[Mapping[str, Any]]) -> dict[StageConfig, StageCost]:
-    measurements = {}
-    for row in rows:
-        config = StageConfig(row["layers"][0], row["layers"][1] + 1, StageChoice.of_row(row), row["microbatch_size"])
-        measurements[config] = StageCost.from_json(row["cost"])
-    return measurements
+    return {_read_config(row): StageCost.from_json(row["cost"]) for row in rows}
+
+
+def _config_to_json(config: StageConfig) -> dict[str, Any]:
+    return {"layers": [config.first, config.stop - 1], **asdict(config.choice), "microbatch_size": config.microbatch_size}
+
+
+def _read_config(row: Mapping[str, Any]) -> StageConfig:
+    return StageConfig(row["layers"][0], row["layers"][1] + 1, StageChoice.of_row(row), row["microbatch_size"])
 
 
 def rescaled(graph: LayerGraph, microbatch_size: int, model_hash: str = "") -> LayerGraph:

@@ -33,12 +33,14 @@ class Occupancy:
         num_kept: Micro-batches whose activations are kept for their backward pass; the executing backward pass included.
         num_waiting_inputs: Micro-batches received from the stage before, whose forward pass has not begun.
         num_waiting_gradients: Micro-batches whose gradient came from the stage after, whose backward pass has not begun.
+        num_losses: On the last stage, micro-batches whose loss is there; they stay until the end of the step.
     """
 
     kind: TaskKind
     num_kept: int
     num_waiting_inputs: int
     num_waiting_gradients: int
+    num_losses: int = 0
 
     def dominates(self, other: Occupancy) -> bool:
         return self.kind == other.kind and all(
@@ -47,6 +49,7 @@ class Occupancy:
                 (self.num_kept, other.num_kept),
                 (self.num_waiting_inputs, other.num_waiting_inputs),
                 (self.num_waiting_gradients, other.num_waiting_gradients),
+                (self.num_losses, other.num_losses),
             )
         )
 
@@ -105,6 +108,7 @@ class Schedule:
     def occupancies(self) -> tuple[tuple[Occupancy, ...], ...]:
         """Per stage, its undominated states over all its tasks: a prediction of its peak is a maximum over them."""
         kept, inputs, gradients = ([0] * (self.num_stages + 1) for _ in range(3))
+        last, losses = self.num_stages - 1, 0
         states = [set[Occupancy]() for _ in range(self.num_stages)]
         for clock in self.clocks:
             for task in clock:
@@ -113,8 +117,9 @@ class Schedule:
                     inputs[s] -= 1
                 if not forward and s < self.num_stages - 1:
                     gradients[s] -= 1
-                states[s].add(Occupancy(task.kind, kept[s], inputs[s], gradients[s]))
+                states[s].add(Occupancy(task.kind, kept[s], inputs[s], gradients[s], losses if s == last else 0))
                 kept[s] += 1 if forward else -1
+                losses += forward and s == last
             for task in clock:
                 if task.kind == "forward":
                     inputs[task.stage_id + 1] += 1
@@ -168,8 +173,8 @@ def occupancy_by_position(name: str, num_microbatches: int, max_stages: int) -> 
     """Occupancies by position: entry j - 1 is that of a stage with j stages from itself to the end, itself included.
 
     The last entry stands for every longer distance too: GPipe keeps all M micro-batches anywhere, and under 1F1B at most
-    min(j, M) are in flight. The first stage of a pipeline differs only in that nothing is ever received for it: its
-    received bytes are zero.
+    min(j, M) are in flight. The first stage of a pipeline differs only in that nothing is ever received for it, and every stage
+    but the last in that no loss is: their bytes of these are zero.
     """
     num_positions = 1 if name == "gpipe" else min(num_microbatches, max_stages)
     schedule = make_schedule(name, num_positions + 1, num_microbatches)

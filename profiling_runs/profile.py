@@ -9,19 +9,19 @@ from typing import Any
 
 from capture import environment
 from capture.attribution import StageBuffers
-from capture.choices import ParamSplit, StageChoice, hybrid_choices, with_sharded_params
+from capture.choices import StageChoice, hybrid_choices, with_sharded_params
 from capture.cluster import Cluster
 from capture.errors import PlanError, ProfileError, TargetError, Violation
-from capture.interface import StageCost, stage_interface
+from capture.interface import StageCost, plan_interfaces
 from capture.plan import Plan, Remat, StagePlan, TensorParallelRule
 from capture.predictor import AdditivePredictor
-from capture.predictor.formula import of_interface, peak_of
 from capture.predictor.statistics import without_windows
-from capture.profile import Calibration, Profile, StageConfig
+from capture.profile import Calibration, Profile, StageConfig, StageError
 from capture.profiler.paper import PaperStatistics, paper_runs, run_paper_profile
 from capture.profiler.windows import DEFAULT_NEIGHBOURS, choices_to_profile, profiled_microbatch_sizes, window_configs
 from capture.sampling import DrawnStage, random_plans
 from capture.schedule import SCHEDULES
+from capture.step import build_step, replay
 from capture.store import Store
 from capture.target import Target
 from capture.workload import WorkloadProtocol, WorkloadSpec
@@ -526,16 +526,26 @@ def calibration_of(question: Question, measurements: Measurements) -> list[Plan]
 
 
 def calibrate(result: Profile, measurements: Measurements, plans: Sequence[Plan]) -> Calibration:
-    """Errors on those stages of plans that the profile does not hold and that could be measured."""
-    graph, known = result.graph, {measurements.key(config) for config in result.measurements}
-    predictor, errors = AdditivePredictor(result), {}
+    """Errors on those stages of plans that the profile does not hold and that could be measured.
+
+    The truth is the replay of the plan's step, never the closed form that predicts it. Stages that could not be measured are there as
+    predicted, for what they hand over.
+    """
+    known = {measurements.key(config) for config in result.measurements}
+    predictor, errors = AdditivePredictor(result), dict[Any, StageError]()
     for plan in plans:
+        configs = [stage_config(stage, plan.microbatch_size) for stage in plan.stages]
+        fresh = [measurements.key(config) not in known and config in measurements.costs for config in configs]
+        if not any(fresh):
+            continue
+        costs = [measurements.costs.get(c) or predictor.stage_cost(c.first, c.stop, c.choice, c.microbatch_size) for c in configs]
+        program = build_step(plan_interfaces(plan, result.graph, result.param_bytes, costs), plan.schedule_table)
+        truth = replay(program, plan.cluster.num_devices).peak_bytes_per_device
         predicted = predictor.predict(plan)
-        for s, stage in enumerate(plan.stages):
-            config = stage_config(stage, graph.microbatch_size)
-            if measurements.key(config) not in known and config in measurements.costs:
-                peak = measured_peak(plan, s, graph, result.param_bytes, measurements.costs[config])
-                errors[plan.schedule, plan.num_stages - s, config] = peak / predicted.stages[s].peak_bytes - 1
+        for s, (stage, config) in enumerate(zip(plan.stages, configs, strict=True)):
+            if fresh[s]:
+                error = truth[stage.devices[0]] / predicted.stages[s].peak_bytes - 1
+                errors[plan.schedule, plan.num_stages - s, config] = StageError(config, error)
     return Calibration(tuple(errors.values()), CALIBRATION_SEED, len(plans) // len(SCHEDULES))
 
 
@@ -568,12 +578,3 @@ def plan_of(
 def stage_config(stage: StagePlan, microbatch_size: int) -> StageConfig:
     """The config of a plan's stage."""
     return StageConfig(stage.first, stage.stop, StageChoice.of(stage), microbatch_size)
-
-
-def measured_peak(plan: Plan, stage_id: int, graph: Any, param_bytes: Mapping[ParamSplit, Sequence[int]], cost: StageCost) -> int:
-    """Peak of a stage whose programs were compiled, from the schedule's occupancies."""
-    stage = plan.stages[stage_id]
-    interface = stage_interface(
-        graph, stage.first, stage.stop, stage.devices, stage.data_parallel, param_bytes[StageChoice.of(stage).param_split], cost
-    )
-    return int(peak_of(of_interface(interface), plan.schedule_table.occupancies[stage_id]))

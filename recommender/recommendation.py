@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from capture.cluster import Cluster
 from capture.errors import PlanError, ProfileError, Violation
 from capture.headroom import Headroom
 from capture.plan import Plan, StagePlan, batch_violations
-from capture.predictor import AdditivePredictor, Prediction, peak_of
+from capture.predictor import AdditivePredictor, Prediction
 from capture.predictor.paper import PaperPredictor
 from capture.predictor.times import TimePredictor
 from capture.profile import Profile
@@ -128,7 +129,8 @@ def recommend(
     PlanError.check(_violations(global_batch_size, num_microbatches, schedule, mode, objective))
     memory = Target.load(cluster.target).memory
     given, memory_limit_bytes = memory_limit_bytes, memory.usable_bytes if memory_limit_bytes is None and memory else memory_limit_bytes
-    problem = search_problem(
+    pose = partial(
+        search_problem,
         profile,
         cluster,
         global_batch_size=global_batch_size,
@@ -141,12 +143,22 @@ def recommend(
         merge_layers=merge_layers,
         with_times=objective != "memory",
     )
-    result = search(problem, algorithm) if objective == "memory" else throughput(problem)
-    if not result.stages:
+
+    def answer(problem: SearchProblem) -> tuple[SearchResult, Plan | None]:
+        result = search(problem, algorithm) if objective == "memory" else throughput(problem)
+        if not result.stages:
+            return result, None
+        plan = plan_of_stages(result.stages, profile, cluster, global_batch_size, num_microbatches, schedule)
+        if mode == "default" and objective == "memory":
+            plan = plan.with_(stages=_with_best_choices(result.stages, problem, AdditivePredictor(profile), plan))
+        return result, plan
+
+    problem = pose()
+    result, plan = answer(problem)
+    if mode == "default" and _depends_on_cuts_behind(profile, problem, global_batch_size // num_microbatches):
+        result, plan = _between((result, plan), answer(pose(least=True)), profile)
+    if plan is None:
         return Recommendation("infeasible", None, None, result, _infeasible(result))
-    plan = plan_of_stages(result.stages, profile, cluster, global_batch_size, num_microbatches, schedule)
-    if mode == "default" and objective == "memory":
-        plan = plan.with_(stages=_with_best_choices(result.stages, problem, AdditivePredictor(profile), plan))
     prediction = _predict(profile, plan)
     why = _infeasible(result) if result.status == "infeasible" else _why(result, prediction, problem, profile)
     if objective == "pareto":
@@ -154,6 +166,32 @@ def recommend(
     plan = plan.with_(prediction=prediction.to_json(), why=why)
     headroom = Headroom.of(prediction.peak_bytes_per_device, prediction.interval_bytes_per_device, prediction.coverage, given, memory)
     return Recommendation(result.status, plan, prediction, result, why, headroom)
+
+
+def _depends_on_cuts_behind(profile: Profile, problem: SearchProblem, microbatch_size: int) -> bool:
+    predictor = AdditivePredictor(profile)
+    return any(predictor.depends_on_cuts_behind(choice, microbatch_size) for d in problem.used_degrees for choice in problem.choices[d])
+
+
+def _between(
+    most: tuple[SearchResult, Plan | None], least: tuple[SearchResult, Plan | None], profile: Profile
+) -> tuple[SearchResult, Plan | None]:
+    """The better of two answers, and what is proven of it.
+
+    What a stage needs depends a little on how the layers behind it are cut (``AdditivePredictor.peaks``), which no table over stages can
+    say. ``most`` was searched with the worst case of every stage, so its plan needs no more than the search says; ``least`` with the best,
+    so that no plan is better than the search says. Where its plan needs just that, it is the best one.
+    """
+    (bound, plan), (result, safe) = least, most
+    if plan is not None and tuple(AdditivePredictor(profile).predict(plan).peak_bytes_per_device) == bound.peak_bytes_per_device:
+        return bound, plan
+    if safe is None:
+        return result, safe
+    if result.step_seconds is not None and bound.step_seconds is not None:
+        above = max(result.bound_fraction, result.step_seconds / bound.step_seconds * (1 + bound.bound_fraction) - 1)
+        return replace(result, optimal=result.optimal and above == 0, bound_fraction=above), safe
+    peak = AdditivePredictor(profile).predict(safe).peak_bytes
+    return replace(result, optimal=bound.optimal and peak <= bound.peak_bytes, tie_break="none", tie_break_columns=0), safe
 
 
 def _predict(profile: Profile, plan: Plan) -> Prediction:
@@ -211,8 +249,11 @@ def search_problem(
     any_divisor: bool = False,
     merge_layers: int | None = None,
     with_times: bool = False,
+    least: bool = False,
 ) -> SearchProblem:
     """The search that a profile poses: predicted bytes (and seconds) of every stage, at every position, for every choice.
+
+    With ``least``, the bytes are those of the best of plans behind a stage and not of the worst: see ``AdditivePredictor.peaks``.
 
     Raises:
         ProfileError: ``profile-failed`` if nothing could be measured, ``profile-missing`` if every choice lacks a measurement,
@@ -236,7 +277,7 @@ def search_problem(
     num_layers = profile.graph.num_layers
     max_stages = min(num_layers, cluster.num_devices)
     rows = (
-        _default_rows(profile, microbatch_size, schedule, num_microbatches, max_stages)
+        _default_rows(profile, microbatch_size, schedule, num_microbatches, max_stages, least)
         if mode == "default"
         else _paper_rows(profile, num_microbatches)
     )
@@ -282,14 +323,18 @@ def _with_best_choices(
         if len(problem.choices[placed.choice.num_devices]) > 1 or placed.choice.num_devices == 1:
             resolved.append(stage)
             continue
-        occupancies = plan.schedule_table.occupancies[s]
+
+        def peak(choice: StageChoice, s: int = s, stage: StagePlan = stage) -> int:
+            rows = predictor.peaks(choice, plan.microbatch_size, plan.schedule, plan.num_microbatches, plan.num_stages)
+            return int(rows[min(plan.num_stages - s, len(rows)) - 1, stage.first, stage.stop])
+
         best = min(
             (
                 c
                 for c in predictor.profile.choices
                 if _fits(c, stage, plan.microbatch_size) and predictor.can_predict(c, plan.microbatch_size)
             ),
-            key=lambda c: int(peak_of(predictor.memory(c, plan.microbatch_size), occupancies)[stage.first, stage.stop]),
+            key=peak,
         )
         resolved.append(replace(stage, **asdict(best)))
     return tuple(resolved)
@@ -320,9 +365,9 @@ def _choices(profile: Profile, mode: str, degrees: Collection[int], microbatch_s
     return known
 
 
-def _default_rows(profile: Profile, microbatch_size: int, schedule: str, num_microbatches: int, max_stages: int):
+def _default_rows(profile: Profile, microbatch_size: int, schedule: str, num_microbatches: int, max_stages: int, least: bool = False):
     predictor = AdditivePredictor(profile)
-    return lambda choice: predictor.peaks(choice, microbatch_size, schedule, num_microbatches, max_stages)
+    return lambda choice: predictor.peaks(choice, microbatch_size, schedule, num_microbatches, max_stages, least=least)
 
 
 def _paper_predictor(profile: Profile) -> PaperPredictor:

@@ -13,10 +13,10 @@ from capture.cluster import Cluster
 from capture.graph import LayerGraph
 from capture.interface import StageCost, stage_values
 from capture.plan import Plan, StagePlan
-from capture.profile import Calibration, Profile, StageConfig, rescaled
+from capture.profile import Calibration, Profile, StageConfig, StageError, rescaled
 from capture.profiler.windows import window_configs
 
-COMPONENTS = ("residual_bytes", "forward_bytes", "backward_bytes", "update_bytes", "optimizer_bytes")
+COMPONENTS = ("residual_bytes", "forward_bytes", "backward_bytes", "update_bytes", "optimizer_bytes", "summarize_bytes", "summary_bytes")
 MICROBATCH_SIZE = 16
 SIZES = (8, 16)
 
@@ -28,14 +28,30 @@ class Planted:
         graph: A chain of layers at ``MICROBATCH_SIZE``; value and parameter tensors of a few bytes.
         fixed: int64 (components, 2, L): bytes of [isolated, added] layers that no degree and no micro-batch changes.
         per_example: The same per example and device; multiples of 16, so that they stay whole at every degree.
+
+    Optimizers need nothing of other stages, unless ``summarizes`` is called.
     """
 
-    def __init__(self, num_layers: int, seed: int = 0, *, largest: int = 1000, skips: Sequence[tuple[int, int]] = ()):
+    def __init__(
+        self,
+        num_layers: int,
+        seed: int = 0,
+        *,
+        largest: int = 1000,
+        skips: Sequence[tuple[int, int]] = (),
+        shared: Sequence[Sequence[int]] = (),
+    ):
         generator = np.random.default_rng(seed)
-        self.graph: LayerGraph = rescaled(chain(num_layers, skips=skips), MICROBATCH_SIZE, f"hash{MICROBATCH_SIZE}")
-        self.fixed = generator.integers(0, largest, (len(COMPONENTS), 2, num_layers))
-        self.per_example = 16 * generator.integers(0, largest // 16, (len(COMPONENTS), 2, num_layers))
-        self.per_example[-2:] = 0  # the update sees no examples
+        self.graph: LayerGraph = rescaled(chain(num_layers, skips=skips, shared=shared), MICROBATCH_SIZE, f"hash{MICROBATCH_SIZE}")
+        self.fixed = np.zeros((len(COMPONENTS), 2, num_layers), np.int64)
+        self.fixed[:5] = generator.integers(0, largest, (5, 2, num_layers))
+        self.per_example = np.zeros_like(self.fixed)
+        self.per_example[:3] = 16 * generator.integers(0, largest // 16, (3, 2, num_layers))  # the update sees no examples
+
+    def summarizes(self, seed: int) -> Planted:
+        """As with a global norm."""
+        self.fixed[5:] = np.random.default_rng(seed).integers(1, [[[1000]], [[20]]], (2, 2, self.graph.num_layers))
+        return self
 
     def components(self, config: StageConfig) -> np.ndarray:
         """Bytes per device: int64 (components,)."""
@@ -69,8 +85,14 @@ class Planted:
             provenance={"backend": "planted", "target": "cpu"},
             microbatch_sizes=tuple(sizes),
             model_hashes={size: f"hash{size}" for size in sizes},
-            calibration=None if errors is None else Calibration(tuple(errors), 1, len(errors)),
+            calibration=None if errors is None else self._calibration(errors, choices),
         )
+
+    def _calibration(self, errors: Sequence[float], choices: Sequence[StageChoice]) -> Calibration:
+        """Error i is of a stage of its own."""
+        num_layers = self.graph.num_layers
+        stages = [StageConfig(a, b, c, MICROBATCH_SIZE) for b in range(1, num_layers + 1) for a in range(b) for c in choices]
+        return Calibration(tuple(map(StageError, stages, errors)), 1, len(errors))
 
 
 def hybrid(max_devices: int) -> list[StageChoice]:

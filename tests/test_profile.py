@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -13,8 +14,10 @@ from synthetic_profiles import Planted, hybrid
 
 from capture.choices import StageChoice
 from capture.errors import CaptureError, ProfileError
-from capture.profile import Calibration, Profile, StageConfig, rescaled
+from capture.profile import Calibration, Profile, StageConfig, StageError, rescaled
 from capture.workload import WorkloadSpec
+
+ONE = StageChoice()
 
 
 def a_profile() -> Profile:
@@ -134,34 +137,83 @@ def test_the_graph_at_a_profiled_size_carries_the_hash_of_that_size():
 # ---- the interval --------------------------------------------------------------------------------------------------
 
 
+def calibration(*errors: float, choice: StageChoice = ONE, layers: tuple[int, int] | None = None) -> Calibration:
+    """Of a model of ten layers: error i is that of a stage of its own inside it."""
+    configs = [StageConfig(*(layers or (1 + i % 4, 6 + i // 4 % 3)), choice, 16 + i // 12) for i in range(len(errors))]
+    return Calibration(tuple(map(StageError, configs, errors)), 0, 1)
+
+
+INNER = StageConfig(2, 5, ONE, 16)
+
+
 def test_without_errors_the_interval_is_wide():
-    assert Calibration((), 0, 0).interval() == (0.75, 1.25)
+    assert Calibration((), 0, 0).interval(INNER, 10) == (0.75, 1.25)
+    assert Calibration((), 0, 0).coverage() is None
 
 
-def test_the_interval_is_the_conformal_rank_of_the_absolute_errors():
-    """n = 99 at 98 %: the 98th smallest of them."""
-    errors = [(-1) ** i * i / 100 for i in range(1, 100)]
-    low, high = Calibration(tuple(errors), 0, 9).interval(0.98)
-    assert (low, high) == (pytest.approx(1 - 0.98), pytest.approx(1.98))
-    assert Calibration(tuple(errors), 0, 9).interval(0.5)[1] == pytest.approx(1.50)
+def test_each_side_is_its_largest_error_stretched():
+    """n = 4 of every kind: 1 + 2 / sqrt(4) times the largest."""
+    low, high = calibration(0.04, -0.02, -0.06, 0.03).interval(INNER, 10)
+    assert (low, high) == (pytest.approx(1 - 0.12), pytest.approx(1.08))
 
 
-def test_with_few_errors_it_reaches_beyond_the_largest():
-    assert Calibration((0.02, -0.04), 0, 1).interval() == (pytest.approx(0.94), pytest.approx(1.06))
+def test_many_errors_stretch_less():
+    assert calibration(*[0.04] * 100).interval(INNER, 10)[1] == pytest.approx(1.048)
 
 
-def test_it_is_never_narrower_than_half_a_percent():
-    assert Calibration((0.0,) * 200, 0, 9).interval() == (0.995, 1.005)
+@pytest.mark.parametrize(
+    "choice, layers",
+    [(StageChoice(2, 1), (2, 5)), (ONE, (0, 5)), (ONE, (5, 10)), (ONE, (0, 10)), (StageChoice(remat="full"), (2, 5))],
+    ids=str,
+)
+def test_a_kind_that_was_not_seen_has_a_floor(choice, layers):
+    """0.5 % * (1 + 8) where nothing of the kind was seen, whatever else was."""
+    seen = calibration(*[0.0] * 99)
+    assert seen.interval(INNER, 10) == pytest.approx((1 - 0.0054, 1.0054))
+    assert seen.interval(StageConfig(*layers, choice, 16), 10) == pytest.approx((1 - 0.045, 1.045))
 
 
-@given(st.lists(st.floats(-0.9, 3), max_size=120), st.floats(0.1, 0.98), st.floats(0.1, 0.98))
-def test_more_coverage_is_never_narrower(errors, one, other):
-    narrow, wide = (Calibration(tuple(errors), 0, 1).interval(c) for c in sorted((one, other)))
-    assert wide[0] <= narrow[0] < 1 < narrow[1] <= wide[1]
+@pytest.mark.parametrize(
+    "kind, config",
+    [
+        ("the same end", StageConfig(0, 4, StageChoice(4, 1), 16)),
+        ("the same degrees", StageConfig(5, 10, StageChoice(2, 2), 16)),
+    ],
+)
+def test_a_kind_that_is_worse_than_the_rest_has_an_interval_of_its_own(kind, config):
+    worse = Calibration((StageError(StageConfig(0, 3, StageChoice(2, 2), 16), 0.05),), 0, 1)
+    both = Calibration((*calibration(*[0.0] * 400).errors, *worse.errors), 0, 2)
+    assert both.interval(INNER, 10)[1] == pytest.approx(1 + 0.05 * (1 + 2 / math.sqrt(both.num_stages)))
+    assert both.interval(config, 10)[1] == pytest.approx(1.15), kind
 
 
-@given(st.lists(st.floats(-0.9, 3), min_size=1, max_size=120), st.floats(0.1, 0.98))
-def test_it_holds_at_least_the_share_of_its_own_errors(errors, coverage):
-    low, high = Calibration(tuple(errors), 0, 1).interval(coverage)
-    held = sum(low - 1e-12 <= 1 + e <= high + 1e-12 for e in errors)
-    assert held >= coverage * len(errors) - 1e-9
+def test_errors_of_one_stage_at_several_positions_count_once():
+    one = calibration(*[0.01] * 30, layers=(1, 4))
+    assert len({e.config for e in one.errors}) == one.num_stages == 3
+    assert one.coverage() == pytest.approx(0.5)
+    assert one.interval(INNER, 10)[1] == pytest.approx(1 + 0.01 * (1 + 2 / math.sqrt(3)))
+
+
+@pytest.mark.parametrize("num_errors, coverage", [(1, None), (2, 1 / 3), (19, 0.9), (200, 0.98)])
+def test_no_more_coverage_is_claimed_than_the_errors_support(num_errors, coverage):
+    assert calibration(*[0.01] * num_errors).coverage() == (None if coverage is None else pytest.approx(coverage))
+
+
+@given(st.lists(st.floats(-0.9, 3), min_size=1, max_size=60), st.integers(0, 8), st.integers(1, 2))
+def test_it_holds_its_own_errors_and_one_more_never_makes_it_lose_them(errors, first, degree):
+    found = calibration(*errors)
+    low, high = found.interval(StageConfig(first, first + 2, StageChoice(degree, 1), 16), 10)
+    assert all(low - 1e-12 <= 1 + e <= high + 1e-12 for e in errors)
+
+
+def test_the_widest_is_that_of_the_least_certain_kind():
+    low, high = calibration(*[0.0] * 99).widest([ONE], 10)
+    assert (low, high) == pytest.approx((1 - 0.045, 1.045))
+
+
+def test_a_calibration_that_does_not_say_what_of_is_not_believed():
+    """Those of earlier versions were errors of the closed form, which left out what stages exchange."""
+    document = replace(a_profile(), calibration=calibration(0.25)).to_json()
+    assert Profile.from_json(json.loads(json.dumps(document))).calibration == calibration(0.25)
+    document["calibration"]["errors"] = [0.25]
+    assert Profile.from_json(document).calibration is None

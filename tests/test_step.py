@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture.interface import StageCost, stage_interface
-from capture.predictor.formula import of_interface, peak_of
+from capture.predictor.formula import of_interfaces, peak_of, peak_parts
 from capture.schedule import Occupancy, Schedule, make_schedule
 from capture.step import Feed, Free, Move, Run, StageInterface, StepProgram, build_step, replay
 from tests.synthetic_graphs import LOSS_BYTES, chain, layer_graphs, stage_interfaces
@@ -348,9 +348,12 @@ def test_a_loss_is_not_kept_for_the_backward_pass():
         build_step(stages, make_schedule("gpipe", 2, 1))
 
 
-@given(stage_interfaces(chain(5, skips=[(0, 3), (1, 4)]), summaries=False), schedules, microbatches)
-def test_the_predictors_formula_is_the_closed_form_without_losses_and_shared_parameters(stages, name, num_microbatches):
-    schedule = make_schedule(name, len(stages), num_microbatches)
-    for s in range(len(stages) - 1):
-        counted = predicted_peak(StageBytes(stages, s), schedule.occupancies[s], num_microbatches)
-        assert peak_of(of_interface(stages[s]), schedule.occupancies[s]) == counted
+@given(steps())
+def test_the_predictors_formula_equals_the_replay_byte_for_byte(step):
+    """With losses, summaries and parameters of any size that any number of stages share."""
+    stages, schedule = step
+    found = zip(of_interfaces(stages), schedule.occupancies, replayed_peaks(stages, schedule), strict=True)
+    for memory, occupancies, replayed in found:
+        instant, parts = peak_parts(memory, occupancies)
+        assert peak_of(memory, occupancies) == sum(parts.values()) == replayed
+        assert instant in ("forward", "backward", "update", "summarize")

@@ -131,7 +131,7 @@ def _one(options: argparse.Namespace, events: Events) -> dict[str, Any]:
     result.save(options.output)
     events.say("profile", state="done", num_set_aside=len(set_aside), **named)
     graph = result.graph
-    low, high = result.calibration.interval() if result.calibration else (None, None)
+    low, high = result.calibration.widest(result.choices, graph.num_layers) if result.calibration else (None, None)
     return {
         "profile": str(options.output),
         "workload": options.workload,

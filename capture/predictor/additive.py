@@ -18,7 +18,7 @@ from capture.graph import LayerGraph
 from capture.interface import StageCost, plan_interfaces
 from capture.plan import Plan
 from capture.predictor.fit import fit_degrees, fit_line
-from capture.predictor.formula import StageMemory, kept_bytes, peak_parts, peaks_by_position
+from capture.predictor.formula import StageMemory, kept_bytes, of_interfaces, peak_parts, peaks_by_position
 from capture.predictor.prediction import Prediction, StagePrediction
 from capture.predictor.statistics import extend_windows
 from capture.profile import Calibration, Profile, StageConfig
@@ -27,7 +27,7 @@ from capture.step import StageInterface
 from capture.target import same_target
 
 #: Rows of a statistics table.
-COMPONENTS = ("kept", "forward", "backward", "update", "optimizer")
+COMPONENTS = ("kept", "forward", "backward", "update", "optimizer", "summarize", "summary")
 INTERVAL_COVERAGE = 0.98
 
 
@@ -64,7 +64,8 @@ class AdditivePredictor:
 
     def _components(self, first: int, stop: int, choice: StageChoice, microbatch_size: int, cost: StageCost) -> np.ndarray:
         kept = kept_bytes(self.graph(microbatch_size), first, stop, choice.data_parallel, cost)
-        return np.array([kept, cost.forward_bytes, cost.backward_bytes, cost.update_bytes, cost.optimizer_bytes], np.float64)
+        of_update = cost.update_bytes, cost.optimizer_bytes, cost.summarize_bytes, cost.summary_bytes
+        return np.array([kept, cost.forward_bytes, cost.backward_bytes, *of_update], np.float64)
 
     def _measured_table(self, choice: StageChoice, microbatch_size: int) -> tuple[np.ndarray, np.ndarray]:
         try:
@@ -125,7 +126,10 @@ class AdditivePredictor:
     # ---- stages ----------------------------------------------------------------------------------------------------
 
     def memory(self, choice: StageChoice, microbatch_size: int) -> StageMemory:
-        """The parts of every stage [first, stop) at once: int64 arrays (L, L + 1); nonsense where stop <= first."""
+        """The parts of every stage [first, stop) at once: int64 arrays (L, L + 1); nonsense where stop <= first.
+
+        But for what depends on the other stages of a plan: ``arriving`` is 0, and ``summaries`` is the stage's own alone.
+        """
         key = (choice, microbatch_size)
         if key not in self._memories:
             table = np.nan_to_num(self.table(choice, microbatch_size))
@@ -133,9 +137,8 @@ class AdditivePredictor:
                 if (config.choice, config.microbatch_size) == key:
                     exact_parts = self._components(config.first, config.stop, choice, microbatch_size, cost)
                     table[:, config.first, config.stop] = exact_parts
-            kept, forward, backward, update, optimizer = np.ceil(np.maximum(table, 0)).astype(np.int64)
-            exact = self._exact(choice, microbatch_size)
-            self._memories[key] = StageMemory(**exact, optimizer=optimizer, kept=kept, forward=forward, backward=backward, update=update)
+            parts = dict(zip(COMPONENTS, np.ceil(np.maximum(table, 0)).astype(np.int64), strict=True))
+            self._memories[key] = StageMemory(**self._exact(choice, microbatch_size), summaries=parts.pop("summary"), **parts)
         return self._memories[key]
 
     def stage_cost(self, first: int, stop: int, choice: StageChoice, microbatch_size: int) -> StageCost:
@@ -144,8 +147,22 @@ class AdditivePredictor:
         What is kept is all named residuals, because which inputs are among it is not predicted.
         """
         memory = self.memory(choice, microbatch_size)
-        kept, forward, backward, update, optimizer = (int(getattr(memory, name)[first, stop]) for name in COMPONENTS)
-        return StageCost(kept, forward, backward, update, optimizer, (), (), ())
+
+        def of(part: np.ndarray) -> int:
+            return int(part[first, stop])
+
+        return StageCost(
+            residual_bytes=of(memory.kept),
+            forward_bytes=of(memory.forward),
+            backward_bytes=of(memory.backward),
+            update_bytes=of(memory.update),
+            optimizer_bytes=of(memory.optimizer),
+            kept_inputs=(),
+            kept_outputs=(),
+            kept_batch=(),
+            summarize_bytes=of(memory.summarize),
+            summary_bytes=of(memory.summaries),
+        )
 
     def interfaces(self, plan: Plan) -> list[StageInterface]:
         """What the stages of a plan are predicted to hold and hand over: for replays and simulations of its step."""
@@ -169,13 +186,27 @@ class AdditivePredictor:
         returned = np.array([sum(v.shard_bytes(dp) for v in values if v.differentiable) for values in crossing])
         params = self._stage_params(choice.param_split)
         leaves = np.array([leaf.shard_bytes(dp) for leaf in graph.batch])
+        losses = np.zeros(shape, np.int64)
+        losses[:, -1] = sum(graph.values[v].shard_bytes(dp) for v in graph.layers[-1].outputs)
         return {
             "params": params,
             "gradients": params,
             "received": np.broadcast_to(received[:-1, None], shape),
             "gradients_in": np.broadcast_to(returned[None, :], shape),
             "batch": _once_per_stage([layer.batch for layer in graph.layers], leaves),
+            "losses": losses,
         }
+
+    def _arriving(self, split: ParamSplit, most: int) -> np.ndarray:
+        """Gradients of shared parameters that reach every stage at the end of a step, from at most so many later ones."""
+        graph, sizes = self.profile.graph, self._param_bytes(split)
+        total = np.zeros((graph.num_layers, graph.num_layers + 1), np.int64)
+        for p in range(len(graph.params)):
+            owner, *others = graph.param_readers(p) or (0,)
+            if others:
+                later = (np.array(others)[:, None] >= np.arange(graph.num_layers + 1)).sum(axis=0)
+                total[: owner + 1, owner + 1 :] += sizes[p] * np.minimum(later, most)[owner + 1 :]
+        return total
 
     def _stage_params(self, split: ParamSplit) -> np.ndarray:
         """Parameter bytes of every stage, shared ones counted once."""
@@ -183,11 +214,31 @@ class AdditivePredictor:
             self._params[split] = _once_per_stage([layer.params for layer in self.profile.graph.layers], self._param_bytes(split))
         return self._params[split]
 
-    def peaks(self, choice: StageChoice, microbatch_size: int, schedule: str, num_microbatches: int, max_stages: int) -> np.ndarray:
-        """Peaks of every stage at every position: int64 (K, L, L + 1), row j - 1 with j stages to the end (the last row: K or more)."""
+    def peaks(
+        self, choice: StageChoice, microbatch_size: int, schedule: str, num_microbatches: int, max_stages: int, *, least: bool = False
+    ) -> np.ndarray:
+        """Peaks of every stage at every position: int64 (K, L, L + 1), row j - 1 with j stages to the end (the last row: K or more).
+
+        Two things depend on how the layers behind a stage are cut: how many stages share a parameter that three or more layers read, and
+        the sum of all stages' summaries. They count as in the worst of plans.
+
+        Args:
+            choice, microbatch_size, schedule, num_microbatches: Of the stages.
+            max_stages: Of a plan.
+            least: Count them as in the best of plans instead.
+        """
         memory = self.memory(choice, microbatch_size)
         positions = occupancy_by_position(schedule, num_microbatches, max_stages)
-        return peaks_by_position(memory, positions)
+        behind = [*range(len(positions) - 1), max_stages - 1]  # most stages behind one at a position
+        arriving = {most: self._arriving(choice.param_split, most) for most in {min(n, 1) if least else n for n in behind}}
+        if not least:
+            memory = replace(memory, summaries=_largest_sum(memory.summaries))
+        return peaks_by_position(memory, positions, [arriving[min(n, 1) if least else n] for n in behind])
+
+    def depends_on_cuts_behind(self, choice: StageChoice, microbatch_size: int) -> bool:
+        """Whether ``peaks`` says more than the best of plans need."""
+        readers = (self.profile.graph.param_readers(p) for p in range(len(self.profile.graph.params)))
+        return any(len(found) > 2 for found in readers) or bool(self.memory(choice, microbatch_size).summaries.any())
 
     # ---- plans -----------------------------------------------------------------------------------------------------
 
@@ -201,15 +252,14 @@ class AdditivePredictor:
         self._check_model(plan)
         schedule = make_schedule(plan.schedule, plan.num_stages, plan.num_microbatches)
         stages = []
-        for s, stage in enumerate(plan.stages):
+        for s, (stage, memory) in enumerate(zip(plan.stages, of_interfaces(self.interfaces(plan)), strict=True)):
             choice = StageChoice.of(stage)
-            every = self.memory(choice, plan.microbatch_size)
-            memory = StageMemory(*(int(getattr(every, name)[stage.first, stage.stop]) for name in StageMemory.__dataclass_fields__))
             instant, parts = peak_parts(memory, schedule.occupancies[s])
             peak = sum(parts.values())
-            verified = StageConfig(stage.first, stage.stop, choice, plan.microbatch_size) in self.profile.verified
+            config = StageConfig(stage.first, stage.stop, choice, plan.microbatch_size)
+            verified = config in self.profile.verified
             extrapolated = not verified and self.is_extrapolated(choice, plan.microbatch_size)
-            low, high = (1.0, 1.0) if verified else self._interval(extrapolated)
+            low, high = (1.0, 1.0) if verified else self._interval(config, extrapolated)
             stages.append(
                 StagePrediction(
                     peak,
@@ -249,8 +299,8 @@ class AdditivePredictor:
     def _coverage(self) -> float | None:
         return self.profile.calibration.coverage(INTERVAL_COVERAGE) if self.profile.calibration else None
 
-    def _interval(self, extrapolated: bool) -> tuple[float, float]:
-        low, high = (self.profile.calibration or Calibration((), 0, 0)).interval(INTERVAL_COVERAGE)
+    def _interval(self, config: StageConfig, extrapolated: bool) -> tuple[float, float]:
+        low, high = (self.profile.calibration or Calibration((), 0, 0)).interval(config, self.profile.graph.num_layers)
         # A degree that was not profiled: a + b / k was seen to miss 8 % at 8 ways and 17 % at 16 where a temporary hits a floor.
         return (low - 0.17, high + 0.17) if extrapolated else (low, high)
 
@@ -302,6 +352,14 @@ def _once_per_stage(items_of_layer: Sequence[Sequence[int]], sizes: np.ndarray) 
             new[last_reader.get(item, -1) + 1 : layer + 1, layer] += sizes[item]
             last_reader[item] = layer
     return np.concatenate([np.zeros((num_layers, 1), np.int64), np.cumsum(new, axis=1)], axis=1)
+
+
+def _largest_sum(of_stage: np.ndarray) -> int:
+    """Over all ways to cut the layers, the largest sum over the stages; ``of_stage`` is indexed [first, stop)."""
+    best = np.zeros(of_stage.shape[1], np.int64)
+    for stop in range(1, len(best)):
+        best[stop] = (best[:stop] + of_stage[:stop, stop]).max()
+    return int(best[-1])
 
 
 def _fit_sizes(param_bytes: Mapping[ParamSplit, Sequence[int]], split: ParamSplit) -> np.ndarray:

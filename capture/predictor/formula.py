@@ -1,12 +1,11 @@
 """The peak of a stage in closed form: the maximum over what the schedule lets coincide.
 
-    forward     state + k kept + x received + g gradients_in + received + batch + forward
-    backward    state + k kept + x received + (g + 1) gradients_in + backward
-    update      state + update
+    forward     state + k kept + x received + g gradients_in + n losses + received + batch + forward
+    backward    state + k kept + x received + (g + 1) gradients_in + n losses + backward
+    update      state + n losses + arriving + max(summaries + update, summarize)
 
-with k micro-batches kept (the one whose backward pass runs included), x waiting inputs and g waiting gradients, from the schedule's
-table (``Schedule.occupancies``). It equals the replay of the step byte for byte when the parts do, but for the losses and the
-exchange of shared parameters at the end of a step.
+with k micro-batches kept (the one whose backward pass runs included), x waiting inputs, g waiting gradients and n losses, from the
+schedule's table (``Schedule.occupancies``). It equals the replay of the step byte for byte when the parts do.
 """
 
 from __future__ import annotations
@@ -34,6 +33,10 @@ class StageMemory:
         gradients_in: Gradients from the stage after, per micro-batch.
         batch: Leaves of the batch that the forward pass reads.
         forward, backward, update: What the running program needs: temporaries + outputs - aliased inputs.
+        losses: On the last stage, of one micro-batch.
+        arriving: Gradients of parameters that later stages share, one from each of them, all there before the update.
+        summarize: As ``update``, of the program that sums gradients up for other stages; 0 where the optimizer needs none.
+        summaries: What that program makes, of all stages: each has all of them for its update.
     """
 
     params: Any
@@ -46,28 +49,49 @@ class StageMemory:
     forward: Any
     backward: Any
     update: Any
+    losses: Any = 0
+    arriving: Any = 0
+    summarize: Any = 0
+    summaries: Any = 0
 
     @property
     def state(self) -> Any:
         return self.params + self.gradients + self.optimizer
 
+    @property
+    def end(self) -> Any:
+        """Beside state, losses and what arrives, the most that the end of a step needs."""
+        return np.maximum(self.summaries + self.update, self.summarize)
 
-def of_interface(stage: StageInterface) -> StageMemory:
-    """The parts of a stage whose costs are known."""
-    params = sum(stage.param_bytes.values())
+
+def of_interfaces(stages: Sequence[StageInterface]) -> list[StageMemory]:
+    """The parts of all stages of a step whose costs are known."""
+    summaries = sum(stage.summary_bytes for stage in stages)
+    return [
+        StageMemory(
+            params=sum(stage.param_bytes.values()),
+            gradients=sum(stage.param_bytes.values()),
+            optimizer=stage.optimizer_bytes,
+            kept=kept_of(stage),
+            received=sum(stage.value_bytes[v] for v in stage.received),
+            gradients_in=sum(stage.value_bytes[v] for v in stage.sent if v in stage.differentiable),
+            batch=sum(stage.batch_bytes.values()),
+            forward=stage.transient_bytes["forward"],
+            backward=stage.transient_bytes["backward"],
+            update=stage.transient_bytes["update"],
+            losses=0 if s < len(stages) - 1 else sum(stage.value_bytes[v] for v in stage.outputs),
+            arriving=sum(stage.param_bytes[p] for later in stages[s + 1 :] for p in later.borrowed if p in stage.owned),
+            summarize=stage.transient_bytes["summarize"] if summaries else 0,
+            summaries=summaries,
+        )
+        for s, stage in enumerate(stages)
+    ]
+
+
+def kept_of(stage: StageInterface) -> int:
+    """What one micro-batch keeps for its backward pass, per device."""
     kept = stage.residual_bytes + sum(stage.value_bytes[v] for v in (*stage.kept_inputs, *stage.kept_outputs))
-    return StageMemory(
-        params=params,
-        gradients=params,
-        optimizer=stage.optimizer_bytes,
-        kept=kept + sum(stage.batch_bytes[b] for b in stage.kept_batch),
-        received=sum(stage.value_bytes[v] for v in stage.received),
-        gradients_in=sum(stage.value_bytes[v] for v in stage.sent if v in stage.differentiable),
-        batch=sum(stage.batch_bytes.values()),
-        forward=stage.transient_bytes["forward"],
-        backward=stage.transient_bytes["backward"],
-        update=stage.transient_bytes["update"],
-    )
+    return kept + sum(stage.batch_bytes[b] for b in stage.kept_batch)
 
 
 def kept_bytes(graph: LayerGraph, first: int, stop: int, data_parallel: int, cost: StageCost) -> int:
@@ -86,32 +110,48 @@ def kept_bytes(graph: LayerGraph, first: int, stop: int, data_parallel: int, cos
 def peak_of(memory: StageMemory, occupancies: Sequence[Occupancy]) -> Any:
     """The peak in bytes per device; of the shape of the parts."""
     instants = [_instant(memory, occupancy) for occupancy in occupancies]
-    return np.maximum.reduce([*instants, memory.state + memory.update])
+    return np.maximum.reduce([*instants, memory.state + _num_losses(occupancies) * memory.losses + memory.arriving + memory.end])
 
 
-def peaks_by_position(memory: StageMemory, positions: Sequence[Sequence[Occupancy]]) -> np.ndarray:
-    """``peak_of`` for many positions at once, stacked along a new first dimension; for arrays, without temporary ones."""
+def peaks_by_position(memory: StageMemory, positions: Sequence[Sequence[Occupancy]], arriving: Sequence[Any]) -> np.ndarray:
+    """``peak_of`` for many positions at once, stacked along a new first dimension; for arrays, without temporary ones.
+
+    Args:
+        memory: All but ``arriving``.
+        positions: Per position, its occupancies.
+        arriving: Per position, as in ``StageMemory``: how many stages share a parameter depends on how many follow.
+    """
     shape = np.shape(memory.kept)
-    update = memory.state + memory.update
     fixed = {
         "forward": memory.state + memory.received + memory.batch + memory.forward,
         "backward": memory.state + memory.gradients_in + memory.backward,
     }
+    end = memory.state + memory.end
     result, instant = np.empty((len(positions), *shape), np.int64), np.empty(shape, np.int64)
-    for peak, occupancies in zip(result, positions, strict=True):
-        peak[...] = update
+    for peak, occupancies, gradients in zip(result, positions, arriving, strict=True):
+        np.add(end, _num_losses(occupancies) * memory.losses + gradients, out=peak)
         for o in occupancies:
             np.multiply(memory.kept, o.num_kept, out=instant)
             instant += fixed[o.kind]
-            for count, part in ((o.num_waiting_inputs, memory.received), (o.num_waiting_gradients, memory.gradients_in)):
+            for count, part in (
+                (o.num_waiting_inputs, memory.received),
+                (o.num_waiting_gradients, memory.gradients_in),
+                (o.num_losses, memory.losses),
+            ):
                 if count:
                     instant += count * part
             np.maximum(peak, instant, out=peak)
     return result
 
 
+def _num_losses(occupancies: Sequence[Occupancy]) -> int:
+    """At the end of a step: every micro-batch's."""
+    return max(occupancy.num_losses for occupancy in occupancies)
+
+
 def _instant(memory: StageMemory, occupancy: Occupancy) -> Any:
     held = memory.state + occupancy.num_kept * memory.kept + occupancy.num_waiting_inputs * memory.received
+    held = held + occupancy.num_losses * memory.losses
     if occupancy.kind == "forward":
         return held + occupancy.num_waiting_gradients * memory.gradients_in + memory.received + memory.batch + memory.forward
     return held + (occupancy.num_waiting_gradients + 1) * memory.gradients_in + memory.backward
@@ -120,7 +160,11 @@ def _instant(memory: StageMemory, occupancy: Occupancy) -> Any:
 def peak_parts(memory: StageMemory, occupancies: Sequence[Occupancy]) -> tuple[str, dict[str, int]]:
     """The instant of the peak, and the bytes by category at it; they sum to the peak."""
     state = {"parameters": memory.params, "gradients": memory.gradients, "optimizer": memory.optimizer}
-    candidates = [("update", {**state, "temporaries": memory.update})]
+    end = {**state, "received gradients": memory.arriving, "loss": _num_losses(occupancies) * memory.losses}
+    candidates = [
+        ("update", {**end, "optimizer": memory.optimizer + memory.summaries, "temporaries": memory.update}),
+        ("summarize", {**end, "temporaries": memory.summarize}),
+    ]
     for o in occupancies:
         forward = o.kind == "forward"
         parts = {
@@ -129,6 +173,7 @@ def peak_parts(memory: StageMemory, occupancies: Sequence[Occupancy]) -> tuple[s
             "received activations": (o.num_waiting_inputs + forward) * memory.received,
             "received gradients": (o.num_waiting_gradients + (not forward)) * memory.gradients_in,
             "batch": memory.batch if forward else 0,
+            "loss": o.num_losses * memory.losses,
             "temporaries": memory.forward if forward else memory.backward,
         }
         candidates.append((o.kind, parts))

@@ -18,8 +18,8 @@ from capture import environment
 from capture.attribution import StageBuffers
 from capture.choices import StageChoice
 from capture.errors import TargetError
-from capture.graph import content_hash
-from capture.interface import StageCost, UpdateCost, owned_and_borrowed
+from capture.graph import LayerGraph, content_hash
+from capture.interface import StageCost, UpdateCost, owned_and_borrowed, shared_onwards
 from capture.profile import StageConfig
 from capture.profiler.assembler import write_assembler
 from capture.profiler.report_compiler import ReportCompiler
@@ -144,6 +144,7 @@ class CompileBackend:
                 [self._optimizer.param_keys[p] for p in owned],
                 len(borrowed),
                 config.stop == graph.num_layers,
+                *_arriving(graph, config),
             ]
         )
 
@@ -155,7 +156,8 @@ class CompileBackend:
         specs = self.sharding(config.microbatch_size).specs(choice.tensor_parallel)
         params = [[self._optimizer.param_keys[p], str(specs[p]), p in owned] for p in (*owned, *borrowed)]
         degrees = [choice.data_parallel, choice.tensor_parallel, choice.shard_optimizer, *_params_split(choice)]
-        return content_hash([self._facts, "update", params, len(owned) < len(traced.graph.params), degrees])
+        of_others = [len(owned) < len(traced.graph.params), degrees, *_arriving(traced.graph, config)]
+        return content_hash([self._facts, "update", params, *of_others])
 
     def measure(self, config: StageConfig) -> StageCost:
         """Compile a stage config, or take its measurement from the store.
@@ -228,6 +230,7 @@ class CompileBackend:
             remat=choice.remat,
             shard_optimizer=choice.shard_optimizer,
             shard_params=choice.shard_params,
+            num_arriving=dict.fromkeys(shared_onwards(traced.graph, config.first, config.stop), 1),
             compiler=compiler or self._compiler(config),
             name_buffers=name_buffers,
         )
@@ -236,6 +239,13 @@ class CompileBackend:
 def _params_split(choice: StageChoice) -> list[str]:
     """For keys: nothing where parameters are whole, so that measurements from before there was a choice keep theirs."""
     return ["params"] if choice.shard_params else []
+
+
+def _arriving(graph: LayerGraph, config: StageConfig) -> list[list[int]]:
+    """For keys: which of the stage's parameters get gradients from later stages; nothing where none do. The sum over several stages that
+    share one takes no more room in the program than that of two."""
+    owned, shared = owned_and_borrowed(graph, config.first, config.stop)[0], shared_onwards(graph, config.first, config.stop)
+    return [[owned.index(p) for p in shared]] if shared else []
 
 
 def _of_update(config: StageConfig) -> StageConfig:

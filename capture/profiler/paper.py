@@ -19,9 +19,9 @@ import numpy as np
 from capture.choices import ParamSplit, StageChoice
 from capture.errors import ProfileError
 from capture.graph import LayerGraph
-from capture.interface import StageCost, stage_interface
+from capture.interface import NO_COST, StageCost, stage_interface
 from capture.plan import Remat
-from capture.predictor.formula import of_interface, peak_of
+from capture.predictor.formula import of_interfaces, peak_of
 from capture.profile import StageConfig
 from capture.profiler.partitionings import pipeline_partitionings
 from capture.schedule import make_schedule
@@ -216,14 +216,15 @@ def run_paper_profile(
 
     def replayed(choice: StageChoice, partitioning: Sequence[int], num_microbatches: int) -> RunPeaks:
         occupancies = make_schedule(schedule, len(partitioning), num_microbatches).occupancies
-        peaks: list[int | None] = []
-        for s, (first, stop) in enumerate(ranges(partitioning)):
-            cost = costs[choice][first, stop]
-            if cost is None:
-                peaks.append(None)
-                continue
-            interface = stage_interface(graph, first, stop, (), choice.data_parallel, param_bytes[choice.param_split], cost)
-            peaks.append(int(peak_of(of_interface(interface), occupancies[s])))
+        found = [costs[choice][stage] for stage in ranges(partitioning)]
+        interfaces = [
+            stage_interface(graph, first, stop, (), choice.data_parallel, param_bytes[choice.param_split], cost or NO_COST)
+            for (first, stop), cost in zip(ranges(partitioning), found, strict=True)
+        ]
+        peaks = [
+            None if cost is None else int(peak_of(memory, occupancy))
+            for cost, memory, occupancy in zip(found, of_interfaces(interfaces), occupancies, strict=True)
+        ]
         failures = [f"{list(partitioning)} with {choice}, stage {s}" for s, peak in enumerate(peaks) if peak is None]
         return RunPeaks(tuple(peaks), tuple(failures))
 

@@ -18,7 +18,7 @@ from steps import of_workload
 from capture.alpa import to_alpa, worker
 from capture.alpa.memory import alpa_replay
 from capture.plan import Plan
-from capture.predictor.formula import of_interface
+from capture.predictor.formula import kept_of
 
 
 def compare(plan: Plan) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def compare(plan: Plan) -> dict[str, Any]:
                 "replay_bytes": ours.peak_bytes,
                 "params_bytes": stage.params_bytes,
                 "optimizer_bytes": stage.optimizer_bytes,
-                "kept_bytes_per_microbatch": of_interface(stage).kept,
+                "kept_bytes_per_microbatch": kept_of(stage),
                 "of_parameters_bytes_per_microbatch": of_parameters_bytes(compiled, m),
             }
             for m, (peak, ours, stage) in enumerate(zip(peaks, found, stages, strict=True))
