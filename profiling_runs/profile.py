@@ -284,8 +284,11 @@ def profile(
         measurements={config: measurements.costs[config] for config in wanted[WINDOWS] if config in measurements.costs},
         warnings=_split_warnings(compiler.workload, microbatch_size) + missing_statistics(wanted[WINDOWS], measurements.costs),
     )
-    if all(config in measurements.costs for config in wanted[WINDOWS]) and calibration_plans:
-        result = replace(result, calibration=calibrate(result, measurements, calibration_of(question, measurements)))
+    if calibration_plans and all(config in measurements.costs for config in wanted[WINDOWS]):
+        calibration = calibrate(result, measurements, calibration_of(question, measurements))
+        # Only now: what is looked up is no test of what is predicted.
+        compiled = {config: measurements.costs[config] for config in wanted[CALIBRATION] if config in measurements.costs}
+        result = replace(result, calibration=calibration, verified=compiled)
     if paper is not None:
         runs = paper_profile(measurements, cluster, microbatch_size, *paper, remat=remat[0], shard_optimizer=shard_optimizer)
         result = replace(result, paper=runs.to_json())

@@ -156,7 +156,7 @@ def recommend(
     problem = pose()
     result, plan = answer(problem)
     if mode == "default" and _depends_on_cuts_behind(profile, problem, global_batch_size // num_microbatches):
-        result, plan = _between((result, plan), answer(pose(least=True)), profile)
+        result, plan = _between((result, plan), answer(pose(least=True)), profile, memory_limit_bytes)
     if plan is None:
         return Recommendation("infeasible", None, None, result, _infeasible(result))
     prediction = _predict(profile, plan)
@@ -174,7 +174,7 @@ def _depends_on_cuts_behind(profile: Profile, problem: SearchProblem, microbatch
 
 
 def _between(
-    most: tuple[SearchResult, Plan | None], least: tuple[SearchResult, Plan | None], profile: Profile
+    most: tuple[SearchResult, Plan | None], least: tuple[SearchResult, Plan | None], profile: Profile, memory_limit_bytes: int | None
 ) -> tuple[SearchResult, Plan | None]:
     """The better of two answers, and what is proven of it.
 
@@ -182,16 +182,25 @@ def _between(
     say. ``most`` was searched with the worst case of every stage, so its plan needs no more than the search says; ``least`` with the best,
     so that no plan is better than the search says. Where its plan needs just that, it is the best one.
     """
-    (bound, plan), (result, safe) = least, most
-    if plan is not None and tuple(AdditivePredictor(profile).predict(plan).peak_bytes_per_device) == bound.peak_bytes_per_device:
-        return bound, plan
-    if safe is None:
-        return result, safe
-    if result.step_seconds is not None and bound.step_seconds is not None:
-        above = max(result.bound_fraction, result.step_seconds / bound.step_seconds * (1 + bound.bound_fraction) - 1)
-        return replace(result, optimal=result.optimal and above == 0, bound_fraction=above), safe
-    peak = AdditivePredictor(profile).predict(safe).peak_bytes
-    return replace(result, optimal=bound.optimal and peak <= bound.peak_bytes, tie_break="none", tie_break_columns=0), safe
+    (bound, other), (result, plan) = least, most
+    if other is None:
+        return result, plan
+    predict = AdditivePredictor(profile).predict
+    if tuple(predict(other).peak_bytes_per_device) == bound.peak_bytes_per_device:
+        return bound, other
+    if plan is None or result.step_seconds is not None:
+        if result.step_seconds is not None and bound.step_seconds is not None:
+            above = max(result.bound_fraction, result.step_seconds / bound.step_seconds * (1 + bound.bound_fraction) - 1)
+            result = replace(result, optimal=result.optimal and above == 0, bound_fraction=above)
+        return result, plan
+    if bound.status == "infeasible":
+        return bound, other
+    peaks = [sorted(predict(p).peak_bytes_per_device, reverse=True) for p in (plan, other)]
+    if memory_limit_bytes is not None and min(peaks)[0] > memory_limit_bytes:
+        return replace(result, optimal=False), plan
+    result, plan = (result, plan) if peaks[0] <= peaks[1] else (bound, other)
+    optimal = bound.optimal and min(peaks)[0] <= bound.peak_bytes
+    return replace(result, status="ok", why=None, optimal=optimal, tie_break="none", tie_break_columns=0), plan
 
 
 def _predict(profile: Profile, plan: Plan) -> Prediction:

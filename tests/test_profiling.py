@@ -12,11 +12,13 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pipeline_models import mlp
+from pipeline_models import mlp, pipeline, tied
 
 from capture.choices import StageChoice, hybrid_choices
 from capture.cluster import Cluster
 from capture.errors import TargetError
+from capture.predictor import AdditivePredictor
+from capture.predictor.same_stages import stage_signature
 from capture.profile import Profile, StageConfig
 from capture.profiler.compile import CompileBackend
 from capture.profiler.windows import choices_to_profile, profiled_microbatch_sizes, window_configs
@@ -201,6 +203,49 @@ def test_a_profile_in_this_process_measures_and_calibrates_by_another_seed():
     assert rows == sum(totals.values()) and totals["optimizer updates"] <= 5  # the end of a step of 1 to 5 equal layers
     again = profile(mlp(num_blocks=5), Cluster((1, 1)), microbatch_size=2, num_neighbours=1, calibration_plans=3, store=store)
     assert len(store) == rows and again.measurements == result.measurements and again.calibration == result.calibration
+
+
+@pytest.mark.parametrize("task", [mlp(num_blocks=6), tied(dropout=False)], ids=["mlp", "tied"])
+@pytest.mark.parametrize("choice", [ONE, StageChoice(1, 2), StageChoice(2, 1)], ids=str)
+def test_stages_are_taken_for_the_same_program_just_if_they_are(task, choice):
+    """What the layer graph says against the keys of the programs themselves."""
+    backend = CompileBackend(task)
+    graph, sizes = backend.traced(4).graph, backend.sharding(4).param_bytes(choice.param_split)
+    stages = [(first, stop) for stop in range(1, graph.num_layers + 1) for first in range(stop)]
+    signatures = [stage_signature(graph, *stage, sizes) for stage in stages]
+    keys = [backend.key(StageConfig(*stage, choice, 4)) for stage in stages]
+    assert all((a == b) == (x == y) for a, x in zip(signatures, keys, strict=True) for b, y in zip(signatures, keys, strict=True))
+    assert len(set(keys)) < len(keys) or graph.num_layers < 6
+
+
+def test_what_calibration_compiled_is_known_of_equal_stages_too():
+    """Inner blocks are equal; the ends are not, and what the optimizer needs is not taken from elsewhere."""
+    found = profile(mlp(optax.adam(1e-3), num_blocks=6), Cluster((1, 1)), microbatch_size=4, num_neighbours=1, calibration_plans=4)
+    assert found.verified and not set(found.verified) & set(found.measurements)
+    assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
+    compiled = StageConfig(1, 4, ONE, 4)
+    cost = replace(
+        next(iter(found.verified.values())), backward_bytes=10**7, update_bytes=10**8, kept_inputs=(0,), kept_outputs=(), kept_batch=()
+    )
+    planted = AdditivePredictor(replace(found, verified={compiled: cost})).memory(ONE, 4)
+    without = AdditivePredictor(replace(found, verified={})).memory(ONE, 4)
+    for stage in [(1, 4), (2, 5)]:
+        assert planted.backward[stage] == 10**7 != without.backward[stage]
+    assert planted.update[1, 4] == 10**8 and planted.update[2, 5] == without.update[2, 5]
+    for stage in [(0, 3), (3, 6), (1, 3), (2, 4)]:
+        assert planted.backward[stage] == without.backward[stage]
+
+
+def test_a_shared_parameter_is_predicted_as_the_runtime_needs_it():
+    """The embedding is by far the largest tensor: its gradient comes back to the first stage, which then updates it."""
+    task = tied(optax.sgd(0.1), dropout=False)
+    found = profile(task, Cluster((1, 1)), microbatch_size=2, num_neighbours=3, calibration_plans=0)
+    for cut in (1, 3):
+        plan = pipeline([cut, found.graph.num_layers - cut], [(1, 1), (1, 1)])
+        predicted = AdditivePredictor(found).predict(plan)
+        compiled = pipeshard(task, plan).replay()
+        assert predicted.peak_bytes_per_device == compiled.peak_bytes_per_device
+        assert "received gradients" in predicted.stages[0].parts or predicted.stages[0].instant != "update"
 
 
 def test_stages_may_split_their_parameters_and_a_plan_is_never_the_worse_for_it():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import islice
+from itertools import accumulate, islice, product
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from capture.predictor import AdditivePredictor
 from capture.predictor.paper import PaperPredictor
 from capture.profile import Profile
 from capture.profiler.paper import PaperStatistics, layer_statistics, merge_layers, paper_runs, run_paper_profile
-from capture.sampling import random_plans
+from capture.sampling import DrawnStage, random_plans
 from capture.schedule import SCHEDULES
 from profiling_runs.profile import divisor_choices, plan_of
 from recommender import baseline_plan, recommend
@@ -73,6 +73,36 @@ def test_no_random_plan_is_predicted_to_need_less(cluster, schedule):
         other = plan_of(drawn, profile, cluster, 128, 8, schedule)
         mine, theirs = (tuple(sorted(predictor.predict(p).peak_bytes_per_device, reverse=True)) for p in (plan, other))
         assert mine <= theirs
+
+
+@pytest.mark.parametrize("shared", [[{0, 4}], [{0, 2, 4}], [{0, 1, 3, 4}, {1, 4}], [{0, 1, 2, 3, 4}]], ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_what_shared_parameters_exchange_is_seen_by_the_search(seed, shared):
+    """By brute force over whole plans: with two readers each the best is found; with more, nothing is called best that is not."""
+    planted, cluster = Planted(5, seed, largest=200, shared=shared), Cluster((4,))
+    if seed % 2:
+        planted.summarizes(seed)
+    generator = np.random.default_rng(seed)
+    large = tuple(replace(p, shape=(int(generator.integers(1, 2000)),)) for p in planted.graph.params)
+    planted.graph = replace(planted.graph, params=large)
+    profile = planted.profile(hybrid(2))
+    result = recommend(profile, cluster, **BATCH)
+    predictor, peaks = AdditivePredictor(profile), []
+    problem = search_problem(profile, cluster, **BATCH, schedule="1f1b")
+    for cuts in every_plan(problem):
+        for chosen in product(*(problem.choices[d] for _, _, d in cuts)):
+            starts = accumulate((d for _, _, d in cuts), initial=0)
+            drawn = [DrawnStage(first, stop, at, choice) for (first, stop, _), at, choice in zip(cuts, starts, chosen, strict=False)]
+            prediction = predictor.predict(plan_of(drawn, profile, cluster, 128, 8, "1f1b"))
+            peaks.append(tuple(sorted(prediction.peak_bytes_per_device, reverse=True)))
+    found = tuple(sorted(result.prediction.peak_bytes_per_device, reverse=True))
+    if result.search.optimal:
+        assert found[0] == min(peaks)[0]
+    if result.search.tie_break == "full":
+        assert found == min(peaks)
+    if not seed % 2 and all(len(readers) == 2 for readers in shared):
+        assert result.search.optimal and found == min(peaks)
+    assert found[0] <= 1.15 * min(peaks)[0]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

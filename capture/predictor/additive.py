@@ -20,6 +20,7 @@ from capture.plan import Plan
 from capture.predictor.fit import fit_degrees, fit_line
 from capture.predictor.formula import StageMemory, kept_bytes, of_interfaces, peak_parts, peaks_by_position
 from capture.predictor.prediction import Prediction, StagePrediction
+from capture.predictor.same_stages import stage_signature
 from capture.predictor.statistics import extend_windows
 from capture.profile import Calibration, Profile, StageConfig
 from capture.schedule import make_schedule, occupancy_by_position
@@ -28,6 +29,8 @@ from capture.target import same_target
 
 #: Rows of a statistics table.
 COMPONENTS = ("kept", "forward", "backward", "update", "optimizer", "summarize", "summary")
+#: The first of them, which depend on the layers alone; the others on the optimizer too.
+_PASSES = 3
 INTERVAL_COVERAGE = 0.98
 
 
@@ -133,13 +136,27 @@ class AdditivePredictor:
         key = (choice, microbatch_size)
         if key not in self._memories:
             table = np.nan_to_num(self.table(choice, microbatch_size))
-            for config, cost in self.profile.verified.items():
-                if (config.choice, config.microbatch_size) == key:
-                    exact_parts = self._components(config.first, config.stop, choice, microbatch_size, cost)
-                    table[:, config.first, config.stop] = exact_parts
+            for (first, stop), parts in self._looked_up(choice, microbatch_size).items():
+                table[:, first, stop] = parts
             parts = dict(zip(COMPONENTS, np.ceil(np.maximum(table, 0)).astype(np.int64), strict=True))
             self._memories[key] = StageMemory(**self._exact(choice, microbatch_size), summaries=parts.pop("summary"), **parts)
         return self._memories[key]
+
+    def _looked_up(self, choice: StageChoice, microbatch_size: int) -> dict[tuple[int, int], np.ndarray]:
+        """Components of the stages that were compiled as they are; what the passes need, also of those that are the same program."""
+        graph, sizes = self.graph(microbatch_size), self._param_bytes(choice.param_split)
+        at_size = {c: cost for c, cost in self.profile.verified.items() if (c.choice, c.microbatch_size) == (choice, microbatch_size)}
+        known = {(c.first, c.stop): self._components(c.first, c.stop, choice, microbatch_size, cost) for c, cost in at_size.items()}
+        found = dict(known)
+        for length in {stop - first for first, stop in known}:
+            starts = range(graph.num_layers - length + 1)
+            signatures = {(first, first + length): stage_signature(graph, first, first + length, sizes) for first in starts}
+            parts_of = {signatures[stage]: parts for stage, parts in known.items() if stage in signatures}
+            for stage, signature in signatures.items():
+                if stage not in known and signature in parts_of:
+                    found[stage] = self._tables[choice, microbatch_size][:, stage[0], stage[1]].copy()
+                    found[stage][:_PASSES] = parts_of[signature][:_PASSES]
+        return found
 
     def stage_cost(self, first: int, stop: int, choice: StageChoice, microbatch_size: int) -> StageCost:
         """What the compiler is predicted to say of layers [first, stop): for the simulator, which wants the cost of a stage.
