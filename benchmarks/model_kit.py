@@ -24,7 +24,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import date
 from itertools import islice
 from pathlib import Path
@@ -52,7 +52,7 @@ OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "lion", "adafactor", "clipped_
 
 Pick = Callable[[Sequence[Any]], Any]
 
-_WIDTHS, _DEPTHS, _VOCABULARIES = (16, 32, 48, 64), (6, 7, 8), (64, 500, 2000, 8000)
+_WIDTHS, _DEPTHS, _VOCABULARIES = (16, 32, 48, 64), (7, 8, 10), (64, 500, 2000, 8000)
 
 #: By file and function, the values that each argument is drawn from; every model also takes any optimizer.
 KIT: Mapping[str, Mapping[str, Sequence[Any]]] = {
@@ -139,18 +139,20 @@ class Question:
         """Of a model; ``pick`` chooses one of several values."""
         arguments = {name: pick(values) for name, values in KIT[model].items()}
         optimizer = pick(("", *OPTIMIZERS))  # the model's own, or any
-        degrees = pick((((1, 1),), ((1, 1), (2, 1)), ((1, 1), (1, 2)), ((1, 1), (2, 1), (1, 2))))
+        degrees = pick((((1, 1),), ((1, 1),), ((1, 1), (2, 1)), ((1, 1), (1, 2)), ((1, 1), (2, 1), (1, 2))))
+        replicated = (2, 1) in degrees
+        # Where half a micro-batch cannot be split over the replicas, or is none, one size is profiled, at half the cost.
+        sizes = (6, 10, 8) if replicated else (5, 7, 8)
         return cls(
             model,
             workload_of(model, **arguments, **({"optimizer": optimizer} if optimizer else {})),
-            pick((None, None, None, None, 6)),
-            Cluster.parse(pick(("1x2", "1x4", "2x2"))),
+            pick((None, None, None, None, 7)),
+            Cluster.parse(pick(("1x2", "1x3", "1x3", "1x4", "2x2"))),
             degrees,
             pick(("none", "none", "dots", "full")),
-            pick((False, True)) if (2, 1) in degrees else False,
-            # Half of 6 or 10 is not split by two replicas: a profile with replicas then measures one size, and costs half.
-            pick((6, 8, 10)),
-            pick(((4,), (2, 8), (1, 5))),
+            replicated and pick((False, True)),
+            pick(sizes),
+            pick(((1, 2, 4, 8), (1, 3, 5, 6), (2, 3, 4, 7))),
             pick(range(1000)),
         )
 
@@ -396,8 +398,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         except Exception as error:
             steps[model] = f"{type(error).__name__}: {error}"
             print(f"{model}: {steps[model]}\n{traceback.format_exc(limit=-3)}", flush=True)
+    mixed = np.random.default_rng(options.seed).permutation(options.models).tolist()  # so that a part of a round has something of all
     for turn in range(options.rounds):
-        for model in options.models:
+        for model in mixed:
             if sum(row.fresh for found in rows.values() for row in found) >= options.fresh:
                 return written()
             if options.seconds is not None and time.monotonic() - start > options.seconds:
@@ -406,7 +409,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             question = Question.draw(model, lambda values, generator=generator: values[int(generator.integers(len(values)))])
             began = time.monotonic()
             try:
-                found = ask(question, num_plans=options.plans, store=store)
+                found = ask(question, num_plans=options.plans, calibration_plans=options.calibration_plans, store=store)
             except Exception as error:
                 crashes.append({"question": question.to_json(), "error": f"{type(error).__name__}: {error}"})
                 print(f"{model}, round {turn}: {question}\n    {type(error).__name__}: {error}", flush=True)
@@ -415,7 +418,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 continue
             rows[model] += found
             bad = sorted((row for row in found if row.beyond), key=lambda row: -row.beyond)
-            beyond += [{"question": question.to_json(), "command": str(question), **asdict(row)} for row in bad]
+            if bad:
+                beyond.append({"question": question.to_json(), "command": str(question), "rows": [asdict(row) for row in bad]})
             fresh = sum(row.fresh for row in found)
             print(f"{model}, round {turn}: {len(found)} predictions, {fresh} fresh, {time.monotonic() - began:.0f} s", flush=True)
             if bad:
@@ -448,6 +452,7 @@ def main() -> int:
     parser.add_argument("--fresh", type=int, default=2000, help="stop at so many fresh predictions (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=10, help="at most (default: %(default)s)")
     parser.add_argument("--plans", type=int, default=12, help="per model and round (default: %(default)s)")
+    parser.add_argument("--calibration-plans", type=int, default=6, help="of a profile (default: %(default)s)")
     parser.add_argument("--seconds", type=float, help="start no question after so long")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--execute", action="store_true", help="also run a step of every model on two stages")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +107,7 @@ def two_towers(left=64, right=32, depth=4, optimizer="adamw"):
 def autoencoder(width=128, code=8, depth=4, optimizer="adam"):
     """Down to a small code and up again; the last layer reads the input."""
     sizes = np.geomspace(width, code, depth + 1).astype(int).tolist()
-    shapes = [(a, b) for a, b in zip(sizes[:-1], sizes[1:], strict=True)]
+    shapes = list(pairwise(sizes))
     shapes += [(b, a) for a, b in reversed(shapes)]
 
     def loss(params, x):

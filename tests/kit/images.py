@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ def vgg(channels=8, levels=3, hidden=128, size=16, optimizer="momentum"):
         return cross_entropy(x @ params["head"], batch["labels"])
 
     widths = [3, *(channels << i for i in range(levels))]
-    kernels = [{"a": (3, 3, a, b), "b": (3, 3, b, b)} for a, b in zip(widths[:-1], widths[1:], strict=True)]
+    kernels = [{"a": (3, 3, a, b), "b": (3, 3, b, b)} for a, b in pairwise(widths)]
     shapes = {"levels": kernels, "hidden": ((size >> levels) ** 2 * widths[-1], hidden), "head": (hidden, CLASSES)}
     return workload(loss, shapes, images(size, 3, CLASSES), optimizer)
 
@@ -134,6 +135,6 @@ def image_autoencoder(channels=8, levels=3, size=16, optimizer="adam"):
         return mse(x, batch["x"]) + 0.1 * code
 
     widths = [3, *(channels << i for i in range(levels))]
-    pairs = list(zip(widths[:-1], widths[1:], strict=True))
+    pairs = list(pairwise(widths))
     shapes = {"down": [(3, 3, a, b) for a, b in pairs], "up": [(3, 3, b, a) for a, b in reversed(pairs)]}
     return workload(loss, shapes, images(size, 3, CLASSES), optimizer)

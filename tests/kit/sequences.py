@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -215,7 +216,7 @@ def narrowing(width=64, depth=4, vocab=800, length=32, optimizer="adamw"):
         return cross_entropy(x.mean(1) @ params["head"], batch["labels"][:, 0])
 
     widths = [width * (2 + i) // 2 // 2 * 2 for i in range(depth + 1)]
-    levels = [{"first": block_shapes(a, 2 * a), "merge": (2 * a, b)} for a, b in zip(widths[:-1], widths[1:], strict=True)]
+    levels = [{"first": block_shapes(a, 2 * a), "merge": (2 * a, b)} for a, b in pairwise(widths)]
     shapes = {"embedding": (vocab, width), "levels": levels, "head": (widths[-1], vocab)}
     return workload(loss, shapes, tokens(length, vocab), optimizer)
 
