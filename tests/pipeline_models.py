@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,17 @@ def mlp(optimizer=None, num_blocks: int = 4) -> Workload:
         return jnp.mean(jnp.tanh(x) ** 2)
 
     return Workload(loss, init, lambda key, n: jax.random.normal(key, (n, WIDTH)), optimizer or optax.sgd(0.1))
+
+
+def bare(optimizer=None) -> Workload:
+    """Four layers, of which one has parameters: sorting, a product, an activation, the loss alone."""
+
+    def loss(params, batch):
+        x = mark(mark(jnp.sort(batch)) @ params["w"])
+        return jnp.mean(mark(jnp.tanh(x)) ** 2)
+
+    init = partial(_normals, shapes={"w": (2 * WIDTH, 2 * WIDTH)})
+    return Workload(loss, init, lambda key, n: jax.random.normal(key, (n, 2 * WIDTH)), optimizer or optax.sgd(0.1))
 
 
 def tied(optimizer=None, dropout: bool = True) -> Workload:

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from pipeline_models import VOCAB, WIDTH, mlp, pipeline, tied
+from pipeline_models import VOCAB, WIDTH, bare, mlp, pipeline, tied
 
 from capture.errors import ExecutionError, PlanError, WorkloadError
+from capture.runtime.meter import measure_step
 from capture.runtime.pipeline import PipelinedStep, pipeshard, trace_for_plan
 from capture.runtime.programs import shard_bytes
 from capture.runtime.reference import ReferenceStep, max_relative_error
@@ -62,6 +63,16 @@ def test_degrees_schedules_and_remat(degrees, schedule, remat):
 
 def test_fewer_microbatches_than_stages():
     compare(mlp(), pipeline((1, 1, 1, 1), ((1, 1),) * 4, num_microbatches=2))
+
+
+@pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.chain(optax.clip_by_global_norm(0.01), optax.sgd(1.0))], ids=["sgd", "clip"])
+def test_layers_without_parameters(optimizer):
+    """They have nothing to update, to summarise or to split, at any degree."""
+    step = compare(bare(optimizer), pipeline((1, 1, 1, 1), ((2, 1), (1, 2), (1, 2), (2, 1))))
+    assert [len(stage.owned) for stage in step.stages] == [0, 1, 0, 0]
+    state = step.init(jax.random.key(0))
+    measured = measure_step(step, state, bare().batch(jax.random.key(1), step.plan.global_batch_size), strict=True)
+    assert list(measured.peak_bytes_per_device) == list(step.replay().peak_bytes_per_device)
 
 
 def test_tied_embedding_dropout_and_a_skip_that_passes_through():

@@ -17,8 +17,10 @@ import pytest
 
 from capture.errors import TargetError
 from capture.profiler.report import MemoryReport, parse_report, read_report
+from capture.profiler.report_compiler import ReportCompiler
 from capture.runtime.hlo_work import group_of, shape_bytes, work_of_text
 from capture.target import Target
+from capture.work import ProgramWork
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 INSTALLED = {"cuda": find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin"), "tpu": find_spec("libtpu"), "cpu": True}
@@ -28,6 +30,7 @@ SCRIPT = """
 import json, sys
 from capture import environment
 from capture.target import Target
+from capture.work import ProgramWork
 
 target = Target.load(sys.argv[1])
 environment.prepare(num_devices=4, platform=target.platform)
@@ -213,3 +216,10 @@ def test_a_missing_compiler_is_said_with_the_command_that_installs_it(monkeypatc
     monkeypatch.setattr(target_devices, "find_spec", lambda name: None)
     with pytest.raises(TargetError, match=rf"it needs no device: pip install 'capture-jax\[{platform}-targets\]'\. \[target-missing\]$"):
         target_devices.devices_of(Target.load({"cuda": "h100", "tpu": "v5e"}[platform]), 1)
+
+
+def test_the_end_of_a_step_without_parameters_is_no_program():
+    """It has neither arguments nor results, and therefore no mesh; no compiler is asked."""
+    executable = ReportCompiler(Target.load("v5e"))(lambda params, state: (params, state), ([], []), out_shardings=([], []))
+    assert executable.call([], []) == ([], []) and executable.transient_bytes == 0
+    assert executable.work == ProgramWork(0, "float32", 0, 0)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 import os
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from jax import lax
 from capture.errors import TracingError
 from capture.graph import LayerGraph, item_bytes
 from capture.tracing import LAYER_BOUNDARY, StageSlice, TracedModel, trace
-from capture.tracing.cut import cheapest_path, cluster_cuts, crossing_bytes
+from capture.tracing.cut import applied, cheapest_path, cluster_cuts, crossing_bytes
 from capture.tracing.flatten import flatten
 from capture.tracing.layers import assign_layers
 from capture.workload import takes_key
@@ -453,6 +454,7 @@ def test_layers_cover_the_program_once(name, num_layers):
     params, batch = jax.eval_shape(workload.init, key), jax.eval_shape(lambda k: workload.batch(k, B), key)
     closed = jax.make_jaxpr(workload.loss_fn)(params, batch, key)
     program = flatten(closed, len(jax.tree.leaves(params)), frozenset(), {}).program
+    num_layers = min(num_layers, sum(applied(program)))
     cuts = cluster_cuts(program, num_layers)
     assert cuts[0] == 0 and cuts[-1] == len(program.ops) and len(cuts) == num_layers + 1 and cuts == sorted(set(cuts))
     layers = assign_layers(program, cuts)
@@ -471,22 +473,54 @@ def test_layers_cover_the_program_once(name, num_layers):
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), min_size=2, max_size=8), st.integers(1, 4), st.sampled_from([0.0, 0.3, 2.0])
+    st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5), st.booleans()), min_size=2, max_size=8),
+    st.integers(1, 4),
+    st.sampled_from([0.0, 0.3, 2.0]),
 )
 def test_cheapest_path_is_the_best_of_all(steps, num_steps, tolerance):
-    progress = [float(sum(f for f, _ in steps[:i])) for i in range(len(steps) + 1)]
-    costs = [float(c) for _, c in steps] + [0.0]
+    progress = [float(sum(f for f, _, _ in steps[:i])) for i in range(len(steps) + 1)]
+    products = [sum(has for _, _, has in steps[:i]) for i in range(len(steps) + 1)]
+    costs = [float(c) for _, c, _ in steps] + [0.0]
     mean = progress[-1] / num_steps
     least, most = mean / (1 + tolerance), mean * (1 + tolerance)
     feasible = {}
     for middle in combinations(range(1, len(steps)), num_steps - 1):
         path = [0, *middle, len(steps)]
-        if all(least <= progress[b] - progress[a] <= most for a, b in pairwise(path)):
+        if all(least <= progress[b] - progress[a] <= most and products[a] < products[b] for a, b in pairwise(path)):
             feasible[tuple(path)] = sum(costs[i] for i in middle)
-    found = cheapest_path(progress, costs, num_steps, least, most)
+    found = cheapest_path(progress, costs, num_steps, least, most, products)
     assert (found is None) == (not feasible)
     if found is not None:
         assert feasible[tuple(found)] == min(feasible.values())
+
+
+@pytest.mark.parametrize(
+    ("workload", "num_layers"),
+    [
+        (models.repeated(num_blocks=3), 6),  # two products a block; the loss alone is no layer, nor is a ReLU
+        (models.scanned(num_layers=3, marked=False), 4),  # one an iteration, for which the scan is unrolled, and the head
+        (models.lstm(), None),
+    ],
+)
+def test_every_automatic_layer_has_a_product(workload, num_layers):
+    if num_layers is None:
+        with pytest.raises(TracingError) as error:
+            trace(workload, B, 50)
+        num_layers = int(re.search(r"give 1 to (\d+)", str(error.value))[1])
+    for count in (num_layers - 1, num_layers):
+        model = trace(workload, B, count)
+        assert model.graph.num_layers == count
+        for first in range(count):
+            layer = model.slice(first, first + 1)
+            args = [[jax.ShapeDtypeStruct(t.shape, t.dtype) for t in group] for group in tensors_of(model, layer)]
+            assert layer.params and "dot_general" in str(jax.make_jaxpr(layer)(*args))
+    with pytest.raises(TracingError, match=rf"give 1 to {num_layers}, or mark .*\[trace-num-layers\]"):
+        trace(workload, B, num_layers + 1)
+
+
+def tensors_of(model: TracedModel, layer):
+    graph = model.graph
+    return [graph.params[p] for p in layer.params], [graph.values[v] for v in layer.inputs], [graph.batch[b] for b in layer.batch]
 
 
 def loss_workload(loss, **shapes):
@@ -527,11 +561,13 @@ ERRORS = [
     ),
     (
         lambda: trace(models.repeated(num_blocks=1), B, 50),
-        "num_layers=50 is not possible: the loss has 7 operations that compute something; give 1 to 7. [trace-num-layers]",
+        "num_layers=50 is not possible: a layer needs a product with a parameter, and the loss has 2; give 1 to 2, or mark the layers in "
+        "the model. [trace-num-layers]",
     ),
     (
         lambda: trace(models.repeated(), B, 0),
-        "num_layers=0 is not possible: the loss has 27 operations that compute something; give 1 to 27. [trace-num-layers]",
+        "num_layers=0 is not possible: a layer needs a product with a parameter, and the loss has 12; give 1 to 12, or mark the layers "
+        "in the model. [trace-num-layers]",
     ),
     (lambda: trace(models.repeated(), 0, 2), "microbatch_size=0 is no batch; give at least 1. [trace-microbatch]"),
     (

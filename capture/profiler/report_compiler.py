@@ -13,6 +13,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from capture.runtime.hlo_buffers import read_buffers
 from capture.runtime.hlo_work import NO_LOCAL_FLOPS, LocalFlops, work_of_text
 from capture.runtime.programs import Executable, LayerOf, compile_program
 from capture.target import Target
+from capture.work import ProgramWork
 
 #: Between two looks at the dump.
 _PAUSE_SECONDS = 0.02
@@ -62,14 +64,17 @@ class ReportCompiler:
         Raises:
             TargetError: ``target-report`` if the compiler ends without a report; its last words are in the message.
         """
-        outputs = compile_program(function, args, donate=donate, out_shardings=out_shardings, fast_compile=True).outputs
+        on_cpu = compile_program(function, args, donate=donate, out_shardings=out_shardings, fast_compile=True)
+        outputs = on_cpu.outputs
+        if not jax.tree.leaves((tuple(args), outputs)):  # computes nothing on any target, and has no mesh
+            return replace(on_cpu, work=ProgramWork(0, "float32", 0, 0))
         chosen = jax.tree.map(lambda struct: struct.sharding, outputs)
         jitted = jax.jit(function, donate_argnums=tuple(donate), out_shardings=chosen)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")  # as in ``compile_program``
             exported = jax.export.export(jitted, platforms=(self.target.platform,))(*args)
         leaves = jax.tree.leaves(tuple(args))
-        mesh = leaves[0].sharding.mesh
+        mesh = jax.tree.leaves((tuple(args), outputs))[0].sharding.mesh
         job = {
             "program": bytes(exported.serialize()),
             "target": self.target.name,

@@ -113,7 +113,8 @@ def compile_program(
     outputs = jax.tree.map(
         lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding), lowered.out_info, compiled.output_shardings
     )
-    num_devices = max(len(leaf.sharding.device_set) for leaf in jax.tree.leaves((tuple(args), outputs)))
+    # A layer without parameters has nothing to update: such a program has neither arguments nor results, and computes nothing.
+    num_devices = max((len(leaf.sharding.device_set) for leaf in jax.tree.leaves((tuple(args), outputs))), default=1)
     work = work_of(compiled, lowered, num_devices, local_flops) if count_work else None
     return Executable(compiled, outputs, int(transient), work, buffers=buffers)
 

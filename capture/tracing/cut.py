@@ -1,8 +1,9 @@
 """Where to cut the program into layers: at the model's marks, or automatically.
 
 Automatic cutting is a dynamic programme: among all ways to have L contiguous layers whose FLOPs differ from the mean by at
-most a tolerance, the one with the fewest bytes crossing the cuts. Source: the layer clustering of Alpa (Zheng et al., OSDI
-2022, section 5.2, equation 6), which bounds FLOPs from above only and minimises the largest crossing.
+most a tolerance, the one with the fewest bytes crossing the cuts; every layer has a product with a parameter, because without one it
+has nothing to split and next to nothing to compute. Source: the layer clustering of Alpa (Zheng et al., OSDI 2022, section 5.2,
+equation 6), which bounds FLOPs from above only and minimises the largest crossing.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from itertools import accumulate
+from typing import Any
 
 from capture.errors import TracingError
 from capture.graph import item_bytes
 from capture.osdp.operators import Kind
+from capture.tracing.flops import sub_jaxprs
 from capture.tracing.program import Op, Program
 
 #: A layer's FLOPs lie within mean / (1 + t) and mean * (1 + t); t grows by half until that is possible.
@@ -62,6 +65,25 @@ def product_cuts(program: Program) -> list[int]:
     return [0, *found[1:], len(program.ops)]
 
 
+def applied(program: Program) -> list[bool]:
+    """By operation, whether an automatic layer may be made around it: it, or its body, multiplies data with a parameter.
+
+    In a loss without any such product (scales and shifts alone), those that compute with a parameter take their place.
+    """
+    static = program.from_params - program.from_batch
+    reads = [set(op.reads) for op in program.ops]
+    computes = [
+        op.flops > 0 and i not in program.recomputed and bool(reads[i] & static and reads[i] - static) for i, op in enumerate(program.ops)
+    ]
+    products = [may and _has_product(op.primitive.name, op.params) for may, op in zip(computes, program.ops, strict=True)]
+    return products if any(products) else computes
+
+
+def _has_product(name: str, params: dict[str, Any]) -> bool:
+    bodies = (equation for body in sub_jaxprs(params) for equation in body.eqns)
+    return name in PRODUCTS or any(_has_product(equation.primitive.name, equation.params) for equation in bodies)
+
+
 def crossing_bytes(program: Program) -> list[int]:
     """Bytes that are live across each position 0..len(ops), recomputed values and leaves excluded."""
     end = len(program.ops)
@@ -77,38 +99,50 @@ def crossing_bytes(program: Program) -> list[int]:
 
 
 def cluster_cuts(program: Program, num_layers: int) -> list[int]:
-    """Cut positions of ``num_layers`` layers with near-equal FLOPs and the fewest bytes crossing.
+    """Cut positions of ``num_layers`` layers with near-equal FLOPs, a product each, and the fewest bytes crossing.
 
     Raises:
-        TracingError: ``trace-num-layers`` if the program has fewer operations that compute something.
+        TracingError: ``trace-num-layers`` if the program has fewer products with parameters.
     """
     end = len(program.ops)
+    last = program.producer[program.loss]
+    products = list(accumulate((has and i <= last for i, has in enumerate(applied(program))), initial=0))
+    if not 1 <= num_layers <= max(1, products[end]):
+        raise TracingError.of(
+            f"num_layers={num_layers} is not possible: a layer needs a product with a parameter, and the loss has {products[end]}; "
+            f"give 1 to {max(1, products[end])}, or mark the layers in the model.",
+            "trace-num-layers",
+        )
     done = list(accumulate((0 if i in program.recomputed else op.flops for i, op in enumerate(program.ops)), initial=0))
     # Between two computing ops only one place is worth a cut: the one with the fewest bytes, the later of equals.
     live = crossing_bytes(program)
     best_place: dict[int, int] = {}
-    for position in range(1, program.producer[program.loss] + 1):
+    for position in range(1, last + 1):
         flop = done[position]
         if 0 < flop < done[end] and live[position] <= live[best_place.get(flop, position)]:
             best_place[flop] = position
     places = [0, *best_place.values(), end]
-    if not 1 <= num_layers < len(places):
-        raise TracingError.of(
-            f"num_layers={num_layers} is not possible: the loss has {len(places) - 1} operations that compute something; "
-            f"give 1 to {len(places) - 1}.",
-            "trace-num-layers",
-        )
     mean = done[end] / num_layers
     costs = [live[p] + 0.5 * abs(done[p] / mean - round(done[p] / mean)) if mean else 0.0 for p in places]
-    progress = [float(done[p]) for p in places]
+    progress, found = [float(done[p]) for p in places], [products[p] for p in places]
     tolerance = FLOPS_TOLERANCE
-    while (chosen := cheapest_path(progress, costs, num_layers, mean / (1 + tolerance), mean * (1 + tolerance))) is None:
+    while (chosen := cheapest_path(progress, costs, num_layers, mean / (1 + tolerance), mean * (1 + tolerance), found)) is None:
         tolerance *= 1.5
     return [places[i] for i in chosen]
 
 
-def cheapest_path(progress: list[float], costs: list[float], num_steps: int, least: float, most: float) -> list[int] | None:
-    """Indices 0 = i_0 < ... < i_L = last with steps of progress in [least, most] and the least cost in between; O(n L)."""
+def cheapest_path(
+    progress: list[float], costs: list[float], num_steps: int, least: float, most: float, found: list[int]
+) -> list[int] | None:
+    """Indices 0 = i_0 < ... < i_L = last with steps of progress in [least, most] and the least cost in between; O(n L).
+
+    Args:
+        progress: Ascending.
+        costs: Of a cut there.
+        num_steps: L.
+        least, most: Of a step.
+        found: Ascending; grows in every step.
+    """
     end = len(progress) - 1
     best = [0.0] + [math.inf] * end
     origins: list[list[int]] = []
@@ -117,7 +151,7 @@ def cheapest_path(progress: list[float], costs: list[float], num_steps: int, lea
         window: deque[int] = deque()  # candidates in reach, costs ascending
         entering = 0
         for j in range(1, end + 1):
-            while entering < j and progress[entering] <= progress[j] - least:
+            while entering < j and progress[entering] <= progress[j] - least and found[entering] < found[j]:
                 if best[entering] < math.inf:
                     while window and best[window[-1]] >= best[entering]:
                         window.pop()

@@ -14,7 +14,7 @@ import numpy as np
 
 from capture.errors import TracingError
 from capture.graph import Layer, LayerGraph, Tensor, content_hash
-from capture.tracing.cut import FLOPS_TOLERANCE, cluster_cuts, mark_cuts, product_cuts
+from capture.tracing.cut import FLOPS_TOLERANCE, applied, cluster_cuts, mark_cuts, product_cuts
 from capture.tracing.flatten import EquationPath, flatten
 from capture.tracing.hashing import ProgramHasher
 from capture.tracing.layers import LayerOps, assign_layers
@@ -103,7 +103,7 @@ def trace(workload: WorkloadProtocol, microbatch_size: int, num_layers: int | No
         microbatch_size: Examples in one micro-batch, at least 1.
         num_layers: None to cut at the model's marks ``jax.ad_checkpoint.checkpoint_name(x, "layer_boundary")``: k marks make k + 1 layers,
             and a scan with a mark in its body is unrolled. A number to cut automatically, marks or not: near-equal FLOPs and the fewest
-            bytes crossing; scans over stacked parameters are unrolled where one scan is more than a layer.
+            bytes crossing, every layer with a product; scans over stacked parameters are unrolled where one is more than a layer.
         at_products: Cut before every product with a parameter instead, so that each layer is one operator; all scans over stacked
             parameters are unrolled.
 
@@ -210,6 +210,10 @@ def flatten_loss(closed, num_params: int, num_layers: int | None) -> tuple[Progr
         largest = total / max(1, num_layers) * (1 + FLOPS_TOLERANCE)
         unroll = frozenset(path for path, flops in found.scan_flops.items() if flops > largest)
         if unroll:
+            found = flatten(closed, num_params, unroll, {})
+        # A layer needs a product: where there are too few of them, scans that are no more than a layer are unrolled as well.
+        while (closed_scans := found.scan_flops.keys() - unroll) and sum(applied(found.program)) < num_layers:
+            unroll |= closed_scans
             found = flatten(closed, num_params, unroll, {})
     stacked = found.stacked
     return (flatten(closed, num_params, unroll, stacked) if stacked else found).program, unroll, stacked
