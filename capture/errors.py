@@ -14,8 +14,20 @@ A memory limit that nothing fits is a result (``SearchResult.status == "infeasib
 
 from __future__ import annotations
 
+import os
+import re
+import sysconfig
+import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+#: At the end of a line: the code of a broken rule.
+_CODE = re.compile(r" \[([a-z0-9]+(?:-[a-z0-9]+)+)\]$", re.M)
+_ROOT = Path(__file__).resolve().parent.parent
+#: What is below these is no file of a user's.
+_LIBRARIES = (*(f"{_ROOT / name}{os.sep}" for name in ("capture", "profiling_runs", "recommender")), sysconfig.get_path("stdlib") + os.sep)
 
 
 @dataclass(frozen=True)
@@ -87,3 +99,57 @@ class TargetError(CaptureError):
 
 class ExecutionError(CaptureError):
     """Running a plan on the devices of this process."""
+
+
+def plain(text: str) -> str:
+    """A message without the codes at the ends of its lines, to be part of another one, which has its own."""
+    return _CODE.sub("", text)
+
+
+def violations_of(error: BaseException) -> tuple[Violation, ...]:
+    """What an exception says: the broken rules of the library; those of a model, whose message has codes; else one line that says where.
+
+    Example:
+        >>> [violation.code for violation in violations_of(ValueError("size='3B' is no size of gpt; choose tiny. [workload-size]"))]
+        ['workload-size']
+        >>> print(violations_of(ValueError("no such size"))[0])
+        ValueError: no such size [exception]
+    """
+    if isinstance(error, CaptureError):
+        return error.violations
+    lines = str(error).splitlines()
+    codes = [_CODE.search(line) for line in lines]
+    if lines and all(codes):
+        return tuple(Violation(plain(line), code[1]) for line, code in zip(lines, codes, strict=True) if code is not None)
+    said = error.msg if isinstance(error, SyntaxError) else next(iter(lines), "")
+    where = raised_at(error)
+    return (Violation((f"{where}: " if where else "") + type(error).__name__ + (f": {said}" if said else ""), "exception"),)
+
+
+def raised_at(error: BaseException) -> str:
+    """``file:line in function`` of the innermost frame that is of no library, or of what Python cannot read; empty if all are."""
+    if isinstance(error, SyntaxError) and error.filename and (file := users_file(error.filename)):
+        return f"{file}:{error.lineno}"
+    found = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if file := users_file(frame.filename):
+            found = f"{file}:{frame.lineno}" + ("" if frame.name.startswith("<") else f" in {frame.name}")
+    return found
+
+
+def users_traceback(error: BaseException) -> str:
+    """The traceback from the first frame of a user's file on; all of it where there is none; none for what Python cannot read."""
+    if isinstance(error, SyntaxError):
+        return "".join(traceback.format_exception_only(error))
+    start: TracebackType | None = error.__traceback__
+    while start is not None and not users_file(start.tb_frame.f_code.co_filename):
+        start = start.tb_next
+    return "".join(traceback.format_exception(type(error), error, start or error.__traceback__))
+
+
+def users_file(file: str) -> str:
+    """A path as people name it, from here if it is below; empty for files of libraries and of this project."""
+    if file.startswith(("<", *_LIBRARIES)) or "site-packages" in file or "dist-packages" in file:
+        return ""
+    relative = os.path.relpath(file)
+    return file if relative.startswith("..") else relative

@@ -8,14 +8,13 @@ import re
 import signal
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from capture.errors import CaptureError, ProfileError
+from capture.errors import CaptureError, ProfileError, users_traceback, violations_of
 from profiling_runs.jobs import Job, Outcome, Setting
 from profiling_runs.pool import WORKER_BYTES, Ended, Pool, PoolWorker, Ready
 from profiling_runs.worker import Worker, name_of_process
@@ -88,7 +87,8 @@ def _serve(setting: Setting, connection: Connection, parent: int) -> None:
         connection.send(error)
         return
     except Exception as error:  # of the user's model, which is imported here
-        connection.send(ProfileError.of(f"a worker could not be made: {error!r}.\n{traceback.format_exc()}", "profile-worker"))
+        said = violations_of(error)[0].message
+        connection.send(ProfileError.of(f"a worker could not be made: {said}\n{users_traceback(error).rstrip()}", "profile-worker"))
         return
     connection.send(Ready(name_of_process()))
     try:

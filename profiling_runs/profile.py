@@ -11,7 +11,7 @@ from capture import environment
 from capture.attribution import StageBuffers
 from capture.choices import StageChoice, hybrid_choices, with_sharded_params
 from capture.cluster import Cluster
-from capture.errors import PlanError, ProfileError, TargetError, Violation
+from capture.errors import PlanError, ProfileError, TargetError, Violation, plain
 from capture.interface import StageCost, plan_interfaces
 from capture.plan import Plan, Remat, StagePlan, TensorParallelRule
 from capture.predictor import AdditivePredictor
@@ -119,7 +119,7 @@ class Measurements:
             [Job(key, config, "buffers", "buffers of the stages") for key, config in jobs.items() if key not in found]
         ):
             if outcome.value is None:
-                raise ProfileError.of(f"{outcome.job.what} does not compile: {outcome.error}.", "verify-stage")
+                raise ProfileError.of(f"{outcome.job.what} does not compile: {plain(outcome.error)}.", "verify-stage")
             found[outcome.job.key] = outcome.value
         return [StageBuffers.from_json(found[self.backend.buffers_key(config)]) for config in configs]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from capture import environment
 from capture.cluster import Cluster
-from capture.errors import ProfileError
+from capture.errors import ProfileError, plain
 from capture.plan import Remat, TensorParallelRule
 from capture.profile import Profile
 from capture.profiler.paper import (
@@ -218,5 +218,5 @@ def machine_of_workers(setting: Setting, where: Where) -> Machine:
     batch = Batch([Job("machine", None, "machine", "devices of the workers")], Store(), {})
     (outcome,) = batch.run(lambda: where.open(setting, None, 1))
     if outcome.value is None:
-        raise ProfileError.of(f"a worker cannot say which devices it has: {outcome.error}", "profile-worker")
+        raise ProfileError.of(f"a worker cannot say which devices it has: {plain(outcome.error)}", "profile-worker")
     return Machine(**outcome.value)

@@ -13,7 +13,7 @@ from typing import Any
 
 import capture
 from capture import environment
-from capture.errors import CaptureError, ProfileError
+from capture.errors import CaptureError, ProfileError, violations_of
 from capture.profiler.profiling_run import ProfilingRun, replay_key
 from capture.target import Target
 from profiling_runs.jobs import Failure, Job, Outcome, Setting
@@ -66,9 +66,8 @@ def measure_job(backend: Any, job: Job) -> Outcome:
     try:
         outcome = _of_run(backend, job) if isinstance(job.what, ProfilingRun) else _of_stage(backend, job)
     except Exception as error:
-        refused = isinstance(error, CaptureError)
-        failure: Failure = "refused" if refused else "raised"
-        said = str(error) if refused else f"{type(error).__name__}: {error}"
+        failure: Failure = "refused" if isinstance(error, CaptureError) else "raised"
+        said = str(error) if failure == "refused" else violations_of(error)[0].message
         outcome = Outcome(job, None, failure=failure, error=said, traceback=traceback.format_exc())
     return replace(outcome, seconds=time.perf_counter() - start, worker=name_of_process())
 

@@ -442,12 +442,55 @@ def test_quiet_progress_says_nothing(capsys):
     assert out == "" and err.count("work") <= 2
 
 
-def test_an_exception_of_the_model_is_no_infeasible_result(inside, capsys, tmp_path):
-    broken = tmp_path / "broken.py"
-    broken.write_text("def model():\n    raise RuntimeError('no data here')\n")
-    status, out, err = run_here(capsys, "profile", f"{broken}:model", *BATCH, *STORE, "--quiet", "--json")
-    assert (status, json.loads(out)["errors"]) == (2, [{"code": "exception", "message": "RuntimeError: no data here"}])
-    assert "Traceback" in err
+BROKEN = """
+import jax.numpy as jnp
+from types import SimpleNamespace
+def refuse():
+    raise ValueError("size='xl' is no size; give small. [broken-size]\\ndepth=0 is none; give 1. [broken-depth]")
+def model(broken="lookup"):
+    if broken == "codes":
+        refuse()
+    if broken == "constructor":
+        return {}["x"]
+    def init(key):
+        return jnp.ones(3) @ jnp.ones(4) if broken == "init" else jnp.ones((4, 4))
+    def batch(key, n):
+        return open("no data") if broken == "batch" else jnp.ones((n, 4))
+    def loss_fn(params, batch):
+        return (batch @ params).sum() + [][1]
+    return SimpleNamespace(init=init, batch=batch, loss_fn=loss_fn, optimizer=SimpleNamespace(init=0, update=0))
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("constructor", "broken.py:10 in model: KeyError: 'x'"),
+        ("init", "broken.py:12 in init: TypeError: dot_general requires contracting dimensions to have the same shape, got (3,) and (4,)."),
+        ("batch", "broken.py:14 in batch: FileNotFoundError: [Errno 2] No such file or directory: 'no data'"),
+        ("loss", "broken.py:16 in loss_fn: IndexError: list index out of range"),
+    ],
+)
+def test_an_exception_of_the_model_says_where_in_its_file(inside, capsys, tmp_path, where, said):
+    (inside / "broken.py").write_text(BROKEN)
+    status, out, err = run_here(capsys, "profile", f"broken.py:model?broken={where}", *BATCH, *STORE, "--quiet", "--json")
+    assert (status, json.loads(out)["errors"]) == (2, [{"code": "exception", "message": said}])
+    first, begin, frame = err.splitlines()[:3]
+    assert first == f"error: {said} [exception]" and begin.startswith("Traceback")
+    assert "broken.py" in frame, "what calls the model is of no interest"
+
+
+def test_what_python_cannot_read_is_named_by_its_line(inside, capsys):
+    (inside / "unreadable.py").write_text("\ndef model(:\n")
+    status, _, err = run_here(capsys, "profile", "unreadable.py:model", *BATCH, *STORE, "--quiet")
+    assert status == 2 and err.startswith("error: ") and "unreadable.py:2: SyntaxError: invalid syntax [exception]\n" in err
+
+
+def test_codes_of_a_model_are_its_own_and_need_no_traceback(inside, capsys):
+    (inside / "broken.py").write_text(BROKEN)
+    status, out, err = run_here(capsys, "profile", "broken.py:model?broken=codes", *BATCH, *STORE, "--quiet", "--json")
+    assert (status, [error["code"] for error in json.loads(out)["errors"]]) == (2, ["broken-size", "broken-depth"])
+    assert err == "error: size='xl' is no size; give small. [broken-size]\nerror: depth=0 is none; give 1. [broken-depth]\n"
 
 
 @pytest.mark.parametrize("arguments", [["tiny.py:model?width=24"], ["tiny.py:model", "--num-layers", "9"]])

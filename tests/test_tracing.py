@@ -3,8 +3,8 @@ from __future__ import annotations
 import functools
 import json
 import math
-import re
 import os
+import re
 import subprocess
 import sys
 from collections import Counter

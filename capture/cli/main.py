@@ -8,13 +8,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import traceback
 from collections.abc import Sequence
 
 from capture import __version__
 from capture.cli import demo, diff, evaluate, explain, export, jobs, osdp, plan, predict, profile, report, run, store, verify
 from capture.cli import options as shared
-from capture.errors import CaptureError, Violation
+from capture.errors import CaptureError, Violation, raised_at, users_traceback, violations_of
 
 VERBS = (demo, profile, jobs, store, plan, predict, verify, run, osdp, explain, report, diff, export, evaluate)
 
@@ -48,14 +47,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; finished measurements are kept, the same command resumes", file=sys.stderr)
         return 130
-    except OSError as error:
-        if error.filename is None:
-            raise
-        _report(options, [Violation(f"{error.filename!r}: {error.strerror}.", "file")])
-        return 2
-    except Exception as error:  # of the user's model, most likely: the traceback says where
-        traceback.print_exc()
-        _report(options, [Violation(f"{type(error).__name__}: {error}", "exception")])
+    except Exception as error:
+        violations: tuple[Violation, ...] = violations_of(error)
+        if isinstance(error, OSError) and error.filename is not None and not raised_at(error):
+            violations = (Violation(f"{error.filename!r}: {error.strerror}.", "file"),)
+        _report(options, violations)
+        if [violation.code for violation in violations] == ["exception"]:  # of the user's model, most likely
+            print(users_traceback(error), end="", file=sys.stderr)
         return 2
 
 

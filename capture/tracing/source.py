@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -13,6 +12,7 @@ import jax
 from jax.extend import source_info_util
 
 import capture
+from capture.errors import users_file
 
 _LAYER = re.compile(r"layer\[(\d+)\]")
 _TRANSFORMATION = re.compile(r"(jit|pjit|jvp|transpose|vmap|remat\d*|checkpoint|rematted_computation)\b")
@@ -66,9 +66,8 @@ def model_line(frames: Iterable[tuple[str, int]]) -> str:
     for file, line in frames:
         if file.startswith(_PACKAGE):
             return ""
-        if "site-packages" not in file and "dist-packages" not in file and not file.startswith("<"):
-            relative = os.path.relpath(file)
-            return f"{file if relative.startswith('..') else relative}:{line}"
+        if name := users_file(file):
+            return f"{name}:{line}"
     return ""
 
 
