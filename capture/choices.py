@@ -40,6 +40,14 @@ class StageChoice:
         """That of a row of a document."""
         return cls(row["data_parallel"], row["tensor_parallel"], row["remat"], row["shard_optimizer"], row.get("shard_params", False))
 
+    def __str__(self) -> str:
+        said = [f"data parallel {self.data_parallel}", f"tensor parallel {self.tensor_parallel}"]
+        said += [f"remat {self.remat}"] * (self.remat != "none")
+        said += ["parameters split over replicas" if self.shard_params else "optimizer split over replicas"] * (
+            self.shard_optimizer or self.shard_params
+        )
+        return ", ".join(said)
+
     @property
     def num_devices(self) -> int:
         return self.data_parallel * self.tensor_parallel

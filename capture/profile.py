@@ -36,9 +36,17 @@ class StageConfig:
     choice: StageChoice
     microbatch_size: int
 
+    def __str__(self) -> str:
+        return f"{layers_in_words(self.first, self.stop)}, {self.choice}, micro-batch size {self.microbatch_size}"
+
     @property
     def num_layers(self) -> int:
         return self.stop - self.first
+
+
+def layers_in_words(first: int, stop: int) -> str:
+    """Layers [first, stop), at least one."""
+    return f"layer {first}" if stop - first == 1 else f"layers {first} to {stop - 1}"
 
 
 #: No interval is narrower than this on either side, and so many times wider for a kind of stage of which none was seen.
@@ -128,7 +136,7 @@ class Profile:
         paper: Statistics of the paper's profiling runs (``PaperStatistics.to_json``), if made.
         calibration: Errors on held-out plans, if made.
         warnings: What a user should know, such as a loss that does not split over micro-batches.
-        failures: Stage configs that could not be measured, and why.
+        failures: Stages that could not be measured, and why, in words.
         verified: Stages of plans, compiled as they are: what is looked up and not predicted.
     """
 

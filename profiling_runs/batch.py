@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Any
 
-from capture.errors import ProfileError
+from capture.errors import ProfileError, plain
 from capture.store import Store
 from capture.workload import WorkloadSpec
 from profiling_runs.jobs import Failure, Job, Outcome, Queue
@@ -149,4 +149,4 @@ class Batch:
 
 
 def _known(error: str) -> str:
-    return f"{error} (set aside by an earlier command; capture store retry lets it be tried again)"
+    return f"{plain(error)} (set aside by an earlier command; capture store retry lets it be tried again)"

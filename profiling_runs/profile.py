@@ -26,6 +26,7 @@ from capture.store import Store
 from capture.target import Target
 from capture.workload import WorkloadProtocol, WorkloadSpec
 from profiling_runs.batch import Batch, Progress, Watch
+from profiling_runs.failures import causes, ways
 from profiling_runs.jobs import Job, Outcome, Setting
 from profiling_runs.runs import executed_profile
 from profiling_runs.where import Where, setting_of
@@ -218,7 +219,7 @@ def profile(
         alpa_python: With ``"alpa"``: the interpreter of Alpa's environment.
 
     Returns:
-        The profile. Stage configs or runs that failed are named in ``failures``.
+        The profile. Stages or runs that failed are named in ``failures``, once per cause.
 
     Raises:
         TargetError: ``target-unknown`` for another backend.
@@ -292,8 +293,7 @@ def profile(
     if paper is not None:
         runs = paper_profile(measurements, cluster, microbatch_size, *paper, remat=remat[0], shard_optimizer=shard_optimizer)
         result = replace(result, paper=runs.to_json())
-    failures = tuple(f"layers {c.first} to {c.stop - 1}, {c.choice}: {error}" for c, error in sorted(measurements.failures.items()))
-    return replace(result, failures=failures)
+    return replace(result, failures=causes(measurements.failures))
 
 
 @dataclass(frozen=True)
@@ -381,16 +381,15 @@ def unmeasured(question: Question, measurements: Measurements) -> Profile:
 
 
 def missing_statistics(windows: Sequence[StageConfig], measured: Container[StageConfig]) -> tuple[str, ...]:
-    """What predictions do without the windows that could not be measured: a warning per choice and micro-batch size."""
-    found = []
+    """What predictions do without the windows that could not be measured: a warning for all choices and micro-batch sizes alike."""
+    found: dict[str, list[tuple[StageChoice, int]]] = {}
     for choice, size in dict.fromkeys((config.choice, config.microbatch_size) for config in windows):
         alike = [config for config in windows if (config.choice, config.microbatch_size) == (choice, size)]
         missing = [(config.first, config.stop) for config in alike if config not in measured]
         if missing:
             text = without_windows(missing, [(config.first, config.stop) for config in alike])
-            degrees = f"data_parallel={choice.data_parallel} x tensor_parallel={choice.tensor_parallel}, remat={choice.remat!r}"
-            found.append(f"{degrees} at micro-batch size {size}: {text}. Layers count from 0.")
-    return tuple(found)
+            found.setdefault(text, []).append((choice, size))
+    return tuple(f"{ways(alike)}: {text}. Layers count from 0." for text, alike in found.items())
 
 
 def _split_warnings(task: WorkloadProtocol, microbatch_size: int) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from capture.choices import StageChoice
 from capture.cluster import Cluster
-from capture.errors import PlanError, ProfileError, Violation
+from capture.errors import PlanError, ProfileError, Violation, plain
 from capture.headroom import Headroom
 from capture.plan import Plan, StagePlan, batch_violations
 from capture.predictor import AdditivePredictor, Prediction
@@ -276,7 +276,8 @@ def search_problem(
         if choice.num_devices in degrees and microbatch_size % choice.data_parallel == 0:
             usable.setdefault(choice.num_devices, []).append(choice)
     if not usable and profile.failures:
-        raise ProfileError.of(f"none of {len(profile.failures)} measurements succeeded; the first: {profile.failures[0]}", "profile-failed")
+        failed = "\n".join(f"failed: {plain(failure)}" for failure in profile.failures)
+        raise ProfileError.of(f"no measurement succeeded:\n{failed}", "profile-failed")
     if not usable:
         raise ProfileError.of(
             f"the profile has no choice for stages on {sorted(degrees)} devices at microbatch_size={microbatch_size}; "

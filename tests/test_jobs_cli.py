@@ -180,12 +180,13 @@ def test_a_profile_without_a_measurement_is_written_ends_with_1_and_names_it(ins
     for _ in range(2):  # the second time it is known, and not tried
         code, document, _ = run(capsys, *command)
         assert (code, Path("lacking.json").exists()) == (1, True)
-        assert document["num_set_aside"] >= 2 and "layers 0 to 0" in document["failures"][0]
+        assert document["num_set_aside"] >= 2 and "2 stages (all with layer 0; data parallel 1, " in document["failures"][0]
         assert "M_i is not known of every layer (without layers 0 to 0)" in document["warnings"][-1]
     assert "capture store retry" in document["failures"][0]
     plan = ["plan", *QUESTION, "--profile", "lacking.json", "-o", "plan.json"]
     assert main(plan) == 2
-    assert capsys.readouterr().err.endswith("[profile-missing]\n")
+    said = capsys.readouterr().err
+    assert said.endswith("lets it be tried again) [profile-missing]\n") and "target='cpu': no (set aside" in said
     monkeypatch.undo()
     monkeypatch.chdir(inside)
     run(capsys, "store", "--store", "lacking.sqlite", "retry")

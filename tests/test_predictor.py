@@ -243,7 +243,7 @@ def test_a_window_that_was_not_measured_is_named():
     without = {config: cost for config, cost in profile.measurements.items() if (config.first, config.stop) != (2, 4)}
     with pytest.raises(ProfileError) as error:
         AdditivePredictor(replace(profile, measurements=without)).table(ONE, 16)
-    assert str(error.value).startswith("the profile lacks layers 2 to 3 with data_parallel=1, tensor_parallel=1, remat='none' at microb")
+    assert str(error.value).startswith("the profile lacks layers 2 to 3, data parallel 1, tensor parallel 1, micro-batch size")
     assert error.value.codes == ("profile-missing",)
 
 

@@ -89,7 +89,7 @@ def test_a_choice_that_cannot_be_predicted_is_done_without():
     whole = Planted(5, 1).profile(hybrid_choices(2)[1] + hybrid_choices(2)[2], num_neighbours=2)
     lacking, warnings = without(whole, ONE, 2)
     (warning,) = warnings
-    assert "data_parallel=1 x tensor_parallel=1, remat='none' at micro-batch size 16: M_a is not known of every layer (without " in warning
+    assert "data parallel 1, tensor parallel 1; micro-batch size 16: M_a is not known of every layer (without " in warning
     plan = recommend(lacking, Cluster((2,)), **BATCH).plan
     assert [stage.num_devices for stage in plan.stages] == [2]
     with pytest.raises(ProfileError) as error:
@@ -107,5 +107,5 @@ def test_a_longer_window_that_is_missing_costs_a_neighbour_only():
 
 def test_where_nothing_can_be_predicted_the_refusal_names_what_is_missing():
     lacking, _ = without(profile((ONE,)), ONE, 1)
-    with pytest.raises(ProfileError, match=r"the profile lacks layers .* \[profile-missing\]$"):
+    with pytest.raises(ProfileError, match=r"the profile lacks layer 0, data .*\nfailed: layer 0, data .*: no \[profile-missing\]$"):
         recommend(lacking, Cluster((1,)), **BATCH)

@@ -16,7 +16,7 @@ from pipeline_models import mlp, pipeline, tied
 
 from capture.choices import StageChoice, hybrid_choices
 from capture.cluster import Cluster
-from capture.errors import TargetError
+from capture.errors import ProfileError, TargetError
 from capture.predictor import AdditivePredictor
 from capture.predictor.same_stages import stage_signature
 from capture.profile import Profile, StageConfig
@@ -273,9 +273,36 @@ def test_what_fails_is_named_and_the_rest_is_kept(monkeypatch):
 
     monkeypatch.setattr(CompileBackend, "programs", fail_on_pairs)
     result = profile(mlp(num_blocks=2), Cluster((1,)), microbatch_size=1, num_neighbours=1)
-    assert result.failures == (f"layers 0 to 1, {ONE}: the model cannot be compiled for target='cpu': no [target-refused]",)
+    pair = "layers 0 to 1, data parallel 1, tensor parallel 1, micro-batch size 1"
+    assert result.failures == (f"{pair}: the model cannot be compiled for target='cpu': no [target-refused]",)
+    with pytest.raises(ProfileError) as error:
+        recommend(result, Cluster((1,)), global_batch_size=1, num_microbatches=1)
+    assert str(error.value) == (
+        f"the profile lacks {pair}, which predictions are built from:\nfailed: {pair}: the model cannot be compiled for target='cpu': no "
+        "[profile-missing]"
+    )
     assert {(c.first, c.stop) for c in result.measurements} == {(0, 1), (1, 2)}
     assert result.calibration is None
+
+
+def test_what_fails_alike_is_named_once(monkeypatch):
+    """For all choices and stages together, also in what predictions do without."""
+
+    def fail_on_the_last(self, config):
+        raise RuntimeError("no" if config.stop == 2 else "never")
+
+    monkeypatch.setattr(CompileBackend, "programs", fail_on_the_last)
+    result = profile(mlp(num_blocks=2), Cluster((2,)), microbatch_size=4, num_neighbours=1)
+    said = "the model cannot be compiled for target='cpu'"
+    degrees = "data parallel 1, 2, tensor parallel 1, 2; micro-batch sizes 2, 4"
+    assert result.failures == (
+        f"12 stages (all with layer 1; {degrees}): {said}: no [target-refused]",
+        f"6 stages (all with layer 0; {degrees}): {said}: never [target-refused]",
+    )
+    assert len(result.warnings) == 1
+    with pytest.raises(ProfileError) as error:
+        recommend(result, Cluster((2,)), global_batch_size=8, num_microbatches=2)
+    assert error.value.codes == ("profile-failed",) and "all with layer 1" in str(error.value) and "refused" not in str(error.value)
 
 
 def test_an_unknown_backend_is_refused():

@@ -83,7 +83,7 @@ def main(options: argparse.Namespace) -> int:
     question = partial(_ask, options, limit, *chosen)
     cluster, global_batch = chosen[:2]
     result = _verified(options, profile, cluster, question) if options.verify else question(profile)
-    document = {**result.to_json(), "warnings": list(profile.warnings)}
+    document = {**result.to_json(), "warnings": list(profile.warnings), "failures": list(profile.failures)}
     lines = [f"{result.status}: {result.why['summary']}"]
     if attempts:
         document["attempts"] = [attempt.to_json() for attempt in attempts]
@@ -107,7 +107,7 @@ def main(options: argparse.Namespace) -> int:
         if result.status == "ok":
             result.plan.save(options.output)
             lines.append(f"plan -> {options.output} (search: {result.search.algorithm}, {result.search.seconds * 1e3:.1f} ms)")
-    lines += [f"warning: {warning}" for warning in profile.warnings]
+    lines += [f"warning: {warning}" for warning in profile.warnings] + [f"failed: {failure}" for failure in profile.failures]
     emit(options, document, "\n".join(lines))
     return 0 if result.status == "ok" else 1
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from capture.choices import ParamSplit, StageChoice
-from capture.errors import ProfileError
+from capture.errors import ProfileError, plain
 from capture.graph import LayerGraph
 from capture.interface import StageCost, plan_interfaces
 from capture.plan import Plan
@@ -75,10 +75,10 @@ class AdditivePredictor:
             return extend_windows(self._windows[choice, microbatch_size], self.profile.graph.num_layers)
         except KeyError as error:
             first, stop = error.args[0]
+            failed = "\n".join(f"failed: {plain(failure)}" for failure in self.profile.failures)
             raise ProfileError.of(
-                f"the profile lacks layers {first} to {stop - 1} with data_parallel={choice.data_parallel}, "
-                f"tensor_parallel={choice.tensor_parallel}, remat={choice.remat!r} at microbatch_size={microbatch_size}, which predictions "
-                "are built from. Run capture profile again: it resumes and names what fails.",
+                f"the profile lacks {StageConfig(first, stop, choice, microbatch_size)}, which predictions are built from"
+                + (f":\n{failed}" if failed else ". Run capture profile again: it resumes and names what fails."),
                 "profile-missing",
             ) from None
 
