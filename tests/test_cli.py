@@ -139,6 +139,7 @@ def test_run_measures_what_was_predicted_and_trains_like_one_device(done):
     assert "live arrays" in document["meter"] and document["ledger_checks"] > 10
     assert len(document["loss"]) == len(document["reference_loss"]) == 2 and document["loss"][1] < document["loss"][0]
     assert document["max_relative_loss_error"] < 1e-5 and document["max_relative_gradient_error"] < 1e-4
+    assert re.fullmatch(r"[0-7]", document["worst_gradient"]), "a leaf of the user's parameters"
 
 
 def test_explain_itemises_and_ranks_the_changes(done):

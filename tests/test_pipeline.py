@@ -13,7 +13,7 @@ from capture.errors import ExecutionError, PlanError, WorkloadError
 from capture.runtime.meter import measure_step
 from capture.runtime.pipeline import PipelinedStep, pipeshard, trace_for_plan
 from capture.runtime.programs import shard_bytes
-from capture.runtime.reference import ReferenceStep, max_relative_error
+from capture.runtime.reference import ReferenceStep, max_relative_error, relative_errors, rounding_floor
 from capture.workload import WorkloadSpec
 
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-6, 1e-5
@@ -63,6 +63,32 @@ def test_degrees_schedules_and_remat(degrees, schedule, remat):
 
 def test_fewer_microbatches_than_stages():
     compare(mlp(), pipeline((1, 1, 1, 1), ((1, 1),) * 4, num_microbatches=2))
+
+
+def attention(params, x):
+    """A head whose keys have a bias, which changes no softmax: its true gradient is zero."""
+    q, k, v = x @ params["q"], x @ params["k"] + params["key bias"], x @ params["v"] * params["scale"]
+    return jnp.mean(jnp.sin(jax.nn.softmax(q @ k.swapaxes(-1, -2)) @ v) ** 2)
+
+
+def test_errors_of_gradients_see_small_leaves_that_are_wrong_and_no_noise():
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {name: jax.random.normal(key, (WIDTH, WIDTH)) for name, key in zip("qkv", keys, strict=False)}
+    params |= {"key bias": jnp.ones(WIDTH), "scale": 1e4 * jnp.ones(WIDTH)}
+    x = jax.random.normal(keys[3], (8, 4, WIDTH))
+    exact, parts = jax.grad(attention)(params, x), [jax.grad(attention)(params, part) for part in (x[:4], x[4:])]
+    halves = jax.tree.map(lambda a, b: (a + b) / 2, *parts)
+    graph = trace_for_plan(mlp(), pipeline((4,), ((1, 1),))).graph
+    floor = rounding_floor(graph)
+    assert floor == np.finfo(np.float32).eps ** 0.5
+    assert relative_errors(halves, exact, 0.0)["key bias"] > 0.01, "nothing but noise, relative to itself"
+    assert max_relative_error(halves, exact, floor) < 1e-3
+    sizes = {name: float(jnp.abs(leaf).max()) for name, leaf in exact.items()}
+    assert sizes["scale"] < 1e-3 * max(sizes.values()), "a small leaf with a gradient"
+    wrong = relative_errors({**halves, "scale": 1.1 * halves["scale"]}, exact, floor)
+    assert max(wrong, key=wrong.get) == "scale" and wrong["scale"] > 0.01
+    lost = relative_errors({**halves, "scale": jnp.nan * halves["scale"]}, exact, floor)
+    assert lost["scale"] == float("inf")
 
 
 @pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.chain(optax.clip_by_global_norm(0.01), optax.sgd(1.0))], ids=["sgd", "clip"])

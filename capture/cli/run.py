@@ -69,7 +69,7 @@ def execute(
     from capture.runtime import checkpoint
     from capture.runtime.meter import measure_step
     from capture.runtime.pipeline import pipeshard
-    from capture.runtime.reference import ReferenceStep, max_relative_error
+    from capture.runtime.reference import ReferenceStep
     from capture.workload import takes_key
 
     if check and restore is not None:
@@ -89,7 +89,7 @@ def execute(
     if check:
         report("comparing with one device")
         reference = ReferenceStep(workload, step.traced, plan.num_microbatches)
-        document |= _check(step, reference, params, batches, step_keys, max_relative_error)
+        document |= _check(step, reference, params, batches, step_keys)
     state = step.init_from(params) if restored is None else restored
     losses, seconds = [], []
     measured = None
@@ -130,8 +130,10 @@ def execute(
     return document
 
 
-def _check(step: Any, reference: Any, params: Any, batches: list[Any], keys: list[Any], error: Any) -> dict[str, Any]:
+def _check(step: Any, reference: Any, params: Any, batches: list[Any], keys: list[Any]) -> dict[str, Any]:
     """Loss of every step and gradients of the first, on one device."""
+    from capture.runtime.reference import relative_errors, rounding_floor
+
     state, _ = step.accumulate(step.init_from(params), batches[0], keys[0])
     mine = step.gradients(state)
     del state
@@ -141,7 +143,9 @@ def _check(step: Any, reference: Any, params: Any, batches: list[Any], keys: lis
     for batch, key in zip(batches, keys, strict=True):
         own, optimizer, loss = reference(own, optimizer, batch, key)
         losses.append(float(loss))
-    return {"reference_loss": losses, "max_relative_gradient_error": error(mine, gradients)}
+    errors = relative_errors(mine, gradients, rounding_floor(step.traced.graph))
+    worst = max(errors, key=errors.__getitem__)
+    return {"reference_loss": losses, "max_relative_gradient_error": errors[worst], "worst_gradient": worst}
 
 
 def as_text(document: dict[str, Any]) -> str:
@@ -162,5 +166,5 @@ def as_text(document: dict[str, Any]) -> str:
         lines.append("one device " + " ".join(f"{loss:.6f}" for loss in document["reference_loss"]))
         if "max_relative_loss_error" in document:
             lines.append(f"largest relative error: loss {document['max_relative_loss_error']:.1e}, ")
-            lines[-1] += f"gradients {document['max_relative_gradient_error']:.1e}"
+            lines[-1] += f"gradients {document['max_relative_gradient_error']:.1e} ({document['worst_gradient']})"
     return "\n".join(lines)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from capture.graph import LayerGraph
 from capture.runtime.microbatches import split_microbatches
 from capture.tracing import TracedModel
 from capture.workload import PyTree, WorkloadProtocol
@@ -67,20 +68,45 @@ class ReferenceStep:
         return params, state, loss
 
 
-def max_relative_error(value: PyTree, reference: PyTree, floor: float = 1e-6) -> float:
-    """Largest over the leaves of max |value - reference| / max |reference|.
+def rounding_floor(graph: LayerGraph) -> float:
+    """The size, as a fraction of the largest value of a gradient, below which a leaf is measured against that size: sqrt(eps).
 
-    Leaves whose reference is below ``floor`` times the largest of all leaves are measured against that: gradients that are zero
-    analytically (the bias of attention keys) hold only rounding noise.
+    ``eps`` is that of the least precise floating-point numbers among the parameters and what passes between layers. Sums in another order
+    differ by some eps times the largest value that they may hold, also in a leaf whose true gradient is zero (the bias of attention
+    keys), where an error relative to the leaf itself says nothing. With the root in between, such noise reads as about sqrt(eps), while a
+    leaf that is wrong reads as its whole error down to a size of sqrt(eps), and as more than the noise down to eps.
+
+    Example:
+        A leaf of 1e-5 times the largest one that is all wrong reads as 0.03 in float32, and noise in a leaf of zeros as 1e-4.
     """
-    pairs = [
-        (np.asarray(a, np.float64), np.asarray(b, np.float64))
-        for a, b in zip(jax.tree.leaves(value), jax.tree.leaves(reference), strict=True)
-    ]
+    dtypes = {jnp.dtype(tensor.dtype) for tensor in (*graph.params, *graph.values)}
+    return max(float(jnp.finfo(dtype).eps) for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)) ** 0.5
+
+
+def relative_errors(value: PyTree, reference: PyTree, floor: float) -> dict[str, float]:
+    """By leaf, max |value - reference| / max(max |reference|, floor * max |reference| over all leaves); infinite where one is no number.
+
+    Args:
+        value, reference: Of one structure.
+        floor: See ``rounding_floor``.
+
+    Example:
+        >>> relative_errors({"a": [2.0, 8.0], "b": [0.5]}, {"a": [2.0, 10.0], "b": [0.0]}, 0.1)
+        {'a/0': 0.0, 'a/1': 0.2, 'b/0': 0.5}
+    """
+    named, others = jax.tree.leaves_with_path(reference), jax.tree.leaves(value)
+    pairs = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, (_, b) in zip(others, named, strict=True)]
     largest = max((float(np.abs(b).max(initial=0.0)) for _, b in pairs), default=0.0)
 
     def error(a: Any, b: Any) -> float:
         scale = max(float(np.abs(b).max(initial=0.0)), floor * largest)
-        return float(np.abs(a - b).max(initial=0.0)) / scale if scale else 0.0
+        off = float(np.abs(a - b).max(initial=0.0))
+        return (off / scale if scale else off) if np.isfinite(off) else float("inf")
 
-    return max((error(a, b) for a, b in pairs), default=0.0)
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") or "params" for path, _ in named]
+    return {name: error(a, b) for name, (a, b) in zip(names, pairs, strict=True)}
+
+
+def max_relative_error(value: PyTree, reference: PyTree, floor: float = 1e-6) -> float:
+    """The largest of ``relative_errors``."""
+    return max(relative_errors(value, reference, floor).values(), default=0.0)
