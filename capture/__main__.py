@@ -2,7 +2,7 @@
 
 import sys
 
-from capture.cli.main import main
+from capture.cli.main import console
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console())

@@ -200,9 +200,18 @@ def _value(flag: str) -> str:
     return value if equals else "true"
 
 
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "capture"
+
+
 def default_store_path() -> Path:
     """Where measurements are kept unless another file is named: the user's cache folder (``XDG_CACHE_HOME``)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "capture" / "store.sqlite"
+    return _cache_folder() / "store.sqlite"
+
+
+def log_folder() -> Path:
+    """Where commands keep what compiled libraries say (``capture.library_log``)."""
+    return _cache_folder() / "logs"
 
 
 def now() -> str:

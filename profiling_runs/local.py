@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import re
@@ -79,6 +80,7 @@ class _Process(PoolWorker):
 
 def _serve(setting: Setting, connection: Connection, parent: int) -> None:
     """The life of a worker process."""
+    faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     try:

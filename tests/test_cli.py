@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import signal
 import sqlite3
@@ -337,12 +338,32 @@ def test_a_plan_written_by_hand_gets_its_prediction(inside, capsys, tmp_path):
 
 def test_progress_in_a_log_file_is_whole_lines(capsys):
     show = progress(SimpleNamespace(quiet=False))
+    show("optimizer updates", 0, 1)
     for done in range(4):
         show("layer windows", done, 3)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "layer windows: 0 of 3, 0 s"
-    assert re.fullmatch(r"layer windows: 3 of 3, 0 s, \d+ a minute", lines[1])
-    assert len(lines) == 2
+    show("optimizer updates", 1, 1)
+    assert capsys.readouterr().err == "compiling 1 of 4 stages\ncompiled 4 stages in 0 s\n"
+
+
+def test_progress_in_a_terminal_is_one_line():
+    code = """
+from types import SimpleNamespace
+from capture.cli.progress import clear_line, progress
+show = progress(SimpleNamespace(quiet=False))
+for kind, done in (("optimizer updates", 0), ("layer windows", 0), ("layer windows", 1), ("layer windows", 2)):
+    show(kind, done, 2)
+clear_line()
+print("error: none")
+"""
+    leader, follower = pty.openpty()
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    subprocess.run([sys.executable, "-c", code], stdout=follower, stderr=follower, env=env, check=True, timeout=60)
+    shown = os.read(leader, 10_000).decode().replace("\r\n", "\n")
+    os.close(leader), os.close(follower)
+    lines = shown.replace("\x1b[K", "").split("\r")
+    assert lines[0] == "compiling 0 of 2 stages: optimizer updates"
+    assert lines[3] == "compiling 2 of 4 stages: each layer, alone and with its neighbours" and shown.count("\n") == 1
+    assert shown.endswith("\r\x1b[Kerror: none\n"), "what comes between stands on a line of its own"
 
 
 def test_a_plan_made_from_objects_asks_for_its_workload(inside, capsys, tmp_path):
@@ -399,15 +420,17 @@ def test_a_killed_profile_resumes_and_measures_only_what_is_missing(done, tmp_pa
     assert process.returncode == -signal.SIGKILL
     before = rows(store)
     assert len(before) >= 3
-    resumed = capture(tmp_path, *command, "--workers", "0")
+    resumed = capture(tmp_path, *command, "--workers", "0", "--events", "events.jsonl")
     after = rows(store)
     assert before.items() <= after.items()
     assert len(after) > len(before), "it was killed too late to tell"
-    totals = re.findall(r"layer windows: \d+ of (\d+)", resumed.err)
+    events = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    totals = [event["kinds"]["layer windows"]["total"] for event in events if event["event"] == "progress"]
     windows_before = [key for key in before if key in rows(store, "residual_bytes")]
-    assert set(map(int, totals)) == {len(rows(store, "residual_bytes")) - len(windows_before)}
+    assert totals[-1] == len(rows(store, "residual_bytes")) - len(windows_before)
+    assert re.sub(r"compil(ing|ed) \d+ .*\n", "", resumed.err) == "", "nothing but progress, in words"
     again = capture(tmp_path, *command, "--workers", "0")
-    assert rows(store) == after and "layer windows" not in again.err
+    assert rows(store) == after and again.err == ""
     mine, theirs = (
         json.loads((tmp_path / "profile.json").read_text())["measurements"],
         json.loads((done.directory / "profile.json").read_text()),

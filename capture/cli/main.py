@@ -10,10 +10,12 @@ import json
 import sys
 from collections.abc import Sequence
 
-from capture import __version__
+from capture import __version__, environment
 from capture.cli import demo, diff, evaluate, explain, export, jobs, osdp, plan, predict, profile, report, run, store, verify
 from capture.cli import options as shared
+from capture.cli.progress import clear_line
 from capture.errors import CaptureError, Violation, raised_at, users_traceback, violations_of
+from capture.library_log import LibraryLog
 
 VERBS = (demo, profile, jobs, store, plan, predict, verify, run, osdp, explain, report, diff, export, evaluate)
 
@@ -23,7 +25,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="capture",
         description="Plans of least peak memory for training JAX models on many devices: predicted, proven and run.",
-        epilog="A WORKLOAD is path/to/file.py:function?key=value or package.module:function?key=value.",
+        epilog="A WORKLOAD is path/to/file.py:function?key=value or package.module:function?key=value. What compiled libraries say while a "
+        f"command runs is in {environment.log_folder()} if it fails.",
     )
     parser.add_argument("--version", action="version", version=f"capture {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
@@ -36,15 +39,35 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def console() -> int:
+    """The command: runs a verb in a process of its own, whose compiled libraries speak to a file."""
+    options = build_parser().parse_args()
+    log, code = LibraryLog.begin(), 2
+    try:
+        code = run_verb(options)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 2
+        raise
+    finally:
+        # 1 is an answer, that nothing fits, but of ``profile``; and who interrupts a command knows why it ended.
+        log.end(failed=code in (2, 3) or (code == 1 and options.main is profile.main))
+    return code
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a verb; a broken rule of the user's input, or a file that cannot be used, is printed with its code, without a traceback."""
-    options = build_parser().parse_args(arguments)
+    """Run a verb in this process: as ``console``, but that standard error is left as it is."""
+    return run_verb(build_parser().parse_args(arguments))
+
+
+def run_verb(options: argparse.Namespace) -> int:
+    """The exit code of a verb; a broken rule of the user's input, or a file that cannot be used, is printed with its code alone."""
     try:
         return options.main(options)
     except CaptureError as error:
         _report(options, error.violations)
         return 3 if shared.ENDED_EARLY & set(error.codes) else 2
     except KeyboardInterrupt:
+        clear_line()
         print("interrupted; finished measurements are kept, the same command resumes", file=sys.stderr)
         return 130
     except Exception as error:
@@ -59,11 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report(options: argparse.Namespace, violations: Sequence[Violation]) -> None:
     """Every broken rule on standard error; with ``--json`` a document on standard output as well."""
+    clear_line()
     print("\n".join(f"error: {violation}" for violation in violations), file=sys.stderr)
     if options.json:
         errors = [{"code": violation.code, "message": violation.message} for violation in violations]
         print(json.dumps({"status": "error", "errors": errors}, indent=2))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

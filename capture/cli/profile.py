@@ -18,7 +18,7 @@ from typing import Any
 from capture.cli import job_file, jobs
 from capture.cli import options as shared
 from capture.cli.output import emit
-from capture.cli.progress import Events, progress
+from capture.cli.progress import Events, clear_line, progress
 from capture.errors import CaptureError, ProfileError, Violation
 from capture.quantities import parse_bytes
 
@@ -96,6 +96,7 @@ def _dry_run(options: argparse.Namespace, profiles: list[argparse.Namespace]) ->
 
 
 def _terminate(number: int, frame: Any) -> None:
+    clear_line()
     print("terminated; finished measurements are kept, the same command resumes", file=sys.stderr)
     raise SystemExit(128 + number)
 

@@ -1,12 +1,14 @@
-"""How far jobs are: bars or lines for people, lines of JSON for schedulers."""
+"""How far jobs are: a line for people, lines of JSON for schedulers."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -60,60 +62,91 @@ class Tally:
         rate = self.jobs_per_minute
         return None if rate is None else 60 * (self.total - self.done) / rate
 
-    def __str__(self) -> str:
-        rate = "" if self.jobs_per_minute is None else f", {self.jobs_per_minute:.0f} a minute"
-        left = f", about {self.seconds_left:.0f} s left" if self.seconds_left else ""
-        return f"{self.done} of {self.total}, {self.seconds:.0f} s{rate}{left}"
+
+#: What is done, to what: by kind of job, in words of people who have a model and want a plan.
+_WORDS = {
+    "optimizer updates": ("compiling", "compiled", "stages"),
+    "layer windows": ("compiling", "compiled", "stages"),
+    "calibration": ("compiling", "compiled", "stages"),
+    "paper runs": ("compiling", "compiled", "stages"),
+    "buffers of the stages": ("compiling", "compiled", "stages"),
+    "profiling runs": ("making", "made", "profiling runs"),
+    "devices of the workers": ("asking", "asked", "workers for their devices"),
+}
+#: What of it.
+_DETAILS = {
+    "optimizer updates": "optimizer updates",
+    "layer windows": "each layer, alone and with its neighbours",
+    "calibration": "random ones, to know how far predictions are off",
+    "paper runs": "those of the paper's profiling runs",
+    "buffers of the stages": "what their memory consists of",
+}
 
 
 def progress(options: argparse.Namespace) -> Progress:
-    """A bar per kind of work on standard error; where that is no terminal, a line now and then."""
+    """One line on standard error that is written again and again; where that is no terminal, a line now and then."""
     if options.quiet:
         return lambda kind, done, total: None
-    return _progress_bars() if sys.stderr.isatty() else _progress_lines()
+    return _progress_line() if sys.stderr.isatty() else _progress_lines()
 
 
-def _progress_bars() -> Progress:
-    from tqdm import tqdm
+def _doing(kind: str, tally: Tally) -> str:
+    doing, _, things = _WORDS.get(kind, ("doing", "did", kind))
+    return f"{doing} {tally.done} of {tally.total} {things}"
 
-    bars: dict[str, Any] = {}
+
+def _did(kind: str, tally: Tally) -> str:
+    _, did, things = _WORDS.get(kind, ("doing", "did", kind))
+    return f"{did} {tally.total} {things} in {tally.seconds:.0f} s"
+
+
+def _left(tally: Tally) -> str:
+    """The time left, once there are jobs enough to tell: the first one waits for its worker to start."""
+    return f", about {tally.seconds_left:.0f} s left" if tally.done >= 5 and tally.seconds_left else ""
+
+
+def _progress_line() -> Progress:
     tally = Tally()
-
-    def bar_of(kind: str, total: int) -> Any:
-        if kind not in bars or bars[kind].total != total:
-            bars[kind] = tqdm(total=total, desc=kind, unit="job", file=sys.stderr, dynamic_ncols=True)
-        return bars[kind]
 
     def show(kind: str, done: int, total: int) -> None:
         tally.note(kind, done, total)
-        bar = bar_of(kind, total)
-        bar.update(done - bar.n)
-        if len(tally.kinds) > 1:
-            everything = bar_of("all", tally.total)
-            everything.update(tally.done - everything.n)
+        clear_line()
         if tally.done == tally.total:
-            for bar in bars.values():
-                bar.close()
-            bars.clear()
+            print(_did(kind, tally), file=sys.stderr, flush=True)
+            return
+        text = _doing(kind, tally) + _left(tally) + (f": {_DETAILS[kind]}" if kind in _DETAILS else "")
+        # The cursor goes back to where it was: whoever writes next writes over it.
+        print(text[: _width() - 1], end="\r", file=sys.stderr, flush=True)
 
     return show
 
 
+def clear_line() -> None:
+    """Make room for what is not progress."""
+    if sys.stderr.isatty():
+        print(end="\x1b[K", file=sys.stderr)
+
+
+def _width() -> int:
+    with suppress(OSError):
+        return os.get_terminal_size(sys.stderr.fileno()).columns or 80
+    return 80
+
+
 def _progress_lines(pause_seconds: float = 15.0) -> Progress:
     tally = Tally()
-    said: dict[str, float] = {}
+    said = float("-inf")
 
     def show(kind: str, done: int, total: int) -> None:
+        nonlocal said
         tally.note(kind, done, total)
         now = tally.clock()
-        if kind in said and done < total and now - said[kind] < pause_seconds:
-            return
-        said[kind] = now
-        together = f"; all jobs: {tally}" if len(tally.kinds) > 1 else ""
-        text = f"{done} of {total}" if together else str(tally)
-        print(f"{kind}: {text}{together}", file=sys.stderr, flush=True)
-        if done == total:
-            del said[kind]
+        if tally.done == tally.total:
+            print(_did(kind, tally), file=sys.stderr, flush=True)
+            said = float("-inf")
+        elif tally.done and now - said >= pause_seconds:  # when the first is done all kinds are known
+            print(_doing(kind, tally) + _left(tally), file=sys.stderr, flush=True)
+            said = now
 
     return show
 
