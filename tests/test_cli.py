@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from capture.cli import options as shared
-from capture.cli.main import main
+from capture.cli.main import _show_warning, main
 from capture.cli.progress import progress
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -508,6 +508,12 @@ def test_what_python_cannot_read_is_named_by_its_line(inside, capsys):
     (inside / "unreadable.py").write_text("\ndef model(:\n")
     status, _, err = run_here(capsys, "profile", "unreadable.py:model", *BATCH, *STORE, "--quiet")
     assert status == 2 and err.startswith("error: ") and "unreadable.py:2: SyntaxError: invalid syntax [exception]\n" in err
+
+
+def test_a_warning_is_a_line_that_names_a_file_of_the_users_alone(inside, capsys):
+    for file in (str(inside / "tiny.py"), shared.__file__):
+        _show_warning("mind this", UserWarning, file, 3)
+    assert capsys.readouterr().err == "warning: tiny.py:3: mind this\nwarning: mind this\n"
 
 
 def test_codes_of_a_model_are_its_own_and_need_no_traceback(inside, capsys):

@@ -8,13 +8,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import warnings
 from collections.abc import Sequence
+from typing import TextIO
 
 from capture import __version__, environment
 from capture.cli import demo, diff, evaluate, explain, export, jobs, osdp, plan, predict, profile, report, run, store, verify
 from capture.cli import options as shared
 from capture.cli.progress import clear_line
-from capture.errors import CaptureError, Violation, raised_at, users_traceback, violations_of
+from capture.errors import CaptureError, Violation, raised_at, users_file, users_traceback, violations_of
 from capture.library_log import LibraryLog
 
 VERBS = (demo, profile, jobs, store, plan, predict, verify, run, osdp, explain, report, diff, export, evaluate)
@@ -43,6 +45,7 @@ def console() -> int:
     """The command: runs a verb in a process of its own, whose compiled libraries speak to a file."""
     options = build_parser().parse_args()
     log, code = LibraryLog.begin(), 2
+    warnings.showwarning = _show_warning
     try:
         code = run_verb(options)
     except SystemExit as end:
@@ -78,6 +81,15 @@ def run_verb(options: argparse.Namespace) -> int:
         if [violation.code for violation in violations] == ["exception"]:  # of the user's model, most likely
             print(users_traceback(error), end="", file=sys.stderr)
         return 2
+
+
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None, line: str | None = None
+) -> None:
+    """A line, as other messages are; where it is of the user's files it says so."""
+    where = users_file(filename)
+    clear_line()
+    print(f"warning: {where}:{lineno}: {message}" if where else f"warning: {message}", file=file or sys.stderr)
 
 
 def _report(options: argparse.Namespace, violations: Sequence[Violation]) -> None:
