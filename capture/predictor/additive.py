@@ -136,15 +136,15 @@ class AdditivePredictor:
         key = (choice, microbatch_size)
         if key not in self._memories:
             table = np.nan_to_num(self.table(choice, microbatch_size))
-            for (first, stop), parts in self._looked_up(choice, microbatch_size).items():
-                table[:, first, stop] = parts
+            for (first, stop), known in self._looked_up(choice, microbatch_size).items():
+                table[:, first, stop] = known
             parts = dict(zip(COMPONENTS, np.ceil(np.maximum(table, 0)).astype(np.int64), strict=True))
             self._memories[key] = StageMemory(**self._exact(choice, microbatch_size), summaries=parts.pop("summary"), **parts)
         return self._memories[key]
 
     def _looked_up(self, choice: StageChoice, microbatch_size: int) -> dict[tuple[int, int], np.ndarray]:
         """Components of the stages that were compiled as they are; what the passes need, also of those that are the same program."""
-        graph, sizes = self.graph(microbatch_size), self._param_bytes(choice.param_split)
+        graph, sizes = self.graph(microbatch_size), self._param_bytes(choice.param_split).tolist()
         at_size = {c: cost for c, cost in self.profile.verified.items() if (c.choice, c.microbatch_size) == (choice, microbatch_size)}
         known = {(c.first, c.stop): self._components(c.first, c.stop, choice, microbatch_size, cost) for c, cost in at_size.items()}
         found = dict(known)
