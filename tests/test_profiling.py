@@ -248,6 +248,14 @@ def test_a_shared_parameter_is_predicted_as_the_runtime_needs_it():
         assert "received gradients" in predicted.stages[0].parts or predicted.stages[0].instant != "update"
 
 
+@pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)], ids=["sgd", "momentum"])
+def test_clearing_gradients_costs_no_copy_of_them(optimizer):
+    """Of six blocks the update needs next to nothing: parameters, state and gradients are overwritten where they are."""
+    backend = CompileBackend(mlp(optimizer, num_blocks=6))
+    parameters = sum(backend.sharding(4).param_bytes((1, 1)))
+    assert backend.measure_update(StageConfig(0, 6, ONE, 4)).update_bytes < 0.05 * parameters
+
+
 def test_stages_may_split_their_parameters_and_a_plan_is_never_the_worse_for_it():
     """By prediction and by replay of the compiled plans; and the profile survives its document."""
     task, cluster = mlp(optax.adam(1e-3), num_blocks=2), Cluster((2,))

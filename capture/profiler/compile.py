@@ -67,6 +67,10 @@ class CompileBackend:
     def _stops_at_report(self) -> bool:
         return bool(self.target.compiler.get("stop_at_report"))
 
+    @property
+    def _clears_apart(self) -> bool:
+        return self.target.platform == "cpu"
+
     def _compiler(self, config: StageConfig) -> Callable[..., Executable]:
         if self._stops_at_report:
             return ReportCompiler(self.target)
@@ -145,6 +149,7 @@ class CompileBackend:
                 len(borrowed),
                 config.stop == graph.num_layers,
                 *_arriving(graph, config),
+                *(["clears apart"] if self._clears_apart else []),
             ]
         )
 
@@ -157,6 +162,7 @@ class CompileBackend:
         params = [[self._optimizer.param_keys[p], str(specs[p]), p in owned] for p in (*owned, *borrowed)]
         degrees = [choice.data_parallel, choice.tensor_parallel, choice.shard_optimizer, *_params_split(choice)]
         of_others = [len(owned) < len(traced.graph.params), degrees, *_arriving(traced.graph, config)]
+        of_others += ["clears apart"] if self._clears_apart else []
         return content_hash([self._facts, "update", params, *of_others])
 
     def measure(self, config: StageConfig) -> StageCost:
@@ -230,6 +236,7 @@ class CompileBackend:
             remat=choice.remat,
             shard_optimizer=choice.shard_optimizer,
             shard_params=choice.shard_params,
+            clears_apart=self._clears_apart,
             num_arriving=dict.fromkeys(shared_onwards(traced.graph, config.first, config.stop), 1),
             compiler=compiler or self._compiler(config),
             name_buffers=name_buffers,

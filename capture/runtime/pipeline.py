@@ -161,6 +161,7 @@ class PipelinedStep:
                 shard_params=stage.shard_params,
                 num_arriving={p: borrowers.count(p) for p in borrowers},
                 num_microbatches=plan.num_microbatches,
+                clears_apart=devices[0].platform == "cpu",
                 compiler=partial(compile_program, fast_compile=fast_compile),
             )
             for s, stage in enumerate(plan.stages)
