@@ -81,9 +81,16 @@ def test_no_prediction_is_below_the_truth_by_more_than_its_interval(model, data)
 
 #: Of equal layers, whose update needs nothing beside what it changes: predicted to a tenth of a percent.
 PLAIN = Question(
-    "dense:gated", workload_of("dense:gated", width=64, hidden=128, optimizer="sgd"), None, Cluster((2,)), ((1, 1),), "none", False, 5, (2, 6), 1
-)
-    "dense:gated", workload_of("dense:gated", width=64, hidden=256), None, Cluster((2,)), ((1, 1),), "none", False, 5, (2, 6), 1
+    "dense:gated",
+    workload_of("dense:gated", width=64, hidden=128, optimizer="sgd"),
+    None,
+    Cluster((2,)),
+    ((1, 1),),
+    "none",
+    False,
+    5,
+    (2, 6),
+    1,
 )
 
 
