@@ -107,11 +107,12 @@ class SaysLess(AdditivePredictor):
 
 
 def test_a_predictor_that_says_3_percent_less_is_found_out():
-    honest, low = (ask(PLAIN, num_plans=3, calibration_plans=2, store=STORE, predictor=p) for p in (AdditivePredictor, SaysLess))
+    honest, low = (ask(PLAIN, num_plans=3, calibration_plans=3, store=STORE, predictor=p) for p in (AdditivePredictor, SaysLess))
     assert any(row.fresh for row in honest)
     assert not any(row.beyond for row in honest)
-    assert all(row.beyond and row.cause for row in low)
-    assert summary(low)["num_beyond"] == len(low) and summary(low)["coverage_seen_fraction"] == 0
+    found = [row for row in low if row.beyond]  # kinds of stages that calibration has not seen have intervals of more than 3 %
+    assert found and all(row.cause for row in found)
+    assert summary(low)["num_beyond"] == len(found)
     assert summary(low)["worst_low_fraction"] == pytest.approx(1 / 0.97 - 1, abs=0.005)
 
 
