@@ -23,11 +23,10 @@ from capture.quantities import format_bytes, parse_bytes
 from capture.schedule import SCHEDULES
 from capture.target import Target
 from capture.workload import WorkloadSpec
+from recommender.recommendation import AUTOSTAGE, MODES, OBJECTIVES, SEARCH_NAMES, question_violations, search_names
 
 NAME = "plan"
 HELP = "recommend the plan of least peak memory"
-#: The baseline, which has no other objective than its own.
-AUTOSTAGE = "autostage"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,9 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--objective",
-        choices=("memory", "throughput", "pareto"),
-        default="memory",
-        help="least peak; least step time that fits; that and the front of both. Times need an accelerator target (default: %(default)s)",
+        choices=OBJECTIVES,
+        help="least peak; least step time that fits; that and the front of both. Times need an accelerator target "
+        "(default: memory, or that of --algorithm)",
     )
     asked = parser.add_mutually_exclusive_group()
     asked.add_argument("--smallest-cluster", action="store_true", help="the fewest devices of the cluster on which a plan fits")
@@ -55,12 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--try-microbatches", type=shared.several(1), metavar="M,M,...", help="numbers of micro-batches to choose the best of"
     )
     parser.add_argument("--try-schedules", action="store_true", help="choose the best of all schedules")
-    parser.add_argument("--mode", choices=("default", "paper"), default="default", help="paper: the paper's predictor and space")
+    parser.add_argument("--mode", choices=MODES, default="default", help="paper: the paper's predictor and space")
     parser.add_argument(
         "--algorithm",
-        choices=("minmax", "enumerate", "mcap", AUTOSTAGE),
-        default="minmax",
-        help=f"search; {AUTOSTAGE}: Alpa's, for step time, on this cost model: the plan to compare with (default: %(default)s)",
+        choices=SEARCH_NAMES,
+        help="; ".join(f"{objective}: {', '.join(search_names(objective))}" for objective in OBJECTIVES)
+        + f". {AUTOSTAGE} is Alpa's, for step time, on this cost model: the plan to compare with (default: the first of its objective)",
     )
     parser.add_argument("--merge-layers", type=int, metavar="L", help="the paper's layer merger: cut between L merged layers only")
     parser.add_argument("-o", "--output", type=Path, default=Path("plan.json"), metavar="FILE", help="default: %(default)s")
@@ -71,7 +70,7 @@ def main(options: argparse.Namespace) -> int:
     global_batch, num_microbatches = shared.read_batch(options)
     limit = None if options.memory is None else parse_bytes(options.memory)
     shared.check_backend(options)
-    _check_algorithm(options)
+    PlanError.check(_question_violations(options))
     if options.profile is not None:
         if not options.verify:
             shared.check_measures_nothing(options)
@@ -112,23 +111,14 @@ def main(options: argparse.Namespace) -> int:
     return 0 if result.status == "ok" else 1
 
 
-def _check_algorithm(options: argparse.Namespace) -> None:
-    """Refuse what Alpa's algorithm does not know.
-
-    Raises:
-        PlanError: ``plan-algorithm``.
-    """
-    if options.algorithm != AUTOSTAGE:
-        return
-    PlanError.check(
-        Violation(f"--algorithm {AUTOSTAGE} searches its own space for step time; leave out {name}.", "plan-algorithm")
-        for name, given in (
-            ("--objective", options.objective != "memory"),
-            ("--mode paper", options.mode != "default"),
-            ("--merge-layers", options.merge_layers is not None),
-            ("--any-divisor", options.any_divisor),
-        )
-        if given
+def _question_violations(options: argparse.Namespace) -> Sequence[Violation]:
+    return question_violations(
+        options.schedule,
+        options.objective,
+        options.mode,
+        options.algorithm,
+        merge_layers=options.merge_layers,
+        any_divisor=options.any_divisor,
     )
 
 
@@ -143,20 +133,14 @@ def _ask(
 ) -> Any:
     """One recommendation."""
     from recommender import recommend
-    from recommender.autostage import autostage
 
-    question: dict[str, Any] = {
-        "global_batch_size": global_batch,
-        "num_microbatches": num_microbatches,
-        "schedule": schedule,
-        "memory_limit_bytes": limit,
-    }
-    if options.algorithm == AUTOSTAGE:
-        return autostage(profile, cluster, **question)
     return recommend(
         profile,
         cluster,
-        **question,
+        global_batch_size=global_batch,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        memory_limit_bytes=limit,
         objective=options.objective,
         mode=options.mode,
         algorithm=options.algorithm,
