@@ -21,6 +21,7 @@ from typing import Any
 
 from capture import environment
 from capture.errors import CaptureError, ProfileError, WorkloadError
+from capture.extras import install_command
 from capture.target import Target, same_target
 from profiling_runs.jobs import Job, Outcome, Setting
 from profiling_runs.pool import WORKER_BYTES, Ended, Pool, PoolWorker, Ready
@@ -270,7 +271,7 @@ def _connect(address: str) -> bool:
         environment.prepare_ray(local=address == "local")
         import ray
     except ImportError:
-        raise ProfileError.of("--ray needs Ray, which is not installed: pip install 'capture-jax[ray]'.", "ray-missing") from None
+        raise ProfileError.of(f"--ray needs Ray, which is not installed: {install_command('ray')}.", "ray-missing") from None
     if ray.is_initialized():
         return False
     host, _, port = address.rpartition(":")

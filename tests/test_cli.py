@@ -18,6 +18,7 @@ import pytest
 from capture.cli import options as shared
 from capture.cli.main import main
 from capture.cli.progress import progress
+from capture.cluster import Cluster
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TIMEOUT_SECONDS = 240
@@ -433,6 +434,12 @@ def test_the_store_is_in_the_cache_folder_unless_it_is_named(monkeypatch, tmp_pa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert shared.open_store(SimpleNamespace(store=None)).path == tmp_path / "capture" / "store.sqlite"
     assert shared.open_store(SimpleNamespace(store=tmp_path / "mine")).path == tmp_path / "mine"
+
+
+def test_one_device_is_planned_for_where_no_cluster_is_named_and_that_is_said(capsys):
+    options = SimpleNamespace(cluster=None, target="CPU", quiet=False)
+    assert shared.read_cluster(options) == shared.read_cluster(options) == Cluster((1,), "cpu")
+    assert capsys.readouterr().err == "for one device (--cluster 1x1); --cluster NxG is for N nodes of G devices\n"
 
 
 def test_a_batch_defaults_to_sixteen_examples_per_microbatch():

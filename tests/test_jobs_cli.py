@@ -194,7 +194,8 @@ def test_a_profile_without_a_measurement_is_written_ends_with_1_and_names_it(ins
 
 def test_missing_and_superfluous_arguments_are_refused(inside, capsys):
     for arguments, says in (
-        (["profile"], "WORKLOAD and --cluster is missing"),
+        (["profile"], "WORKLOAD is missing"),
+        (["profile", "--cluster", "1x1", "--jobs", "jobs.toml"], "leave"),
         (["profile", *QUESTION, "--jobs", "jobs.toml"], "leave"),
         (["profile", "--jobs", "jobs.toml", "--target", "h100", "--remat", "full"], "--target, --remat beside --jobs would hold for no"),
     ):

@@ -20,6 +20,7 @@ from capture.choices import StageChoice
 from capture.cli.main import main
 from capture.cluster import Cluster
 from capture.errors import CaptureError
+from capture.extras import install_command
 from capture.plan import Plan, StagePlan
 from capture.predictor import AdditivePredictor
 from capture.predictor.step_time import predicted_timeline
@@ -469,7 +470,7 @@ def test_a_missing_plotly_is_told_how_to_install(files, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly", None)
     monkeypatch.delitem(sys.modules, "plotly.offline", raising=False)
     assert error_of(["report", "plan.json", "-o", "report.html"], capsys) == (
-        "error: plotly is not installed, and the page is drawn with it: pip install 'capture-jax[report]'. Without -o, a table is printed. "
+        f"error: plotly is not installed, and the page is drawn with it: {install_command('report')}. Without -o, a table is printed. "
         "[report-plotly]\n"
     )
     assert not (files / "report.html").exists()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from capture.errors import TargetError
+from capture.extras import install_command
 from capture.profiler.report import MemoryReport, parse_report, read_report
 from capture.runtime.hlo_work import group_of, shape_bytes, work_of_text
 from capture.target import Target
@@ -211,5 +213,6 @@ def test_a_missing_compiler_is_said_with_the_command_that_installs_it(monkeypatc
     from capture.profiler import target_devices
 
     monkeypatch.setattr(target_devices, "find_spec", lambda name: None)
-    with pytest.raises(TargetError, match=rf"it needs no device: pip install 'capture-jax\[{platform}-targets\]'\. \[target-missing\]$"):
+    says = re.escape(f"it needs no device: {install_command(f'{platform}-targets')}. [target-missing]")
+    with pytest.raises(TargetError, match=f"{says}$"):
         target_devices.devices_of(Target.load({"cuda": "h100", "tpu": "v5e"}[platform]), 1)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from capture import environment
+from capture.cli.output import say
 from capture.cluster import Cluster
 from capture.errors import PlanError, ProfileError, Violation
 from capture.plan import REMAT_POLICIES, TENSOR_PARALLEL_RULES, Plan, Remat, TensorParallelRule, batch_violations
@@ -26,6 +27,7 @@ ENDED_EARLY = {"store-write", "profile-worker", "ray-lost"}
 DEFAULT_NEIGHBOURS = 2
 DEFAULT_CALIBRATION_PLANS = 12
 DEFAULT_MICROBATCHES = 16
+ONE_DEVICE = "1x1"
 DEFAULT_MICROBATCH_SIZE = 16
 
 
@@ -44,8 +46,8 @@ def add_plan_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workload", metavar="WORKLOAD", help="of the plan, if it names none or the file has moved")
 
 
-def add_cluster(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    parser.add_argument("--cluster", required=required, metavar="NxG", help="N nodes of G devices, or a list of nodes such as 4+2")
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cluster", metavar="NxG", help="N nodes of G devices, or a list of nodes such as 4+2 (default: one device)")
     parser.add_argument(
         "--target",
         default="cpu",
@@ -63,9 +65,9 @@ def add_question(
     remats: Sequence[str] = REMAT_POLICIES,
     required: bool = True,
 ) -> None:
-    """What is asked (model, cluster, batch, schedule), and how its measurements are made; ``required`` is of model and cluster."""
+    """What is asked (model, cluster, batch, schedule), and how its measurements are made; ``required`` is of the model."""
     add_workload(parser, required)
-    add_cluster(parser, required)
+    add_cluster(parser)
     add_batch(parser, schedules, schedule, remats)
     add_store(parser)
     add_profiling(parser)
@@ -154,12 +156,15 @@ def several(least: int) -> Callable[[str], tuple[int, ...]]:
 
 
 def read_cluster(options: argparse.Namespace) -> Cluster:
-    """The cluster, of a known target.
+    """The cluster, of a known target; one device, and that is said, where none is named.
 
     Raises:
         TargetError: as ``Target.load``.
     """
     Target.load(options.target)
+    if options.cluster is None:
+        options.cluster = ONE_DEVICE
+        say(options, f"for one device (--cluster {ONE_DEVICE}); --cluster NxG is for N nodes of G devices")
     return Cluster.parse(options.cluster, resolved_target(options.target, Path()))
 
 

@@ -74,15 +74,14 @@ def main(options: argparse.Namespace) -> int:
 
 def _profiles(options: argparse.Namespace) -> list[argparse.Namespace]:
     """The options of every profile of the command."""
-    missing = [name for name, value in (("WORKLOAD", options.workload), ("--cluster", options.cluster)) if value is None]
     if options.jobs is not None:
-        if len(missing) < 2:
+        if options.workload is not None or options.cluster is not None:
             raise ProfileError.of("--jobs names workloads and clusters in its file; leave WORKLOAD and --cluster out.", "jobs-option")
         if given := job_file.of_profiles(options.parser, options):
             raise ProfileError.of(f"{', '.join(given)} beside --jobs would hold for no profile; write it in the file.", "jobs-option")
         return job_file.read_job_file(options.jobs, options.parser, options)
-    if missing:
-        raise ProfileError.of(f"{' and '.join(missing)} is missing; say what to profile, or name a file with --jobs.", "jobs-option")
+    if options.workload is None:
+        raise ProfileError.of("WORKLOAD is missing; say what to profile, or name a file with --jobs.", "jobs-option")
     return [options]
 
 
