@@ -19,6 +19,8 @@ from capture.cli import options as shared
 from capture.cli.main import main
 from capture.cli.progress import progress
 from capture.cluster import Cluster
+from capture.plan import Plan, StagePlan
+from capture.workload import WorkloadSpec
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TIMEOUT_SECONDS = 240
@@ -191,6 +193,24 @@ def test_planning_from_a_profile_loads_no_jax_and_text_is_for_people(done, tmp_p
     result = subprocess.run([sys.executable, "-c", code], cwd=done.directory, env=env, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("ok: ") and "peak per device" in result.stdout
+
+
+def test_a_model_without_marks_is_planned_and_its_layers_are_said(inside, capsys):
+    """The plan holds the number, so that what reads it cuts alike; also a plan by hand, which need not know how layers were found."""
+    Path("plain.py").write_text(WORKLOAD.replace('(checkpoint_name(x, "layer_boundary") if i else x)', "x"))
+    asked = ["--cluster", "1x1", "--global-batch", "4", "--microbatches", "2", *STORE, "--neighbours", "1", "--calibration-plans", "0"]
+    code, out, err = run_here(capsys, "plan", "plain.py:model?layers=10", *asked, "-o", "plain.json")
+    assert code == 0, err
+    assert "cut into 10 layers of nearly equal work; --num-layers or marks in the model choose others\n" in out
+    plan = Plan.load("plain.json")
+    assert plan.auto_layers and plan.num_layers == 10
+    from capture.runtime.pipeline import trace_for_plan
+
+    workload = WorkloadSpec.parse("plain.py:model?layers=10").load()
+    assert trace_for_plan(workload, plan).graph.model_hash == plan.model_hash
+    by_hand = plan.with_(auto_layers=False, model_hash="", num_layers=5, stages=[StagePlan((0, 4), [0])])
+    assert trace_for_plan(workload, by_hand).graph.num_layers == 5
+    assert not Plan.load("plan.json").auto_layers
 
 
 # ---- infeasible is a result ----------------------------------------------------------------------------------------

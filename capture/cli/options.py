@@ -35,7 +35,12 @@ def add_workload(parser: argparse.ArgumentParser, required: bool = True) -> None
     parser.add_argument(
         "workload", metavar="WORKLOAD", nargs=None if required else "?", help="path/to/file.py:function?key=value or module:function"
     )
-    parser.add_argument("--num-layers", type=int, metavar="L", help="cut into L layers automatically (default: at the model's marks)")
+    parser.add_argument(
+        "--num-layers",
+        type=int,
+        metavar="L",
+        help="cut into L layers of nearly equal work (default: at the model's marks; without marks a number is chosen, and said)",
+    )
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
@@ -204,6 +209,7 @@ def open_plan_measurements(options: argparse.Namespace, plan: Plan, progress: An
         plan.num_layers if plan.auto_layers else None,
         plan.tensor_parallel_rule,
         progress,
+        unmarked_layers=plan.num_layers,
     )
 
 
@@ -215,7 +221,13 @@ def open_question_measurements(options: argparse.Namespace, cluster: Cluster, pr
 
 
 def _open_measurements(
-    options: argparse.Namespace, spec: WorkloadSpec, cluster: Cluster, num_layers: int | None, rule: TensorParallelRule, progress: Any
+    options: argparse.Namespace,
+    spec: WorkloadSpec,
+    cluster: Cluster,
+    num_layers: int | None,
+    rule: TensorParallelRule,
+    progress: Any,
+    unmarked_layers: int | None = None,
 ) -> Any:
     prepare(cluster)
     from profiling_runs.profile import open_measurements
@@ -225,6 +237,7 @@ def _open_measurements(
         num_devices=cluster.num_devices,
         target=cluster.target,
         num_layers=num_layers,
+        unmarked_layers=unmarked_layers,
         tensor_parallel_rule=rule,
         store=open_store(options),
         where=where_of(options),
@@ -371,6 +384,13 @@ def make_profile(
         watch=watch,
         memory_limit_bytes=memory_limit_bytes,
     )
+
+
+def layers_note(options: argparse.Namespace, profile: Profile) -> list[str]:
+    """A line about layers that nobody chose."""
+    if options.num_layers is not None or not profile.auto_layers:
+        return []
+    return [f"cut into {profile.graph.num_layers} layers of nearly equal work; --num-layers or marks in the model choose others"]
 
 
 def list_jobs(options: argparse.Namespace, cluster: Cluster, microbatch_size: int, **changes: Any) -> Any:

@@ -83,7 +83,7 @@ def main(options: argparse.Namespace) -> int:
     cluster, global_batch = chosen[:2]
     result = _verified(options, profile, cluster, question) if options.verify else question(profile)
     document = {**result.to_json(), "warnings": list(profile.warnings)}
-    lines = [f"{result.status}: {result.why['summary']}"]
+    lines = [*shared.layers_note(options, profile), f"{result.status}: {result.why['summary']}"]
     if attempts:
         document["attempts"] = [attempt.to_json() for attempt in attempts]
         lines = [attempts_table(attempts), *lines]

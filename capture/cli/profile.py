@@ -136,6 +136,8 @@ def _one(options: argparse.Namespace, events: Events) -> dict[str, Any]:
         "workload": options.workload,
         "backend": options.backend,
         "num_layers": graph.num_layers,
+        "auto_layers": result.auto_layers,
+        "notes": shared.layers_note(options, result),
         "num_parameters": graph.num_parameters,
         "num_measurements": len(result.measurements),
         "num_runs": None if result.paper is None else result.paper["num_runs"],
@@ -158,5 +160,6 @@ def _as_text(document: dict[str, Any]) -> str:
     if document["num_runs"] is not None:
         how = "compiled and replayed" if document["backend"] == "compile" else "executed"
         lines.append(f"the paper's profiling runs, {how}: {document['num_runs']}, of which {document['num_failed_runs']} failed")
+    lines += document["notes"]
     lines += [f"warning: {warning}" for warning in document["warnings"]]
     return "\n".join(lines + [f"failed: {failure}" for failure in document["failures"]])

@@ -54,9 +54,8 @@ class AlpaBackend(RunBackend):
         timeout_seconds: float = 3600.0,
     ):
         machine = Machine("cuda", cluster.target, cluster.num_devices)
-        super().__init__(spec.load(), num_layers, "auto", store, machine=machine)
+        super().__init__(spec.load(), num_layers, "auto", store, machine=machine, num_devices=cluster.num_devices)
         self.spec, self.cluster, self.alpa_python, self.timeout_seconds = spec, cluster, alpa_python, timeout_seconds
-        self.auto_layers = num_layers is not None
 
     @cached_property
     def provenance(self) -> dict[str, Any]:
@@ -107,7 +106,7 @@ class AlpaBackend(RunBackend):
     def job(self, run: ProfilingRun, result: Path) -> dict[str, Any]:
         """What Alpa's process is given (``capture.alpa.worker``)."""
         nodes = self.nodes_of(run.num_devices)
-        plan = run.plan().with_(cluster=Cluster(nodes, self.cluster.target), auto_layers=self.auto_layers)
+        plan = run.plan().with_(cluster=Cluster(nodes, self.cluster.target), auto_layers=self.compiler.num_layers is not None)
         options = to_alpa(plan)
         location = str(Path(self.spec.location).resolve()) if self.spec.is_file else self.spec.location
         return {

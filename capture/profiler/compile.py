@@ -46,6 +46,7 @@ class CompileBackend:
         rule: How parameters are split.
         store: Where measurements are kept.
         target: What to compile for; virtual CPU devices if None.
+        unmarked_layers, num_devices: Of a model without marks: see ``trace``.
     """
 
     def __init__(
@@ -55,9 +56,13 @@ class CompileBackend:
         rule: Rule = "auto",
         store: Store | None = None,
         target: Target | None = None,
+        *,
+        unmarked_layers: int | None = None,
+        num_devices: int = 1,
     ):
         environment.warn()
         self.workload, self._num_layers, self._rule = workload, num_layers, rule
+        self._unmarked_layers, self._num_devices = unmarked_layers, num_devices
         self.store = Store() if store is None else store
         self.target = Target.load("cpu") if target is None else target
         self._traced: dict[int, TracedModel] = {}
@@ -89,8 +94,17 @@ class CompileBackend:
     def traced(self, microbatch_size: int) -> TracedModel:
         """The model at a micro-batch size; traced once."""
         if microbatch_size not in self._traced:
-            self._traced[microbatch_size] = trace(self.workload, microbatch_size, self._num_layers)
+            self._traced[microbatch_size] = traced = trace(
+                self.workload, microbatch_size, self._num_layers, unmarked_layers=self._unmarked_layers, num_devices=self._num_devices
+            )
+            if traced.auto_layers:
+                self._num_layers = traced.graph.num_layers  # at every other size, too
         return self._traced[microbatch_size]
+
+    @property
+    def num_layers(self) -> int | None:
+        """Into how many layers the model is cut automatically, None at its marks; without marks it is known once the model is traced."""
+        return self._num_layers
 
     def sharding(self, microbatch_size: int) -> ModelSharding:
         """How its parameters are split."""
