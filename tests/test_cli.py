@@ -254,6 +254,33 @@ def test_a_profile_without_replicas_serves_a_plan_that_may_shard_parameters(insi
     assert code == 0 and not json.loads(out)["plan"]["stages"][0]["shard_params"], err
 
 
+def test_a_limit_below_the_state_is_answered_without_measuring(inside, capsys, tmp_path):
+    """Eight layers of 1 KiB with Adam: 4 KiB of parameters, gradients and state each, on two devices."""
+    asked = ["plan", "tiny.py:model", *BATCH, "--store", str(tmp_path / "store"), "--workers", "0", "-o", str(tmp_path / "none.json")]
+    code, out, err = run_here(capsys, *asked, "--memory", "16383", "--json")
+    why = json.loads(out)["why"]
+    assert (code, why["code"], why["least_state_bytes"]) == (1, "memory-limit", 16384)
+    assert "parameters, gradients and optimizer state alone need at least 16.4 kB per device; limit 16.4 kB\n" in err
+    assert why["cheapest_change"]["change"] == "--cluster 2x2" and why["cheapest_change"]["least_state_bytes"] == 8192
+    assert not rows(tmp_path / "store") and not (tmp_path / "none.json").exists()
+
+
+def test_the_plain_answer_comes_before_anything_is_measured_for_a_change(inside, capsys, monkeypatch):
+    made, make_profile = [], shared.make_profile
+
+    def once(*arguments, **changes):
+        if made:
+            raise KeyboardInterrupt
+        made.append(changes)
+        return make_profile(*arguments, **changes)
+
+    monkeypatch.setattr(shared, "make_profile", once)
+    code, out, err = run_here(capsys, "plan", "tiny.py:model", *BATCH, *STORE, *PROFILING, "--memory", "16384", "-o", "none.json")
+    assert code == 130 and made
+    assert out.startswith("infeasible: The least peak of any plan is ") and "peak per device" in out
+    assert "looking for the cheapest change that fits" in err
+
+
 # ---- bad input -----------------------------------------------------------------------------------------------------
 
 PLAN = ["plan", "tiny.py:model", "--profile", "profile.json"]

@@ -329,8 +329,9 @@ def asked(
     paper: tuple[str, int] | None = None,
     remat: Remat | None = None,
     shard_optimizer: bool | None = None,
+    calibration_plans: int | None = None,
 ) -> dict[str, Any]:
-    """What a profile is asked for: arguments of ``profiling_runs.profile``; ``remat`` and ``shard_optimizer`` override the options."""
+    """What a profile is asked for: arguments of ``profiling_runs.profile``; what is not None overrides the options."""
     return {
         "microbatch_size": microbatch_size,
         "backend": options.backend,
@@ -342,7 +343,7 @@ def asked(
         "any_divisor": options.any_divisor,
         "num_neighbours": options.neighbours,
         "tensor_parallel_rule": options.tensor_parallel_rule,
-        "calibration_plans": options.calibration_plans,
+        "calibration_plans": options.calibration_plans if calibration_plans is None else calibration_plans,
         "paper": paper,
         "repeats": options.repeats,
         "alpa_python": options.alpa_python,
@@ -367,9 +368,17 @@ def make_profile(
     *,
     memory_limit_bytes: int | None = None,
     watch: Any = lambda event: None,
+    measurements: Any = None,
     **changes: Any,
 ) -> Profile:
-    """Profile the workload of the options through the store; ``changes`` are those of ``asked``."""
+    """Profile the workload of the options through the store.
+
+    Args:
+        options: Of a question.
+        cluster, microbatch_size, progress, memory_limit_bytes, watch: As for ``profiling_runs.profile``.
+        measurements: Open already.
+        **changes: Those of ``asked``.
+    """
     spec = WorkloadSpec.parse(options.workload)
     prepare_backends([options])
     from profiling_runs import profile
@@ -383,6 +392,7 @@ def make_profile(
         progress=progress,
         watch=watch,
         memory_limit_bytes=memory_limit_bytes,
+        measurements=measurements,
     )
 
 

@@ -6,6 +6,7 @@ finished measurement is never made again.
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,8 @@ from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from capture import environment
 from capture.attribution import StageBuffers
@@ -111,6 +114,18 @@ class CompileBackend:
         if microbatch_size not in self._shardings:
             self._shardings[microbatch_size] = ModelSharding(self.traced(microbatch_size), self._rule)
         return self._shardings[microbatch_size]
+
+    def state_bytes(self, microbatch_size: int) -> tuple[int, ...]:
+        """Bytes of the whole optimizer state by parameter of the graph, from shapes; a leaf of none, such as a count, is left out."""
+        params = self.traced(microbatch_size).split_struct
+        index = {path: i for i, (path, _) in enumerate(jax.tree.leaves_with_path(params))}
+        found = [0] * len(index)
+        for path, leaf in jax.tree.leaves_with_path(jax.eval_shape(self.workload.optimizer.init, params)):
+            # A transformation holds trees of the form of the parameters: their paths end alike.
+            param = next((index[path[k:]] for k in range(len(path) + 1) if path[k:] in index), None)
+            if param is not None:
+                found[param] += math.prod(leaf.shape) * leaf.dtype.itemsize
+        return tuple(found)
 
     @cached_property
     def _optimizer(self) -> TracedOptimizer:
