@@ -201,7 +201,7 @@ def recommend(
     )
     objective, mode, algorithm = search_of(objective, mode, algorithm)
     ask = SEARCHES[objective, mode, algorithm]
-    batch = {"global_batch_size": global_batch_size, "num_microbatches": num_microbatches, "schedule": schedule}
+    batch: dict[str, Any] = {"global_batch_size": global_batch_size, "num_microbatches": num_microbatches, "schedule": schedule}
     if algorithm == AUTOSTAGE:
         return ask(profile, cluster, **batch, memory_limit_bytes=memory_limit_bytes)
     memory = Target.load(cluster.target).memory
@@ -234,7 +234,7 @@ def recommend(
         result, plan = _between((result, plan), answer(pose(least=True)), profile)
     if plan is None:
         return Recommendation("infeasible", None, None, result, _infeasible(result))
-    prediction = _predict(profile, plan)
+    prediction = predict_plan(profile, plan)
     why = _infeasible(result) if result.status == "infeasible" else _why(result, prediction, problem, profile)
     if objective == "pareto":
         why = {**why, "front": _front(problem, profile, plan)}
@@ -269,8 +269,8 @@ def _between(
     return replace(result, optimal=bound.optimal and peak <= bound.peak_bytes, tie_break="none", tie_break_columns=0), safe
 
 
-def _predict(profile: Profile, plan: Plan) -> Prediction:
-    """By the default predictor, which itemises; by the paper's where the profile holds executed runs alone."""
+def predict_plan(profile: Profile, plan: Plan) -> Prediction:
+    """The prediction of a plan by the default predictor, which itemises; by the paper's where the profile holds executed runs alone."""
     if profile.measurements:
         return AdditivePredictor(profile).predict(plan)
     return _paper_predictor(profile).prediction(plan, profile.provenance)
@@ -513,7 +513,7 @@ def plan_of_stages(
 def baseline_plan(
     profile: Profile, cluster: Cluster, *, global_batch_size: int, num_microbatches: int, schedule: str, weigh: str = "flops"
 ) -> Plan:
-    """Stages of one device (of a node where layers are too few) with equal FLOPs, parameters or layers.
+    """Stages of one device (of a node where layers are too few) with equal FLOPs, parameters or layers, and their prediction.
 
     Args:
         weigh: ``"flops"``, ``"params"`` or ``"layers"``.
@@ -538,7 +538,8 @@ def baseline_plan(
             f"no profiled degree divides the nodes of cluster {cluster} into at most {graph.num_layers} stages.", "baseline-degree"
         )
     stages = fixed_degree_plan(cluster, weights, fitting[0])
-    return plan_of_stages(stages, profile, cluster, global_batch_size, num_microbatches, schedule)
+    plan = plan_of_stages(stages, profile, cluster, global_batch_size, num_microbatches, schedule)
+    return plan.with_(prediction=predict_plan(profile, plan).to_json())
 
 
 def _why(result: SearchResult, prediction: Prediction, problem: SearchProblem, profile: Profile) -> dict[str, Any]:

@@ -213,6 +213,20 @@ def test_a_model_without_marks_is_planned_and_its_layers_are_said(inside, capsys
     assert not Plan.load("plan.json").auto_layers
 
 
+def test_a_plan_by_hand_is_predicted_for_reports_and_differences(inside, capsys):
+    """By a profile of the degrees of its stages, which is said; the prediction is that of the profile that is there."""
+    by_hand = Plan.load("plan.json").with_(prediction=None, why=None, stages=[StagePlan((0, 7), [0, 1], tensor_parallel=2)])
+    by_hand.save("hand.json")
+    assert run_here(capsys, "predict", "hand.json", "--profile", "profile.json", "-o", "known.json")[0] == 0
+    profiling = [*STORE, "--neighbours", "1", "--calibration-plans", "0", "--json"]
+    code, out, err = run_here(capsys, "report", "hand.json", *profiling)
+    assert code == 0 and "the plan has no prediction and there is no --profile: profiling tiny.py:model for its stages\n" in err
+    known = Plan.load("known.json").prediction
+    assert [stage["predicted_peak_bytes"] for stage in json.loads(out)["stages"]] == [stage["peak_bytes"] for stage in known["stages"]]
+    code, out, _ = run_here(capsys, "diff", "hand.json", "plan.json", *profiling)
+    assert code == 0 and max(known["peak_bytes_per_device"]) == json.loads(out)["devices"][0]["peak_bytes"][0]
+
+
 # ---- infeasible is a result ----------------------------------------------------------------------------------------
 
 

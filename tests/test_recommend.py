@@ -231,6 +231,19 @@ def test_the_algorithm_that_is_named_is_the_one_that_answers():
         assert recommend(timed, Cluster(nodes.nodes, timed.target), **BATCH, **options).search.algorithm == name
 
 
+def test_every_plan_that_may_be_written_has_its_prediction():
+    """So that ``run`` can show it beside what it measures."""
+    timed = planted_profile(8, max_devices=2)
+    cluster = Cluster((2, 2), timed.target)
+    plans = [recommend(timed, cluster, **BATCH, **of).plan for of in ({"objective": "pareto"}, {"algorithm": "autostage"})]
+    plans += [recommend(with_paper(), Cluster((4,)), **BATCH, schedule="gpipe", mode=mode).plan for mode in MODES]
+    executed = replace(with_paper(), measurements={})  # runs alone
+    plans += [recommend(executed, Cluster((4,)), **BATCH, schedule="gpipe", mode="paper").plan]
+    plans += [baseline_plan(timed, cluster, **BATCH, schedule="1f1b")]
+    for plan in plans:
+        assert len(plan.prediction["peak_bytes_per_device"]) == plan.cluster.num_devices == 4
+
+
 # ---- baselines -----------------------------------------------------------------------------------------------------
 
 

@@ -458,12 +458,19 @@ def error_of(arguments, capsys) -> str:
     return err
 
 
-def test_a_plan_without_a_prediction_is_told_how_to_get_one(files, plan, capsys):
-    plan.with_(prediction=None).save("bare.json")
-    assert error_of(["report", "bare.json"], capsys) == (
-        "error: the plan has no prediction, which is what is shown; add it with capture predict PLAN --profile FILE -o PLAN. "
-        "[report-prediction]\n"
-    )
+def test_a_plan_without_a_prediction_is_predicted(files, plan, capsys):
+    """By the profile that is given; without one, what is to be profiled is said, and must be there."""
+    plan.with_(prediction=None, why=None, verification=None).save("bare.json")
+    Plan.load("bare.json").with_(prediction=plan.prediction).save("predicted.json")
+    shown = [run(["report", name, "--profile", "profile.json"], capsys) for name in ("bare.json", "predicted.json")]
+    assert shown[0] == shown[1] and shown[0][0] == 0
+    with pytest.raises(CaptureError, match=r"\[report-prediction\]$"):
+        report_facts(Plan.load("bare.json"))
+    said, refused = error_of(["report", "bare.json"], capsys).splitlines()
+    assert said == f"the plan has no prediction and there is no --profile: profiling {plan.workload} for its stages"
+    assert refused.endswith("[workload-file]")
+    Plan.load("bare.json").with_(workload=None).save("bare.json")
+    assert error_of(["report", "bare.json"], capsys).endswith("[plan-workload]\n")
 
 
 def test_a_missing_plotly_is_told_how_to_install(files, capsys, monkeypatch):

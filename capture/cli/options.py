@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from capture import environment
+from capture.choices import StageChoice
 from capture.cli.output import say
+from capture.cli.progress import progress
 from capture.cluster import Cluster
 from capture.errors import PlanError, ProfileError, Violation
 from capture.plan import REMAT_POLICIES, TENSOR_PARALLEL_RULES, Plan, Remat, TensorParallelRule, batch_violations
@@ -173,9 +175,12 @@ def read_cluster(options: argparse.Namespace) -> Cluster:
     return Cluster.parse(options.cluster, resolved_target(options.target, Path()))
 
 
-def prepare(cluster: Cluster) -> None:
-    """Make this process one that compiles for the cluster: as many virtual devices, and no search for devices that need not be there."""
-    environment.prepare(num_devices=cluster.num_devices, platform=Target.load(cluster.target).platform)
+def prepare(*clusters: Cluster) -> None:
+    """Make this process one that compiles for the clusters: as many virtual devices, and no search for devices that need not be there."""
+    platforms = {Target.load(cluster.target).platform for cluster in clusters}
+    environment.prepare(
+        num_devices=max(cluster.num_devices for cluster in clusters), platform=max(platforms, key=lambda platform: platform != "cpu")
+    )
 
 
 def read_batch(options: argparse.Namespace) -> tuple[int, int]:
@@ -210,6 +215,44 @@ def open_plan_measurements(options: argparse.Namespace, plan: Plan, progress: An
         plan.tensor_parallel_rule,
         progress,
         unmarked_layers=plan.num_layers,
+    )
+
+
+def with_prediction(options: argparse.Namespace, plan: Plan, profile: Profile | None) -> tuple[Plan, Profile | None]:
+    """A plan with a prediction, and the profile that is known by then: one by hand is predicted, and profiled for that if need be.
+
+    ``options`` are those of ``add_plan_workload``, ``add_store`` and ``add_profiling``.
+
+    Raises:
+        PlanError: ``plan-workload`` if there is nothing to profile.
+    """
+    if plan.prediction is not None:
+        return plan, profile
+    if profile is None:
+        say(
+            options, f"the plan has no prediction and there is no --profile: profiling {workload_of(plan, options.workload)} for its stages"
+        )
+        profile = _profile_of(options, plan)
+    from recommender.recommendation import predict_plan
+
+    return plan.with_(prediction=predict_plan(profile, plan).to_json()), profile
+
+
+def _profile_of(options: argparse.Namespace, plan: Plan) -> Profile:
+    """A profile of the degrees that a plan's stages have."""
+    measurements = open_plan_measurements(options, plan, progress(options))
+    from profiling_runs import profile
+    from profiling_runs.verify import check_model
+
+    check_model(plan, measurements)
+    return profile(
+        workload_of(plan, options.workload),
+        plan.cluster,
+        microbatch_size=plan.microbatch_size,
+        choices=sorted({StageChoice.of(stage) for stage in plan.stages}),
+        num_neighbours=options.neighbours,
+        calibration_plans=options.calibration_plans,
+        measurements=measurements,
     )
 
 
