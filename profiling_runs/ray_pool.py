@@ -277,7 +277,7 @@ def _connect(address: str) -> bool:
     host, _, port = address.rpartition(":")
     if host and "://" not in address and port.isdecimal():  # Ray itself would try for minutes
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_SECONDS_TO_CONNECT).close()
+            socket.create_connection((host.strip("[]"), int(port)), timeout=environment.patience(_SECONDS_TO_CONNECT)).close()
         except OSError as error:
             raise ProfileError.of(
                 f"--ray {address}: nothing answers there ({error}); name the address of a running cluster.", "ray-address"

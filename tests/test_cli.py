@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from timeouts import TIMEOUT_SECONDS
 
 from capture.cli import options as shared
 from capture.cli.main import main
@@ -23,7 +24,6 @@ from capture.plan import Plan, StagePlan
 from capture.workload import WorkloadSpec
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-TIMEOUT_SECONDS = 240
 
 WORKLOAD = '''
 import multiprocessing, os
@@ -190,7 +190,9 @@ def test_planning_from_a_profile_loads_no_jax_and_text_is_for_people(done, tmp_p
     command = ["plan", "tiny.py:model", *BATCH, "--profile", "profile.json", "-o", str(tmp_path / "plan.json")]
     code = f"import sys\nfrom capture.cli.main import main\nassert main({command!r}) == 0\nassert 'jax' not in sys.modules"
     env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    result = subprocess.run([sys.executable, "-c", code], cwd=done.directory, env=env, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=done.directory, env=env, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("ok: ") and "peak per device" in result.stdout
 
@@ -436,7 +438,11 @@ def rows(store: Path, of: str = "") -> dict[str, float]:
     if not store.exists():
         return {}
     try:
-        return dict(sqlite3.connect(store, timeout=10).execute("SELECT key, seconds FROM measurements WHERE value LIKE ?", (f"%{of}%",)))
+        return dict(
+            sqlite3.connect(store, timeout=TIMEOUT_SECONDS).execute(
+                "SELECT key, seconds FROM measurements WHERE value LIKE ?", (f"%{of}%",)
+            )
+        )
     except sqlite3.OperationalError:  # the table is being made
         return {}
 
@@ -460,7 +466,7 @@ def test_a_killed_profile_resumes_and_measures_only_what_is_missing(done, tmp_pa
     while len(rows(store)) < 3 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=60)  # returns once the worker, which holds the other end, has ended as well
+    process.communicate(timeout=TIMEOUT_SECONDS)  # returns once the worker, which holds the other end, has ended as well
     assert process.returncode == -signal.SIGKILL
     before = rows(store)
     assert len(before) >= 3

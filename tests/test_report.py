@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from report_plans import GB, planted_profile, predicted_plan, verified, written_plan
+from timeouts import TIMEOUT_SECONDS
 
 from capture.choices import StageChoice
 from capture.cli.main import main
@@ -386,7 +387,7 @@ def rendered(html: str, folder: Path) -> tuple[str, list[str]]:
     (folder / "report.html").write_text(html, encoding="utf-8")
     command = [browser(), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=60000"]
     command += [f"--user-data-dir={folder / 'browser'}", "--dump-dom", (folder / "report.html").as_uri()]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
     assert process.returncode == 0, process.stderr
     return process.stdout, re.findall(r"CONSOLE:\d+\] (.*)", process.stderr)
 
@@ -517,6 +518,6 @@ def test_the_table_needs_neither_jax_nor_plotly(files):
     code = "import sys\nfrom capture.cli.main import main\nmain(['report', 'plan.json', '--profile', 'profile.json'])\n"
     code += "print(*(name for name in ('jax', 'sklearn', 'plotly') if name in sys.modules), file=sys.stderr)"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    process = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, timeout=120)
+    process = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, timeout=TIMEOUT_SECONDS)
     assert process.stderr.split() == []
     assert process.stdout.startswith("models/gpt.py:gpt?size=2.6B on 2x4 a100-40g, 1f1b, 8 micro-batches of 16\nstage ")

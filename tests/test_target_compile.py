@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from timeouts import TIMEOUT_SECONDS
 
 from capture.errors import TargetError
 from capture.extras import install_command
@@ -69,7 +70,7 @@ def measured():
             env = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")}
             env["PYTHONPATH"] = str(REPOSITORY)
             done = subprocess.run(
-                [sys.executable, "-c", SCRIPT, name], cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=600
+                [sys.executable, "-c", SCRIPT, name], cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
             )
             assert done.returncode == 0, done.stderr
             found[name] = json.loads(done.stdout)
@@ -146,7 +147,7 @@ def test_the_parser_reads_what_this_version_of_jax_dumps(tmp_path):
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=TIMEOUT_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     arguments, outputs, temporaries = map(int, done.stdout.split())

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
+from timeouts import TIMEOUT_SECONDS
 
 from capture.errors import TracingError
 from capture.graph import LayerGraph, item_bytes
@@ -368,7 +369,7 @@ def test_hashes_are_stable_over_processes():
     )
     root = Path(__file__).parents[1]
     env = {**os.environ, "PYTHONPATH": str(root), "PYTHONHASHSEED": "7", "JAX_PLATFORMS": "cpu"}
-    result = subprocess.run([sys.executable, "-c", program], env=env, cwd=root, capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", program], env=env, cwd=root, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
     assert result.returncode == 0, result.stderr
     for name, line in zip(names, result.stdout.strip().splitlines(), strict=True):
         model = traced(name)

@@ -118,7 +118,10 @@ def add_store(parser: argparse.ArgumentParser) -> None:
         "--accelerator", metavar="TYPE", help="with --ray and --backend run: Ray's name of the target's devices, such as A100"
     )
     parser.add_argument(
-        "--job-timeout", type=at_least(1), metavar="S", help="seconds after which a worker is ended that is not done (default: 3600)"
+        "--job-timeout",
+        type=at_least(1),
+        metavar="S",
+        help="seconds after which a worker is ended that is not done, more where the machine is busy (default: 3600)",
     )
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import capture.alpa.worker
+from capture import environment
 from capture.alpa import to_alpa
 from capture.alpa.placement import physical_shape
 from capture.cluster import Cluster
@@ -38,7 +39,7 @@ class AlpaBackend(RunBackend):
         alpa_python: The interpreter of Alpa's environment.
         num_layers: None for the model's marks; Alpa then cuts at the same.
         store: Where finished runs are kept.
-        timeout_seconds: After which a run is given up.
+        timeout_seconds: After which a run is given up, on an idle machine (``environment.patience``).
     """
 
     name = "alpa"
@@ -77,7 +78,7 @@ class AlpaBackend(RunBackend):
             ExecutionError: ``alpa-python`` if that interpreter cannot import alpa.
         """
         try:
-            done = subprocess.run([self.alpa_python, "-c", _VERSIONS], capture_output=True, text=True, timeout=300, check=False)
+            done = subprocess.run([self.alpa_python, "-c", _VERSIONS], capture_output=True, text=True, check=False)
         except OSError as error:
             raise ExecutionError.of(f"--alpa-python {self.alpa_python!r} cannot be run: {error.strerror}.", "alpa-python") from None
         if done.returncode:
@@ -91,9 +92,11 @@ class AlpaBackend(RunBackend):
             (Path(folder) / "job.json").write_text(json.dumps(job))
             command = [self.alpa_python, capture.alpa.worker.__file__, str(Path(folder) / "job.json")]
             try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=self.timeout_seconds, check=False)
-            except subprocess.TimeoutExpired:
-                return Executed(None, "", f"Alpa did not end within {self.timeout_seconds:.0f} s")
+                done = subprocess.run(
+                    command, capture_output=True, text=True, timeout=environment.patience(self.timeout_seconds), check=False
+                )
+            except subprocess.TimeoutExpired as error:
+                return Executed(None, "", f"Alpa did not end within {error.timeout:.0f} s")
             result = Path(job["result"])
             if not result.exists():
                 said = (done.stderr.strip().splitlines() or ["no message"])[-1]
