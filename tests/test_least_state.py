@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import optax
@@ -82,27 +83,54 @@ def test_the_answer_says_what_is_needed_and_is_a_document():
 # ---- changes -------------------------------------------------------------------------------------------------------
 
 
+OPTIONS = SimpleNamespace(schedule="1f1b", shard_optimizer=False, remat="none", whole_nodes=False, any_divisor=False)
+
+
+class Measured:
+    """What was measured for changes, in order; the profile of each is the same."""
+
+    def __init__(self, profile):
+        self.asked, self._profile = [], profile
+
+    def __call__(self, **changes):
+        self.asked.append(changes)
+        return self._profile
+
+
 def test_a_change_under_which_the_state_does_not_fit_is_not_measured():
     planted = Planted(4, 1)
     profile, cluster = planted.profile(hybrid(2)), Cluster((2,))
     peak = recommend(profile, cluster, **BATCH).search.peak_bytes
-    options = SimpleNamespace(schedule="1f1b", shard_optimizer=False, remat="none", whole_nodes=False, any_divisor=False)
-    full = planted.profile([c for d in (1, 2) for c in hybrid_choices(2, remat="full")[d]])
-    asked = []
-
-    def reprofile(**changes):
-        asked.append(changes)
-        return full
+    reprofile = Measured(planted.profile([c for d in (1, 2) for c in hybrid_choices(2, remat="full")[d]]))
 
     def state(of, **changes):
-        return 0 if changes.get("remat") == "full" else 2 * peak
+        return 0 if changes.get("remat") == "full" else 2 * peak + 1
 
-    def change(profile, **options_of_search):
-        return cheapest_change(options, profile, 4, cluster, 128, 8, peak * 2, **options_of_search)
+    found = cheapest_change(OPTIONS, profile, 4, cluster, 128, 8, peak * 2, reprofile=reprofile, least_state=state)
+    assert reprofile.asked == [{"remat": "full"}] and found["change"] == "--remat full" and found["peak_bytes"] <= 2 * peak
 
-    found = change(profile, reprofile=reprofile, least_state=lambda of, **changes: state(of, **changes) + 1)
-    assert asked == [{"remat": "full"}] and found["change"] == "--remat full" and found["peak_bytes"] <= 2 * peak
-    asked.clear()
-    found = change(None, reprofile=reprofile, least_state=lambda of, **changes: 7 if of.num_devices == 4 else 4 * peak)
-    assert not asked and (found["change"], found["peak_bytes"], found["least_state_bytes"]) == ("--cluster 2x2", None, 7)
-    assert change(None, reprofile=reprofile, least_state=lambda of, **changes: 4 * peak) is None
+
+def test_nothing_is_measured_for_a_change_where_nothing_was_for_the_question():
+    reprofile = Measured(None)
+    asked = {"reprofile": reprofile, "least_state": lambda of, **changes: 7 if of.num_devices == 4 else 9}
+    found = cheapest_change(OPTIONS, None, 4, Cluster((2,)), 128, 8, 8, **asked)
+    assert not reprofile.asked and (found["change"], found["peak_bytes"], found["least_state_bytes"]) == ("--cluster 2x2", None, 7)
+    assert cheapest_change(OPTIONS, None, 4, Cluster((2,)), 128, 8, 6, **asked) is None
+
+
+def test_a_change_that_cannot_save_enough_of_what_is_measured_is_not_measured():
+    """On one device there is nobody to split the optimizer's state with; and recomputing saves nothing of the state."""
+    planted = Planted(4, 1)
+    profile, cluster = planted.profile(hybrid(1), sizes=(16,)), Cluster((1,))
+    profile = replace(profile, measurements={config: replace(cost, update_bytes=0) for config, cost in profile.measurements.items()})
+    state = least_state(profile.graph, profile.param_bytes, [0] * len(profile.graph.params), profile.choices, cluster).peak_bytes
+    peak = recommend(profile, cluster, **BATCH).search.peak_bytes
+    assert state < peak - 1
+    for limit, asked in ((peak - 1, [{"remat": "dots"}, {"remat": "full"}]), (state // 2, [])):
+        reprofile = Measured(profile)
+
+        def no_smaller_batch(of, limit=limit, **changes):
+            return limit + 1 if "microbatch_size" in changes else None
+
+        assert cheapest_change(OPTIONS, profile, 0, cluster, 128, 8, limit, reprofile=reprofile, least_state=no_smaller_batch) is None
+        assert reprofile.asked == asked

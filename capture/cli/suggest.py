@@ -1,19 +1,20 @@
 """When nothing fits: the cheapest single change that does, found by planning again, not by guessing.
 
 Changes are tried in the order of what they cost a user: another schedule, more and smaller micro-batches, a split optimizer state,
-rematerialisation (recomputing takes time), then more nodes. One under which not even the state fits (``recommender.least_state``) is
-passed over; of the others, those that need new measurements make them through the store.
+rematerialisation (recomputing takes time), then more nodes. One is passed over if not even the state fits (``recommender.least_state``), or
+what is measured already says that it cannot save enough; of the others, those that need new measurements make them through the store.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from capture.cluster import Cluster
-from capture.profile import Profile
+from capture.interface import StageCost
+from capture.profile import Profile, StageConfig
 from capture.quantities import format_bytes
 
 
@@ -62,6 +63,7 @@ def cheapest_change(
     """
     from recommender.recommendation import recommend
 
+    question: dict[str, Any] = {"global_batch_size": global_batch, "whole_nodes": options.whole_nodes, "any_divisor": options.any_divisor}
     for change in _changes(options, profile, num_layers, cluster, global_batch, num_microbatches, reprofile is not None):
         least = least_state(change.cluster, **change.asks)
         if least is not None and least > limit:
@@ -71,25 +73,39 @@ def cheapest_change(
                 continue
             text = f"{change.text}: may fit, with at least {format_bytes(least)} per device of parameters, gradients and optimizer state"
             return {"change": change.text, "peak_bytes": None, "least_state_bytes": least, "summary": text}
+        asked = {**question, "num_microbatches": change.num_microbatches, "schedule": change.schedule}
         if change.asks:
             assert reprofile is not None, "such changes are left out without it"
+            if "microbatch_size" not in change.asks and _least_peak(profile, change, asked) > limit:
+                continue
             measured = reprofile(**change.asks)
         else:
             measured = profile
-        result = recommend(
-            measured,
-            change.cluster,
-            global_batch_size=global_batch,
-            num_microbatches=change.num_microbatches,
-            schedule=change.schedule,
-            memory_limit_bytes=limit,
-            whole_nodes=options.whole_nodes,
-            any_divisor=options.any_divisor,
-        )
+        result = recommend(measured, change.cluster, **asked, memory_limit_bytes=limit)
         if result.status == "ok" and result.prediction is not None:
             peak = result.prediction.peak_bytes
             return {"change": change.text, "peak_bytes": peak, "summary": f"{change.text}: peak {format_bytes(peak)} per device fits"}
     return None
+
+
+def _least_peak(profile: Profile, change: Change, asked: Mapping[str, Any]) -> int:
+    """The least peak of any plan if the change saved all that it could of what is measured without it.
+
+    A split optimizer state is a part of what each replica holds, and its update needs nothing more; of what recomputing saves, and of what
+    programs need meanwhile, nothing is left.
+    """
+    from recommender.minmax import minmax
+    from recommender.recommendation import search_problem
+
+    def at_best(config: StageConfig, cost: StageCost) -> StageCost:
+        if "shard_optimizer" in change.asks:
+            return replace(cost, optimizer_bytes=cost.optimizer_bytes // config.choice.data_parallel, update_bytes=0)
+        nothing = {"residual_bytes": 0, "forward_bytes": 0, "backward_bytes": 0, "kept_inputs": (), "kept_outputs": (), "kept_batch": ()}
+        return replace(cost, **nothing)
+
+    costs = {config: at_best(config, cost) for config, cost in profile.measurements.items()}
+    problem = search_problem(replace(profile, measurements=costs, verified={}), change.cluster, **asked, least=True)
+    return minmax(problem, tie_break="none").peak_bytes
 
 
 def _changes(
