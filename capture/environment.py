@@ -63,6 +63,12 @@ def kernel_cache_options(file: Path) -> dict[str, Any]:
     return {"xla_gpu_kernel_cache_file": str(file), **parallel}
 
 
+def patience(seconds: float) -> float:
+    """How long to wait on this machine for what takes no longer than ``seconds`` on an idle one: as much more as processes queue for its
+    processors. Asked again while waiting, because load comes and goes."""
+    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 def prepare(num_devices: int | None = None, platform: str = "cpu") -> list[Violation]:
     """Add the flags that the installed JAX needs to ``XLA_FLAGS``; call it before JAX is imported.
 

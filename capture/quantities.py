@@ -17,13 +17,15 @@ def parse_bytes(text: str) -> int:
         PlanError: ``memory-syntax``.
 
     Example:
-        >>> parse_bytes("1.5KiB"), parse_bytes("40GB"), parse_bytes("12")
-        (1536, 40000000000, 12)
+        >>> parse_bytes("1.5KiB"), parse_bytes("40 GB"), parse_bytes("40g"), parse_bytes("12")
+        (1536, 40000000000, 40000000000, 12)
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text, re.IGNORECASE)
     if not match:
+        near = re.match(r"\s*(\d+(?:[.,]\d+)?)\s*([kmgt])(i?)", re.sub(r",(?=\d{3}\b|\d{3}\D)", "", text), re.IGNORECASE)
+        meant = f" Did you mean {near[1].replace(',', '.')}{near[2].upper()}{near[3].lower()}B?" if near else ""
         raise PlanError.of(
-            f"memory={text!r} is no size; write bytes, or a number with KB, MB, GB, TB, KiB, MiB, GiB or TiB.", "memory-syntax"
+            f"memory={text!r} is no size; write bytes, or a number with KB, MB, GB, TB, KiB, MiB, GiB or TiB.{meant}", "memory-syntax"
         )
     return int(Decimal(match[1]) * _UNITS[(match[2] or "").lower()])
 

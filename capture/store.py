@@ -29,6 +29,9 @@ from capture.errors import ProfileError
 STORE_SCHEMA_VERSION = 2
 STATES = ("pending", "running", "done", "failed", "set aside")
 
+#: That a writer waits for others; each holds the database for milliseconds, if the machine lets it.
+_SECONDS_TO_LOCK = 600.0
+
 _NOW = "strftime('%Y-%m-%dT%H:%M:%SZ', 'now')"
 #: Statements that bring a store from a schema version to the next; the first makes a new one.
 _MIGRATIONS: tuple[tuple[str, ...], ...] = (
@@ -107,7 +110,7 @@ class Store:
                 ) from error
         try:
             self._database = sqlite3.connect(
-                ":memory:" if path is None else path, timeout=60, isolation_level=None, check_same_thread=False
+                ":memory:" if path is None else path, timeout=_SECONDS_TO_LOCK, isolation_level=None, check_same_thread=False
             )
             self._database.execute("PRAGMA journal_mode=WAL")
             self._migrate()

@@ -18,8 +18,10 @@ Targets are JSON files: those of ``capture/targets`` by name, a user's own by pa
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -178,13 +180,13 @@ class Target:
 
     @classmethod
     def load(cls, name: str) -> Target:
-        """A shipped target by name, or the file at a path that ends in ``.json``.
+        """A shipped target by name (in any spelling that ``known_name`` knows), or the file at a path that ends in ``.json``.
 
         Raises:
             TargetError: ``target-unknown``, ``target-file`` if a path does not exist or is no JSON, ``target-schema`` for an unknown schema
                 version, ``target-corrupt`` for a missing or wrong field.
         """
-        return _load(name)
+        return _load(known_name(name))
 
     @property
     def key(self) -> dict[str, Any]:
@@ -212,6 +214,31 @@ def same_target(one: str, other: str) -> bool:
     return one == other or (one.endswith(".json") and other.endswith(".json") and Path(one).resolve() == Path(other).resolve())
 
 
+def known_name(name: str) -> str:
+    """The shipped target that is meant by another spelling of its name; any other name as it is.
+
+    Example:
+        >>> known_name("H100"), known_name("A100-80GB"), known_name("NVIDIA A100 80GB"), known_name("TPU v5e"), known_name("a100")
+        ('h100', 'a100-80g', 'a100-80g', 'v5e', 'a100')
+    """
+    if name.endswith(".json") or name in target_names():
+        return name
+    spelled = re.sub(r"(\d)gb$", r"\1g", re.sub(r"[\s_]+", "-", name.strip().lower()))
+    spellings = (spelled, spelled.removeprefix("nvidia-"), re.sub(r"^tpu-?(?=v)", "", spelled))
+    return next((spelling for spelling in spellings if spelling in target_names()), name)
+
+
+def _did_you_mean(name: str) -> str:
+    """A question with the nearest names of shipped targets, or nothing."""
+    kind, colon, count = name.lower().partition(":")
+    if colon and count.isdecimal() and known_name(kind) in target_names():
+        return f" Did you mean --target {known_name(kind)} --cluster 1x{count}?"
+    near = [known for known in target_names() if kind and (known.startswith(kind) or kind.startswith(known))]
+    near = near or difflib.get_close_matches(kind, target_names(), cutoff=0.7)
+    return f" Did you mean {' or '.join(sorted(near))}?" if near else ""
+
+
+@lru_cache(maxsize=1)
 def target_names() -> tuple[str, ...]:
     """Of the shipped targets."""
     return tuple(sorted(path.stem for path in TARGETS_FOLDER.glob("*.json")))
@@ -222,7 +249,8 @@ def _load(name: str) -> Target:
     is_file = name.endswith(".json")
     if not is_file and name not in target_names():
         raise TargetError.of(
-            f"target={name!r} is unknown; choose one of {', '.join(target_names())}, or give the path of a target file (.json).",
+            f"target={name!r} is unknown; choose one of {', '.join(target_names())}, or give the path of a target file (.json)."
+            f"{_did_you_mean(name)}",
             "target-unknown",
         )
     path = Path(name) if is_file else TARGETS_FOLDER / f"{name}.json"

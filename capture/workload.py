@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
 from capture.errors import Violation, WorkloadError
+from capture.extras import missing_extra
 from capture.fields import Fields
 
 PyTree = Any
@@ -155,8 +156,16 @@ class WorkloadSpec:
 
         Raises:
             WorkloadError: ``workload-file``, ``workload-module``, ``workload-function`` or ``workload-arguments`` naming what does not
-                exist, and the codes of ``check_workload``.
+                exist, ``workload-extra`` naming the command that installs what the model imports, and the codes of ``check_workload``.
         """
+        try:
+            return self._loaded()
+        except ModuleNotFoundError as error:
+            if (text := missing_extra(error)) is None:
+                raise
+            raise WorkloadError.of(f"workload {str(self)!r} cannot be loaded: {text}.", "workload-extra") from None
+
+    def _loaded(self) -> WorkloadProtocol:
         module = _import_file(Path(self.location)) if self.is_file else _import_module(self.location)
         function = getattr(module, self.function, None)
         if not callable(function):
@@ -217,4 +226,6 @@ def _import_module(name: str) -> ModuleType:
             raise ModuleNotFoundError("a module name does not begin with a dot; a path ends in .py")
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
+        if missing_extra(error):
+            raise
         raise WorkloadError.of(f"workload module {name!r} cannot be imported: {error}.", "workload-module") from None

@@ -131,7 +131,9 @@ def check_options(dtype: str, at_least_one: Mapping[str, int], dropout: float = 
     """
     violations = []
     if dtype not in ("float32", "bfloat16", "float16"):
-        violations.append(f"dtype={dtype!r} is no dtype to compute in; choose float32, bfloat16 or float16. [workload-option]")
+        meant = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "f16": "float16"}.get(dtype.lower())
+        choose = f"write dtype={meant}" if meant else "choose float32, bfloat16 or float16"
+        violations.append(f"dtype={dtype!r} is no dtype to compute in; {choose}. [workload-option]")
     for name, value in at_least_one.items():
         if not isinstance(value, int) or value < 1:
             violations.append(f"{name}={value!r} is no count; give a whole number, 1 or more. [workload-option]")

@@ -145,7 +145,7 @@ def list_jobs(
         else:
             platform = Target.load(cluster.target).platform
             machine = Machine(platform, cluster.target, most_run_devices(cluster.num_devices))
-            runs = RunBackend(workload.load(), num_layers, tensor_parallel_rule, store, machine=machine)
+            runs = RunBackend(workload.load(), num_layers, tensor_parallel_rule, store, machine=machine, num_devices=cluster.num_devices)
         layers = runs.compiler.traced(microbatch_size).graph.num_layers
         sets = paper_runs(layers, cluster.num_devices, microbatch_size, remat[0], shard_optimizer)
         jobs, name = list(profiling_jobs(runs, sets, microbatch_size, *paper, repeats)), backend

@@ -15,10 +15,14 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from capture import environment
 from capture.errors import CaptureError, ProfileError, users_traceback, violations_of
 from profiling_runs.jobs import Job, Outcome, Setting
 from profiling_runs.pool import WORKER_BYTES, Ended, Pool, PoolWorker, Ready
 from profiling_runs.worker import Worker, name_of_process
+
+#: Of a process that was killed, or whose end of the pipe is closed.
+_SECONDS_TO_END = 60.0
 
 
 class LocalPool(Pool):
@@ -64,7 +68,7 @@ class _Process(PoolWorker):
         try:
             message = self.connection.recv()
         except (EOFError, OSError):
-            self._process.join(timeout=10)
+            self._process.join(environment.patience(_SECONDS_TO_END))
             code = self._process.exitcode
             how = f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
             return Ended("lost", f"its process ended {how} (out of memory?)")
@@ -74,7 +78,7 @@ class _Process(PoolWorker):
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.join(timeout=10)
+        self._process.join(environment.patience(_SECONDS_TO_END))
         self.connection.close()
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from capture import environment
 from capture.errors import ProfileError
 from profiling_runs.jobs import Failure, Job, Outcome
 
@@ -72,7 +73,7 @@ class PoolWorker(ABC):
     """One worker of a pool, as its owner sees it."""
 
     def __init__(self) -> None:
-        self.name, self.ready, self.deadline = "", False, float("inf")
+        self.name, self.ready, self.started, self.deadline = "", False, 0.0, float("inf")
         self.job: Job | None = None
         self.group: tuple[Any, ...] | None = None
 
@@ -98,7 +99,7 @@ class Pool(ABC):
 
     Args:
         fresh_process: Whether a worker measures one job only.
-        timeout_seconds: Of a job; then its worker is ended.
+        timeout_seconds: Of a job on an idle machine (``environment.patience``); then its worker is ended.
     """
 
     def __init__(self, *, fresh_process: bool, timeout_seconds: float):
@@ -123,7 +124,7 @@ class Pool(ABC):
         return [worker for worker in self._workers if worker.ready and worker.job is None]
 
     def start(self, slot: PoolWorker, job: Job) -> None:
-        slot.job, slot.group, slot.deadline = job, job.group, time.monotonic() + self.timeout_seconds
+        slot.job, slot.group, slot.started, slot.deadline = job, job.group, time.monotonic(), 0.0
         slot.send(job)
 
     def finished(self, timeout_seconds: float) -> list[Outcome]:
@@ -139,6 +140,9 @@ class Pool(ABC):
                     self._drop(worker)
             else:
                 outcomes += self._gone(worker, message)
+        allowed = environment.patience(self.timeout_seconds)
+        for worker in self._workers:
+            worker.deadline = max(worker.deadline, worker.started + allowed)  # what a busy time has allowed, an idle one does not take away
         late = [worker for worker in self._workers if time.monotonic() > worker.deadline]
         for worker in late:
             outcomes += self._gone(worker, Ended("timed out", f"it was not done within {self.timeout_seconds:g} s"))

@@ -50,7 +50,7 @@ class Measurements:
         spec: The workload by name; None measures in this process.
         where: Jobs run.
         num_devices: Virtual devices of a worker.
-        num_layers, rule: Of the model, as for ``profile``.
+        rule: Of the model, as for ``profile``.
         progress, watch: Told how far the jobs are.
         failures: Configs that could not be measured, and why.
     """
@@ -59,7 +59,6 @@ class Measurements:
     spec: WorkloadSpec | None
     where: Where
     num_devices: int
-    num_layers: int | None
     rule: TensorParallelRule
     progress: Progress
     watch: Watch
@@ -129,7 +128,7 @@ class Measurements:
         """How a worker measures; None if it is done in this process."""
         if self.spec is None or self.where.here:
             return None
-        return setting_of(Setting(self.spec, self.num_layers, self.rule, self.num_devices, "compile", self.backend.target.name))
+        return setting_of(Setting(self.spec, self.backend.num_layers, self.rule, self.num_devices, "compile", self.backend.target.name))
 
     def _run(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
         batch = Batch(jobs, self.backend.store, self.backend.provenance, self.spec, self.progress, self.watch)
@@ -142,6 +141,7 @@ def open_measurements(
     num_devices: int,
     target: str = "cpu",
     num_layers: int | None = None,
+    unmarked_layers: int | None = None,
     tensor_parallel_rule: TensorParallelRule = "auto",
     store: Store | None = None,
     where: Where = Where(),  # noqa: B008 (frozen)
@@ -152,7 +152,8 @@ def open_measurements(
 
     Args:
         workload: The task, or its name; by name it is measured in worker processes.
-        num_devices: Virtual devices of a worker, at least those of the largest stage.
+        num_devices: Virtual devices of a worker, at least those of the largest stage; a model without marks is cut into layers enough for
+            them, or into ``unmarked_layers``.
         target: What is compiled for: a name or a file (``Target.load``).
         num_layers, tensor_parallel_rule, store, where, progress, watch: As for ``profile``.
     """
@@ -160,8 +161,10 @@ def open_measurements(
 
     spec = workload if isinstance(workload, WorkloadSpec) else None
     task = workload.load() if isinstance(workload, WorkloadSpec) else workload
-    compiler = CompileBackend(task, num_layers, tensor_parallel_rule, store, Target.load(target))
-    return Measurements(compiler, spec, where, num_devices, num_layers, tensor_parallel_rule, progress, watch)
+    compiler = CompileBackend(
+        task, num_layers, tensor_parallel_rule, store, Target.load(target), unmarked_layers=unmarked_layers, num_devices=num_devices
+    )
+    return Measurements(compiler, spec, where, num_devices, tensor_parallel_rule, progress, watch)
 
 
 def profile(
@@ -200,7 +203,8 @@ def profile(
             for the cluster. ``"run"`` executes the paper's profiling runs and nothing else:
             the profile serves the paper's mode alone (see ``executed_profile``), and what is said of windows below does not matter.
             ``"alpa"`` has them executed by Alpa, on its Ray cluster of these nodes.
-        num_layers: None cuts at the model's marks; a number cuts automatically.
+        num_layers: None cuts at the model's marks, or a model without marks into as many layers as are sensible
+            (``capture.tracing.cut.layers_without_marks``); a number cuts automatically.
         remat, shard_optimizer: Of the stages.
         shard_params: Also stages whose replicas split their parameters (ZeRO stage 3), beside those that do not.
         choices: Of the windows, instead of all data- and tensor-parallel degree pairs that fit the cluster.
@@ -373,7 +377,7 @@ def unmeasured(question: Question, measurements: Measurements) -> Profile:
         param_bytes={split: compiler.sharding(question.microbatch_size).param_bytes(split) for split in splits},
         provenance={**compiler.provenance, "created": environment.now()},
         workload=measurements.spec,
-        auto_layers=measurements.num_layers is not None,
+        auto_layers=compiler.num_layers is not None,
         tensor_parallel_rule=measurements.rule,
         microbatch_sizes=sizes,
         model_hashes={size: compiler.traced(size).graph.model_hash for size in sizes},

@@ -21,6 +21,7 @@ from typing import Any
 
 from capture import environment
 from capture.errors import CaptureError, ProfileError, WorkloadError
+from capture.extras import install_command
 from capture.target import Target, same_target
 from profiling_runs.jobs import Job, Outcome, Setting
 from profiling_runs.pool import WORKER_BYTES, Ended, Pool, PoolWorker, Ready
@@ -270,13 +271,13 @@ def _connect(address: str) -> bool:
         environment.prepare_ray(local=address == "local")
         import ray
     except ImportError:
-        raise ProfileError.of("--ray needs Ray, which is not installed: pip install 'capture-jax[ray]'.", "ray-missing") from None
+        raise ProfileError.of(f"--ray needs Ray, which is not installed: {install_command('ray')}.", "ray-missing") from None
     if ray.is_initialized():
         return False
     host, _, port = address.rpartition(":")
     if host and "://" not in address and port.isdecimal():  # Ray itself would try for minutes
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_SECONDS_TO_CONNECT).close()
+            socket.create_connection((host.strip("[]"), int(port)), timeout=environment.patience(_SECONDS_TO_CONNECT)).close()
         except OSError as error:
             raise ProfileError.of(
                 f"--ray {address}: nothing answers there ({error}); name the address of a running cluster.", "ray-address"

@@ -107,8 +107,11 @@ def executed_profile(
             memory_limit_bytes=memory_limit_bytes,
             machine=machine,
             fresh_process=setting is not None and setting.fresh_process,
+            num_devices=cluster.num_devices,
         )
     graph = backend.compiler.traced(microbatch_size).graph
+    num_layers = backend.compiler.num_layers
+    setting = setting and replace(setting, num_layers=num_layers)
     sets = paper_runs(graph.num_layers, cluster.num_devices, microbatch_size, remat, shard_optimizer)
     statistics = run_statistics(
         backend,

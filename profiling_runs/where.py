@@ -23,7 +23,7 @@ class Where:
         num_workers: At most; 0 measures in this process. None: 2 here, and on a Ray cluster as many as it has room for.
         ray: ``"auto"``, ``"local"`` or the address of a Ray cluster; None for processes of this machine.
         accelerator_type: Ray's name of the target's devices, for runs on them; None for the usual one.
-        timeout_seconds: Of a job in a worker.
+        timeout_seconds: Of a job in a worker, on an idle machine; on a busy one it gets more (``environment.patience``).
 
     Raises:
         ProfileError: ``where-options`` for a Ray cluster without workers, or an accelerator type without a cluster.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,10 +28,74 @@ from recommender.baselines import fixed_degree_plan
 from recommender.pareto import pareto
 from recommender.problem import NEVER, SearchProblem
 from recommender.result import PlacedStage, SearchResult
-from recommender.search import search
+from recommender.search import ALGORITHMS, search
 from recommender.throughput import throughput
 
-OBJECTIVES = ("memory", "throughput", "pareto")
+#: Alpa's search (``recommender.autostage``): it has a space and a limit of its own, so it is asked with the profile.
+AUTOSTAGE = "autostage"
+
+
+def _autostage(profile: Profile, cluster: Cluster, **question: Any) -> Recommendation:
+    from recommender.autostage import autostage  # which makes recommendations itself
+
+    return autostage(profile, cluster, **question)
+
+
+#: What answers a question, by (objective, mode, algorithm): a search of a ``SearchProblem``, and for ``AUTOSTAGE`` all of ``recommend``.
+#: Of the entries that agree with what is asked, the first is taken.
+SEARCHES: Mapping[tuple[str, str, str], Callable[..., Any]] = MappingProxyType(
+    {
+        **{("memory", mode, name): partial(search, algorithm=name) for mode in ("default", "paper") for name in ALGORITHMS},
+        ("throughput", "default", "throughput"): throughput,
+        ("throughput", "default", AUTOSTAGE): _autostage,
+        ("pareto", "default", "throughput"): throughput,
+    }
+)
+OBJECTIVES, MODES, SEARCH_NAMES = (tuple(dict.fromkeys(column)) for column in zip(*SEARCHES, strict=True))
+
+
+def search_names(objective: str, mode: str = "default") -> tuple[str, ...]:
+    """Of the algorithms for an objective and a mode, the default first.
+
+    Example:
+        >>> search_names("throughput")
+        ('throughput', 'autostage')
+    """
+    return tuple(name for *of, name in SEARCHES if of == [objective, mode])
+
+
+def search_of(objective: str | None, mode: str, algorithm: str | None) -> tuple[str, str, str]:
+    """The entry of ``SEARCHES`` that is asked for; None leaves open.
+
+    Raises:
+        PlanError: ``recommend-mode``, ``recommend-objective`` or ``search-algorithm`` for an unknown name, ``recommend-objective`` for an
+            objective that the mode does not have, ``plan-algorithm`` for an algorithm that the objective does not have.
+
+    Example:
+        >>> search_of(None, "default", None), search_of(None, "default", "autostage")
+        (('memory', 'default', 'minmax'), ('throughput', 'default', 'autostage'))
+    """
+    asked = (objective, mode, algorithm)
+    found = [entry for entry in SEARCHES if all(want in (None, have) for want, have in zip(asked, entry, strict=True))]
+    if found:
+        return found[0]
+    violations = [
+        Violation(f"{what}={given!r} is unknown; choose one of {', '.join(known)}.", code)
+        for what, given, known, code in (
+            ("mode", mode, MODES, "recommend-mode"),
+            ("objective", objective, OBJECTIVES, "recommend-objective"),
+            ("algorithm", algorithm, SEARCH_NAMES, "search-algorithm"),
+        )
+        if given is not None and given not in known
+    ]
+    if not violations and not search_names(objective or OBJECTIVES[0], mode):
+        violations = [Violation(f"mode={mode!r} predicts memory alone; leave out the objective, or the mode.", "recommend-objective")]
+    elif not violations:
+        of = f"objective={objective!r} in mode={mode!r}" if objective else f"mode={mode!r}"
+        names = [name for name in SEARCH_NAMES if any(search == (objective or search[0], mode, name) for search in SEARCHES)]
+        violations = [Violation(f"algorithm={algorithm!r} does not search for {of}; choose {' or '.join(names)}.", "plan-algorithm")]
+    raise PlanError(violations)
+
 
 #: Of the cost table of one degree, all its choices together.
 _LARGEST_TABLE_BYTES = 64 * 2**20
@@ -96,9 +161,9 @@ def recommend(
     num_microbatches: int,
     schedule: str = "1f1b",
     memory_limit_bytes: int | None = None,
-    objective: str = "memory",
+    objective: str | None = None,
     mode: str = "default",
-    algorithm: str = "minmax",
+    algorithm: str | None = None,
     whole_nodes: bool = False,
     any_divisor: bool = False,
     merge_layers: int | None = None,
@@ -113,29 +178,39 @@ def recommend(
         memory_limit_bytes: Per device; a plan above it is a result, ``status == "infeasible"``. None takes what the target's devices can
             use (``DeviceMemory.usable_bytes``); virtual CPU devices have no limit.
         objective: ``"memory"``: least peak. ``"throughput"``: least step time within the limit. ``"pareto"``: the same plan, and the front
-            of peak memory against step time in ``why["front"]``. The last two need a profile of an accelerator.
+            of peak memory against step time in ``why["front"]``. The last two need a profile of an accelerator. None: that of the
+            algorithm, ``"memory"`` first.
         mode: ``"default"``: data and tensor parallelism together, schedule-aware; ``"paper"``: either of them, the paper's predictor.
-        algorithm: See ``recommender.search``.
+        algorithm: One of those that ``SEARCHES`` has for the objective and the mode; None takes the first of them.
         whole_nodes, any_divisor: See ``Cluster.stage_degrees``.
         merge_layers: Cut only between layers that the paper's layer merger leaves; None cuts anywhere.
 
     Raises:
-        PlanError: ``plan-batch``, ``plan-schedule``, ``recommend-mode``, ``recommend-objective``.
+        PlanError: ``plan-batch``, ``plan-schedule``, ``plan-algorithm`` for options that Alpa's algorithm does not know, and the codes of
+            ``search_of``.
         ProfileError: if the profile lacks what the search needs, ``profile-no-times`` among it; ``profile-mixture`` for profiles that
             do not belong together.
     """
     if not isinstance(profile, Profile):
         profile = merge_profiles(profile, cluster.target)
-    PlanError.check(_violations(global_batch_size, num_microbatches, schedule, mode, objective))
+    PlanError.check(
+        [
+            *batch_violations(global_batch_size, num_microbatches),
+            *question_violations(schedule, objective, mode, algorithm, merge_layers=merge_layers, any_divisor=any_divisor),
+        ]
+    )
+    objective, mode, algorithm = search_of(objective, mode, algorithm)
+    ask = SEARCHES[objective, mode, algorithm]
+    batch: dict[str, Any] = {"global_batch_size": global_batch_size, "num_microbatches": num_microbatches, "schedule": schedule}
+    if algorithm == AUTOSTAGE:
+        return ask(profile, cluster, **batch, memory_limit_bytes=memory_limit_bytes)
     memory = Target.load(cluster.target).memory
     given, memory_limit_bytes = memory_limit_bytes, memory.usable_bytes if memory_limit_bytes is None and memory else memory_limit_bytes
     pose = partial(
         search_problem,
         profile,
         cluster,
-        global_batch_size=global_batch_size,
-        num_microbatches=num_microbatches,
-        schedule=schedule,
+        **batch,
         memory_limit_bytes=memory_limit_bytes,
         mode=mode,
         whole_nodes=whole_nodes,
@@ -145,7 +220,7 @@ def recommend(
     )
 
     def answer(problem: SearchProblem) -> tuple[SearchResult, Plan | None]:
-        result = search(problem, algorithm) if objective == "memory" else throughput(problem)
+        result = ask(problem)
         if not result.stages:
             return result, None
         plan = plan_of_stages(result.stages, profile, cluster, global_batch_size, num_microbatches, schedule)
@@ -159,7 +234,7 @@ def recommend(
         result, plan = _between((result, plan), answer(pose(least=True)), profile, memory_limit_bytes)
     if plan is None:
         return Recommendation("infeasible", None, None, result, _infeasible(result))
-    prediction = _predict(profile, plan)
+    prediction = predict_plan(profile, plan)
     why = _infeasible(result) if result.status == "infeasible" else _why(result, prediction, problem, profile)
     if objective == "pareto":
         why = {**why, "front": _front(problem, profile, plan)}
@@ -203,8 +278,8 @@ def _between(
     return replace(result, status="ok", why=None, optimal=optimal, tie_break="none", tie_break_columns=0), plan
 
 
-def _predict(profile: Profile, plan: Plan) -> Prediction:
-    """By the default predictor, which itemises; by the paper's where the profile holds executed runs alone."""
+def predict_plan(profile: Profile, plan: Plan) -> Prediction:
+    """The prediction of a plan by the default predictor, which itemises; by the paper's where the profile holds executed runs alone."""
     if profile.measurements:
         return AdditivePredictor(profile).predict(plan)
     return _paper_predictor(profile).prediction(plan, profile.provenance)
@@ -232,16 +307,23 @@ def _as_plan(stages: Sequence[PlacedStage], profile: Profile, like: Plan) -> Pla
     return plan_of_stages(stages, profile, like.cluster, like.global_batch_size, like.num_microbatches, like.schedule)
 
 
-def _violations(global_batch_size: int, num_microbatches: int, schedule: str, mode: str, objective: str) -> list[Violation]:
-    found = batch_violations(global_batch_size, num_microbatches)
+def question_violations(
+    schedule: str, objective: str | None, mode: str, algorithm: str | None, *, merge_layers: int | None, any_divisor: bool
+) -> list[Violation]:
+    """What is wrong with a question, before anything is measured for it."""
+    found = []
     if schedule not in SCHEDULES:
         found.append(Violation(f"schedule={schedule!r} is unknown; choose one of {', '.join(SCHEDULES)}.", "plan-schedule"))
-    if mode not in ("default", "paper"):
-        found.append(Violation(f"mode={mode!r} is unknown; choose default or paper.", "recommend-mode"))
-    if objective not in OBJECTIVES:
-        found.append(Violation(f"objective={objective!r} is unknown; choose one of {', '.join(OBJECTIVES)}.", "recommend-objective"))
-    elif objective != "memory" and mode != "default":
-        found.append(Violation("mode='paper' predicts memory alone; leave out the objective, or the mode.", "recommend-objective"))
+    try:
+        search_of(objective, mode, algorithm)
+    except PlanError as error:
+        found += error.violations
+    if algorithm == AUTOSTAGE:
+        found += [
+            Violation(f"algorithm={AUTOSTAGE!r} searches Alpa's own space; leave out {name}.", "plan-algorithm")
+            for name, given in (("merge_layers", merge_layers is not None), ("any_divisor", any_divisor))
+            if given
+        ]
     return found
 
 
@@ -441,7 +523,7 @@ def plan_of_stages(
 def baseline_plan(
     profile: Profile, cluster: Cluster, *, global_batch_size: int, num_microbatches: int, schedule: str, weigh: str = "flops"
 ) -> Plan:
-    """Stages of one device (of a node where layers are too few) with equal FLOPs, parameters or layers.
+    """Stages of one device (of a node where layers are too few) with equal FLOPs, parameters or layers, and their prediction.
 
     Args:
         weigh: ``"flops"``, ``"params"`` or ``"layers"``.
@@ -466,7 +548,8 @@ def baseline_plan(
             f"no profiled degree divides the nodes of cluster {cluster} into at most {graph.num_layers} stages.", "baseline-degree"
         )
     stages = fixed_degree_plan(cluster, weights, fitting[0])
-    return plan_of_stages(stages, profile, cluster, global_batch_size, num_microbatches, schedule)
+    plan = plan_of_stages(stages, profile, cluster, global_batch_size, num_microbatches, schedule)
+    return plan.with_(prediction=predict_plan(profile, plan).to_json())
 
 
 def _why(result: SearchResult, prediction: Prediction, problem: SearchProblem, profile: Profile) -> dict[str, Any]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import re
 from collections import Counter
 from itertools import count
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -258,3 +261,26 @@ def test_a_worker_with_other_versions_is_refused():
 
 def test_a_setting_is_plain_data():
     assert Setting(SPEC) == Setting(WorkloadSpec.parse("model.py:model"))
+
+
+def test_a_busy_machine_ends_no_job_that_an_idle_one_would_finish(monkeypatch):
+    """Ended after 20 s on an idle machine; here each look at the clock is 5 s later, and a hundred processes queue for every processor."""
+    clock = iter(range(0, 10**6, 5))
+    monkeypatch.setattr("profiling_runs.pool.time.monotonic", lambda: next(clock))
+    load = 100 * os.cpu_count()
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0, 0))
+    pool = ScriptedPool({"a": ["timed out"]}, num_workers=1, timeout_seconds=20)
+    (worker,) = pool.idle() or [pool.finished(0), *pool.idle()][1:]
+    pool.start(worker, job("a"))
+    assert not any(pool.finished(0) for _ in range(100))  # 500 s and more
+    load = 0  # what was allowed while it was busy stays allowed
+    assert not any(pool.finished(0) for _ in range(100))
+    (late,) = next(filter(None, (pool.finished(0) for _ in range(1000))))
+    assert late.failure == "timed out" and "not done within 20 s" in late.error
+
+
+def test_no_test_waits_for_a_time_of_its_own():
+    """A literal that is enough on an idle machine is not on a busy one."""
+    literal = re.compile(r"timeout=\d|monotonic\(\) \+ \d|TIMEOUT\w* = \d")
+    found = [path.name for path in Path(__file__).parent.glob("test_*.py") if literal.search(path.read_text())]
+    assert found == []

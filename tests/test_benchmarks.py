@@ -11,6 +11,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from timeouts import TIMEOUT_SECONDS
 
 from benchmarks import alpa_replay, drawing, gpu_truth, hybrid_sharding, published_runs
 from benchmarks.capture_paper import figure_7, scenarios
@@ -51,7 +52,7 @@ def test_published_cases_are_plans(case):
 def test_without_a_gpu_nothing_is_measured_and_nothing_written(tmp_path):
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "benchmarks/gpu_truth.py", "-o", str(tmp_path / "out.json")]
-    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
     assert done.returncode == 0 and "there is no GPU here" in done.stdout
     assert not (tmp_path / "out.json").exists()
 
@@ -75,7 +76,7 @@ def test_a_layer_runs_and_is_compared_where_there_is_no_allocator():
         "print(json.dumps([m.in_child(m.Case('gpt', 'float32', 'full', what), 'here') for what in ('forward', 'backward', 'step')]))"
     )
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
     assert done.returncode == 0, done.stderr
     forward, backward, step = json.loads(done.stdout.strip().splitlines()[-1])
     assert forward["compiled_bytes"] > forward["argument_bytes"] > 0 and backward["argument_bytes"] > forward["argument_bytes"]

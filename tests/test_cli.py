@@ -15,13 +15,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from timeouts import TIMEOUT_SECONDS
 
 from capture.cli import options as shared
 from capture.cli.main import _show_warning, main
 from capture.cli.progress import progress
+from capture.cluster import Cluster
+from capture.plan import Plan, StagePlan
+from capture.workload import WorkloadSpec
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-TIMEOUT_SECONDS = 240
 
 WORKLOAD = '''
 import multiprocessing, os
@@ -189,9 +192,43 @@ def test_planning_from_a_profile_loads_no_jax_and_text_is_for_people(done, tmp_p
     command = ["plan", "tiny.py:model", *BATCH, "--profile", "profile.json", "-o", str(tmp_path / "plan.json")]
     code = f"import sys\nfrom capture.cli.main import main\nassert main({command!r}) == 0\nassert 'jax' not in sys.modules"
     env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    result = subprocess.run([sys.executable, "-c", code], cwd=done.directory, env=env, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=done.directory, env=env, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("ok: ") and "peak per device" in result.stdout
+
+
+def test_a_model_without_marks_is_planned_and_its_layers_are_said(inside, capsys):
+    """The plan holds the number, so that what reads it cuts alike; also a plan by hand, which need not know how layers were found."""
+    Path("plain.py").write_text(WORKLOAD.replace('(checkpoint_name(x, "layer_boundary") if i else x)', "x"))
+    asked = ["--cluster", "1x1", "--global-batch", "4", "--microbatches", "2", *STORE, "--neighbours", "1", "--calibration-plans", "0"]
+    code, out, err = run_here(capsys, "plan", "plain.py:model?layers=10", *asked, "-o", "plain.json")
+    assert code == 0, err
+    assert "cut into 10 layers of nearly equal work; --num-layers or marks in the model choose others\n" in out
+    plan = Plan.load("plain.json")
+    assert plan.auto_layers and plan.num_layers == 10
+    from capture.runtime.pipeline import trace_for_plan
+
+    workload = WorkloadSpec.parse("plain.py:model?layers=10").load()
+    assert trace_for_plan(workload, plan).graph.model_hash == plan.model_hash
+    by_hand = plan.with_(auto_layers=False, model_hash="", num_layers=5, stages=[StagePlan((0, 4), [0])])
+    assert trace_for_plan(workload, by_hand).graph.num_layers == 5
+    assert not Plan.load("plan.json").auto_layers
+
+
+def test_a_plan_by_hand_is_predicted_for_reports_and_differences(inside, capsys):
+    """By a profile of the degrees of its stages, which is said; the prediction is that of the profile that is there."""
+    by_hand = Plan.load("plan.json").with_(prediction=None, why=None, stages=[StagePlan((0, 7), [0, 1], tensor_parallel=2)])
+    by_hand.save("hand.json")
+    assert run_here(capsys, "predict", "hand.json", "--profile", "profile.json", "-o", "known.json")[0] == 0
+    profiling = [*STORE, "--neighbours", "1", "--calibration-plans", "0", "--json"]
+    code, out, err = run_here(capsys, "report", "hand.json", *profiling)
+    assert code == 0 and "the plan has no prediction and there is no --profile: profiling tiny.py:model for its stages\n" in err
+    known = Plan.load("known.json").prediction
+    assert [stage["predicted_peak_bytes"] for stage in json.loads(out)["stages"]] == [stage["peak_bytes"] for stage in known["stages"]]
+    code, out, _ = run_here(capsys, "diff", "hand.json", "plan.json", *profiling)
+    assert code == 0 and max(known["peak_bytes_per_device"]) == json.loads(out)["devices"][0]["peak_bytes"][0]
 
 
 # ---- infeasible is a result ----------------------------------------------------------------------------------------
@@ -235,6 +272,33 @@ def test_a_profile_without_replicas_serves_a_plan_that_may_shard_parameters(insi
     assert code == 0 and not json.loads(out)["plan"]["stages"][0]["shard_params"], err
 
 
+def test_a_limit_below_the_state_is_answered_without_measuring(inside, capsys, tmp_path):
+    """Eight layers of 1 KiB with Adam: 4 KiB of parameters, gradients and state each, on two devices."""
+    asked = ["plan", "tiny.py:model", *BATCH, "--store", str(tmp_path / "store"), "--workers", "0", "-o", str(tmp_path / "none.json")]
+    code, out, err = run_here(capsys, *asked, "--memory", "16383", "--json")
+    why = json.loads(out)["why"]
+    assert (code, why["code"], why["least_state_bytes"]) == (1, "memory-limit", 16384)
+    assert "parameters, gradients and optimizer state alone need at least 16.4 kB per device; limit 16.4 kB\n" in err
+    assert why["cheapest_change"]["change"] == "--cluster 2x2" and why["cheapest_change"]["least_state_bytes"] == 8192
+    assert not rows(tmp_path / "store") and not (tmp_path / "none.json").exists()
+
+
+def test_the_plain_answer_comes_before_anything_is_measured_for_a_change(inside, capsys, monkeypatch):
+    made, make_profile = [], shared.make_profile
+
+    def once(*arguments, **changes):
+        if made:
+            raise KeyboardInterrupt
+        made.append(changes)
+        return make_profile(*arguments, **changes)
+
+    monkeypatch.setattr(shared, "make_profile", once)
+    code, out, err = run_here(capsys, "plan", "tiny.py:model", *BATCH, *STORE, *PROFILING, "--memory", "16384", "-o", "none.json")
+    assert code == 130 and made
+    assert out.startswith("infeasible: The least peak of any plan is ") and "peak per device" in out
+    assert "looking for the cheapest change that fits" in err
+
+
 # ---- bad input -----------------------------------------------------------------------------------------------------
 
 PLAN = ["plan", "tiny.py:model", "--profile", "profile.json"]
@@ -250,6 +314,10 @@ PLAN = ["plan", "tiny.py:model", "--profile", "profile.json"]
         ("cluster-nodes", [*PLAN, "--cluster", "2x0"]),
         ("memory-syntax", [*PLAN, *BATCH, "--memory", "much"]),
         ("plan-algorithm", [*PLAN, *BATCH, "--algorithm", "autostage", "--objective", "pareto"]),
+        ("plan-algorithm", [*PLAN, *BATCH, "--algorithm", "mcap", "--objective", "throughput"]),
+        ("plan-algorithm", [*PLAN, *BATCH, "--algorithm", "autostage", "--mode", "paper"]),
+        ("plan-algorithm", [*PLAN, *BATCH, "--algorithm", "autostage", "--merge-layers", "2"]),
+        ("recommend-objective", [*PLAN, *BATCH, "--objective", "pareto", "--mode", "paper"]),
         ("profile-no-times", [*PLAN, *BATCH, "--algorithm", "autostage"]),
         ("profile-choice", [*PLAN, *BATCH, "--remat", "full"]),
         ("profile-choice", [*PLAN, *BATCH, "--shard-params"]),
@@ -392,7 +460,11 @@ def rows(store: Path, of: str = "") -> dict[str, float]:
     if not store.exists():
         return {}
     try:
-        return dict(sqlite3.connect(store, timeout=10).execute("SELECT key, seconds FROM measurements WHERE value LIKE ?", (f"%{of}%",)))
+        return dict(
+            sqlite3.connect(store, timeout=TIMEOUT_SECONDS).execute(
+                "SELECT key, seconds FROM measurements WHERE value LIKE ?", (f"%{of}%",)
+            )
+        )
     except sqlite3.OperationalError:  # the table is being made
         return {}
 
@@ -416,7 +488,7 @@ def test_a_killed_profile_resumes_and_measures_only_what_is_missing(done, tmp_pa
     while len(rows(store)) < 3 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=60)  # returns once the worker, which holds the other end, has ended as well
+    process.communicate(timeout=TIMEOUT_SECONDS)  # returns once the worker, which holds the other end, has ended as well
     assert process.returncode == -signal.SIGKILL
     before = rows(store)
     assert len(before) >= 3
@@ -453,6 +525,12 @@ def test_the_store_is_in_the_cache_folder_unless_it_is_named(monkeypatch, tmp_pa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert shared.open_store(SimpleNamespace(store=None)).path == tmp_path / "capture" / "store.sqlite"
     assert shared.open_store(SimpleNamespace(store=tmp_path / "mine")).path == tmp_path / "mine"
+
+
+def test_one_device_is_planned_for_where_no_cluster_is_named_and_that_is_said(capsys):
+    options = SimpleNamespace(cluster=None, target="CPU", quiet=False)
+    assert shared.read_cluster(options) == shared.read_cluster(options) == Cluster((1,), "cpu")
+    assert capsys.readouterr().err == "for one device (--cluster 1x1); --cluster NxG is for N nodes of G devices\n"
 
 
 def test_a_batch_defaults_to_sixteen_examples_per_microbatch():

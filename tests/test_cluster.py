@@ -20,18 +20,34 @@ def test_the_text_of_a_cluster_is_read_back(cluster):
 
 
 @pytest.mark.parametrize(
-    ("text", "nodes", "written"), [("4x8", (8, 8, 8, 8), "4x8"), ("3", (3,), "1x3"), ("4+2", (4, 2), "4+2"), ("2+2", (2, 2), "2x2")]
+    ("text", "nodes", "written"),
+    [
+        ("4x8", (8, 8, 8, 8), "4x8"),
+        ("3", (3,), "1x3"),
+        ("4+2", (4, 2), "4+2"),
+        ("2+2", (2, 2), "2x2"),
+        ("2*8", (8, 8), "2x8"),
+        (" 2 X 8 ", (8, 8), "2x8"),
+        ("2×8", (8, 8), "2x8"),
+        ("4 + 2", (4, 2), "4+2"),
+    ],
 )
 def test_notations(text, nodes, written):
     assert Cluster.parse(text).nodes == nodes
     assert str(Cluster.parse(text)) == written
 
 
-@pytest.mark.parametrize("text", ["", "x", "4x", "4x4x4", "4 x 4", "-1x2", "4+", "+4", "2x2+4", "four"])
-def test_other_texts_are_refused(text):
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [(text, "") for text in ("", "x", "4x", "-1x2", "4+", "+4", "2x2+4", "four")]
+    + [("2x8x1", " Did you mean 2x8?"), ("4*4*2", " Did you mean 4x8?"), ("4, 2", " Did you mean 4+2?")],
+)
+def test_other_texts_are_refused_and_the_nearest_is_offered(text, meant):
     with pytest.raises(ClusterError) as caught:
         Cluster.parse(text)
-    assert str(caught.value) == (f"cluster={text!r} is neither NxG (4x4: 4 nodes of 4 devices) nor a list of nodes (4+2). [cluster-syntax]")
+    assert str(caught.value) == (
+        f"cluster={text!r} is neither NxG (4x4: 4 nodes of 4 devices) nor a list of nodes (4+2).{meant} [cluster-syntax]"
+    )
 
 
 @pytest.mark.parametrize(("text", "nodes"), [("0x4", ()), ("2x0", (0, 0)), ("4+0", (4, 0))])

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from timeouts import TIMEOUT_SECONDS
 
 from capture import environment
 
@@ -81,7 +82,9 @@ def test_a_prepared_process_has_the_devices():
         "print(json.dumps([jax.device_count('cpu'), environment.check() == [], list(environment.active_flags())]))"
     )
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    output = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, timeout=120).stdout
+    output = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, timeout=TIMEOUT_SECONDS
+    ).stdout
     required = environment.required_xla_flags(environment.versions()["jax"])
     assert json.loads(output) == [3, True, list(required)]
 
@@ -114,3 +117,10 @@ def test_ray_reports_to_nobody_unless_the_user_says_so(monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     environment.prepare_ray(local=True)
     assert (os.environ["RAY_USAGE_STATS_ENABLED"], os.environ["RAY_AUTH_MODE"]) == ("0", "token")
+
+
+def test_patience_grows_with_the_load_alone(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    for load, allowed in ((0.1, 10), (2, 10), (20, 100)):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 99, 99))
+        assert environment.patience(10) == allowed

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pipeline_models import pipeline
 from test_pipeline import compare
 from test_target_compile import REPOSITORY, require
+from timeouts import TIMEOUT_SECONDS
 
 from capture.choices import StageChoice
 from capture.errors import TracingError
@@ -334,7 +335,7 @@ def measured(name: str, *attention: str) -> dict[str, Any]:
     env = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     env["PYTHONPATH"] = str(REPOSITORY)
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, name, *attention], cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=600
+        [sys.executable, "-c", SCRIPT, name, *attention], cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -9,6 +9,7 @@ import sys
 from importlib.util import find_spec
 
 import pytest
+from timeouts import TIMEOUT_SECONDS
 
 import capture
 
@@ -67,7 +68,7 @@ def loaded_by(modules: list[str], frameworks: tuple[str, ...] = FRAMEWORKS) -> s
     """The frameworks that are loaded in a fresh process once it has imported the modules."""
     code = f"import sys, {', '.join(modules)}\nprint(*(name for name in {frameworks} if name in sys.modules))"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    process = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, timeout=120)
+    process = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, timeout=TIMEOUT_SECONDS)
     return set(process.stdout.split())
 
 

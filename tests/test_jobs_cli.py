@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from timeouts import TIMEOUT_SECONDS
 
 from capture.cli.main import build_parser, main
 from capture.cli.progress import Events, Tally
@@ -195,7 +196,8 @@ def test_a_profile_without_a_measurement_is_written_ends_with_1_and_names_it(ins
 
 def test_missing_and_superfluous_arguments_are_refused(inside, capsys):
     for arguments, says in (
-        (["profile"], "WORKLOAD and --cluster is missing"),
+        (["profile"], "WORKLOAD is missing"),
+        (["profile", "--cluster", "1x1", "--jobs", "jobs.toml"], "leave"),
         (["profile", *QUESTION, "--jobs", "jobs.toml"], "leave"),
         (["profile", "--jobs", "jobs.toml", "--target", "h100", "--remat", "full"], "--target, --remat beside --jobs would hold for no"),
     ):
@@ -211,13 +213,13 @@ def test_a_terminated_profile_ends_in_order(inside):
     command = [sys.executable, "-m", "capture", "profile", "pipeline_models:mlp?num_blocks=8", *QUESTION[1:], "--quiet", "--workers", "1"]
     command += ["--store", "terminated.sqlite", "--events", "terminated.jsonl"]
     process = subprocess.Popen(command, cwd=inside, env=env, stderr=subprocess.PIPE, text=True)
-    events, deadline = inside / "terminated.jsonl", time.monotonic() + 240
+    events, deadline = inside / "terminated.jsonl", time.monotonic() + TIMEOUT_SECONDS
     while (
         '"state": "done"' not in (events.read_text() if events.exists() else "") and process.poll() is None and time.monotonic() < deadline
     ):
         time.sleep(0.05)
     process.terminate()
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == 128 + signal.SIGTERM
     assert err.endswith("terminated; finished measurements are kept, the same command resumes\n")
     assert json.loads(events.read_text().splitlines()[-1])["exit_code"] == 143

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from timeouts import TIMEOUT_SECONDS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -68,7 +69,9 @@ def compiled():
     if not (find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin")):
         pytest.skip("the compiler of cuda targets is not installed: pip install 'capture-jax[cuda-targets]'")
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "XLA_FLAGS": ""}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -28,12 +28,20 @@ def test_a_size_is_read(text, nbytes):
     assert parse_bytes(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1", "1e9", "40 G B", "4,0GB", "40PB", "nan"])
-def test_what_is_no_size_is_refused(text):
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        *((text, "") for text in ("", "GB", "-1", "1e9", "40PB", "nan")),
+        ("40 G B", " Did you mean 40GB?"),
+        ("4,5GB", " Did you mean 4.5GB?"),
+        ("80,000 MiBs", " Did you mean 80000MiB?"),
+    ],
+)
+def test_what_is_no_size_is_refused_and_the_nearest_offered(text, meant):
     with pytest.raises(PlanError) as error:
         parse_bytes(text)
     assert str(error.value) == (
-        f"memory={text!r} is no size; write bytes, or a number with KB, MB, GB, TB, KiB, MiB, GiB or TiB. [memory-syntax]"
+        f"memory={text!r} is no size; write bytes, or a number with KB, MB, GB, TB, KiB, MiB, GiB or TiB.{meant} [memory-syntax]"
     )
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from timeouts import TIMEOUT_SECONDS
 
 from capture.errors import ProfileError
 from capture.workload import WorkloadSpec
@@ -25,7 +26,6 @@ from profiling_runs.ray_pool import Demand, travelling
 from profiling_runs.where import Where, setting_of
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-TIMEOUT_SECONDS = 300
 
 WORKLOAD = """
 from types import SimpleNamespace

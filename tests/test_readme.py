@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from timeouts import TIMEOUT_SECONDS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-TIMEOUT_SECONDS = 300
 
 
 class Block(NamedTuple):

@@ -8,6 +8,7 @@ from itertools import accumulate, islice, product
 
 import numpy as np
 import pytest
+from report_plans import planted_profile
 from search_kit import brute_force, every_plan
 from synthetic_profiles import Planted, hybrid
 
@@ -23,7 +24,8 @@ from capture.sampling import DrawnStage, random_plans
 from capture.schedule import SCHEDULES
 from profiling_runs.profile import divisor_choices, plan_of
 from recommender import baseline_plan, recommend
-from recommender.recommendation import search_problem
+from recommender.autostage import LABEL
+from recommender.recommendation import MODES, OBJECTIVES, SEARCH_NAMES, SEARCHES, search_names, search_of, search_problem
 
 BATCH = {"global_batch_size": 128, "num_microbatches": 8}
 
@@ -222,6 +224,54 @@ def test_what_the_profile_lacks_is_named():
     assert codes_of(lambda: recommend(profile, cluster, **BATCH, algorithm="guess")) == ("search-algorithm",)
     fours = Planted(4).profile([StageChoice(4, 1)])
     assert codes_of(lambda: recommend(fours, cluster, **BATCH)) == ("profile-degrees",)
+
+
+def test_an_algorithm_answers_its_own_objectives_alone():
+    """No algorithm is left out silently: every pair is in the table, or refused with the names of those that answer."""
+    profile, cluster = with_paper(), Cluster((4,))
+    for objective in (*OBJECTIVES, None):
+        for mode in MODES:
+            for algorithm in SEARCH_NAMES:
+                if any((m, name) == (mode, algorithm) and objective in (None, of) for of, m, name in SEARCHES):
+                    continue
+                asked = {"objective": objective, "mode": mode, "algorithm": algorithm}
+                codes = codes_of(lambda asked=asked: recommend(profile, cluster, **BATCH, **asked))
+                assert codes == (("recommend-objective",) if objective and not search_names(objective, mode) else ("plan-algorithm",))
+    with pytest.raises(CaptureError) as error:
+        recommend(profile, cluster, **BATCH, objective="throughput", algorithm="mcap")
+    assert str(error.value) == (
+        "algorithm='mcap' does not search for objective='throughput' in mode='default'; choose throughput or autostage. [plan-algorithm]"
+    )
+    options = {"algorithm": "autostage", "merge_layers": 2, "any_divisor": True}
+    assert codes_of(lambda: recommend(profile, cluster, **BATCH, **options)) == ("plan-algorithm", "plan-algorithm")
+    assert search_of("memory", "paper", None) == ("memory", "paper", "minmax")
+
+
+def test_the_algorithm_that_is_named_is_the_one_that_answers():
+    profile, cluster = a_profile(4, 2), Cluster((2,))
+    for algorithm in ("minmax", "enumerate", "mcap", "mcap-bf"):
+        assert recommend(profile, cluster, **BATCH, algorithm=algorithm).search.algorithm == algorithm
+    timed, nodes = planted_profile(8, max_devices=2), Cluster((2, 2))
+    for options, name in (
+        ({"objective": "throughput"}, "throughput"),
+        ({"objective": "pareto", "algorithm": "throughput"}, "throughput"),
+        ({"objective": "throughput", "algorithm": "autostage"}, f"autostaging ({LABEL})"),
+        ({"algorithm": "autostage"}, f"autostaging ({LABEL})"),
+    ):
+        assert recommend(timed, Cluster(nodes.nodes, timed.target), **BATCH, **options).search.algorithm == name
+
+
+def test_every_plan_that_may_be_written_has_its_prediction():
+    """So that ``run`` can show it beside what it measures."""
+    timed = planted_profile(8, max_devices=2)
+    cluster = Cluster((2, 2), timed.target)
+    plans = [recommend(timed, cluster, **BATCH, **of).plan for of in ({"objective": "pareto"}, {"algorithm": "autostage"})]
+    plans += [recommend(with_paper(), Cluster((4,)), **BATCH, schedule="gpipe", mode=mode).plan for mode in MODES]
+    executed = replace(with_paper(), measurements={})  # runs alone
+    plans += [recommend(executed, Cluster((4,)), **BATCH, schedule="gpipe", mode="paper").plan]
+    plans += [baseline_plan(timed, cluster, **BATCH, schedule="1f1b")]
+    for plan in plans:
+        assert len(plan.prediction["peak_bytes_per_device"]) == plan.cluster.num_devices == 4
 
 
 # ---- baselines -----------------------------------------------------------------------------------------------------

@@ -15,11 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from report_plans import GB, planted_profile, predicted_plan, verified, written_plan
+from timeouts import TIMEOUT_SECONDS
 
 from capture.choices import StageChoice
 from capture.cli.main import main
 from capture.cluster import Cluster
 from capture.errors import CaptureError
+from capture.extras import install_command
 from capture.plan import Plan, StagePlan
 from capture.predictor import AdditivePredictor
 from capture.predictor.step_time import predicted_timeline
@@ -385,7 +387,7 @@ def rendered(html: str, folder: Path) -> tuple[str, list[str]]:
     (folder / "report.html").write_text(html, encoding="utf-8")
     command = [browser(), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=60000"]
     command += [f"--user-data-dir={folder / 'browser'}", "--dump-dom", (folder / "report.html").as_uri()]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
     assert process.returncode == 0, process.stderr
     return process.stdout, re.findall(r"CONSOLE:\d+\] (.*)", process.stderr)
 
@@ -457,19 +459,26 @@ def error_of(arguments, capsys) -> str:
     return err
 
 
-def test_a_plan_without_a_prediction_is_told_how_to_get_one(files, plan, capsys):
-    plan.with_(prediction=None).save("bare.json")
-    assert error_of(["report", "bare.json"], capsys) == (
-        "error: the plan has no prediction, which is what is shown; add it with capture predict PLAN --profile FILE -o PLAN. "
-        "[report-prediction]\n"
-    )
+def test_a_plan_without_a_prediction_is_predicted(files, plan, capsys):
+    """By the profile that is given; without one, what is to be profiled is said, and must be there."""
+    plan.with_(prediction=None, why=None, verification=None).save("bare.json")
+    Plan.load("bare.json").with_(prediction=plan.prediction).save("predicted.json")
+    shown = [run(["report", name, "--profile", "profile.json"], capsys) for name in ("bare.json", "predicted.json")]
+    assert shown[0] == shown[1] and shown[0][0] == 0
+    with pytest.raises(CaptureError, match=r"\[report-prediction\]$"):
+        report_facts(Plan.load("bare.json"))
+    said, refused = error_of(["report", "bare.json"], capsys).splitlines()
+    assert said == f"the plan has no prediction and there is no --profile: profiling {plan.workload} for its stages"
+    assert refused.endswith("[workload-file]")
+    Plan.load("bare.json").with_(workload=None).save("bare.json")
+    assert error_of(["report", "bare.json"], capsys).endswith("[plan-workload]\n")
 
 
 def test_a_missing_plotly_is_told_how_to_install(files, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly", None)
     monkeypatch.delitem(sys.modules, "plotly.offline", raising=False)
     assert error_of(["report", "plan.json", "-o", "report.html"], capsys) == (
-        "error: plotly is not installed, and the page is drawn with it: pip install 'capture-jax[report]'. Without -o, a table is printed. "
+        f"error: plotly is not installed, and the page is drawn with it: {install_command('report')}. Without -o, a table is printed. "
         "[report-plotly]\n"
     )
     assert not (files / "report.html").exists()
@@ -509,6 +518,6 @@ def test_the_table_needs_neither_jax_nor_plotly(files):
     code = "import sys\nfrom capture.cli.main import main\nmain(['report', 'plan.json', '--profile', 'profile.json'])\n"
     code += "print(*(name for name in ('jax', 'sklearn', 'plotly') if name in sys.modules), file=sys.stderr)"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    process = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, timeout=120)
+    process = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, timeout=TIMEOUT_SECONDS)
     assert process.stderr.split() == []
     assert process.stdout.startswith("models/gpt.py:gpt?size=2.6B on 2x4 a100-40g, 1f1b, 8 micro-batches of 16\nstage ")

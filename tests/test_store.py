@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from timeouts import TIMEOUT_SECONDS
 
 from capture.errors import ProfileError
 from capture.store import STORE_SCHEMA_VERSION, Store
@@ -118,7 +119,7 @@ def start_writer(path: Path, name: str, count: int) -> subprocess.Popen:
 def test_processes_that_open_a_new_store_at_once_all_write(path):
     writers = [start_writer(path, str(n), 30) for n in range(3)]
     for writer in writers:
-        writer.communicate(timeout=60)
+        writer.communicate(timeout=TIMEOUT_SECONDS)
     assert [writer.returncode for writer in writers] == [0, 0, 0]
     assert len(Store(path)) == 90
 
@@ -127,7 +128,7 @@ def test_what_was_finished_survives_a_killed_writer(path):
     writer = start_writer(path, "key", 10**6)
     seen = [int(writer.stdout.readline()) for _ in range(50)]
     os.kill(writer.pid, signal.SIGKILL)
-    writer.communicate(timeout=60)
+    writer.communicate(timeout=TIMEOUT_SECONDS)
     assert writer.returncode == -signal.SIGKILL
     store = Store(path)
     assert store.get(f"key {i}" for i in seen) == {f"key {i}": i for i in range(50)}

@@ -135,3 +135,30 @@ def test_headroom_of_a_given_limit_and_of_none():
     assert Headroom.of([5], [(5, 5)], 1.0, 8, None).to_json()["limit_source"] == "given"
     assert str(Headroom.of([5], [(5, 5)], 1.0, 8, None)) == "fits: 3 B of 8 B left, 3 B at worst (compiled)"
     assert Headroom.of([5], [(5, 5)], 1.0, None, None) is None
+
+
+# ---- names ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "name"), [("H100", "h100"), ("A100-80GB", "a100-80g"), ("NVIDIA A100 40GB", "a100-40g"), ("tpu-v5e", "v5e"), ("CPU", "cpu")]
+)
+def test_a_target_is_known_by_other_spellings_of_its_name(given, name):
+    """Everywhere: a plan, a profile and a key hold one name."""
+    assert Target.load(given) is Target.load(name)
+    assert Cluster.parse("1x2", given) == Cluster((2,), name) and Cluster((2,), given).target == name
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("a100", " Did you mean a100-40g or a100-80g?"),  # not decided for the user: half the memory, or twice
+        ("v100", " Did you mean v100-32g?"),
+        ("H100-80GB", " Did you mean h100?"),
+        ("v5ee", " Did you mean v5e?"),
+        ("cpu:8", " Did you mean --target cpu --cluster 1x8?"),
+        ("mine", ""),
+    ],
+)
+def test_the_nearest_targets_are_offered(given, meant):
+    assert message(lambda: Target.load(given)).endswith(f"or give the path of a target file (.json).{meant} [target-unknown]")

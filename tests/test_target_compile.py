@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from timeouts import TIMEOUT_SECONDS
 
 from capture.errors import TargetError
+from capture.extras import install_command
 from capture.profiler.report import MemoryReport, parse_report, read_report
 from capture.profiler.report_compiler import ReportCompiler
 from capture.runtime.hlo_work import group_of, shape_bytes, work_of_text
@@ -70,7 +73,7 @@ def measured():
             env = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")}
             env["PYTHONPATH"] = str(REPOSITORY)
             done = subprocess.run(
-                [sys.executable, "-c", SCRIPT, name], cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=600
+                [sys.executable, "-c", SCRIPT, name], cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
             )
             assert done.returncode == 0, done.stderr
             found[name] = json.loads(done.stdout)
@@ -147,7 +150,7 @@ def test_the_parser_reads_what_this_version_of_jax_dumps(tmp_path):
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=TIMEOUT_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     arguments, outputs, temporaries = map(int, done.stdout.split())
@@ -214,7 +217,8 @@ def test_a_missing_compiler_is_said_with_the_command_that_installs_it(monkeypatc
     from capture.profiler import target_devices
 
     monkeypatch.setattr(target_devices, "find_spec", lambda name: None)
-    with pytest.raises(TargetError, match=rf"it needs no device: pip install 'capture-jax\[{platform}-targets\]'\. \[target-missing\]$"):
+    says = re.escape(f"it needs no device: {install_command(f'{platform}-targets')}. [target-missing]")
+    with pytest.raises(TargetError, match=f"{says}$"):
         target_devices.devices_of(Target.load({"cuda": "h100", "tpu": "v5e"}[platform]), 1)
 
 

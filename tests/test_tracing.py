@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
+from timeouts import TIMEOUT_SECONDS
 
 from capture.errors import TracingError
 from capture.graph import LayerGraph, item_bytes
@@ -369,7 +370,7 @@ def test_hashes_are_stable_over_processes():
     )
     root = Path(__file__).parents[1]
     env = {**os.environ, "PYTHONPATH": str(root), "PYTHONHASHSEED": "7", "JAX_PLATFORMS": "cpu"}
-    result = subprocess.run([sys.executable, "-c", program], env=env, cwd=root, capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", program], env=env, cwd=root, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
     assert result.returncode == 0, result.stderr
     for name, line in zip(names, result.stdout.strip().splitlines(), strict=True):
         model = traced(name)
@@ -391,6 +392,37 @@ def test_automatic_cutting_unrolls_a_scan_only_if_it_must():
     assert [p.name for p in whole.graph.params] == ["head", "layers/b", "layers/w"]
     four = trace(models.scanned(marked=False), B, num_layers=4)
     assert len(four.graph.params) == 9
+
+
+@pytest.mark.parametrize(
+    ("blocks", "num_devices", "num_layers"),
+    # The blocks themselves; a multiple that is enough for the devices; no more than 32, and then a divisor; two products each, no more.
+    [(12, 1, 12), (12, 16, 24), (5, 1, 10), (96, 8, 32), (40, 1, 20), (3, 1, 6), (1, 4, 2)],
+)
+def test_a_loss_without_marks_is_cut_into_a_sensible_number_of_layers(blocks, num_devices, num_layers):
+    def loss(params, batch):
+        x = batch[0]
+        for up, down in params:
+            x = x + jnp.tanh(x @ up) @ down
+        return jnp.mean(x)
+
+    def init(key):
+        return [(jnp.zeros((models.D, 8)), jnp.zeros((8, models.D)))] * blocks
+
+    workload = models.workload(loss, init, models.vectors_batch)
+    model = trace(workload, B, num_devices=num_devices)
+    assert model.auto_layers and model.graph.num_layers == num_layers
+    if blocks == 12:
+        same = trace(workload, B, model.graph.num_layers)
+        assert same.graph.model_hash == model.graph.model_hash == trace(workload, B, unmarked_layers=num_layers).graph.model_hash
+        assert trace(workload, 4 * B, num_devices=num_devices).graph.num_layers == num_layers
+
+
+def test_the_number_sees_into_scans_and_leaves_marks_alone():
+    assert trace(models.scanned(num_layers=16, marked=False), B).graph.num_layers == 16
+    marked = trace(models.scanned(num_layers=4), B, num_devices=64)
+    assert not marked.auto_layers
+    assert marked.graph.num_layers == trace(models.scanned(num_layers=4), B).graph.num_layers
 
 
 def residuals(stage: StageSlice, model: TracedModel, remat: str) -> list[tuple]:
@@ -541,10 +573,15 @@ def test_nothing_is_allocated():
 
 ERRORS = [
     (
-        lambda: trace(models.repeated(), B),
-        "the loss has 0 layer marks and none of them divides it; mark the boundaries in the model with "
-        'jax.ad_checkpoint.checkpoint_name(x, "layer_boundary"), or give num_layers (--num-layers) to cut it automatically. '
-        "[trace-no-marks]",
+        lambda: trace(loss_workload(lambda p, b: jnp.mean(models.mark(b[0]) @ p["w"])), B),
+        "the loss has 1 layer marks and none of them divides it; mark the boundaries in the model with "
+        'jax.ad_checkpoint.checkpoint_name(x, "layer_boundary"), or leave the marks out or give num_layers (--num-layers), to cut it '
+        "automatically. [trace-no-marks]",
+    ),
+    (
+        lambda: trace(loss_workload(lambda p, b: jnp.mean(b[0])), B),
+        "the loss has no layer marks, and no operation in it applies a parameter to data, so that there is nothing to cut; check that "
+        "loss_fn(params, batch) uses its parameters. [trace-no-marks]",
     ),
     (
         lambda: trace(loss_workload(lambda p, b: b[0] @ p["w"]), B),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import shlex
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from capture import extras
 from capture.errors import WorkloadError
+from capture.extras import install_command
 from capture.workload import WorkloadProtocol, WorkloadSpec, check_workload, takes_key
 
 MODEL = """
@@ -180,3 +184,30 @@ def test_a_loss_takes_a_key_if_it_has_a_third_positional_parameter():
     losses = (three, two, option, keyword, functools.partial(three, key=0), functools.partial(two))
     tasks = [SimpleNamespace(loss_fn=loss, init=None, batch=None, optimizer=None) for loss in losses]
     assert [takes_key(task) for task in tasks] == [True, False, False, False, False, False]
+
+
+def test_a_missing_extra_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch):
+    """Also where the file imports it only when the function is called, and where the name is that of a module."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "flax", None)
+    (tmp_path / "early_flax.py").write_text("import flax.linen\n\ndef model():\n    pass\n")
+    (tmp_path / "late_flax.py").write_text("def model():\n    import flax\n")
+    for location in (f"{tmp_path}/early_flax.py", f"{tmp_path}/late_flax.py", "early_flax"):
+        said = message(WorkloadSpec(location, "model").load)
+        assert said == (
+            f"workload '{location}:model' cannot be loaded: 'flax' is not installed; it comes with an extra: {install_command('models')}. "
+            "[workload-extra]"
+        )
+    (tmp_path / "other.py").write_text("import no_such_module_here\n")
+    with pytest.raises(ModuleNotFoundError):  # the user's own affair
+        WorkloadSpec(f"{tmp_path}/other.py", "model").load()
+
+
+def test_the_command_is_that_of_a_checkout_or_of_an_installed_package(tmp_path, monkeypatch):
+    checkout = Path(extras.__file__).resolve().parent.parent
+    monkeypatch.chdir(checkout)
+    assert install_command("models") == "pip install -e '.[models]'"
+    monkeypatch.chdir(tmp_path)
+    assert install_command("models") == f"pip install -e {shlex.quote(f'{checkout}[models]')}"
+    monkeypatch.setattr(extras, "__file__", str(tmp_path / "site-packages" / "capture" / "extras.py"))
+    assert install_command("ray") == "pip install 'capture-jax[ray]'"

@@ -1,4 +1,7 @@
-"""What differs between two plans, and peaks per device, headroom and step time side by side."""
+"""What differs between two plans, and peaks per device, headroom and step time side by side.
+
+A plan without a prediction, such as one written by hand, is predicted, and for that profiled unless --profile is given.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from capture.cli import options as shared
 from capture.cli.output import emit, table
 from capture.errors import CaptureError, ProfileError, Violation
 from capture.plan import Plan
@@ -21,8 +25,8 @@ HELP = "compare two plans: decisions, memory and time"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("first", type=Path, metavar="A", help="plan file with a prediction")
-    parser.add_argument("second", type=Path, metavar="B", help="plan file with a prediction")
+    parser.add_argument("first", type=Path, metavar="A", help="plan file")
+    parser.add_argument("second", type=Path, metavar="B", help="plan file")
     parser.add_argument(
         "--profile",
         type=Path,
@@ -32,27 +36,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measurements of the model, for step times; give it twice where the plans need different ones",
     )
     parser.add_argument("--memory", metavar="SIZE", help="limit per device (default: what each target's devices can use)")
+    shared.add_plan_workload(parser)
+    shared.add_store(parser)
+    shared.add_profiling(parser)
 
 
 def main(options: argparse.Namespace) -> int:
     from capture.report.difference import compare
 
     limit = None if options.memory is None else parse_bytes(options.memory)
-    first, second = _facts((options.first, options.second), _profiles(options.profile), limit)
+    first, second = _facts(options, (options.first, options.second), _profiles(options.profile), limit)
     document = compare(first, second)
     emit(options, document, as_text(first, second))
     return 0
 
 
-def _facts(paths: Sequence[Path], profiles: Sequence[Profile | None], limit: int | None) -> list[ReportFacts]:
+def _facts(options: argparse.Namespace, paths: Sequence[Path], profiles: Sequence[Profile | None], limit: int | None) -> list[ReportFacts]:
     """Of both plans; what is wrong with either is raised at once, under the name of its file."""
     from capture.report.data import report_facts
 
     found, violations = [], []
-    for path, profile in zip(paths, profiles, strict=True):
-        plan = Plan.load(path)
+    plans = [Plan.load(path) for path in paths]
+    if any(plan.prediction is None and profile is None for plan, profile in zip(plans, profiles, strict=True)):
+        shared.prepare(*(plan.cluster for plan in plans))  # once: the first of them would decide for both
+    for path, plan, profile in zip(paths, plans, profiles, strict=True):
         try:
-            found.append(report_facts(plan, profile, limit))
+            found.append(report_facts(*shared.with_prediction(options, plan, profile), limit))
         except CaptureError as error:
             violations += [Violation(f"{str(path)!r}: {violation.message}", violation.code) for violation in error.violations]
     CaptureError.check(violations)

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from capture import environment
+from capture.choices import StageChoice
+from capture.cli.output import say
+from capture.cli.progress import progress
 from capture.cluster import Cluster
 from capture.errors import PlanError, ProfileError, Violation
 from capture.plan import REMAT_POLICIES, TENSOR_PARALLEL_RULES, Plan, Remat, TensorParallelRule, batch_violations
@@ -26,6 +29,7 @@ ENDED_EARLY = {"store-write", "profile-worker", "ray-lost"}
 DEFAULT_NEIGHBOURS = 2
 DEFAULT_CALIBRATION_PLANS = 12
 DEFAULT_MICROBATCHES = 16
+ONE_DEVICE = "1x1"
 DEFAULT_MICROBATCH_SIZE = 16
 
 
@@ -33,7 +37,12 @@ def add_workload(parser: argparse.ArgumentParser, required: bool = True) -> None
     parser.add_argument(
         "workload", metavar="WORKLOAD", nargs=None if required else "?", help="path/to/file.py:function?key=value or module:function"
     )
-    parser.add_argument("--num-layers", type=int, metavar="L", help="cut into L layers automatically (default: at the model's marks)")
+    parser.add_argument(
+        "--num-layers",
+        type=int,
+        metavar="L",
+        help="cut into L layers of nearly equal work (default: at the model's marks; without marks a number is chosen, and said)",
+    )
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
@@ -44,8 +53,8 @@ def add_plan_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workload", metavar="WORKLOAD", help="of the plan, if it names none or the file has moved")
 
 
-def add_cluster(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    parser.add_argument("--cluster", required=required, metavar="NxG", help="N nodes of G devices, or a list of nodes such as 4+2")
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cluster", metavar="NxG", help="N nodes of G devices, or a list of nodes such as 4+2 (default: one device)")
     parser.add_argument(
         "--target",
         default="cpu",
@@ -63,9 +72,9 @@ def add_question(
     remats: Sequence[str] = REMAT_POLICIES,
     required: bool = True,
 ) -> None:
-    """What is asked (model, cluster, batch, schedule), and how its measurements are made; ``required`` is of model and cluster."""
+    """What is asked (model, cluster, batch, schedule), and how its measurements are made; ``required`` is of the model."""
     add_workload(parser, required)
-    add_cluster(parser, required)
+    add_cluster(parser)
     add_batch(parser, schedules, schedule, remats)
     add_store(parser)
     add_profiling(parser)
@@ -109,7 +118,10 @@ def add_store(parser: argparse.ArgumentParser) -> None:
         "--accelerator", metavar="TYPE", help="with --ray and --backend run: Ray's name of the target's devices, such as A100"
     )
     parser.add_argument(
-        "--job-timeout", type=at_least(1), metavar="S", help="seconds after which a worker is ended that is not done (default: 3600)"
+        "--job-timeout",
+        type=at_least(1),
+        metavar="S",
+        help="seconds after which a worker is ended that is not done, more where the machine is busy (default: 3600)",
     )
 
 
@@ -154,18 +166,24 @@ def several(least: int) -> Callable[[str], tuple[int, ...]]:
 
 
 def read_cluster(options: argparse.Namespace) -> Cluster:
-    """The cluster, of a known target.
+    """The cluster, of a known target; one device, and that is said, where none is named.
 
     Raises:
         TargetError: as ``Target.load``.
     """
     Target.load(options.target)
+    if options.cluster is None:
+        options.cluster = ONE_DEVICE
+        say(options, f"for one device (--cluster {ONE_DEVICE}); --cluster NxG is for N nodes of G devices")
     return Cluster.parse(options.cluster, resolved_target(options.target, Path()))
 
 
-def prepare(cluster: Cluster) -> None:
-    """Make this process one that compiles for the cluster: as many virtual devices, and no search for devices that need not be there."""
-    environment.prepare(num_devices=cluster.num_devices, platform=Target.load(cluster.target).platform)
+def prepare(*clusters: Cluster) -> None:
+    """Make this process one that compiles for the clusters: as many virtual devices, and no search for devices that need not be there."""
+    platforms = {Target.load(cluster.target).platform for cluster in clusters}
+    environment.prepare(
+        num_devices=max(cluster.num_devices for cluster in clusters), platform=max(platforms, key=lambda platform: platform != "cpu")
+    )
 
 
 def read_batch(options: argparse.Namespace) -> tuple[int, int]:
@@ -199,6 +217,45 @@ def open_plan_measurements(options: argparse.Namespace, plan: Plan, progress: An
         plan.num_layers if plan.auto_layers else None,
         plan.tensor_parallel_rule,
         progress,
+        unmarked_layers=plan.num_layers,
+    )
+
+
+def with_prediction(options: argparse.Namespace, plan: Plan, profile: Profile | None) -> tuple[Plan, Profile | None]:
+    """A plan with a prediction, and the profile that is known by then: one by hand is predicted, and profiled for that if need be.
+
+    ``options`` are those of ``add_plan_workload``, ``add_store`` and ``add_profiling``.
+
+    Raises:
+        PlanError: ``plan-workload`` if there is nothing to profile.
+    """
+    if plan.prediction is not None:
+        return plan, profile
+    if profile is None:
+        say(
+            options, f"the plan has no prediction and there is no --profile: profiling {workload_of(plan, options.workload)} for its stages"
+        )
+        profile = _profile_of(options, plan)
+    from recommender.recommendation import predict_plan
+
+    return plan.with_(prediction=predict_plan(profile, plan).to_json()), profile
+
+
+def _profile_of(options: argparse.Namespace, plan: Plan) -> Profile:
+    """A profile of the degrees that a plan's stages have."""
+    measurements = open_plan_measurements(options, plan, progress(options))
+    from profiling_runs import profile
+    from profiling_runs.verify import check_model
+
+    check_model(plan, measurements)
+    return profile(
+        workload_of(plan, options.workload),
+        plan.cluster,
+        microbatch_size=plan.microbatch_size,
+        choices=sorted({StageChoice.of(stage) for stage in plan.stages}),
+        num_neighbours=options.neighbours,
+        calibration_plans=options.calibration_plans,
+        measurements=measurements,
     )
 
 
@@ -210,7 +267,13 @@ def open_question_measurements(options: argparse.Namespace, cluster: Cluster, pr
 
 
 def _open_measurements(
-    options: argparse.Namespace, spec: WorkloadSpec, cluster: Cluster, num_layers: int | None, rule: TensorParallelRule, progress: Any
+    options: argparse.Namespace,
+    spec: WorkloadSpec,
+    cluster: Cluster,
+    num_layers: int | None,
+    rule: TensorParallelRule,
+    progress: Any,
+    unmarked_layers: int | None = None,
 ) -> Any:
     prepare(cluster)
     from profiling_runs.profile import open_measurements
@@ -220,6 +283,7 @@ def _open_measurements(
         num_devices=cluster.num_devices,
         target=cluster.target,
         num_layers=num_layers,
+        unmarked_layers=unmarked_layers,
         tensor_parallel_rule=rule,
         store=open_store(options),
         where=where_of(options),
@@ -311,8 +375,9 @@ def asked(
     paper: tuple[str, int] | None = None,
     remat: Remat | None = None,
     shard_optimizer: bool | None = None,
+    calibration_plans: int | None = None,
 ) -> dict[str, Any]:
-    """What a profile is asked for: arguments of ``profiling_runs.profile``; ``remat`` and ``shard_optimizer`` override the options."""
+    """What a profile is asked for: arguments of ``profiling_runs.profile``; what is not None overrides the options."""
     return {
         "microbatch_size": microbatch_size,
         "backend": options.backend,
@@ -324,7 +389,7 @@ def asked(
         "any_divisor": options.any_divisor,
         "num_neighbours": options.neighbours,
         "tensor_parallel_rule": options.tensor_parallel_rule,
-        "calibration_plans": options.calibration_plans,
+        "calibration_plans": options.calibration_plans if calibration_plans is None else calibration_plans,
         "paper": paper,
         "repeats": options.repeats,
         "alpa_python": options.alpa_python,
@@ -349,9 +414,17 @@ def make_profile(
     *,
     memory_limit_bytes: int | None = None,
     watch: Any = lambda event: None,
+    measurements: Any = None,
     **changes: Any,
 ) -> Profile:
-    """Profile the workload of the options through the store; ``changes`` are those of ``asked``."""
+    """Profile the workload of the options through the store.
+
+    Args:
+        options: Of a question.
+        cluster, microbatch_size, progress, memory_limit_bytes, watch: As for ``profiling_runs.profile``.
+        measurements: Open already.
+        **changes: Those of ``asked``.
+    """
     spec = WorkloadSpec.parse(options.workload)
     prepare_backends([options])
     from profiling_runs import profile
@@ -365,7 +438,15 @@ def make_profile(
         progress=progress,
         watch=watch,
         memory_limit_bytes=memory_limit_bytes,
+        measurements=measurements,
     )
+
+
+def layers_note(options: argparse.Namespace, profile: Profile) -> list[str]:
+    """A line about layers that nobody chose."""
+    if options.num_layers is not None or not profile.auto_layers:
+        return []
+    return [f"cut into {profile.graph.num_layers} layers of nearly equal work; --num-layers or marks in the model choose others"]
 
 
 def list_jobs(options: argparse.Namespace, cluster: Cluster, microbatch_size: int, **changes: Any) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from capture.cli import options as shared
-from capture.cli.output import emit, stage_table, table
+from capture.cli.output import emit, say, stage_table, table
 from capture.cli.progress import progress
 from capture.cli.suggest import cheapest_change
 from capture.cluster import Cluster
@@ -23,11 +23,11 @@ from capture.quantities import format_bytes, parse_bytes
 from capture.schedule import SCHEDULES
 from capture.target import Target
 from capture.workload import WorkloadSpec
+from recommender.recommendation import AUTOSTAGE, MODES, OBJECTIVES, SEARCH_NAMES, question_violations, search_names
+from recommender.result import SearchResult
 
 NAME = "plan"
 HELP = "recommend the plan of least peak memory"
-#: The baseline, which has no other objective than its own.
-AUTOSTAGE = "autostage"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,9 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--objective",
-        choices=("memory", "throughput", "pareto"),
-        default="memory",
-        help="least peak; least step time that fits; that and the front of both. Times need an accelerator target (default: %(default)s)",
+        choices=OBJECTIVES,
+        help="least peak; least step time that fits; that and the front of both. Times need an accelerator target "
+        "(default: memory, or that of --algorithm)",
     )
     asked = parser.add_mutually_exclusive_group()
     asked.add_argument("--smallest-cluster", action="store_true", help="the fewest devices of the cluster on which a plan fits")
@@ -55,12 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--try-microbatches", type=shared.several(1), metavar="M,M,...", help="numbers of micro-batches to choose the best of"
     )
     parser.add_argument("--try-schedules", action="store_true", help="choose the best of all schedules")
-    parser.add_argument("--mode", choices=("default", "paper"), default="default", help="paper: the paper's predictor and space")
+    parser.add_argument("--mode", choices=MODES, default="default", help="paper: the paper's predictor and space")
     parser.add_argument(
         "--algorithm",
-        choices=("minmax", "enumerate", "mcap", AUTOSTAGE),
-        default="minmax",
-        help=f"search; {AUTOSTAGE}: Alpa's, for step time, on this cost model: the plan to compare with (default: %(default)s)",
+        choices=SEARCH_NAMES,
+        help="; ".join(f"{objective}: {', '.join(search_names(objective))}" for objective in OBJECTIVES)
+        + f". {AUTOSTAGE} is Alpa's, for step time, on this cost model: the plan to compare with (default: the first of its objective)",
     )
     parser.add_argument("--merge-layers", type=int, metavar="L", help="the paper's layer merger: cut between L merged layers only")
     parser.add_argument("-o", "--output", type=Path, default=Path("plan.json"), metavar="FILE", help="default: %(default)s")
@@ -71,30 +71,31 @@ def main(options: argparse.Namespace) -> int:
     global_batch, num_microbatches = shared.read_batch(options)
     limit = None if options.memory is None else parse_bytes(options.memory)
     shared.check_backend(options)
-    _check_algorithm(options)
+    PlanError.check(_question_violations(options))
+    measurements = None
     if options.profile is not None:
         if not options.verify:
             shared.check_measures_nothing(options)
         profile = _read_profile(options)
     else:
         paper = (options.schedule, num_microbatches) if options.mode == "paper" else None
-        profile = shared.make_profile(options, cluster, global_batch // num_microbatches, progress(options), paper=paper)
+        if _compiles(options):
+            measurements = shared.open_question_measurements(options, cluster, progress(options))
+            if (refused := _refused(options, measurements, cluster, global_batch, num_microbatches, limit)) is not None:
+                return refused
+        profile = shared.make_profile(
+            options, cluster, global_batch // num_microbatches, progress(options), paper=paper, measurements=measurements
+        )
     chosen, attempts = _chosen(options, profile, cluster, global_batch, num_microbatches, limit)
     question = partial(_ask, options, limit, *chosen)
     cluster, global_batch = chosen[:2]
     result = _verified(options, profile, cluster, question) if options.verify else question(profile)
     document = {**result.to_json(), "warnings": list(profile.warnings), "failures": list(profile.failures)}
-    lines = [f"{result.status}: {result.why['summary']}"]
+    lines = [*shared.layers_note(options, profile), f"{result.status}: {result.why['summary']}"]
     if attempts:
         document["attempts"] = [attempt.to_json() for attempt in attempts]
         lines = [attempts_table(attempts), *lines]
     may_ask_on = options.mode == "default" and options.algorithm != AUTOSTAGE
-    if result.status == "infeasible" and result.memory_limit_bytes is not None and may_ask_on:
-        reprofile = None if options.profile else _reprofile(options, cluster)
-        tried = max([attempt.num_microbatches for attempt in attempts] or [num_microbatches])
-        change = cheapest_change(options, profile, cluster, global_batch, tried, result.memory_limit_bytes, reprofile)
-        document["why"] = {**document["why"], "cheapest_change": change}
-        lines.append(f"cheapest change: {change['summary']}" if change else "no single change of those that were tried fits")
     if result.plan is not None and result.prediction is not None:
         lines += [stage_table(result.plan, result.prediction.stages), f"peak {format_bytes(result.peak_bytes)} per device"]
         lines += [str(result.headroom)] if result.headroom else []
@@ -108,27 +109,114 @@ def main(options: argparse.Namespace) -> int:
             result.plan.save(options.output)
             lines.append(f"plan -> {options.output} (search: {result.search.algorithm}, {result.search.seconds * 1e3:.1f} ms)")
     lines += [f"warning: {warning}" for warning in profile.warnings] + [f"failed: {failure}" for failure in profile.failures]
+    if result.status == "infeasible" and result.memory_limit_bytes is not None and may_ask_on:
+        _tell(options, lines)  # what follows may measure, for as long as the answer took
+        tried = max([attempt.num_microbatches for attempt in attempts] or [num_microbatches])
+        change = cheapest_change(
+            options,
+            profile,
+            profile.graph.num_layers,
+            cluster,
+            global_batch,
+            tried,
+            result.memory_limit_bytes,
+            reprofile=_reprofile(options, cluster, measurements) if measurements else None,
+            least_state=partial(_least_state_bytes, options, measurements, global_batch // num_microbatches) if measurements else _unknown,
+        )
+        document["why"] = {**document["why"], "cheapest_change": change}
+        lines = [f"cheapest change: {change['summary']}" if change else "no single change of those that were tried fits"]
     emit(options, document, "\n".join(lines))
     return 0 if result.status == "ok" else 1
 
 
-def _check_algorithm(options: argparse.Namespace) -> None:
-    """Refuse what Alpa's algorithm does not know.
+def _compiles(options: argparse.Namespace) -> bool:
+    return options.backend == "compile" and options.mode == "default"
 
-    Raises:
-        PlanError: ``plan-algorithm``.
-    """
-    if options.algorithm != AUTOSTAGE:
-        return
-    PlanError.check(
-        Violation(f"--algorithm {AUTOSTAGE} searches its own space for step time; leave out {name}.", "plan-algorithm")
-        for name, given in (
-            ("--objective", options.objective != "memory"),
-            ("--mode paper", options.mode != "default"),
-            ("--merge-layers", options.merge_layers is not None),
-            ("--any-divisor", options.any_divisor),
+
+def _tell(options: argparse.Namespace, lines: Sequence[str]) -> None:
+    """The answer as far as it is known; with ``--json``, whose document comes at the end, as progress."""
+    if options.json:
+        say(options, "\n".join(lines))
+    else:
+        print("\n".join(lines), flush=True)
+    say(options, "looking for the cheapest change that fits; interrupt where the answer is enough")
+
+
+def _least_state(
+    options: argparse.Namespace, measurements: Any, size: int, cluster: Cluster, limit: int | None, **asks: Any
+) -> SearchResult:
+    """The least that any plan needs for its state, at the cost of tracing (``recommender.least_state``)."""
+    from profiling_runs.profile import Question
+    from recommender.least_state import least_state
+
+    asked = shared.asked(options, asks.pop("microbatch_size", size), **asks)
+    names = ("remat", "shard_optimizer", "shard_params", "whole_nodes", "any_divisor")
+    question = Question.of(cluster, asked["microbatch_size"], **{name: asked[name] for name in names}, paper=None)
+    backend = measurements.backend
+    sharding = backend.sharding(size)
+    return least_state(
+        backend.traced(size).graph,
+        {split: sharding.param_bytes(split) for split in {choice.param_split for choice in question.choices}},
+        backend.state_bytes(size),
+        question.choices,
+        cluster,
+        memory_limit_bytes=limit,
+        whole_nodes=options.whole_nodes,
+        any_divisor=options.any_divisor,
+    )
+
+
+def _least_state_bytes(options: argparse.Namespace, measurements: Any, size: int, cluster: Cluster, **asks: Any) -> int | None:
+    result = _least_state(options, measurements, size, cluster, None, **asks)
+    return result.peak_bytes if result.stages else None
+
+
+def _unknown(cluster: Cluster, **asks: Any) -> None:
+    return None
+
+
+def _refused(
+    options: argparse.Namespace, measurements: Any, cluster: Cluster, global_batch: int, num_microbatches: int, limit: int | None
+) -> int | None:
+    """The exit code where no plan can exist or fit, which is told at once; None if one may, and is worth measuring for."""
+    from recommender.least_state import beyond_memory
+
+    memory, size = Target.load(cluster.target).memory, global_batch // num_microbatches
+    limit = memory.usable_bytes if limit is None and memory is not None else limit
+    found = _least_state(options, measurements, size, cluster, limit)
+    if found.stages and limit is not None:
+        needs = f"parameters, gradients and optimizer state alone need at least {format_bytes(found.peak_bytes)} per device"
+        say(options, f"{needs}; limit {format_bytes(limit)}")
+    if found.status == "ok" or (not found.stages and options.smallest_cluster):  # on fewer devices a plan may exist
+        return None
+    result = beyond_memory(found)
+    document, lines = {**result.to_json(), "warnings": []}, [f"infeasible: {result.why['summary']}"]
+    if found.stages and limit is not None:
+        change = cheapest_change(
+            options,
+            None,
+            measurements.backend.traced(size).graph.num_layers,
+            cluster,
+            global_batch,
+            num_microbatches,
+            limit,
+            reprofile=_reprofile(options, cluster, measurements),
+            least_state=partial(_least_state_bytes, options, measurements, size),
         )
-        if given
+        document["why"] = {**document["why"], "cheapest_change": change}
+        lines.append(f"cheapest change: {change['summary']}" if change else "no single change of those that were tried can fit")
+    emit(options, document, "\n".join(lines))
+    return 1
+
+
+def _question_violations(options: argparse.Namespace) -> Sequence[Violation]:
+    return question_violations(
+        options.schedule,
+        options.objective,
+        options.mode,
+        options.algorithm,
+        merge_layers=options.merge_layers,
+        any_divisor=options.any_divisor,
     )
 
 
@@ -143,20 +231,14 @@ def _ask(
 ) -> Any:
     """One recommendation."""
     from recommender import recommend
-    from recommender.autostage import autostage
 
-    question: dict[str, Any] = {
-        "global_batch_size": global_batch,
-        "num_microbatches": num_microbatches,
-        "schedule": schedule,
-        "memory_limit_bytes": limit,
-    }
-    if options.algorithm == AUTOSTAGE:
-        return autostage(profile, cluster, **question)
     return recommend(
         profile,
         cluster,
-        **question,
+        global_batch_size=global_batch,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        memory_limit_bytes=limit,
         objective=options.objective,
         mode=options.mode,
         algorithm=options.algorithm,
@@ -239,12 +321,13 @@ def front_table(front: Mapping[str, Any]) -> list[str]:
     return [f"front of memory and time ({said}):", table(["peak", "step", "layers (dp x tp)"], rows)]
 
 
-def _reprofile(options: argparse.Namespace, cluster: Cluster) -> Callable[..., Profile]:
+def _reprofile(options: argparse.Namespace, cluster: Cluster, measurements: Any) -> Callable[..., Profile]:
     global_batch, num_microbatches = shared.read_batch(options)
 
     def reprofile(*, microbatch_size: int | None = None, **changes: Any) -> Profile:
         size = microbatch_size or global_batch // num_microbatches
-        return shared.make_profile(options, cluster, size, progress(options), **changes)
+        # Of a plan that is not made, no interval is shown: nothing is compiled to calibrate it.
+        return shared.make_profile(options, cluster, size, progress(options), measurements=measurements, calibration_plans=0, **changes)
 
     return reprofile
 

@@ -74,15 +74,14 @@ def main(options: argparse.Namespace) -> int:
 
 def _profiles(options: argparse.Namespace) -> list[argparse.Namespace]:
     """The options of every profile of the command."""
-    missing = [name for name, value in (("WORKLOAD", options.workload), ("--cluster", options.cluster)) if value is None]
     if options.jobs is not None:
-        if len(missing) < 2:
+        if options.workload is not None or options.cluster is not None:
             raise ProfileError.of("--jobs names workloads and clusters in its file; leave WORKLOAD and --cluster out.", "jobs-option")
         if given := job_file.of_profiles(options.parser, options):
             raise ProfileError.of(f"{', '.join(given)} beside --jobs would hold for no profile; write it in the file.", "jobs-option")
         return job_file.read_job_file(options.jobs, options.parser, options)
-    if missing:
-        raise ProfileError.of(f"{' and '.join(missing)} is missing; say what to profile, or name a file with --jobs.", "jobs-option")
+    if options.workload is None:
+        raise ProfileError.of("WORKLOAD is missing; say what to profile, or name a file with --jobs.", "jobs-option")
     return [options]
 
 
@@ -138,6 +137,8 @@ def _one(options: argparse.Namespace, events: Events) -> dict[str, Any]:
         "workload": options.workload,
         "backend": options.backend,
         "num_layers": graph.num_layers,
+        "auto_layers": result.auto_layers,
+        "notes": shared.layers_note(options, result),
         "num_parameters": graph.num_parameters,
         "num_measurements": len(result.measurements),
         "num_runs": None if result.paper is None else result.paper["num_runs"],
@@ -160,5 +161,6 @@ def _as_text(document: dict[str, Any]) -> str:
     if document["num_runs"] is not None:
         how = "compiled and replayed" if document["backend"] == "compile" else "executed"
         lines.append(f"the paper's profiling runs, {how}: {document['num_runs']}, of which {document['num_failed_runs']} failed")
+    lines += document["notes"]
     lines += [f"warning: {warning}" for warning in document["warnings"]]
     return "\n".join(lines + [f"failed: {failure}" for failure in document["failures"]])

@@ -1,4 +1,7 @@
-"""Show a plan: a table for an issue, one HTML page with figures that needs no network, and a trace of the schedule for Perfetto."""
+"""Show a plan: a table for an issue, one HTML page with figures that needs no network, and a trace of the schedule for Perfetto.
+
+A plan without a prediction, such as one written by hand, is predicted, and for that profiled unless --profile is given.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", metavar="SIZE", help="limit per device (default: what the target's devices can use)")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the page (.html); without it, a table is printed")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the schedule for ui.perfetto.dev (.json)")
+    shared.add_plan_workload(parser)
+    shared.add_store(parser)
+    shared.add_profiling(parser)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -30,8 +36,8 @@ def main(options: argparse.Namespace) -> int:
     from capture.report.words import HEADER, last_lines, paragraph, rows, title
 
     limit = None if options.memory is None else parse_bytes(options.memory)
-    plan = Plan.load(options.plan)
-    facts = report_facts(plan, None if options.profile is None else Profile.load(options.profile), limit)
+    profile = None if options.profile is None else Profile.load(options.profile)
+    facts = report_facts(*shared.with_prediction(options, Plan.load(options.plan), profile), limit)
     written = {}
     if options.output is not None:
         from capture.report.page import page

@@ -106,7 +106,7 @@ def execute(
         report(f"step {done + i}: loss {loss:.6f}")
     if save is not None:
         document["saved"] = str(checkpoint.save(step, state, save))
-    predicted = plan.prediction
+    predicted = plan.prediction or plan.verification  # of a plan by hand that was verified alone, what its compiler says
     document |= {
         "predicted_peak_bytes_per_device": None if predicted is None else predicted["peak_bytes_per_device"],
         "replayed_peak_bytes_per_device": list(step.replay().peak_bytes_per_device),
@@ -160,7 +160,9 @@ def as_text(document: dict[str, Any]) -> str:
     if not document["is_target"]:
         lines.append(f"predicted for target {document['target']}, measured on {document['platform']}: not to be compared")
     if not predicted:
-        lines.append("the plan has no prediction; capture predict PLAN --profile FILE -o PLAN adds one")
+        lines.append(
+            "the plan has no prediction; capture predict PLAN --profile FILE -o PLAN adds one, capture verify PLAN -o PLAN the peaks"
+        )
     lines.append("loss " + " ".join(f"{loss:.6f}" for loss in document["loss"]))
     if "reference_loss" in document:
         lines.append("one device " + " ".join(f"{loss:.6f}" for loss in document["reference_loss"]))

@@ -210,7 +210,7 @@ class AdditivePredictor:
             "gradients": params,
             "received": np.broadcast_to(received[:-1, None], shape),
             "gradients_in": np.broadcast_to(returned[None, :], shape),
-            "batch": _once_per_stage([layer.batch for layer in graph.layers], leaves),
+            "batch": once_per_stage([layer.batch for layer in graph.layers], leaves),
             "losses": losses,
         }
 
@@ -228,7 +228,7 @@ class AdditivePredictor:
     def _stage_params(self, split: ParamSplit) -> np.ndarray:
         """Parameter bytes of every stage, shared ones counted once."""
         if split not in self._params:
-            self._params[split] = _once_per_stage([layer.params for layer in self.profile.graph.layers], self._param_bytes(split))
+            self._params[split] = once_per_stage([layer.params for layer in self.profile.graph.layers], self._param_bytes(split))
         return self._params[split]
 
     def peaks(
@@ -356,7 +356,7 @@ def _shared_out(total: int, weights: Sequence[int] | np.ndarray) -> list[int]:
     return np.diff(ends).tolist()
 
 
-def _once_per_stage(items_of_layer: Sequence[Sequence[int]], sizes: np.ndarray) -> np.ndarray:
+def once_per_stage(items_of_layer: Sequence[Sequence[int]], sizes: np.ndarray) -> np.ndarray:
     """Per stage [first, stop), the total size of the items that its layers read, each counted once.
 
     An item counts in stages that begin after its previous reader and reach its next one.

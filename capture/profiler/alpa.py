@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import capture.alpa.worker
+from capture import environment
 from capture.alpa import to_alpa
 from capture.alpa.placement import physical_shape
 from capture.cluster import Cluster
@@ -38,7 +39,7 @@ class AlpaBackend(RunBackend):
         alpa_python: The interpreter of Alpa's environment.
         num_layers: None for the model's marks; Alpa then cuts at the same.
         store: Where finished runs are kept.
-        timeout_seconds: After which a run is given up.
+        timeout_seconds: After which a run is given up, on an idle machine (``environment.patience``).
     """
 
     name = "alpa"
@@ -54,9 +55,8 @@ class AlpaBackend(RunBackend):
         timeout_seconds: float = 3600.0,
     ):
         machine = Machine("cuda", cluster.target, cluster.num_devices)
-        super().__init__(spec.load(), num_layers, "auto", store, machine=machine)
+        super().__init__(spec.load(), num_layers, "auto", store, machine=machine, num_devices=cluster.num_devices)
         self.spec, self.cluster, self.alpa_python, self.timeout_seconds = spec, cluster, alpa_python, timeout_seconds
-        self.auto_layers = num_layers is not None
 
     @cached_property
     def provenance(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class AlpaBackend(RunBackend):
             ExecutionError: ``alpa-python`` if that interpreter cannot import alpa.
         """
         try:
-            done = subprocess.run([self.alpa_python, "-c", _VERSIONS], capture_output=True, text=True, timeout=300, check=False)
+            done = subprocess.run([self.alpa_python, "-c", _VERSIONS], capture_output=True, text=True, check=False)
         except OSError as error:
             raise ExecutionError.of(f"--alpa-python {self.alpa_python!r} cannot be run: {error.strerror}.", "alpa-python") from None
         if done.returncode:
@@ -92,9 +92,11 @@ class AlpaBackend(RunBackend):
             (Path(folder) / "job.json").write_text(json.dumps(job))
             command = [self.alpa_python, capture.alpa.worker.__file__, str(Path(folder) / "job.json")]
             try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=self.timeout_seconds, check=False)
-            except subprocess.TimeoutExpired:
-                return Executed(None, "", f"Alpa did not end within {self.timeout_seconds:.0f} s")
+                done = subprocess.run(
+                    command, capture_output=True, text=True, timeout=environment.patience(self.timeout_seconds), check=False
+                )
+            except subprocess.TimeoutExpired as error:
+                return Executed(None, "", f"Alpa did not end within {error.timeout:.0f} s")
             result = Path(job["result"])
             if not result.exists():
                 said = (done.stderr.strip().splitlines() or ["no message"])[-1]
@@ -107,7 +109,7 @@ class AlpaBackend(RunBackend):
     def job(self, run: ProfilingRun, result: Path) -> dict[str, Any]:
         """What Alpa's process is given (``capture.alpa.worker``)."""
         nodes = self.nodes_of(run.num_devices)
-        plan = run.plan().with_(cluster=Cluster(nodes, self.cluster.target), auto_layers=self.auto_layers)
+        plan = run.plan().with_(cluster=Cluster(nodes, self.cluster.target), auto_layers=self.compiler.num_layers is not None)
         options = to_alpa(plan)
         location = str(Path(self.spec.location).resolve()) if self.spec.is_file else self.spec.location
         return {

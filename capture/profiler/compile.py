@@ -6,6 +6,7 @@ finished measurement is never made again.
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,8 @@ from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from capture import environment
 from capture.attribution import StageBuffers
@@ -46,6 +49,7 @@ class CompileBackend:
         rule: How parameters are split.
         store: Where measurements are kept.
         target: What to compile for; virtual CPU devices if None.
+        unmarked_layers, num_devices: Of a model without marks: see ``trace``.
     """
 
     def __init__(
@@ -55,9 +59,13 @@ class CompileBackend:
         rule: Rule = "auto",
         store: Store | None = None,
         target: Target | None = None,
+        *,
+        unmarked_layers: int | None = None,
+        num_devices: int = 1,
     ):
         environment.warn()
         self.workload, self._num_layers, self._rule = workload, num_layers, rule
+        self._unmarked_layers, self._num_devices = unmarked_layers, num_devices
         self.store = Store() if store is None else store
         self.target = Target.load("cpu") if target is None else target
         self._traced: dict[int, TracedModel] = {}
@@ -93,14 +101,35 @@ class CompileBackend:
     def traced(self, microbatch_size: int) -> TracedModel:
         """The model at a micro-batch size; traced once."""
         if microbatch_size not in self._traced:
-            self._traced[microbatch_size] = trace(self.workload, microbatch_size, self._num_layers)
+            self._traced[microbatch_size] = traced = trace(
+                self.workload, microbatch_size, self._num_layers, unmarked_layers=self._unmarked_layers, num_devices=self._num_devices
+            )
+            if traced.auto_layers:
+                self._num_layers = traced.graph.num_layers  # at every other size, too
         return self._traced[microbatch_size]
+
+    @property
+    def num_layers(self) -> int | None:
+        """Into how many layers the model is cut automatically, None at its marks; without marks it is known once the model is traced."""
+        return self._num_layers
 
     def sharding(self, microbatch_size: int) -> ModelSharding:
         """How its parameters are split."""
         if microbatch_size not in self._shardings:
             self._shardings[microbatch_size] = ModelSharding(self.traced(microbatch_size), self._rule)
         return self._shardings[microbatch_size]
+
+    def state_bytes(self, microbatch_size: int) -> tuple[int, ...]:
+        """Bytes of the whole optimizer state by parameter of the graph, from shapes; a leaf of none, such as a count, is left out."""
+        params = self.traced(microbatch_size).split_struct
+        index = {path: i for i, (path, _) in enumerate(jax.tree.leaves_with_path(params))}
+        found = [0] * len(index)
+        for path, leaf in jax.tree.leaves_with_path(jax.eval_shape(self.workload.optimizer.init, params)):
+            # A transformation holds trees of the form of the parameters: their paths end alike.
+            param = next((index[path[k:]] for k in range(len(path) + 1) if path[k:] in index), None)
+            if param is not None:
+                found[param] += math.prod(leaf.shape) * leaf.dtype.itemsize
+        return tuple(found)
 
     @cached_property
     def _optimizer(self) -> TracedOptimizer:

@@ -40,7 +40,7 @@ class ReportCompiler:
 
     Args:
         target: With ``stop_at_report`` in its compiler settings.
-        timeout_seconds: After which a program without a report is given up.
+        timeout_seconds: After which a program without a report is given up, on an idle machine (``environment.patience``).
     """
 
     def __init__(self, target: Target, timeout_seconds: float = 600.0):
@@ -112,8 +112,8 @@ class ReportCompiler:
             return report, program, buffers
 
     def _wait(self, child: subprocess.Popen[bytes], folder: Path) -> MemoryReport | None:
-        deadline = time.monotonic() + self._timeout_seconds
-        while time.monotonic() < deadline:
+        start, allowed = time.monotonic(), self._timeout_seconds
+        while time.monotonic() - start < (allowed := max(allowed, environment.patience(self._timeout_seconds))):
             ended = child.poll() is not None  # before the look: the report may be written in between
             report = read_report(folder)
             if report is not None or ended:

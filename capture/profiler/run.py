@@ -54,6 +54,7 @@ class RunBackend:
         memory_limit_bytes: Per device; a run that needs more fails instead of being made. None for no limit.
         machine: On which the runs are made, by default this process; another one only to find what is in the store.
         fresh_process: Whether every run gets a process of its own, so that the allocator's marks are those of the run.
+        num_devices: Of the cluster; a model without marks is cut into layers enough for them.
     """
 
     name = "run"
@@ -68,8 +69,9 @@ class RunBackend:
         memory_limit_bytes: int | None = None,
         machine: Machine | None = None,
         fresh_process: bool = False,
+        num_devices: int = 1,
     ):
-        self.compiler = CompileBackend(workload, num_layers, rule, store)
+        self.compiler = CompileBackend(workload, num_layers, rule, store, num_devices=num_devices)
         self.workload, self.memory_limit_bytes, self.fresh_process = workload, memory_limit_bytes, fresh_process
         self.machine = machine_here() if machine is None else machine
         self._stage_keys: dict[StageConfig, str] = {}

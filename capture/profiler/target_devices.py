@@ -20,13 +20,8 @@ from jax.experimental import topologies
 
 from capture import environment
 from capture.errors import TargetError
+from capture.extras import EXTRA_OF, install_command
 from capture.target import Target
-
-#: Modules of which one must be there, and what installs them.
-_NEEDS = {
-    "cuda": (("jax_cuda12_plugin", "jax_cuda13_plugin"), "cuda-targets"),
-    "tpu": (("libtpu",), "tpu-targets"),
-}
 
 
 def devices_of(target: Target, num_devices: int) -> Sequence[Any]:
@@ -49,11 +44,12 @@ def devices_of(target: Target, num_devices: int) -> Sequence[Any]:
                 "target-devices",
             )
         return devices[:num_devices]
-    modules, extra = _NEEDS[target.platform]
+    extra = f"{target.platform}-targets"
+    modules = [module for module, brings in EXTRA_OF.items() if brings == extra and module != "flatbuffers"]
     if not any(find_spec(module) for module in modules):
         raise TargetError.of(
             f"target={target.name!r} is compiled by the {target.platform.upper()} plugin of JAX, which is not installed; it needs no "
-            f"device: pip install 'capture-jax[{extra}]'.",
+            f"device: {install_command(extra)}.",
             "target-missing",
         )
     try:

@@ -8,6 +8,7 @@ from html import escape
 from typing import Any
 
 from capture.errors import CaptureError
+from capture.extras import install_command
 from capture.report.data import ReportFacts
 from capture.report.figures import Figure, figures
 from capture.report.palette import INK
@@ -101,7 +102,7 @@ def _plotly() -> str:
         from plotly.offline import get_plotlyjs
     except ModuleNotFoundError:
         raise CaptureError.of(
-            "plotly is not installed, and the page is drawn with it: pip install 'capture-jax[report]'. Without -o, a table is printed.",
+            f"plotly is not installed, and the page is drawn with it: {install_command('report')}. Without -o, a table is printed.",
             "report-plotly",
         ) from None
     return get_plotlyjs().replace("</script", "<\\/script")

@@ -106,7 +106,7 @@ def trace_for_plan(workload: WorkloadProtocol, plan: Plan) -> TracedModel:
     Raises:
         PlanError: ``plan-other-model`` or ``plan-num-layers`` if it is not the model that the plan was made for.
     """
-    traced = trace(workload, plan.microbatch_size, plan.num_layers if plan.auto_layers else None)
+    traced = trace(workload, plan.microbatch_size, plan.num_layers if plan.auto_layers else None, unmarked_layers=plan.num_layers)
     violations = []
     if traced.graph.num_layers != plan.num_layers:
         violations.append(

@@ -19,6 +19,11 @@ from capture.osdp.operators import Kind
 from capture.tracing.flops import sub_jaxprs
 from capture.tracing.program import Op, Program
 
+#: Of a loss without marks: fewer layers leave stages little choice, more take long to measure.
+LEAST_LAYERS, MOST_LAYERS = 8, 32
+#: Of the FLOPs of all operations that apply parameters: those that repeat and make up less are no sign of equal blocks.
+BLOCK_FRACTION = 0.05
+
 #: A layer's FLOPs lie within mean / (1 + t) and mean * (1 + t); t grows by half until that is possible.
 FLOPS_TOLERANCE = 0.25
 
@@ -41,7 +46,7 @@ def mark_cuts(program: Program) -> list[int]:
         raise TracingError.of(
             f"the loss has {len(program.marks)} layer marks and none of them divides it; "
             'mark the boundaries in the model with jax.ad_checkpoint.checkpoint_name(x, "layer_boundary"), '
-            "or give num_layers (--num-layers) to cut it automatically.",
+            "or leave the marks out or give num_layers (--num-layers), to cut it automatically.",
             "trace-no-marks",
         )
     return [*cuts, end]
@@ -82,6 +87,40 @@ def applied(program: Program) -> list[bool]:
 def _has_product(name: str, params: dict[str, Any]) -> bool:
     bodies = (equation for body in sub_jaxprs(params) for equation in body.eqns)
     return name in PRODUCTS or any(_has_product(equation.primitive.name, equation.params) for equation in bodies)
+
+
+def layers_without_marks(program: Program, num_devices: int) -> int:
+    """Into how many layers a loss without marks is cut; the same number at every micro-batch size.
+
+    As many as it has equal blocks: a part of them where they are too many to measure, a multiple where they are too few for stages to
+    differ. Never more than there are operations that apply parameters: a layer of a norm alone is no place for a cut.
+
+    Args:
+        program: With every scan over stacked parameters unrolled.
+        num_devices: That the layers are to fill, two layers each where possible.
+
+    Raises:
+        TracingError: ``trace-no-marks`` if no operation applies a parameter.
+    """
+    found: dict[tuple[Any, ...], list[int]] = {}
+    for op, applies in zip(program.ops[: program.producer[program.loss] + 1], applied(program), strict=False):
+        if applies:
+            shapes = tuple(program.avals[v].shape for v in (*op.reads, *op.outputs))
+            found.setdefault((op.primitive.name, shapes), []).append(op.flops)
+    if not found:
+        raise TracingError.of(
+            "the loss has no layer marks, and no operation in it applies a parameter to data, so that there is nothing to cut; "
+            "check that loss_fn(params, batch) uses its parameters.",
+            "trace-no-marks",
+        )
+    total = sum(map(sum, found.values()))
+    counts = [len(flops) for flops in found.values()]
+    blocks = min((len(flops) for flops in found.values() if len(flops) > 1 and sum(flops) >= BLOCK_FRACTION * total), default=1)
+    most = min(sum(counts), MOST_LAYERS)
+    least = min(max(LEAST_LAYERS, 2 * num_devices), most)
+    if blocks > most:
+        return next((n for n in range(most, least - 1, -1) if blocks % n == 0), most)
+    return min(blocks * max(1, math.ceil(least / blocks)), most)
 
 
 def crossing_bytes(program: Program) -> list[int]:

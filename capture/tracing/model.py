@@ -14,7 +14,7 @@ import numpy as np
 
 from capture.errors import TracingError
 from capture.graph import Layer, LayerGraph, Tensor, content_hash
-from capture.tracing.cut import FLOPS_TOLERANCE, applied, cluster_cuts, mark_cuts, product_cuts
+from capture.tracing.cut import FLOPS_TOLERANCE, applied, cluster_cuts, layers_without_marks, mark_cuts, product_cuts
 from capture.tracing.flatten import EquationPath, flatten
 from capture.tracing.hashing import ProgramHasher
 from capture.tracing.layers import LayerOps, assign_layers
@@ -35,6 +35,7 @@ class TracedModel:
             ``graph.params``, in order.
         stacked: By position in ``params_struct``, the dimension of the layers of such a leaf.
         split_dims: By parameter of the graph, the dimension that products can be split along (``leaf_uses``).
+        auto_layers: Whether the layers were cut automatically, not at marks or products.
     """
 
     graph: LayerGraph
@@ -42,6 +43,7 @@ class TracedModel:
     split_struct: PyTree
     stacked: dict[int, int]
     split_dims: tuple[int | None, ...]
+    auto_layers: bool
     _batch_tree: Any
     _takes_key: bool
     _calls: tuple[LayerCall, ...]
@@ -93,7 +95,15 @@ class TracedModel:
         return self._slices[first, stop]
 
 
-def trace(workload: WorkloadProtocol, microbatch_size: int, num_layers: int | None = None, *, at_products: bool = False) -> TracedModel:
+def trace(
+    workload: WorkloadProtocol,
+    microbatch_size: int,
+    num_layers: int | None = None,
+    *,
+    unmarked_layers: int | None = None,
+    num_devices: int = 1,
+    at_products: bool = False,
+) -> TracedModel:
     """Trace the loss for one micro-batch and cut it into layers.
 
     **Assumes** that the traced program does not depend on the values of parameters or data.
@@ -104,6 +114,9 @@ def trace(workload: WorkloadProtocol, microbatch_size: int, num_layers: int | No
         num_layers: None to cut at the model's marks ``jax.ad_checkpoint.checkpoint_name(x, "layer_boundary")``: k marks make k + 1 layers,
             and a scan with a mark in its body is unrolled. A number to cut automatically, marks or not: near-equal FLOPs and the fewest
             bytes crossing, every layer with a product; scans over stacked parameters are unrolled where one is more than a layer.
+        unmarked_layers: Number of layers of a loss that has no marks, which is cut automatically; None chooses it
+            (``layers_without_marks``).
+        num_devices: That such a number is to be enough for.
         at_products: Cut before every product with a parameter instead, so that each layer is one operator; all scans over stacked
             parameters are unrolled.
 
@@ -123,6 +136,9 @@ def trace(workload: WorkloadProtocol, microbatch_size: int, num_layers: int | No
         cuts = product_cuts(program)
     else:
         program, unroll, stacked = flatten_loss(closed, len(params), num_layers)
+        if num_layers is None and not program.marks:
+            num_layers = unmarked_layers or layers_without_marks(flatten_loss(closed, len(params), sys.maxsize)[0], num_devices)
+            program, unroll, stacked = flatten_loss(closed, len(params), num_layers)
         cuts = mark_cuts(program) if num_layers is None else cluster_cuts(program, num_layers)
     layers = assign_layers(program, cuts)
     values = sorted({v for layer in layers for v in layer.outputs}, key=lambda v: (v == program.loss, v))
@@ -157,8 +173,9 @@ def trace(workload: WorkloadProtocol, microbatch_size: int, num_layers: int | No
     wiring = [[layer.key, layer.params, layer.inputs, layer.outputs, layer.batch] for layer in graph_layers]
     shapes = {kind: [[t.shape, t.dtype] for t in group] for kind, group in tensors.items()}
     graph = LayerGraph(content_hash([microbatch_size, wiring, shapes]), microbatch_size, graph_layers, **tensors)
+    auto_layers = num_layers is not None and not at_products
     return TracedModel(
-        graph, params_struct, split_struct, stacked, split_dims(program), _structure(batch_struct), takes_key(workload), calls
+        graph, params_struct, split_struct, stacked, split_dims(program), auto_layers, _structure(batch_struct), takes_key(workload), calls
     )
 
 

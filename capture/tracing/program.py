@@ -17,7 +17,7 @@ from jax.extend import core as jex_core
 from capture.tracing.flops import equation_flops
 
 #: Never computed twice because two layers need the result: too expensive, or too opaque to tell.
-_NEVER_RECOMPUTED = frozenset(
+NEVER_RECOMPUTED = frozenset(
     {"dot_general", "ragged_dot", "conv_general_dilated", "sort", "scan", "while", "cond", "custom_vjp_call"}
     | {"shard_map", "pallas_call", "custom_partitioning", "pure_callback", "io_callback"}
 )
@@ -174,7 +174,7 @@ class Program:
         sources = {*self.params, *self.batch, *self.consts}
         found = set()
         for i, op in enumerate(self.ops):
-            if op.primitive.name not in _NEVER_RECOMPUTED and self._is_early(op) and sources.issuperset(op.reads):
+            if op.primitive.name not in NEVER_RECOMPUTED and self._is_early(op) and sources.issuperset(op.reads):
                 found.add(i)
                 sources.update(op.outputs)
         return frozenset(found)

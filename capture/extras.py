@@ -1,0 +1,40 @@
+"""The extras of this package: which modules they bring, and the command that installs one."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+DISTRIBUTION = "capture-jax"
+#: By top-level module.
+EXTRA_OF = {
+    "flax": "models",
+    "ray": "ray",
+    "plotly": "report",
+    "jax_cuda12_plugin": "cuda-targets",
+    "jax_cuda13_plugin": "cuda-targets",
+    "libtpu": "tpu-targets",
+    "flatbuffers": "tpu-targets",
+}
+
+
+def install_command(extra: str) -> str:
+    """What installs an extra beside this package: from its checkout where it is one, else by the name of the distribution."""
+    checkout = Path(__file__).resolve().parent.parent
+    if not (checkout / "pyproject.toml").is_file():
+        return f"pip install '{DISTRIBUTION}[{extra}]'"
+    here = "." if checkout == Path.cwd() else str(checkout)
+    return f"pip install -e {shlex.quote(f'{here}[{extra}]')}"
+
+
+def missing_extra(error: ModuleNotFoundError) -> str | None:
+    """What to do about a module that an extra brings; None for any other.
+
+    Example:
+        >>> missing_extra(ModuleNotFoundError("No module named 'flax.linen'", name="flax.linen")).split(":")[0]
+        "'flax' is not installed; it comes with an extra"
+        >>> missing_extra(ModuleNotFoundError("No module named 'mine'", name="mine")) is None
+        True
+    """
+    module = (error.name or "").partition(".")[0]
+    return f"{module!r} is not installed; it comes with an extra: {install_command(EXTRA_OF[module])}" if module in EXTRA_OF else None
