@@ -237,6 +237,22 @@ def test_an_anchor_inside_the_model_tells_how_the_drift_of_the_ends_grows():
     assert drift[0, 0, 16] == pytest.approx(7 + 4 * (7 - 5) / 4)
 
 
+def test_a_stage_that_was_measured_as_a_long_window_is_predicted_as_measured():
+    """Long windows that need what no sum of M_a says, at the largest micro-batch size."""
+    planted = Planted(12, seed=5)
+    profile = planted.profile([ONE])
+    drifted = {config: replace(cost, backward_bytes=cost.backward_bytes + 7777) for config, cost in profile.measurements.items()}
+    long = {config: cost for config, cost in drifted.items() if config.num_layers == 8}
+    assert {config.microbatch_size for config in long} == {16}
+    predictor = AdditivePredictor(replace(profile, measurements={**profile.measurements, **long}))
+    memory = predictor.memory(ONE, 16)
+    for config, cost in long.items():
+        assert memory.backward[config.first, config.stop] == cost.backward_bytes
+    prediction = predictor.predict(make_plan([8, 4], [ONE, ONE], schedule="gpipe"))
+    without = AdditivePredictor(profile).predict(make_plan([8, 4], [ONE, ONE], schedule="gpipe"))
+    assert prediction.peak_bytes_per_device[0] == without.peak_bytes_per_device[0] + 7777
+
+
 def test_a_window_that_was_not_measured_is_named():
     planted = Planted(5)
     profile = planted.profile([ONE])

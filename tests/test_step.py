@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from capture.interface import StageCost, stage_interface
-from capture.predictor.formula import of_interfaces, peak_of, peak_parts
+from capture.predictor.formula import of_interfaces, peak_of, peak_parts, peaks_by_position
 from capture.schedule import Occupancy, Schedule, make_schedule
 from capture.step import Feed, Free, Move, Run, StageInterface, StepProgram, build_step, replay
 from tests.synthetic_graphs import LOSS_BYTES, chain, layer_graphs, stage_interfaces
@@ -357,3 +358,18 @@ def test_the_predictors_formula_equals_the_replay_byte_for_byte(step):
         instant, parts = peak_parts(memory, occupancies)
         assert peak_of(memory, occupancies) == sum(parts.values()) == replayed
         assert instant in ("forward", "backward", "update", "summarize")
+
+
+occupancies = st.builds(Occupancy, st.sampled_from(["forward", "backward"]), *[st.integers(0, most) for most in (3, 2, 2, 3)])
+
+
+@given(stage_interfaces(chain(4, skips=[(0, 3)], shared=[(0, 2, 3)])), st.lists(occupancies, min_size=1, max_size=3).map(tuple))
+def test_the_predictors_formula_counts_what_waits_whatever_the_schedule(stages, listed):
+    """No schedule of today lets gradients wait; one that does is counted in all three forms of the formula."""
+    num_losses = max(o.num_losses for o in listed)
+    for s, memory in enumerate(of_interfaces(stages)):
+        counted = StageBytes(stages, s)
+        peak = max(counted.updating(num_losses), *(counted.running(o) + counted.losses(o.num_losses) for o in listed))
+        arrays = replace(memory, **{part.name: np.array([getattr(memory, part.name)]) for part in fields(memory)})
+        assert peak_of(memory, listed) == peak == peaks_by_position(arrays, [listed], [arrays.arriving])[0, 0]
+        assert sum(peak_parts(memory, listed)[1].values()) == peak
