@@ -21,7 +21,7 @@ from capture.interface import plan_interfaces
 from capture.predictor import AdditivePredictor
 from capture.predictor.fit import fit_degree, fit_degrees, fit_line, inverse
 from capture.predictor.paper import PaperPredictor
-from capture.predictor.statistics import extend_windows
+from capture.predictor.statistics import extend_windows, without_windows
 from capture.profile import StageConfig, rescaled
 from capture.profiler.paper import (
     LayerStatistics,
@@ -263,6 +263,26 @@ def test_a_window_that_was_not_measured_is_named():
     assert error.value.codes == ("profile-missing",)
 
 
+def test_of_windows_that_are_missing_the_shortest_is_named():
+    windows = windows_of(lambda n: 10 * n, (1, 2), 6)
+    del windows[0, 2], windows[3, 4]
+    with pytest.raises(KeyError) as error:
+        extend_windows(windows, 6)
+    assert error.value.args == ((3, 4),)
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        ([(1, 3), (0, 3)], "M_a is not known of every layer (without layers 1 to 2); no stage is predicted or planned with it"),
+        ([(1, 9)], "windows of 8 layers are not complete (without layers 1 to 8); the sum of M_a is not corrected by them"),
+        ([(0, 3), (1, 9)], "M_a with 2 neighbours is not known of every layer (without layers 0 to 2); it is taken with 1"),
+    ],
+)
+def test_what_is_done_without_a_window_is_said(missing, said):
+    assert without_windows(missing, [(a, a + n) for n in (1, 2, 3, 8) for a in range(12 - n + 1)]) == said
+
+
 def test_more_neighbours_err_less_on_memory_that_is_not_additive():
     """Memory that adds up from the fourth layer on only."""
 
@@ -327,6 +347,12 @@ def test_degree_pairs_are_fitted_along_one_axis_or_over_both():
     assert fit_degrees(known, (1, 16)) == pytest.approx(memory(1, 16))
     assert fit_degrees({**known, (2, 2): memory(2, 2)}, (4, 4)) == pytest.approx(memory(4, 4))
     assert fit_degrees({(2, 1): np.array([5.0])}, (8, 1)).tolist() == [5.0]
+
+
+def test_a_single_device_is_not_on_the_curve_of_its_axis():
+    """It has no buffer for the sum of gradients: 5 + 16 / k through 2 and 4 ways, whatever one device needs."""
+    known = {(1, 1): np.array([1000.0]), (2, 1): np.array([13.0]), (4, 1): np.array([9.0]), (1, 2): np.array([50.0])}
+    assert fit_degrees(known, (8, 1)) == pytest.approx([7])
 
 
 def test_a_degree_that_was_not_profiled_is_refused():

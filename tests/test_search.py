@@ -202,6 +202,7 @@ def test_memory_limit(algorithm):
 
 def test_reasons_for_no_plan():
     codes = {case.name: search(case.problem).why.code for case in known_cases() if not case.best}
+    assert {search(case.problem).num_explored for case in known_cases() if not case.best} == {0}
     assert codes == {
         "fewer layers than stages": "too-few-layers",
         "nothing possible": "no-possible-stage",

@@ -333,6 +333,18 @@ def test_an_update_takes_the_summaries_of_all_other_stages():
     }
 
 
+def test_alpas_runtime_has_every_batch_before_the_first_pass():
+    program = build_step(interfaces(chain(3), [1, 2]), make_schedule("1f1b", 3, 2), as_alpa=True)
+    fed = [i for i, instruction in enumerate(program.instructions) if isinstance(instruction, Feed)]
+    assert fed == [0, 1, 2, 3]  # two micro-batches of the first and of the last stage
+
+
+def test_the_parts_of_a_peak_have_the_names_of_slots_if_asked():
+    program = build_step(interfaces(chain(2), [1]), make_schedule("gpipe", 2, 1))
+    by_category, by_slot = (replay(program, 2, by_slot=named).peaks[1].parts for named in (False, True))
+    assert by_category["parameters"] == by_slot["params@1"] > 0 and "params@1" not in by_category and "parameters" not in by_slot
+
+
 def test_a_stage_hands_on_before_it_receives():
     """Without temporaries, the middle stage of a GPipe pipeline never holds the input of two micro-batches."""
     graph = chain(3)
