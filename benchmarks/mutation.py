@@ -41,10 +41,10 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 EQUIVALENT = Path(__file__).parent / "equivalent_mutants.json"
 
 STEP = "tests/test_ledger.py tests/test_step.py"
-PREDICTOR = "tests/test_predictor.py"
+PREDICTOR = "tests/test_predictor.py capture/predictor"
 SEARCH = "tests/test_search.py -k 'not loads_jax and not random_plans'"
 TIMED = "tests/test_throughput.py -k 'not front and not sampled and not (brute_force and not (0] or 5]))'"
-#: Of each module, the arguments of pytest, beside its own doctests: seconds, not minutes.
+#: Of each module, the arguments of pytest: seconds, not minutes.
 PARTS = {
     "capture/predictor/formula.py": f"{PREDICTOR} tests/test_step.py",
     "capture/predictor/additive.py": PREDICTOR,
@@ -159,7 +159,6 @@ def passes(module: str, timeout_seconds: float, *, write_bytecode: bool = False)
             "--hypothesis-profile",
             "unshrunk",
             *shlex.split(PARTS[module]),
-            module,
         ]
         os._exit(int(sys.modules["pytest"].main(arguments)))
     _, status = os.waitpid(child, 0)
