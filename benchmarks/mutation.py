@@ -22,13 +22,13 @@ import json
 import math
 import os
 import random
+import resource
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -138,12 +138,16 @@ def enter_copy(folder: str) -> None:
         importlib.import_module(module)
 
 
-def passes(module: str, timeout_seconds: float, *, write_bytecode: bool = False) -> bool:
-    """Whether the tests of a module pass in a process forked from this one, which has imported nothing of the repository."""
+def passes(module: str, cpu_seconds: float, *, write_bytecode: bool = False) -> bool:
+    """Whether the tests of a module pass in a process forked from this one, which has imported nothing of the repository.
+
+    The limit is one of processor time, so that a busy machine changes nothing; an hour ends what waits for ever.
+    """
     child = os.fork()
     if not child:
         os.setsid()
-        signal.alarm(math.ceil(timeout_seconds))  # ends the process
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(cpu_seconds),) * 2)
+        signal.alarm(3600)
         sys.dont_write_bytecode = not write_bytecode  # a mutant's would be taken for the module's
         sys.path.insert(0, os.getcwd())
         os.environ["PYTHONPATH"] = os.getcwd()
@@ -166,21 +170,22 @@ def passes(module: str, timeout_seconds: float, *, write_bytecode: bool = False)
 
 
 def baseline(module: str) -> float:
-    """Seconds of the tests of a module as it is; an error if they fail."""
-    start = time.monotonic()
+    """Processor seconds of the tests of a module as it is; an error if they fail."""
+    start = resource.getrusage(resource.RUSAGE_CHILDREN)
     if not passes(module, 1800, write_bytecode=True):
         raise RuntimeError(f"the tests of {module} fail before anything is changed:\n{Path('tests.log').read_text()[-3000:]}")
-    return time.monotonic() - start
+    end = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return end.ru_utime + end.ru_stime - start.ru_utime - start.ru_stime
 
 
-def judge(mutant: Mutant, timeout_seconds: float) -> Outcome:
+def judge(mutant: Mutant, cpu_seconds: float) -> Outcome:
     """Run the tests of a mutant's part on it."""
     import cosmic_ray.plugins
     from cosmic_ray.mutating import use_mutation
 
     operator = cosmic_ray.plugins.get_operator(f"core/{mutant.operator}")()
     with use_mutation(Path(mutant.module), operator, mutant.occurrence) as (before, after):
-        survived = passes(mutant.module, timeout_seconds)
+        survived = passes(mutant.module, cpu_seconds)
     lines = [line for line in difflib.ndiff(before.splitlines(), after.splitlines()) if line[0] in "-+"]
     removed, added = (" ".join(line[1:].strip() for line in lines if line[0] == sign) for sign in "-+")
     return Outcome(mutant, not survived, removed, added)
@@ -241,7 +246,7 @@ def main() -> int:
         drawn = {module: sampled(found, options.fraction, options.seed) for module, found in every.items()}
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder, ProcessPoolExecutor(options.jobs, None, enter_copy, (folder,)) as pool:
         seconds = {module: pool.submit(baseline, module) for module, mutants in drawn.items() if mutants}
-        limits = {module: 60 + 10 * took.result() for module, took in seconds.items()}
+        limits = {module: 10 + 5 * took.result() for module, took in seconds.items()}
         pending = {module: [pool.submit(judge, m, limits[module]) for m in drawn[module]] for module in limits}
         for module, futures in pending.items():
             outcomes = [future.result() for future in futures]
