@@ -46,7 +46,7 @@ SEARCH = "tests/test_search.py -k 'not loads_jax and not random_plans'"
 TIMED = "tests/test_throughput.py -k 'not front and not sampled and not (brute_force and not (0] or 5]))'"
 #: Of each module, the arguments of pytest: seconds, not minutes.
 PARTS = {
-    "capture/predictor/formula.py": f"{PREDICTOR} tests/test_step.py",
+    "capture/predictor/formula.py": "tests/test_step.py tests/test_predictor.py -k 'formula or parts or statistics or prediction'",
     "capture/predictor/additive.py": PREDICTOR,
     "capture/predictor/statistics.py": PREDICTOR,
     "capture/predictor/fit.py": PREDICTOR,
@@ -226,37 +226,34 @@ def main() -> int:
     options = parser.parse_args()
     output = options.output and options.output.resolve()
     os.chdir(REPOSITORY)
-    document: dict[str, Any] = {
-        "benchmark": "mutation",
-        "date": date.today().isoformat(),
-        "seed": options.seed,
-        "fraction": options.fraction,
-    }
+    document: dict[str, Any] = {"benchmark": "mutation", "date": date.today().isoformat(), "seed": options.seed}
     document["versions"] = {name: metadata.version(name) for name in ("cosmic-ray", "pytest", "hypothesis")}
     before = json.loads(output.read_text()) if output is not None and output.exists() else {}
-    if any(before.get(key) != document[key] for key in ("seed", "fraction")):
+    if before.get("seed") != options.seed:
         before = {}
     rows = {row["module"]: row for row in before.get("rows", ())}
     equivalent = {(e["module"], e["removed"], e["added"]): e["why"] for e in json.loads(EQUIVALENT.read_text())}
     every = {module: mutants_of(module) for module in options.only}
-    if options.again:
-        survived = {module: [*rows[module]["left"], *rows[module]["equivalent"]] for module in options.only if module in rows}
-        drawn = {module: [Mutant(module, e["operator"], e["occurrence"], e["line"]) for e in found] for module, found in survived.items()}
+    if options.again:  # what the list says of a survivor is believed
+        survived = {module: _outcomes(rows[module]) for module in options.only if module in rows}
+        known = {module: [o for o in found if (module, o.removed, o.added) in equivalent] for module, found in survived.items()}
+        drawn = {module: [o.mutant for o in found if o not in known[module]] for module, found in survived.items()}
     else:
         drawn = {module: sampled(found, options.fraction, options.seed) for module, found in every.items()}
+        known = {module: [] for module in drawn}
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder, ProcessPoolExecutor(options.jobs, None, enter_copy, (folder,)) as pool:
         seconds = {module: pool.submit(baseline, module) for module, mutants in drawn.items() if mutants}
         limits = {module: 10 + 5 * took.result() for module, took in seconds.items()}
-        pending = {module: [pool.submit(judge, m, limits[module]) for m in drawn[module]] for module in limits}
+        pending = {module: [pool.submit(judge, m, limits[module]) for m in mutants] for module, mutants in drawn.items()}
         for module, futures in pending.items():
-            outcomes = [future.result() for future in futures]
+            outcomes = [future.result() for future in futures] + known[module]
             killed_before = rows[module]["num_killed"] if options.again else 0
             rows[module] = row_of(module, len(every[module]), killed_before, outcomes, equivalent)
             print(as_text(rows[module]), flush=True)
             if output is not None:
-                document["rows"] = [rows[m] for m in PARTS if m in rows]
                 document["num_mutants"] = sum(row["num_mutants"] for row in rows.values())
                 document["num_left"] = sum(len(row["left"]) for row in rows.values())
+                document["rows"] = [rows[m] for m in PARTS if m in rows]
                 output.write_text(json.dumps(document, indent=1) + "\n")
     total, left = sum(row["num_mutants"] for row in rows.values()), sum(len(row["left"]) for row in rows.values())
     print(f"{total} mutants, {left} left ({left / total:.1%})")
@@ -267,6 +264,12 @@ def _as_json(outcome: Outcome) -> dict[str, Any]:
     mutant = outcome.mutant
     place = {"operator": mutant.operator, "occurrence": mutant.occurrence, "line": mutant.line}
     return {**place, "removed": outcome.removed, "added": outcome.added}
+
+
+def _outcomes(row: dict[str, Any]) -> list[Outcome]:
+    """The survivors of a module in a record."""
+    found = [*row["left"], *row["equivalent"]]
+    return [Outcome(Mutant(row["module"], e["operator"], e["occurrence"], e["line"]), False, e["removed"], e["added"]) for e in found]
 
 
 if __name__ == "__main__":
