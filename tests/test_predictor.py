@@ -170,6 +170,18 @@ def test_under_1f1b_the_same_layers_need_less_further_back_and_under_gpipe_as_mu
     assert predictor.peaks(ONE, 16, "gpipe", 8, 4).shape == (1, 4, 5)
 
 
+def test_the_search_counts_as_many_readers_of_a_shared_parameter_as_a_plan_may_have():
+    """All four layers read it, and the end of the step is the peak: the first stage gets a gradient from every other."""
+    planted = Planted(4, shared=[(0, 1, 2, 3)])
+    planted.fixed[3] += 10**6
+    predictor = AdditivePredictor(planted.profile([ONE], num_neighbours=4))
+    for layers in ([1, 3], [1, 1, 2], [1, 1, 1, 1]):
+        plan = make_plan(layers, [ONE] * len(layers), schedule="gpipe")
+        searched, least = (predictor.peaks(ONE, 16, "gpipe", 4, len(layers), **how)[0, 0, 1] for how in ({}, {"least": True}))
+        assert searched == predictor.predict(plan).stages[0].peak_bytes
+        assert searched - least == (len(layers) - 2) * planted.graph.params[4].nbytes
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_parts_sum_to_the_peak_and_layers_to_the_parts(schedule):
     choices = hybrid(4)
