@@ -104,6 +104,17 @@ alpa: ## Exported plans judged by real Alpa, in an environment of its own
 	else echo "SKIPPED: $(VENV_ALPA) could not be made, so exported plans were not judged by Alpa"; fi
 endif
 
+# Outside the checks: minutes to an hour. The date is the record's; the same seed draws the same mutants as long as a module stays.
+MUTATION_RECORD ?= benchmarks/results/$(shell date +%F)-mutation.json
+
+.PHONY: mutate
+mutate: $(VENV)/.stamp-mutation ## Mutants of the predictor, the step, the searches and the meters: which faults the tests notice
+	$(VENV)/bin/python benchmarks/mutation.py --jobs $(JOBS) -o $(MUTATION_RECORD)
+
+$(VENV)/.stamp-mutation: $(VENV)/.stamp-dev
+	$(call install,$(VENV),$(PYTHON),[mutation])
+	@touch $@
+
 .PHONY: check
 check: lint test ray alpa ## What .ci/run runs: lint, test, Ray clusters, and Alpa as a judge
 

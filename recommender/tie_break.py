@@ -56,8 +56,6 @@ def fairest_cuts(reach: Reach, live: np.ndarray, peak: int, columns: int) -> lis
             after = vectors[p + d]
             pool.append(np.pad(after, ((0, 0), (0, width + 1 - after.shape[1])), constant_values=-NEVER))
             offset += len(after)
-        if not offset:
-            continue
         merged, children = np.concatenate(parts, axis=1), np.concatenate(pool)
         merged = merged[:, np.argsort(merged[0], kind="stable")]
         winners = merged[:, _least_of_each_state(merged, children, width)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 from capture import environment
 from capture.errors import CaptureError
@@ -17,6 +17,8 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llv
 CaptureError.check(environment.prepare(num_devices=8))
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
+# For mutants (benchmarks/mutation.py), where the first failure is all that counts.
+settings.register_profile("unshrunk", settings.get_profile("repeatable"), phases=(Phase.explicit, Phase.generate))
 settings.load_profile("repeatable")
 
 #: Files that take long; they are given out first, so that the processes of pytest-xdist end together.

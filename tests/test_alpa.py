@@ -6,6 +6,7 @@ import ast
 import json
 import pickle
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -203,6 +204,18 @@ def test_alpas_check_of_memory_may_take_a_plan_that_does_not_fit():
     least = int(nothing.why["summary"].rpartition(" is ")[2].rstrip(".").replace(",", ""))
     assert nothing.plan is None and autostage(profile, cluster, **batch, memory_limit_bytes=least).plan is not None
     assert autostage(profile, cluster, **batch, memory_limit_bytes=least * 98 // 100).plan is None
+
+
+def test_optimizer_state_leaves_less_room_for_what_micro_batches_keep():
+    """As much more state as memory changes nothing; the same state in the same memory does."""
+    profile, cluster, more = planted_profile(8, max_devices=4), Cluster((4, 4), "a100-40g"), 10**9
+
+    def most_behind(profile, limit):
+        return autostaging_tables(profile, cluster, microbatch_size=16, memory_limit_bytes=limit).max_successors.tolist()
+
+    heavy = {config: replace(cost, optimizer_bytes=cost.optimizer_bytes + more) for config, cost in profile.measurements.items()}
+    heavier = replace(profile, measurements=heavy)
+    assert most_behind(heavier, 8 * 10**9 + more) == most_behind(profile, 8 * 10**9) != most_behind(heavier, 8 * 10**9)
 
 
 def test_the_command_plans_as_alpa_would(tmp_path, capsys):

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 from timeouts import TIMEOUT_SECONDS
 
-from benchmarks import alpa_replay, drawing, gpu_truth, hybrid_sharding, published_runs
+from benchmarks import alpa_replay, drawing, gpu_truth, hybrid_sharding, mutation, published_runs
 from benchmarks.capture_paper import figure_7, scenarios
 from capture.cluster import Cluster
 from capture.interface import plan_interfaces
@@ -47,6 +47,14 @@ def test_published_cases_are_plans(case):
     plan = published_runs.plan_of(case)
     assert plan.num_layers == case.num_blocks and plan.cluster.num_devices == case.num_gpus
     assert [stage.num_devices for stage in plan.stages] == [dp * tp for dp, tp in case.degrees]
+
+
+def test_mutants_that_are_called_equivalent_are_of_lines_that_exist():
+    """A line that changed takes its reason with it."""
+    for entry in json.loads(mutation.EQUIVALENT.read_text()):
+        lines = [line.strip() for line in (REPOSITORY / entry["module"]).read_text().splitlines()]
+        assert entry["module"] in mutation.PARTS and entry["removed"] in lines and entry["why"]
+        assert entry["added"] != entry["removed"]
 
 
 def test_without_a_gpu_nothing_is_measured_and_nothing_written(tmp_path):

@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from capture.cli.main import _show_warning, main
 from capture.cli.progress import progress
 from capture.cluster import Cluster
 from capture.plan import Plan, StagePlan
+from capture.predictor import AdditivePredictor
 from capture.workload import WorkloadSpec
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -175,6 +177,27 @@ def test_evaluate_keeps_its_contract_for_both_modes(done):
     assert sum(not row["compiled_before"] for row in rows) == document["default"]["num_predictions"]
     assert all(row["predicted_bytes"] > 0 and row["measured_bytes"] > 0 for row in rows)
     assert sum(row["paper_predicted_bytes"] is None for row in rows) == document["paper"]["num_not_predictable"]
+
+
+def test_the_truth_of_evaluate_is_no_prediction(inside, capsys, monkeypatch):
+    """A predictor that says twice as much is found to be wrong, and what it is held against stays."""
+    asked = ["evaluate", "tiny.py:model", *BATCH, *STORE, *PROFILING, "--plans", "3", "--quiet", "-o"]
+
+    def predictions(name):
+        assert main([*asked, name]) == 0
+        return json.loads((inside / name).read_text())["predictions"]
+
+    honest, predict = predictions("honest.json"), AdditivePredictor.predict
+
+    def doubled(self, plan):
+        found = predict(self, plan)
+        return replace(found, peak_bytes_per_device=tuple(2 * peak for peak in found.peak_bytes_per_device))
+
+    monkeypatch.setattr(AdditivePredictor, "predict", doubled)
+    wrong = predictions("wrong.json")
+    assert [row["predicted_bytes"] for row in wrong] == [2 * row["predicted_bytes"] for row in honest]
+    assert [row["measured_bytes"] for row in wrong] == [row["measured_bytes"] for row in honest]
+    capsys.readouterr()
 
 
 def test_evaluate_draws_plans_that_fit(inside, capsys):

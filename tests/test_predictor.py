@@ -21,7 +21,7 @@ from capture.interface import plan_interfaces
 from capture.predictor import AdditivePredictor
 from capture.predictor.fit import fit_degree, fit_degrees, fit_line, inverse
 from capture.predictor.paper import PaperPredictor
-from capture.predictor.statistics import extend_windows
+from capture.predictor.statistics import extend_windows, without_windows
 from capture.profile import StageConfig, rescaled
 from capture.profiler.paper import (
     LayerStatistics,
@@ -170,6 +170,18 @@ def test_under_1f1b_the_same_layers_need_less_further_back_and_under_gpipe_as_mu
     assert predictor.peaks(ONE, 16, "gpipe", 8, 4).shape == (1, 4, 5)
 
 
+def test_the_search_counts_as_many_readers_of_a_shared_parameter_as_a_plan_may_have():
+    """All four layers read it, and the end of the step is the peak: the first stage gets a gradient from every other."""
+    planted = Planted(4, shared=[(0, 1, 2, 3)])
+    planted.fixed[3] += 10**6
+    predictor = AdditivePredictor(planted.profile([ONE], num_neighbours=4))
+    for layers in ([1, 3], [1, 1, 2], [1, 1, 1, 1]):
+        plan = make_plan(layers, [ONE] * len(layers), schedule="gpipe")
+        searched, least = (predictor.peaks(ONE, 16, "gpipe", 4, len(layers), **how)[0, 0, 1] for how in ({}, {"least": True}))
+        assert searched == predictor.predict(plan).stages[0].peak_bytes
+        assert searched - least == (len(layers) - 2) * planted.graph.params[4].nbytes
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_parts_sum_to_the_peak_and_layers_to_the_parts(schedule):
     choices = hybrid(4)
@@ -237,6 +249,22 @@ def test_an_anchor_inside_the_model_tells_how_the_drift_of_the_ends_grows():
     assert drift[0, 0, 16] == pytest.approx(7 + 4 * (7 - 5) / 4)
 
 
+def test_a_stage_that_was_measured_as_a_long_window_is_predicted_as_measured():
+    """Long windows that need what no sum of M_a says, at the largest micro-batch size."""
+    planted = Planted(12, seed=5)
+    profile = planted.profile([ONE])
+    drifted = {config: replace(cost, backward_bytes=cost.backward_bytes + 7777) for config, cost in profile.measurements.items()}
+    long = {config: cost for config, cost in drifted.items() if config.num_layers == 8}
+    assert {config.microbatch_size for config in long} == {16}
+    predictor = AdditivePredictor(replace(profile, measurements={**profile.measurements, **long}))
+    memory = predictor.memory(ONE, 16)
+    for config, cost in long.items():
+        assert memory.backward[config.first, config.stop] == cost.backward_bytes
+    prediction = predictor.predict(make_plan([8, 4], [ONE, ONE], schedule="gpipe"))
+    without = AdditivePredictor(profile).predict(make_plan([8, 4], [ONE, ONE], schedule="gpipe"))
+    assert prediction.peak_bytes_per_device[0] == without.peak_bytes_per_device[0] + 7777
+
+
 def test_a_window_that_was_not_measured_is_named():
     planted = Planted(5)
     profile = planted.profile([ONE])
@@ -245,6 +273,26 @@ def test_a_window_that_was_not_measured_is_named():
         AdditivePredictor(replace(profile, measurements=without)).table(ONE, 16)
     assert str(error.value).startswith("the profile lacks layers 2 to 3, data parallel 1, tensor parallel 1, micro-batch size")
     assert error.value.codes == ("profile-missing",)
+
+
+def test_of_windows_that_are_missing_the_shortest_is_named():
+    windows = windows_of(lambda n: 10 * n, (1, 2), 6)
+    del windows[0, 2], windows[3, 4]
+    with pytest.raises(KeyError) as error:
+        extend_windows(windows, 6)
+    assert error.value.args == ((3, 4),)
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        ([(1, 3), (0, 3)], "M_a is not known of every layer (without layers 1 to 2); no stage is predicted or planned with it"),
+        ([(1, 9)], "windows of 8 layers are not complete (without layers 1 to 8); the sum of M_a is not corrected by them"),
+        ([(0, 3), (1, 9)], "M_a with 2 neighbours is not known of every layer (without layers 0 to 2); it is taken with 1"),
+    ],
+)
+def test_what_is_done_without_a_window_is_said(missing, said):
+    assert without_windows(missing, [(a, a + n) for n in (1, 2, 3, 8) for a in range(12 - n + 1)]) == said
 
 
 def test_more_neighbours_err_less_on_memory_that_is_not_additive():
@@ -311,6 +359,12 @@ def test_degree_pairs_are_fitted_along_one_axis_or_over_both():
     assert fit_degrees(known, (1, 16)) == pytest.approx(memory(1, 16))
     assert fit_degrees({**known, (2, 2): memory(2, 2)}, (4, 4)) == pytest.approx(memory(4, 4))
     assert fit_degrees({(2, 1): np.array([5.0])}, (8, 1)).tolist() == [5.0]
+
+
+def test_a_single_device_is_not_on_the_curve_of_its_axis():
+    """It has no buffer for the sum of gradients: 5 + 16 / k through 2 and 4 ways, whatever one device needs."""
+    known = {(1, 1): np.array([1000.0]), (2, 1): np.array([13.0]), (4, 1): np.array([9.0]), (1, 2): np.array([50.0])}
+    assert fit_degrees(known, (8, 1)) == pytest.approx([7])
 
 
 def test_a_degree_that_was_not_profiled_is_refused():

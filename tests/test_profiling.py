@@ -8,10 +8,13 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.ad_checkpoint import checkpoint_name
 from pipeline_models import mlp, pipeline, tied
 
 from capture.choices import StageChoice, hybrid_choices
@@ -24,6 +27,7 @@ from capture.profiler.compile import CompileBackend
 from capture.profiler.windows import choices_to_profile, profiled_microbatch_sizes, window_configs
 from capture.runtime.pipeline import pipeshard
 from capture.store import Store
+from capture.workload import Workload
 from profiling_runs import profile
 from profiling_runs.jobs import Job, Queue
 from profiling_runs.profile import CALIBRATION_SEED, divisor_choices
@@ -111,6 +115,26 @@ def test_flags_and_versions_are_part_of_the_key(backend, monkeypatch):
     config = StageConfig(1, 2, ONE, 4)
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"] + " --xla_cpu_enable_fast_math=true")
     assert CompileBackend(mlp(num_blocks=5)).key(config) != backend.key(config)
+
+
+def test_casts_of_weights_and_masks_are_made_again_and_not_kept_for_every_microbatch():
+    """Two layers of a wide cast weight and a masked product: what is kept is of the size of the examples."""
+    width = 64
+
+    def loss(params, x):
+        for i, weight in enumerate(params):
+            half = weight.astype(jnp.bfloat16)  # read again by the backward pass
+            masked = jnp.where(jnp.tril(jnp.ones((width, width), bool)), weight * weight, 0)
+            x = jnp.tanh(x.astype(jnp.bfloat16) @ half).astype(jnp.float32) @ masked
+            x = checkpoint_name(x, "layer_boundary") if not i else x
+        return jnp.mean(x**2)
+
+    def init(key):
+        return list(jax.random.normal(key, (2, width, width)))
+
+    backend = CompileBackend(Workload(loss, init, lambda key, n: jax.random.normal(key, (n, width)), optax.sgd(0.1)))
+    one, two = (backend.measure(StageConfig(0, 2, ONE, size)).residual_bytes for size in (1, 2))
+    assert 0 < two == 2 * one < 2 * width * width
 
 
 def test_a_measurement_is_made_once(backend, monkeypatch):
@@ -254,6 +278,13 @@ def test_clearing_gradients_costs_no_copy_of_them(optimizer):
     backend = CompileBackend(mlp(optimizer, num_blocks=6))
     parameters = sum(backend.sharding(4).param_bytes((1, 1)))
     assert backend.measure_update(StageConfig(0, 6, ONE, 4)).update_bytes < 0.05 * parameters
+
+
+def test_a_stage_that_the_profile_holds_calibrates_nothing():
+    """Of two layers, every stage is a window: looking it up again says nothing of how far predictions are off."""
+    result = profile(mlp(num_blocks=2), Cluster((1,)), microbatch_size=1, num_neighbours=1, calibration_plans=2)
+    assert result.failures == () and result.calibration is not None
+    assert result.calibration.errors == () and result.calibration.coverage() is None
 
 
 def test_stages_may_split_their_parameters_and_a_plan_is_never_the_worse_for_it():

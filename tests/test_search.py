@@ -166,7 +166,9 @@ def test_exclusion_rules_differ():
     assert search(problem).peak_bytes_per_device == (10, 6, 6, 6)
     assert search(problem, "enumerate").peak_bytes_per_device == (10, 6, 6, 6)
     assert search(problem, "enumerate", exclude="equal").peak_bytes_per_device == (10, 10, 5, 5)
-    assert search(problem, "enumerate", exclude="none").tie_break == "none"
+    untied = [search(problem, "enumerate", exclude="none", seed=seed) for seed in range(20)]
+    assert {result.peak_bytes_per_device for result in untied} == {(10, 6, 6, 6), (10, 10, 5, 5)}
+    assert {(result.tie_break, result.tie_break_columns) for result in untied} == {("none", 0)}
 
 
 def test_full_ties_are_drawn_by_seed():
@@ -178,9 +180,10 @@ def test_full_ties_are_drawn_by_seed():
 
 def test_enumeration_that_stops_early_says_so():
     problem = random_problem(1)
-    stopped = search(problem, "enumerate", max_placements=20)
-    assert not stopped.optimal
-    assert (stopped.tie_break, stopped.num_explored) == ("none", 20)
+    for most in (20, 21):
+        stopped = search(problem, "enumerate", max_placements=most)
+        assert not stopped.optimal
+        assert (stopped.tie_break, stopped.num_explored) == ("none", most)
     nothing = search(problem, "enumerate", max_placements=0)
     assert (nothing.status, nothing.why.code, nothing.optimal) == ("infeasible", "search-stopped", False)
 
@@ -202,6 +205,7 @@ def test_memory_limit(algorithm):
 
 def test_reasons_for_no_plan():
     codes = {case.name: search(case.problem).why.code for case in known_cases() if not case.best}
+    assert {search(case.problem).num_explored for case in known_cases() if not case.best} == {0}
     assert codes == {
         "fewer layers than stages": "too-few-layers",
         "nothing possible": "no-possible-stage",

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from capture.interface import StageCost, stage_interface
-from capture.predictor.formula import of_interfaces, peak_of, peak_parts
+from capture.predictor.formula import of_interfaces, peak_of, peak_parts, peaks_by_position
 from capture.schedule import Occupancy, Schedule, make_schedule
 from capture.step import Feed, Free, Move, Run, StageInterface, StepProgram, build_step, replay
 from tests.synthetic_graphs import LOSS_BYTES, chain, layer_graphs, stage_interfaces
@@ -332,6 +333,18 @@ def test_an_update_takes_the_summaries_of_all_other_stages():
     }
 
 
+def test_alpas_runtime_has_every_batch_before_the_first_pass():
+    program = build_step(interfaces(chain(3), [1, 2]), make_schedule("1f1b", 3, 2), as_alpa=True)
+    fed = [i for i, instruction in enumerate(program.instructions) if isinstance(instruction, Feed)]
+    assert fed == [0, 1, 2, 3]  # two micro-batches of the first and of the last stage
+
+
+def test_the_parts_of_a_peak_have_the_names_of_slots_if_asked():
+    program = build_step(interfaces(chain(2), [1]), make_schedule("gpipe", 2, 1))
+    by_category, by_slot = (replay(program, 2, by_slot=named).peaks[1].parts for named in (False, True))
+    assert by_category["parameters"] == by_slot["params@1"] > 0 and "params@1" not in by_category and "parameters" not in by_slot
+
+
 def test_a_stage_hands_on_before_it_receives():
     """Without temporaries, the middle stage of a GPipe pipeline never holds the input of two micro-batches."""
     graph = chain(3)
@@ -357,3 +370,18 @@ def test_the_predictors_formula_equals_the_replay_byte_for_byte(step):
         instant, parts = peak_parts(memory, occupancies)
         assert peak_of(memory, occupancies) == sum(parts.values()) == replayed
         assert instant in ("forward", "backward", "update", "summarize")
+
+
+occupancies = st.builds(Occupancy, st.sampled_from(["forward", "backward"]), *[st.integers(0, most) for most in (3, 2, 2, 3)])
+
+
+@given(stage_interfaces(chain(4, skips=[(0, 3)], shared=[(0, 2, 3)])), st.lists(occupancies, min_size=1, max_size=3).map(tuple))
+def test_the_predictors_formula_counts_what_waits_whatever_the_schedule(stages, listed):
+    """No schedule of today lets gradients wait; one that does is counted in all three forms of the formula."""
+    num_losses = max(o.num_losses for o in listed)
+    for s, memory in enumerate(of_interfaces(stages)):
+        counted = StageBytes(stages, s)
+        peak = max(counted.updating(num_losses), *(counted.running(o) + counted.losses(o.num_losses) for o in listed))
+        arrays = replace(memory, **{part.name: np.array([getattr(memory, part.name)]) for part in fields(memory)})
+        assert peak_of(memory, listed) == peak == peaks_by_position(arrays, [listed], [arrays.arriving])[0, 0]
+        assert sum(peak_parts(memory, listed)[1].values()) == peak

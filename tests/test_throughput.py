@@ -178,6 +178,7 @@ def test_many_microbatches_make_pipelines_worth_their_bubble():
     """M = 1: 7 s against 4 + 4 s. M = 5: 7 + 4 x 7 against 8 + 4 x 4."""
     one, five = throughput(two_stage_problem(1)), throughput(two_stage_problem(5))
     assert (one.step_seconds, len(one.stages)) == (7.0, 1)
+    assert (one.tie_break, one.tie_break_columns) == ("none", 0)
     assert (five.step_seconds, len(five.stages)) == (24.0, 2)
     assert five.step_seconds == step_seconds(two_stage_problem(5), five.stages)
 
@@ -196,6 +197,15 @@ def test_positions_count_against_the_limit():
     assert (result.status, result.why.code, result.why.least_peak_bytes) == ("infeasible", "memory-limit", 20)
     assert (result.algorithm, len(result.stages), result.optimal) == ("throughput", 2, False)
     assert result.step_seconds == step_seconds(two_stage_problem(5), result.stages)
+
+
+def test_of_plans_as_fast_the_one_of_least_peak_is_taken():
+    """Both cuts of three layers take 2 and 4 s; the first has stages of 12 and 3 bytes, the second of 9 and 8."""
+    table, seconds = np.full((3, 4), NEVER), np.full((1, 3, 4), np.inf)
+    for first, stop, own, time in [(0, 1, 12, 2), (1, 3, 3, 4), (0, 2, 9, 4), (2, 3, 8, 2)]:
+        table[first, stop], seconds[0, first, stop] = own, time
+    result = throughput(replace(pipeline_problem(table, 2), seconds={1: seconds}, num_microbatches=3))
+    assert (result.step_seconds, result.peak_bytes, result.stages[0].stop) == (14.0, 9, 2)
 
 
 def test_front_trades_memory_for_time():

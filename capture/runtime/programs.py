@@ -143,7 +143,7 @@ class StagePrograms:
         num_arriving: Per owned parameter that later stages borrow, how many do.
         num_microbatches: The loss of a micro-batch counts 1 / num_microbatches.
         clears_apart: Whether a program of its own sets the gradients to zero. XLA's CPU compiler cannot tell that the zeros may only be
-            written once the update has read what they overwrite: in one program it copies gradients first (of six equal layers all, with SGD,
+            written once the update has read what they overwrite: in one program it copies gradients first (of six equal layers all: SGD,
             momentum and Lion), while its GPU compiler does not.
         compiler: ``compile_program``, or another that takes its arguments.
         name_buffers: Have the compiler say what each program holds at its peak (``buffers``).
