@@ -60,8 +60,18 @@ class Recommendation:
     def peak_bytes(self) -> int:
         """Of the device that needs most: the compiler's if the plan is verified, else predicted; 0 without a plan."""
         if self.plan is not None and self.plan.verification is not None:
-            return max(self.plan.verification["peak_bytes_per_device"])
+            return int(max(self.plan.verification["peak_bytes_per_device"]))
         return 0 if self.prediction is None else self.prediction.peak_bytes
+
+    @property
+    def extrapolated(self) -> bool:
+        """Whether the numbers are of a micro-batch size or degrees that were not profiled, and the plan was not compiled either."""
+        return self.prediction is not None and self.prediction.extrapolated and not self.compiled
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the peaks are the compiler's of the plan's own stages."""
+        return self.plan is not None and self.plan.verification is not None
 
     @property
     def memory_limit_bytes(self) -> int | None:
@@ -71,6 +81,7 @@ class Recommendation:
     def to_json(self) -> dict[str, Any]:
         return {
             "status": self.status,
+            "extrapolated": self.extrapolated,
             "plan": None if self.plan is None else self.plan.to_json(),
             "prediction": None if self.prediction is None else self.prediction.to_json(),
             "search": {
@@ -164,8 +175,7 @@ def recommend(
     if objective == "pareto":
         why = {**why, "front": _front(problem, profile, plan)}
     plan = plan.with_(prediction=prediction.to_json(), why=why)
-    headroom = Headroom.of(prediction.peak_bytes_per_device, prediction.interval_bytes_per_device, prediction.coverage, given, memory)
-    return Recommendation(result.status, plan, prediction, result, why, headroom)
+    return Recommendation(result.status, plan, prediction, result, why, prediction.headroom(given, memory))
 
 
 def _depends_on_cuts_behind(profile: Profile, problem: SearchProblem, microbatch_size: int) -> bool:
@@ -224,6 +234,7 @@ def _front(problem: SearchProblem, profile: Profile, plan: Plan) -> dict[str, An
             for point in front.points
         ],
         "complete": front.complete,
+        "extrapolated": plan.microbatch_size not in profile.microbatch_sizes,
         "seconds": front.seconds,
     }
 

@@ -1,14 +1,15 @@
 """When nothing fits: the cheapest single change that does, found by planning again, not by guessing.
 
 Changes are tried in the order of what they cost a user: another schedule, more and smaller micro-batches, a split optimizer state,
-rematerialisation (recomputing takes time), then more nodes. Those that need new measurements make them through the store.
+rematerialisation (recomputing takes time), then more nodes. Those that need new measurements make them through the store, and one that fits
+by an extrapolation alone is compiled before it is named.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -36,7 +37,7 @@ class Change:
 
 def cheapest_change(
     options: argparse.Namespace,
-    profile: Profile,
+    knowledge: Any,
     cluster: Cluster,
     global_batch: int,
     num_microbatches: int,
@@ -47,7 +48,7 @@ def cheapest_change(
 
     Args:
         options: Of ``capture plan``.
-        profile: Under which nothing fits.
+        knowledge: Under which nothing fits (``recommender.verified.Knowledge``).
         cluster, global_batch, limit: Of the question.
         num_microbatches: The most that were asked for.
         reprofile: ``reprofile(remat=..., shard_optimizer=..., microbatch_size=...)`` measures what is missing; None leaves out changes
@@ -55,10 +56,10 @@ def cheapest_change(
     """
     from recommender.recommendation import recommend
 
-    for change in _changes(options, profile, cluster, global_batch, num_microbatches, reprofile):
-        result = recommend(
-            change.profile(),
-            change.cluster,
+    for change in _changes(options, knowledge.profile, cluster, global_batch, num_microbatches, reprofile):
+        question = partial(
+            recommend,
+            cluster=change.cluster,
             global_batch_size=global_batch,
             num_microbatches=change.num_microbatches,
             schedule=change.schedule,
@@ -66,9 +67,18 @@ def cheapest_change(
             whole_nodes=options.whole_nodes,
             any_divisor=options.any_divisor,
         )
-        if result.status == "ok" and result.prediction is not None:
-            peak = result.prediction.peak_bytes
-            return {"change": change.text, "peak_bytes": peak, "summary": f"{change.text}: peak {format_bytes(peak)} per device fits"}
+        # A stage on several of the added nodes may take more devices than this process was prepared for.
+        can_compile = change.cluster == cluster or not options.whole_nodes
+        known = replace(knowledge, profile=change.profile(), compiled=knowledge.compiled if can_compile else None)
+        result = known.answer(question, any_that_fits=True)
+        if result.status == "ok" and result.plan is not None:
+            sure = "fits by extrapolation" if result.extrapolated else "fits"
+            return {
+                "change": change.text,
+                "peak_bytes": result.peak_bytes,
+                "extrapolated": result.extrapolated,
+                "summary": f"{change.text}: peak {format_bytes(result.peak_bytes)} per device {sure}",
+            }
     return None
 
 

@@ -36,7 +36,7 @@ def _fit(facts: ReportFacts) -> list[str]:
             f"Nobody says how much memory a device of {facts.plan.cluster.target} has, so nothing is said of what is left (--memory does)."
         )
         return [need, limit, *_sure(facts)]
-    verdict = {"fits": "The plan fits.", "may not fit": "The plan may not fit.", "does not fit": "The plan does not fit."}[room.verdict]
+    verdict = f"The plan {room.verdict}."
     spare = room.limit_bytes - room.peak_bytes
     left = f"{format_bytes(spare)} are left" if spare >= 0 else f"{format_bytes(-spare)} are missing"
     source = "the limit that was given" if room.source == "given" else "what the target can use"
