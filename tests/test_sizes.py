@@ -1,0 +1,250 @@
+"""Micro-batch sizes that were not profiled: memory jumps where no line says so, and answers must not believe the line."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+from capture.cli.main import main
+from capture.cluster import Cluster
+from capture.plan import Plan
+from capture.predictor import AdditivePredictor
+from capture.profile import Profile
+from capture.store import Store
+from capture.workload import WorkloadSpec
+from profiling_runs.profile import open_measurements
+from profiling_runs.verify import verify, with_verified
+from profiling_runs.where import Where
+from recommender import recommend
+from recommender.extent import best_of, largest_batch, smallest_cluster
+from recommender.verified import Knowledge, recommend_verified
+
+WORKLOAD = '''
+from types import SimpleNamespace
+
+import jax, jax.numpy as jnp, optax
+from jax.ad_checkpoint import checkpoint_name
+
+WIDTH, LAYERS = 16, 4
+
+def model(above=16, times=12):
+    """Above a size of the batch every layer also works on copies of its input, and the last reads the first's: another program."""
+    def init(key):
+        return [jax.random.normal(k, (WIDTH, WIDTH)) / 4 for k in jax.random.split(key, LAYERS)]
+
+    def loss_fn(params, batch):
+        x = first = batch["x"]
+        large = x.shape[0] > above
+        for i, w in enumerate(params):
+            x = checkpoint_name(x, "layer_boundary") if i else x
+            if large:
+                x = jnp.sin(jnp.tanh(jnp.tile(x, (1, times)) + 1)).reshape(-1, times, WIDTH).mean(1)
+            x = jnp.tanh(x @ w)
+            first = x if i == 0 else first
+        return ((x + first * large - batch["y"]) ** 2).mean()
+
+    def batch(key, n):
+        return dict(zip("xy", jax.random.normal(key, (2, n, WIDTH))))
+
+    return SimpleNamespace(loss_fn=loss_fn, init=init, batch=batch, optimizer=optax.adam(1e-2))
+'''
+CLUSTER = Cluster((1, 1))
+MICROBATCHES = 2
+BATCH = ["--cluster", "2x1", "--microbatches", str(MICROBATCHES)]
+STORE = ["--store", "store.sqlite", "--workers", "0"]
+PROFILED = ["--global-batch", "16", "--neighbours", "1", "--calibration-plans", "0"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> SimpleNamespace:
+    """The model, profiled at micro-batches of 4 and 8 examples, and what compiles its plans."""
+    directory = tmp_path_factory.mktemp("sizes")
+    (directory / "jump.py").write_text(WORKLOAD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        assert main(["profile", "jump.py:model", *BATCH, *STORE, *PROFILED, "--quiet", "-o", "profile.json"]) == 0
+    spec = WorkloadSpec.parse(f"{directory}/jump.py:model")
+    store = Store(directory / "store.sqlite")
+    measurements = open_measurements(spec, num_devices=2, store=store, where=Where(0))
+    return SimpleNamespace(directory=directory, profile=Profile.load(directory / "profile.json"), measurements=measurements)
+
+
+@pytest.fixture
+def inside(made, monkeypatch):
+    monkeypatch.chdir(made.directory)
+    return made.directory
+
+
+def truth(made, plan: Plan) -> int:
+    return max(verify(plan, made.measurements).peak_bytes_per_device)
+
+
+def compiled(made):
+    return lambda plan, known: (verify(plan, made.measurements).to_json(), with_verified(known, plan, made.measurements))
+
+
+def asking(limit: int | None, *about):
+    cluster, batch, num_microbatches, schedule = about
+    return partial(
+        recommend, cluster=cluster, global_batch_size=batch, num_microbatches=num_microbatches, schedule=schedule, memory_limit_bytes=limit
+    )
+
+
+def at(made, size: int, limit: int | None = None):
+    """What the line predicts at a micro-batch size, and the compiler's truth of that plan."""
+    result = asking(limit, CLUSTER, size * MICROBATCHES, MICROBATCHES, "1f1b")(made.profile)
+    return result, truth(made, result.plan)
+
+
+def between(made) -> int:
+    """A limit that the line stays within for 24 examples, and the compiler from 17 on does not."""
+    return at(made, 24)[0].peak_bytes + 1000
+
+
+# ---- the searches --------------------------------------------------------------------------------------------------
+
+
+def test_the_line_is_low_beyond_the_jump_and_says_that_it_is_a_line(made):
+    known, exact = at(made, 8)
+    assert not known.extrapolated and known.peak_bytes == pytest.approx(exact, rel=0.02)
+    guess, exact = at(made, 24)
+    assert guess.extrapolated and guess.to_json()["extrapolated"] and guess.prediction.to_json()["extrapolated"]
+    assert guess.peak_bytes < 0.6 * exact and guess.prediction.interval_bytes_per_device[0][1] < exact, "beyond the interval"
+
+
+def test_what_is_extrapolated_never_just_fits(made):
+    guess, _ = at(made, 24, 10**9)
+    assert guess.status == "ok" and guess.headroom.verdict == "fits by extrapolation"
+    assert guess.headroom.to_json()["extrapolated"] and "extrapolated, interval" in str(guess.headroom)
+    assert at(made, 8, 10**9)[0].headroom.verdict == "fits"
+
+
+def test_the_largest_batch_fits_by_the_compiler(made):
+    limit = between(made)
+
+    def ask(*about):
+        return asking(limit, *about)(made.profile)
+
+    believed, _ = largest_batch(ask, ask, CLUSTER, 4, MICROBATCHES, "1f1b")
+    assert believed.global_batch_size > 16 * MICROBATCHES
+    assert truth(made, believed.result.plan) > limit, "the line alone shows a plan that does not fit"
+    knowledge = Knowledge(made.profile, compiled(made))
+
+    def settled(*about):
+        return knowledge.answer(asking(limit, *about), any_that_fits=True)
+
+    best, attempts = largest_batch(ask, settled, CLUSTER, 4, MICROBATCHES, "1f1b")
+    assert best.global_batch_size == 16 * MICROBATCHES
+    assert truth(made, best.result.plan) == best.result.peak_bytes <= limit
+    assert best.result.plan.verification and best.result.headroom.verdict == "fits" and not best.result.extrapolated
+    assert best.result.plan.model_hash == made.measurements.backend.traced(16).graph.model_hash, "capture run refuses another model"
+    (refused,) = [a for a in attempts if a.global_batch_size == 20 * MICROBATCHES]
+    assert (refused.result.status, refused.rests_on, refused.result.why["code"]) == ("infeasible", "compiled", "memory-limit")
+
+
+def test_the_smallest_cluster_and_the_best_count_are_compiled(made):
+    size = 24
+    _, limit = at(made, size)
+    knowledge = Knowledge(made.profile, compiled(made))
+    batch = size * MICROBATCHES
+
+    def settled(*about):
+        return knowledge.answer(asking(limit, *about), any_that_fits=True)
+
+    believed, _ = smallest_cluster(lambda *about: asking(limit, *about)(made.profile), CLUSTER, batch, MICROBATCHES, "1f1b")
+    assert believed.cluster.num_devices == 1 and truth(made, believed.result.plan) > limit
+    best, _ = smallest_cluster(settled, CLUSTER, batch, MICROBATCHES, "1f1b")
+    assert best.cluster == CLUSTER and truth(made, best.result.plan) <= limit
+    counts = [2, 6]
+    best, attempts = best_of(lambda *about: asking(None, *about)(knowledge.profile), settled, CLUSTER, batch, counts, ["1f1b"])
+    assert best.result.peak_bytes == truth(made, best.result.plan) <= min(a.result.peak_bytes for a in attempts)
+
+
+def test_an_answer_stays_compiled_when_other_plans_are_asked_about(made):
+    """A plan that is known to fit is not lost while plans that only seem better are tried."""
+    question = asking(None, CLUSTER, 48, MICROBATCHES, "1f1b")
+    first = recommend_verified(made.profile, question, compiled(made), 1)
+    again = recommend_verified(made.profile, question, compiled(made), 1, known=first)
+    assert again.compiled and again.peak_bytes <= first.peak_bytes
+
+
+def test_stages_that_were_compiled_for_one_plan_are_exact_in_others(made):
+    """Also where the model is another program at that size, whose graph is not the profile's scaled."""
+    result, exact = at(made, 24)
+    _, known = compiled(made)(result.plan, made.profile)
+    prediction = AdditivePredictor(known).predict(result.plan)
+    assert not prediction.extrapolated and prediction.peak_bytes == pytest.approx(exact, rel=0.15)
+
+
+# ---- the command line ----------------------------------------------------------------------------------------------
+
+PLAN = ["plan", "jump.py:model", *BATCH, "--profile", "profile.json"]
+
+
+def run(capsys, *arguments: str, code: int = 0) -> str:
+    found = main([*arguments])
+    out, err = capsys.readouterr()
+    assert found == code, err
+    return out
+
+
+def test_the_largest_batch_of_the_command_line_is_compiled(made, inside, capsys):
+    limit = str(between(made))
+    asked = [*PLAN, *STORE, "--largest-batch", "--memory", limit, "--quiet"]
+    document = json.loads(run(capsys, *asked, "--json"))
+    assert document["plan"]["global_batch_size"] == 16 * MICROBATCHES and not document["extrapolated"]
+    assert document["headroom"]["verdict"] == "fits" and document["plan"]["verification"]["peak_bytes_per_device"]
+    written = Plan.load("plan.json")
+    assert truth(made, written) == max(written.verification["peak_bytes_per_device"]) <= int(limit)
+    text = run(capsys, *asked)
+    assert re.search(r"batch 40, .* infeasible .* compiled", text) and "per device, compiled" in text
+    guessed = run(capsys, *PLAN, "--largest-batch", "--memory", limit, "--no-compile")
+    assert guessed.count(" extrapolated ") > 2 and "ok, extrapolated: " in guessed and "(extrapolated, interval" in guessed
+    assert "per device, extrapolated: up to" in guessed
+
+
+def test_a_plan_at_another_size_than_the_profiles_is_compiled(made, inside, capsys):
+    asked = [*PLAN, "--global-batch", "48", "--memory", "1GB"]
+    document = json.loads(run(capsys, *asked, *STORE, "--json"))
+    peak = max(document["plan"]["verification"]["peak_bytes_per_device"])
+    assert peak == truth(made, Plan.load("plan.json")) and not document["extrapolated"]
+    document = json.loads(run(capsys, *asked, "--no-compile", "--json"))
+    assert document["extrapolated"] and document["headroom"]["verdict"] == "fits by extrapolation"
+    assert document["plan"]["verification"] is None
+
+
+def test_a_limit_between_the_line_and_the_truth_fits_nothing(made, inside, capsys):
+    asked = [*PLAN, "--global-batch", "48", "--memory", str(between(made)), "--schedule", "1f1b"]
+    document = json.loads(run(capsys, *asked, *STORE, "--json", code=1))
+    assert document["status"] == "infeasible" and document["why"]["code"] == "memory-limit"
+    change = document["why"]["cheapest_change"]
+    assert change is None or not change["extrapolated"]
+    run(capsys, *asked, "--no-compile", "--json")  # the line says that it fits
+
+
+def test_predict_compiles_the_plans_own_stages(made, inside, capsys, tmp_path):
+    run(capsys, *PLAN, "--global-batch", "48", "--no-compile", "-o", str(tmp_path / "plan.json"))
+    asked = ["predict", str(tmp_path / "plan.json"), "--profile", "profile.json"]
+    document = json.loads(run(capsys, *asked, *STORE, "-o", "compiled.json", "--json"))
+    exact = truth(made, Plan.load("compiled.json"))
+    assert max(document["verification"]["peak_bytes_per_device"]) == exact and not document["extrapolated"]
+    assert max(Plan.load("compiled.json").verification["peak_bytes_per_device"]) == exact
+    document = json.loads(run(capsys, *asked, "--no-compile", "--json"))
+    assert document["extrapolated"] and document["verification"] is None
+    assert "extrapolated: up to" in run(capsys, *asked, "--no-compile")
+    nameless = json.loads((tmp_path / "plan.json").read_text()) | {"workload": None}
+    (tmp_path / "plan.json").write_text(json.dumps(nameless))
+    text = run(capsys, *asked, *STORE)
+    assert "extrapolated: up to" in text and "not compiled: the plan was made from Python objects" in text
+
+
+def test_an_edited_model_is_not_compiled_into_an_old_profile(made, inside, capsys):
+    (inside / "old").mkdir()
+    (inside / "old" / "jump.py").write_text(WORKLOAD.replace("jnp.tanh(x @ w)", "jnp.sin(x @ w)"))
+    asked = ["plan", "old/jump.py:model", *BATCH, "--profile", "profile.json", "--global-batch", "48", *STORE]
+    assert main(asked) == 2
+    assert capsys.readouterr().err.endswith("[profile-other-model]\n")
