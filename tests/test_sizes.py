@@ -7,15 +7,20 @@ import re
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from synthetic_profiles import Planted, make_plan
 
+from capture.choices import StageChoice
 from capture.cli.main import main
 from capture.cluster import Cluster
 from capture.plan import Plan
 from capture.predictor import AdditivePredictor
-from capture.profile import Profile
+from capture.profile import Profile, StageConfig
+from capture.size_errors import FLOOR_FRACTION, SizeError, extrapolation_width
 from capture.store import Store
 from capture.workload import WorkloadSpec
+from profiling_runs.held_out import held_out_sizes, held_out_stages, size_errors
 from profiling_runs.profile import open_measurements
 from profiling_runs.verify import verify, with_verified
 from profiling_runs.where import Where
@@ -248,3 +253,78 @@ def test_an_edited_model_is_not_compiled_into_an_old_profile(made, inside, capsy
     asked = ["plan", "old/jump.py:model", *BATCH, "--profile", "profile.json", "--global-batch", "48", *STORE]
     assert main(asked) == 2
     assert capsys.readouterr().err.endswith("[profile-other-model]\n")
+
+
+# ---- the line ------------------------------------------------------------------------------------------------------
+
+
+class Bending(Planted):
+    """As planted, and half as much again above 16 examples."""
+
+    def components(self, config: StageConfig) -> np.ndarray:
+        found = super().components(config)
+        found[:3] += found[:3] // 2 * (config.microbatch_size > 16)
+        return found
+
+
+def test_a_bend_does_not_reach_sizes_on_the_other_side_of_what_was_profiled():
+    planted, choice = Bending(4, 3), StageChoice(2, 1)
+    predictor = AdditivePredictor(planted.profile([choice], sizes=(8, 16, 32, 64)))
+    for size in (12, 48, 96):  # between two below the bend, between two above it, and beyond
+        table = predictor.table(choice, size)
+        assert table[1:3, 1, 3] == pytest.approx(planted.components(StageConfig(1, 3, choice, size))[1:3], rel=1e-3)
+
+
+def test_what_belongs_to_parameters_does_not_change_with_the_micro_batch():
+    planted = Planted(4, 3)
+    for sizes in ((16,), (8, 16)):
+        table = AdditivePredictor(planted.profile([StageChoice()], sizes=sizes)).table(StageChoice(), 2)
+        assert table[3:5, 1, 3].tolist() == planted.components(StageConfig(1, 3, StageChoice(), 16))[3:].tolist()
+
+
+# ---- held-out sizes ------------------------------------------------------------------------------------------------
+
+
+def test_a_few_short_stages_of_all_choices_are_held_out():
+    plans = [
+        make_plan([1, 2, 1], [StageChoice(2, 1), StageChoice(), StageChoice(1, 2)]),
+        make_plan([3, 1], [StageChoice(), StageChoice(2, 1)]),
+    ]
+    sizes = held_out_sizes(16, [StageChoice(), StageChoice(2, 1)])
+    assert sizes == (4, 32) and held_out_sizes(16, [StageChoice(8, 1)]) == (32,) and held_out_sizes(2, [StageChoice()]) == (4,)
+    found = held_out_stages(plans, sizes)
+    assert [(c.first, c.stop, c.choice.data_parallel, c.choice.tensor_parallel) for c in found if c.microbatch_size == 4] == [
+        (0, 1, 2, 1),
+        (3, 4, 1, 2),
+        (1, 3, 1, 1),
+        (3, 4, 2, 1),
+        (0, 3, 1, 1),
+    ]
+    assert all(plan.microbatch_size == config.microbatch_size for config, (plan, _) in found.items())
+    assert all(plan.stages[s].first == config.first for config, (plan, s) in found.items())
+
+
+def test_held_out_errors_are_those_of_the_line(made):
+    """Half the largest size and twice that are below the jump, and three times it is above: the errors say so."""
+    plan, exact = at(made, 8)[0].plan, {}
+    for size in (2, 16, 24):
+        stages = held_out_stages([plan], [size])
+        made.measurements.require({"held out": stages})
+        exact[size] = size_errors(made.profile, stages, made.measurements)
+    assert [e.octaves for size in exact for e in exact[size][:1]] == [1, 1, pytest.approx(1.585, abs=1e-3)]
+    assert max(abs(e.error) for size in (2, 16) for e in exact[size]) < 0.1 and min(e.error for e in exact[24]) > 0.5
+    for s, found in enumerate(exact[24]):
+        at_24 = plan.with_(global_batch_size=48, model_hash="")
+        truth_of_stage = verify(at_24, made.measurements).peak_bytes_per_device[s]
+        predicted = AdditivePredictor(made.profile).predict(at_24).stages[s].peak_bytes
+        assert found.error == pytest.approx(truth_of_stage / predicted - 1, abs=0.02)
+
+
+def test_the_interval_of_an_extrapolation_widens_with_the_distance():
+    errors = [SizeError(0.01 * i, 1.0) for i in range(1, 61)]
+    width, coverage = extrapolation_width(errors, 1.0)
+    assert (width, coverage) == (0.6, 0.98) and extrapolation_width(errors, 2.5)[0] == pytest.approx(1.5)
+    assert extrapolation_width(errors, 0.3)[0] == 0.6, "between profiled sizes, as one octave away"
+    assert extrapolation_width([SizeError(0.001, 1.0)], 1.0) == (FLOOR_FRACTION, 0.5), "one error claims little"
+    assert extrapolation_width([SizeError(0.2, 1.0), SizeError(-0.4, 2.0)], 1.0)[0] == pytest.approx(0.3)
+    assert SizeError.from_json(json.loads(json.dumps(errors[3].to_json()))) == errors[3]

@@ -29,7 +29,7 @@ from capture.target import same_target
 
 #: Rows of a statistics table.
 COMPONENTS = ("kept", "forward", "backward", "update", "optimizer", "summarize", "summary")
-#: The first of them, which depend on the layers alone; the others on the optimizer too.
+#: The first of them, which depend on the layers alone and grow with the examples; the others belong to parameters and optimizer.
 _PASSES = 3
 INTERVAL_COVERAGE = 0.98
 
@@ -95,12 +95,26 @@ class AdditivePredictor:
                 table, drift = self._measured_table(choice, microbatch_size)
                 self._tables[key] = table + drift
             elif sizes:
-                tables = [self._measured_table(choice, size) for size in sizes]
-                drift = tables[-1][1] * (microbatch_size / sizes[-1])
-                self._tables[key] = fit_line(sizes, [table for table, _ in tables], microbatch_size) + drift
+                self._tables[key] = self._table_off_sizes(choice, sizes, microbatch_size)
             else:
                 self._tables[key] = self._extrapolated_table(choice, microbatch_size)
         return self._tables[key]
+
+    def _table_off_sizes(self, choice: StageChoice, sizes: Sequence[int], microbatch_size: int) -> np.ndarray:
+        """The table at a size that was not profiled: on the line through the two nearest sizes, on both sides where there are some.
+
+        What belongs to parameters alone is that of the largest size: no example changes it.
+        """
+        above = next((i for i, size in enumerate(sizes) if size > microbatch_size), len(sizes))
+        first = max(0, min(above - 1, len(sizes) - 2))
+        near = sizes[first : first + 2]
+        table = fit_line(near, [self._measured_table(choice, size)[0] for size in near], microbatch_size)
+        largest, drift = self._measured_table(choice, sizes[-1])
+        table += drift * (microbatch_size / sizes[-1])
+        for row, component in enumerate(COMPONENTS):
+            if component not in COMPONENTS[:_PASSES]:
+                table[row] = largest[row] + drift[row]
+        return table
 
     def can_predict(self, choice: StageChoice, microbatch_size: int) -> bool:
         """Whether the profile holds all that predictions of a choice are built from."""
