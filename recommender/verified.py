@@ -88,23 +88,23 @@ class Knowledge:
         A plan is believed not to fit, without compiling, if the low end of its interval is above the limit.
         """
         result = question(self.profile)
-        if self.compiled is None or not (self.always or _is_open(result) or (known is not None and known.compiled)):
+        if self.compiled is None or not (self.always or self._is_open(result) or (known is not None and known.compiled)):
             return result
         return recommend_verified(self.profile, question, self._learn, self.max_plans, known=known, any_that_fits=any_that_fits)
+
+    def _is_open(self, result: Recommendation) -> bool:
+        """Whether an answer is of another size than those that were profiled, or of degrees, and could be one that fits."""
+        plan, prediction, limit = result.plan, result.prediction, result.memory_limit_bytes
+        if plan is None or prediction is None:
+            return False
+        if not prediction.extrapolated and plan.microbatch_size in self.profile.microbatch_sizes:
+            return False
+        return limit is None or max(low for low, _ in prediction.interval_bytes_per_device) <= limit
 
     def _learn(self, plan: Plan, profile: Profile) -> tuple[Mapping[str, Any], Profile]:
         assert self.compiled is not None, "asked before"
         verification, self.profile = self.compiled(plan, profile)
         return verification, self.profile
-
-
-def _is_open(result: Recommendation) -> bool:
-    """Whether an answer is not of the profile: some stage is extrapolated, or was compiled for another question."""
-    prediction = result.prediction
-    if prediction is None or not any(stage.extrapolated or stage.verified for stage in prediction.stages):
-        return False
-    limit = result.memory_limit_bytes
-    return limit is None or max(low for low, _ in prediction.interval_bytes_per_device) <= limit
 
 
 def _same_model(plan: Plan, profile: Profile) -> Plan:

@@ -275,6 +275,27 @@ def test_a_bend_does_not_reach_sizes_on_the_other_side_of_what_was_profiled():
         assert table[1:3, 1, 3] == pytest.approx(planted.components(StageConfig(1, 3, choice, size))[1:3], rel=1e-3)
 
 
+class Hungriest(Planted):
+    """Temporaries are those of the layer that needs most, which parameters decide for some layers and examples for others."""
+
+    def components(self, config: StageConfig) -> np.ndarray:
+        found, layers = super().components(config), slice(config.first, config.stop)
+        of_examples = self.per_example[1:3, 0, layers] * config.microbatch_size // config.choice.num_devices
+        found[1:3] = np.maximum(self.fixed[1:3, 0, layers], of_examples).max(axis=1)
+        return found
+
+
+@pytest.mark.parametrize(("size", "truth"), [(16, 2000), (64, 6400), (160, 16000), (4, 2000)])
+def test_temporaries_of_a_stage_are_those_of_its_hungriest_layer_at_that_size(size, truth):
+    """At the profiled sizes the weights of layer 2 decide, whose line is flat; at larger ones the examples of layer 0 do."""
+    planted, choice = Hungriest(5, 1), StageChoice(2, 1)
+    planted.fixed[1:3], planted.per_example[1:3] = 0, 0
+    planted.fixed[1:3, 0, 2], planted.per_example[1:3, 0, 0] = 2000, 200
+    table = AdditivePredictor(planted.profile([choice], num_neighbours=2)).table(choice, size)
+    assert table[1:3, 0, 5].tolist() == pytest.approx([truth, truth])
+    assert table[1:3, 1, 5].tolist() == pytest.approx([2000, 2000]), "layer 0 is not in it"
+
+
 def test_what_belongs_to_parameters_does_not_change_with_the_micro_batch():
     planted = Planted(4, 3)
     for sizes in ((16,), (8, 16)):
