@@ -130,6 +130,10 @@ def recommend(
         whole_nodes, any_divisor: See ``Cluster.stage_degrees``.
         merge_layers: Cut only between layers that the paper's layer merger leaves; None cuts anywhere.
 
+    Returns:
+        At a micro-batch size that was not profiled the numbers are an extrapolation, and say so (``Recommendation.extrapolated``);
+        ``recommender.verified.Knowledge`` asks until they are compiled.
+
     Raises:
         PlanError: ``plan-batch``, ``plan-schedule``, ``recommend-mode``, ``recommend-objective``.
         ProfileError: if the profile lacks what the search needs, ``profile-no-times`` among it; ``profile-mixture`` for profiles that

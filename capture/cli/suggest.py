@@ -90,9 +90,9 @@ def _changes(
         yield Change("--schedule 1f1b", lambda: profile, cluster, m, "1f1b")
     size = global_batch // (2 * m)
     if global_batch % (2 * m) == 0:
-        if size in profile.microbatch_sizes:
+        if size in profile.microbatch_sizes or reprofile is None:
             yield Change(f"--microbatches {2 * m}", lambda: profile, cluster, 2 * m, schedule)
-        elif reprofile is not None:
+        else:
             yield Change(f"--microbatches {2 * m}", partial(reprofile, microbatch_size=size), cluster, 2 * m, schedule)
     if reprofile is not None:
         if not options.shard_optimizer:
