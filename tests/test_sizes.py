@@ -296,6 +296,23 @@ def test_temporaries_of_a_stage_are_those_of_its_hungriest_layer_at_that_size(si
     assert table[1:3, 1, 5].tolist() == pytest.approx([2000, 2000]), "layer 0 is not in it"
 
 
+class Fusing(Planted):
+    """Everything grows with the examples, and three layers together need a fifth less than the sum."""
+
+    def components(self, config: StageConfig) -> np.ndarray:
+        found = super().components(config)
+        return found * 4 // 5 if config.num_layers > 2 else found
+
+
+@pytest.mark.parametrize("size", [4, 64])
+def test_windows_that_one_size_lacks_do_not_tilt_the_line(size):
+    """At the smaller profiled size windows are shorter, and what their sum misses is no growth."""
+    planted, choice = Fusing(4, 3), StageChoice()
+    planted.fixed[:3], planted.per_example[:3] = 0, 160
+    table = AdditivePredictor(planted.profile([choice], num_neighbours=2)).table(choice, size)
+    assert table[1:3, 1, 4] == pytest.approx(planted.components(StageConfig(1, 4, choice, size))[1:3], rel=1e-3)
+
+
 def test_what_belongs_to_parameters_does_not_change_with_the_micro_batch():
     planted = Planted(4, 3)
     for sizes in ((16,), (8, 16)):
