@@ -9,6 +9,8 @@ from typing import Any, Literal
 from capture.quantities import format_bytes
 from capture.target import DeviceMemory
 
+Verdict = Literal["fits", "fits by extrapolation", "may not fit", "does not fit"]
+
 
 @dataclass(frozen=True)
 class Headroom:
@@ -20,6 +22,7 @@ class Headroom:
         peak_bytes: Of the device that needs most.
         high_bytes: Upper end of the interval of the device whose upper end is highest.
         coverage: Calibrated probability that a device stays within its interval; None without calibration, 1 for compiled peaks.
+        extrapolated: Whether the peaks are of a micro-batch size or degrees that were not profiled, and not compiled either.
     """
 
     limit_bytes: int
@@ -27,6 +30,7 @@ class Headroom:
     peak_bytes: int
     high_bytes: int
     coverage: float | None
+    extrapolated: bool = False
 
     @classmethod
     def of(
@@ -36,6 +40,8 @@ class Headroom:
         coverage: float | None,
         limit_bytes: int | None,
         memory: DeviceMemory | None,
+        *,
+        extrapolated: bool = False,
     ) -> Headroom | None:
         """None where neither the user nor the target says how much memory there is.
 
@@ -44,18 +50,19 @@ class Headroom:
             coverage: Of the intervals.
             limit_bytes: The user's; else the target's is taken.
             memory: Of the target.
+            extrapolated: See the attribute.
         """
         if limit_bytes is None and memory is None:
             return None
         limit = limit_bytes if limit_bytes is not None else memory.usable_bytes if memory is not None else 0
         source = "given" if limit_bytes is not None else str(memory)
-        return cls(limit, source, max(peaks), max(high for _, high in intervals), coverage)
+        return cls(limit, source, max(peaks), max(high for _, high in intervals), coverage, extrapolated)
 
     @property
-    def verdict(self) -> Literal["fits", "may not fit", "does not fit"]:
-        """``fits`` if the whole interval is within the limit."""
+    def verdict(self) -> Verdict:
+        """``fits`` if the whole interval is within the limit; what is extrapolated never just fits."""
         if self.high_bytes <= self.limit_bytes:
-            return "fits"
+            return "fits by extrapolation" if self.extrapolated else "fits"
         return "may not fit" if self.peak_bytes <= self.limit_bytes else "does not fit"
 
     def to_json(self) -> dict[str, Any]:
@@ -66,11 +73,13 @@ class Headroom:
             "headroom_at_interval_end_bytes": self.limit_bytes - self.high_bytes,
             "interval_coverage_fraction": self.coverage,
             "verdict": self.verdict,
+            "extrapolated": self.extrapolated,
         }
 
     def __str__(self) -> str:
         spare, worst = self.limit_bytes - self.peak_bytes, self.limit_bytes - self.high_bytes
         sure = "interval not calibrated" if self.coverage is None else "compiled" if self.coverage == 1 else f"interval {self.coverage:.0%}"
+        sure = f"extrapolated, {sure}" if self.extrapolated else sure
         return f"{self.verdict}: {_signed(spare)} of {format_bytes(self.limit_bytes)} left, {_signed(worst)} at worst ({sure})"
 
 

@@ -132,7 +132,7 @@ class Profile:
         workload: By name; None for one made from Python objects.
         auto_layers: Whether the layers were cut automatically.
         tensor_parallel_rule: How parameters are split.
-        microbatch_sizes: Profiled, ascending; ``model_hashes`` are those of the graphs at these sizes.
+        microbatch_sizes: Profiled, ascending; ``model_hashes`` are those of the graphs at these sizes, and at those of ``verified``.
         paper: Statistics of the paper's profiling runs (``PaperStatistics.to_json``), if made.
         calibration: Errors on held-out plans, if made.
         warnings: What a user should know, such as a loss that does not split over micro-batches.

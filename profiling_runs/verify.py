@@ -11,6 +11,7 @@ from capture.graph import LayerGraph
 from capture.interface import StageCost, plan_interfaces
 from capture.ledger import Ledger
 from capture.plan import Plan
+from capture.predictor.formula import kept_bytes
 from capture.profile import Profile
 from capture.step import StepProgram, build_step, replay
 from capture.target import Target
@@ -111,11 +112,35 @@ def check_model(plan: Plan, measurements: Measurements) -> None:
 
 
 def with_verified(profile: Profile, plan: Plan, measurements: Measurements) -> Profile:
-    """The profile and the compiled stages of a plan: the predictor looks these up, so that a search ranks by what is known."""
-    configs = [stage_config(stage, plan.microbatch_size) for stage in plan.stages]
-    return replace(profile, verified={**profile.verified, **{config: measurements.costs[config] for config in configs}})
+    """The profile and the compiled stages of a plan: the predictor looks these up, so that a search ranks by what is known.
+
+    What is kept is counted by the graph at the plan's own micro-batch size, which may be another than the profile's graph scaled to it.
+    """
+    size, graph = plan.microbatch_size, measurements.backend.traced(plan.microbatch_size).graph
+    costs = {config: measurements.costs[config] for config in (stage_config(stage, size) for stage in plan.stages)}
+    verified = {
+        config: replace(
+            cost,
+            residual_bytes=kept_bytes(graph, config.first, config.stop, config.choice.data_parallel, cost),
+            kept_inputs=(),
+            kept_outputs=(),
+            kept_batch=(),
+        )
+        for config, cost in costs.items()
+    }
+    return replace(profile, verified={**profile.verified, **verified}, model_hashes={**profile.model_hashes, size: graph.model_hash})
 
 
-def is_verified(plan: Plan, profile: Profile) -> bool:
-    """Whether the profile holds every stage of the plan compiled as it is."""
-    return all(stage_config(stage, plan.microbatch_size) in profile.verified for stage in plan.stages)
+def check_profile(profile: Profile, measurements: Measurements) -> None:
+    """Refuse a workload that is not the profile's: what is compiled of it would be mixed with measurements of another model.
+
+    Raises:
+        ProfileError: ``profile-other-model``.
+    """
+    size, known = profile.graph.microbatch_size, profile.graph.model_hash
+    found = measurements.backend.traced(size).graph.model_hash
+    if known and found != known:
+        raise ProfileError.of(
+            f"the profile is of model_hash={known} at microbatch_size={size}; the workload has {found}. Profile it again.",
+            "profile-other-model",
+        )

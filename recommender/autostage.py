@@ -30,7 +30,6 @@ from capture.alpa.placement import Shape, alpa_placement
 from capture.choices import StageChoice
 from capture.cluster import Cluster
 from capture.errors import PlanError
-from capture.headroom import Headroom
 from capture.predictor import AdditivePredictor
 from capture.predictor.formula import StageMemory
 from capture.predictor.times import TimePredictor
@@ -224,9 +223,7 @@ def autostage(
         why["summary"] += f" It takes the plan to fit, and {prediction.peak_bytes:,} bytes are predicted, of {limit:,}."
         why["code"] = "autostaging"
     plan = plan.with_(prediction=prediction.to_json(), why=why)
-    headroom = Headroom.of(
-        prediction.peak_bytes_per_device, prediction.interval_bytes_per_device, prediction.coverage, memory_limit_bytes, memory
-    )
+    headroom = prediction.headroom(memory_limit_bytes, memory)
     return Recommendation("ok" if fits else "infeasible", plan, prediction, result, why, headroom)
 
 

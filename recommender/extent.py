@@ -1,12 +1,14 @@
 """Questions around the search: the best of several micro-batch counts and schedules, the fewest devices, the largest batch.
 
-Each is a loop over searches; every search is exact, and so is the answer over what was asked.
+Each is a loop over searches; every search is exact, and so is the answer over what was asked. Predictions of micro-batch sizes that were
+not profiled only say where to look: ``settled`` answers with what is compiled (``recommender.verified.Knowledge``), and only such an answer
+is given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from capture.cluster import Cluster
@@ -28,6 +30,11 @@ class Attempt:
     schedule: str
     result: Recommendation
 
+    @property
+    def rests_on(self) -> str:
+        """Where its peak is from."""
+        return "compiled" if self.result.compiled else "extrapolated" if self.result.extrapolated else "predicted"
+
     def to_json(self) -> dict[str, Any]:
         return {
             "cluster": str(self.cluster),
@@ -36,18 +43,26 @@ class Attempt:
             "num_microbatches": self.num_microbatches,
             "schedule": self.schedule,
             "status": self.result.status,
+            "extrapolated": self.result.extrapolated,
+            "compiled": self.result.compiled,
             "peak_bytes": self.result.peak_bytes,
             "step_seconds": self.result.search.step_seconds,
         }
 
 
 def best_of(
-    question: Question, cluster: Cluster, global_batch_size: int, microbatches: Sequence[int], schedules: Sequence[str]
+    question: Question,
+    settled: Question,
+    cluster: Cluster,
+    global_batch_size: int,
+    microbatches: Sequence[int],
+    schedules: Sequence[str],
 ) -> tuple[Attempt, tuple[Attempt, ...]]:
     """The best answer over numbers of micro-batches and schedules, and all attempts.
 
     Args:
         question: Asks for one objective: the step time decides where it was searched for, else the peak.
+        settled: The same without extrapolation; asked until the best answer is one of its own.
         cluster, global_batch_size: The same for all.
         microbatches, schedules: What is tried; earlier ones win ties.
 
@@ -55,12 +70,13 @@ def best_of(
         PlanError: ``plan-batch`` if a number of micro-batches does not divide the batch.
     """
     PlanError.check(violation for m in microbatches for violation in batch_violations(global_batch_size, m))
-    attempts = tuple(
-        Attempt(cluster, global_batch_size, m, schedule, question(cluster, global_batch_size, m, schedule))
-        for schedule in schedules
-        for m in microbatches
-    )
-    return min(attempts, key=_rank), attempts
+    asked = [(cluster, global_batch_size, m, schedule) for schedule in schedules for m in microbatches]
+    attempts = [Attempt(*about, question(*about)) for about in asked]
+    is_settled = [not attempt.result.extrapolated for attempt in attempts]
+    while not is_settled[best := min(range(len(attempts)), key=lambda i: _rank(attempts[i]))]:
+        attempts[best] = replace(attempts[best], result=settled(*asked[best]))
+        is_settled[best] = True
+    return attempts[best], tuple(attempts)
 
 
 def _rank(attempt: Attempt) -> tuple[bool, bool, float, int]:
@@ -70,11 +86,12 @@ def _rank(attempt: Attempt) -> tuple[bool, bool, float, int]:
 
 
 def smallest_cluster(
-    question: Question, cluster: Cluster, global_batch_size: int, num_microbatches: int, schedule: str
+    settled: Question, cluster: Cluster, global_batch_size: int, num_microbatches: int, schedule: str
 ) -> tuple[Attempt | None, tuple[Attempt, ...]]:
     """The fewest devices of a cluster on which a plan fits, and all attempts.
 
-    Tried are parts of the first node in powers of two, then 1, 2, 3, ... whole nodes, by ascending number of devices.
+    Tried are parts of the first node in powers of two, then 1, 2, 3, ... whole nodes, by ascending number of devices. ``settled`` is asked
+    without extrapolation.
 
     Returns:
         None first if nothing fits on the whole cluster either.
@@ -87,7 +104,7 @@ def smallest_cluster(
     parts += [Cluster(cluster.nodes[: n + 1], cluster.target) for n in range(len(cluster.nodes))]
     attempts = []
     for part in parts:
-        result = question(part, global_batch_size, num_microbatches, schedule)
+        result = settled(part, global_batch_size, num_microbatches, schedule)
         attempts.append(Attempt(part, global_batch_size, num_microbatches, schedule, result))
         if result.status == "ok":
             return attempts[-1], tuple(attempts)
@@ -95,34 +112,65 @@ def smallest_cluster(
 
 
 def largest_batch(
-    question: Question, cluster: Cluster, microbatch_step: int, num_microbatches: int, schedule: str, max_doublings: int = 20
+    question: Question,
+    settled: Question,
+    cluster: Cluster,
+    microbatch_step: int,
+    num_microbatches: int,
+    schedule: str,
+    max_doublings: int = 20,
 ) -> tuple[Attempt | None, tuple[Attempt, ...]]:
     """The largest global batch that fits with a number of micro-batches, and all attempts.
 
-    Micro-batches grow in steps: doubled until nothing fits, then bisected. **Assumes** that a larger micro-batch never needs less.
+    Micro-batches grow in steps: doubled until nothing is predicted to fit, then bisected. From where that ends, the answers without
+    extrapolation are asked for, in steps that double until one fits and the next does not, then bisected. **Assumes** that a larger
+    micro-batch never needs less.
 
     Args:
+        question: Asks for a plan.
+        settled: The same without extrapolation.
         microbatch_step: Micro-batch sizes are multiples of it.
         max_doublings: Where doubling ends.
 
     Returns:
         None first if not even one step fits.
     """
-    attempts: list[Attempt] = []
+    attempts: dict[int, Attempt] = {}
 
-    def fits(steps: int) -> bool:
+    def fits(steps: int, ask: Question) -> bool:
         batch = steps * microbatch_step * num_microbatches
-        attempts.append(Attempt(cluster, batch, num_microbatches, schedule, question(cluster, batch, num_microbatches, schedule)))
-        return attempts[-1].result.status == "ok"
+        attempts[steps] = Attempt(cluster, batch, num_microbatches, schedule, ask(cluster, batch, num_microbatches, schedule))
+        return attempts[steps].result.status == "ok"
 
-    low, high = 0, 1
-    while high <= 1 << max_doublings and fits(high):
-        low, high = high, 2 * high
+    def fits_settled(steps: int) -> bool:
+        if steps in attempts and not attempts[steps].result.extrapolated:
+            return attempts[steps].result.status == "ok"
+        return fits(steps, settled)
+
+    most = (2 << max_doublings) - 1
+    guess = _last_that_holds(lambda steps: fits(steps, question), 1, most)
+    best = _last_that_holds(fits_settled, max(1, guess), most)
+    return attempts.get(best), tuple(attempts.values())
+
+
+def _last_that_holds(holds: Callable[[int], bool], start: int, most: int) -> int:
+    """The last of the numbers 1 to ``most`` that a condition holds of, which then fails for all that follow; 0 if it holds of none.
+
+    Args:
+        holds: Asked about ``start`` first, then ever farther from it until the end is passed, then in between.
+        start: From 1 to ``most``.
+        most: Where to end.
+    """
+    low, high, here, stride = 0, most + 1, start, 1
+    found = failed = False
     while high - low > 1:
-        middle = (low + high) // 2
-        if fits(middle):
-            low = middle
+        if holds(here):
+            low, found = here, True
         else:
-            high = middle
-    best = [attempt for attempt in attempts if attempt.result.status == "ok"]
-    return (max(best, key=lambda attempt: attempt.global_batch_size) if best else None), tuple(attempts)
+            high, failed = here, True
+        if found and failed:
+            here = (low + high) // 2
+        else:
+            here = min(low + stride, most) if found else max(high - stride, 1)
+        stride *= 2
+    return low

@@ -125,8 +125,18 @@ class Recommendation:
     def peak_bytes(self) -> int:
         """Of the device that needs most: the compiler's if the plan is verified, else predicted; 0 without a plan."""
         if self.plan is not None and self.plan.verification is not None:
-            return max(self.plan.verification["peak_bytes_per_device"])
+            return int(max(self.plan.verification["peak_bytes_per_device"]))
         return 0 if self.prediction is None else self.prediction.peak_bytes
+
+    @property
+    def extrapolated(self) -> bool:
+        """Whether the numbers are of a micro-batch size or degrees that were not profiled, and the plan was not compiled either."""
+        return self.prediction is not None and self.prediction.extrapolated and not self.compiled
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the peaks are the compiler's of the plan's own stages."""
+        return self.plan is not None and self.plan.verification is not None
 
     @property
     def memory_limit_bytes(self) -> int | None:
@@ -136,6 +146,7 @@ class Recommendation:
     def to_json(self) -> dict[str, Any]:
         return {
             "status": self.status,
+            "extrapolated": self.extrapolated,
             "plan": None if self.plan is None else self.plan.to_json(),
             "prediction": None if self.prediction is None else self.prediction.to_json(),
             "search": {
@@ -184,6 +195,10 @@ def recommend(
         algorithm: One of those that ``SEARCHES`` has for the objective and the mode; None takes the first of them.
         whole_nodes, any_divisor: See ``Cluster.stage_degrees``.
         merge_layers: Cut only between layers that the paper's layer merger leaves; None cuts anywhere.
+
+    Returns:
+        At a micro-batch size that was not profiled the numbers are an extrapolation, and say so (``Recommendation.extrapolated``);
+        ``recommender.verified.Knowledge`` asks until they are compiled.
 
     Raises:
         PlanError: ``plan-batch``, ``plan-schedule``, ``plan-algorithm`` for options that Alpa's algorithm does not know, and the codes of
@@ -239,8 +254,7 @@ def recommend(
     if objective == "pareto":
         why = {**why, "front": _front(problem, profile, plan)}
     plan = plan.with_(prediction=prediction.to_json(), why=why)
-    headroom = Headroom.of(prediction.peak_bytes_per_device, prediction.interval_bytes_per_device, prediction.coverage, given, memory)
-    return Recommendation(result.status, plan, prediction, result, why, headroom)
+    return Recommendation(result.status, plan, prediction, result, why, prediction.headroom(given, memory))
 
 
 def _depends_on_cuts_behind(profile: Profile, problem: SearchProblem, microbatch_size: int) -> bool:
@@ -299,6 +313,7 @@ def _front(problem: SearchProblem, profile: Profile, plan: Plan) -> dict[str, An
             for point in front.points
         ],
         "complete": front.complete,
+        "extrapolated": plan.microbatch_size not in profile.microbatch_sizes,
         "seconds": front.seconds,
     }
 

@@ -72,6 +72,8 @@ def test_a_plan_predicted_by_extrapolation_is_drawn_without_seconds(profile, deg
         report_facts(wide, profile)
     wide = wide.with_(prediction=AdditivePredictor(profile, allow_extrapolation=True).predict(wide).to_json())
     assert report_facts(wide, profile).schedule.clock == "units"
+    said = paragraph(report_facts(wide, profile, memory_limit_bytes=1 << 50))
+    assert said.startswith("The plan fits by extrapolation.") and "were not profiled: verify the plan to be sure" in said
 
 
 def drawn(facts):

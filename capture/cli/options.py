@@ -259,6 +259,15 @@ def _profile_of(options: argparse.Namespace, plan: Plan) -> Profile:
     )
 
 
+def open_profile_measurements(options: argparse.Namespace, profile: Profile, cluster: Cluster, progress: Any) -> Any:
+    """Measurements of a profile's workload, cut and split as there; ``options`` are those of ``add_store``."""
+    num_layers = profile.graph.num_layers if profile.auto_layers else None
+    spec = WorkloadSpec.parse(options.workload) if options.workload else profile.workload
+    if spec is None:
+        raise PlanError.of("the profile was made from Python objects and names no workload; give --workload.", "plan-workload")
+    return _open_measurements(options, spec, cluster, num_layers, profile.tensor_parallel_rule, progress)
+
+
 def open_question_measurements(options: argparse.Namespace, cluster: Cluster, progress: Any) -> Any:
     """Measurements of the workload that is asked about; ``options`` are those of ``add_question``."""
     return _open_measurements(
@@ -354,17 +363,17 @@ def remat_policies(options: argparse.Namespace) -> tuple[Remat, ...]:
     return REMAT_POLICIES
 
 
-def check_measures_nothing(options: argparse.Namespace) -> None:
-    """Refuse options of measuring where a profile is given.
+def check_profiles_nothing(options: argparse.Namespace) -> None:
+    """Refuse options of profiling where a profile is given.
 
     Raises:
         ProfileError: ``profile-measured``.
     """
-    defaults = {"store": None, "backend": BACKENDS[0], "neighbours": DEFAULT_NEIGHBOURS, "calibration_plans": DEFAULT_CALIBRATION_PLANS}
+    defaults = {"backend": BACKENDS[0], "neighbours": DEFAULT_NEIGHBOURS, "calibration_plans": DEFAULT_CALIBRATION_PLANS}
     given = [f"--{name.replace('_', '-')}" for name, default in defaults.items() if getattr(options, name) != default]
     if given:
         raise ProfileError.of(
-            f"{', '.join(given)}: with --profile nothing is measured; leave out what is about measuring, or --profile.", "profile-measured"
+            f"{', '.join(given)}: with --profile no layer is profiled; leave out what is about profiling, or --profile.", "profile-measured"
         )
 
 

@@ -47,7 +47,8 @@ def say(options: argparse.Namespace, text: str) -> None:
 
 
 def stage_table(plan: Any, stages: Sequence[Any]) -> str:
-    """One line per stage of a plan with its prediction."""
+    """One line per stage of a plan with its prediction, and with what the compiler says where the plan was compiled."""
+    compiled = plan.verification and plan.verification["peak_bytes_per_device"]
     rows = [
         [
             s,
@@ -56,13 +57,24 @@ def stage_table(plan: Any, stages: Sequence[Any]) -> str:
             stage.replicas_text,
             stage.tensor_parallel,
             format_bytes(predicted.peak_bytes),
+            *([format_bytes(compiled[stage.devices[0]])] if compiled else []),
             f"{format_bytes(predicted.interval_bytes[0])} to {format_bytes(predicted.interval_bytes[1])}",
             max(predicted.parts, key=lambda category: predicted.parts[category]),
         ]
         for s, (stage, predicted) in enumerate(zip(plan.stages, stages, strict=True))
     ]
-    lines = [table(["stage", "layers", "devices", "dp", "tp", "peak per device", "interval", "most of it"], rows)]
+    peaks = ["predicted", "compiled"] if compiled else ["peak per device"]
+    lines = [table(["stage", "layers", "devices", "dp", "tp", *peaks, "interval", "most of it"], rows)]
     guessed = [str(s) for s, predicted in enumerate(stages) if predicted.extrapolated]
     if guessed:
-        lines.append(f"stages {', '.join(guessed)} have degrees or a micro-batch size that were not profiled: their intervals are wider")
+        lines.append(f"predictions of stages {', '.join(guessed)} are extrapolated: degrees or a micro-batch size that were not profiled")
     return "\n".join(lines)
+
+
+def peak_line(plan: Any, prediction: Any) -> str:
+    """The peak per device, and whether it is the compiler's or extrapolated."""
+    if plan.verification is not None:
+        return f"peak {format_bytes(max(plan.verification['peak_bytes_per_device']))} per device, compiled"
+    high = max(high for _, high in prediction.interval_bytes_per_device)
+    doubt = f", extrapolated: up to {format_bytes(high)}; compile it to know (capture verify)" if prediction.extrapolated else ""
+    return f"peak {format_bytes(prediction.peak_bytes)} per device{doubt}"

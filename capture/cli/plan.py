@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from capture.cli import options as shared
-from capture.cli.output import emit, say, stage_table, table
+from capture.cli.compiled import PlanCompiler, add_no_compile
+from capture.cli.output import emit, peak_line, say, stage_table, table
 from capture.cli.progress import progress
 from capture.cli.suggest import cheapest_change
 from capture.cluster import Cluster
 from capture.errors import PlanError, ProfileError, Violation
-from capture.plan import Plan
 from capture.predictor.step_time import describe_time, has_times, predicted_timeline, time_summary
 from capture.profile import Profile
 from capture.profile_merge import merge_profiles
@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verify", type=shared.at_least(0), default=0, metavar="K", help="compile the stages of the best plans, up to K, and rank again"
     )
+    add_no_compile(parser)
     parser.add_argument(
         "--objective",
         choices=OBJECTIVES,
@@ -74,8 +75,7 @@ def main(options: argparse.Namespace) -> int:
     PlanError.check(_question_violations(options))
     measurements = None
     if options.profile is not None:
-        if not options.verify:
-            shared.check_measures_nothing(options)
+        shared.check_profiles_nothing(options)
         profile = _read_profile(options)
     else:
         paper = (options.schedule, num_microbatches) if options.mode == "paper" else None
@@ -86,22 +86,23 @@ def main(options: argparse.Namespace) -> int:
         profile = shared.make_profile(
             options, cluster, global_batch // num_microbatches, progress(options), paper=paper, measurements=measurements
         )
-    chosen, attempts = _chosen(options, profile, cluster, global_batch, num_microbatches, limit)
-    question = partial(_ask, options, limit, *chosen)
+    knowledge = _knowledge(options, profile, cluster)
+    chosen, attempts, found = _chosen(options, knowledge, cluster, global_batch, num_microbatches, limit)
+    result = knowledge.answer(partial(_ask, options, limit, *chosen), known=found)
     cluster, global_batch = chosen[:2]
-    result = _verified(options, profile, cluster, question) if options.verify else question(profile)
     document = {**result.to_json(), "warnings": list(profile.warnings), "failures": list(profile.failures)}
-    lines = [*shared.layers_note(options, profile), f"{result.status}: {result.why['summary']}"]
+    summary = f"{result.status}{', extrapolated' * result.extrapolated}: {result.why['summary']}"
+    lines = [*shared.layers_note(options, profile), summary]
     if attempts:
         document["attempts"] = [attempt.to_json() for attempt in attempts]
         lines = [attempts_table(attempts), *lines]
     may_ask_on = options.mode == "default" and options.algorithm != AUTOSTAGE
     if result.plan is not None and result.prediction is not None:
-        lines += [stage_table(result.plan, result.prediction.stages), f"peak {format_bytes(result.peak_bytes)} per device"]
+        lines += [stage_table(result.plan, result.prediction.stages), peak_line(result.plan, result.prediction)]
         lines += [str(result.headroom)] if result.headroom else []
         if has_times(profile):
             graph = profile.graph_at(result.plan.microbatch_size)
-            document["time"] = time_summary(predicted_timeline(result.plan, profile), result.plan, graph)
+            document["time"] = time_summary(predicted_timeline(result.plan, knowledge.profile), result.plan, graph)
             lines.append(describe_time(document["time"]))
         if result.why.get("front", {}).get("points"):
             lines += front_table(result.why["front"])
@@ -114,7 +115,7 @@ def main(options: argparse.Namespace) -> int:
         tried = max([attempt.num_microbatches for attempt in attempts] or [num_microbatches])
         change = cheapest_change(
             options,
-            profile,
+            knowledge,
             profile.graph.num_layers,
             cluster,
             global_batch,
@@ -248,10 +249,28 @@ def _ask(
     )
 
 
+def _knowledge(options: argparse.Namespace, profile: Profile, cluster: Cluster) -> Any:
+    """What is known, and what compiles the rest (``recommender.verified.Knowledge``).
+
+    Raises:
+        ProfileError: ``verify-mode`` for ``--verify`` with the paper's predictor, or with ``--no-compile``.
+    """
+    from recommender.verified import MOST_PLANS, Knowledge
+
+    if options.verify and options.mode != "default":
+        raise ProfileError.of("--verify looks compiled stages up in the default predictor; leave out --mode paper.", "verify-mode")
+    if options.verify and options.no_compile:
+        raise ProfileError.of("--verify compiles what --no-compile does not; leave out one of them.", "verify-mode")
+    if options.no_compile or not profile.measurements:  # executed runs alone: what a compiler says is not what they measure
+        return Knowledge(profile)
+    compiler = PlanCompiler(options, profile, lambda: shared.open_profile_measurements(options, profile, cluster, progress(options)))
+    return Knowledge(profile, compiler, options.verify or MOST_PLANS, always=bool(options.verify))
+
+
 def _chosen(
-    options: argparse.Namespace, profile: Profile, cluster: Cluster, global_batch: int, num_microbatches: int, limit: int | None
-) -> tuple[tuple[Cluster, int, int, str], Sequence[Any]]:
-    """(cluster, global batch, micro-batches, schedule) to plan for, and what was tried to find them.
+    options: argparse.Namespace, knowledge: Any, cluster: Cluster, global_batch: int, num_microbatches: int, limit: int | None
+) -> tuple[tuple[Cluster, int, int, str], Sequence[Any], Any]:
+    """(cluster, global batch, micro-batches, schedule) to plan for, what was tried to find them, and the answer that they were chosen for.
 
     Raises:
         PlanError: ``plan-extent`` for the largest batch without a limit.
@@ -261,22 +280,29 @@ def _chosen(
     asked = (cluster, global_batch, num_microbatches, options.schedule)
 
     def ask(cluster: Cluster, global_batch: int, num_microbatches: int, schedule: str) -> Any:
-        return _ask(options, limit, cluster, global_batch, num_microbatches, schedule, profile)
+        return _ask(options, limit, cluster, global_batch, num_microbatches, schedule, knowledge.profile)
+
+    def settled(*about: Any) -> Any:
+        return knowledge.answer(partial(_ask, options, limit, *about), any_that_fits=True)
 
     if options.smallest_cluster:
-        best, attempts = smallest_cluster(ask, *asked)
+        best, attempts = smallest_cluster(settled, *asked)
     elif options.largest_batch:
         if limit is None and Target.load(cluster.target).memory is None:
             raise PlanError.of(f"target={cluster.target!r} has no limit, so no batch is the largest; give --memory.", "plan-extent")
-        best, attempts = largest_batch(ask, cluster, min(profile.microbatch_sizes), num_microbatches, options.schedule)
+        step = min(knowledge.profile.microbatch_sizes)
+        best, attempts = largest_batch(ask, settled, cluster, step, num_microbatches, options.schedule)
     elif options.try_microbatches or options.try_schedules:
         counts = [num_microbatches]
         if options.try_microbatches:
             counts = list(options.try_microbatches)
-        best, attempts = best_of(ask, cluster, global_batch, counts, tuple(SCHEDULES) if options.try_schedules else (options.schedule,))
+        schedules = tuple(SCHEDULES) if options.try_schedules else (options.schedule,)
+        best, attempts = best_of(ask, settled, cluster, global_batch, counts, schedules)
     else:
-        return asked, ()
-    return (asked if best is None else (best.cluster, best.global_batch_size, best.num_microbatches, best.schedule)), attempts
+        return asked, (), None
+    if best is None:
+        return asked, attempts, None
+    return (best.cluster, best.global_batch_size, best.num_microbatches, best.schedule), attempts, best.result
 
 
 def attempts_table(attempts: Sequence[Any]) -> str:
@@ -286,25 +312,12 @@ def attempts_table(attempts: Sequence[Any]) -> str:
             f"{attempt.cluster}, batch {attempt.global_batch_size}, {attempt.num_microbatches} micro-batches, {attempt.schedule}",
             attempt.result.status,
             format_bytes(attempt.result.peak_bytes) if attempt.result.plan else "-",
+            attempt.rests_on if attempt.result.plan else "-",
             "-" if attempt.result.search.step_seconds is None else f"{attempt.result.search.step_seconds:.4g} s",
         ]
         for attempt in attempts
     ]
-    return table(["tried", "status", "peak", "step"], rows)
-
-
-def _verified(options: argparse.Namespace, profile: Profile, cluster: Cluster, question: Callable[[Profile], Any]) -> Any:
-    """The recommendation whose stages are compiled: see ``recommend_verified``."""
-    if options.mode != "default":
-        raise ProfileError.of("--verify looks compiled stages up in the default predictor; leave out --mode paper.", "verify-mode")
-    measurements = shared.open_question_measurements(options, cluster, progress(options))
-    from profiling_runs.verify import verify, with_verified
-    from recommender.verified import recommend_verified
-
-    def compiled(plan: Plan, known: Profile) -> tuple[dict[str, Any], Profile]:
-        return verify(plan, measurements).to_json(), with_verified(known, plan, measurements)
-
-    return recommend_verified(profile, question, compiled, options.verify)
+    return table(["tried", "status", "peak", "is", "step"], rows)
 
 
 def front_table(front: Mapping[str, Any]) -> list[str]:
@@ -318,6 +331,7 @@ def front_table(front: Mapping[str, Any]) -> list[str]:
         for point in front["points"]
     ]
     said = "every plan that none beats in both" if front["complete"] else "a sample with both ends"
+    said += ", extrapolated" * front["extrapolated"]
     return [f"front of memory and time ({said}):", table(["peak", "step", "layers (dp x tp)"], rows)]
 
 

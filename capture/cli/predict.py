@@ -1,15 +1,18 @@
-"""Predict what a plan needs on every device, from a profile."""
+"""Predict what a plan needs on every device, from a profile; compile its stages where that would be an extrapolation."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from capture.cli import options as shared
-from capture.cli.output import emit, stage_table
+from capture.cli.compiled import PlanCompiler, add_no_compile
+from capture.cli.output import emit, peak_line, stage_table
+from capture.cli.progress import progress
+from capture.errors import PlanError, WorkloadError
 from capture.plan import Plan
 from capture.profile import Profile
-from capture.quantities import format_bytes
 
 NAME = "predict"
 HELP = "predict a plan's memory from a profile"
@@ -19,7 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_plan(parser)
     parser.add_argument("--profile", type=Path, required=True, metavar="FILE", help="measurements of the model, of capture profile")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan with its prediction, for capture run")
-    parser.add_argument("--extrapolate", action="store_true", help="predict degrees that were not profiled, with a wider interval")
+    parser.add_argument("--extrapolate", action="store_true", help="also predict degrees that were not profiled, with a wider interval")
+    add_no_compile(parser)
+    shared.add_plan_workload(parser)
+    shared.add_store(parser)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -27,8 +33,22 @@ def main(options: argparse.Namespace) -> int:
 
     plan, profile = Plan.load(options.plan), Profile.load(options.profile)
     prediction = AdditivePredictor(profile, allow_extrapolation=options.extrapolate).predict(plan)
-    text = f"{stage_table(plan, prediction.stages)}\npeak {format_bytes(prediction.peak_bytes)} per device"
+    plan = plan.with_(prediction=prediction.to_json())
+    shown = plan.with_(verification=None)
+    document: dict[str, Any] = {"prediction": prediction.to_json(), "extrapolated": prediction.extrapolated, "verification": None}
+    lines = []
+    if prediction.extrapolated and not options.no_compile:
+        compiler = PlanCompiler(options, profile, lambda: shared.open_plan_measurements(options, plan, progress(options)))
+        try:
+            compiler.open()
+        except (WorkloadError, PlanError) as error:
+            lines.append(f"not compiled: {error}")
+        else:
+            verification, _ = compiler(plan, profile)
+            plan = shown = plan.with_(verification=verification)
+            document |= {"extrapolated": False, "verification": verification}
+    lines = [stage_table(shown, prediction.stages), peak_line(shown, prediction), *lines]
     if options.output is not None:
-        plan.with_(prediction=prediction.to_json()).save(options.output)
-    emit(options, {"prediction": prediction.to_json()}, text)
+        plan.save(options.output)
+    emit(options, document, "\n".join(lines))
     return 0

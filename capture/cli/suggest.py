@@ -2,7 +2,8 @@
 
 Changes are tried in the order of what they cost a user: another schedule, more and smaller micro-batches, a split optimizer state,
 rematerialisation (recomputing takes time), then more nodes. One is passed over if not even the state fits (``recommender.least_state``), or
-what is measured already says that it cannot save enough; of the others, those that need new measurements make them through the store.
+what is measured already says that it cannot save enough; of the others, those that need new measurements make them through the store, and
+one that fits by an extrapolation alone is compiled before it is named.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from capture.cluster import Cluster
@@ -37,7 +39,7 @@ class Change:
 
 def cheapest_change(
     options: argparse.Namespace,
-    profile: Profile | None,
+    knowledge: Any,
     num_layers: int,
     cluster: Cluster,
     global_batch: int,
@@ -51,8 +53,8 @@ def cheapest_change(
 
     Args:
         options: Of ``capture plan``.
-        profile: Under which nothing fits; None if nothing was measured, because not even the state fits. Then nothing is measured for a
-            change either, and the first under which the state fits is named, with that.
+        knowledge: Under which nothing fits (``recommender.verified.Knowledge``); None if nothing was measured, because not even the state
+            fits. Then nothing is measured for a change either, and the first under which the state fits is named, with that.
         num_layers: Of the model.
         cluster, global_batch, limit: Of the question.
         num_microbatches: The most that were asked for.
@@ -63,28 +65,41 @@ def cheapest_change(
     """
     from recommender.recommendation import recommend
 
-    question: dict[str, Any] = {"global_batch_size": global_batch, "whole_nodes": options.whole_nodes, "any_divisor": options.any_divisor}
+    profile = None if knowledge is None else knowledge.profile
     for change in _changes(options, profile, num_layers, cluster, global_batch, num_microbatches, reprofile is not None):
         least = least_state(change.cluster, **change.asks)
         if least is not None and least > limit:
             continue
-        if profile is None:
+        if knowledge is None:
             if least is None:
                 continue
             text = f"{change.text}: may fit, with at least {format_bytes(least)} per device of parameters, gradients and optimizer state"
             return {"change": change.text, "peak_bytes": None, "least_state_bytes": least, "summary": text}
-        asked = {**question, "num_microbatches": change.num_microbatches, "schedule": change.schedule}
+        asked: dict[str, Any] = {
+            "global_batch_size": global_batch,
+            "num_microbatches": change.num_microbatches,
+            "schedule": change.schedule,
+            "whole_nodes": options.whole_nodes,
+            "any_divisor": options.any_divisor,
+        }
+        # A stage on several of the added nodes may take more devices than this process was prepared for.
+        can_compile = change.cluster == cluster or not options.whole_nodes
+        known = replace(knowledge, compiled=knowledge.compiled if can_compile else None)
         if change.asks:
             assert reprofile is not None, "such changes are left out without it"
-            if "microbatch_size" not in change.asks and _least_peak(profile, change, asked) > limit:
+            if "microbatch_size" not in change.asks and _least_peak(knowledge.profile, change, asked) > limit:
                 continue
-            measured = reprofile(**change.asks)
-        else:
-            measured = profile
-        result = recommend(measured, change.cluster, **asked, memory_limit_bytes=limit)
-        if result.status == "ok" and result.prediction is not None:
-            peak = result.prediction.peak_bytes
-            return {"change": change.text, "peak_bytes": peak, "summary": f"{change.text}: peak {format_bytes(peak)} per device fits"}
+            known = replace(known, profile=reprofile(**change.asks))
+        question = partial(recommend, cluster=change.cluster, memory_limit_bytes=limit, **asked)
+        result = known.answer(question, any_that_fits=True)
+        if result.status == "ok" and result.plan is not None:
+            sure = "fits by extrapolation" if result.extrapolated else "fits"
+            return {
+                "change": change.text,
+                "peak_bytes": result.peak_bytes,
+                "extrapolated": result.extrapolated,
+                "summary": f"{change.text}: peak {format_bytes(result.peak_bytes)} per device {sure}",
+            }
     return None
 
 
@@ -100,7 +115,14 @@ def _least_peak(profile: Profile, change: Change, asked: Mapping[str, Any]) -> i
     def at_best(config: StageConfig, cost: StageCost) -> StageCost:
         if "shard_optimizer" in change.asks:
             return replace(cost, optimizer_bytes=cost.optimizer_bytes // config.choice.data_parallel, update_bytes=0)
-        nothing = {"residual_bytes": 0, "forward_bytes": 0, "backward_bytes": 0, "kept_inputs": (), "kept_outputs": (), "kept_batch": ()}
+        nothing: dict[str, Any] = {
+            "residual_bytes": 0,
+            "forward_bytes": 0,
+            "backward_bytes": 0,
+            "kept_inputs": (),
+            "kept_outputs": (),
+            "kept_batch": (),
+        }
         return replace(cost, **nothing)
 
     costs = {config: at_best(config, cost) for config, cost in profile.measurements.items()}
@@ -122,7 +144,7 @@ def _changes(
         yield Change("--schedule 1f1b", cluster, m, "1f1b")
     size = global_batch // (2 * m)
     if global_batch % (2 * m) == 0:
-        if profile is not None and size in profile.microbatch_sizes:
+        if profile is not None and (size in profile.microbatch_sizes or not may_measure):
             yield Change(f"--microbatches {2 * m}", cluster, 2 * m, schedule)
         elif may_measure:
             yield Change(f"--microbatches {2 * m}", cluster, 2 * m, schedule, {"microbatch_size": size})

@@ -7,7 +7,7 @@ micro-batches, stage position, shared parameters and receive buffers enter throu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -29,8 +29,9 @@ from capture.target import same_target
 
 #: Rows of a statistics table.
 COMPONENTS = ("kept", "forward", "backward", "update", "optimizer", "summarize", "summary")
-#: The first of them, which depend on the layers alone; the others on the optimizer too.
+#: The first of them, which depend on the layers alone and grow with the examples; the others belong to parameters and optimizer.
 _PASSES = 3
+_TEMPORARIES = ("forward", "backward")
 INTERVAL_COVERAGE = 0.98
 
 
@@ -70,9 +71,14 @@ class AdditivePredictor:
         of_update = cost.update_bytes, cost.optimizer_bytes, cost.summarize_bytes, cost.summary_bytes
         return np.array([kept, cost.forward_bytes, cost.backward_bytes, *of_update], np.float64)
 
-    def _measured_table(self, choice: StageChoice, microbatch_size: int) -> tuple[np.ndarray, np.ndarray]:
+    def _measured_table(
+        self, choice: StageChoice, microbatch_size: int, only: Collection[tuple[int, int]] | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        windows = self._windows[choice, microbatch_size]
+        if only is not None:
+            windows = {window: parts for window, parts in windows.items() if window in only}
         try:
-            return extend_windows(self._windows[choice, microbatch_size], self.profile.graph.num_layers)
+            return extend_windows(windows, self.profile.graph.num_layers)
         except KeyError as error:
             first, stop = error.args[0]
             failed = "\n".join(f"failed: {plain(failure)}" for failure in self.profile.failures)
@@ -95,12 +101,33 @@ class AdditivePredictor:
                 table, drift = self._measured_table(choice, microbatch_size)
                 self._tables[key] = table + drift
             elif sizes:
-                tables = [self._measured_table(choice, size) for size in sizes]
-                drift = tables[-1][1] * (microbatch_size / sizes[-1])
-                self._tables[key] = fit_line(sizes, [table for table, _ in tables], microbatch_size) + drift
+                self._tables[key] = self._table_off_sizes(choice, sizes, microbatch_size)
             else:
                 self._tables[key] = self._extrapolated_table(choice, microbatch_size)
         return self._tables[key]
+
+    def _table_off_sizes(self, choice: StageChoice, sizes: Sequence[int], microbatch_size: int) -> np.ndarray:
+        """The table at a size that was not profiled: that of the nearest size above, times what a stage grows by.
+
+        It grows as the line through the two nearest sizes, of windows that both have, because sums of others are not comparable. A
+        program's temporaries are those of its hungriest layers, which may be other layers at another size: a stage counts as much as any
+        part of it. What belongs to parameters stays as it is.
+        """
+        above = next((i for i, size in enumerate(sizes) if size > microbatch_size), len(sizes))
+        near = sizes[max(0, min(above - 1, len(sizes) - 2)) :][:2]
+        base, alike = near[-1], [self._windows[choice, size] for size in near]
+        common = {window for window in alike[0] if all(window in windows for windows in alike)}
+        lines = [np.add(*self._measured_table(choice, size, common)) for size in near]
+        line = fit_line(near, lines, microbatch_size)
+        table = np.add(*self._measured_table(choice, base))
+        growth = np.where(lines[-1] > 0, line / np.where(lines[-1] > 0, lines[-1], 1), microbatch_size / base)
+        growth = np.maximum(growth, 1) if microbatch_size > base else np.clip(growth, 0, 1)
+        for row, component in enumerate(COMPONENTS):
+            if row < _PASSES:
+                table[row] *= growth[row]
+            if component in _TEMPORARIES:
+                table[row] = _largest_part(table[row])
+        return table
 
     def can_predict(self, choice: StageChoice, microbatch_size: int) -> bool:
         """Whether the profile holds all that predictions of a choice are built from."""
@@ -345,6 +372,14 @@ class AdditivePredictor:
                 if share:
                     layers[i][category] = share
         return layers
+
+
+def _largest_part(of_stage: np.ndarray) -> np.ndarray:
+    """Per stage [first, stop), the most of any stage within it; NaN where stop <= first."""
+    most = np.where(np.isnan(of_stage), -np.inf, of_stage)
+    most = np.maximum.accumulate(most[::-1], axis=0)[::-1]
+    most = np.maximum.accumulate(most, axis=1)
+    return np.where(np.isnan(of_stage), np.nan, most)
 
 
 def _shared_out(total: int, weights: Sequence[int] | np.ndarray) -> list[int]:

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from capture.headroom import Headroom
+from capture.target import DeviceMemory
+
 
 @dataclass(frozen=True)
 class StagePrediction:
@@ -63,11 +66,22 @@ class Prediction:
     def peak_bytes(self) -> int:
         return max(self.peak_bytes_per_device)
 
+    @property
+    def extrapolated(self) -> bool:
+        """Whether some stage has a degree or a micro-batch size that was not profiled, and was not compiled as it is."""
+        return any(stage.extrapolated for stage in self.stages)
+
+    def headroom(self, limit_bytes: int | None, memory: DeviceMemory | None) -> Headroom | None:
+        """What it leaves of a limit, or of the target's memory; None where neither is known."""
+        intervals = self.interval_bytes_per_device
+        return Headroom.of(self.peak_bytes_per_device, intervals, self.coverage, limit_bytes, memory, extrapolated=self.extrapolated)
+
     def to_json(self) -> dict[str, Any]:
         return {
             "peak_bytes_per_device": list(self.peak_bytes_per_device),
             "interval_bytes_per_device": [list(interval) for interval in self.interval_bytes_per_device],
             "interval_coverage": self.coverage,
+            "extrapolated": self.extrapolated,
             "source": dict(self.source),
             "stages": [stage.to_json() for stage in self.stages],
         }

@@ -240,8 +240,15 @@ def report_facts(plan: Plan, profile: Profile | None = None, memory_limit_bytes:
             f"the plan is not one: {error}. Correct it, or predict it again with capture predict PLAN --profile FILE -o PLAN.",
             "plan-corrupt",
         ) from None
-    headroom = Headroom.of(peaks, ends, coverage, memory_limit_bytes, Target.load(plan.cluster.target).memory)
+    extrapolated = plan.verification is None and is_extrapolated(plan)
+    memory = Target.load(plan.cluster.target).memory
+    headroom = Headroom.of(peaks, ends, coverage, memory_limit_bytes, memory, extrapolated=extrapolated)
     return ReportFacts(plan, stages, headroom, calibrated, source, schedule_facts(plan, profile), front)
+
+
+def is_extrapolated(plan: Plan) -> bool:
+    """Whether the plan's prediction is of degrees or a micro-batch size that were not profiled."""
+    return any(stage.get("extrapolated") for stage in (plan.prediction or {}).get("stages", ()))
 
 
 def schedule_facts(plan: Plan, profile: Profile | None) -> ScheduleFacts:
@@ -254,7 +261,7 @@ def schedule_facts(plan: Plan, profile: Profile | None) -> ScheduleFacts:
     """
     if profile is None or not profile.measurements:
         return _clocks(plan)
-    extrapolated = any(stage.get("extrapolated") for stage in (plan.prediction or {}).get("stages", ()))
+    extrapolated = is_extrapolated(plan)
     predictor = AdditivePredictor(profile, allow_extrapolation=extrapolated)
     predictor.predict(plan)  # refuses a profile of another model or target
     if has_times(profile) and not extrapolated:

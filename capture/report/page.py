@@ -111,7 +111,7 @@ def _plotly() -> str:
 def _verdict(facts: ReportFacts) -> str:
     if facts.headroom is None:
         return ""
-    color = {"fits": "#CDE7D8", "may not fit": "#FCE8B2", "does not fit": "#F8C9C9"}[facts.headroom.verdict]
+    color = {"fits": "#CDE7D8", "does not fit": "#F8C9C9"}.get(facts.headroom.verdict, "#FCE8B2")
     return f'<span class="verdict" style="background: {color}">{escape(facts.headroom.verdict)}</span>\n'
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from capture.quantities import format_bytes
-from capture.report.data import Clock, ReportFacts
+from capture.report.data import Clock, ReportFacts, is_extrapolated
 from capture.report.units import format_seconds
 
 #: What every simulated thing says of its times.
@@ -36,7 +36,7 @@ def _fit(facts: ReportFacts) -> list[str]:
             f"Nobody says how much memory a device of {facts.plan.cluster.target} has, so nothing is said of what is left (--memory does)."
         )
         return [need, limit, *_sure(facts)]
-    verdict = {"fits": "The plan fits.", "may not fit": "The plan may not fit.", "does not fit": "The plan does not fit."}[room.verdict]
+    verdict = f"The plan {room.verdict}."
     spare = room.limit_bytes - room.peak_bytes
     left = f"{format_bytes(spare)} are left" if spare >= 0 else f"{format_bytes(-spare)} are missing"
     source = "the limit that was given" if room.source == "given" else "what the target can use"
@@ -52,6 +52,8 @@ def _sure(facts: ReportFacts) -> list[str]:
     if facts.headroom is not None:
         spare = facts.headroom.limit_bytes - high
         end += f", which leaves {format_bytes(spare)}" if spare >= 0 else f", {format_bytes(-spare)} too much"
+    if is_extrapolated(facts.plan):
+        return [f"{end}; degrees or the micro-batch size were not profiled: verify the plan to be sure (capture verify)."]
     if facts.coverage is None:
         return [f"{end}; the intervals are not calibrated. Verify the plan to be sure (capture verify)."]
     return [f"{end}; a device stays within its interval with a calibrated probability of {facts.coverage:.0%}."]
