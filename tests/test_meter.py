@@ -22,6 +22,8 @@ CASES = {
     "gpipe, dots": lambda: (mlp(), pipeline((2, 2), ((2, 1), (1, 2)), schedule="gpipe", remat="dots")),
     "1f1b, full": lambda: (mlp(optax.adafactor(1e-3)), pipeline((2, 2), ((1, 1), (2, 1)), remat="full")),
     "tied, skip, keys, clipped": lambda: (tied(CLIPPED), pipeline((1, 2, 1), ((2, 1), (1, 1), (2, 1)))),
+    "residuals shaped like gradients": lambda: (mlp(optax.adamw(1e-3)), pipeline((4,), ((1, 1),), global_batch_size=64)),
+    "residuals shaped like parts of gradients": lambda: (mlp(optax.adamw(1e-3)), pipeline((4,), ((1, 4),), global_batch_size=64)),
     "keys in the optimizer": lambda: (mlp(optax.noisy_sgd(0.1, key=jax.random.key(3))), pipeline((3, 1), ((1, 1), (2, 1)))),
 }
 
@@ -30,7 +32,8 @@ CASES = {
 def test_measured_peaks_are_those_of_the_replay(name):
     workload, plan = CASES[name]()
     step = pipeshard(workload, plan)
-    state, batch, key = step.init(jax.random.key(0)), workload.batch(jax.random.key(1), 8), jax.random.key(2)
+    state, key = step.init(jax.random.key(0)), jax.random.key(2)
+    batch = workload.batch(jax.random.key(1), plan.global_batch_size)
     bystander = jnp.ones(1000)  # not of the step
     for _ in range(2):
         measured = measure_step(step, state, batch, key, strict=True)

@@ -68,7 +68,7 @@ def _bind(instruction: Instruction, program: StepProgram, stages: Sequence[Stage
         case Feed():
             return _bind_feed(instruction, stages[program.slots[instruction.slot].stage_id])
         case Run():
-            return _bind_run(instruction, stages[instruction.stage_id])
+            return _bind_run(instruction, stages[instruction.stage_id], frozenset(program.persistent.values()))
         case Move():
             source, target = (stages[program.slots[slot].stage_id] for slot in (instruction.source, instruction.target))
             return _bind_move(instruction, source, target)
@@ -129,7 +129,11 @@ def _bind_move(move: Move, source: StagePrograms, target: StagePrograms) -> Acti
     return action
 
 
-def _bind_run(run: Run, stage: StagePrograms) -> Action:
+def _bind_run(run: Run, stage: StagePrograms, persistent: frozenset[int]) -> Action:
+    """The caller still refers to the old state, so dropping the step's reference does not free it: what is donated of it is deleted.
+
+    The call itself deletes only what XLA reuses, and it may reuse a residual of the same shape for the new gradients instead of the old.
+    """
     call = getattr(stage, run.program).call
     gathers = [_gather(group) for group in run.inputs]
     if run.program == "update":
@@ -137,15 +141,13 @@ def _bind_run(run: Run, stage: StagePrograms) -> Action:
     scatter = _SCATTERS[run.program]
     donated, outputs, keep_loss = run.donated, run.outputs, stage.is_last and run.program == "forward"
     num_owned = len(stage.owned)
-    # The caller still refers to the old state, and a donated array that the program does not read is not deleted by the call.
-    consumes_state = run.program == "update"
+    consumed = [slot for slot in donated if slot in persistent]
 
     def action(frame: Frame) -> None:
         slots = frame.slots
         results = call(*[gather(slots) for gather in gathers])
-        if consumes_state:
-            for slot in donated:
-                _delete(slots[slot])
+        for slot in consumed:
+            _delete(slots[slot])
         for slot in donated:
             slots[slot] = None
         for slot, arrays in zip(outputs, scatter(results, num_owned), strict=True):
