@@ -17,6 +17,7 @@ from capture.errors import ExecutionError, PlanError, Violation
 from capture.interface import owned_and_borrowed, plan_interfaces
 from capture.ledger import Ledger
 from capture.plan import Plan
+from capture.run_ahead import waits
 from capture.runtime.dispatch import Action, Frame, bind, to_device, to_host
 from capture.runtime.microbatches import split_microbatches
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
@@ -69,6 +70,7 @@ def pipeshard(
     rule: Rule | None = None,
     *,
     fast_compile: bool = False,
+    bound_run_ahead: bool | None = None,
 ) -> PipelinedStep:
     """Compile a plan's stages and return its training step.
 
@@ -78,6 +80,8 @@ def pipeshard(
         devices: By default the first devices of ``jax.devices()``.
         rule: How parameters are split; by default ``plan.tensor_parallel_rule``.
         fast_compile: Compile in half the time, to programs that need the same memory and run slower.
+        bound_run_ahead: Whether the host waits where devices would else hold more than the replay books (``capture.run_ahead``). None: on
+            CPU; a GPU's allocator hands out memory in the order of the programs.
 
     Returns:
         ``step(state, batch)`` or ``step(state, batch, key)``, with ``step.init(key)``.
@@ -95,9 +99,8 @@ def pipeshard(
             "run-devices",
         )
     traced = trace_for_plan(workload, plan)
-    return PipelinedStep(
-        workload, plan, traced, list(devices), ModelSharding(traced, rule or cast(Rule, plan.tensor_parallel_rule)), fast_compile
-    )
+    sharding = ModelSharding(traced, rule or cast(Rule, plan.tensor_parallel_rule))
+    return PipelinedStep(workload, plan, traced, list(devices), sharding, fast_compile, bound_run_ahead)
 
 
 def trace_for_plan(workload: WorkloadProtocol, plan: Plan) -> TracedModel:
@@ -138,9 +141,11 @@ class PipelinedStep:
         devices: list[Any],
         sharding: ModelSharding,
         fast_compile: bool = False,
+        bound_run_ahead: bool | None = None,
     ):
         self.workload, self.plan, self.traced = workload, plan, traced
         self.devices = devices[: plan.cluster.num_devices]
+        self._bound_run_ahead = devices[0].platform == "cpu" if bound_run_ahead is None else bound_run_ahead
         graph = traced.graph
         owned = [owned_and_borrowed(graph, stage.first, stage.stop) for stage in plan.stages]
         self._unused = tuple(sorted(set(range(len(graph.params))) - {p for own, _ in owned for p in own}))
@@ -266,7 +271,7 @@ class PipelinedStep:
             observer: Called before every instruction with the instruction and the environment, for meters and checks.
 
         Returns:
-            The new state and the metrics; nothing waits for the devices.
+            The new state and the metrics; they need not be ready yet.
 
         Raises:
             ExecutionError: ``run-batch`` if the batch has other shapes than the plan's.
@@ -298,7 +303,8 @@ class PipelinedStep:
 
     @cached_property
     def _actions(self) -> list[Action]:
-        return bind(self.program, self.stages)
+        budget = self.replay().peak_bytes_per_device
+        return bind(self.program, self.stages, waits(self.program, budget) if self._bound_run_ahead else None)
 
     def _check_state(self, state: PipelineState) -> None:
         """Refuse what would fail deep inside JAX: a state of another plan, or one that a step has already taken over."""
