@@ -25,7 +25,7 @@ import jax
 
 from capture.errors import ExecutionError, Violation
 from capture.ledger import Ledger
-from capture.runtime.pipeline import PipelinedStep, PipelineState
+from capture.runtime.pipeline import PipelinedStep, PipelineState, StepMetrics
 from capture.step import Instruction, Run, book, hold
 from capture.workload import PyTree
 
@@ -85,6 +85,57 @@ def measure_step(
     if (allocated := allocator.peak_bytes_per_device) is not None:
         peaks, meter = allocated, allocator.meter
     return Measurement(peaks, meter, live.peak_bytes_per_device, resident.before_bytes, resident.peak_bytes, live.num_checks, loss, state)
+
+
+@dataclass(frozen=True)
+class HeapMeasurement:
+    """What the allocator gave out during one ordinary step, in which nothing but the runtime itself waits for a device.
+
+    Attributes:
+        source: The counter.
+        before_bytes, peak_bytes: Of the whole process.
+        booked_bytes: The most that the step may add by the ledger: over all devices, the replayed peak less what outlives the step. Devices
+            need not reach their peaks together.
+    """
+
+    source: str
+    before_bytes: int
+    peak_bytes: int
+    booked_bytes: int
+
+    @property
+    def step_bytes(self) -> int:
+        """What the step added."""
+        return self.peak_bytes - self.before_bytes
+
+
+def measure_heap(
+    step: PipelinedStep, state: PipelineState, batch: PyTree, key: jax.Array | None = None
+) -> tuple[PipelineState, StepMetrics, HeapMeasurement | None]:
+    """Execute a step as usual and watch malloc, where XLA's CPU devices allocate: the meter that knows neither ledger nor compiler.
+
+    It counts the whole process, so the first step of a process, which compiles, tells nothing, and it sees what no report of XLA names: the
+    scratch of kernels, and memory that a program's thread has not given back yet when its results are ready.
+
+    Args:
+        step, state, batch, key: As for ``measure_step``.
+
+    Returns:
+        The step's results, ready, and the measurement: None where there is no such counter, or the devices have memory of their own.
+    """
+    jax.block_until_ready(state)
+    heap = HeapMeter()
+    heap.start()
+    state, metrics = step(state, batch, key, observer=heap)
+    jax.block_until_ready((state, metrics.losses))
+    heap.stop()
+    if heap.before_bytes is None or heap.peak_bytes is None or step.devices[0].platform != "cpu":
+        return state, metrics, None
+    ledger = Ledger(len(step.devices))
+    for slot in step.program.persistent.values():
+        hold(ledger, step.program, slot, "before the step")
+    booked = sum(step.replay().peak_bytes_per_device) - sum(ledger.live_bytes_per_device)
+    return state, metrics, HeapMeasurement(heap.meter, heap.before_bytes, heap.peak_bytes, booked)
 
 
 class LiveArrayMeter:
