@@ -9,9 +9,9 @@ The rule, per stage, because its devices hold the same:
 
     held <= live after the instructions that are known to have finished + sum of what every instruction issued since takes
 
-An instruction *takes* what a program needs beside its operands, or the copy that a feed or a transfer makes. What it gives back (donated and
-freed slots) counts once it has finished. Before an instruction that would lift this sum above the budget, the host waits for the oldest ones.
-With the replayed peak as budget it is always enough to wait for all: the sum is then what the ledger books for the instruction.
+An instruction *takes* what a program needs beside its operands, or the copy that a feed or a transfer makes. What it gives back (donated
+and freed slots) counts once it has finished. Before an instruction that would lift this sum above the budget, the host waits for the oldest
+ones. With the replayed peak as budget it is always enough to wait for all: the sum is then what the ledger books for the instruction.
 Everything here is known before the first step, so whom to wait for is worked out once.
 """
 
@@ -87,8 +87,8 @@ class _Stage:
 class _Window:
     """The instructions that are issued and not known to have finished, per stage, while a step is gone through.
 
-    An instruction is awaited through an array that it made, or, if those have been donated or freed meanwhile, through one that the earliest
-    instruction made that needed them; all that led to it has then finished, too. Before the last such array goes it is awaited.
+    An instruction is awaited through an array that it made, or, if those have been donated or freed meanwhile, through one that the
+    earliest instruction made that needed them; all that led to it has then finished, too. Before the last such array goes it is awaited.
     """
 
     def __init__(self, program: StepProgram, budgets: Sequence[int]):
@@ -110,7 +110,8 @@ class _Window:
             case Feed(slot=slot):
                 return self._enter(index, (), (), (slot,), {slots[slot].stage_id: slots[slot].nbytes})
             case Move(source=source, target=target):
-                return self._enter(index, (source,), (), (target,), {slots[source].stage_id: 0, slots[target].stage_id: slots[target].nbytes})
+                takes = {slots[source].stage_id: 0, slots[target].stage_id: slots[target].nbytes}
+                return self._enter(index, (source,), (), (target,), takes)
             case Run(stage_id=stage_id, program=program, donated=donated, outputs=outputs):
                 read = {slot for group in instruction.inputs for slot in group}
                 return self._enter(index, read, donated, outputs, {stage_id: self._transient_bytes[stage_id][program]})

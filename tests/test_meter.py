@@ -9,8 +9,9 @@ import optax
 import pytest
 from pipeline_models import mlp, pipeline, tied
 
+import capture.runtime.meter
 from capture.errors import ExecutionError
-from capture.runtime.meter import AllocatorMeter, LiveArrayMeter, ResidentSetMeter, buffers, measure_step
+from capture.runtime.meter import AllocatorMeter, HeapMeter, LiveArrayMeter, ResidentSetMeter, buffers, measure_heap, measure_step
 from capture.runtime.pipeline import PipelinedStep, pipeshard
 from capture.step import Run
 
@@ -96,9 +97,25 @@ def test_shards_and_their_views_count_once():
     assert buffers([array]) == {}
 
 
-def test_missing_meters_read_none():
+def test_missing_meters_read_none(monkeypatch, small):
     assert AllocatorMeter(jax.devices()[:2]).peak_bytes_per_device is None
     assert ResidentSetMeter().peak_bytes is None  # not started
+    monkeypatch.setattr(capture.runtime.meter, "_malloc_reader", lambda: None)
+    state, batch = small.init(jax.random.key(0)), tied().batch(jax.random.key(1), 8)
+    state, _, heap = measure_heap(small, state, batch, jax.random.key(2))
+    assert heap is None and state.num_steps == 1
+
+
+def test_the_heap_meter_sees_what_is_gone_before_it_stops():
+    meter = HeapMeter()
+    meter.start()
+    if meter.before_bytes is None:
+        pytest.skip("this system's C library has no mallinfo2; glibc 2.33 and newer does")
+    held = np.ones(50_000_000 // 8)
+    meter()
+    del held
+    meter.stop()
+    assert 49_000_000 < meter.peak_bytes - meter.before_bytes < 60_000_000
 
 
 def test_resident_set_grows_with_what_is_touched():

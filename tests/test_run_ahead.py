@@ -1,4 +1,4 @@
-"""The host waits just where devices would else hold more than the step books: by a model of the worst devices, and by what malloc gives out."""
+"""The host waits where devices would else hold more than the step books: by a model of the worst devices, and by what malloc gives out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeline_models import mark, pipeline
 from capture.interface import StageCost, stage_interface
 from capture.run_ahead import waits
 from capture.runtime.meter import measure_heap
-from capture.runtime.pipeline import PipelinedStep, pipeshard
+from capture.runtime.pipeline import pipeshard
 from capture.schedule import make_schedule
 from capture.step import Feed, Free, Move, Run, StepProgram, build_step, replay
 from capture.workload import Workload
@@ -26,7 +26,7 @@ from tests.test_step import steps
 
 
 class LazyDevices:
-    """Devices that finish nothing before somebody waits for it, take memory at once, and free a slot when all have finished that used it."""
+    """Devices that finish nothing before somebody waits for it, take memory at once, and free a slot when all that used it have finished."""
 
     def __init__(self, program: StepProgram):
         self.program = program
@@ -63,13 +63,14 @@ class LazyDevices:
                 for slot in instruction.slots:
                     self.releases.append((self._end(slot), slots[slot].stage_id, slots[slot].nbytes))
                 return
-            case Feed():
-                read, donated, made, stage_id, takes = [], (), (instruction.slot,), slots[instruction.slot].stage_id, 0
-            case Move():
-                read, donated, made, stage_id, takes = [instruction.source], (), (instruction.target,), slots[instruction.target].stage_id, 0
-            case Run(stage_id=stage_id, donated=donated, outputs=made):
+            case Feed(slot=slot):
+                read, donated, made, takes = [], (), (slot,), 0
+            case Move(source=source, target=target):
+                read, donated, made, takes = [source], (), (target,), 0
+            case Run(donated=donated, outputs=made):
                 read = [slot for group in instruction.inputs for slot in group]
-                takes = self.program.stages[stage_id].transient_bytes[instruction.program]
+                takes = self.program.stages[instruction.stage_id].transient_bytes[instruction.program]
+        stage_id = slots[made[0]].stage_id
         self.needs[number] = {self.maker[slot] for slot in read}
         for slot in read:
             self.users[slot].add(number)

@@ -56,8 +56,8 @@ def bind(program: StepProgram, stages: Sequence[StagePrograms], waits: Sequence[
 def _after(slots: Sequence[int], action: Action) -> Action:
     """Arrays of a slot are ready together, and asking each would take longer than the instruction itself.
 
-    A program's thread says that its results are ready before it gives back what it used, and on busy cores the host, which that wakes, would
-    go on first: it lets the other go (2 cores at load 20, the fourth worst of 40 steps: 77 % above what is booked without this, 8 % with it).
+    A program's thread says that its results are ready before it gives back what it used, and on busy cores the host, which that wakes,
+    would go on first: it lets the other go (2 cores at load 20, the fourth worst of 40 steps: 77 % above what is booked without, 8 % with).
     """
 
     def waiting(frame: Frame) -> None:

@@ -25,7 +25,7 @@ import jax
 
 from capture.errors import ExecutionError, Violation
 from capture.ledger import Ledger
-from capture.runtime.pipeline import PipelinedStep, PipelineState, StepMetrics
+from capture.runtime.pipeline import Observer, PipelinedStep, PipelineState, StepMetrics
 from capture.step import Instruction, Run, book, hold
 from capture.workload import PyTree
 
@@ -110,7 +110,7 @@ class HeapMeasurement:
 
 
 def measure_heap(
-    step: PipelinedStep, state: PipelineState, batch: PyTree, key: jax.Array | None = None
+    step: PipelinedStep, state: PipelineState, batch: PyTree, key: jax.Array | None = None, *, observer: Observer | None = None
 ) -> tuple[PipelineState, StepMetrics, HeapMeasurement | None]:
     """Execute a step as usual and watch malloc, where XLA's CPU devices allocate: the meter that knows neither ledger nor compiler.
 
@@ -119,6 +119,7 @@ def measure_heap(
 
     Args:
         step, state, batch, key: As for ``measure_step``.
+        observer: Called before every instruction, and the counter is read after it, too.
 
     Returns:
         The step's results, ready, and the measurement: None where there is no such counter, or the devices have memory of their own.
@@ -126,7 +127,14 @@ def measure_heap(
     jax.block_until_ready(state)
     heap = HeapMeter()
     heap.start()
-    state, metrics = step(state, batch, key, observer=heap)
+
+    def observe(instruction: Instruction, slots: list[Any]) -> None:
+        heap()
+        if observer is not None:
+            observer(instruction, slots)
+            heap()
+
+    state, metrics = step(state, batch, key, observer=observe)
     jax.block_until_ready((state, metrics.losses))
     heap.stop()
     if heap.before_bytes is None or heap.peak_bytes is None or step.devices[0].platform != "cpu":
@@ -275,8 +283,7 @@ class AllocatorMeter:
 class HeapMeter:
     """High-water mark of what malloc has given out in this process, from ``start`` to ``stop``; XLA's CPU devices allocate there.
 
-    An observer, too: ``step(state, batch, observer=meter)``. Read before every instruction, when the one before has just been issued, and by
-    a thread in between. So it may miss what lives shorter than both, and is never above what was allocated.
+    Read whenever it is called, and by a thread in between. So it may miss what lives shorter, and is never above what was allocated.
     """
 
     meter = "malloc of the whole process (glibc mallinfo2), read before every instruction and by a thread every millisecond"
@@ -305,7 +312,7 @@ class HeapMeter:
         if self._thread is not None:
             self._thread.join()
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self) -> None:
         if self._read is not None:
             self._most = max(self._most, self._read())
 
@@ -336,7 +343,10 @@ def _malloc_reader() -> Callable[[], int] | None:
 class _MallInfo2(ctypes.Structure):
     """Of all arenas: ``uordblks``, bytes in use, and ``hblkhd``, those in regions of their own (glibc 2.33 and newer)."""
 
-    _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()]
+    _fields_ = [  # noqa: RUF012
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    ]
 
 
 class ResidentSetMeter:
