@@ -129,14 +129,14 @@ class _Window:
             for slot in group:
                 change[self._slots[slot].stage_id] += sign * self._slots[slot].nbytes
         for stage_id, nbytes in takes.items():
-            stage = self._stages[stage_id]
-            while stage.issued and stage.live + stage.taken + nbytes > stage.budget:
+            stage, needed = self._stages[stage_id], max(nbytes, change[stage_id])
+            while stage.issued and stage.live + stage.taken + needed > stage.budget:
                 oldest = stage.issued[0].index
-                if oldest not in self._finished and (slot := self._witness(oldest)) is not None:
-                    awaited.append(slot)
-                    self._finish(self._maker[slot])
+                if oldest not in self._finished and (witness := self._witness(oldest)) is not None:
+                    awaited.append(witness)
+                    self._finish(self._maker[witness])
                 stage.finish()
-            stage.issue(index, max(nbytes, change[stage_id]), change[stage_id])
+            stage.issue(index, needed, change[stage_id])
         self._sources[index] = {self._maker[slot] for slot in read if slot in self._maker}
         for source in self._sources[index]:
             self._readers[source].append(index)

@@ -26,7 +26,7 @@ from tests.test_step import steps
 
 
 class LazyDevices:
-    """Devices that finish nothing before somebody waits for it, take memory at once, and free a slot when all that used it have finished."""
+    """Devices that finish nothing before somebody waits for it, take memory at once, and free a slot when all that use it have ended."""
 
     def __init__(self, program: StepProgram):
         self.program = program

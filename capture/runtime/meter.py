@@ -343,7 +343,7 @@ def _malloc_reader() -> Callable[[], int] | None:
 class _MallInfo2(ctypes.Structure):
     """Of all arenas: ``uordblks``, bytes in use, and ``hblkhd``, those in regions of their own (glibc 2.33 and newer)."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         (name, ctypes.c_size_t)
         for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
     ]
