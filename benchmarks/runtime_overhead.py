@@ -246,7 +246,7 @@ def _group_sizes(step: PipelinedStep, run: Run) -> list[tuple[int, ...]]:
     return [stage.params, *run.inputs[1:]]
 
 
-#: What the host waits for before an instruction: (``bound_run_ahead``, whether an observer waits for all that came before).
+#: What the host waits for before an instruction: (``step.bound_run_ahead``, whether an observer waits for all that came before).
 RUN_AHEAD = {"bounded": (True, False), "unbounded": (False, False), "every instruction awaited": (False, True)}
 RUN_AHEAD_MICROBATCHES = 16
 
@@ -266,19 +266,20 @@ def measure_run_ahead(name: str, num_steps: int) -> list[dict[str, Any]]:
         num_microbatches = RUN_AHEAD_MICROBATCHES
         plan = replace(make_plan(PLANS[plan_name], 8), num_microbatches=num_microbatches, global_batch_size=4 * num_microbatches)
         batch = jax.tree.map(np.asarray, workload.batch(jax.random.key(1), plan.global_batch_size))
-        steps = {way: pipeshard(workload, plan, bound_run_ahead=bound) for way, (bound, _) in RUN_AHEAD.items()}
-        states = {way: step.init_from(params) for way, step in steps.items()}
+        step = pipeshard(workload, plan)
+        states = {way: step.init_from(params) for way in RUN_AHEAD}
         times: dict[str, list[float]] = {way: [] for way in RUN_AHEAD}
         heaps: dict[str, list[float]] = {way: [] for way in RUN_AHEAD}
 
-        def run(way: str, steps=steps, states=states, batch=batch) -> None:
-            states[way], metrics = steps[way](states[way], batch, observer=await_all if RUN_AHEAD[way][1] else None)
+        def run(way: str, step=step, states=states, batch=batch) -> None:
+            states[way], metrics = step(states[way], batch, observer=await_all if RUN_AHEAD[way][1] else None)
             jax.block_until_ready((states[way], metrics.losses))
 
         for count in range(num_steps + 1):
-            for way, (_, awaited) in RUN_AHEAD.items():
+            for way, (bound, awaited) in RUN_AHEAD.items():
+                step.bound_run_ahead = bound
                 elapsed = seconds(lambda way=way: run(way))
-                states[way], _, heap = measure_heap(steps[way], states[way], batch, observer=await_all if awaited else None)
+                states[way], _, heap = measure_heap(step, states[way], batch, observer=await_all if awaited else None)
                 if count:  # the first step makes what lasts
                     times[way].append(elapsed)
                     heaps[way] += [] if heap is None else [heap.step_bytes / heap.booked_bytes]

@@ -41,16 +41,19 @@ Action = Callable[[Frame], None]
 _yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 
 
-def bind(program: StepProgram, stages: Sequence[StagePrograms], waits: Sequence[Sequence[int]] | None = None) -> list[Action]:
+def bind(program: StepProgram, stages: Sequence[StagePrograms]) -> list[Action]:
     """One action per instruction; compiles every stage that is not compiled yet.
 
     Args:
         program: Of these stages.
         stages: In pipeline order.
-        waits: Per instruction, the slots that must be ready before it is enqueued; None lets the host run ahead.
     """
-    actions = [_bind(instruction, program, stages) for instruction in program.instructions]
-    return actions if waits is None else [_after(slots, action) if slots else action for slots, action in zip(waits, actions, strict=True)]
+    return [_bind(instruction, program, stages) for instruction in program.instructions]
+
+
+def wait_before(waits: Sequence[Sequence[int]], actions: Sequence[Action]) -> list[Action]:
+    """The same actions, each enqueued when its slots are ready; the rest of the host's time it runs ahead."""
+    return [_after(slots, action) if slots else action for slots, action in zip(waits, actions, strict=True)]
 
 
 def _after(slots: Sequence[int], action: Action) -> Action:

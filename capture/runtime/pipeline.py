@@ -18,7 +18,7 @@ from capture.interface import owned_and_borrowed, plan_interfaces
 from capture.ledger import Ledger
 from capture.plan import Plan
 from capture.run_ahead import waits
-from capture.runtime.dispatch import Action, Frame, bind, to_device, to_host
+from capture.runtime.dispatch import Action, Frame, bind, to_device, to_host, wait_before
 from capture.runtime.microbatches import split_microbatches
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
 from capture.runtime.programs import Executable, StagePrograms, compile_program
@@ -70,7 +70,6 @@ def pipeshard(
     rule: Rule | None = None,
     *,
     fast_compile: bool = False,
-    bound_run_ahead: bool | None = None,
 ) -> PipelinedStep:
     """Compile a plan's stages and return its training step.
 
@@ -80,8 +79,6 @@ def pipeshard(
         devices: By default the first devices of ``jax.devices()``.
         rule: How parameters are split; by default ``plan.tensor_parallel_rule``.
         fast_compile: Compile in half the time, to programs that need the same memory and run slower.
-        bound_run_ahead: Whether the host waits where devices would else hold more than the replay books (``capture.run_ahead``). None: on
-            CPU; a GPU's allocator hands out memory in the order of the programs.
 
     Returns:
         ``step(state, batch)`` or ``step(state, batch, key)``, with ``step.init(key)``.
@@ -100,7 +97,7 @@ def pipeshard(
         )
     traced = trace_for_plan(workload, plan)
     sharding = ModelSharding(traced, rule or cast(Rule, plan.tensor_parallel_rule))
-    return PipelinedStep(workload, plan, traced, list(devices), sharding, fast_compile, bound_run_ahead)
+    return PipelinedStep(workload, plan, traced, list(devices), sharding, fast_compile)
 
 
 def trace_for_plan(workload: WorkloadProtocol, plan: Plan) -> TracedModel:
@@ -131,7 +128,12 @@ def trace_for_plan(workload: WorkloadProtocol, plan: Plan) -> TracedModel:
 
 
 class PipelinedStep:
-    """A compiled training step of a plan. Made by ``pipeshard``."""
+    """A compiled training step of a plan. Made by ``pipeshard``.
+
+    Attributes:
+        bound_run_ahead: Whether the host waits where devices would else hold more than the replay books (``capture.run_ahead``). By default
+            it does on CPU; a GPU's allocator hands out memory in the order of the programs.
+    """
 
     def __init__(
         self,
@@ -141,11 +143,10 @@ class PipelinedStep:
         devices: list[Any],
         sharding: ModelSharding,
         fast_compile: bool = False,
-        bound_run_ahead: bool | None = None,
     ):
         self.workload, self.plan, self.traced = workload, plan, traced
         self.devices = devices[: plan.cluster.num_devices]
-        self._bound_run_ahead = devices[0].platform == "cpu" if bound_run_ahead is None else bound_run_ahead
+        self.bound_run_ahead = devices[0].platform == "cpu"
         graph = traced.graph
         owned = [owned_and_borrowed(graph, stage.first, stage.stop) for stage in plan.stages]
         self._unused = tuple(sorted(set(range(len(graph.params))) - {p for own, _ in owned for p in own}))
@@ -290,11 +291,12 @@ class PipelinedStep:
         frame = Frame([None] * len(program.slots), split_microbatches(self.traced, self.plan.num_microbatches, batch, key), [])
         for slot in program.persistent.values():
             frame.slots[slot] = state.slots[program.slots[slot].name]
+        actions = (self._waiting_actions if self.bound_run_ahead else self._actions)[:stop]
         if observer is None:
-            for action in self._actions[:stop]:
+            for action in actions:
                 action(frame)
         else:
-            for instruction, action in zip(program.instructions[:stop], self._actions, strict=False):
+            for instruction, action in zip(program.instructions, actions, strict=False):
                 observer(instruction, frame.slots)
                 action(frame)
         slots = {program.slots[slot].name: arrays for slot in program.persistent.values() if (arrays := frame.slots[slot]) is not None}
@@ -303,8 +305,11 @@ class PipelinedStep:
 
     @cached_property
     def _actions(self) -> list[Action]:
-        budget = self.replay().peak_bytes_per_device
-        return bind(self.program, self.stages, waits(self.program, budget) if self._bound_run_ahead else None)
+        return bind(self.program, self.stages)
+
+    @cached_property
+    def _waiting_actions(self) -> list[Action]:
+        return wait_before(waits(self.program, self.replay().peak_bytes_per_device), self._actions)
 
     def _check_state(self, state: PipelineState) -> None:
         """Refuse what would fail deep inside JAX: a state of another plan, or one that a step has already taken over."""
