@@ -3,7 +3,7 @@
 The ledger books a step as if each instruction had finished before the next is issued. The host issues them much faster. On CPU, programs
 whose operands are there run in any order and side by side, each with memory of its own, while what an earlier program reads is not free
 before that one ends: with many micro-batches a step then holds twice what it books. On GPUs an allocation takes its place in the order of
-the stream, and memory that an earlier program gives back serves a later one, so nothing needs to wait.
+the stream, and memory that an earlier program gives back serves a later one, so nothing needs to wait (by XLA's sources; not tried here).
 
 The rule, per stage, because its devices hold the same:
 
