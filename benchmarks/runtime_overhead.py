@@ -1,11 +1,13 @@
 """What the native runtime costs beside the work it dispatches, on virtual CPU devices.
 
-Two questions, each answered by medians of one run of this script on the same cores:
+Three questions, each answered by medians of one run of this script on the same cores:
 
 * step: a pipelined step against one jitted single-device step that accumulates the same micro-batches and updates once. All virtual
   devices share the cores, so a pipeline can at best be as fast; the ratio is the cost of cutting the program and of dispatching it.
 * dispatch: how long the host thread is busy per task (one forward pass and the transfer of its outputs), with the devices idle, against
   the bare compiled call and the bare reshard.
+* run-ahead: a step whose host waits where devices would hold more than is booked (as on CPU by default) against one whose host never waits,
+  and one that waits for every instruction; seconds, and what malloc gives out against what is booked.
 
 ``--quick`` takes fewer steps and the small model only.
 """
@@ -20,6 +22,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,6 +40,7 @@ import optax  # noqa: E402
 
 from capture.cluster import Cluster  # noqa: E402
 from capture.plan import Plan, StagePlan  # noqa: E402
+from capture.runtime.meter import measure_heap  # noqa: E402
 from capture.runtime.pipeline import PipelinedStep, pipeshard  # noqa: E402
 from capture.runtime.reshard import plan_reshard  # noqa: E402
 from capture.step import Feed, Move, Run  # noqa: E402
@@ -242,6 +246,53 @@ def _group_sizes(step: PipelinedStep, run: Run) -> list[tuple[int, ...]]:
     return [stage.params, *run.inputs[1:]]
 
 
+#: What the host waits for before an instruction: (``step.bound_run_ahead``, whether an observer waits for all that came before).
+RUN_AHEAD = {"bounded": (True, False), "unbounded": (False, False), "every instruction awaited": (False, True)}
+RUN_AHEAD_MICROBATCHES = 16
+
+
+def await_all(instruction: Any, slots: list[Any]) -> None:
+    """An observer."""
+    jax.block_until_ready(slots)
+
+
+def measure_run_ahead(name: str, num_steps: int) -> list[dict[str, Any]]:
+    """The three ways in turn, so that they meet the same load of the machine; steps that are timed are not watched by a meter."""
+    workload = WorkloadSpec.parse(WORKLOADS[name]).load()
+    params = jax.tree.map(np.asarray, workload.init(jax.random.key(0)))
+    rows = []
+    for plan_name in ("one device", "four one-device stages", "1 / 1 / DP2 / DP2xTP2"):
+        log(f"run-ahead, {name}, {plan_name}: compiling")
+        num_microbatches = RUN_AHEAD_MICROBATCHES
+        plan = replace(make_plan(PLANS[plan_name], 8), num_microbatches=num_microbatches, global_batch_size=4 * num_microbatches)
+        batch = jax.tree.map(np.asarray, workload.batch(jax.random.key(1), plan.global_batch_size))
+        step = pipeshard(workload, plan)
+        states = {way: step.init_from(params) for way in RUN_AHEAD}
+        times: dict[str, list[float]] = {way: [] for way in RUN_AHEAD}
+        heaps: dict[str, list[float]] = {way: [] for way in RUN_AHEAD}
+
+        def run(way: str, step=step, states=states, batch=batch) -> None:
+            states[way], metrics = step(states[way], batch, observer=await_all if RUN_AHEAD[way][1] else None)
+            jax.block_until_ready((states[way], metrics.losses))
+
+        for count in range(num_steps + 1):
+            for way, (bound, awaited) in RUN_AHEAD.items():
+                step.bound_run_ahead = bound
+                elapsed = seconds(lambda way=way: run(way))
+                states[way], _, heap = measure_heap(step, states[way], batch, observer=await_all if awaited else None)
+                if count:  # the first step makes what lasts
+                    times[way].append(elapsed)
+                    heaps[way] += [] if heap is None else [heap.step_bytes / heap.booked_bytes]
+        row = {"workload": name, "plan": plan_name, "num_microbatches": RUN_AHEAD_MICROBATCHES, "num_steps": num_steps}
+        for way in RUN_AHEAD:
+            key = way.replace(" ", "_")
+            row |= {f"{key}_seconds": median(times[way]), f"{key}_malloc_of_booked": median(heaps[way]) if heaps[way] else None}
+        row["ratio_to_unbounded"] = row["bounded_seconds"] / row["unbounded_seconds"]
+        row["ratio_to_every_instruction_awaited"] = row["bounded_seconds"] / row["every_instruction_awaited_seconds"]
+        rows.append(row)
+    return rows
+
+
 def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -251,6 +302,11 @@ def print_table(document: dict[str, Any]) -> None:
     for row in document["steps"]:
         times = f"{row['pipelined_step_seconds'] * 1e3:7.1f} ms {row['single_device_step_seconds'] * 1e3:7.1f} ms"
         log(f"{row['workload']:24} {row['plan']:24} {times} {row['ratio']:6.2f}")
+    log(f"\nrun-ahead: seconds, and malloc of booked\n{'workload':24} {'plan':24}" + "".join(f" {way:>26}" for way in RUN_AHEAD))
+    for row in document["run_ahead"]:
+        keys = [way.replace(" ", "_") for way in RUN_AHEAD]
+        held = [f"{row[f'{key}_seconds'] * 1e3:17.1f} ms {row[f'{key}_malloc_of_booked'] or float('nan'):5.2f}" for key in keys]
+        log(f"{row['workload']:24} {row['plan']:24} {' '.join(held)}")
     log(f"\n{'pair':22} {'leaves':>6} {'call':>8} {'reshard':>8} {'bare':>8} {'program':>8} {'transfer':>8} {'task':>8} {'ratio':>6}")
     for row in document["dispatch"]:
         bare = row["bare_call_seconds"] + row["bare_reshard_seconds"]
@@ -280,6 +336,7 @@ def main() -> None:
         "global_batch_size": GLOBAL_BATCH_SIZE,
         "num_microbatches": NUM_MICROBATCHES,
         "steps": [row for name in names for row in measure_steps(name, num_steps)],
+        "run_ahead": [row for name in names for row in measure_run_ahead(name, num_steps)],
         "dispatch": [row for name in list(PLANS)[1:] for row in measure_dispatch(name, num_steps)],
     }
     # Above the number of cores before the start, other work shared the machine: seconds are inflated then, ratios less so.

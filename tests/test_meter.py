@@ -9,8 +9,9 @@ import optax
 import pytest
 from pipeline_models import mlp, pipeline, tied
 
+import capture.runtime.meter
 from capture.errors import ExecutionError
-from capture.runtime.meter import AllocatorMeter, LiveArrayMeter, ResidentSetMeter, buffers, measure_step
+from capture.runtime.meter import AllocatorMeter, HeapMeter, LiveArrayMeter, ResidentSetMeter, buffers, measure_heap, measure_step
 from capture.runtime.pipeline import PipelinedStep, pipeshard
 from capture.step import Run
 
@@ -22,6 +23,8 @@ CASES = {
     "gpipe, dots": lambda: (mlp(), pipeline((2, 2), ((2, 1), (1, 2)), schedule="gpipe", remat="dots")),
     "1f1b, full": lambda: (mlp(optax.adafactor(1e-3)), pipeline((2, 2), ((1, 1), (2, 1)), remat="full")),
     "tied, skip, keys, clipped": lambda: (tied(CLIPPED), pipeline((1, 2, 1), ((2, 1), (1, 1), (2, 1)))),
+    "residuals shaped like gradients": lambda: (mlp(optax.adamw(1e-3)), pipeline((4,), ((1, 1),), global_batch_size=64)),
+    "residuals shaped like parts of gradients": lambda: (mlp(optax.adamw(1e-3)), pipeline((4,), ((1, 4),), global_batch_size=64)),
     "keys in the optimizer": lambda: (mlp(optax.noisy_sgd(0.1, key=jax.random.key(3))), pipeline((3, 1), ((1, 1), (2, 1)))),
 }
 
@@ -30,7 +33,8 @@ CASES = {
 def test_measured_peaks_are_those_of_the_replay(name):
     workload, plan = CASES[name]()
     step = pipeshard(workload, plan)
-    state, batch, key = step.init(jax.random.key(0)), workload.batch(jax.random.key(1), 8), jax.random.key(2)
+    state, key = step.init(jax.random.key(0)), jax.random.key(2)
+    batch = workload.batch(jax.random.key(1), plan.global_batch_size)
     bystander = jnp.ones(1000)  # not of the step
     for _ in range(2):
         measured = measure_step(step, state, batch, key, strict=True)
@@ -93,9 +97,25 @@ def test_shards_and_their_views_count_once():
     assert buffers([array]) == {}
 
 
-def test_missing_meters_read_none():
+def test_missing_meters_read_none(monkeypatch, small):
     assert AllocatorMeter(jax.devices()[:2]).peak_bytes_per_device is None
     assert ResidentSetMeter().peak_bytes is None  # not started
+    monkeypatch.setattr(capture.runtime.meter, "_malloc_reader", lambda: None)
+    state, batch = small.init(jax.random.key(0)), tied().batch(jax.random.key(1), 8)
+    state, _, heap = measure_heap(small, state, batch, jax.random.key(2))
+    assert heap is None and state.num_steps == 1
+
+
+def test_the_heap_meter_sees_what_is_gone_before_it_stops():
+    meter = HeapMeter()
+    meter.start()
+    if meter.before_bytes is None:
+        pytest.skip("this system's C library has no mallinfo2; glibc 2.33 and newer does")
+    held = np.ones(50_000_000 // 8)
+    meter()
+    del held
+    meter.stop()
+    assert 49_000_000 < meter.peak_bytes - meter.before_bytes < 60_000_000
 
 
 def test_resident_set_grows_with_what_is_touched():

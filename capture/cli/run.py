@@ -1,7 +1,8 @@
 """Execute a plan here, on virtual CPU devices or accelerators: measured memory beside predicted, loss beside that of one device.
 
 Measured is only what was executed: live arrays of this process and the buffer assignment of the running program (on CPU), or
-the allocator (on GPU). The process's resident set is an independent check of the sum.
+the allocator (on GPU). On CPU, two counters that know neither ledger nor compiler stand beside the sum: malloc during an ordinary step,
+and the process's resident set.
 """
 
 from __future__ import annotations
@@ -62,12 +63,12 @@ def execute(
     restore: Path | None = None,
     fast_compile: bool = False,
 ) -> dict[str, Any]:
-    """Run some steps and measure the first; the document of ``capture run --json``."""
+    """Run some steps, the first under the meters and, of several, the last under malloc's; the document of ``capture run --json``."""
     import jax
     import numpy as np
 
     from capture.runtime import checkpoint
-    from capture.runtime.meter import measure_step
+    from capture.runtime.meter import measure_heap, measure_step
     from capture.runtime.pipeline import pipeshard
     from capture.runtime.reference import ReferenceStep
     from capture.workload import takes_key
@@ -92,14 +93,17 @@ def execute(
         document |= _check(step, reference, params, batches, step_keys)
     state = step.init_from(params) if restored is None else restored
     losses, seconds = [], []
-    measured = None
+    measured = heap = None
     for i, (batch, key) in enumerate(zip(batches, step_keys, strict=True)):
         start = time.perf_counter()
         if measured is None:
             measured = measure_step(step, state, batch, key, strict=check)
             state, loss = measured.state, measured.loss
-        else:
+        elif i + 1 < num_steps:
             state, metrics = step(state, batch, key)
+            loss = metrics.loss
+        else:
+            state, metrics, heap = measure_heap(step, state, batch, key)
             loss = metrics.loss
         losses.append(loss)
         seconds.append(time.perf_counter() - start)
@@ -113,6 +117,15 @@ def execute(
         "measured_peak_bytes_per_device": None if measured is None else list(measured.peak_bytes_per_device),
         "meter": None if measured is None else measured.meter,
         "ledger_checks": 0 if measured is None else measured.num_checks,
+        "allocator": None
+        if heap is None
+        else {
+            "source": heap.source,
+            "before_bytes": heap.before_bytes,
+            "peak_bytes": heap.peak_bytes,
+            "step_bytes": heap.step_bytes,
+            "booked_bytes": heap.booked_bytes,
+        },
         "resident_set_peak_bytes": None if measured is None else measured.resident_set_peak_bytes,
         "resident_set_before_bytes": None if measured is None else measured.resident_set_before_bytes,
         "loss": [float(np.float64(loss)) for loss in losses],
@@ -157,6 +170,9 @@ def as_text(document: dict[str, Any]) -> str:
         for d, peak in enumerate(measured)
     ]
     lines = [table(["device", "predicted peak", "measured peak", "prediction off by"], rows), f"measured by {document['meter']}"]
+    if (heap := document["allocator"]) is not None:
+        added, booked = format_bytes(heap["step_bytes"]), format_bytes(heap["booked_bytes"])
+        lines.append(f"an ordinary step added {added} to malloc's bytes, all devices together; at most {booked} are booked")
     if not document["is_target"]:
         lines.append(f"predicted for target {document['target']}, measured on {document['platform']}: not to be compared")
     if not predicted:

@@ -3,6 +3,7 @@
     meter                  what it reads                                            where
     live arrays            ``jax.live_arrays()`` + XLA's buffer assignment          any device
     allocator              ``device.memory_stats()["peak_bytes_in_use"]``           GPU
+    heap                   glibc's ``mallinfo2``: bytes that malloc has given out   Linux with glibc
     resident set           VmHWM of the process, reset before the step              Linux
 
 A meter that is not available here reads None, never a number of the replay.
@@ -10,10 +11,12 @@ A meter that is not available here reads None, never a number of the replay.
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ import jax
 
 from capture.errors import ExecutionError, Violation
 from capture.ledger import Ledger
-from capture.runtime.pipeline import PipelinedStep, PipelineState
+from capture.runtime.pipeline import Observer, PipelinedStep, PipelineState, StepMetrics
 from capture.step import Instruction, Run, book, hold
 from capture.workload import PyTree
 
@@ -82,6 +85,65 @@ def measure_step(
     if (allocated := allocator.peak_bytes_per_device) is not None:
         peaks, meter = allocated, allocator.meter
     return Measurement(peaks, meter, live.peak_bytes_per_device, resident.before_bytes, resident.peak_bytes, live.num_checks, loss, state)
+
+
+@dataclass(frozen=True)
+class HeapMeasurement:
+    """What the allocator gave out during one ordinary step, in which nothing but the runtime itself waits for a device.
+
+    Attributes:
+        source: The counter.
+        before_bytes, peak_bytes: Of the whole process.
+        booked_bytes: The most that the step may add by the ledger: over all devices, the replayed peak less what outlives the step. Devices
+            need not reach their peaks together.
+    """
+
+    source: str
+    before_bytes: int
+    peak_bytes: int
+    booked_bytes: int
+
+    @property
+    def step_bytes(self) -> int:
+        """What the step added."""
+        return self.peak_bytes - self.before_bytes
+
+
+def measure_heap(
+    step: PipelinedStep, state: PipelineState, batch: PyTree, key: jax.Array | None = None, *, observer: Observer | None = None
+) -> tuple[PipelineState, StepMetrics, HeapMeasurement | None]:
+    """Execute a step as usual and watch malloc, where XLA's CPU devices allocate: the meter that knows neither ledger nor compiler.
+
+    It counts the whole process, so the first step of a process, which compiles, tells nothing, and it sees what no report of XLA names: the
+    scratch of kernels, and memory that a program's thread has not given back yet when its results are ready.
+
+    Args:
+        step, state, batch, key: As for ``measure_step``.
+        observer: Called before every instruction, and the counter is read after it, too.
+
+    Returns:
+        The step's results, ready, and the measurement: None where there is no such counter, or the devices have memory of their own.
+    """
+    jax.block_until_ready(state)
+    heap = HeapMeter()
+    heap.start()
+
+    def observe(instruction: Instruction, slots: list[Any]) -> None:
+        heap()
+        if observer is not None:
+            observer(instruction, slots)
+            heap()
+
+    state, metrics = step(state, batch, key, observer=observe)
+    jax.block_until_ready((state, metrics.losses))
+    heap.stop()
+    if heap.before_bytes is None or heap.peak_bytes is None or step.devices[0].platform != "cpu":
+        return state, metrics, None
+    ledger = Ledger(len(step.devices))
+    for slot in step.program.persistent.values():
+        hold(ledger, step.program, slot, "before the step")
+    booked = sum(step.replay().peak_bytes_per_device) - sum(ledger.live_bytes_per_device)
+    return state, metrics, HeapMeasurement(heap.meter, heap.before_bytes, heap.peak_bytes, booked)
 
 
 class LiveArrayMeter:
@@ -216,6 +278,75 @@ class AllocatorMeter:
         """None where the platform keeps no such statistics (CPU)."""
         peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in self._devices]
         return None if None in peaks else tuple(int(peak) for peak in peaks if peak is not None)
+
+
+class HeapMeter:
+    """High-water mark of what malloc has given out in this process, from ``start`` to ``stop``; XLA's CPU devices allocate there.
+
+    Read whenever it is called, and by a thread in between. So it may miss what lives shorter, and is never above what was allocated.
+    """
+
+    meter = "malloc of the whole process (glibc mallinfo2), read before every instruction and by a thread every millisecond"
+
+    def __init__(self) -> None:
+        self._read = _malloc_reader()
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._most = 0
+        self.before_bytes: int | None = None
+
+    def start(self) -> None:
+        """Forget earlier peaks."""
+        if self._read is None:
+            return
+        gc.collect()
+        self.before_bytes = self._most = self._read()
+        self._stopped.clear()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Once more, and no more."""
+        self()
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def __call__(self) -> None:
+        if self._read is not None:
+            self._most = max(self._most, self._read())
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(1e-3):
+            self()
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """None where the C library has no such counter (macOS, musl)."""
+        return None if self.before_bytes is None else self._most
+
+
+def _malloc_reader() -> Callable[[], int] | None:
+    try:
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError, TypeError):
+        return None
+    mallinfo2.restype = _MallInfo2
+
+    def read() -> int:
+        info = mallinfo2()
+        return int(info.uordblks + info.hblkhd)
+
+    return read
+
+
+class _MallInfo2(ctypes.Structure):
+    """Of all arenas: ``uordblks``, bytes in use, and ``hblkhd``, those in regions of their own (glibc 2.33 and newer)."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    ]
 
 
 class ResidentSetMeter:

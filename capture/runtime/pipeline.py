@@ -17,7 +17,8 @@ from capture.errors import ExecutionError, PlanError, Violation
 from capture.interface import owned_and_borrowed, plan_interfaces
 from capture.ledger import Ledger
 from capture.plan import Plan
-from capture.runtime.dispatch import Action, Frame, bind, to_device, to_host
+from capture.run_ahead import waits
+from capture.runtime.dispatch import Action, Frame, bind, to_device, to_host, wait_before
 from capture.runtime.microbatches import split_microbatches
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
 from capture.runtime.programs import Executable, StagePrograms, compile_program
@@ -95,9 +96,8 @@ def pipeshard(
             "run-devices",
         )
     traced = trace_for_plan(workload, plan)
-    return PipelinedStep(
-        workload, plan, traced, list(devices), ModelSharding(traced, rule or cast(Rule, plan.tensor_parallel_rule)), fast_compile
-    )
+    sharding = ModelSharding(traced, rule or cast(Rule, plan.tensor_parallel_rule))
+    return PipelinedStep(workload, plan, traced, list(devices), sharding, fast_compile)
 
 
 def trace_for_plan(workload: WorkloadProtocol, plan: Plan) -> TracedModel:
@@ -128,7 +128,12 @@ def trace_for_plan(workload: WorkloadProtocol, plan: Plan) -> TracedModel:
 
 
 class PipelinedStep:
-    """A compiled training step of a plan. Made by ``pipeshard``."""
+    """A compiled training step of a plan. Made by ``pipeshard``.
+
+    Attributes:
+        bound_run_ahead: Whether the host waits where devices would else hold more than the replay books (``capture.run_ahead``). By default
+            it does on CPU; a GPU's allocator hands out memory in the order of the programs.
+    """
 
     def __init__(
         self,
@@ -141,6 +146,7 @@ class PipelinedStep:
     ):
         self.workload, self.plan, self.traced = workload, plan, traced
         self.devices = devices[: plan.cluster.num_devices]
+        self.bound_run_ahead = devices[0].platform == "cpu"
         graph = traced.graph
         owned = [owned_and_borrowed(graph, stage.first, stage.stop) for stage in plan.stages]
         self._unused = tuple(sorted(set(range(len(graph.params))) - {p for own, _ in owned for p in own}))
@@ -267,7 +273,7 @@ class PipelinedStep:
             observer: Called before every instruction with the instruction and the environment, for meters and checks.
 
         Returns:
-            The new state and the metrics; nothing waits for the devices.
+            The new state and the metrics; they need not be ready yet.
 
         Raises:
             ExecutionError: ``run-batch`` if the batch has other shapes than the plan's.
@@ -286,11 +292,12 @@ class PipelinedStep:
         frame = Frame([None] * len(program.slots), split_microbatches(self.traced, self.plan.num_microbatches, batch, key), [])
         for slot in program.persistent.values():
             frame.slots[slot] = state.slots[program.slots[slot].name]
+        actions = (self._waiting_actions if self.bound_run_ahead else self._actions)[:stop]
         if observer is None:
-            for action in self._actions[:stop]:
+            for action in actions:
                 action(frame)
         else:
-            for instruction, action in zip(program.instructions[:stop], self._actions, strict=False):
+            for instruction, action in zip(program.instructions, actions, strict=False):
                 observer(instruction, frame.slots)
                 action(frame)
         slots = {program.slots[slot].name: arrays for slot in program.persistent.values() if (arrays := frame.slots[slot]) is not None}
@@ -300,6 +307,10 @@ class PipelinedStep:
     @cached_property
     def _actions(self) -> list[Action]:
         return bind(self.program, self.stages)
+
+    @cached_property
+    def _waiting_actions(self) -> list[Action]:
+        return wait_before(waits(self.program, self.replay().peak_bytes_per_device), self._actions)
 
     def _check_state(self, state: PipelineState) -> None:
         """Refuse what would fail deep inside JAX: a state of another plan, or one that a step has already taken over."""
