@@ -103,3 +103,22 @@ def test_sizes_are_of_one_example():
     one, three = (traced_operators(mlp(), "model", microbatch_size=n).model for n in (1, 3))
     for a, b in zip(one.operators, three.operators, strict=True):
         assert (a.activation_bytes, a.input_bytes, a.output_bytes) == (b.activation_bytes, b.input_bytes, b.output_bytes)
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [
+        (None, ("float32", "default")),
+        ("tensorfloat32", ("float32", "high")),
+        ("highest", ("float32", "highest")),
+        ("TF32_TF32_F32", ("tf32", "highest")),
+        ("TF32_TF32_F32_X3", ("float32", "highest")),
+    ],
+)
+def test_what_most_flops_are_computed_in_is_that_of_the_products(precision, expected):
+    def loss(p, batch):
+        return jnp.mean(jnp.dot(batch["x"], p, precision=precision).astype(jnp.bfloat16) @ jnp.ones((D, 2), jnp.bfloat16))
+
+    workload = Workload(loss, lambda key: jnp.ones((D, D)), lambda key, n: {"x": jnp.zeros((n, D))}, optax.sgd(1e-3))
+    operators = traced_operators(workload, "product")
+    assert (operators.dtype, operators.precision) == expected

@@ -32,6 +32,7 @@ class TracedOperators:
         leaves: The parameters; a leaf that is stacked over the steps of a scan is several.
         gathered_bytes: By leaf, of the whole as it is gathered.
         traced: What they were read from.
+        dtype, precision: Most FLOPs are of products that read this data type and ask for this precision (``Rates.computed_in``).
     """
 
     model: OperatorModel
@@ -39,19 +40,13 @@ class TracedOperators:
     leaves: tuple[ParameterLeaf, ...]
     gathered_bytes: tuple[int, ...]
     traced: TracedModel
+    dtype: str
+    precision: str
 
     @property
     def names(self) -> tuple[tuple[str, ...], ...]:
         """By operator, the names of its parameters."""
         return tuple(tuple(self.leaves[p].name for p in own) for own in self.params)
-
-    @property
-    def dtype(self) -> str:
-        """In which most of what passes between operators is computed."""
-        sizes = Counter[str]()
-        for value in self.traced.graph.values:
-            sizes[value.dtype] += value.nbytes * value.differentiable
-        return sizes.most_common(1)[0][0] if sizes.total() else "float32"
 
     @property
     def stacked_params(self) -> list[list[int]]:
@@ -114,6 +109,7 @@ def traced_operators(
         raise TracingError.of("init makes no parameters, so there is nothing to shard; give the workload of a model.", "trace-params")
     graph, counted, kept = traced.graph, set[int](), set[int]()
     operators, params, fused = [], [], set[int]()
+    computed = Counter[tuple[str, str]]()
     parts = _parts(traced, products)
     for layer, part in zip(graph.layers, parts, strict=True):
         own = set(layer.params) - counted
@@ -125,6 +121,7 @@ def traced_operators(
         later = graph.crossing(layer.layer_id + 1)
         read = [*(graph.values[v] for v in layer.inputs), *(graph.batch[b] for b in layer.batch)]
         params.append(tuple(sorted(own)))
+        computed[part.computed] += layer.flops
         operators.append(
             Operator(
                 max((graph.params[p] for p in own), key=lambda leaf: leaf.nbytes).name if own else layer.name,
@@ -146,7 +143,12 @@ def traced_operators(
     )
     gathered = [max((part.read_bytes[p] for part in parts if p in part.read_bytes), default=leaf.nbytes) for p, leaf in enumerate(leaves)]
     return TracedOperators(
-        OperatorModel(name, (Block(tuple(operators)),), _state_ratio(workload)), tuple(params), leaves, tuple(gathered), traced
+        OperatorModel(name, (Block(tuple(operators)),), _state_ratio(workload)),
+        tuple(params),
+        leaves,
+        tuple(gathered),
+        traced,
+        *computed.most_common(1)[0][0],
     )
 
 
@@ -156,6 +158,7 @@ class _Part:
 
     Attributes:
         kind: Of its first product.
+        computed: What that product reads and the precision that it asks for; float32 at default precision without one.
         product_bytes: Of the result of that product; 0 without one.
         saved_bytes: Of values inside the layer that are saved.
         saved_values: Values of the graph that are, and their bytes.
@@ -164,6 +167,7 @@ class _Part:
     """
 
     kind: Kind
+    computed: tuple[str, str]
     product_bytes: int
     saved_bytes: int
     saved_values: dict[int, int]
@@ -219,7 +223,8 @@ def _differentiated(traced: TracedModel, layer_id: int, products: Products, mult
     size = 0 if product is None else math.prod(product.outvars[0].aval.shape) * item_bytes(str(product.outvars[0].aval.dtype))
     following = _following(jaxpr, (kept - _sums(jaxpr)) | free) if products.fuse_operands else set()
     fused = {of_graph[v] for v in following if v in of_graph}
-    return _Part(kind, size, sum(nbytes(v) for v in kept - set(of_graph)), values, fused, read)
+    computed = _computed(next((equation for equation in jaxpr.eqns if equation.primitive.name in _MULTIPLY), None))
+    return _Part(kind, computed, size, sum(nbytes(v) for v in kept - set(of_graph)), values, fused, read)
 
 
 def _following(jaxpr, known: set) -> set:
@@ -244,15 +249,34 @@ def _multiplied(jaxpr, known: dict[Any, bool]) -> dict[Any, bool]:
     """
     found = dict(known)
     for equation in reversed(jaxpr.eqns):
-        name, precision = equation.primitive.name, equation.params.get("precision")
-        at_default = precision is None or (isinstance(precision, tuple) and set(precision) == {jax.lax.Precision.DEFAULT})
-        ways = {name in _MULTIPLY and at_default}
+        name = equation.primitive.name
+        ways = {name in _MULTIPLY and _precision(equation) == "default"}
         if name in (*LAYOUT, "slice", "split"):
             ways = {found[v] for v in equation.outvars if v in found}
         for v in equation.invars if ways else ():
             if not isinstance(v, jex_core.Literal):
                 found[v] = found.get(v, True) and all(ways)
     return found
+
+
+def _precision(equation) -> str:
+    """That a product asks for; ``highest`` where it names an algorithm, which is exact or says itself what it computes in."""
+    asked = equation.params.get("precision")
+    if asked is None or isinstance(asked, tuple):
+        return max(asked or (jax.lax.Precision.DEFAULT,), key=lambda precision: precision.value).name.lower()
+    return "highest"
+
+
+#: Of the first word of a ``jax.lax.DotAlgorithmPreset`` that takes one pass.
+_ALGORITHM_DTYPES = {"TF32": "tf32", "BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+def _computed(equation) -> tuple[str, str]:
+    if equation is None:
+        return "float32", "default"
+    words = getattr(equation.params.get("precision"), "name", "").split("_")
+    dtype = str(equation.invars[0].aval.dtype)
+    return _ALGORITHM_DTYPES.get(words[0], dtype) if len(words) == 3 else dtype, _precision(equation)
 
 
 #: Ops that a compiler fuses into what reads their result, beside element-wise ones.

@@ -174,7 +174,8 @@ def osdp(
             operator's parameters while the one before it runs; backwards, gathers and reduce-scatters run beside the two products of
             their own operator in any case, as far as XLA can.
         smallest_bytes: Smaller parameters are replicated.
-        dtype: Of the products, for their rate, also ``"tf32"`` where the target has it; None: that of most of what the loss computes.
+        dtype: Whose rate products have, also ``"tf32"`` where the target has it; None: that in which the target computes most of the loss's
+            products at the precision that they ask for (``Rates.computed_in``).
 
     Returns:
         The result; ``infeasible`` with ``why`` if no plan fits.
@@ -199,7 +200,7 @@ def osdp(
         cluster = cluster_of(where, _named(target), devices_per_node)
     described = Target.load(cluster.target)
     operators = traced_operators(workload, "traced", products=described.products)
-    devices = Devices.of_target(cluster, dtype or operators.dtype)
+    devices = Devices.of_target(cluster, *((dtype, "highest") if dtype else (operators.dtype, operators.precision)))
     if dtype is not None and described.rates is not None and dtype not in described.rates.flops_per_second:
         known = ", ".join(described.rates.flops_per_second)
         raise TargetError.of(f"dtype={dtype!r} has no rate in target={cluster.target!r}; choose one of {known}.", "osdp-dtype")
