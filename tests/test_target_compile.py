@@ -230,9 +230,8 @@ def test_a_call_of_a_library_hides_no_other_bytes():
     ],
 )
 def test_the_precision_of_products_is_read(product, expected):
-    work = work_of_text(
-        f"HloModule m\n\nENTRY %main (p: f32[4,4]) -> f32[4,4] {{\n  %p = f32[4,4]{{1,0}} parameter(0)\n  ROOT %c = f32[4,4]{{1,0}} {product}\n}}"
-    )
+    entry = f"  %p = f32[4,4]{{1,0}} parameter(0)\n  ROOT %c = f32[4,4]{{1,0}} {product}"
+    work = work_of_text(f"HloModule m\n\nENTRY %main (p: f32[4,4]) -> f32[4,4] {{\n{entry}\n}}")
     assert (work.dtype, work.precision) == expected
 
 
