@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from capture.errors import TracingError
@@ -134,6 +135,7 @@ def traced_operators(
                 tail_bytes=part.saved_bytes // microbatch_size,
                 crossing_bytes=sum(graph.values[v].nbytes for v in later if graph.values[v].differentiable) // microbatch_size,
                 fused_bytes=sum(part.saved_values[v] for v in first & fused) // microbatch_size,
+                backward_bytes=part.backward_bytes // microbatch_size,
             )
         )
         fused |= part.fused_values
@@ -164,6 +166,7 @@ class _Part:
         saved_values: Values of the graph that are, and their bytes.
         fused_values: Values of the graph that it makes and that follow from what it keeps.
         read_bytes: By parameter, what products read of it.
+        backward_bytes: The most that comes and goes while what follows the product goes backwards (``_going_backwards``).
     """
 
     kind: Kind
@@ -173,6 +176,7 @@ class _Part:
     saved_values: dict[int, int]
     fused_values: set[int]
     read_bytes: dict[int, int]
+    backward_bytes: int
 
 
 def _parts(traced: TracedModel, products: Products) -> list[_Part]:
@@ -221,10 +225,11 @@ def _differentiated(traced: TracedModel, layer_id: int, products: Products, mult
     product = next((equation for equation in jaxpr.eqns if equation.primitive.name in PRODUCTS), None)
     kind: Kind = "other" if product is None else PRODUCTS[product.primitive.name]
     size = 0 if product is None else math.prod(product.outvars[0].aval.shape) * item_bytes(str(product.outvars[0].aval.dtype))
+    backward_bytes = _going_backwards(jaxpr, product, kept | free, nbytes)
     following = _following(jaxpr, (kept - _sums(jaxpr)) | free) if products.fuse_operands else set()
     fused = {of_graph[v] for v in following if v in of_graph}
     computed = _computed(next((equation for equation in jaxpr.eqns if equation.primitive.name in _MULTIPLY), None))
-    return _Part(kind, computed, size, sum(nbytes(v) for v in kept - set(of_graph)), values, fused, read)
+    return _Part(kind, computed, size, sum(nbytes(v) for v in kept - set(of_graph)), values, fused, read, backward_bytes)
 
 
 def _following(jaxpr, known: set) -> set:
@@ -285,6 +290,16 @@ _FUSED = frozenset({"broadcast_in_dim", "convert_element_type", "expand_dims", "
 _WHOLE = frozenset({"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "random_bits", "rev", "sort", "while", "scan", "cond"})
 
 
+#: Ops that are too long to be computed again where a later one reads their result; the second only on 16 bits, between whose roundings
+#: nothing is joined. Seen in programs for H100 (jax 0.10.2): GELU and SiLU, their backward passes.
+_LONG = frozenset({"erf", "erf_inv", "erfc", "lgamma", "digamma"})
+_LONG_IN_16_BITS = _LONG | {"exp", "tanh"}
+
+
+def _is_long(equation) -> bool:
+    return equation.primitive.name in (_LONG_IN_16_BITS if equation.outvars[0].aval.dtype.itemsize == 2 else _LONG)
+
+
 def _is_fused(equation) -> bool:
     """Whether it is fused into what reads its result."""
     name, (result, *more) = equation.primitive.name, equation.outvars
@@ -303,7 +318,7 @@ def _kept(jaxpr, saved: Sequence, free: set, boundary: set, nbytes: Callable[[An
 
     Results of products are in memory anyway, operands unless they are fused, and so are sums and values between layers. What follows from
     them by element-wise operations is computed again where it is read, so they are kept in its place, unless that is more; sums are next
-    to nothing.
+    to nothing. A mask that tells where one of them is positive is computed again although it would be less.
 
     Args:
         jaxpr: The forward pass.
@@ -315,6 +330,8 @@ def _kept(jaxpr, saved: Sequence, free: set, boundary: set, nbytes: Callable[[An
     """
     stops = set(boundary)
     for equation in jaxpr.eqns:
+        if _is_long(equation):
+            stops.update(equation.outvars)
         if not _is_fused(equation):
             stops.update(equation.outvars)
             made_on_the_way = equation.primitive.name.startswith("reduce_") or (fuse_operands and equation.primitive.name in _MULTIPLY)
@@ -329,8 +346,30 @@ def _kept(jaxpr, saved: Sequence, free: set, boundary: set, nbytes: Callable[[An
     found = {v for v in saved if v in stops}
     for v in sorted(saved, key=nbytes, reverse=True):  # a probability costs nothing beside the score that it follows from
         instead = roots.get(v, frozenset([v])) - found
-        found |= instead if sum(map(nbytes, instead - sums)) <= nbytes(v) else {v}
+        of_one = v.aval.dtype == bool and len(instead) == 1 and all(jnp.issubdtype(x.aval.dtype, jnp.floating) for x in instead)
+        found |= instead if of_one or sum(map(nbytes, instead - sums)) <= nbytes(v) else {v}
     return found
+
+
+def _going_backwards(jaxpr, product, there: set, nbytes: Callable[[Any], int]) -> int:
+    """Bytes that come and go, at most, while one operation after the product goes backwards.
+
+    One that is not fused, a lookup of labels among log-probabilities for example, reads the gradient of its result and writes those of its
+    operands; and what it reads of the forward pass is in memory, kept or not.
+
+    Args:
+        jaxpr: The forward pass.
+        product: Its equation of the product; None without one.
+        there: What is kept, and what costs nothing.
+        nbytes: Of a variable.
+    """
+    most, equations = 0, list(jaxpr.eqns)
+    for equation in equations[equations.index(product) + 1 :] if product is not None else equations:
+        if not _is_fused(equation) and not equation.primitive.name.startswith("reduce_"):
+            read = {v for v in equation.invars if not isinstance(v, jex_core.Literal) and jnp.issubdtype(v.aval.dtype, jnp.floating)}
+            gradients = [v for v in (*read, *equation.outvars) if jnp.issubdtype(v.aval.dtype, jnp.floating)]
+            most = max(most, sum(map(nbytes, gradients)) + sum(map(nbytes, read - there)))
+    return most
 
 
 def _sums(jaxpr) -> set:

@@ -1,9 +1,10 @@
 """The fastest plan whose compiled step stays within the limit: what the compiler says counts, not the estimate.
 
 An estimate follows operators and knows little of what a compiler fuses, keeps and schedules, so it may be too low by a third. But plans of
-one model that are close to one another are off alike. Every round compiles the step of the best plan for a budget, and asks again with
+one model that are close to one another are off alike: by as many bytes where only modes differ, by as large a part where the batch does.
+Every round compiles the step of the best plan for a budget, and asks again with
 
-    budget = limit x estimated / compiled
+    budget = the lesser of  limit - (compiled - estimated),  limit x estimated / compiled
 
 until a plan fits, then once more where that leaves memory unused. If no estimate fits the budget any more, the plan that needs least by
 estimate has the last word.
@@ -81,7 +82,7 @@ def fastest_compiled(
 
 
 def _scaled(limit: float, plan: ShardingPlan, nbytes: int) -> float:
-    return limit * plan.peak_bytes / nbytes
+    return min(limit - (nbytes - plan.peak_bytes), limit * plan.peak_bytes / nbytes)
 
 
 def _why(plan: ShardingPlan, nbytes: int, limit: float) -> str:
