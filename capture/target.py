@@ -294,7 +294,7 @@ def _read_rates(fields: Fields, compute: Fields, products: Products) -> Rates:
             Link(_sourced(links.object(kind).object("latency_seconds")), _sourced(links.object(kind).object("bytes_per_second")))
             for kind in ("intra_node", "inter_node", "host")
         ),
-        products.dtypes,
+        default_dtypes=products.dtypes,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -122,3 +124,45 @@ def test_what_most_flops_are_computed_in_is_that_of_the_products(precision, expe
     workload = Workload(loss, lambda key: jnp.ones((D, D)), lambda key, n: {"x": jnp.zeros((n, D))}, optax.sgd(1e-3))
     operators = traced_operators(workload, "product")
     assert (operators.dtype, operators.precision) == expected
+
+
+GELU = {"tanh": partial(jax.nn.gelu, approximate=True), "erf": partial(jax.nn.gelu, approximate=False), "silu": jax.nn.silu}
+
+
+@pytest.mark.parametrize(
+    ("activation", "dtype", "arrays"),
+    [
+        (GELU["tanh"], "float32", 1),
+        (GELU["erf"], "float32", 2),
+        (GELU["silu"], "float32", 1),
+        (jax.nn.relu, "float32", 1),  # not the mask, a quarter of it
+        (GELU["tanh"], "bfloat16", 2),
+        (GELU["erf"], "bfloat16", 3),
+        (GELU["silu"], "bfloat16", 1),
+    ],
+)
+def test_what_is_kept_between_two_products_is_what_programs_for_h100_keep(activation, dtype, arrays):
+    """The result of the first product, and what of the activation is too long to be computed again; the operand is the second's."""
+
+    def loss(p, batch):
+        return jnp.mean(activation(batch["x"] @ p["up"].astype(dtype)) @ p["down"].astype(dtype))
+
+    params = {"up": jnp.ones((D, 4 * D)), "down": jnp.ones((4 * D, D))}
+    workload = Workload(loss, lambda key: params, lambda key, n: {"x": jnp.zeros((n, D), dtype)}, optax.sgd(1e-3))
+    up, down = traced_operators(workload, "mlp").model.operators
+    one = 4 * D * jnp.dtype(dtype).itemsize
+    assert up.tail_bytes == arrays * one and down.activation_bytes == one
+
+
+def test_labels_are_looked_up_in_memory_and_their_gradient_is_as_large():
+    def loss(p, batch):
+        return -jnp.take_along_axis(jax.nn.log_softmax((batch["x"] @ p).astype(jnp.float32)), batch["y"], -1).mean()
+
+    batch = {"x": jnp.zeros((1, D), jnp.bfloat16), "y": jnp.zeros((1, 1), int)}
+    workload = Workload(
+        loss, lambda key: jnp.ones((D, 64), jnp.bfloat16), lambda key, n: jax.tree.map(lambda x: x.repeat(n, 0), batch), optax.sgd(1e-3)
+    )
+    (head,) = traced_operators(workload, "head").model.operators
+    assert (
+        head.output_bytes == 64 * 2 and head.backward_bytes == 64 * 4 + 64 * 4 + 4
+    )  # log-probabilities, their gradient, that of the result

@@ -49,7 +49,6 @@ def test_the_answer_compiles_within_the_limit_where_the_estimate_is_above_it(nam
     assert found.verified and found.compiled_peak_bytes <= limit
     assert found.plan.sharded_fraction > 0 and found.estimated_peak_bytes == found.plan.peak_bytes
     assert f"as compiled for {cluster.target} (estimated: " in str(found)
-    print(said)
     assert said[0].startswith("compiling the train step of a plan for 4 examples per device") and "above the limit" in said[1]
     if name == "cpu":
         assert found.compiled_peak_bytes == of_the_users_loop(workload, found, 4)

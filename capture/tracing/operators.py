@@ -20,6 +20,8 @@ from capture.target import Products, Target
 from capture.tracing.cut import PRODUCTS
 from capture.tracing.leaf_uses import LAYOUT
 from capture.tracing.model import TracedModel, trace
+from capture.tracing.program import RematRegion
+from capture.tracing.slices import StageSlice
 from capture.workload import WorkloadProtocol
 
 
@@ -112,6 +114,7 @@ def traced_operators(
     operators, params, fused = [], [], set[int]()
     computed = Counter[tuple[str, str]]()
     parts = _parts(traced, products)
+    again = _up_to_each(traced, parts)
     for layer, part in zip(graph.layers, parts, strict=True):
         own = set(layer.params) - counted
         if layer.layer_id == graph.num_layers - 1:
@@ -136,6 +139,7 @@ def traced_operators(
                 crossing_bytes=sum(graph.values[v].nbytes for v in later if graph.values[v].differentiable) // microbatch_size,
                 fused_bytes=sum(part.saved_values[v] for v in first & fused) // microbatch_size,
                 backward_bytes=part.backward_bytes // microbatch_size,
+                again_bytes=again[layer.layer_id] // microbatch_size,
             )
         )
         fused |= part.fused_values
@@ -167,6 +171,7 @@ class _Part:
         fused_values: Values of the graph that it makes and that follow from what it keeps.
         read_bytes: By parameter, what products read of it.
         backward_bytes: The most that comes and goes while what follows the product goes backwards (``_going_backwards``).
+        again_bytes: Of values that are computed again, because the model says so (``jax.checkpoint``).
     """
 
     kind: Kind
@@ -177,19 +182,66 @@ class _Part:
     fused_values: set[int]
     read_bytes: dict[int, int]
     backward_bytes: int
+    again_bytes: int = 0
+
+    @property
+    def kept_bytes(self) -> int:
+        return self.saved_bytes + sum(self.saved_values.values())
 
 
 def _parts(traced: TracedModel, products: Products) -> list[_Part]:
     """Of all layers; the last comes first, because who reads a value later says in which data type it is kept."""
     multiplied, parts = dict[int, bool](), list[_Part]()
+    inside = _inside_regions(traced)
     for layer in reversed(traced.graph.layers):
-        parts.append(_differentiated(traced, layer.layer_id, products, multiplied))
+        layers, later = traced.slice(layer.layer_id, layer.layer_id + 1), dict(multiplied)
+        part = _differentiated(traced, layers, products, multiplied)
+        if _regions(layers):
+            part = replace(part, saved_values={v: nbytes for v, nbytes in part.saved_values.items() if v not in inside})
+            whole = _differentiated(traced, layers.without_remat, products, later)
+            again = max(0, whole.kept_bytes - part.kept_bytes)
+            part = replace(part, backward_bytes=whole.backward_bytes, again_bytes=again)
+        parts.append(part)
     return parts[::-1]
 
 
-def _differentiated(traced: TracedModel, layer_id: int, products: Products, multiplied: dict[int, bool]) -> _Part:
-    """A layer's part; ``multiplied`` says of the graph's values that later layers read whether only products do, and then of its own."""
-    graph, layer = traced.graph, traced.slice(layer_id, layer_id + 1)
+def _inside_regions(traced: TracedModel) -> set[int]:
+    """Values of the graph that only the remat region that makes them reads, and that it computes again."""
+    made, read_elsewhere = dict[int, RematRegion](), set[int]()
+    for layer in traced.graph.layers:
+        (call,) = traced.slice(layer.layer_id, layer.layer_id + 1).calls
+        of_graph = {
+            **dict(zip(call.function.inputs, call.inputs, strict=True)),
+            **dict(zip(call.function.outputs, call.outputs, strict=True)),
+        }
+        for op in call.function.ops:
+            region = op.regions[0] if op.regions else None
+            read_elsewhere.update(of_graph[v] for v in op.reads if v in of_graph and made.get(of_graph[v]) != region)
+            if region is not None and region.policy is None:
+                made.update((of_graph[v], region) for v in op.outputs if v in of_graph)
+    return set(made) - read_elsewhere
+
+
+def _up_to_each(traced: TracedModel, parts: Sequence[_Part]) -> list[int]:
+    """By layer, what its remat regions have computed again when its backward pass begins.
+
+    A region is computed again as a whole and then goes backwards, so the values of its first layers stay until its last ones have gone.
+    """
+    found, so_far = [], Counter[RematRegion]()
+    for layer, part in zip(traced.graph.layers, parts, strict=True):
+        regions = _regions(traced.slice(layer.layer_id, layer.layer_id + 1))
+        so_far.update(dict.fromkeys(regions, part.again_bytes))
+        found.append(max((so_far[region] for region in regions), default=0))
+    return found
+
+
+def _regions(layers: StageSlice) -> set[RematRegion]:
+    return {op.regions[0] for call in layers.calls for op in call.function.ops if op.regions}
+
+
+def _differentiated(traced: TracedModel, layer: StageSlice, products: Products, multiplied: dict[int, bool]) -> _Part:
+    """The part of one layer; ``multiplied`` says of values that later ones read whether only products do, and then of its own."""
+    graph = traced.graph
     params, inputs = ([_struct(t) for t in group] for group in (_of(graph.params, layer.params), _of(graph.values, layer.inputs)))
     batch = [_struct(t) for t in _of(graph.batch, layer.batch)]
     moving = [i for i, v in enumerate(layer.inputs) if graph.values[v].differentiable]
@@ -351,6 +403,10 @@ def _kept(jaxpr, saved: Sequence, free: set, boundary: set, nbytes: Callable[[An
     return found
 
 
+#: Ops whose results are their operands in another layout.
+_SAME = frozenset({*LAYOUT, "slice", "split", "concatenate"})
+
+
 def _going_backwards(jaxpr, product, there: set, nbytes: Callable[[Any], int]) -> int:
     """Bytes that come and go, at most, while one operation after the product goes backwards.
 
@@ -363,12 +419,16 @@ def _going_backwards(jaxpr, product, there: set, nbytes: Callable[[Any], int]) -
         there: What is kept, and what costs nothing.
         nbytes: Of a variable.
     """
-    most, equations = 0, list(jaxpr.eqns)
+    most, equations, there = 0, list(jaxpr.eqns), set(there)
+    for equation in equations:
+        if equation.primitive.name in _SAME:
+            there.update(equation.outvars if any(not isinstance(v, jex_core.Literal) and v in there for v in equation.invars) else ())
     for equation in equations[equations.index(product) + 1 :] if product is not None else equations:
         if not _is_fused(equation) and not equation.primitive.name.startswith("reduce_"):
             read = {v for v in equation.invars if not isinstance(v, jex_core.Literal) and jnp.issubdtype(v.aval.dtype, jnp.floating)}
             gradients = [v for v in (*read, *equation.outvars) if jnp.issubdtype(v.aval.dtype, jnp.floating)]
-            most = max(most, sum(map(nbytes, gradients)) + sum(map(nbytes, read - there)))
+            values = set() if equation.primitive.name in _SAME else read - there
+            most = max(most, sum(map(nbytes, gradients)) + sum(map(nbytes, values)))
     return most
 
 
