@@ -285,16 +285,19 @@ def _read_rates(fields: Fields, compute: Fields, products: Products) -> Rates:
     found = {dtype: _sourced(flops.object(dtype)) for dtype in flops.data}
     if "float32" not in found:
         raise FieldError("compute.flops_per_second.float32 is missing")
+    intra_node, inter_node, host = (
+        Link(_sourced(links.object(kind).object("latency_seconds")), _sourced(links.object(kind).object("bytes_per_second")))
+        for kind in ("intra_node", "inter_node", "host")
+    )
     return Rates(
         found,
         _sourced(compute.object("efficiency")),
         _sourced(memory.object("bytes_per_second")),
         _sourced(memory.object("efficiency")),
-        *(
-            Link(_sourced(links.object(kind).object("latency_seconds")), _sourced(links.object(kind).object("bytes_per_second")))
-            for kind in ("intra_node", "inter_node", "host")
-        ),
-        default_dtypes=products.dtypes,
+        intra_node,
+        inter_node,
+        host,
+        products.dtypes,
     )
 
 

@@ -166,3 +166,25 @@ def test_labels_are_looked_up_in_memory_and_their_gradient_is_as_large():
     assert (
         head.output_bytes == 64 * 2 and head.backward_bytes == 64 * 4 + 64 * 4 + 4
     )  # log-probabilities, their gradient, that of the result
+
+
+def test_a_remat_region_holds_its_inputs_and_has_the_rest_computed_again():
+    def block(p, x):
+        return x + jnp.sin(jnp.sin(x @ p["up"]) @ p["down"])
+
+    def loss(p, batch):
+        x = batch["x"] @ p["first"]
+        for _ in range(2):
+            x = jax.checkpoint(block)(p, x)
+        return jnp.mean(x @ p["head"])
+
+    params = {"first": jnp.ones((D, D)), "up": jnp.ones((D, 4 * D)), "down": jnp.ones((4 * D, D)), "head": jnp.ones((D, 1))}
+    workload = Workload(loss, lambda key: params, lambda key, n: {"x": jnp.zeros((n, D))}, optax.sgd(1e-3))
+    first, up, down, again_up, again_down, head = traced_operators(workload, "blocks").model.operators
+    stream, wide = D * 4, 4 * D * 4
+    # Held are the inputs of the regions and of the head.
+    assert sum(operator.activation_bytes for operator in (first, up, down, again_up, again_down, head)) == 3 * stream
+    # A block's: the product that the first sine follows from, its result, and the second product.
+    assert up.again_bytes == again_up.again_bytes == wide
+    assert down.again_bytes == again_down.again_bytes == 2 * wide + stream
+    assert first.again_bytes == head.again_bytes == 0
