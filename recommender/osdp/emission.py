@@ -244,7 +244,6 @@ def osdp(
         partly=partly,
     )
     memory = devices.memory_limit_bytes.value
-    budget = memory * (1 - reserved_fraction(described.platform, operators.dtype))
     emitted: dict[str, Any] = {
         "names": tuple(operator.name for operator in _all(cost)),
         "params": operators.names,
@@ -271,11 +270,11 @@ def osdp(
                 emission = Emission(replace(plan, **emitted), compiler.mesh, operators, workload.optimizer)
                 return compiler.measure(workload, emission, plan.batch_size)[0]
 
-            found = fastest_compiled(question, least, measure, memory, budget, watch)
+            found = fastest_compiled(question, least, measure, memory, watch)
         except TargetError as error:
             unverified_why = str(error)
             watch(f"not compiled: {unverified_why}")
-    found = found or question(budget)
+    found = found or question(memory * (1 - reserved_fraction(described.platform, operators.dtype)))
     plan = None if found.plan is None else replace(found.plan, **emitted)
     return OsdpResult(found, plan, cost, described.name, unverified_why, workload, operators, where)
 

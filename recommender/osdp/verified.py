@@ -32,7 +32,6 @@ def fastest_compiled(
     least: Callable[[], ShardingPlan],
     measure: Callable[[ShardingPlan], int],
     limit: float,
-    budget: float,
     watch: Callable[[str], None],
 ) -> ShardingResult:
     """The fastest plan that is found among those that compile within the limit; ``plan.compiled_peak_bytes`` says with how many bytes.
@@ -42,7 +41,6 @@ def fastest_compiled(
         least: The plan of the least estimate.
         measure: Bytes of a plan's compiled step.
         limit: Of a device, in bytes.
-        budget: For the first question.
         watch: Is told what is being done.
 
     Returns:
@@ -59,7 +57,7 @@ def fastest_compiled(
             watch(f"compiled: {format_bytes(compiled[plan])} per device, {verdict} the limit of {format_bytes(int(limit))}")
         return compiled[plan]
 
-    first = found = question(budget)
+    first = found = question(limit * (1 - _CLOSE / 2))
     for _ in range(_MOST_ROUNDS):
         if found.plan is None or ask(found.plan) <= limit:
             break
