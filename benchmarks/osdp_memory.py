@@ -26,7 +26,6 @@ import json
 import os
 import platform
 import sys
-import tempfile
 import time
 from collections.abc import Iterable
 from datetime import date
@@ -34,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from capture import environment
+from capture.cluster import Cluster
 from capture.target import Target
 from capture.workload import WorkloadSpec
 
@@ -42,67 +42,6 @@ NUM_DEVICES, VOCAB_SIZE = 8, 8192
 MODELS = {("N&D", "6x1024"): (8, 48), ("W&S", "2x6144"): (4, 64), ("I&C", "2x1024+1x2048+1x4096"): (8, 48)}
 #: Of the way from the least that a model can do with to all replicated, or all that the target can use.
 FRACTIONS = (0.0, 0.5, 1.0)
-
-
-class Compiler:
-    """The memory of a compiled train step, per device of a target.
-
-    Args:
-        target: To compile for.
-    """
-
-    def __init__(self, target: Target):
-        from capture.profiler.assembler import write_assembler
-        from capture.profiler.report_compiler import ReportCompiler
-        from capture.profiler.target_devices import devices_of
-        from capture.runtime.programs import compile_program
-
-        self.reports = bool(target.compiler.get("stop_at_report"))
-        self._compile: Any = ReportCompiler(target)
-        if not self.reports:
-            self._scratch = tempfile.TemporaryDirectory(prefix="capture-osdp-")
-            options = {**target.compiler_options, "xla_gpu_cuda_data_dir": str(write_assembler(Path(self._scratch.name)))}
-            options |= environment.kernel_cache_options(Path(self._scratch.name, "kernels"))
-            self._compile = lambda *args, **more: compile_program(*args, fast_compile=True, count_work=True, options=options, **more)
-        # A compiler that is stopped at its report is given programs for virtual CPU devices, which stand for the target's.
-        self.devices = devices_of(Target.load("cpu") if self.reports else target, NUM_DEVICES)
-
-    def measure(self, workload: Any, result: Any, batch_size: int) -> tuple[int, Any]:
-        """Bytes of the step of a result or an ``Emission``, and the compiled program (``Executable``)."""
-        import jax
-        import optax
-        from jax.sharding import NamedSharding, PartitionSpec
-
-        loss_fn = result.transform(workload.loss_fn)
-
-        params = jax.eval_shape(workload.init, jax.random.key(0))
-        state = jax.eval_shape(workload.optimizer.init, params)
-        batch = jax.eval_shape(lambda key: workload.batch(key, batch_size * NUM_DEVICES), jax.random.key(0))
-        trees = (params, state, batch)
-        shardings = (result.shardings(params), result.opt_state_shardings, jax.tree.map(lambda _: result.batch_sharding, batch))
-
-        def step(*leaves):  # a program that is exported has no trees of optax
-            params, state, batch = (jax.tree.unflatten(jax.tree.structure(t), own) for t, own in zip(trees, leaves, strict=True))
-            loss, gradients = jax.value_and_grad(loss_fn)(params, batch)
-            updates, state = workload.optimizer.update(gradients, state, params)
-            return jax.tree.leaves(optax.apply_updates(params, updates)), jax.tree.leaves(state), loss
-
-        placed = [jax.tree.leaves(tree) for tree in shardings]
-        arguments = tuple(
-            [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(jax.tree.leaves(tree), own, strict=True)]
-            for tree, own in zip(trees, placed, strict=True)
-        )
-        out_shardings = (placed[0], placed[1], NamedSharding(placed[0][0].mesh, PartitionSpec()))
-        program = self._compile(step, arguments, donate=(0, 1), out_shardings=out_shardings)
-        sizes = (x.dtype.itemsize * _elements(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(arguments))
-        return sum(sizes) + program.transient_bytes, program
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def main() -> int:
@@ -120,22 +59,22 @@ def main() -> int:
     targets = [Target.load(name) for name in options.target or ["h100"]]
     environment.prepare(num_devices=NUM_DEVICES, platform="tpu" if any(t.platform == "tpu" for t in targets) else targets[0].platform)
     import jax
-    import numpy as np
 
+    from capture.profiler.sharded_step import StepCompiler
     from recommender.osdp import osdp
     from recommender.osdp.over_step import reserved_fraction
 
     jax.config.update("jax_default_matmul_precision", options.precision)
     rows: list[dict[str, Any]] = []
     for target in targets:
-        compiler = Compiler(target)
-        mesh = jax.sharding.Mesh(np.array(compiler.devices), ("data",))
+        compiler = StepCompiler(target, Cluster((NUM_DEVICES,), target.name), count_work=True)
+        mesh = compiler.mesh
         for (family, layers), batch_sizes in MODELS.items():
             name = f"{family} {layers}"
             workload = WorkloadSpec.parse(f"models/mingpt.py:mingpt?size={layers}&vocab_size={VOCAB_SIZE}&dtype={options.dtype}").load()
             for batch_size in batch_sizes if options.only in name else ():
                 plan_for = lambda limit, w=workload, b=batch_size, m=mesh, t=target: osdp(  # noqa: E731
-                    w, m, limit, target=t.name, batch_size=b, remat=options.remat, overlap_fraction=options.overlap
+                    w, m, limit, target=t.name, batch_size=b, remat=options.remat, overlap_fraction=options.overlap, verify=False
                 )
                 most = int(plan_for(1e15).plan.peak_bytes / (1 - reserved_fraction(target.platform, options.dtype))) + 1
                 most = min(most, target.memory.usable_bytes)
@@ -146,7 +85,7 @@ def main() -> int:
                     limit = least + fraction * (most - least)
                     result = plan_for(limit)
                     start = time.perf_counter()
-                    measured, program = compiler.measure(workload, result, batch_size)
+                    measured, program = compiler.measure(workload, result.emission, batch_size)
                     rows.append(
                         {
                             "target": target.name,

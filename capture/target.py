@@ -120,6 +120,7 @@ class Rates:
         bytes_per_second: Specified, of the device's memory.
         memory_efficiency: Fraction of it that streaming reaches.
         intra_node, inter_node, host: Links.
+        default_dtypes: By data type, the one in which products at default precision compute (``Products.dtypes``).
     """
 
     flops_per_second: Mapping[str, Sourced]
@@ -129,10 +130,27 @@ class Rates:
     intra_node: Link
     inter_node: Link
     host: Link
+    default_dtypes: Mapping[str, str] = field(default_factory=dict, hash=False)
 
-    def flops_of(self, dtype: str) -> float:
-        """Specified FLOPs per second of a data type; an unlisted one counts as float32."""
-        return self.flops_per_second.get(dtype, self.flops_per_second["float32"]).value
+    def computed_in(self, dtype: str, precision: str) -> str:
+        """The data type whose rate products have.
+
+        Args:
+            dtype: Of their operands.
+            precision: That they ask for (``jax.lax.Precision``). ``high`` is TF32, too, on GPUs that have it, and on TPUs three passes in
+                bfloat16, which count as the six of ``highest``.
+
+        Example:
+            >>> rates = Target.load("h100").rates
+            >>> [rates.computed_in("float32", precision) for precision in ("default", "high", "highest")]
+            ['tf32', 'tf32', 'float32']
+        """
+        narrow = self.default_dtypes.get(dtype, dtype)
+        return narrow if precision == "default" or (precision == "high" and narrow == "tf32") else dtype
+
+    def rate_of(self, dtype: str, precision: str = "highest") -> Sourced:
+        """Specified FLOPs per second of products of a data type at a precision; an unlisted type counts as float32."""
+        return self.flops_per_second.get(self.computed_in(dtype, precision), self.flops_per_second["float32"])
 
 
 @dataclass(frozen=True)
@@ -140,8 +158,8 @@ class Products:
     """What the compiler makes of matrix products and convolutions.
 
     Attributes:
-        dtypes: By data type, the one in which products at default precision read it, where that is another: what only they read is then
-            gathered and kept in it.
+        dtypes: By data type, the one in which products at default precision compute with it, where that is another: its rate is theirs,
+            and what only they read is gathered and kept in its bytes.
         fuse_operands: Whether element-wise operations are computed inside the product that reads their result, which is then in no memory.
     """
 
@@ -276,33 +294,38 @@ def _read(fields: Fields, name: str) -> Target:
     if platform not in PLATFORMS:
         raise FieldError(f"platform is {platform!r} and must be one of {', '.join(PLATFORMS)}")
     memory, compute = fields.optional_object("memory"), fields.optional_object("compute")
-    on_chip, products = fields.optional_object("on_chip_bytes"), fields.optional_object("products")
+    on_chip, described = fields.optional_object("on_chip_bytes"), fields.optional_object("products")
+    products = Products() if described is None else Products(described.object("dtypes").data, described.flag("fuse_operands"))
     return Target(
         name,
         fields.text("description", ""),
         platform,
         None if memory is None else DeviceMemory(*(_sourced(memory.object(key)) for key in DeviceMemory.__dataclass_fields__)),
-        None if compute is None else _read_rates(fields, compute),
+        None if compute is None else _read_rates(fields, compute, products),
         fields.object("compiler").data,
         Target.on_chip_bytes if on_chip is None else _sourced(on_chip),
-        Products() if products is None else Products(products.object("dtypes").data, products.flag("fuse_operands")),
+        products,
     )
 
 
-def _read_rates(fields: Fields, compute: Fields) -> Rates:
+def _read_rates(fields: Fields, compute: Fields, products: Products) -> Rates:
     flops, memory, links = compute.object("flops_per_second"), fields.object("memory_rate"), fields.object("links")
     found = {dtype: _sourced(flops.object(dtype)) for dtype in flops.data}
     if "float32" not in found:
         raise FieldError("compute.flops_per_second.float32 is missing")
+    intra_node, inter_node, host = (
+        Link(_sourced(links.object(kind).object("latency_seconds")), _sourced(links.object(kind).object("bytes_per_second")))
+        for kind in ("intra_node", "inter_node", "host")
+    )
     return Rates(
         found,
         _sourced(compute.object("efficiency")),
         _sourced(memory.object("bytes_per_second")),
         _sourced(memory.object("efficiency")),
-        *(
-            Link(_sourced(links.object(kind).object("latency_seconds")), _sourced(links.object(kind).object("bytes_per_second")))
-            for kind in ("intra_node", "inter_node", "host")
-        ),
+        intra_node,
+        inter_node,
+        host,
+        products.dtypes,
     )
 
 

@@ -3,6 +3,9 @@
     program    = max(flops / F, product bytes / B) + other bytes / B + collectives
     F, B       = specified rates of the target, each times the fraction of it that is reached in practice
 
+F is the rate of what products compute in, which is not always what they read: at default precision, float32 is TF32 on NVIDIA GPUs since
+Ampere and bfloat16 on TPUs (``Rates.computed_in``).
+
 Matrix products may hide their own memory traffic; every other kernel is bound by memory, and kernels run one after the other.
 
     all-reduce over n devices by rings      2 (n - 1) (alpha + bytes / n / bandwidth)
@@ -63,7 +66,7 @@ class TimeModel:
 
     def program_seconds(self, work: ProgramWork) -> float:
         """One execution on every device of a stage."""
-        flops_per_second = self.rates.flops_of(work.dtype) * self.rates.compute_efficiency.value
+        flops_per_second = self.rates.rate_of(work.dtype, work.precision).value * self.rates.compute_efficiency.value
         bytes_per_second = self.rates.bytes_per_second.value * self.rates.memory_efficiency.value
         products = max(work.flops / flops_per_second, work.product_bytes / bytes_per_second)
         sent = sum(count * self.collective_seconds(collective) for collective, count in work.collectives)

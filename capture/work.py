@@ -34,6 +34,7 @@ class ProgramWork:
         product_bytes: That kernels with matrix products or convolutions read and write.
         other_bytes: That all other kernels do.
         collectives: With their numbers.
+        precision: That most of its products ask for: ``default``, ``high`` or ``highest`` (``jax.lax.Precision``).
     """
 
     flops: int
@@ -41,6 +42,7 @@ class ProgramWork:
     product_bytes: int
     other_bytes: int
     collectives: tuple[tuple[Collective, int], ...] = ()
+    precision: str = "default"
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "collectives": [{**asdict(collective), "count": count} for collective, count in self.collectives]}
@@ -50,4 +52,5 @@ class ProgramWork:
         collectives = tuple(
             (Collective(row["kind"], row["nbytes"], row["group_size"], row["stride"]), row["count"]) for row in data["collectives"]
         )
-        return cls(data["flops"], data["dtype"], data["product_bytes"], data["other_bytes"], collectives)
+        sizes = (data["product_bytes"], data["other_bytes"])
+        return cls(data["flops"], data["dtype"], *sizes, collectives, data.get("precision", "default"))

@@ -198,7 +198,21 @@ def test_wrong_devices_are_refused():
 def test_devices_of_a_target():
     found = Devices.of_target(Cluster((4, 4), "a100-40g"), "bfloat16")
     assert (found.num_devices, found.devices_per_node) == (8, 4) and 3e10 < found.memory_limit_bytes.value < 4e10
-    assert Devices.of_target(Cluster((4, 4), "a100-40g")).flops_per_second.value < found.flops_per_second.value < 312e12
+    assert found.flops_per_second.value == pytest.approx(312e12 * 0.869)
+
+
+@pytest.mark.parametrize(
+    ("target", "precision", "flops_per_second"),
+    [
+        ("h100", "default", 494.7e12 * 0.803),
+        ("h100", "highest", 67e12 * 0.803),
+        ("v100-32g", "default", 15.7e12 * 0.664),
+        ("v5e", "default", 197e12),
+        ("v5e", "highest", 197e12 / 6),
+    ],
+)
+def test_float32_has_the_rate_that_products_compute_it_at(target, precision, flops_per_second):
+    assert Devices.of_target(Cluster((4,), target), "float32", precision).flops_per_second.value == pytest.approx(flops_per_second)
 
 
 def test_a_link_is_recovered_from_noisy_timings():

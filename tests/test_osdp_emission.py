@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,10 @@ from capture.runtime.hlo_work import work_of_module
 from capture.runtime.osdp import Emission, SplitLeaf
 from capture.tracing.operators import TracedOperators, traced_operators
 from capture.workload import Workload, WorkloadSpec
-from recommender.osdp import osdp
+from recommender.osdp import osdp as verified_osdp
+
+#: Plans by their estimate: what the compiler says of them is ``test_osdp_verified.py``'s.
+osdp = partial(verified_osdp, verify=False)
 
 ROWS, WIDTH, HIDDEN = 40, 24, 56
 
@@ -441,10 +444,10 @@ def test_what_is_refused(tmp_path):
 
 def test_from_the_command_line(capsys, tmp_path):
     command = ["osdp", "models/gpt.py:gpt?size=tiny&num_layers=2", "--cluster", "1x8", "--target", "h100", "--batch", "2"]
-    assert main([*command, "--memory", "1GB", "--overlap", "0.5", "-o", str(tmp_path / "plan.json")]) == 0
+    assert main([*command, "--no-verify", "--memory", "1GB", "--overlap", "0.5", "-o", str(tmp_path / "plan.json")]) == 0
     printed = capsys.readouterr().out
     assert printed.splitlines()[0].split() == ["operator", "mode", "parameters", "resident", "transient", "time"]
     plan = ShardingPlan.load(tmp_path / "plan.json")
     assert f"{len(plan.modes)} operators: {len(plan.modes)} DP; 2 examples per device" in printed and plan.look_ahead
-    assert main([*command, "--memory", "1kB", "--json"]) == 1
+    assert main([*command, "--no-verify", "--memory", "1kB", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["status"] == "infeasible"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -103,3 +105,86 @@ def test_sizes_are_of_one_example():
     one, three = (traced_operators(mlp(), "model", microbatch_size=n).model for n in (1, 3))
     for a, b in zip(one.operators, three.operators, strict=True):
         assert (a.activation_bytes, a.input_bytes, a.output_bytes) == (b.activation_bytes, b.input_bytes, b.output_bytes)
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [
+        (None, ("float32", "default")),
+        ("tensorfloat32", ("float32", "high")),
+        ("highest", ("float32", "highest")),
+        ("TF32_TF32_F32", ("tf32", "highest")),
+        ("TF32_TF32_F32_X3", ("float32", "highest")),
+    ],
+)
+def test_what_most_flops_are_computed_in_is_that_of_the_products(precision, expected):
+    def loss(p, batch):
+        return jnp.mean(jnp.dot(batch["x"], p, precision=precision).astype(jnp.bfloat16) @ jnp.ones((D, 2), jnp.bfloat16))
+
+    workload = Workload(loss, lambda key: jnp.ones((D, D)), lambda key, n: {"x": jnp.zeros((n, D))}, optax.sgd(1e-3))
+    operators = traced_operators(workload, "product")
+    assert (operators.dtype, operators.precision) == expected
+
+
+GELU = {"tanh": partial(jax.nn.gelu, approximate=True), "erf": partial(jax.nn.gelu, approximate=False), "silu": jax.nn.silu}
+
+
+@pytest.mark.parametrize(
+    ("activation", "dtype", "arrays"),
+    [
+        (GELU["tanh"], "float32", 1),
+        (GELU["erf"], "float32", 2),
+        (GELU["silu"], "float32", 1),
+        (jax.nn.relu, "float32", 1),  # not the mask, a quarter of it
+        (GELU["tanh"], "bfloat16", 2),
+        (GELU["erf"], "bfloat16", 3),
+        (GELU["silu"], "bfloat16", 1),
+    ],
+)
+def test_what_is_kept_between_two_products_is_what_programs_for_h100_keep(activation, dtype, arrays):
+    """The result of the first product, and what of the activation is too long to be computed again; the operand is the second's."""
+
+    def loss(p, batch):
+        return jnp.mean(activation(batch["x"] @ p["up"].astype(dtype)) @ p["down"].astype(dtype))
+
+    params = {"up": jnp.ones((D, 4 * D)), "down": jnp.ones((4 * D, D))}
+    workload = Workload(loss, lambda key: params, lambda key, n: {"x": jnp.zeros((n, D), dtype)}, optax.sgd(1e-3))
+    up, down = traced_operators(workload, "mlp").model.operators
+    one = 4 * D * jnp.dtype(dtype).itemsize
+    assert up.tail_bytes == arrays * one and down.activation_bytes == one
+
+
+def test_labels_are_looked_up_in_memory_and_their_gradient_is_as_large():
+    def loss(p, batch):
+        return -jnp.take_along_axis(jax.nn.log_softmax((batch["x"] @ p).astype(jnp.float32)), batch["y"], -1).mean()
+
+    batch = {"x": jnp.zeros((1, D), jnp.bfloat16), "y": jnp.zeros((1, 1), int)}
+    workload = Workload(
+        loss, lambda key: jnp.ones((D, 64), jnp.bfloat16), lambda key, n: jax.tree.map(lambda x: x.repeat(n, 0), batch), optax.sgd(1e-3)
+    )
+    (head,) = traced_operators(workload, "head").model.operators
+    assert (
+        head.output_bytes == 64 * 2 and head.backward_bytes == 64 * 4 + 64 * 4 + 4
+    )  # log-probabilities, their gradient, that of the result
+
+
+def test_a_remat_region_holds_its_inputs_and_has_the_rest_computed_again():
+    def block(p, x):
+        return x + jnp.sin(jnp.sin(x @ p["up"]) @ p["down"])
+
+    def loss(p, batch):
+        x = batch["x"] @ p["first"]
+        for _ in range(2):
+            x = jax.checkpoint(block)(p, x)
+        return jnp.mean(x @ p["head"])
+
+    params = {"first": jnp.ones((D, D)), "up": jnp.ones((D, 4 * D)), "down": jnp.ones((4 * D, D)), "head": jnp.ones((D, 1))}
+    workload = Workload(loss, lambda key: params, lambda key, n: {"x": jnp.zeros((n, D))}, optax.sgd(1e-3))
+    first, up, down, again_up, again_down, head = traced_operators(workload, "blocks").model.operators
+    stream, wide = D * 4, 4 * D * 4
+    # Held are the inputs of the regions and of the head.
+    assert sum(operator.activation_bytes for operator in (first, up, down, again_up, again_down, head)) == 3 * stream
+    # A block's: the product that the first sine follows from, its result, and the second product.
+    assert up.again_bytes == again_up.again_bytes == wide
+    assert down.again_bytes == again_down.again_bytes == 2 * wide + stream
+    assert first.again_bytes == head.again_bytes == 0

@@ -22,9 +22,11 @@ from capture.target import Target
 
 environment.prepare(num_devices=8, platform="cuda")
 import jax, jax.numpy as jnp, numpy as np, optax
-from benchmarks.osdp_memory import Compiler, sent
+from benchmarks.osdp_memory import sent
+from capture.cluster import Cluster
 from capture.osdp.cost import DP, ZDP, Mode
 from capture.osdp.plan import ShardingPlan
+from capture.profiler.sharded_step import StepCompiler
 from capture.runtime.osdp import Emission
 from capture.tracing.operators import traced_operators
 from capture.workload import Workload
@@ -39,8 +41,9 @@ def init(key):
     return [jnp.zeros((4096, 4096))] * 3
 
 workload = Workload(loss, init, lambda key, n: {"x": jnp.zeros((n, 4096))}, optax.sgd(1e-2))
-operators, compiler, rows = traced_operators(workload, "chain"), Compiler(Target.load("h100")), {}
-mesh = jax.sharding.Mesh(np.array(compiler.devices), ("data",))
+operators, rows = traced_operators(workload, "chain"), {}
+compiler = StepCompiler(Target.load("h100"), Cluster((8,), "h100"), count_work=True)
+mesh = compiler.mesh
 
 def beside_products(text):
     flying, found = {}, []

@@ -69,8 +69,8 @@ def test_every_number_has_a_source_and_the_rates_are_plausible(name):
     target = Target.load(name)
     found = sourced(_document(name))
     assert len(found) >= 12 and all(len(source) > 8 for source in found)
-    assert target.rates.flops_of("bfloat16") >= target.rates.flops_of("float32")
-    assert target.rates.flops_of("int7") == target.rates.flops_of("float32"), "an unlisted type counts as float32"
+    assert target.rates.rate_of("bfloat16").value >= target.rates.rate_of("float32").value
+    assert target.rates.rate_of("int7").value == target.rates.rate_of("float32").value, "an unlisted type counts as float32"
     assert 0.5 < target.rates.compute_efficiency.value <= 1 and 0.5 < target.rates.memory_efficiency.value <= 1
     assert target.rates.intra_node.bytes_per_second.value >= target.rates.inter_node.bytes_per_second.value
     assert 0.8 * target.memory.capacity_bytes.value < target.memory.usable_bytes <= target.memory.capacity_bytes.value

@@ -212,6 +212,32 @@ def test_a_call_of_a_library_hides_no_other_bytes():
     assert (work.product_bytes, work.other_bytes) == (3 * 64, pytest.approx(3 * 64, abs=2))
 
 
+@pytest.mark.parametrize(
+    ("product", "expected"),
+    [
+        ("dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}", ("float32", "default")),
+        ("dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}, operand_precision={high,default}", ("float32", "high")),
+        ("dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}, operand_precision={highest,highest}", ("float32", "highest")),
+        ("dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}, algorithm=dot_tf32_tf32_f32", ("tf32", "highest")),
+        ("dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}, algorithm=dot_tf32_tf32_f32_x3", ("float32", "highest")),
+        (
+            'custom-call(%p, %p), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"precision_config":'
+            '{"operand_precision":["HIGHEST","HIGHEST"],"algorithm":"ALG_UNSET"},"selected_algorithm":"3"}}',
+            ("float32", "highest"),
+        ),
+        (
+            'custom-call(%p, %p), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"precision_config":'
+            '{"operand_precision":["DEFAULT","DEFAULT"],"algorithm":"ALG_DOT_TF32_TF32_F32"}}}',
+            ("tf32", "highest"),
+        ),
+    ],
+)
+def test_the_precision_of_products_is_read(product, expected):
+    entry = f"  %p = f32[4,4]{{1,0}} parameter(0)\n  ROOT %c = f32[4,4]{{1,0}} {product}"
+    work = work_of_text(f"HloModule m\n\nENTRY %main (p: f32[4,4]) -> f32[4,4] {{\n{entry}\n}}")
+    assert (work.dtype, work.precision) == expected
+
+
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_a_missing_compiler_is_said_with_the_command_that_installs_it(monkeypatch, platform):
     from capture.profiler import target_devices

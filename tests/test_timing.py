@@ -50,9 +50,30 @@ def test_collectives_have_their_closed_form(kind, group_size, stride, expected):
     assert MODEL.collective_seconds(Collective(kind, NBYTES, group_size, stride)) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("target", "dtype", "precision", "flops_per_second"),
+    [
+        ("h100", "float32", "default", 494.7e12 * 0.803),
+        ("h100", "float32", "high", 494.7e12 * 0.803),
+        ("h100", "float32", "highest", 67e12 * 0.803),
+        ("h100", "tf32", "highest", 494.7e12 * 0.803),
+        ("h100", "bfloat16", "default", 989.4e12 * 0.803),
+        ("a100-40g", "float32", "default", 156e12 * 0.869),
+        ("v100-32g", "float32", "default", 15.7e12 * 0.664),  # has no TF32
+        ("v100-32g", "tf32", "highest", 15.7e12 * 0.664),
+        ("v5e", "float32", "default", 197e12),  # bfloat16
+        ("v5e", "float32", "high", 197e12 / 6),
+        ("v5e", "float32", "highest", 197e12 / 6),
+    ],
+)
+def test_products_have_the_rate_of_what_they_compute_in(target, dtype, precision, flops_per_second):
+    model = TimeModel(Target.load(target).rates, devices_per_node=8)
+    assert model.program_seconds(ProgramWork(10**15, dtype, 0, 0, (), precision)) == pytest.approx(1e15 / flops_per_second)
+
+
 def test_products_hide_their_own_bytes_and_no_others():
     flops, memory = (
-        RATES.flops_of("bfloat16") * RATES.compute_efficiency.value,
+        RATES.rate_of("bfloat16").value * RATES.compute_efficiency.value,
         RATES.bytes_per_second.value * RATES.memory_efficiency.value,
     )
     bound_by_flops = ProgramWork(10**13, "bfloat16", 10**9, 5 * 10**9)
@@ -64,7 +85,7 @@ def test_products_hide_their_own_bytes_and_no_others():
 
 
 def test_work_survives_json():
-    work = ProgramWork(3, "float32", 4, 5, ((Collective("all-gather", 6, 2, 1), 7),))
+    work = ProgramWork(3, "float32", 4, 5, ((Collective("all-gather", 6, 2, 1), 7),), "highest")
     assert ProgramWork.from_json(work.to_json()) == work
 
 
@@ -88,7 +109,7 @@ def test_stage_times_are_the_sums_of_their_layers():
     plan = make_plan([4, 2], [StageChoice(2, 1), StageChoice(1, 2)])
     plan = plan.with_(cluster=Cluster(plan.cluster.nodes, "a100-40g"))
     times = TimePredictor(profile, 4)
-    unit = 10**9 / (RATES.flops_of("bfloat16") * RATES.compute_efficiency.value)
+    unit = 10**9 / (RATES.rate_of("bfloat16").value * RATES.compute_efficiency.value)
     for found, config in zip(times.stage_times(plan), configs_of(plan), strict=True):
         units = sum(range(config.first + 1, config.stop + 1)) * config.microbatch_size / config.choice.num_devices
         assert (found.forward_seconds, found.backward_seconds) == pytest.approx((units * unit, 2 * units * unit))

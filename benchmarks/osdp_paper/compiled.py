@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.drawing import COLORS, draw, grouped_bars
-from benchmarks.osdp_memory import NUM_DEVICES, Compiler, summary, write_document
+from benchmarks.osdp_memory import NUM_DEVICES, summary, write_document
 from benchmarks.osdp_paper.settings import GIB, SETTINGS, Setting, arguments, gain, gain_statistics
 from capture import environment
+from capture.cluster import Cluster
 from capture.osdp.cost import DP, ZDP, StepCost
 from capture.osdp.timeline import peak_bytes
 from capture.target import Target
@@ -40,7 +41,9 @@ def main() -> int:
     rows = json.loads(options.output.read_text())["rows"] if options.output and options.output.exists() else []
     done = {(row["target"], row["model"]) for row in rows}
     order = [setting.name for setting in SETTINGS]
-    compiler = Compiler(target)
+    from capture.profiler.sharded_step import StepCompiler
+
+    compiler = StepCompiler(target, Cluster((NUM_DEVICES,), target.name))
     for setting in SETTINGS:
         wanted = not options.only or options.only in f"{setting.family} {setting.name}"
         if wanted and (target.name, setting.name) not in done:
@@ -52,11 +55,8 @@ def main() -> int:
     return 0
 
 
-def row(setting: Setting, target: Target, compiler: Compiler) -> dict[str, Any]:
+def row(setting: Setting, target: Target, compiler: Any) -> dict[str, Any]:
     """What is chosen for one model, and what its step needs."""
-    import jax
-    import numpy as np
-
     from recommender.osdp import osdp
     from recommender.osdp.over_step import reserved_fraction
 
@@ -64,13 +64,13 @@ def row(setting: Setting, target: Target, compiler: Compiler) -> dict[str, Any]:
     found: dict[str, Any] = {"target": target.name, "family": setting.family, "model": setting.name, "limit_bytes": limit}
     workload = WorkloadSpec.parse(f"models/mingpt.py:mingpt?size={setting.name}").load()
     start = time.perf_counter()
-    result = osdp(workload, jax.sharding.Mesh(np.array(compiler.devices), ("data",)), limit, target=target.name)
+    result = osdp(workload, compiler.mesh, limit, target=target.name, verify=False)
     found["plan_seconds"] = time.perf_counter() - start
     fsdp = fully_sharded(result.cost, limit * (1 - reserved_fraction(target.platform, "float32")))
     if result.plan is None:
         return {**found, "status": "oom", "why": result.why, "fsdp_examples_per_second": fsdp}
     start = time.perf_counter()
-    compiled, _ = compiler.measure(workload, result, result.plan.batch_size)
+    compiled, _ = compiler.measure(workload, result.emission, result.plan.batch_size)
     return {
         **found,
         "status": "ok",

@@ -134,7 +134,7 @@ def titan(limit_gib: float) -> Devices:
 
 def servers(limit_gib: float) -> Devices:
     """Two servers of eight A100 joined by 100 Gb/s, which eight GPUs share."""
-    found = Devices.of_target(Cluster((8, 8), "a100-40g"))
+    found = Devices.of_target(Cluster((8, 8), "a100-40g"), precision="highest")  # PyTorch has no TF32 in products unless asked
     network = Link(found.inter_node.latency_seconds, Sourced(100e9 / 8 / 8, "paper 4.1: 100 Gb/s between the servers, over eight GPUs"))
     limit = limit_gib * GIB - measured()["overhead_MB"] * MIB
     return replace(found, inter_node=network).with_limit(limit, "limit of the paper, less 800 MB as in the released code")

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from capture.cli import options as shared
-from capture.cli.output import emit, table
+from capture.cli.output import emit, say, table
 from capture.quantities import format_bytes
 from capture.workload import WorkloadSpec
 
@@ -37,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="F",
         help="of computation and communication, the fraction of the lesser that is hidden; above 0, gathers look ahead (default: 0)",
     )
+    parser.add_argument(
+        "--no-verify", action="store_true", help="do not compile the plan's train step for the target: faster, and memory is an estimate"
+    )
     parser.add_argument("-o", "--output", type=Path, default=Path("sharding.json"), metavar="FILE", help="default: %(default)s")
 
 
@@ -55,9 +58,12 @@ def main(options: argparse.Namespace) -> int:
         partly=options.partly,
         remat=options.remat,
         overlap_fraction=options.overlap,
+        verify=not options.no_verify,
+        watch=lambda text: say(options, text),
     )
+    facts = {"status": result.status, "verified": result.verified}
     if result.plan is None:
-        emit(options, {"status": result.status, "why": result.why}, str(result))
+        emit(options, {**facts, "why": result.why}, str(result))
         return 1
     rows = [
         [
@@ -72,5 +78,11 @@ def main(options: argparse.Namespace) -> int:
     ]
     result.plan.save(options.output)
     header = ["operator", "mode", "parameters", "resident", "transient", "time"]
-    emit(options, {"status": result.status, "plan": result.plan.to_json()}, f"{table(header, rows)}\n{result}\nplan -> {options.output}")
+    facts |= {
+        "estimated_peak_bytes": result.estimated_peak_bytes,
+        "compiled_peak_bytes": result.compiled_peak_bytes,
+        "unverified_why": result.unverified_why,
+        "plan": result.plan.to_json(),
+    }
+    emit(options, facts, f"{table(header, rows)}\n{result}\nplan -> {options.output}")
     return 0

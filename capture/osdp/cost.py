@@ -217,16 +217,18 @@ class StepCost:
         gradients of what later operators read are there; and as its input is all that is held, the gradient of that takes the place.
         """
         size, read, tail = (batch_size * each for each in (operator.output_bytes, operator.input_bytes, operator.tail_bytes))
+        again = batch_size * operator.again_bytes
+        going = batch_size * max(operator.output_bytes, operator.backward_bytes)
         gradient = operator.parameter_bytes / mode.num_slices if mode.num_sharded else 0.0
         gathered = [gradient * operator.gathered_fraction] * (2 if self.overlap_fraction else 1)
         forwards = [size] * (2 if self._partial_sums(mode) else 1) + gathered
         operand = batch_size * operator.activation_bytes - tail
         if self.remat:
             arriving = read if operator.crossing_bytes is None else batch_size * operator.crossing_bytes
-            again = [size, np.maximum(tail, batch_size * operator.activation_bytes - read)]
-            gone, phases = 0, ([*forwards, arriving], [*again, arriving], [np.maximum(size, arriving), gradient, *gathered])
+            whole = [going, np.maximum(tail, batch_size * operator.activation_bytes - read)]
+            gone, phases = 0, ([*forwards, arriving], [*whole, arriving], [np.maximum(size, arriving), gradient, *gathered])
         else:
-            gone, phases = tail, (forwards, [read, size], [read, size, gradient, *gathered])
+            gone, phases = tail, (forwards, [read, going, again], [read, size, gradient, *gathered, again])
         in_use = (operand,), (operand, tail), (operand,)
         first, second, third = (
             operator.workspace_bytes + sum(arrays) - self._on_chip(*arrays, *held) for arrays, held in zip(phases, in_use, strict=True)

@@ -146,8 +146,13 @@ class Devices:
         return cls.from_json(data)
 
     @classmethod
-    def of_target(cls, cluster: Cluster, dtype: str = "float32") -> Devices:
+    def of_target(cls, cluster: Cluster, dtype: str = "float32", precision: str = "default") -> Devices:
         """The devices of a cluster, by the rates and the usable memory of its target.
+
+        Args:
+            cluster: With its target.
+            dtype: Of what products read.
+            precision: That they ask for; ``"highest"`` for the rate of ``dtype`` itself (``Rates.computed_in``).
 
         Raises:
             TargetError: ``devices-no-rates`` for a target without rates or memory (``cpu``), ``devices-uneven`` for nodes of several sizes,
@@ -164,7 +169,7 @@ class Devices:
                 f"cluster {cluster} has nodes of several sizes; collectives of two levels need equal nodes.", "devices-uneven"
             )
         rates, memory = target.rates, target.memory
-        flops, reached = rates.flops_per_second.get(dtype, rates.flops_per_second["float32"]), rates.compute_efficiency
+        flops, reached = rates.rate_of(dtype, precision), rates.compute_efficiency
         return cls(
             cluster.target,
             len(cluster.nodes),

@@ -49,6 +49,8 @@ class Operator:
         gathered_fraction: Of ``parameter_bytes``, what a gather of all of them brings: less than 1 where products read them in fewer bits.
         fused_bytes: Of ``activation_bytes``, operands that a replicated product computes again from what is kept; a sharded one, which may
             be computed while slices arrive, reads them as they were.
+        again_bytes: What the model's own remat region has computed again when it goes backwards, up to the operations after its product.
+        backward_bytes: While the operations after its product go backwards, the most that comes and goes beside what is kept, per example.
     """
 
     name: str
@@ -65,6 +67,8 @@ class Operator:
     crossing_bytes: int | None = None
     gathered_fraction: float = 1.0
     fused_bytes: int = 0
+    backward_bytes: int = 0
+    again_bytes: int = 0
 
     @property
     def can_split(self) -> bool:
@@ -223,4 +227,6 @@ def _read_operator(document: Fields) -> Operator:
         None if crossing is None else document.integer("crossing_bytes"),
         document.number("gathered_fraction", 1.0),
         document.integer("fused_bytes", 0),
+        document.integer("backward_bytes", 0),
+        document.integer("again_bytes", 0),
     )

@@ -5,6 +5,7 @@ A plan is JSON:
     schema_version            1
     batch_size                examples per device
     step_seconds, peak_bytes, examples_per_second
+    compiled_peak_bytes       of the target's compiler, for the whole train step; left out of a plan that was not compiled
     remat                     whether the backward pass computes every operator again from its inputs
     smallest_bytes            of a parameter that is sharded
     look_ahead                whether the forward pass may gather parameters while the operator before them runs
@@ -74,13 +75,14 @@ class ShardingPlan:
         batch_size: Examples per device.
         modes: By operator, in program order.
         step_seconds: Of one step.
-        peak_bytes: On every device: what is resident and the largest transient.
+        peak_bytes: On every device, estimated: what is resident and the largest transient.
         examples_per_second: Of all devices together: N b / T.
         names: Of the operators; empty for a plan of a description alone.
         params: By operator, the names of the parameter leaves that belong to it; likewise.
         remat: Whether the backward pass computes every operator again from its inputs.
         smallest_bytes: Smaller parameters are replicated whatever the mode of their operator.
         look_ahead: Whether the forward pass may gather parameters while the operator before them runs. Where it is repeated, it may not.
+        compiled_peak_bytes: As ``peak_bytes``, which is an estimate, by the target's compiler; None if it was not asked.
     """
 
     batch_size: int
@@ -93,6 +95,7 @@ class ShardingPlan:
     remat: bool = False
     smallest_bytes: int = 0
     look_ahead: bool = False
+    compiled_peak_bytes: int | None = None
 
     @property
     def seconds_per_example(self) -> float:
@@ -133,6 +136,7 @@ class ShardingPlan:
             "step_seconds": self.step_seconds,
             "peak_bytes": self.peak_bytes,
             "examples_per_second": self.examples_per_second,
+            **({} if self.compiled_peak_bytes is None else {"compiled_peak_bytes": self.compiled_peak_bytes}),
             "remat": self.remat,
             "smallest_bytes": self.smallest_bytes,
             "look_ahead": self.look_ahead,
@@ -166,6 +170,7 @@ class ShardingPlan:
                 document.flag("remat"),
                 document.integer("smallest_bytes"),
                 document.flag("look_ahead"),
+                document.integer("compiled_peak_bytes") if "compiled_peak_bytes" in document.data else None,
             )
         except FieldError as error:
             raise PlanError.of(

@@ -37,7 +37,7 @@ from capture.tracing import TracedModel, trace
 from capture.workload import WorkloadProtocol
 
 #: Bump when the programs of a stage change for the same model, so that old measurements are not taken for new ones.
-PROGRAM_VERSION = 2
+PROGRAM_VERSION = 3
 
 
 class CompileBackend:

@@ -94,7 +94,7 @@ def work_of_module(module: Any) -> ProgramWork:
     counted = re.search(r"num_partitions=(\d+)", text)
     num_partitions = int(counted[1]) if counted else 1
     sizes, product_bytes, in_calls, collectives = {}, 0, 0, Counter[Collective]()
-    dtypes: Counter[str] = Counter()
+    computed: Counter[tuple[str, str]] = Counter()
     for instruction in _INSTRUCTION.finditer(entry["body"]):
         sizes[instruction["name"]] = shape_bytes(instruction["shape"])
         operands = [sizes.get(name, 0) for name in re.findall(r"%([\w.\-]+)", instruction["operands"])]
@@ -107,14 +107,16 @@ def work_of_module(module: Any) -> ProgramWork:
             touched = sizes[instruction["name"]] + sum(operands)
             product_bytes += touched
             in_calls += touched if instruction["op"] == "custom-call" else 0
-            dtypes[_operand_dtype(instruction, body, entry["body"])] += 1
+            computed[_computed(instruction, body, entry["body"])] += 1
     counted_bytes = int(costs.get("bytes accessed", 0))  # XLA counts nothing in calls of libraries and kernels
+    dtype, precision = computed.most_common(1)[0][0] if computed else ("float32", "default")
     return ProgramWork(
         flops=int(costs.get("flops", 0)),
-        dtype=dtypes.most_common(1)[0][0] if dtypes else "float32",
+        dtype=dtype,
         product_bytes=product_bytes,
         other_bytes=max(0, counted_bytes - (product_bytes - in_calls)),
         collectives=tuple((collective, count) for collective, count in sorted(collectives.items())),
+        precision=precision,
     )
 
 
@@ -153,16 +155,25 @@ def _is_product(instruction: re.Match[str], body: re.Match[str] | None) -> bool:
     return body is not None and any(f" {op}(" in body["body"] for op in _PRODUCTS)
 
 
-def _operand_dtype(instruction: re.Match[str], body: re.Match[str] | None, entry: str) -> str:
-    """Of the first operand of the product."""
+def _computed(instruction: re.Match[str], body: re.Match[str] | None, entry: str) -> tuple[str, str]:
+    """(data type of the first operand of the product, precision that it asks for); an algorithm in one pass names the type itself."""
     scope = instruction if body is None else next(m for m in _INSTRUCTION.finditer(body["body"]) if m["op"] in _PRODUCTS)
     where = entry if body is None else body["body"]
     name = re.search(r"%([\w.\-]+)", scope["operands"])
     defined = re.search(rf"%{re.escape(name[1])} = \(?(\w+)\[", where) if name else None
-    return _DTYPES.get(defined[1] if defined else "f32", "float32")
+    dtype = _DTYPES.get(defined[1] if defined else "f32", "float32")
+    if algorithm := _ALGORITHM.search(scope["rest"]):
+        return (dtype, "highest") if algorithm[2] else (_DTYPES.get(algorithm[1].lower(), dtype), "highest")
+    found = _PRECISION.search(scope["rest"])
+    asked = found[1].lower() if found else ""
+    return dtype, next((precision for precision in ("highest", "high") if precision in asked), "default")
 
 
-_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
+_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "tf32": "tf32"}
+#: ``operand_precision={highest,default}``; of a call of a library ``"operand_precision":["HIGHEST","DEFAULT"]``.
+_PRECISION = re.compile(r'operand_precision(?:=\{|":\[)([^\]}]*)')
+#: ``algorithm=dot_tf32_tf32_f32``; of a call ``"algorithm":"ALG_DOT_TF32_TF32_F32"``, with ``_X3`` at its end where it takes three passes.
+_ALGORITHM = re.compile(r'\balgorithm(?:=|":"ALG_)dot_([a-z0-9]+)_[a-z0-9]+_[a-z0-9]+?(_x\d+)?\b', re.I)
 
 
 def _collective(instruction: re.Match[str], operands: list[int], num_partitions: int) -> Collective | None:

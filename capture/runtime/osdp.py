@@ -555,10 +555,17 @@ def mesh_of(cluster: Cluster) -> Mesh:
             "with more (capture.environment.prepare for virtual CPU devices).",
             "osdp-devices",
         )
-    chosen = np.asarray(devices[: cluster.num_devices])
-    if len(cluster.nodes) == 1:
-        return Mesh(chosen, ("data",))
-    return Mesh(chosen.reshape(len(cluster.nodes), -1), ("node", "data"))
+    shape, names = mesh_axes(cluster)
+    return Mesh(np.asarray(devices[: cluster.num_devices]).reshape(shape), names)
+
+
+def mesh_axes(where: Mesh | Cluster) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+    """Sizes and names of the axes of a mesh, or of that which ``mesh_of`` makes of a cluster."""
+    if not isinstance(where, Cluster):
+        return where.devices.shape, where.axis_names
+    if len(where.nodes) == 1:
+        return (where.num_devices,), ("data",)
+    return (len(where.nodes), where.num_devices // len(where.nodes)), ("node", "data")
 
 
 def cluster_of(mesh: Mesh, target: str, devices_per_node: int | None) -> Cluster:

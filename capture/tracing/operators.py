@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from capture.errors import TracingError
@@ -19,6 +20,8 @@ from capture.target import Products, Target
 from capture.tracing.cut import PRODUCTS
 from capture.tracing.leaf_uses import LAYOUT
 from capture.tracing.model import TracedModel, trace
+from capture.tracing.program import RematRegion
+from capture.tracing.slices import StageSlice
 from capture.workload import WorkloadProtocol
 
 
@@ -32,6 +35,7 @@ class TracedOperators:
         leaves: The parameters; a leaf that is stacked over the steps of a scan is several.
         gathered_bytes: By leaf, of the whole as it is gathered.
         traced: What they were read from.
+        dtype, precision: Most FLOPs are of products that read this data type and ask for this precision (``Rates.computed_in``).
     """
 
     model: OperatorModel
@@ -39,19 +43,13 @@ class TracedOperators:
     leaves: tuple[ParameterLeaf, ...]
     gathered_bytes: tuple[int, ...]
     traced: TracedModel
+    dtype: str
+    precision: str
 
     @property
     def names(self) -> tuple[tuple[str, ...], ...]:
         """By operator, the names of its parameters."""
         return tuple(tuple(self.leaves[p].name for p in own) for own in self.params)
-
-    @property
-    def dtype(self) -> str:
-        """In which most of what passes between operators is computed."""
-        sizes = Counter[str]()
-        for value in self.traced.graph.values:
-            sizes[value.dtype] += value.nbytes * value.differentiable
-        return sizes.most_common(1)[0][0] if sizes.total() else "float32"
 
     @property
     def stacked_params(self) -> list[list[int]]:
@@ -114,7 +112,9 @@ def traced_operators(
         raise TracingError.of("init makes no parameters, so there is nothing to shard; give the workload of a model.", "trace-params")
     graph, counted, kept = traced.graph, set[int](), set[int]()
     operators, params, fused = [], [], set[int]()
+    computed = Counter[tuple[str, str]]()
     parts = _parts(traced, products)
+    again = _up_to_each(traced, parts)
     for layer, part in zip(graph.layers, parts, strict=True):
         own = set(layer.params) - counted
         if layer.layer_id == graph.num_layers - 1:
@@ -125,6 +125,7 @@ def traced_operators(
         later = graph.crossing(layer.layer_id + 1)
         read = [*(graph.values[v] for v in layer.inputs), *(graph.batch[b] for b in layer.batch)]
         params.append(tuple(sorted(own)))
+        computed[part.computed] += layer.flops
         operators.append(
             Operator(
                 max((graph.params[p] for p in own), key=lambda leaf: leaf.nbytes).name if own else layer.name,
@@ -137,6 +138,8 @@ def traced_operators(
                 tail_bytes=part.saved_bytes // microbatch_size,
                 crossing_bytes=sum(graph.values[v].nbytes for v in later if graph.values[v].differentiable) // microbatch_size,
                 fused_bytes=sum(part.saved_values[v] for v in first & fused) // microbatch_size,
+                backward_bytes=part.backward_bytes // microbatch_size,
+                again_bytes=again[layer.layer_id] // microbatch_size,
             )
         )
         fused |= part.fused_values
@@ -146,7 +149,12 @@ def traced_operators(
     )
     gathered = [max((part.read_bytes[p] for part in parts if p in part.read_bytes), default=leaf.nbytes) for p, leaf in enumerate(leaves)]
     return TracedOperators(
-        OperatorModel(name, (Block(tuple(operators)),), _state_ratio(workload)), tuple(params), leaves, tuple(gathered), traced
+        OperatorModel(name, (Block(tuple(operators)),), _state_ratio(workload)),
+        tuple(params),
+        leaves,
+        tuple(gathered),
+        traced,
+        *computed.most_common(1)[0][0],
     )
 
 
@@ -156,32 +164,84 @@ class _Part:
 
     Attributes:
         kind: Of its first product.
+        computed: What that product reads and the precision that it asks for; float32 at default precision without one.
         product_bytes: Of the result of that product; 0 without one.
         saved_bytes: Of values inside the layer that are saved.
         saved_values: Values of the graph that are, and their bytes.
         fused_values: Values of the graph that it makes and that follow from what it keeps.
         read_bytes: By parameter, what products read of it.
+        backward_bytes: The most that comes and goes while what follows the product goes backwards (``_going_backwards``).
+        again_bytes: Of values that are computed again, because the model says so (``jax.checkpoint``).
     """
 
     kind: Kind
+    computed: tuple[str, str]
     product_bytes: int
     saved_bytes: int
     saved_values: dict[int, int]
     fused_values: set[int]
     read_bytes: dict[int, int]
+    backward_bytes: int
+    again_bytes: int = 0
+
+    @property
+    def kept_bytes(self) -> int:
+        return self.saved_bytes + sum(self.saved_values.values())
 
 
 def _parts(traced: TracedModel, products: Products) -> list[_Part]:
     """Of all layers; the last comes first, because who reads a value later says in which data type it is kept."""
     multiplied, parts = dict[int, bool](), list[_Part]()
+    inside = _inside_regions(traced)
     for layer in reversed(traced.graph.layers):
-        parts.append(_differentiated(traced, layer.layer_id, products, multiplied))
+        layers, later = traced.slice(layer.layer_id, layer.layer_id + 1), dict(multiplied)
+        part = _differentiated(traced, layers, products, multiplied)
+        if _regions(layers):
+            part = replace(part, saved_values={v: nbytes for v, nbytes in part.saved_values.items() if v not in inside})
+            whole = _differentiated(traced, layers.without_remat, products, later)
+            again = max(0, whole.kept_bytes - part.kept_bytes)
+            part = replace(part, backward_bytes=whole.backward_bytes, again_bytes=again)
+        parts.append(part)
     return parts[::-1]
 
 
-def _differentiated(traced: TracedModel, layer_id: int, products: Products, multiplied: dict[int, bool]) -> _Part:
-    """A layer's part; ``multiplied`` says of the graph's values that later layers read whether only products do, and then of its own."""
-    graph, layer = traced.graph, traced.slice(layer_id, layer_id + 1)
+def _inside_regions(traced: TracedModel) -> set[int]:
+    """Values of the graph that only the remat region that makes them reads, and that it computes again."""
+    made, read_elsewhere = dict[int, RematRegion](), set[int]()
+    for layer in traced.graph.layers:
+        (call,) = traced.slice(layer.layer_id, layer.layer_id + 1).calls
+        of_graph = {
+            **dict(zip(call.function.inputs, call.inputs, strict=True)),
+            **dict(zip(call.function.outputs, call.outputs, strict=True)),
+        }
+        for op in call.function.ops:
+            region = op.regions[0] if op.regions else None
+            read_elsewhere.update(of_graph[v] for v in op.reads if v in of_graph and made.get(of_graph[v]) != region)
+            if region is not None and region.policy is None:
+                made.update((of_graph[v], region) for v in op.outputs if v in of_graph)
+    return set(made) - read_elsewhere
+
+
+def _up_to_each(traced: TracedModel, parts: Sequence[_Part]) -> list[int]:
+    """By layer, what its remat regions have computed again when its backward pass begins.
+
+    A region is computed again as a whole and then goes backwards, so the values of its first layers stay until its last ones have gone.
+    """
+    found, so_far = [], Counter[RematRegion]()
+    for layer, part in zip(traced.graph.layers, parts, strict=True):
+        regions = _regions(traced.slice(layer.layer_id, layer.layer_id + 1))
+        so_far.update(dict.fromkeys(regions, part.again_bytes))
+        found.append(max((so_far[region] for region in regions), default=0))
+    return found
+
+
+def _regions(layers: StageSlice) -> set[RematRegion]:
+    return {op.regions[0] for call in layers.calls for op in call.function.ops if op.regions}
+
+
+def _differentiated(traced: TracedModel, layer: StageSlice, products: Products, multiplied: dict[int, bool]) -> _Part:
+    """The part of one layer; ``multiplied`` says of values that later ones read whether only products do, and then of its own."""
+    graph = traced.graph
     params, inputs = ([_struct(t) for t in group] for group in (_of(graph.params, layer.params), _of(graph.values, layer.inputs)))
     batch = [_struct(t) for t in _of(graph.batch, layer.batch)]
     moving = [i for i, v in enumerate(layer.inputs) if graph.values[v].differentiable]
@@ -217,9 +277,11 @@ def _differentiated(traced: TracedModel, layer_id: int, products: Products, mult
     product = next((equation for equation in jaxpr.eqns if equation.primitive.name in PRODUCTS), None)
     kind: Kind = "other" if product is None else PRODUCTS[product.primitive.name]
     size = 0 if product is None else math.prod(product.outvars[0].aval.shape) * item_bytes(str(product.outvars[0].aval.dtype))
+    backward_bytes = _going_backwards(jaxpr, product, kept | free, nbytes)
     following = _following(jaxpr, (kept - _sums(jaxpr)) | free) if products.fuse_operands else set()
     fused = {of_graph[v] for v in following if v in of_graph}
-    return _Part(kind, size, sum(nbytes(v) for v in kept - set(of_graph)), values, fused, read)
+    computed = _computed(next((equation for equation in jaxpr.eqns if equation.primitive.name in _MULTIPLY), None))
+    return _Part(kind, computed, size, sum(nbytes(v) for v in kept - set(of_graph)), values, fused, read, backward_bytes)
 
 
 def _following(jaxpr, known: set) -> set:
@@ -244,9 +306,8 @@ def _multiplied(jaxpr, known: dict[Any, bool]) -> dict[Any, bool]:
     """
     found = dict(known)
     for equation in reversed(jaxpr.eqns):
-        name, precision = equation.primitive.name, equation.params.get("precision")
-        at_default = precision is None or (isinstance(precision, tuple) and set(precision) == {jax.lax.Precision.DEFAULT})
-        ways = {name in _MULTIPLY and at_default}
+        name = equation.primitive.name
+        ways = {name in _MULTIPLY and _precision(equation) == "default"}
         if name in (*LAYOUT, "slice", "split"):
             ways = {found[v] for v in equation.outvars if v in found}
         for v in equation.invars if ways else ():
@@ -255,10 +316,40 @@ def _multiplied(jaxpr, known: dict[Any, bool]) -> dict[Any, bool]:
     return found
 
 
+def _precision(equation) -> str:
+    """That a product asks for; ``highest`` where it names an algorithm, which is exact or says itself what it computes in."""
+    asked = equation.params.get("precision")
+    if asked is None or isinstance(asked, tuple):
+        return max(asked or (jax.lax.Precision.DEFAULT,), key=lambda precision: precision.value).name.lower()
+    return "highest"
+
+
+#: Of the first word of a ``jax.lax.DotAlgorithmPreset`` that takes one pass.
+_ALGORITHM_DTYPES = {"TF32": "tf32", "BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+def _computed(equation) -> tuple[str, str]:
+    if equation is None:
+        return "float32", "default"
+    words = getattr(equation.params.get("precision"), "name", "").split("_")
+    dtype = str(equation.invars[0].aval.dtype)
+    return _ALGORITHM_DTYPES.get(words[0], dtype) if len(words) == 3 else dtype, _precision(equation)
+
+
 #: Ops that a compiler fuses into what reads their result, beside element-wise ones.
 _FUSED = frozenset({"broadcast_in_dim", "convert_element_type", "expand_dims", "iota", "reshape", "squeeze", "stop_gradient", "transpose"})
 #: Ops that are none although they keep the shape.
 _WHOLE = frozenset({"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "random_bits", "rev", "sort", "while", "scan", "cond"})
+
+
+#: Ops that are too long to be computed again where a later one reads their result; the second only on 16 bits, between whose roundings
+#: nothing is joined. Seen in programs for H100 (jax 0.10.2): GELU and SiLU, their backward passes.
+_LONG = frozenset({"erf", "erf_inv", "erfc", "lgamma", "digamma"})
+_LONG_IN_16_BITS = _LONG | {"exp", "tanh"}
+
+
+def _is_long(equation) -> bool:
+    return equation.primitive.name in (_LONG_IN_16_BITS if equation.outvars[0].aval.dtype.itemsize == 2 else _LONG)
 
 
 def _is_fused(equation) -> bool:
@@ -279,7 +370,7 @@ def _kept(jaxpr, saved: Sequence, free: set, boundary: set, nbytes: Callable[[An
 
     Results of products are in memory anyway, operands unless they are fused, and so are sums and values between layers. What follows from
     them by element-wise operations is computed again where it is read, so they are kept in its place, unless that is more; sums are next
-    to nothing.
+    to nothing. A mask that tells where one of them is positive is computed again although it would be less.
 
     Args:
         jaxpr: The forward pass.
@@ -291,6 +382,8 @@ def _kept(jaxpr, saved: Sequence, free: set, boundary: set, nbytes: Callable[[An
     """
     stops = set(boundary)
     for equation in jaxpr.eqns:
+        if _is_long(equation):
+            stops.update(equation.outvars)
         if not _is_fused(equation):
             stops.update(equation.outvars)
             made_on_the_way = equation.primitive.name.startswith("reduce_") or (fuse_operands and equation.primitive.name in _MULTIPLY)
@@ -305,8 +398,38 @@ def _kept(jaxpr, saved: Sequence, free: set, boundary: set, nbytes: Callable[[An
     found = {v for v in saved if v in stops}
     for v in sorted(saved, key=nbytes, reverse=True):  # a probability costs nothing beside the score that it follows from
         instead = roots.get(v, frozenset([v])) - found
-        found |= instead if sum(map(nbytes, instead - sums)) <= nbytes(v) else {v}
+        of_one = v.aval.dtype == bool and len(instead) == 1 and all(jnp.issubdtype(x.aval.dtype, jnp.floating) for x in instead)
+        found |= instead if of_one or sum(map(nbytes, instead - sums)) <= nbytes(v) else {v}
     return found
+
+
+#: Ops whose results are their operands in another layout.
+_SAME = frozenset({*LAYOUT, "slice", "split", "concatenate"})
+
+
+def _going_backwards(jaxpr, product, there: set, nbytes: Callable[[Any], int]) -> int:
+    """Bytes that come and go, at most, while one operation after the product goes backwards.
+
+    One that is not fused, a lookup of labels among log-probabilities for example, reads the gradient of its result and writes those of its
+    operands; and what it reads of the forward pass is in memory, kept or not.
+
+    Args:
+        jaxpr: The forward pass.
+        product: Its equation of the product; None without one.
+        there: What is kept, and what costs nothing.
+        nbytes: Of a variable.
+    """
+    most, equations, there = 0, list(jaxpr.eqns), set(there)
+    for equation in equations:
+        if equation.primitive.name in _SAME:
+            there.update(equation.outvars if any(not isinstance(v, jex_core.Literal) and v in there for v in equation.invars) else ())
+    for equation in equations[equations.index(product) + 1 :] if product is not None else equations:
+        if not _is_fused(equation) and not equation.primitive.name.startswith("reduce_"):
+            read = {v for v in equation.invars if not isinstance(v, jex_core.Literal) and jnp.issubdtype(v.aval.dtype, jnp.floating)}
+            gradients = [v for v in (*read, *equation.outvars) if jnp.issubdtype(v.aval.dtype, jnp.floating)]
+            values = set() if equation.primitive.name in _SAME else read - there
+            most = max(most, sum(map(nbytes, gradients)) + sum(map(nbytes, values)))
+    return most
 
 
 def _sums(jaxpr) -> set:

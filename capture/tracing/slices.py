@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -45,6 +45,20 @@ class LayerFunction:
     @property
     def ops(self) -> tuple[Op, ...]:
         return tuple(self._layer.ops)
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """Values of the program, as its results are."""
+        return self._layer.inputs
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        return self._layer.outputs
+
+    @property
+    def without_remat(self) -> LayerFunction:
+        """The same without the model's remat regions."""
+        return LayerFunction(replace(self._layer, ops=tuple(replace(op, regions=()) for op in self._layer.ops)), self._consts)
 
     def __call__(self, params: Sequence[Any], inputs: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
         layer = self._layer
@@ -155,6 +169,11 @@ class StageSlice:
     outputs: tuple[int, ...]
     key: str
     calls: tuple[LayerCall, ...]
+
+    @property
+    def without_remat(self) -> StageSlice:
+        """The same without the model's remat regions; under the same key, so it is to be traced and not to be measured."""
+        return replace(self, calls=tuple(replace(call, function=call.function.without_remat) for call in self.calls))
 
     @property
     def sources(self) -> list[tuple[str, str]]:

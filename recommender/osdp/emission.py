@@ -16,8 +16,9 @@ from capture.osdp.plan import ShardingPlan
 from capture.quantities import format_bytes, parse_bytes
 from capture.target import Target
 from capture.workload import WorkloadProtocol
-from recommender.osdp.over_step import fastest_over_step, reserved_fraction
+from recommender.osdp.over_step import fastest_over_step, least_over_step, reserved_fraction
 from recommender.osdp.result import ShardingResult
+from recommender.osdp.verified import fastest_compiled
 
 #: Smaller parameters are replicated: gathering one takes as long as latency allows, and a thousand of them are 4 GB at most with Adam.
 SMALLEST_BYTES = 2**20
@@ -49,11 +50,15 @@ class OsdpResult:
         search: The answer of the search. Where it is infeasible, ``why`` says what is missing, and there is no plan and nothing to emit.
         plan: Batch size and modes, with the names of operators and parameters; it can be saved.
         cost: The model of costs that it was chosen by.
+        target: Whose compiler was asked, or was not.
+        unverified_why: Why the plan was not compiled, where it was not.
     """
 
     search: ShardingResult
     plan: ShardingPlan | None
     cost: StepCost
+    target: str
+    unverified_why: str | None
     _workload: WorkloadProtocol
     _operators: Any
     _where: Any
@@ -65,6 +70,21 @@ class OsdpResult:
     @property
     def why(self) -> str | None:
         return self.search.why
+
+    @property
+    def verified(self) -> bool:
+        """Whether the train step of the plan was compiled, and needs no more than the limit."""
+        return self.compiled_peak_bytes is not None
+
+    @property
+    def estimated_peak_bytes(self) -> int | None:
+        """Of a device, by the model of costs; None without a plan."""
+        return None if self.plan is None else self.plan.peak_bytes
+
+    @property
+    def compiled_peak_bytes(self) -> int | None:
+        """Of a device, by the target's compiler; None if it was not asked."""
+        return None if self.plan is None else self.plan.compiled_peak_bytes
 
     @cached_property
     def mesh(self) -> Any:
@@ -133,10 +153,12 @@ class OsdpResult:
             return f"infeasible: {self.why}"
         plan = self.plan
         modes = ", ".join(f"{count} {name}" for name, count in plan.summary()["operators_by_mode"].items())
-        return (
-            f"{len(plan.modes)} operators: {modes}; {plan.batch_size} examples per device, {format_bytes(plan.peak_bytes)} per device, "
-            f"{plan.examples_per_second:.4g} examples/s"
-        )
+        memory = f"{format_bytes(plan.peak_bytes)} per device (estimated, not compiled: {self.unverified_why})"
+        if plan.compiled_peak_bytes is not None:
+            compiled = format_bytes(plan.compiled_peak_bytes)
+            memory = f"{compiled} per device as compiled for {self.target} (estimated: {format_bytes(plan.peak_bytes)})"
+        speed = f"{plan.batch_size} examples per device, {plan.examples_per_second:.4g} examples/s"
+        return f"{len(plan.modes)} operators: {modes}; {speed}, {memory}"
 
 
 def osdp(
@@ -154,6 +176,8 @@ def osdp(
     overlap_fraction: float = 0.0,
     smallest_bytes: int = SMALLEST_BYTES,
     dtype: str | None = None,
+    verify: bool = True,
+    watch: Callable[[str], None] = lambda text: None,
 ) -> OsdpResult:
     """Choose for every operator of a loss whether to replicate, shard or split its parameters, for the largest throughput that fits.
 
@@ -161,8 +185,8 @@ def osdp(
         workload: The task; nothing is allocated. Where the loop's own loss returns ``(loss, aux)`` or takes more arguments, that of the
             workload is the scalar alone, and the loop's is given to ``transform``.
         where: A ``Cluster``, or a ``jax.sharding.Mesh`` whose axes are all data-parallel.
-        memory_limit: Per device, in bytes or as text ("30GiB"); None: what the target can use. Plans leave a part of it to the compiler
-            (``reserved_fraction``).
+        memory_limit: Per device, in bytes or as text ("30GiB"); None: what the target can use. The compiled step stays within it; a plan
+            that is not compiled leaves a part of it to the compiler (``reserved_fraction``).
         target: Rates and memory of the mesh's devices, such as ``"h100"``; a cluster names its own.
         devices_per_node: Of a mesh; None: those of a process.
         batch_size: Examples per device; None to choose it.
@@ -174,7 +198,12 @@ def osdp(
             operator's parameters while the one before it runs; backwards, gathers and reduce-scatters run beside the two products of
             their own operator in any case, as far as XLA can.
         smallest_bytes: Smaller parameters are replicated.
-        dtype: Of the products, for their rate, also ``"tf32"`` where the target has it; None: that of most of what the loss computes.
+        dtype: Whose rate products have, also ``"tf32"`` where the target has it; None: that in which the target computes most of the loss's
+            products at the precision that they ask for (``Rates.computed_in``).
+        verify: Whether the workload's whole train step is compiled for the target, up to six times, seconds to a minute each, until a plan
+            is found that compiles within the limit. Where the target's compiler is not installed, or refuses the step, the plan is an
+            estimate, and ``unverified_why`` says so.
+        watch: Is told what is being done, in words.
 
     Returns:
         The result; ``infeasible`` with ``why`` if no plan fits.
@@ -199,7 +228,7 @@ def osdp(
         cluster = cluster_of(where, _named(target), devices_per_node)
     described = Target.load(cluster.target)
     operators = traced_operators(workload, "traced", products=described.products)
-    devices = Devices.of_target(cluster, dtype or operators.dtype)
+    devices = Devices.of_target(cluster, *((dtype, "highest") if dtype else (operators.dtype, operators.precision)))
     if dtype is not None and described.rates is not None and dtype not in described.rates.flops_per_second:
         known = ", ".join(described.rates.flops_per_second)
         raise TargetError.of(f"dtype={dtype!r} has no rate in target={cluster.target!r}; choose one of {known}.", "osdp-dtype")
@@ -214,20 +243,40 @@ def osdp(
         node_groups=isinstance(where, Cluster) or has_groups(where, devices.devices_per_node),
         partly=partly,
     )
-    for_plans = devices.memory_limit_bytes.value * (1 - reserved_fraction(described.platform, operators.dtype))
-    found = fastest_over_step(cost, operators, smallest_bytes, for_plans, batch_size, max_batch_size)
-    plan = found.plan
-    if plan is not None:
-        names = tuple(operator.name for operator in _all(cost))
-        plan = replace(
-            plan,
-            names=names,
-            params=operators.names,
-            remat=remat,
-            smallest_bytes=smallest_bytes,
-            look_ahead=overlap_fraction > 0,
-        )
-    return OsdpResult(found, plan, cost, workload, operators, where)
+    memory = devices.memory_limit_bytes.value
+    emitted: dict[str, Any] = {
+        "names": tuple(operator.name for operator in _all(cost)),
+        "params": operators.names,
+        "remat": remat,
+        "smallest_bytes": smallest_bytes,
+        "look_ahead": overlap_fraction > 0,
+    }
+
+    def question(limit: float) -> ShardingResult:
+        return fastest_over_step(cost, operators, smallest_bytes, limit, batch_size, max_batch_size)
+
+    def least() -> ShardingPlan:
+        return least_over_step(cost, operators, smallest_bytes, batch_size or 1)
+
+    found, unverified_why = None, None if verify else "verify=False"
+    if verify:
+        from capture.profiler.sharded_step import StepCompiler
+        from capture.runtime.osdp import Emission
+
+        try:
+            compiler = StepCompiler(described, where)
+
+            def measure(plan: ShardingPlan) -> int:
+                emission = Emission(replace(plan, **emitted), compiler.mesh, operators, workload.optimizer)
+                return compiler.measure(workload, emission, plan.batch_size)[0]
+
+            found = fastest_compiled(question, least, measure, memory, watch)
+        except TargetError as error:
+            unverified_why = str(error)
+            watch(f"not compiled: {unverified_why}")
+    found = found or question(memory * (1 - reserved_fraction(described.platform, operators.dtype)))
+    plan = None if found.plan is None else replace(found.plan, **emitted)
+    return OsdpResult(found, plan, cost, described.name, unverified_why, workload, operators, where)
 
 
 def _wrong(

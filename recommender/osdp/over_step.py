@@ -69,7 +69,7 @@ def fastest_over_step(
         PlanError: ``osdp-unbounded`` if every batch size fits and none is the largest.
     """
     start = time.perf_counter()
-    search = _Search(cost, operators, smallest_bytes, limit, ShardingProblem(cost, batch_size or max_batch_size))
+    search = _search(cost, operators, smallest_bytes, limit, batch_size, max_batch_size)
     plans = [search.plan_at(batch_size)] if batch_size else list(search.plans())
     fitting = [plan for plan in plans if plan is not None]
     best = min(fitting, key=lambda plan: plan.seconds_per_example, default=None)
@@ -84,6 +84,18 @@ def fastest_over_step(
         seconds=time.perf_counter() - start,
         why=None if best else search.why(batch_size or 1),
     )
+
+
+def least_over_step(cost: StepCost, operators: Any, smallest_bytes: int, batch_size: int) -> ShardingPlan:
+    """Of the plans with all operators in one mode, the one that needs least; arguments as of ``fastest_over_step``."""
+    search = _search(cost, operators, smallest_bytes, 0.0, batch_size, None)
+    return min((search.placed(modes, batch_size) for modes in search.uniform()), key=lambda plan: plan.peak_bytes)
+
+
+def _search(
+    cost: StepCost, operators: Any, smallest_bytes: int, limit: float, batch_size: int | None, max_batch_size: int | None
+) -> _Search:
+    return _Search(cost, operators, smallest_bytes, limit, ShardingProblem(cost, batch_size or max_batch_size))
 
 
 @dataclass(frozen=True)
@@ -119,9 +131,9 @@ class _Search:
 
         def within(limit: float) -> ShardingPlan | None:
             chosen = cheapest(options, limit).chosen
-            return None if chosen is None else self._placed(plan_of(self.problem, batch_size, options, chosen).modes, batch_size)
+            return None if chosen is None else self.placed(plan_of(self.problem, batch_size, options, chosen).modes, batch_size)
 
-        plans = [uniform for modes in self._uniform() if (uniform := self._placed(modes, batch_size)).peak_bytes <= self.limit]
+        plans = [uniform for modes in self.uniform() if (uniform := self.placed(modes, batch_size)).peak_bytes <= self.limit]
         if (plan := within(self.limit)) is not None:  # the search's own answer: a plan within the sum is within the peak
             plans.append(plan)
         low, high = self.limit, float(np.where(np.isfinite(options.seconds), options.resident_bytes, 0).max(axis=-1) @ options.counts)
@@ -165,9 +177,9 @@ class _Search:
         return least
 
     def _least_bytes(self, batch_size: int) -> int:
-        return min(peak_bytes(self.cost, self.cost.model.operators, modes, batch_size) for modes in self._uniform())
+        return min(peak_bytes(self.cost, self.cost.model.operators, modes, batch_size) for modes in self.uniform())
 
-    def _uniform(self) -> Iterator[tuple[Mode, ...]]:
+    def uniform(self) -> Iterator[tuple[Mode, ...]]:
         """Every operator replicated; sharded whole; sharded in so many slices, where it can be split."""
         choices = [self.cost.modes(operator) for operator in self.cost.model.operators]
         yield (DP,) * len(choices)
@@ -176,7 +188,7 @@ class _Search:
                 next((mode for mode in modes if mode.num_slices == mode.num_sharded == granularity), _whole(modes)) for modes in choices
             )
 
-    def _placed(self, modes: tuple[Mode, ...], batch_size: int) -> ShardingPlan:
+    def placed(self, modes: tuple[Mode, ...], batch_size: int) -> ShardingPlan:
         """The plan with its numbers, equal operators in the order that needs less: replicated ones first, or last.
 
         The steps of a scan share arrays, so they get one mode: that of the operator among them that needs least memory.
