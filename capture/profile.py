@@ -21,6 +21,7 @@ from capture.fields import Fields, describe
 from capture.graph import LayerGraph, Tensor
 from capture.interface import StageCost
 from capture.plan import TensorParallelRule
+from capture.size_errors import UNCALIBRATED_FRACTION, SizeError, extrapolation_width
 from capture.target import relative_target, resolved_target
 from capture.workload import WorkloadSpec
 
@@ -69,11 +70,13 @@ class Calibration:
         errors: Of the stages of the calibration plans; of a stage in several plans one each.
         seed: Of the plans; evaluation uses others.
         num_plans: Drawn.
+        size_errors: Of a few stages at micro-batch sizes that are not profiled.
     """
 
     errors: tuple[StageError, ...]
     seed: int
     num_plans: int
+    size_errors: tuple[SizeError, ...] = ()
 
     @cached_property
     def num_stages(self) -> int:
@@ -84,6 +87,12 @@ class Calibration:
         """The probability that the errors support: (n - 1) / (n + 1) of n stages where they are too few for the wanted one; None if 0."""
         supported = (self.num_stages - 1) / (self.num_stages + 1)
         return min(wanted, supported) if supported > 0 else None
+
+    def interval_off_sizes(self, config: StageConfig, num_layers: int, octaves: float) -> tuple[float, float]:
+        """As ``interval``, for a prediction at a size so many octaves from the profiled ones: wider by what held-out sizes say."""
+        low, high = self.interval(config, num_layers)
+        width = extrapolation_width(self.size_errors, octaves)[0] if self.size_errors else UNCALIBRATED_FRACTION * max(1.0, octaves)
+        return max(0.0, low - width), high + width
 
     def interval(self, config: StageConfig, num_layers: int) -> tuple[float, float]:
         """Factors (low, high) on the prediction of a stage that hold the measured peak with the probability ``coverage()``.
@@ -264,7 +273,8 @@ def _read_split(name: str) -> ParamSplit:
 
 def _calibration_to_json(calibration: Calibration) -> dict[str, Any]:
     errors = [{**_config_to_json(e.config), "error_fraction": e.error} for e in calibration.errors]
-    return {"errors": errors, "seed": calibration.seed, "num_plans": calibration.num_plans}
+    sizes = [e.to_json() for e in calibration.size_errors]
+    return {"errors": errors, "seed": calibration.seed, "num_plans": calibration.num_plans, "size_errors": sizes}
 
 
 def _read_calibration(data: Mapping[str, Any]) -> Calibration | None:
@@ -272,7 +282,7 @@ def _read_calibration(data: Mapping[str, Any]) -> Calibration | None:
     if any(isinstance(row, (int, float)) for row in data["errors"]):
         return None
     errors = tuple(StageError(_read_config(row), row["error_fraction"]) for row in data["errors"])
-    return Calibration(errors, data["seed"], data["num_plans"])
+    return Calibration(errors, data["seed"], data["num_plans"], tuple(map(SizeError.from_json, data.get("size_errors", ()))))
 
 
 def _rows(measurements: Mapping[StageConfig, StageCost]) -> list[dict[str, Any]]:

@@ -48,7 +48,8 @@ def merge_profiles(profiles: Sequence[Profile], target: str) -> Profile:
 
 def _together(calibrations: Sequence[Calibration]) -> Calibration:
     errors = tuple(error for calibration in calibrations for error in calibration.errors)
-    return Calibration(errors, calibrations[0].seed, sum(calibration.num_plans for calibration in calibrations))
+    sizes = tuple(error for calibration in calibrations for error in calibration.size_errors)
+    return Calibration(errors, calibrations[0].seed, sum(calibration.num_plans for calibration in calibrations), sizes)
 
 
 def _violations(profiles: Sequence[Profile], of_target: Sequence[Profile], target: str) -> Iterator[Violation]:

@@ -9,6 +9,8 @@ from typing import Any
 
 #: Never narrower than this: nobody saw where the compiler changes its mind.
 FLOOR_FRACTION = 0.05
+#: Per octave, where no size was held out.
+UNCALIBRATED_FRACTION = 0.17
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from capture.target import Target
 from capture.workload import WorkloadProtocol, WorkloadSpec
 from profiling_runs.batch import Batch, Progress, Watch
 from profiling_runs.failures import causes, ways
+from profiling_runs.held_out import held_out_sizes, held_out_stages, size_errors
 from profiling_runs.jobs import Job, Outcome, Setting
 from profiling_runs.runs import executed_profile
 from profiling_runs.where import Where, setting_of
@@ -39,6 +40,7 @@ EXECUTING = ("run", "alpa")
 
 #: Kinds of jobs.
 UPDATES, WINDOWS, PAPER_RUNS, CALIBRATION = "optimizer updates", "layer windows", "paper runs", "calibration"
+OTHER_SIZES = "other sizes"
 
 
 @dataclass
@@ -291,6 +293,7 @@ def profile(
     )
     if calibration_plans and all(config in measurements.costs for config in wanted[WINDOWS]):
         calibration = calibrate(result, measurements, calibration_of(question, measurements))
+        calibration = replace(calibration, size_errors=size_errors(result, _held_out(question, measurements), measurements))
         # Only now: what is looked up is no test of what is predicted.
         compiled = {config: measurements.costs[config] for config in wanted[CALIBRATION] if config in measurements.costs}
         result = replace(result, calibration=calibration, verified=compiled)
@@ -363,7 +366,22 @@ def wanted_configs(question: Question, measurements: Measurements) -> dict[str, 
         known = {measurements.key(config) for config in windows}
         configs = [stage_config(s, question.microbatch_size) for plan in calibration_of(question, measurements) for s in plan.stages]
         wanted[CALIBRATION] = [config for config in configs if measurements.key(config) not in known]
+        wanted[OTHER_SIZES] = list(_held_out(question, measurements))
     return wanted
+
+
+def _held_out(question: Question, measurements: Measurements) -> dict[StageConfig, tuple[Plan, int]]:
+    """Stages at sizes that are not profiled, of those at which the model is the same: one may want whole groups of examples."""
+    sizes = [size for size in held_out_sizes(question.microbatch_size, question.choices) if _is_same_model(measurements, question, size)]
+    return held_out_stages(calibration_of(question, measurements), sizes) if sizes else {}
+
+
+def _is_same_model(measurements: Measurements, question: Question, size: int) -> bool:
+    backend = measurements.backend
+    try:
+        return backend.traced(size).graph.num_layers == backend.traced(question.microbatch_size).graph.num_layers
+    except Exception:  # the model's own
+        return False
 
 
 def unmeasured(question: Question, measurements: Measurements) -> Profile:

@@ -220,8 +220,9 @@ def test_a_profile_in_this_process_measures_and_calibrates_by_another_seed():
     assert len(result.measurements) == (5 + 4) * 2 and result.failures == ()
     assert result.model_hashes[2] == result.graph.model_hash != result.model_hashes[1]
     assert result.calibration.seed == CALIBRATION_SEED and 0 < len(result.calibration.errors) <= 12
+    assert 0 < len(result.calibration.size_errors) <= 6 and all(e.octaves == 1 for e in result.calibration.size_errors)
     totals = {what: total for what, _, total in seen}
-    assert list(totals) == ["optimizer updates", "layer windows", "calibration"]
+    assert list(totals) == ["optimizer updates", "layer windows", "calibration", "other sizes"]
     assert all((what, done, total) in seen for what, total in totals.items() for done in (0, total))
     rows = len(store)
     assert rows == sum(totals.values()) and totals["optimizer updates"] <= 5  # the end of a step of 1 to 5 equal layers

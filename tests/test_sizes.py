@@ -16,7 +16,7 @@ from capture.cli.main import main
 from capture.cluster import Cluster
 from capture.plan import Plan
 from capture.predictor import AdditivePredictor
-from capture.profile import Profile, StageConfig
+from capture.profile import Calibration, Profile, StageConfig
 from capture.size_errors import FLOOR_FRACTION, SizeError, extrapolation_width
 from capture.store import Store
 from capture.workload import WorkloadSpec
@@ -366,3 +366,19 @@ def test_the_interval_of_an_extrapolation_widens_with_the_distance():
     assert extrapolation_width([SizeError(0.001, 1.0)], 1.0) == (FLOOR_FRACTION, 0.5), "one error claims little"
     assert extrapolation_width([SizeError(0.2, 1.0), SizeError(-0.4, 2.0)], 1.0)[0] == pytest.approx(0.3)
     assert SizeError.from_json(json.loads(json.dumps(errors[3].to_json()))) == errors[3]
+
+
+def test_a_profile_holds_sizes_out_and_its_intervals_know(made):
+    """A size twice as far has an interval twice as much wider; without held-out sizes it is that of experience."""
+    found = replace(made.profile, calibration=Calibration((), 0, 0, (SizeError(0.02, 1.0), SizeError(0.2, 1.0))))
+    plan = at(made, 8)[0].plan
+
+    def width(profile, size):
+        other = plan.with_(global_batch_size=size * plan.num_microbatches, model_hash="")
+        stage = AdditivePredictor(profile).predict(other).stages[0]
+        return stage.interval_bytes[1] / stage.peak_bytes - 1
+
+    inside, double, fourfold = (width(found, size) for size in (8, 16, 32))
+    assert double - inside == pytest.approx(0.3, abs=1e-3) and fourfold - inside == pytest.approx(0.6, abs=1e-3)
+    assert width(replace(made.profile, calibration=None), 16) == pytest.approx(0.25 + 0.17, abs=1e-3)
+    assert Profile.from_json(json.loads(json.dumps(found.to_json()))).calibration == found.calibration

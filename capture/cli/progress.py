@@ -68,6 +68,7 @@ _WORDS = {
     "optimizer updates": ("compiling", "compiled", "stages"),
     "layer windows": ("compiling", "compiled", "stages"),
     "calibration": ("compiling", "compiled", "stages"),
+    "other sizes": ("compiling", "compiled", "stages"),
     "paper runs": ("compiling", "compiled", "stages"),
     "buffers of the stages": ("compiling", "compiled", "stages"),
     "profiling runs": ("making", "made", "profiling runs"),
@@ -78,6 +79,7 @@ _DETAILS = {
     "optimizer updates": "optimizer updates",
     "layer windows": "each layer, alone and with its neighbours",
     "calibration": "random ones, to know how far predictions are off",
+    "other sizes": "a few at other micro-batch sizes, to know the same of these",
     "paper runs": "those of the paper's profiling runs",
     "buffers of the stages": "what their memory consists of",
 }

@@ -24,6 +24,7 @@ from capture.predictor.same_stages import stage_signature
 from capture.predictor.statistics import extend_windows
 from capture.profile import Calibration, Profile, StageConfig
 from capture.schedule import make_schedule, occupancy_by_position
+from capture.size_errors import octaves_away
 from capture.step import StageInterface
 from capture.target import same_target
 
@@ -344,9 +345,14 @@ class AdditivePredictor:
         return self.profile.calibration.coverage(INTERVAL_COVERAGE) if self.profile.calibration else None
 
     def _interval(self, config: StageConfig, extrapolated: bool) -> tuple[float, float]:
-        low, high = (self.profile.calibration or Calibration((), 0, 0)).interval(config, self.profile.graph.num_layers)
+        calibration, num_layers = self.profile.calibration or Calibration((), 0, 0), self.profile.graph.num_layers
+        if not extrapolated:
+            return calibration.interval(config, num_layers)
+        octaves = octaves_away(config.microbatch_size, self.profile.microbatch_sizes)
+        low, high = calibration.interval_off_sizes(config, num_layers, octaves) if octaves else calibration.interval(config, num_layers)
         # A degree that was not profiled: a + b / k was seen to miss 8 % at 8 ways and 17 % at 16 where a temporary hits a floor.
-        return (low - 0.17, high + 0.17) if extrapolated else (low, high)
+        width = 0 if config.choice in self.profile.choices else 0.17
+        return max(0.0, low - width), high + width
 
     def _layer_parts(
         self, first: int, stop: int, choice: StageChoice, microbatch_size: int, parts: Mapping[str, int], instant: str
