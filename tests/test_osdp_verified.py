@@ -12,6 +12,7 @@ import pytest
 
 from capture.cli.main import main
 from capture.cluster import Cluster
+from capture.extras import install_command
 from capture.osdp.cost import DP, ZDP
 from capture.osdp.plan import ShardingPlan
 from capture.profiler import target_devices
@@ -80,7 +81,7 @@ def test_a_target_whose_compiler_is_missing_gives_an_estimate_and_says_so(monkey
     monkeypatch.setattr(target_devices, "find_spec", lambda name: None)
     found = osdp(WorkloadSpec.parse(GPT).load(), Cluster((8,), "h100"), "1GB", batch_size=1)
     assert found.status == "ok" and not found.verified and found.compiled_peak_bytes is None
-    assert "pip install 'capture-jax[cuda-targets]'" in found.unverified_why and "estimated, not compiled: target='h100'" in str(found)
+    assert install_command("cuda-targets") in found.unverified_why and "estimated, not compiled: target='h100'" in str(found)
 
 
 def test_the_command_compiles_unless_told_not_to(tmp_path, capsys):
