@@ -252,6 +252,24 @@ def test_an_anchor_inside_the_model_tells_how_the_drift_of_the_ends_grows():
     assert drift[0, 0, 16] == pytest.approx(7 + 4 * (7 - 5) / 4)
 
 
+def test_a_drift_is_borrowed_of_the_same_layers_and_of_others_only_where_it_adds():
+    """Windows of 8 are measured inside a model of ten layers, and need 20 less than the sum, or 20 more; stages at the ends have none."""
+    ends = [0, *[1] * 8, 2]
+    for surplus in (-20.0, 20.0):
+        windows = windows_of(lambda n: 10 * n, (1, 2), 10)
+        windows |= {(a, a + 8): np.array([80.0]) for a in (0, 1, 2)}
+        windows |= {(a, a + 9): np.array([90.0 + surplus]) for a in (0, 1)}
+        of_equal, of_ends = (extend_windows(windows, 10, keys)[1][0] for keys in (None, ends))
+        assert of_equal[0, 9] == of_ends[0, 9] == of_ends[1, 10] == surplus, "measured is measured"
+        assert of_equal[0, 10] == 2 * surplus and of_ends[0, 10] == surplus + max(surplus, 0), "the last layer is another"
+        del windows[0, 9], windows[1, 10]
+        windows |= {(1, 9): np.array([80.0 + surplus])}
+        del windows[0, 8], windows[2, 10]
+        of_equal, of_ends = (extend_windows(windows, 10, keys)[1][0] for keys in (None, ends))
+        assert of_ends[1, 9] == of_equal[1, 9] == of_equal[0, 8] == of_equal[2, 10] == surplus
+        assert of_ends[0, 8] == surplus and of_ends[2, 10] == max(surplus, 0)
+
+
 def test_a_stage_that_was_measured_as_a_long_window_is_predicted_as_measured():
     """Long windows that need what no sum of M_a says, at the largest micro-batch size."""
     planted = Planted(12, seed=5)

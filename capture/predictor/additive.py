@@ -79,7 +79,8 @@ class AdditivePredictor:
         if only is not None:
             windows = {window: parts for window, parts in windows.items() if window in only}
         try:
-            return extend_windows(windows, self.profile.graph.num_layers)
+            graph = self.profile.graph
+            return extend_windows(windows, graph.num_layers, [layer.key for layer in graph.layers])
         except KeyError as error:
             first, stop = error.args[0]
             failed = "\n".join(f"failed: {plain(failure)}" for failure in self.profile.failures)

@@ -12,18 +12,21 @@ Source: CAPTURE III-A1 and III-B1, per component instead of per peak; IV-B on se
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from itertools import count, pairwise
 
 import numpy as np
 
 
-def extend_windows(windows: Mapping[tuple[int, int], np.ndarray], num_layers: int) -> tuple[np.ndarray, np.ndarray]:
+def extend_windows(
+    windows: Mapping[tuple[int, int], np.ndarray], num_layers: int, keys: Sequence[Hashable] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """All stages from some windows: the sum of M_a, and the drift to add to it.
 
     Args:
         windows: Per (first, stop), an array of components; at least every single layer and every pair of neighbours.
         num_layers: L.
+        keys: Per layer, equal for equal layers; None if all are.
 
     Returns:
         Two float64 arrays (components, L, L + 1), NaN where stop <= first: their sum is the best prediction; the first alone is
@@ -45,7 +48,7 @@ def extend_windows(windows: Mapping[tuple[int, int], np.ndarray], num_layers: in
         for stop in range(first + 1, reach + 1):
             table[:, first, stop] = windows[first, stop]
         table[:, first, reach + 1 :] = windows[first, reach][:, None] + np.cumsum(added[:, reach:], axis=1)
-    return table, _drift(table, windows, most)
+    return table, _drift(table, windows, most, [None] * num_layers if keys is None else keys)
 
 
 def _contiguous(windows: Mapping[tuple[int, int], np.ndarray], num_layers: int) -> int:
@@ -93,11 +96,12 @@ def without_windows(missing: Collection[tuple[int, int]], wanted: Collection[tup
     return f"windows of {length} layers are not complete {lacks}; the sum of M_a is not corrected by them"
 
 
-def _drift(table: np.ndarray, windows: Mapping[tuple[int, int], np.ndarray], most: int) -> np.ndarray:
+def _drift(table: np.ndarray, windows: Mapping[tuple[int, int], np.ndarray], most: int, keys: Sequence[Hashable]) -> np.ndarray:
     """Measured minus summed at the anchors, linear in the length between them and beyond the last.
 
     Where an anchor was not measured, among the first and the last layers, its drift grows from that of the anchor before as at the nearest
-    start.
+    start, if the layers that it adds are the same there. Of other layers it is not known that they need less than the sum says: there, and
+    beyond the last anchor where layers come that it does not have, the drift only grows.
     """
     size, num_layers, _ = table.shape
     lengths = sorted({stop - first for first, stop in windows if stop - first > most})
@@ -109,15 +113,30 @@ def _drift(table: np.ndarray, windows: Mapping[tuple[int, int], np.ndarray], mos
     def seen(first: int, length: int) -> np.ndarray:
         return windows[first, first + length] - table[:, first, first + length]
 
+    def added(first: int, before: int, length: int) -> Sequence[Hashable]:
+        return keys[first + before : first + length]
+
     points, spans = np.array([most, *lengths]), np.arange(num_layers + 1)
     starts = {n: [a for a in range(num_layers) if (a, a + n) in windows and (a, a + m) in windows] for m, n in pairwise(points)}
     for first in range(num_layers):
         values = np.zeros((len(points), size))
         for i, (before, n) in enumerate(pairwise(points)):
-            nearest = min(starts[n], key=lambda start: abs(start - first))
-            values[i + 1] = values[i] + seen(nearest, n) - seen(nearest, before)
+            nearest = min(starts[n], key=lambda start: (abs(start - first), not _alike(added(first, before, n), added(start, before, n))))
+            growth = seen(nearest, n) - seen(nearest, before)
+            if not _alike(added(first, before, n), added(nearest, before, n)):
+                growth = np.maximum(growth, 0)
+            values[i + 1] = values[i] + growth
         slope = (values[-1] - values[-2]) / (points[-1] - points[-2])
         reach = np.maximum(spans - first, most)
         inside = np.stack([np.interp(reach, points, values[:, c]) for c in range(size)])
-        drift[:, first] = inside + slope[:, None] * np.maximum(0, reach - points[-1])
+        known = set(added(first, points[-2], points[-1]))
+        beyond = np.zeros((size, num_layers + 1))
+        for layer in range(first + points[-1], num_layers):
+            beyond[:, layer + 1] = beyond[:, layer] + (slope if keys[layer] in known else np.maximum(slope, 0))
+        drift[:, first] = inside + beyond
     return drift
+
+
+def _alike(mine: Sequence[Hashable], theirs: Sequence[Hashable]) -> bool:
+    """Whether the layers that there are, near the end fewer, are the same ones in the same order."""
+    return all(a == b for a, b in zip(mine, theirs, strict=False))
