@@ -2,15 +2,21 @@
 
     python benchmarks/published_runs.py -o benchmarks/results/2026-01-31-published-runs.json
 
-Every case whose configuration is on record (model, batch, micro-batches, stages, degrees) is built as a plan with ``remat=full``, every
-stage is compiled for the V100 target, and one step is simulated from the compiled programs' work with the sourced rates and efficiencies
-of the target file. Nothing is fitted to these runs, and no case is left out.
+Every case whose configuration is on record (model, batch, micro-batches, stages, degrees) is built as a plan, every stage is compiled for
+the V100 target, and one step is simulated from the compiled programs' work with the sourced rates and efficiencies of the target file.
+Nothing is fitted to these runs, and no case is left out. Peaks are what the compiled stages need in Alpa's runtime
+(``capture.alpa.memory``): GPT and the mixture of experts have parameters and gradients in float16 and a float32 master copy that replicas
+split. What the same plan needs in the native runtime stands beside it.
 
 Published: throughput in TFLOPS per GPU (OSDI'22 artifact of Alpa, reference results), peak memory in GiB, largest over GPUs (same file).
 TFLOPS are turned into seconds with the formulas of Alpa's benchmark (``alpa/util.py``), which count the recomputation of activations.
 
-What differs: today's XLA instead of that of 2022; no Alpa auto-sharding; Alpa rematerialises per layer of its own (several blocks), we
-per block; for the mixture of experts Alpa splits experts over the devices that split the batch, ours both follow the tensor-parallel
+Layers are recomputed as in the runs: all of them, but for Wide-ResNet on one stage, whose script reads its option ``use_remat`` and does not
+use it (``benchmark_2d_one_case_wresnet.py`` of the artifact).
+
+What differs: today's XLA instead of that of 2022; no Alpa auto-sharding, which chose for itself what the stages in ``Case.undecided`` split:
+here they split the batch, or tensors, as they are written below, and a peak above 16 GB says that it was something else; Alpa rematerialises per layer of its own (several
+blocks), we per block; for the mixture of experts Alpa splits experts over the devices that split the batch, ours both follow the tensor-parallel
 degree; Alpa's times were measured, ours are a roofline in which nothing overlaps.
 """
 
@@ -24,9 +30,12 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from capture import environment
+
+if TYPE_CHECKING:
+    from capture.plan import Remat
 
 TARGET = "v100-32g"
 GIB = 2**30
@@ -46,6 +55,8 @@ class Case:
         tflops_per_gpu: Published; None if only the peak is.
         peak_gib: Published; None if only the throughput is.
         kind: The column of the published table.
+        remat: Of all stages.
+        undecided: Stages of several devices for which the run left Alpa's solver to choose what to split.
     """
 
     model: str
@@ -58,6 +69,13 @@ class Case:
     tflops_per_gpu: float | None
     peak_gib: float | None
     kind: str
+    remat: Remat = "full"
+    undecided: tuple[int, ...] = ()
+
+    @property
+    def master_copy(self) -> bool:
+        """Whether Alpa's suite trains it in 16 bits."""
+        return self.model != "wide_resnet"
 
     @property
     def num_gpus(self) -> int:
@@ -69,9 +87,17 @@ class Case:
 
 
 def _gpt(
-    size: str, blocks: int, stages: tuple[int, ...], degrees: Any, microbatches: int, tflops: float, peak: float | None, kind: str
+    size: str,
+    blocks: int,
+    stages: tuple[int, ...],
+    degrees: Any,
+    microbatches: int,
+    tflops: float,
+    peak: float | None,
+    kind: str,
+    **more: Any,
 ) -> Case:
-    return Case("gpt", size, blocks, stages, tuple(degrees), 1024, microbatches, tflops, peak, kind)
+    return Case("gpt", size, blocks, stages, tuple(degrees), 1024, microbatches, tflops, peak, kind, **more)
 
 
 CASES = (
@@ -84,20 +110,20 @@ CASES = (
     # Plans of Alpa's search.
     _gpt("760M", 24, (3, 3), [(1, 1)] * 2, 128, 57.9, None, "Alpa"),
     _gpt("1.3B", 24, (3, 3), [(2, 1)] * 2, 128, 58.2, None, "Alpa"),
-    _gpt("2.6B", 32, (2, 2, 4), [(2, 1), (2, 1), (4, 1)], 128, 61.6, None, "Alpa"),
+    _gpt("2.6B", 32, (2, 2, 4), [(2, 1), (2, 1), (4, 1)], 128, 61.6, None, "Alpa", undecided=(1, 2)),
     _gpt("6.7B", 32, (4, 4), [(2, 4)] * 2, 64, 60.0, None, "Alpa"),
     _gpt("15B", 48, (4,) * 4, [(2, 4)] * 4, 128, 59.9, None, "Alpa"),
     _gpt("39B", 48, (1,) * 16, [(1, 4)] * 16, 1024, 57.0, None, "Alpa"),
     Case("moe", "1.3B", 16, (4, 4), ((1, 2),) * 2, 1024, 32, 39.9, None, "Alpa"),
     Case("moe", "2.4B", 16, (4, 4), ((1, 4),) * 2, 1024, 32, 45.8, None, "Alpa"),
-    Case("moe", "10B", 16, (4, 4), ((1, 8),) * 2, 1024, 16, 45.4, None, "Alpa"),
-    Case("moe", "27B", 16, (1,) * 8, ((1, 4),) * 8, 1024, 128, 38.8, None, "Alpa"),
-    Case("wide_resnet", "250M", 16, (16,), ((1, 1),), 1536, 48, 8.30, 11.94, "intra-op only"),
-    Case("wide_resnet", "500M", 16, (16,), ((2, 1),), 1536, 32, None, 12.83, "intra-op only"),
-    Case("wide_resnet", "1B", 16, (16,), ((1, 4),), 1536, 24, 8.16, None, "Alpa"),
-    Case("wide_resnet", "2B", 16, (8, 8), ((4, 1), (1, 4)), 1536, 24, 8.04, None, "Alpa"),
-    Case("wide_resnet", "4B", 16, (5, 4, 7), ((4, 1), (4, 1), (8, 1)), 1536, 32, 6.76, None, "Alpa"),
-    Case("wide_resnet", "6.8B", 16, (5, 4, 4, 3), ((8, 1),) * 4, 1536, 32, 6.60, None, "Alpa"),
+    Case("moe", "10B", 16, (4, 4), ((1, 8),) * 2, 1024, 16, 45.4, None, "Alpa", undecided=(0, 1)),
+    Case("moe", "27B", 16, (1,) * 8, ((1, 4),) * 8, 1024, 128, 38.8, None, "Alpa", undecided=tuple(range(8))),
+    Case("wide_resnet", "250M", 16, (16,), ((1, 1),), 1536, 48, 8.30, 11.94, "intra-op only", "none"),
+    Case("wide_resnet", "500M", 16, (16,), ((2, 1),), 1536, 32, None, 12.83, "intra-op only", "none", (0,)),
+    Case("wide_resnet", "1B", 16, (16,), ((1, 4),), 1536, 24, 8.16, None, "Alpa", undecided=(0,)),
+    Case("wide_resnet", "2B", 16, (8, 8), ((4, 1), (1, 4)), 1536, 24, 8.04, None, "Alpa", undecided=(0,)),
+    Case("wide_resnet", "4B", 16, (5, 4, 7), ((4, 1), (4, 1), (8, 1)), 1536, 32, 6.76, None, "Alpa", undecided=(2,)),
+    Case("wide_resnet", "6.8B", 16, (5, 4, 4, 3), ((8, 1),) * 4, 1536, 32, 6.60, None, "Alpa", undecided=(1, 2, 3)),
 )
 
 
@@ -129,13 +155,14 @@ def plan_of(case: Case) -> Any:
     blocks_per_layer, stages, first, device = case.num_blocks // sum(case.stages), [], 0, 0
     for layers, (dp, tp) in zip(case.stages, case.degrees, strict=True):
         stop = first + layers * blocks_per_layer
-        stages.append(StagePlan((first, stop - 1), tuple(range(device, device + dp * tp)), dp, tp, "full", dp > 1))
+        stages.append(StagePlan((first, stop - 1), tuple(range(device, device + dp * tp)), dp, tp, case.remat, dp > 1))
         first, device = stop, device + dp * tp
     return Plan(cluster, first, tuple(stages), case.global_batch, case.num_microbatches, "1f1b", workload=workload)
 
 
 def measure(case: Case, store: Any, workers: int, progress: Callable[[str, int, int], None]) -> dict[str, Any]:
     """Compile the case, simulate a step, and put both beside what was published."""
+    from capture.alpa.memory import alpa_replay
     from profiling_runs.profile import open_measurements
     from profiling_runs.verify import verify
     from profiling_runs.where import Where
@@ -151,7 +178,7 @@ def measure(case: Case, store: Any, workers: int, progress: Callable[[str, int, 
     seconds = float(timeline.step_seconds)
     flops = published_flops(case, found)
     predicted = flops / seconds / case.num_gpus / 1e12
-    peak = max(found.peak_bytes_per_device) / GIB
+    peak = max(alpa_replay(plan, found.program.stages, master_copy=case.master_copy).peak_bytes_per_device) / GIB
     return {
         **asdict(case),
         "name": case.name,
@@ -161,6 +188,7 @@ def measure(case: Case, store: Any, workers: int, progress: Callable[[str, int, 
         "predicted_tflops_per_gpu": predicted,
         "step_time_error_fraction": None if case.tflops_per_gpu is None else case.tflops_per_gpu / predicted - 1,
         "predicted_peak_gib": peak,
+        "our_runtime_peak_gib": max(found.peak_bytes_per_device) / GIB,
         "peak_error_fraction": None if case.peak_gib is None else peak / case.peak_gib - 1,
         "bubble_fraction_per_stage": [float(fraction) for fraction in timeline.bubble_fraction],
     }

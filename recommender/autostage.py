@@ -10,7 +10,8 @@ under its own idea of memory: behind a stage may stand at most
 
 stages, because under 1F1B each of them means one more micro-batch in flight. ``peak`` is what a forward or backward pass needs, ``initial``
 what only the update needs (optimizer state), ``intermediate`` what lives between the two passes. The same limit is used for GPipe, where
-it is too optimistic.
+it is too optimistic. A model that Alpa's suites train in 16 bits has half of the parameters and gradients in ``peak`` and a float32 copy of
+the parameters in ``initial``, split over replicas as the rest of it (``capture.alpa.memory``).
 
 Alpa fills tables of t and of the most stages behind by measuring on GPUs; here the profile's predictor fills them. The search is exact
 where Alpa tries caps that are 1e-6 seconds apart. ``tests/alpa_conformance`` runs Alpa's own search on the same tables.
@@ -26,6 +27,7 @@ from typing import Literal
 
 import numpy as np
 
+from capture.alpa.memory import require_float32, with_master_copy
 from capture.alpa.placement import Shape, alpa_placement
 from capture.choices import StageChoice
 from capture.cluster import Cluster
@@ -98,6 +100,7 @@ def autostaging_tables(
     microbatch_size: int,
     memory_limit_bytes: int | None = None,
     logical_shapes: LogicalShapes = "single_node_model_parallel",
+    master_copy: bool = False,
 ) -> AutostagingTables:
     """Predicted times and memory of every stage, as Alpa's autostaging wants them.
 
@@ -108,11 +111,14 @@ def autostaging_tables(
         memory_limit_bytes: Available per device; None for no limit.
         logical_shapes: Alpa's space of (data, tensor) parallel degrees: all pairs; tensor parallelism inside nodes alone; or hosts times
             devices of the submesh. In the last, Alpa's solver may still replicate what is tensor-parallel here.
+        master_copy: Whether the model is trained in 16 bits as in Alpa's suites; the profile has its parameters in float32.
 
     Raises:
         PlanError: as ``submesh_choices``.
-        ProfileError: ``profile-no-times``, and the codes of the predictors.
+        ProfileError: ``alpa-master-copy``, ``profile-no-times``, and the codes of the predictors.
     """
+    if master_copy:
+        require_float32(profile.graph)
     predictor, times = AdditivePredictor(profile), TimePredictor(profile, max(cluster.nodes))
     submeshes = submesh_choices(cluster)
     choices = tuple(
@@ -127,7 +133,11 @@ def autostaging_tables(
         for c, choice in enumerate(configs):
             table = times.table(choice, microbatch_size)
             seconds[:, :, s, c] = np.where(ranges, (table.forward + table.backward)[:, 1:], np.inf)
-            most = _most_successors(predictor.memory(choice, microbatch_size), memory_limit_bytes)
+            memory = predictor.memory(choice, microbatch_size)
+            if master_copy:
+                params, optimizer = with_master_copy(memory.params, memory.optimizer, choice)
+                memory = replace(memory, params=params, gradients=params, optimizer=optimizer)
+            most = _most_successors(memory, memory_limit_bytes)
             successors[:, :, s, c] = np.where(ranges, most[:, 1:], -1)
     return AutostagingTables(submeshes, choices, seconds, successors)
 
@@ -179,6 +189,7 @@ def autostage(
     schedule: str = "1f1b",
     memory_limit_bytes: int | None = None,
     logical_shapes: LogicalShapes = "single_node_model_parallel",
+    master_copy: bool = False,
 ) -> Recommendation:
     """The plan that Alpa's autostaging chooses on the profile's cost model.
 
@@ -188,11 +199,12 @@ def autostage(
         global_batch_size, num_microbatches: Of a step.
         schedule: ``"1f1b"`` or ``"gpipe"``; it changes the plan's memory, not the choice.
         memory_limit_bytes: Per device; None takes what the target's devices can use.
-        logical_shapes: As ``autostaging_tables``.
+        logical_shapes, master_copy: As ``autostaging_tables``.
 
     Returns:
-        The plan on the devices that Alpa packs its stages on, with the prediction of the profile's own predictor. ``status`` is
-        ``infeasible`` if Alpa finds no plan, and if the one that it finds is predicted to need more than the limit.
+        The plan on the devices that Alpa packs its stages on, with the prediction of the profile's own predictor: what it needs in the
+        native runtime. ``status`` is ``infeasible`` if Alpa finds no plan, and if the one that it finds is predicted to need more than
+        the limit.
 
     Raises:
         PlanError, ProfileError: as ``autostaging_tables``.
@@ -203,7 +215,12 @@ def autostage(
 
     def within(limit: int | None) -> SearchResult:
         tables = autostaging_tables(
-            profile, cluster, microbatch_size=microbatch_size, memory_limit_bytes=limit, logical_shapes=logical_shapes
+            profile,
+            cluster,
+            microbatch_size=microbatch_size,
+            memory_limit_bytes=limit,
+            logical_shapes=logical_shapes,
+            master_copy=master_copy,
         )
         return search_tables(tables, cluster.num_devices, num_microbatches)
 

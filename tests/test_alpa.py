@@ -21,6 +21,7 @@ from capture.cluster import Cluster
 from capture.errors import CaptureError, ExecutionError, PlanError
 from capture.plan import Plan, StagePlan
 from capture.predictor import AdditivePredictor
+from capture.profile import Profile
 from capture.profiler.alpa import AlpaBackend
 from capture.profiler.profiling_run import ProfilingRun
 from capture.workload import WorkloadSpec
@@ -164,6 +165,61 @@ def test_memory_in_alpas_runtime_stands_where_alpa_places_stages():
     for stage, peak in enumerate(memory.stages):
         assert memory.peak_bytes_per_device[memory.placement[stage][0]] == peak.peak_bytes == sum(peak.parts.values())
         assert peak.peak_bytes >= native.stages[stage].parts["parameters"]
+
+
+def splitting_profile() -> Profile:
+    """Its choices also with an optimizer's state that replicas split; as large as if they did not."""
+    profile = planted_profile(8, max_devices=4)
+    split = {replace(config, choice=replace(config.choice, shard_optimizer=True)): cost for config, cost in profile.measurements.items()}
+    return replace(profile, measurements=profile.measurements | split)
+
+
+def test_replicas_split_the_master_copy_and_not_the_gradients():
+    """Parameters and gradients lose half each; one replica holds the float32 copy, and several split it if they split the state."""
+    profile = splitting_profile()
+    choices = [StageChoice(1, 1), StageChoice(2, 1, shard_optimizer=True), StageChoice(1, 1), StageChoice(4, 1, shard_optimizer=True)]
+    choices += [StageChoice(2, 2), StageChoice(2, 2, shard_optimizer=True)]
+    plan = make_plan([1, 1, 2, 2, 1, 1], choices, num_microbatches=4).with_(cluster=Cluster((16,), profile.target))
+    whole, narrow = (alpa_memory(plan, profile, master_copy=on).stages for on in (False, True))
+    for before, after, choice in zip(whole, narrow, choices, strict=True):
+        params, split = before.parts["parameters"], choice.data_parallel if choice.shard_optimizer else 1
+        assert after.parts["parameters"] == after.parts["gradients"] == before.parts["gradients"] // 2 == params // 2
+        assert after.parts["optimizer"] - before.parts["optimizer"] == params // split
+        assert before.peak_bytes - after.peak_bytes == params - params // split
+
+
+def test_master_copies_are_of_float32_parameters():
+    profile = planted_profile(4)
+    first, *others = profile.graph.params
+    narrow = replace(profile, graph=replace(profile.graph, params=(replace(first, dtype="bfloat16"), *others)))
+    plan = make_plan([2, 2], [StageChoice(1, 1)] * 2).with_(cluster=Cluster((2,), profile.target))
+    assert codes_of(lambda: alpa_memory(plan, narrow, master_copy=True)) == ("alpa-master-copy",)
+    asked = {"microbatch_size": 16, "master_copy": True}
+    assert codes_of(lambda: autostaging_tables(narrow, plan.cluster, **asked)) == ("alpa-master-copy",)
+
+
+def test_alpas_search_counts_master_copies_as_its_runtime_does():
+    """Its limit, ``floor((available - peak - initial) / intermediate - 1)``, for one stage by hand; more stages fit behind replicas alone."""
+    profile, limit = splitting_profile(), 16 * 10**9
+    asked = {"microbatch_size": 16, "memory_limit_bytes": limit}
+    cluster = Cluster((4, 4), profile.target)
+    whole, narrow = (autostaging_tables(profile, cluster, master_copy=on, **asked) for on in (False, True))
+    for s, choices in enumerate(whole.choices):
+        for c, choice in enumerate(choices):
+            before, after = whole.max_successors[:, :, s, c], narrow.max_successors[:, :, s, c]
+            if choice.shard_optimizer and choice.data_parallel > 1:
+                assert (after >= before).all() and (after > before).any()
+            else:
+                assert (after == before).all()
+    choice = StageChoice(4, 1, shard_optimizer=True)
+    c = narrow.choices[narrow.submeshes.index((1, 4))].index(choice)
+    memory = AdditivePredictor(profile).memory(choice, 16)
+    params, optimizer, kept = (int(part[2, 5]) for part in (memory.params, memory.optimizer, memory.kept))
+    forward = int((memory.received + memory.batch + memory.forward)[2, 5])
+    backward = int((memory.gradients_in + memory.backward)[2, 5])
+    resident = 2 * (params // 2) + optimizer + params // 4
+    expected = (limit - resident - kept - max(forward, backward)) // kept - 1
+    assert narrow.max_successors[2, 4, narrow.submeshes.index((1, 4)), c] == expected
 
 
 def test_the_command_writes_the_file_and_shows_the_placement(tmp_path, capsys):

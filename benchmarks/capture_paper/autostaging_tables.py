@@ -26,7 +26,13 @@ def main() -> int:
         if not is_chosen(model, options):
             continue
         size = model.global_batch // model.num_microbatches
-        tables = autostaging_tables(profiled(model, options).profile, CLUSTER, microbatch_size=size, memory_limit_bytes=usable_bytes())
+        tables = autostaging_tables(
+            profiled(model, options).profile,
+            CLUSTER,
+            microbatch_size=size,
+            memory_limit_bytes=usable_bytes(),
+            master_copy=model.master_copy,
+        )
         degrees = [[(c.data_parallel, c.tensor_parallel) for c in choices] for choices in tables.choices]
         most = max(map(len, degrees))
         np.savez_compressed(

@@ -114,7 +114,8 @@ def figure(rows: list[dict[str, Any]]) -> str | None:
         for name, plan, color, shift in found:
             predicted = plan["predicted_peak_bytes_per_device"]
             for device, nbytes in enumerate(plan["peak_bytes_per_device"]):
-                about = f"{name}, GPU {device}: {nbytes / GIB:.2f} GiB compiled, {predicted[device] / GIB:.2f} GiB predicted"
+                about = f"{name}, GPU {device}: {nbytes / GIB:.2f} GiB compiled"
+                about += f", {predicted[device] / GIB:.2f} GiB predicted" if predicted else ""
                 panel.bar(device + shift, device + shift + 0.4, nbytes / GIB, color, about)
             panel.level(plan["peak_bytes"] / GIB, color)
         if r["alpa"] is not None and not r["alpa"]["fits"]:

@@ -2,7 +2,11 @@
 
 Everything is for 4 nodes of 4 A100 40 GB, compiled here for that GPU; nothing runs on one. "Alpa" is Alpa's algorithm on our cost model:
 for hybrid parallelism its autostaging (``recommender.autostage``), for pipelining alone 16 stages of equal FLOPs, one per GPU. "Ours" is
-what ``capture plan --verify 5`` recommends in the same space. Both plans are compiled, and their steps replayed and simulated alike.
+what ``capture plan --verify 5`` recommends in the same space. The stages of both plans are compiled, and their steps simulated alike.
+
+Each plan's memory is counted as its runtime needs it, from the same compiled stages: ours by this library's, Alpa's by Alpa's
+(``capture.alpa.memory``: its placement, its lifetimes of buffers, and for GPT-3 and MoE parameters and gradients in 16 bits with a float32
+master copy that replicas split). That is how Alpa's own search counts as well. What our plan would need in Alpa's runtime is recorded too.
 
 What differs from the paper: the compiler's report in the place of an allocator's; simulated seconds; jax of today in the place of 0.3.22;
 bfloat16 in the place of float16 (GPT-3, MoE); one layer per transformer or residual block, so 16 for Wide-ResNet where Table I says 32
@@ -23,7 +27,7 @@ import platform
 import sqlite3
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import date
@@ -32,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from capture import environment
-from capture.alpa.memory import alpa_memory
+from capture.alpa.memory import AlpaMemory, alpa_memory, alpa_replay
 from capture.choices import StageChoice, hybrid_choices
 from capture.cluster import Cluster
 from capture.errors import PlanError
@@ -85,6 +89,11 @@ class Model:
     max_stage_devices: int = 16
 
     @property
+    def master_copy(self) -> bool:
+        """Whether Alpa's suite trains it in 16 bits, with a float32 copy of the parameters."""
+        return "dtype=bfloat16" in self.workload
+
+    @property
     def slug(self) -> str:
         return self.name.lower().replace(" ", "-").replace(",", "")
 
@@ -135,18 +144,9 @@ def stage_choices(microbatch_size: int, max_devices: int) -> list[StageChoice]:
 def profiled(model: Model, options: argparse.Namespace) -> Profiled:
     """The model's profile, made at the first time; interrupted, it resumes."""
     folder = options.folder / model.slug
-    folder.mkdir(parents=True, exist_ok=True)
     file, told = folder / "profile.json", folder / "profile_seconds.json"
     is_cold = not (folder / "store.sqlite").exists()
-    measurements = open_measurements(
-        WorkloadSpec.parse(model.workload),
-        num_devices=CLUSTER.num_devices,
-        target=TARGET,
-        num_layers=model.num_layers,
-        store=Store(folder / "store.sqlite"),
-        where=Where(options.workers),
-        progress=partial(say, model.name),
-    )
+    measurements = measurements_of(model, options)
     if not file.exists():
         start = time.perf_counter()
         microbatch_size = model.global_batch // model.num_microbatches
@@ -165,6 +165,21 @@ def profiled(model: Model, options: argparse.Namespace) -> Profiled:
         told.write_text(json.dumps({"seconds": seconds, "is_whole": is_cold}))
         made.save(file)
     return Profiled(model, Profile.load(file), measurements, **json.loads(told.read_text()))
+
+
+def measurements_of(model: Model, options: argparse.Namespace) -> Measurements:
+    """What compiles the model's stages, and remembers them."""
+    folder = options.folder / model.slug
+    folder.mkdir(parents=True, exist_ok=True)
+    return open_measurements(
+        WorkloadSpec.parse(model.workload),
+        num_devices=CLUSTER.num_devices,
+        target=TARGET,
+        num_layers=model.num_layers,
+        store=Store(folder / "store.sqlite"),
+        where=Where(options.workers),
+        progress=partial(say, model.name),
+    )
 
 
 def say(name: str, what: str, done: int, total: int) -> None:
@@ -240,18 +255,29 @@ class Planned:
     """A plan, compiled.
 
     Attributes:
-        plan: With the prediction that it was chosen by.
-        verification: Its stages, compiled, and their step.
-        alpa_bytes: Predicted peak in Alpa's runtime, whose buffers live longer; None where Alpa cannot place the stages.
+        plan: That was chosen.
+        verification: Its stages, compiled, and their step in our runtime.
+        in_alpa: Its step in Alpa's; None where Alpa cannot place the stages.
+        is_alpas: Whether Alpa chose it: its memory is then that of its own runtime.
+        predicted_bytes: Per device, from what was known when it was chosen; None if that was not kept.
     """
 
     plan: Plan
     verification: Verification
-    alpa_bytes: int | None
+    in_alpa: AlpaMemory | None
+    is_alpas: bool
+    predicted_bytes: Sequence[int] | None
+
+    @property
+    def peak_bytes_per_device(self) -> Sequence[int]:
+        if not self.is_alpas:
+            return self.verification.peak_bytes_per_device
+        assert self.in_alpa is not None, "Alpa places what it chooses"
+        return self.in_alpa.peak_bytes_per_device
 
     @property
     def peak_bytes(self) -> int:
-        return max(self.verification.peak_bytes_per_device)
+        return max(self.peak_bytes_per_device)
 
     @property
     def step_seconds(self) -> float:
@@ -260,14 +286,15 @@ class Planned:
         return float(timeline.step_seconds)
 
     def to_json(self) -> dict[str, Any]:
-        assert self.plan.prediction is not None, "planners predict"
         return {
             "stages": [stage.to_json() for stage in self.plan.stages],
-            "peak_bytes_per_device": list(self.verification.peak_bytes_per_device),
-            "predicted_peak_bytes_per_device": self.plan.prediction["peak_bytes_per_device"],
+            "counted_as": "alpa" if self.is_alpas else "ours",
+            "peak_bytes_per_device": list(self.peak_bytes_per_device),
+            "predicted_peak_bytes_per_device": None if self.predicted_bytes is None else list(self.predicted_bytes),
             "peak_bytes": self.peak_bytes,
-            "total_bytes": sum(self.verification.peak_bytes_per_device),
-            "alpa_runtime_predicted_peak_bytes": self.alpa_bytes,
+            "total_bytes": sum(self.peak_bytes_per_device),
+            "our_runtime_peak_bytes": max(self.verification.peak_bytes_per_device),
+            "alpa_runtime_peak_bytes": None if self.in_alpa is None else max(self.in_alpa.peak_bytes_per_device),
             "fits": self.peak_bytes <= usable_bytes(),
             "step_seconds": self.step_seconds,
             "examples_per_second": self.plan.global_batch_size / self.step_seconds,
@@ -300,10 +327,10 @@ class Planner:
             **options: Of ``autostage``.
         """
         if self.scenario.is_hybrid:
-            plan = autostage(self.profile, self.cluster, **self.question, **options).plan
+            plan = autostage(self.profile, self.cluster, **self.question, master_copy=self.scenario.model.master_copy, **options).plan
         else:
-            plan = self._predicted(baseline_plan(self.profile, self.cluster, **self.question, weigh="flops"))
-        return None if plan is None else self.compiled(plan)
+            plan = baseline_plan(self.profile, self.cluster, **self.question, weigh="flops")
+        return None if plan is None else self.compiled(plan, is_alpas=True)
 
     def ours(self) -> tuple[Planned, Recommendation]:
         """The plan of least peak memory, and how it was found."""
@@ -340,17 +367,28 @@ class Planner:
                 return planned
         return None
 
-    def compiled(self, plan: Plan) -> Planned:
-        found = verify(plan, self.measurements)
+    def compiled(self, plan: Plan, *, is_alpas: bool = False) -> Planned:
+        if is_alpas:
+            predicted = alpa_memory(plan, self.profile, master_copy=self.scenario.model.master_copy).peak_bytes_per_device
+        else:
+            assert plan.prediction is not None, "our planners predict"
+            predicted = plan.prediction["peak_bytes_per_device"]
+        planned = counted(plan, self.scenario.model, self.measurements, predicted, is_alpas)
         self.profile = with_verified(self.profile, plan, self.measurements)
-        try:
-            in_alpa = max(alpa_memory(plan, self.profile).peak_bytes_per_device)
-        except PlanError:
-            in_alpa = None
-        return Planned(plan, found, in_alpa)
+        return planned
 
     def _predicted(self, plan: Plan) -> Plan:
         return plan.with_(prediction=AdditivePredictor(self.profile).predict(plan).to_json())
+
+
+def counted(plan: Plan, model: Model, measurements: Measurements, predicted_bytes: Sequence[int] | None, is_alpas: bool) -> Planned:
+    """Compile the stages of a plan and count what a step needs, in our runtime and in Alpa's."""
+    found = verify(plan, measurements)
+    try:
+        in_alpa = alpa_replay(plan, found.program.stages, master_copy=model.master_copy)
+    except PlanError:
+        in_alpa = None
+    return Planned(plan, found, in_alpa, is_alpas, predicted_bytes)
 
 
 def _of_one_device(whole: Profile) -> Profile:
