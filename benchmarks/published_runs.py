@@ -4,20 +4,21 @@
 
 Every case whose configuration is on record (model, batch, micro-batches, stages, degrees) is built as a plan, every stage is compiled for
 the V100 target, and one step is simulated from the compiled programs' work with the sourced rates and efficiencies of the target file.
-Nothing is fitted to these runs, and no case is left out. Peaks are what the compiled stages need in Alpa's runtime
-(``capture.alpa.memory``): GPT and the mixture of experts have parameters and gradients in float16 and a float32 master copy that replicas
-split. What the same plan needs in the native runtime stands beside it.
+Nothing is fitted to these runs, and no case is left out.
+
+Peaks are what the compiled stages need in Alpa's runtime (``capture.alpa.memory``): GPT and the mixture of experts have parameters and
+gradients in float16 and a float32 master copy that replicas split. The runs on one stage ("intra-op only", those with published peaks)
+were of ``ShardParallel``, which runs the forward and the backward pass of a micro-batch as one program: so it is compiled here
+(``one_program_bytes``). Layers are recomputed as in the runs: in all but Wide-ResNet on one stage, whose script has an option for it that
+it does not use. What the same plans need in the native runtime, where the backward pass is a program of its own, stands beside it.
 
 Published: throughput in TFLOPS per GPU (OSDI'22 artifact of Alpa, reference results), peak memory in GiB, largest over GPUs (same file).
 TFLOPS are turned into seconds with the formulas of Alpa's benchmark (``alpa/util.py``), which count the recomputation of activations.
 
-Layers are recomputed as in the runs: all of them, but for Wide-ResNet on one stage, whose script reads its option ``use_remat`` and does not
-use it (``benchmark_2d_one_case_wresnet.py`` of the artifact).
-
-What differs: today's XLA instead of that of 2022; no Alpa auto-sharding, which chose for itself what the stages in ``Case.undecided`` split:
-here they split the batch, or tensors, as they are written below, and a peak above 16 GB says that it was something else; Alpa rematerialises per layer of its own (several
-blocks), we per block; for the mixture of experts Alpa splits experts over the devices that split the batch, ours both follow the tensor-parallel
-degree; Alpa's times were measured, ours are a roofline in which nothing overlaps.
+What differs: today's XLA instead of that of 2022; no Alpa auto-sharding, which chose itself what the stages in ``Case.undecided`` split
+(here they split the batch, or tensors, as is written below; a peak above 16 GB says that it was something else); Alpa rematerialises per
+layer of its own (several blocks), we per block; for the mixture of experts Alpa splits experts over the devices that split the batch, ours
+both follow the tensor-parallel degree; Alpa's times were measured, ours are a roofline in which nothing overlaps.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ from typing import TYPE_CHECKING, Any
 from capture import environment
 
 if TYPE_CHECKING:
-    from capture.plan import Remat
+    from capture.plan import Plan, Remat
+    from profiling_runs.profile import Measurements
+    from profiling_runs.verify import Verification
 
 TARGET = "v100-32g"
 GIB = 2**30
@@ -142,7 +145,7 @@ def moe_flops(case: Case, width: int, seq_len: int, vocab_size: int, num_experts
     return 4 * case.num_blocks / 2 * (dense + routed) + 6 * tokens * width * vocab_size
 
 
-def plan_of(case: Case) -> Any:
+def plan_of(case: Case) -> Plan:
     """The published configuration as a plan."""
     from capture.cluster import Cluster
     from capture.plan import Plan, StagePlan
@@ -178,7 +181,10 @@ def measure(case: Case, store: Any, workers: int, progress: Callable[[str, int, 
     seconds = float(timeline.step_seconds)
     flops = published_flops(case, found)
     predicted = flops / seconds / case.num_gpus / 1e12
-    peak = max(alpa_replay(plan, found.program.stages, master_copy=case.master_copy).peak_bytes_per_device) / GIB
+    if len(plan.stages) == 1:
+        peak = one_program_bytes(case, plan, found, measurements) / GIB
+    else:
+        peak = max(alpa_replay(plan, found.program.stages, master_copy=case.master_copy).peak_bytes_per_device) / GIB
     return {
         **asdict(case),
         "name": case.name,
@@ -192,6 +198,43 @@ def measure(case: Case, store: Any, workers: int, progress: Callable[[str, int, 
         "peak_error_fraction": None if case.peak_gib is None else peak / case.peak_gib - 1,
         "bubble_fraction_per_stage": [float(fraction) for fraction in timeline.bubble_fraction],
     }
+
+
+def one_program_bytes(case: Case, plan: Plan, found: Verification, measurements: Measurements) -> int:
+    """Per device, of a plan of one stage as Alpa's ``ShardParallel`` runs it.
+
+    What stays is there from the start of the step: parameters, gradients, state, and all micro-batches' inputs. Beside it the larger of
+    what the program of both passes and what the update needs: temporaries and results, accumulated gradients in place.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from capture.alpa.memory import with_master_copy
+    from capture.choices import StageChoice
+    from profiling_runs.profile import stage_config
+
+    config = stage_config(plan.stages[0], plan.microbatch_size)
+    programs = measurements.backend.programs(config)
+    params, batch = programs.param_structs(programs.params), programs.batch_structs(programs.layers.batch)
+    if case.master_copy:
+        params = [jax.ShapeDtypeStruct(p.shape, jnp.float16, sharding=p.sharding) for p in params]
+
+    def accumulate(params: Any, batch: Any, accumulated: Any) -> Any:
+        def loss_of(params: Any) -> Any:
+            (loss,) = programs.layers([p.astype(jnp.float32) for p in params], [], batch, remat=case.remat)
+            return loss
+
+        loss, gradients = jax.value_and_grad(loss_of)(params)
+        return loss, [total + gradient for total, gradient in zip(accumulated, gradients, strict=True)]
+
+    shardings = (programs.replicated, [p.sharding for p in params])
+    both = measurements.backend.compiler_of(config)(accumulate, (params, batch, params), donate=(2,), out_shardings=shardings)
+    stage = found.program.stages[0]
+    held, state = stage.params_bytes, stage.optimizer_bytes
+    if case.master_copy:
+        held, state = with_master_copy(held, state, StageChoice.of(plan.stages[0]))
+    inputs = plan.num_microbatches * sum(stage.batch_bytes.values())
+    return 2 * held + state + max(inputs + both.transient_bytes, stage.transient_bytes["update"])
 
 
 def published_flops(case: Case, found: Any) -> float:

@@ -199,7 +199,7 @@ def test_master_copies_are_of_float32_parameters():
 
 
 def test_alpas_search_counts_master_copies_as_its_runtime_does():
-    """Its limit, ``floor((available - peak - initial) / intermediate - 1)``, for one stage by hand; more stages fit behind replicas alone."""
+    """Its limit, ``floor((available - peak - initial) / intermediate - 1)``, for one stage by hand; only behind replicas do more fit."""
     profile, limit = splitting_profile(), 16 * 10**9
     asked = {"microbatch_size": 16, "memory_limit_bytes": limit}
     cluster = Cluster((4, 4), profile.target)

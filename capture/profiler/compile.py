@@ -79,7 +79,8 @@ class CompileBackend:
     def _clears_apart(self) -> bool:
         return self.target.platform == "cpu"
 
-    def _compiler(self, config: StageConfig) -> Callable[..., Executable]:
+    def compiler_of(self, config: StageConfig) -> Callable[..., Executable]:
+        """What compiles the programs of a stage config to be measured; it takes the arguments of ``compile_program``."""
         if self._stops_at_report:
             return ReportCompiler(self.target)
         options = dict(self.target.compiler_options)
@@ -267,7 +268,7 @@ class CompileBackend:
             shard_params=choice.shard_params,
             clears_apart=self._clears_apart,
             num_arriving=dict.fromkeys(shared_onwards(traced.graph, config.first, config.stop), 1),
-            compiler=compiler or self._compiler(config),
+            compiler=compiler or self.compiler_of(config),
             name_buffers=name_buffers,
         )
 

@@ -17,15 +17,24 @@ assert shims
 Step = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-def chain(num_layers: int, batch_size: int = 64, width: int = 16, marked: bool = True, skip_to: Sequence[int] = ()) -> Step:
+def chain(
+    num_layers: int,
+    batch_size: int = 64,
+    width: int = 16,
+    marked: bool = True,
+    skip_to: Sequence[int] = (),
+    dtype: Any = jnp.float32,
+    master_copy: bool = False,
+) -> Step:
     """Layers of one product and one activation each; momentum for an optimizer, so that the update has state of its own.
 
-    Layers of ``skip_to`` also read what the first one made.
+    Layers of ``skip_to`` also read what the first one made. Parameters are of float32 and computed with in ``dtype``; with a master copy
+    they are of ``dtype`` themselves, and the copy is part of the state, as in the models of Alpa's suites.
     """
 
     def loss(params, x, y):
         for i, weight in enumerate(params):
-            x = jnp.tanh(x @ weight)
+            x = jnp.tanh(x @ weight.astype(dtype))
             if i == 0:
                 skipping = 2.0 * x
             if i in skip_to:
@@ -35,16 +44,21 @@ def chain(num_layers: int, batch_size: int = 64, width: int = 16, marked: bool =
         return jnp.mean((x - y) ** 2)
 
     def step(state, batch):
-        params, momentum = state
+        params, momentum, *copy = state
         gradients = alpa.grad(loss)(params, batch["x"], batch["y"])
         momentum = [0.9 * m + g for m, g in zip(momentum, gradients, strict=True)]
-        return [p - 0.1 * m for p, m in zip(params, momentum, strict=True)], momentum
+        updated = [p - 0.1 * m for p, m in zip(copy[0] if copy else params, momentum, strict=True)]
+        if not copy:
+            return updated, momentum
+        # Alpa's own trick to have old parameters donated to new ones.
+        return [new.astype(dtype) + 0 * old for new, old in zip(updated, params, strict=True)], momentum, updated
 
-    def struct(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.float32)
+    def structs(dtype: Any) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct((width, width), dtype)] * num_layers
 
-    weights = [struct(width, width)] * num_layers
-    return step, ((weights, list(weights)), {"x": struct(batch_size, width), "y": struct(batch_size, width)})
+    state = (structs(dtype), structs(jnp.float32), structs(jnp.float32)) if master_copy else (structs(jnp.float32), structs(jnp.float32))
+    example = jax.ShapeDtypeStruct((batch_size, width), dtype)
+    return step, (state, {"x": example, "y": example})
 
 
 def of_workload(plan: Plan) -> Step:

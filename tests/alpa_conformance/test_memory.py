@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 from facts import interfaces
 from full_size import compare
@@ -33,6 +34,24 @@ def check(plan, **options):
 @pytest.mark.parametrize("plan", ACCUMULATING[1 :: max(1, len(ACCUMULATING) // 24)], ids=name)
 def test_live_bytes_are_those_of_alpas_instructions(plan):
     check(plan)
+
+
+RECOMPUTING = [plan for plan in ACCUMULATING if {stage.remat for stage in plan.stages} == {"full"}]
+
+
+@pytest.mark.parametrize("plan", RECOMPUTING[:: max(1, len(RECOMPUTING) // 12)], ids=name)
+def test_a_master_copy_changes_live_bytes_as_it_does_in_alpas_instructions(plan):
+    """Alpa compiles both: the model in float32, and the one with 16-bit parameters and a float32 copy of them in the state."""
+    method = to_alpa(plan).build(mesh(len(plan.cluster.nodes), plan.cluster.nodes[0]))
+    model = {"width": 48, "dtype": jnp.float16}  # every degree divides it: the harness splits no state that it cannot split evenly
+    whole, narrow = (compile_method(*chain(NUM_LAYERS, BATCH_SIZE, **model, master_copy=on), method) for on in (False, True))
+    before, after = ([max(nbytes for _, nbytes in timeline) for timeline in replay(compiled)] for compiled in (whole, narrow))
+    found = [alpa_replay(plan, interfaces(whole), master_copy=on).stages for on in (False, True)]
+    assert [new - old for old, new in zip(before, after, strict=True)] == [
+        new.peak_bytes - old.peak_bytes for old, new in zip(*found, strict=True)
+    ]
+    split = [stage.shard_optimizer and stage.data_parallel > 1 for stage in plan.stages]
+    assert [new < old for old, new in zip(before, after, strict=True)] == split
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
