@@ -185,7 +185,8 @@ def test_a_recorded_plan_is_counted_again(monkeypatch):
     record = json.loads((REPOSITORY / "benchmarks" / "results" / "2026-11-22-paper-figure-6.json").read_text())["rows"][0]
 
     def counted(plan, model, measurements, predicted, is_alpas):
-        peak = {"peak_bytes": 10 if is_alpas else 8, "to_json": lambda: {"counted_as": "alpa" if is_alpas else "ours"}}
+        in_alpa = AlpaMemory(((0,),), (Peak(7, "", {}),))
+        peak = {"peak_bytes": 10 if is_alpas else 8, "in_alpa": in_alpa, "to_json": lambda: {"counted_as": "alpa" if is_alpas else "ours"}}
         assert plan.num_layers == 32 and (predicted is None) == is_alpas and model.master_copy
         return SimpleNamespace(**peak)
 
@@ -193,6 +194,7 @@ def test_a_recorded_plan_is_counted_again(monkeypatch):
     scenario = count_again.scenario_of(record)
     row = count_again.again(record, scenario, None)
     assert scenario.panel == "a" and row["gain_fraction"] == pytest.approx(0.2)
+    assert row["gain_in_alpas_runtime_fraction"] == pytest.approx(0.3)
     assert [row[who]["counted_as"] for who in ("alpa", "ours")] == ["alpa", "ours"]
 
 

@@ -77,7 +77,7 @@ def again(row: dict[str, Any], scenario: Scenario, measurements: Measurements) -
     alpa, ours = planned("alpa"), planned("ours")
     found = {**row, "counted": date.today().isoformat(), "alpa": alpa.to_json(), "ours": ours.to_json()}
     if "gain_fraction" in row:
-        return {**found, "gain_fraction": 1 - ours.peak_bytes / alpa.peak_bytes}
+        return {**found, **figure_6.gains(ours, alpa)}
     found |= figure_8.against(ours, alpa)
     if row["keeps"] is not None:
         keeps = planned("keeps")
