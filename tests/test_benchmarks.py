@@ -82,6 +82,9 @@ def test_stages_that_alpas_solver_split_are_named():
     assert named["wide_resnet 4B, 16 GPUs, Alpa"] == (2,) and named["wide_resnet 6.8B, 32 GPUs, Alpa"] == (1, 2, 3)
     for case in published_runs.CASES:
         assert all(stage < len(case.stages) and max(case.degrees[stage]) > 1 for stage in case.undecided)
+        split = published_runs.with_tensors_split(published_runs.plan_of(case), case.undecided).stages
+        degrees = [(1, dp * tp) if s in case.undecided else (dp, tp) for s, (dp, tp) in enumerate(case.degrees)]
+        assert [(stage.data_parallel, stage.tensor_parallel) for stage in split] == degrees
 
 
 def test_without_a_gpu_nothing_is_measured_and_nothing_written(tmp_path):
