@@ -61,20 +61,25 @@ def test_mutants_that_are_called_equivalent_are_of_lines_that_exist():
         assert entry["added"] != entry["removed"]
 
 
-def test_a_run_of_one_stage_is_counted_as_one_program(tmp_path):
+def test_a_run_of_one_stage_is_counted_as_one_program(tmp_path, monkeypatch):
     """By hand: 16 bits twice, a float32 copy that two replicas split, state, and the batch of the step; the rest is the program's."""
     spec = WorkloadSpec(str(REPOSITORY / "models" / "gpt.py"), "gpt", {"size": "tiny", "num_layers": 2, "dtype": "float16"})
     plan = Plan(Cluster((2,)), 2, (StagePlan((0, 1), (0, 1), 2, 1, "full", True),), 16, 4, workload=spec)
-    store, case = Store(tmp_path / "store.db"), published_runs.CASES[1]
-    measurements = open_measurements(spec, num_devices=2, target="cpu", store=store, progress=lambda *_: None)
+    measurements = open_measurements(spec, num_devices=2, target="cpu", store=Store(tmp_path / "store.db"), progress=lambda *_: None)
     found = verify(plan, measurements)
-    peak = published_runs.one_program_bytes(case, plan, found, measurements)
-    (stage,) = found.program.stages
+    compiled, compiler_of = [], measurements.backend.compiler_of
+
+    def noting_compiler(config):
+        return lambda *args, **options: compiled.append((args, compiler_of(config)(*args, **options))) or compiled[-1][1]
+
+    monkeypatch.setattr(measurements.backend, "compiler_of", noting_compiler)
+    peak = published_runs.one_program_bytes(published_runs.CASES[1], plan, found, measurements)
+    (stage,), (((_, (params, _, _)), program),) = found.program.stages, compiled
+    assert {str(param.dtype) for param in params} == {"float16"}
     num_params = stage.params_bytes // 4
     resident = (2 + 2) * num_params + 4 * num_params // 2 + stage.optimizer_bytes
-    transient = peak - resident - 4 * sum(stage.batch_bytes.values())
-    assert 0 < transient < stage.residual_bytes + 2 * stage.transient_bytes["backward"]
-    assert peak < max(found.peak_bytes_per_device), "which has float32 parameters and gradients on every replica"
+    assert peak == resident + 4 * sum(stage.batch_bytes.values()) + program.transient_bytes
+    assert 0 < program.transient_bytes < stage.residual_bytes + 2 * stage.transient_bytes["backward"]
 
 
 def test_stages_that_alpas_solver_split_are_named():
