@@ -224,7 +224,8 @@ def one_program_bytes(case: Case, plan: Plan, found: Verification, measurements:
     """Per device, of a plan of one stage as Alpa's ``ShardParallel`` runs it.
 
     What stays is there from the start of the step: parameters, gradients, state, and all micro-batches' inputs. Beside it the larger of
-    what the program of both passes and what the update needs: temporaries and results, accumulated gradients in place.
+    what the program of both passes and what the update needs: temporaries and results. Every replica accumulates its own gradients in
+    place, and they are summed there after the last micro-batch (Alpa's ``grad_acc_rewrite``): so a replica is compiled alone.
     """
     import jax
     import jax.numpy as jnp
@@ -233,7 +234,9 @@ def one_program_bytes(case: Case, plan: Plan, found: Verification, measurements:
     from capture.choices import StageChoice
     from profiling_runs.profile import stage_config
 
-    config = stage_config(plan.stages[0], plan.microbatch_size)
+    whole = stage_config(plan.stages[0], plan.microbatch_size)
+    replica = StageChoice(1, whole.choice.tensor_parallel, whole.choice.remat)
+    config = replace(whole, choice=replica, microbatch_size=plan.microbatch_size // whole.choice.data_parallel)
     programs = measurements.backend.programs(config)
     params, batch = programs.param_structs(programs.params), programs.batch_structs(programs.layers.batch)
     if case.master_copy:
@@ -252,7 +255,7 @@ def one_program_bytes(case: Case, plan: Plan, found: Verification, measurements:
     stage = found.program.stages[0]
     held, state = stage.params_bytes, stage.optimizer_bytes
     if case.master_copy:
-        held, state = with_master_copy(held, state, StageChoice.of(plan.stages[0]))
+        held, state = with_master_copy(held, state, whole.choice)
     inputs = plan.num_microbatches * sum(stage.batch_bytes.values())
     return 2 * held + state + max(inputs + both.transient_bytes, stage.transient_bytes["update"])
 

@@ -188,6 +188,18 @@ def test_each_plan_is_counted_as_its_runtime_needs_it():
     assert {model.name for model in scenarios.MODELS.values() if not model.master_copy} == {"Wide-ResNet 1B", "Wide-ResNet 2B"}
 
 
+@pytest.mark.parametrize(("panel", "in_16_bits"), [("a", True), ("b", True), ("c", False)])
+def test_alpas_plan_is_chosen_and_predicted_by_its_rules(panel, in_16_bits, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(scenarios, "autostage", lambda *_, **question: asked.update(question) or SimpleNamespace(plan="plan"))
+    monkeypatch.setattr(scenarios, "alpa_memory", lambda *_, master_copy: SimpleNamespace(peak_bytes_per_device=(3 if master_copy else 4,)))
+    monkeypatch.setattr(scenarios, "counted", lambda *args: args)
+    monkeypatch.setattr(scenarios, "with_verified", lambda profile, *_: profile)
+    (scenario,) = (scenario for scenario in scenarios.SCENARIOS if scenario.panel == panel)
+    *_, predicted, is_alpas = scenarios.Planner(scenarios.Profiled(scenario.model, "profile", None, 0, True), scenario).alpa()
+    assert asked["master_copy"] is in_16_bits and is_alpas and predicted == (3 if in_16_bits else 4,)
+
+
 def test_a_recorded_plan_is_counted_again(monkeypatch):
     """Of Figure 6 (a): as Alpa's for what Alpa chose, as ours for the other; the gain is that of what was counted."""
     record = json.loads((REPOSITORY / "benchmarks" / "results" / "2026-11-22-paper-figure-6.json").read_text())["rows"][0]
