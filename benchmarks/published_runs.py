@@ -188,6 +188,7 @@ def measure(case: Case, store: Any, workers: int, progress: Callable[[str, int, 
     peak = peak_gib(case, found, measurements)
     return {
         **asdict(case),
+        "date": date.today().isoformat(),
         "name": case.name,
         "num_gpus": case.num_gpus,
         "predicted_step_seconds": seconds,
@@ -282,6 +283,7 @@ def _largest_embedding(graph: Any) -> tuple[int, int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", metavar="TEXT", help="only those whose names contain one of these")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="a document that has the rows of the other cases")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--store", type=Path)
     parser.add_argument("--json", action="store_true", help="print the document on standard output")
@@ -290,20 +292,22 @@ def main() -> int:
     environment.prepare(num_devices=GPUS_PER_NODE, platform="cuda")
     from capture.store import Store
 
-    store, rows = Store(options.store), []
+    store = Store(options.store)
+    rows = {row["name"]: row for row in json.loads(options.record.read_text())["rows"]} if options.record else {}
     chosen = [case for case in CASES if not options.cases or any(text in case.name for text in options.cases)]
     for number, case in enumerate(chosen, start=1):
         print(f"[{number}/{len(chosen)}] {case.name}", file=sys.stderr)
-        rows.append(measure(case, store, options.workers, lambda what, done, total: None))
+        rows[case.name] = measure(case, store, options.workers, lambda what, done, total: None)
+    ordered = [rows[case.name] for case in CASES if case.name in rows]
     document = {
         "benchmark": "published_runs",
         "date": date.today().isoformat(),
         "target": TARGET,
         "simulated": True,
         "versions": environment.versions("cuda"),
-        "rows": rows,
-        "step_time": summary([row["step_time_error_fraction"] for row in rows]),
-        "peak": summary([row["peak_error_fraction"] for row in rows]),
+        "rows": ordered,
+        "step_time": summary([row["step_time_error_fraction"] for row in ordered]),
+        "peak": summary([row["peak_error_fraction"] for row in ordered]),
     }
     if options.output:
         options.output.write_text(json.dumps(document, indent=2) + "\n")
@@ -331,7 +335,7 @@ def as_text(document: dict[str, Any]) -> str:
             f"{row['predicted_step_seconds']:.3g}",
             "-" if row["step_time_error_fraction"] is None else f"{row['step_time_error_fraction']:+.0%}",
             "-" if row["peak_gib"] is None else row["peak_gib"],
-            f"{row['predicted_peak_gib']:.2f}",
+            "-" if row["predicted_peak_gib"] is None else f"{row['predicted_peak_gib']:.2f}",
             "-" if row["peak_error_fraction"] is None else f"{row['peak_error_fraction']:+.0%}",
         ]
         for row in document["rows"]
