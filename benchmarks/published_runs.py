@@ -226,10 +226,10 @@ def one_program_bytes(case: Case, plan: Plan, found: Verification, measurements:
 
     What stays is there from the start of the step: parameters, gradients, state, and all micro-batches' inputs. Beside it the larger of
     what the program of both passes and what the update needs: temporaries and results. Every replica accumulates its own gradients in
-    place, and they are summed there after the last micro-batch (Alpa's ``grad_acc_rewrite``): so a replica is compiled alone.
+    place, and they are summed there after the last micro-batch (Alpa's ``grad_acc_rewrite``): so a replica is compiled alone. Temporaries
+    are those of the zoo's model, which has float32 parameters and computes its loss and attention weights in float32; Alpa's do not.
     """
     import jax
-    import jax.numpy as jnp
 
     from capture.alpa.memory import with_master_copy
     from capture.choices import StageChoice
@@ -240,12 +240,10 @@ def one_program_bytes(case: Case, plan: Plan, found: Verification, measurements:
     config = replace(whole, choice=replica, microbatch_size=plan.microbatch_size // whole.choice.data_parallel)
     programs = measurements.backend.programs(config)
     params, batch = programs.param_structs(programs.params), programs.batch_structs(programs.layers.batch)
-    if case.master_copy:
-        params = [jax.ShapeDtypeStruct(p.shape, jnp.float16, sharding=p.sharding) for p in params]
 
     def accumulate(params: Any, batch: Any, accumulated: Any) -> Any:
         def loss_of(params: Any) -> Any:
-            (loss,) = programs.layers([p.astype(jnp.float32) for p in params], [], batch, remat=case.remat)
+            (loss,) = programs.layers(params, [], batch, remat=case.remat)
             return loss
 
         loss, gradients = jax.value_and_grad(loss_of)(params)

@@ -74,8 +74,8 @@ def test_a_run_of_one_stage_is_counted_as_one_program(tmp_path, monkeypatch):
 
     monkeypatch.setattr(measurements.backend, "compiler_of", noting_compiler)
     peak = published_runs.one_program_bytes(published_runs.CASES[1], plan, found, measurements)
-    (stage,), (((_, (params, _, _)), program),) = found.program.stages, compiled
-    assert {str(param.dtype) for param in params} == {"float16"}
+    (stage,), (((_, (_, batch, _)), program),) = found.program.stages, compiled
+    assert {leaf.shape[0] for leaf in batch} == {2}, "of one replica"
     num_params = stage.params_bytes // 4
     resident = (2 + 2) * num_params + 4 * num_params // 2 + stage.optimizer_bytes
     assert peak == resident + 4 * sum(stage.batch_bytes.values()) + program.transient_bytes

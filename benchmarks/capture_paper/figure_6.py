@@ -121,8 +121,8 @@ def figure(rows: list[dict[str, Any]]) -> str | None:
         top = max(plan["peak_bytes"] for _, plan, _, _ in found) / GIB
         kind = "hybrid" if r["is_hybrid"] else "pipelining"
         gain = r["gain_fraction"]
-        change = "-" if gain is None else "the same peak" if abs(gain) < 0.0005 else f"{-gain:+.1%}"
-        panel = Panel(f"({r['panel']}) {r['model']}, {kind}: {change}", "GPU", "GiB", (-0.6, 15.6), (0, 1.12 * top))
+        change = "-" if gain is None else "same peak" if abs(gain) < 0.0005 else f"{-gain:+.1%}"
+        panel = Panel(f"({r['panel']}) {r['model'].split(',')[0]}, {kind}: {change}", "GPU", "GiB", (-0.6, 15.6), (0, 1.12 * top))
         panel.x_ticks = [(device, str(device)) for device in range(16)]
         for name, plan, color, shift in found:
             predicted = plan["predicted_peak_bytes_per_device"]
