@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from report_plans import planted_profile
 from synthetic_profiles import make_plan
@@ -26,7 +27,7 @@ from capture.profiler.alpa import AlpaBackend
 from capture.profiler.profiling_run import ProfilingRun
 from capture.workload import WorkloadSpec
 from profiling_runs.runs import executed_profile
-from recommender.autostage import LABEL, autostage, autostaging_tables
+from recommender.autostage import LABEL, MOST_SUCCESSORS, AutostagingTables, autostage, autostaging_tables, search_tables
 
 PICKLED = Path(__file__).parent / "data" / "alpa_parallel_plan.pickle"  # made by real Alpa from ``PLAN``
 PLAN = Plan(
@@ -299,6 +300,19 @@ def test_logical_shapes_are_those_of_alpas_spaces(space, degrees):
     profile = planted_profile(8, max_devices=4)
     tables = autostaging_tables(profile, Cluster((2, 2), profile.target), microbatch_size=16, logical_shapes=space)
     assert {(c.data_parallel, c.tensor_parallel) for choices in tables.choices for c in choices} == degrees
+
+
+@pytest.mark.parametrize("file", sorted((Path(__file__).parent / "alpa_conformance" / "data").glob("*.npz")), ids=lambda file: file.stem)
+def test_memory_does_not_bind_alpas_choice_for_the_papers_models(file):
+    """So another account of memory leaves the recorded plans what they are (``benchmarks/capture_paper/count_again.py``)."""
+    data = np.load(file)
+    submeshes = tuple((int(hosts), int(devices)) for hosts, devices in data["submeshes"])
+    choices = tuple(tuple(StageChoice(int(dp), int(tp), "full", True) for dp, tp in here if dp) for here in data["degrees"])
+    limited = AutostagingTables(submeshes, choices, data["seconds"].astype(np.float64), data["max_successors"].astype(np.int64))
+    free = replace(limited, max_successors=np.where(np.isfinite(limited.seconds), MOST_SUCCESSORS, -1))
+    assert (free.max_successors > limited.max_successors).any()
+    with_limit, without = (search_tables(tables, 16, int(data["num_microbatches"])) for tables in (limited, free))
+    assert with_limit.status == "ok" and with_limit.step_seconds == without.step_seconds
 
 
 # ---- the profiling backend ------------------------------------------------------------------------------------------

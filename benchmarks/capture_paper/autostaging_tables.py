@@ -2,7 +2,7 @@
 
     python -m benchmarks.capture_paper.autostaging_tables tests/alpa_conformance/data
 
-One file per family.
+One file per family. The recorded ones were made before master copies were counted: with the memory of float32 parameters.
 """
 
 from __future__ import annotations
