@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
+import jax
 import pytest
 from timeouts import TIMEOUT_SECONDS
 
@@ -25,7 +26,6 @@ from capture.profiler.compile import CompileBackend
 from capture.store import Store
 from capture.workload import WorkloadSpec
 from profiling_runs.profile import open_measurements, stage_config
-from profiling_runs.verify import verify
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -65,21 +65,29 @@ def test_a_run_of_one_stage_is_counted_as_one_program(tmp_path, monkeypatch):
     """By hand: 16 bits twice, a float32 copy that two replicas split, state, and the batch of the step; the rest is the program's."""
     spec = WorkloadSpec(str(REPOSITORY / "models" / "gpt.py"), "gpt", {"size": "tiny", "num_layers": 2, "dtype": "float16"})
     plan = Plan(Cluster((2,)), 2, (StagePlan((0, 1), (0, 1), 2, 1, "full", True),), 16, 4, workload=spec)
-    measurements = open_measurements(spec, num_devices=2, target="cpu", store=Store(tmp_path / "store.db"), progress=lambda *_: None)
-    found = verify(plan, measurements)
-    compiled, compiler_of = [], measurements.backend.compiler_of
+    store = Store(tmp_path / "store.db")
+    measurements = open_measurements(spec, num_devices=2, target="cpu", store=store, progress=lambda *_: None)
+    num_params, state, update = 1_000_000, 4_000_001, 5_000_000
+    stage = SimpleNamespace(
+        params_bytes=4 * num_params, optimizer_bytes=state, batch_bytes={0: 100, 1: 28}, transient_bytes={"update": update}
+    )
+    found = SimpleNamespace(program=SimpleNamespace(stages=[stage]))
 
-    def noting_compiler(config):
-        return lambda *args, **options: compiled.append((args, compiler_of(config)(*args, **options))) or compiled[-1][1]
+    def counted(transient_bytes):
+        def compiler(function, args, *, donate, out_shardings):
+            params, batch, _ = args
+            loss, accumulated = jax.eval_shape(function, *args)
+            assert loss.shape == () and [x.shape for x in accumulated] == [x.shape for x in params]
+            assert {leaf.shape[0] for leaf in batch} == {2}, "of one replica"
+            assert donate == (2,) and len(out_shardings[1]) == len(params)
+            return SimpleNamespace(transient_bytes=transient_bytes)
 
-    monkeypatch.setattr(measurements.backend, "compiler_of", noting_compiler)
-    peak = published_runs.one_program_bytes(published_runs.CASES[1], plan, found, measurements)
-    (stage,), (((_, (_, batch, _)), program),) = found.program.stages, compiled
-    assert {leaf.shape[0] for leaf in batch} == {2}, "of one replica"
-    num_params = stage.params_bytes // 4
-    resident = (2 + 2) * num_params + 4 * num_params // 2 + stage.optimizer_bytes
-    assert peak == resident + 4 * sum(stage.batch_bytes.values()) + program.transient_bytes
-    assert 0 < program.transient_bytes < stage.residual_bytes + 2 * stage.transient_bytes["backward"]
+        monkeypatch.setattr(measurements.backend, "compiler_of", lambda config: compiler)
+        return published_runs.one_program_bytes(published_runs.CASES[1], plan, found, measurements)
+
+    resident = (2 + 2) * num_params + 4 * num_params // 2 + state
+    assert counted(7_000_000) == resident + 4 * (100 + 28) + 7_000_000
+    assert counted(6_000) == resident + update
 
 
 def test_stages_that_alpas_solver_split_are_named():
