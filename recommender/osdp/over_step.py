@@ -145,7 +145,7 @@ class _Search:
             if plan is not None and fits:
                 plans.append(plan)
             low, high = (trying, high) if fits or plan is None else (low, trying)
-            if high - low <= self.limit * _CLOSENESS:
+            if high - low <= max(1.0, self.limit * _CLOSENESS):  # the limit may be nothing, or less
                 return min(plans, key=lambda plan: plan.step_seconds, default=None)
             trying = (low + high) / 2
 
