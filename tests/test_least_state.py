@@ -18,6 +18,7 @@ from capture.profiler.compile import CompileBackend
 from capture.schedule import SCHEDULES
 from recommender import recommend
 from recommender.least_state import beyond_memory, least_state
+from recommender.verified import Knowledge
 
 BATCH = {"global_batch_size": 128, "num_microbatches": 8}
 
@@ -106,7 +107,7 @@ def test_a_change_under_which_the_state_does_not_fit_is_not_measured():
     def state(of, **changes):
         return 0 if changes.get("remat") == "full" else 2 * peak + 1
 
-    found = cheapest_change(OPTIONS, profile, 4, cluster, 128, 8, peak * 2, reprofile=reprofile, least_state=state)
+    found = cheapest_change(OPTIONS, Knowledge(profile), 4, cluster, 128, 8, peak * 2, reprofile=reprofile, least_state=state)
     assert reprofile.asked == [{"remat": "full"}] and found["change"] == "--remat full" and found["peak_bytes"] <= 2 * peak
 
 
@@ -132,5 +133,8 @@ def test_a_change_that_cannot_save_enough_of_what_is_measured_is_not_measured():
         def no_smaller_batch(of, limit=limit, **changes):
             return limit + 1 if "microbatch_size" in changes else None
 
-        assert cheapest_change(OPTIONS, profile, 0, cluster, 128, 8, limit, reprofile=reprofile, least_state=no_smaller_batch) is None
+        assert (
+            cheapest_change(OPTIONS, Knowledge(profile), 0, cluster, 128, 8, limit, reprofile=reprofile, least_state=no_smaller_batch)
+            is None
+        )
         assert reprofile.asked == asked

@@ -369,7 +369,7 @@ def test_hashes_are_stable_over_processes():
         "    print(m.graph.model_hash, *[layer.key for layer in m.graph.layers], m.slice(1, 3).key)"
     )
     root = Path(__file__).parents[1]
-    env = {**os.environ, "PYTHONPATH": str(root), "PYTHONHASHSEED": "7", "JAX_PLATFORMS": "cpu"}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")]), "PYTHONHASHSEED": "7", "JAX_PLATFORMS": "cpu"}
     result = subprocess.run([sys.executable, "-c", program], env=env, cwd=root, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
     assert result.returncode == 0, result.stderr
     for name, line in zip(names, result.stdout.strip().splitlines(), strict=True):
