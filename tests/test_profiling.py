@@ -312,7 +312,7 @@ def test_what_fails_is_named_and_the_rest_is_kept(monkeypatch):
         return programs_of(self, config)
 
     monkeypatch.setattr(CompileBackend, "programs", fail_on_pairs)
-    result = profile(mlp(num_blocks=2), Cluster((1,)), microbatch_size=1, num_neighbours=1)
+    result = profile(mlp(num_blocks=2), Cluster((1,)), microbatch_size=1, num_neighbours=1, calibration_plans=0)
     pair = "layers 0 to 1, data parallel 1, tensor parallel 1, micro-batch size 1"
     assert result.failures == (f"{pair}: the model cannot be compiled for target='cpu': no [target-refused]",)
     with pytest.raises(ProfileError) as error:
@@ -332,7 +332,7 @@ def test_what_fails_alike_is_named_once(monkeypatch):
         raise RuntimeError("no" if config.stop == 2 else "never")
 
     monkeypatch.setattr(CompileBackend, "programs", fail_on_the_last)
-    result = profile(mlp(num_blocks=2), Cluster((2,)), microbatch_size=4, num_neighbours=1)
+    result = profile(mlp(num_blocks=2), Cluster((2,)), microbatch_size=4, num_neighbours=1, calibration_plans=0)
     said = "the model cannot be compiled for target='cpu'"
     degrees = "data parallel 1, 2, tensor parallel 1, 2; micro-batch sizes 2, 4"
     assert result.failures == (
