@@ -450,7 +450,7 @@ print("error: none")
 """
     leader, follower = pty.openpty()
     env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    subprocess.run([sys.executable, "-c", code], stdout=follower, stderr=follower, env=env, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], stdout=follower, stderr=follower, env=env, check=True, timeout=TIMEOUT_SECONDS)
     shown = os.read(leader, 10_000).decode().replace("\r\n", "\n")
     os.close(leader), os.close(follower)
     lines = shown.replace("\x1b[K", "").split("\r")
