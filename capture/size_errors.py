@@ -56,8 +56,8 @@ def extrapolation_width(errors: Sequence[SizeError], octaves: float, coverage: f
         coverage: Wanted.
 
     Example:
-        >>> extrapolation_width([SizeError(0.1, 1.0), SizeError(-0.3, 2.0)], octaves=2.0)
-        (0.45, 0.6666666666666666)
+        >>> tuple(round(x, 2) for x in extrapolation_width([SizeError(0.1, 1.0), SizeError(-0.3, 2.0)], octaves=2.0))
+        (0.45, 0.67)
     """
     ranked = sorted(abs(e.error) / max(1.0, e.octaves) for e in errors)
     rank = int(-(-(len(ranked) + 1) * coverage // 1))
