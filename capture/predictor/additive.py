@@ -34,6 +34,9 @@ COMPONENTS = ("kept", "forward", "backward", "update", "optimizer", "summarize",
 _PASSES = 3
 _TEMPORARIES = ("forward", "backward")
 INTERVAL_COVERAGE = 0.98
+#: Of a stage that was not compiled, the temporaries may be so much more than the sum over its layers, whatever calibration saw: most stages
+#: are predicted to the byte, and the few that are not are not alike (``benchmarks/model_kit.py``).
+UNSEEN_TEMPORARIES_FRACTION = 0.15
 
 
 class AdditivePredictor:
@@ -306,6 +309,8 @@ class AdditivePredictor:
             verified = config in self.profile.verified
             extrapolated = not verified and self.is_extrapolated(choice, plan.microbatch_size)
             low, high = (1.0, 1.0) if verified else self._interval(config, extrapolated)
+            if not verified and config not in self.profile.measurements:
+                high = max(high, 1 + UNSEEN_TEMPORARIES_FRACTION * parts.get("temporaries", 0) / max(peak, 1))
             stages.append(
                 StagePrediction(
                     peak,
