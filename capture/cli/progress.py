@@ -71,6 +71,8 @@ _WORDS = {
     "other sizes": ("compiling", "compiled", "stages"),
     "paper runs": ("compiling", "compiled", "stages"),
     "buffers of the stages": ("compiling", "compiled", "stages"),
+    "stages of the plan": ("compiling", "compiled", "stages of the plan"),
+    "stages of the plans": ("compiling", "compiled", "stages of the plans"),
     "profiling runs": ("making", "made", "profiling runs"),
     "devices of the workers": ("asking", "asked", "workers for their devices"),
 }
