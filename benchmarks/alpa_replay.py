@@ -102,9 +102,9 @@ CASES = (
 
 def plan_of(case: Case) -> Any:
     """The case as a plan; replicas split the optimizer's state, as Alpa does by default."""
-    from capture.cluster import Cluster
-    from capture.plan import Plan, StagePlan
-    from capture.workload import WorkloadSpec
+    from capture.machine.cluster import Cluster
+    from capture.model.workload import WorkloadSpec
+    from capture.plan.stages import Plan, StagePlan
 
     arguments = {"size": case.size, **({} if case.family == "wide_resnet" else {"dtype": "float16"})}
     workload = WorkloadSpec(str(REPOSITORY / "models" / f"{case.family}.py"), case.family, arguments)
@@ -141,7 +141,7 @@ class Tracer:
 
     def interface(self, stage: Any, microbatch_size: int) -> Any:
         """Of a stage with one device per replica: every replica is traced alone, at its share of a micro-batch."""
-        from capture.interface import stage_interface
+        from capture.step.interface import stage_interface
 
         share = microbatch_size // stage.data_parallel
         traced, param_bytes = self._backend.traced(share), self._backend.sharding(share).param_bytes((1, 1))
@@ -153,9 +153,9 @@ class Tracer:
         return replace(found, transient_bytes={**results, "update": 0, "summarize": 0})
 
     def _cost(self, stage: Any, share: int) -> Any:
-        from capture.choices import StageChoice
-        from capture.interface import UpdateCost
-        from capture.profile import StageConfig
+        from capture.measured.profile import StageConfig
+        from capture.measured.stage_cost import UpdateCost
+        from capture.plan.choices import StageChoice
         from capture.runtime.programs import shard_bytes
 
         one = StageConfig(stage.first, stage.stop, StageChoice(1, 1, stage.remat), share)
@@ -171,7 +171,7 @@ def only_trace(function: Any, args: Sequence[Any], **options: Any) -> Any:
     """In the place of a compiler: the results of a program on one device, and nothing of what it needs while it runs."""
     import jax
 
-    from capture.runtime.programs import Executable
+    from capture.compiler.executable import Executable
 
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     results = jax.tree.map(lambda made: jax.ShapeDtypeStruct(made.shape, made.dtype, sharding=here), jax.eval_shape(function, *args))

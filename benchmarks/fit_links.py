@@ -3,7 +3,7 @@
     python benchmarks/fit_links.py -o link.json                     # on the accelerators here
     python benchmarks/fit_links.py --virtual 8 --megabytes 1 4 16   # virtual CPU devices: shows the path, says nothing of any network
 
-Prints the link in the form that device information of ``capture.osdp.device`` takes, every timing, and how far the fit is from them.
+Prints the link in the form that device information of ``capture.machine.devices`` takes, every timing, and how far the fit is from them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from capture import environment
-from capture.osdp.fit import MeasuredCollective, fit_link
+from capture.machine.link_fit import MeasuredCollective, fit_link
 
 
 def main() -> int:

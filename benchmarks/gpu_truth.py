@@ -119,10 +119,10 @@ def in_child(case: Case, where: str) -> dict[str, Any]:
         ``compiled_bytes``: arguments and what the program needs beside them; ``measured_bytes``: None if nothing was run or no allocator
         tells.
     """
-    from capture.target import Target
+    from capture.machine.target import Target
 
     environment.prepare(num_devices=1, platform="cpu" if where == "here" else Target.load(where).platform)
-    from capture.workload import WorkloadSpec
+    from capture.model.workload import WorkloadSpec
 
     query, microbatch_size, layer = MODELS[case.model]
     workload = WorkloadSpec.parse(f"models/{case.model}.py:{case.model}?{query}&dtype={case.dtype}")
@@ -133,12 +133,13 @@ def in_child(case: Case, where: str) -> dict[str, Any]:
 def _layer(case: Case, workload: Any, microbatch_size: int, layer: int, where: str) -> dict[str, Any]:
     import jax
 
-    from capture.choices import StageChoice
-    from capture.profile import StageConfig
+    from capture.compiler.executable import compile_program
+    from capture.compiler.target_devices import devices_of
+    from capture.machine.target import Target
+    from capture.measured.profile import StageConfig
+    from capture.plan.choices import StageChoice
     from capture.profiler.compile import CompileBackend
-    from capture.profiler.target_devices import devices_of
-    from capture.runtime.programs import StagePrograms, compile_program, shard_bytes
-    from capture.target import Target
+    from capture.runtime.programs import StagePrograms, shard_bytes
 
     backend = CompileBackend(workload.load(), target=None if where == "here" else Target.load(where))
     devices = jax.devices()[:1] if where == "here" else devices_of(backend.target, 1)
@@ -161,9 +162,9 @@ def _layer(case: Case, workload: Any, microbatch_size: int, layer: int, where: s
 
 
 def _step(case: Case, workload: Any, microbatch_size: int, layer: int, where: str) -> dict[str, Any]:
-    from capture.cluster import Cluster
-    from capture.plan import Plan, StagePlan
-    from profiling_runs.profile import open_measurements
+    from capture.machine.cluster import Cluster
+    from capture.plan.stages import Plan, StagePlan
+    from profiling_runs.collect import open_measurements
     from profiling_runs.verify import verify
 
     target = "cpu" if where == "here" else where
@@ -178,7 +179,7 @@ def _step(case: Case, workload: Any, microbatch_size: int, layer: int, where: st
     import jax
 
     from capture.runtime.pipeline import pipeshard
-    from capture.step import replay
+    from capture.step.program import replay
 
     step = pipeshard(task, plan)
     device = jax.devices()[0]

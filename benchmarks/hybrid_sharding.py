@@ -38,23 +38,23 @@ from typing import Any
 from benchmarks.capture_paper.scenarios import GIB, percent, say
 from benchmarks.drawing import ALPA, OURS, Panel, draw
 from capture import environment
-from capture.choices import StageChoice, hybrid_choices, with_sharded_params
 from capture.cli.output import table
-from capture.cluster import Cluster
-from capture.interface import StageCost
-from capture.plan import Plan
+from capture.machine.cluster import Cluster
+from capture.machine.target import Target
+from capture.measured.profile import Profile, StageConfig
+from capture.measured.stage_cost import StageCost
+from capture.measured.store import Store
+from capture.model.workload import WorkloadSpec
+from capture.plan.choices import StageChoice, hybrid_choices, with_sharded_params
+from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
-from capture.profile import Profile, StageConfig
 from capture.profiler.windows import choices_to_profile
-from capture.store import Store
-from capture.target import Target
-from capture.workload import WorkloadSpec
-from profiling_runs.profile import Measurements, open_measurements, profile
+from profiling_runs.collect import Measurements, open_measurements, profile
+from profiling_runs.pools.where import Where
 from profiling_runs.verify import verify, with_verified
-from profiling_runs.where import Where
 from recommender import recommend
-from recommender.recommendation import Recommendation
-from recommender.verified import recommend_verified
+from recommender.capture.recommendation import Recommendation
+from recommender.capture.verified import recommend_verified
 
 WORKLOAD = WorkloadSpec.parse("models/gpt.py:gpt?size=6.7B&num_layers=7&dtype=bfloat16")
 TARGET = "a100-40g"

@@ -33,19 +33,20 @@ from typing import Any
 import numpy as np
 
 from capture import environment
-from capture.choices import StageChoice
 from capture.cli.output import table
-from capture.cluster import Cluster
 from capture.errors import CaptureError
-from capture.interface import StageCost, plan_interfaces
-from capture.plan import Plan, StagePlan
+from capture.machine.cluster import Cluster
+from capture.measured.profile import Profile
+from capture.measured.stage_cost import StageCost
+from capture.measured.store import Store
+from capture.model.workload import WorkloadSpec
+from capture.plan.choices import StageChoice
+from capture.plan.sampling import random_plans
+from capture.plan.schedule import SCHEDULES
+from capture.plan.stages import Plan, StagePlan
 from capture.predictor import AdditivePredictor
-from capture.profile import Profile
-from capture.sampling import random_plans
-from capture.schedule import SCHEDULES
-from capture.step import build_step, replay
-from capture.store import Store
-from capture.workload import WorkloadSpec
+from capture.step.interface import plan_interfaces
+from capture.step.program import build_step, replay
 
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "kit"
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "lion", "adafactor", "clipped_adamw", "muon")
@@ -232,7 +233,7 @@ def ask(
     Raises:
         CaptureError: whatever stands in the way; ``profile-missing`` if a window or a stage does not compile.
     """
-    from profiling_runs.profile import open_measurements, profile, stage_config
+    from profiling_runs.collect import open_measurements, profile, stage_config
 
     task, cluster, size = question.workload.load(), question.cluster, question.microbatch_size
     measurements = open_measurements(task, num_devices=cluster.num_devices, num_layers=question.num_layers, store=store)
@@ -289,7 +290,7 @@ def ask(
 
 def drawn_plans(question: Question, result: Profile, num_plans: int) -> Iterable[Plan]:
     """Random plans of a question, each under all schedules and numbers of micro-batches."""
-    from profiling_runs.profile import plan_of
+    from profiling_runs.collect import plan_of
 
     by_degree: dict[int, tuple[StageChoice, ...]] = {}
     for choice in question.choices:

@@ -1,7 +1,7 @@
 """Which faults the tests notice: mutants of the modules where a wrong number is worst, each against the tests of its part.
 
     python benchmarks/mutation.py -o benchmarks/results/2026-01-31-mutation.json
-    python benchmarks/mutation.py --only capture/step.py --fraction 1
+    python benchmarks/mutation.py --only capture/step/program.py --fraction 1
 
 A mutant is one small change: a comparison without its equality, a plus that is a minus, a number that is one more, a loop that is not
 entered. It is killed if a test fails or does not end. A survivor is a test that is missing, or an equivalent mutant, which does the same:
@@ -50,16 +50,16 @@ PARTS = {
     "capture/predictor/additive.py": PREDICTOR,
     "capture/predictor/statistics.py": PREDICTOR,
     "capture/predictor/fit.py": PREDICTOR,
-    "capture/step.py": STEP,
-    "capture/ledger.py": STEP,
-    "capture/schedule.py": "tests/test_schedule.py tests/test_step.py",
+    "capture/step/program.py": STEP,
+    "capture/step/ledger.py": STEP,
+    "capture/plan/schedule.py": "tests/test_schedule.py tests/test_step.py",
     "capture/runtime/meter.py": "tests/test_meter.py -k 'one-device or leak or shards or missing or resident'",
-    "recommender/minmax.py": SEARCH,
-    "recommender/tie_break.py": SEARCH,
-    "recommender/reach.py": SEARCH,
-    "recommender/enumerate.py": SEARCH,
-    "recommender/throughput.py": TIMED,
-    "recommender/least_sum.py": TIMED,
+    "recommender/capture/minmax.py": SEARCH,
+    "recommender/capture/tie_break.py": SEARCH,
+    "recommender/capture/reach.py": SEARCH,
+    "recommender/capture/enumerate.py": SEARCH,
+    "recommender/capture/throughput.py": TIMED,
+    "recommender/capture/least_sum.py": TIMED,
 }
 
 OPERATORS = {

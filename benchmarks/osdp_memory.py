@@ -33,9 +33,9 @@ from pathlib import Path
 from typing import Any
 
 from capture import environment
-from capture.cluster import Cluster
-from capture.target import Target
-from capture.workload import WorkloadSpec
+from capture.machine.cluster import Cluster
+from capture.machine.target import Target
+from capture.model.workload import WorkloadSpec
 
 NUM_DEVICES, VOCAB_SIZE = 8, 8192
 #: Family and blocks, and examples per device.

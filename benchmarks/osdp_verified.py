@@ -19,9 +19,9 @@ from typing import Any
 
 from benchmarks.osdp_memory import NUM_DEVICES, write_document
 from capture import environment
-from capture.cluster import Cluster
-from capture.target import Target
-from capture.workload import WorkloadSpec
+from capture.machine.cluster import Cluster
+from capture.machine.target import Target
+from capture.model.workload import WorkloadSpec
 
 BATCH_SIZE = 8
 #: Options of the model, and the limit in MB.

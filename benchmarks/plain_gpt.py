@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from capture.workload import Workload
+from capture.model.workload import Workload
 
 ACTIVATIONS = {
     "tanh_gelu": partial(jax.nn.gelu, approximate=True),

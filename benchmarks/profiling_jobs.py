@@ -111,10 +111,10 @@ def of_children() -> float:
 
 def toy_jobs(count: int) -> tuple[Any, Any, list[Any]]:
     """A setting, the provenance and so many different jobs, without the ends of steps that they need."""
-    from capture.choices import StageChoice
+    from capture.model.workload import WorkloadSpec
+    from capture.plan.choices import StageChoice
     from capture.profiler.windows import window_configs
-    from capture.workload import WorkloadSpec
-    from profiling_runs.profile import open_measurements
+    from profiling_runs.collect import open_measurements
 
     spec = WorkloadSpec("model.py", "model", {"layers": 2 + count // 3})
     measurements = open_measurements(spec, num_devices=1)
@@ -125,9 +125,9 @@ def toy_jobs(count: int) -> tuple[Any, Any, list[Any]]:
 
 def rate(count: int, ray: str | None, fresh: bool) -> dict[str, Any]:
     """Jobs per minute on two workers: all together, and from the first result on, when the workers are up."""
-    from capture.store import Store
+    from capture.measured.store import Store
     from profiling_runs.batch import Batch
-    from profiling_runs.where import Where
+    from profiling_runs.pools.where import Where
 
     setting, provenance, jobs = toy_jobs(count)
     setting, times, own = replace(setting, fresh_process=fresh), list[float](), 0.0
@@ -147,9 +147,9 @@ def rate(count: int, ray: str | None, fresh: bool) -> dict[str, Any]:
 
 def overhead(count: int, ray: str | None) -> dict[str, Any]:
     """Seconds of one worker per job that are not the job's own: jobs whose result the worker is given, so that it has nothing to do."""
-    from capture.store import Store
+    from capture.measured.store import Store
     from profiling_runs.batch import Batch
-    from profiling_runs.where import Where
+    from profiling_runs.pools.where import Where
 
     setting, provenance, jobs = toy_jobs(count)
     cost = {"residual_bytes": 0, "forward_bytes": 0, "backward_bytes": 0, "update_bytes": 0, "optimizer_bytes": 0}
@@ -285,8 +285,8 @@ def queue(count: int) -> dict[str, Any]:
     code = (
         "import json, resource, sys, time\nfrom pathlib import Path\nstart = time.perf_counter()\n"
         "from capture import environment\nenvironment.prepare(num_devices=8)\n"
-        "from capture.cluster import Cluster\nfrom capture.store import Store\nfrom capture.workload import WorkloadSpec\n"
-        "from profiling_runs.batch import Batch\nfrom profiling_runs.profile import Question, open_measurements, wanted_configs\n"
+        "from capture.machine.cluster import Cluster\nfrom capture.measured.store import Store\nfrom capture.model.workload import WorkloadSpec\n"
+        "from profiling_runs.batch import Batch\nfrom profiling_runs.collect import Question, open_measurements, wanted_configs\n"
         f"spec = WorkloadSpec('model.py', 'model', {{'layers': {max(2, count // 77)}}})\n"
         "measurements = open_measurements(spec, num_devices=8, store=Store(Path('queue.sqlite')))\n"
         "question = Question.of(Cluster((8,)), 16, ('none',), False, num_neighbours=2, calibration_plans=0, whole_nodes=False,\n"

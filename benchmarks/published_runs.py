@@ -37,8 +37,8 @@ from typing import TYPE_CHECKING, Any
 from capture import environment
 
 if TYPE_CHECKING:
-    from capture.plan import Plan, Remat, StagePlan
-    from profiling_runs.profile import Measurements
+    from capture.plan.stages import Plan, Remat, StagePlan
+    from profiling_runs.collect import Measurements
     from profiling_runs.verify import Verification
 
 TARGET = "v100-32g"
@@ -148,9 +148,9 @@ def moe_flops(case: Case, width: int, seq_len: int, vocab_size: int, num_experts
 
 def plan_of(case: Case) -> Plan:
     """The published configuration as a plan."""
-    from capture.cluster import Cluster
-    from capture.plan import Plan, StagePlan
-    from capture.workload import WorkloadSpec
+    from capture.machine.cluster import Cluster
+    from capture.model.workload import WorkloadSpec
+    from capture.plan.stages import Plan, StagePlan
 
     per_node = min(case.num_gpus, GPUS_PER_NODE)
     cluster = Cluster((per_node,) * (case.num_gpus // per_node), TARGET)
@@ -166,9 +166,9 @@ def plan_of(case: Case) -> Plan:
 
 def measure(case: Case, store: Any, workers: int, progress: Callable[[str, int, int], None]) -> dict[str, Any]:
     """Compile the case, simulate a step, and put both beside what was published."""
-    from profiling_runs.profile import open_measurements
+    from profiling_runs.collect import open_measurements
+    from profiling_runs.pools.where import Where
     from profiling_runs.verify import verify
-    from profiling_runs.where import Where
 
     plan = plan_of(case)
     largest = max(stage.num_devices for stage in plan.stages)
@@ -232,8 +232,8 @@ def one_program_bytes(case: Case, plan: Plan, found: Verification, measurements:
     import jax
 
     from capture.alpa.memory import with_master_copy
-    from capture.choices import StageChoice
-    from profiling_runs.profile import stage_config
+    from capture.plan.choices import StageChoice
+    from profiling_runs.collect import stage_config
 
     whole = stage_config(plan.stages[0], plan.microbatch_size)
     replica = StageChoice(1, whole.choice.tensor_parallel, whole.choice.remat)
@@ -288,7 +288,7 @@ def main() -> int:
     parser.add_argument("-o", "--output", type=Path, help="write the document here")
     options = parser.parse_args()
     environment.prepare(num_devices=GPUS_PER_NODE, platform="cuda")
-    from capture.store import Store
+    from capture.measured.store import Store
 
     store = Store(options.store)
     rows = {row["name"]: row for row in json.loads(options.record.read_text())["rows"]} if options.record else {}

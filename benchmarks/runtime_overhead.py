@@ -38,13 +38,13 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
-from capture.cluster import Cluster  # noqa: E402
-from capture.plan import Plan, StagePlan  # noqa: E402
+from capture.machine.cluster import Cluster  # noqa: E402
+from capture.model.workload import WorkloadProtocol, WorkloadSpec  # noqa: E402
+from capture.plan.stages import Plan, StagePlan  # noqa: E402
 from capture.runtime.meter import measure_heap  # noqa: E402
 from capture.runtime.pipeline import PipelinedStep, pipeshard  # noqa: E402
 from capture.runtime.reshard import plan_reshard  # noqa: E402
-from capture.step import Feed, Move, Run  # noqa: E402
-from capture.workload import WorkloadProtocol, WorkloadSpec  # noqa: E402
+from capture.step.program import Feed, Move, Run  # noqa: E402
 
 GPT = str(Path(__file__).parents[1] / "models" / "gpt.py") + ":gpt?size=tiny"
 WORKLOADS = {"gpt tiny": GPT, "gpt tiny, sequence 256": GPT + "&seq_len=256"}

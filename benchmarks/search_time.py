@@ -17,10 +17,10 @@ import time
 
 import numpy as np
 
-from capture.choices import StageChoice, hybrid_choices, paper_choices
-from capture.cluster import Cluster
-from recommender.problem import NEVER, InFlightCost, SearchProblem
-from recommender.search import ALGORITHMS, search
+from capture.machine.cluster import Cluster
+from capture.plan.choices import StageChoice, hybrid_choices, paper_choices
+from recommender.capture.problem import NEVER, InFlightCost, SearchProblem
+from recommender.capture.search import ALGORITHMS, search
 
 
 def layer_statistics(kind: str, num_layers: int, seed: int) -> np.ndarray:

@@ -216,7 +216,7 @@ def default_store_path() -> Path:
 
 
 def log_folder() -> Path:
-    """Where commands keep what compiled libraries say (``capture.library_log``)."""
+    """Where commands keep what compiled libraries say (``capture.cli.library_log``)."""
     return _cache_folder() / "logs"
 
 

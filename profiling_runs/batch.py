@@ -20,10 +20,10 @@ from contextlib import closing, suppress
 from typing import Any
 
 from capture.errors import ProfileError, plain
-from capture.store import Store
-from capture.workload import WorkloadSpec
+from capture.measured.store import Store
+from capture.model.workload import WorkloadSpec
 from profiling_runs.jobs import Failure, Job, Outcome, Queue
-from profiling_runs.pool import Runner
+from profiling_runs.pools.pool import Runner
 
 #: After so many a job is set aside. Workers are also killed from outside, so a single loss says little.
 MAX_ATTEMPTS: dict[Failure, int] = {"refused": 1, "raised": 2, "timed out": 2, "lost": 5, "node lost": 20}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from capture.choices import StageChoice
-from capture.profile import StageConfig, layers_in_words
+from capture.measured.profile import StageConfig, layers_in_words
+from capture.plan.choices import StageChoice
 
 
 def causes(failures: Mapping[StageConfig, str]) -> tuple[str, ...]:

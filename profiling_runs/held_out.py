@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from capture.choices import StageChoice
-from capture.interface import plan_interfaces
-from capture.plan import Plan
+from capture.measured.profile import Profile, StageConfig
+from capture.measured.size_errors import SizeError, octaves_away
+from capture.plan.choices import StageChoice
+from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
-from capture.profile import Profile, StageConfig
-from capture.size_errors import SizeError, octaves_away
-from capture.step import build_step, replay
+from capture.step.interface import plan_interfaces
+from capture.step.program import build_step, replay
 
 #: Different stages per size.
 MOST_STAGES = 6

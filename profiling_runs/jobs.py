@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from capture.plan import TensorParallelRule
-from capture.profile import StageConfig
-from capture.profiler.profiling_run import ProfilingRun
-from capture.workload import WorkloadSpec
+from capture.measured.profile import StageConfig
+from capture.model.workload import WorkloadSpec
+from capture.plan.stages import TensorParallelRule
+from capture.profiler.execution import ProfilingRun
 
 Part = Literal["stage", "update", "buffers", "run", "machine"]
 

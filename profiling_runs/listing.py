@@ -6,16 +6,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from capture.cluster import Cluster
-from capture.plan import Remat, TensorParallelRule
+from capture.machine.cluster import Cluster
+from capture.machine.target import Target
+from capture.measured.store import Store
+from capture.model.workload import WorkloadSpec
+from capture.plan.stages import Remat, TensorParallelRule
+from capture.profiler.execution import Machine
 from capture.profiler.paper import most_run_devices, paper_runs
-from capture.profiler.profiling_run import Machine
-from capture.store import Store
-from capture.target import Target
-from capture.workload import WorkloadSpec
+from profiling_runs.collect import Question, check_backend, open_measurements, wanted_configs
+from profiling_runs.executions import profiling_jobs
 from profiling_runs.jobs import Job
-from profiling_runs.profile import Question, check_backend, open_measurements, wanted_configs
-from profiling_runs.runs import profiling_jobs
 
 #: Seconds of a job where the store knows none of its kind, by part; roughly those of a model of some hundred million parameters.
 GUESSED_SECONDS = {"stage": 2.0, "update": 1.0, "buffers": 4.0, "run": 10.0, "machine": 1.0}
@@ -61,8 +61,8 @@ def listing(jobs: Sequence[Job], done: Collection[str], typical_seconds: Mapping
         backend: Of the jobs.
 
     Example:
-        >>> from capture.choices import StageChoice
-        >>> from capture.profile import StageConfig
+        >>> from capture.plan.choices import StageChoice
+        >>> from capture.measured.profile import StageConfig
         >>> config = StageConfig(0, 1, StageChoice(), 8)
         >>> jobs = [Job("a", config, kind="layer windows"), Job("b", config, kind="layer windows")]
         >>> listing(jobs, {"a"}, {("compile:cpu", "stage"): 0.5}, "compile:cpu").kinds

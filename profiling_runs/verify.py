@@ -7,17 +7,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from capture.errors import PlanError, ProfileError
-from capture.graph import LayerGraph
-from capture.interface import StageCost, plan_interfaces
-from capture.ledger import Ledger
-from capture.plan import Plan
+from capture.machine.target import Target
+from capture.measured.profile import Profile
+from capture.measured.stage_cost import StageCost
+from capture.model.graph import LayerGraph
+from capture.plan.stages import Plan
 from capture.predictor.formula import kept_bytes
-from capture.profile import Profile
-from capture.step import StepProgram, build_step, replay
-from capture.target import Target
-from capture.timeline import StepTimeline, plan_timeline
-from capture.timing import TimeModel
-from profiling_runs.profile import Measurements, stage_config
+from capture.step.interface import plan_interfaces
+from capture.step.ledger import Ledger
+from capture.step.program import StepProgram, build_step, replay
+from capture.step.timeline import StepTimeline, plan_timeline
+from capture.step.times import TimeModel
+from profiling_runs.collect import Measurements, stage_config
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ from types import MappingProxyType
 
 import numpy as np
 
-from capture.osdp.cost import Cost, Mode, PaperCost, StepCost
-from capture.osdp.device import Devices
-from capture.osdp.operators import Block, Operator, OperatorModel
-from capture.osdp.transformer import transformer
-from capture.target import Link, Sourced
+from capture.machine.devices import Devices
+from capture.machine.target import Link, Sourced
+from capture.model.operators import Block, Operator, OperatorModel
+from capture.model.transformer import transformer
+from capture.plan.sharding import Mode
+from capture.step.operator_cost import Cost, PaperCost, StepCost
 from recommender.osdp.problem import ShardingProblem
 
 #: Layers and widths of Table 1's families.

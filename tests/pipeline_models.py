@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import optax
 from jax.ad_checkpoint import checkpoint_name
 
-from capture.cluster import Cluster
-from capture.plan import Plan, StagePlan
-from capture.workload import Workload
+from capture.machine.cluster import Cluster
+from capture.model.workload import Workload
+from capture.plan.stages import Plan, StagePlan
 
 WIDTH, VOCAB, LENGTH = 16, 32, 4
 

@@ -8,14 +8,14 @@ from typing import Any
 
 from synthetic_profiles import Planted, hybrid, make_plan
 
-from capture.choices import StageChoice
-from capture.cluster import Cluster
-from capture.interface import StageCost
-from capture.plan import Plan, StagePlan
+from capture.machine.cluster import Cluster
+from capture.measured.profile import Profile, StageConfig
+from capture.measured.stage_cost import StageCost
+from capture.measured.work import ProgramWork
+from capture.model.workload import WorkloadSpec
+from capture.plan.choices import StageChoice
+from capture.plan.stages import Plan, StagePlan
 from capture.predictor import AdditivePredictor
-from capture.profile import Profile, StageConfig
-from capture.work import ProgramWork
-from capture.workload import WorkloadSpec
 
 GB = 10**9
 WORKLOAD = WorkloadSpec.parse("models/gpt.py:gpt?size=2.6B")

@@ -8,9 +8,9 @@ from itertools import product
 
 import numpy as np
 
-from capture.choices import StageChoice, hybrid_choices, paper_choices
-from capture.cluster import Cluster
-from recommender.problem import NEVER, InFlightCost, SearchProblem
+from capture.machine.cluster import Cluster
+from capture.plan.choices import StageChoice, hybrid_choices, paper_choices
+from recommender.capture.problem import NEVER, InFlightCost, SearchProblem
 
 #: (nodes, layers, whole_nodes, any_divisor); each is small enough for brute force.
 SHAPES = [

@@ -7,9 +7,10 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from capture.graph import Layer, LayerGraph, Tensor
-from capture.interface import StageCost, stage_interface, stage_values
-from capture.step import StageInterface
+from capture.measured.stage_cost import StageCost
+from capture.model.graph import Layer, LayerGraph, Tensor
+from capture.step.interface import stage_interface, stage_values
+from capture.step.program import StageInterface
 
 MICROBATCH_SIZE = 4
 LOSS_BYTES = 4

@@ -8,13 +8,14 @@ from itertools import chain as concatenated
 import numpy as np
 from synthetic_graphs import chain
 
-from capture.choices import StageChoice, hybrid_choices
-from capture.cluster import Cluster
-from capture.graph import LayerGraph
-from capture.interface import StageCost, stage_values
-from capture.plan import Plan, StagePlan
-from capture.profile import Calibration, Profile, StageConfig, StageError, rescaled
+from capture.machine.cluster import Cluster
+from capture.measured.profile import Calibration, Profile, StageConfig, StageError, rescaled
+from capture.measured.stage_cost import StageCost
+from capture.model.graph import LayerGraph
+from capture.plan.choices import StageChoice, hybrid_choices
+from capture.plan.stages import Plan, StagePlan
 from capture.profiler.windows import window_configs
+from capture.step.interface import stage_values
 
 COMPONENTS = ("residual_bytes", "forward_bytes", "backward_bytes", "update_bytes", "optimizer_bytes", "summarize_bytes", "summary_bytes")
 MICROBATCH_SIZE = 16

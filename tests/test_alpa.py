@@ -16,18 +16,18 @@ from synthetic_profiles import make_plan
 
 from capture.alpa import alpa_placement, plan_from_alpa, to_alpa
 from capture.alpa.memory import alpa_memory
-from capture.choices import StageChoice
 from capture.cli.main import main
-from capture.cluster import Cluster
 from capture.errors import CaptureError, ExecutionError, PlanError
-from capture.plan import Plan, StagePlan
+from capture.machine.cluster import Cluster
+from capture.measured.profile import Profile
+from capture.model.workload import WorkloadSpec
+from capture.plan.choices import StageChoice
+from capture.plan.stages import Plan, StagePlan
 from capture.predictor import AdditivePredictor
-from capture.profile import Profile
 from capture.profiler.alpa import AlpaBackend
-from capture.profiler.profiling_run import ProfilingRun
-from capture.workload import WorkloadSpec
-from profiling_runs.runs import executed_profile
-from recommender.autostage import LABEL, MOST_SUCCESSORS, AutostagingTables, autostage, autostaging_tables, search_tables
+from capture.profiler.execution import ProfilingRun
+from profiling_runs.executions import executed_profile
+from recommender.capture.autostage import LABEL, MOST_SUCCESSORS, AutostagingTables, autostage, autostaging_tables, search_tables
 
 PICKLED = Path(__file__).parent / "data" / "alpa_parallel_plan.pickle"  # made by real Alpa from ``PLAN``
 PLAN = Plan(
@@ -107,7 +107,7 @@ def test_without_alpa_it_says_how_to_get_there():
 
 @pytest.mark.parametrize("source", [PICKLED, str(PICKLED), PICKLED.read_bytes()], ids=["path", "text", "bytes"])
 def test_alpas_pickled_plan_is_read_without_alpa(source):
-    found = Plan.from_alpa(source, global_batch_size=64, target="a100-40g")
+    found = plan_from_alpa(source, global_batch_size=64, target="a100-40g")
     assert found.cluster == Cluster((4, 4), "a100-40g")
     assert to_alpa(found) == to_alpa(PLAN)
     assert [stage.devices for stage in found.stages] == to_alpa(PLAN).placement

@@ -10,15 +10,15 @@ import optax
 import pytest
 from pipeline_models import mark, mlp, tied
 
-from capture.attribution import Buffer, attribute, group
-from capture.choices import StageChoice
-from capture.cluster import Cluster
-from capture.plan import Plan, StagePlan
-from capture.profile import StageConfig
+from capture.compiler.buffers import parse_buffers
+from capture.machine.cluster import Cluster
+from capture.measured.profile import StageConfig
+from capture.plan.choices import StageChoice
+from capture.plan.stages import Plan, StagePlan
 from capture.profiler.compile import CompileBackend
-from capture.runtime.hlo_buffers import parse_buffers
+from capture.step.attribution import Buffer, attribute, group
 from capture.tracing.source import model_line, operation_name
-from profiling_runs.profile import open_measurements, stage_config
+from profiling_runs.collect import open_measurements, stage_config
 from profiling_runs.verify import verify
 
 HERE = "tests/pipeline_models.py"
@@ -173,9 +173,9 @@ def test_lines_of_libraries_and_of_this_package_are_no_lines_of_the_model():
     inside = "/usr/lib/python3/site-packages/jax/core.py"
     assert model_line([(inside, 1), ("<string>", 2), ("/home/user/net.py", 3), ("/home/user/main.py", 4)]) == "/home/user/net.py:3"
     assert model_line([(inside, 1)]) == ""
-    import capture.step
+    import capture.step.program
 
-    assert model_line([(inside, 1), (capture.step.__file__, 2), ("/home/user/main.py", 3)]) == ""
+    assert model_line([(inside, 1), (capture.step.program.__file__, 2), ("/home/user/main.py", 3)]) == ""
 
 
 def test_operation_names_lose_what_transformations_put_around_them():

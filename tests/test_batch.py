@@ -13,17 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture.choices import StageChoice
 from capture.errors import ProfileError
-from capture.profile import StageConfig
-from capture.store import Store
-from capture.workload import WorkloadSpec
+from capture.measured.profile import StageConfig
+from capture.measured.store import Store
+from capture.model.workload import WorkloadSpec
+from capture.plan.choices import StageChoice
 from profiling_runs.batch import MAX_ATTEMPTS, Batch
 from profiling_runs.jobs import Job, Outcome, Setting
 from profiling_runs.listing import GUESSED_SECONDS, listing
-from profiling_runs.pool import MAX_FAILED_STARTS, Ended, Pool, PoolWorker, Ready
-from profiling_runs.where import Where
-from profiling_runs.worker import check_versions
+from profiling_runs.pools.pool import MAX_FAILED_STARTS, Ended, Pool, PoolWorker, Ready
+from profiling_runs.pools.where import Where
+from profiling_runs.pools.worker import check_versions
 
 ONE = StageChoice()
 SPEC = WorkloadSpec("model.py", "model")
@@ -266,7 +266,7 @@ def test_a_setting_is_plain_data():
 def test_a_busy_machine_ends_no_job_that_an_idle_one_would_finish(monkeypatch):
     """Ended after 20 s on an idle machine; here each look at the clock is 5 s later, and a hundred processes queue for every processor."""
     clock = iter(range(0, 10**6, 5))
-    monkeypatch.setattr("profiling_runs.pool.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("profiling_runs.pools.pool.time.monotonic", lambda: next(clock))
     load = 100 * os.cpu_count()
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0, 0))
     pool = ScriptedPool({"a": ["timed out"]}, num_workers=1, timeout_seconds=20)

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from capture.cluster import Cluster
-from capture.tracing.batch_split import SplitCheck, check_split, split_warning
-from capture.workload import Workload, WorkloadProtocol, WorkloadSpec
-from profiling_runs.profile import profile
+from capture.machine.cluster import Cluster
+from capture.model.workload import Workload, WorkloadProtocol, WorkloadSpec
+from capture.tracing.batch.split import SplitCheck, check_split, split_warning
+from profiling_runs.collect import profile
 
 FEATURES, CLASSES = 6, 5
 

@@ -18,14 +18,14 @@ from timeouts import TIMEOUT_SECONDS
 from benchmarks import alpa_replay, drawing, gpu_truth, hybrid_sharding, mutation, published_runs
 from benchmarks.capture_paper import count_again, figure_7, scenarios
 from capture.alpa.memory import AlpaMemory
-from capture.cluster import Cluster
-from capture.interface import plan_interfaces
-from capture.ledger import Peak
-from capture.plan import Plan, StagePlan
+from capture.machine.cluster import Cluster
+from capture.measured.store import Store
+from capture.model.workload import WorkloadSpec
+from capture.plan.stages import Plan, StagePlan
 from capture.profiler.compile import CompileBackend
-from capture.store import Store
-from capture.workload import WorkloadSpec
-from profiling_runs.profile import open_measurements, stage_config
+from capture.step.interface import plan_interfaces
+from capture.step.ledger import Peak
+from profiling_runs.collect import open_measurements, stage_config
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

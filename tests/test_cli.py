@@ -21,10 +21,10 @@ from timeouts import TIMEOUT_SECONDS
 from capture.cli import options as shared
 from capture.cli.main import _show_warning, main
 from capture.cli.progress import progress
-from capture.cluster import Cluster
-from capture.plan import Plan, StagePlan
+from capture.machine.cluster import Cluster
+from capture.model.workload import WorkloadSpec
+from capture.plan.stages import Plan, StagePlan
 from capture.predictor import AdditivePredictor
-from capture.workload import WorkloadSpec
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

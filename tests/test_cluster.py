@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture.cluster import Cluster
 from capture.errors import CaptureError, ClusterError, Violation
+from capture.machine.cluster import Cluster
 
 clusters = st.builds(Cluster, st.lists(st.integers(1, 9), min_size=1, max_size=5).map(tuple), st.sampled_from(["cpu", "h100"]))
 

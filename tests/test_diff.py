@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_plans import GB, planted_profile, predicted_plan, verified, written_plan
 
-from capture.choices import StageChoice
 from capture.cli.main import main
-from capture.cluster import Cluster
-from capture.plan import Plan, StagePlan
+from capture.machine.cluster import Cluster
+from capture.plan.choices import StageChoice
+from capture.plan.stages import Plan, StagePlan
 from capture.report.data import report_facts
 from capture.report.difference import DeviceGroup, Difference, device_groups, differences
 

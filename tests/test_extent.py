@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from capture.cluster import Cluster
 from capture.errors import PlanError
-from recommender.extent import best_of, largest_batch, smallest_cluster
+from capture.machine.cluster import Cluster
+from recommender.capture.extent import best_of, largest_batch, smallest_cluster
 
 
 def answers(fits, peak=lambda *question: 1, seconds=lambda *question: None, extrapolated=lambda *question: False):

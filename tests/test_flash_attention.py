@@ -22,18 +22,18 @@ from test_pipeline import compare
 from test_target_compile import REPOSITORY, require
 from timeouts import TIMEOUT_SECONDS
 
-from capture.choices import StageChoice
+from capture.compiler.work import LocalFlops
 from capture.errors import TracingError
-from capture.profile import StageConfig
+from capture.machine.target import Target
+from capture.measured.profile import StageConfig
+from capture.model.workload import Workload, WorkloadSpec
+from capture.partition.local_calls import localize
+from capture.partition.tensor_parallel import parameter_specs
+from capture.plan.choices import StageChoice
 from capture.profiler.compile import CompileBackend
-from capture.runtime.hlo_work import LocalFlops
-from capture.runtime.local_calls import localize
-from capture.runtime.tensor_parallel import parameter_specs
-from capture.target import Target
 from capture.tracing import trace
-from capture.tracing.batch_split import check_split
+from capture.tracing.batch.split import check_split
 from capture.tracing.split_rule import split_rule
-from capture.workload import Workload, WorkloadSpec
 
 MODELS = REPOSITORY / "models"
 MESH = Mesh(np.asarray(jax.devices()).reshape(2, 4), ("data", "model"))
@@ -225,7 +225,7 @@ OWN = """
 from jax.experimental.custom_partitioning import custom_partitioning
 import jax, jax.numpy as jnp, optax
 from jax.ad_checkpoint import checkpoint_name
-from capture.workload import Workload
+from capture.model.workload import Workload
 
 def scaled(x):
     return x if "fast" in {"slow", "fast", "exact", "other"} else SCALE * x
@@ -251,7 +251,7 @@ def model():
 KEY_OF = """
 import sys
 from capture.tracing import trace
-from capture.workload import WorkloadSpec
+from capture.model.workload import WorkloadSpec
 print(trace(WorkloadSpec.parse(sys.argv[1] + ":model").load(), 4).slice(1, 2).key)
 """
 
@@ -307,15 +307,15 @@ def test_what_does_not_divide_is_whole():
 SCRIPT = """
 import json, sys
 from capture import environment
-from capture.target import Target
+from capture.machine.target import Target
 
 target = Target.load(sys.argv[1])
 environment.prepare(num_devices=4, platform=target.platform)
-from capture.choices import StageChoice
+from capture.plan.choices import StageChoice
 from capture.errors import CaptureError
-from capture.profile import StageConfig
+from capture.measured.profile import StageConfig
 from capture.profiler.compile import CompileBackend
-from capture.workload import WorkloadSpec
+from capture.model.workload import WorkloadSpec
 
 found = {}
 for attention in sys.argv[2:]:

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture.errors import ProfileError
-from capture.graph import LayerGraph, Tensor, content_hash, item_bytes
-from capture.interface import StageCost, owned_and_borrowed, stage_interface, stage_values
+from capture.measured.stage_cost import StageCost
+from capture.model.graph import LayerGraph, Tensor, content_hash, item_bytes
+from capture.step.interface import owned_and_borrowed, stage_interface, stage_values
 from tests.synthetic_graphs import chain, layer_graphs
 
 

@@ -16,10 +16,10 @@ from timeouts import TIMEOUT_SECONDS
 from capture.cli.main import build_parser, main
 from capture.cli.progress import Events, Tally
 from capture.errors import ProfileError
-from capture.store import Store
+from capture.measured.store import Store
 from profiling_runs.batch import Batch
 from profiling_runs.jobs import Job
-from profiling_runs.pool import Here
+from profiling_runs.pools.pool import Here
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 QUESTION = ["pipeline_models:mlp?num_blocks=2", "--cluster", "1x1", "--global-batch", "4", "--microbatches", "2"]

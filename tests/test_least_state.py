@@ -11,14 +11,14 @@ import pytest
 from pipeline_models import mlp, tied
 from synthetic_profiles import Planted, hybrid
 
-from capture.choices import StageChoice, hybrid_choices
 from capture.cli.suggest import cheapest_change
-from capture.cluster import Cluster
+from capture.machine.cluster import Cluster
+from capture.plan.choices import StageChoice, hybrid_choices
+from capture.plan.schedule import SCHEDULES
 from capture.profiler.compile import CompileBackend
-from capture.schedule import SCHEDULES
 from recommender import recommend
-from recommender.least_state import beyond_memory, least_state
-from recommender.verified import Knowledge
+from recommender.capture.least_state import beyond_memory, least_state
+from recommender.capture.verified import Knowledge
 
 BATCH = {"global_batch_size": 128, "num_microbatches": 8}
 

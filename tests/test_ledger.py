@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture.ledger import Ledger, Peak
+from capture.step.ledger import Ledger, Peak
 
 CATEGORIES = ["parameters", "activations", "gradients"]
 entries = st.lists(st.tuples(st.sampled_from(["hold", "drop", "run"]), st.integers(0, 2), st.sampled_from(CATEGORIES), st.integers(0, 99)))

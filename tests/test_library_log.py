@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from timeouts import TIMEOUT_SECONDS
 
-from capture.library_log import KEPT_LOGS
+from capture.cli.library_log import KEPT_LOGS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 USUAL = (
@@ -22,7 +22,7 @@ USUAL = (
 
 def logged(cache: Path, body: str) -> tuple[subprocess.CompletedProcess[str], list[Path]]:
     """A process that begins a log: how it ended, and the logs that are there then."""
-    code = f"import os, subprocess, sys\nfrom capture.library_log import LibraryLog\nlog = LibraryLog.begin()\n{body}"
+    code = f"import os, subprocess, sys\nfrom capture.cli.library_log import LibraryLog\nlog = LibraryLog.begin()\n{body}"
     env = os.environ | {"PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": str(cache)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
     return done, sorted(cache.glob("capture/logs/*"))

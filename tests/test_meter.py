@@ -13,7 +13,7 @@ import capture.runtime.meter
 from capture.errors import ExecutionError
 from capture.runtime.meter import AllocatorMeter, HeapMeter, LiveArrayMeter, ResidentSetMeter, buffers, measure_heap, measure_step
 from capture.runtime.pipeline import PipelinedStep, pipeshard
-from capture.step import Run
+from capture.step.program import Run
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
 

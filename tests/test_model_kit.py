@@ -15,12 +15,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.model_kit import KIT, Predicted, Question, ask, errors_of_a_step, summary, workload_of
-from capture.cluster import Cluster
-from capture.graph import LayerGraph
+from capture.machine.cluster import Cluster
+from capture.measured.store import Store
+from capture.model.graph import LayerGraph
+from capture.model.workload import takes_key
 from capture.predictor import AdditivePredictor
-from capture.store import Store
 from capture.tracing import trace
-from capture.workload import takes_key
 
 #: Shrinking would profile a model anew for every try.
 NO_SHRINKING = (Phase.explicit, Phase.generate)

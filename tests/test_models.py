@@ -18,7 +18,7 @@ import numpy as np
 import optax
 import pytest
 
-from capture.workload import Workload, WorkloadSpec, takes_key
+from capture.model.workload import Workload, WorkloadSpec, takes_key
 
 MODELS = Path(__file__).parent.parent / "models"
 KEY = jax.random.key(0)

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from osdp_problems import devices, family, link
 
-from capture.cluster import Cluster
 from capture.errors import TargetError, WorkloadError
-from capture.osdp.cost import DP, ZDP, Mode, PaperCost, StepCost
-from capture.osdp.device import Devices
-from capture.osdp.fit import MeasuredCollective, fit_link
-from capture.osdp.operators import Block, Operator, OperatorModel
-from capture.target import Sourced
+from capture.machine.cluster import Cluster
+from capture.machine.devices import Devices
+from capture.machine.link_fit import MeasuredCollective, fit_link
+from capture.machine.target import Sourced
+from capture.model.operators import Block, Operator, OperatorModel
+from capture.plan.sharding import DP, ZDP, Mode
+from capture.step.operator_cost import PaperCost, StepCost
 
 PRODUCT = Operator(
     "product", "matmul", 8_000_000, activation_bytes=3000, input_bytes=1000, output_bytes=2000, workspace_bytes=50, flops=10**9

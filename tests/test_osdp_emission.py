@@ -13,14 +13,13 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from capture.cli.main import main
-from capture.cluster import Cluster
+from capture.compiler.work import work_of_module
 from capture.errors import CaptureError, PlanError, WorkloadError
-from capture.osdp.cost import DP, ZDP, Mode
-from capture.osdp.plan import ShardingPlan
-from capture.runtime.hlo_work import work_of_module
-from capture.runtime.osdp import Emission, SplitLeaf
+from capture.machine.cluster import Cluster
+from capture.model.workload import Workload, WorkloadSpec
+from capture.plan.sharding import DP, ZDP, Mode, ShardingPlan
+from capture.runtime.sharded.emission import Emission, SplitLeaf
 from capture.tracing.operators import TracedOperators, traced_operators
-from capture.workload import Workload, WorkloadSpec
 from recommender.osdp import osdp as verified_osdp
 
 #: Plans by their estimate: what the compiler says of them is ``test_osdp_verified.py``'s.

@@ -10,10 +10,10 @@ import optax
 import pytest
 import tracing_models as models
 
-from capture.osdp.operators import Operator
-from capture.target import Target
+from capture.machine.target import Target
+from capture.model.operators import Operator
+from capture.model.workload import Workload
 from capture.tracing.operators import traced_operators
-from capture.workload import Workload
 
 D = 8
 

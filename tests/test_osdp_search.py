@@ -13,9 +13,10 @@ from osdp_problems import FAMILIES, devices, paper_problem, random_problem, step
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from capture.errors import PlanError
-from capture.osdp.cost import DP, ZDP, PaperCost, StepCost
-from capture.osdp.operators import Block, Operator, OperatorModel
-from capture.osdp.transformer import transformer
+from capture.model.operators import Block, Operator, OperatorModel
+from capture.model.transformer import transformer
+from capture.plan.sharding import DP, ZDP
+from capture.step.operator_cost import PaperCost, StepCost
 from recommender.osdp import ShardingProblem, search
 
 GIB = 2**30

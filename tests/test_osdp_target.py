@@ -18,18 +18,18 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 SCRIPT = """
 import json
 from capture import environment
-from capture.target import Target
+from capture.machine.target import Target
 
 environment.prepare(num_devices=8, platform="cuda")
 import jax, jax.numpy as jnp, numpy as np, optax
 from benchmarks.osdp_memory import sent
-from capture.cluster import Cluster
-from capture.osdp.cost import DP, ZDP, Mode
-from capture.osdp.plan import ShardingPlan
+from capture.machine.cluster import Cluster
+from capture.plan.sharding import DP, ZDP, Mode
+from capture.plan.sharding import ShardingPlan
 from capture.profiler.sharded_step import StepCompiler
-from capture.runtime.osdp import Emission
+from capture.runtime.sharded.emission import Emission
 from capture.tracing.operators import traced_operators
-from capture.workload import Workload
+from capture.model.workload import Workload
 
 def loss(p, batch):
     x = batch["x"]

@@ -11,14 +11,13 @@ import optax
 import pytest
 
 from capture.cli.main import main
-from capture.cluster import Cluster
+from capture.compiler import target_devices
 from capture.extras import install_command
-from capture.osdp.cost import DP, ZDP
-from capture.osdp.plan import ShardingPlan
-from capture.profiler import target_devices
+from capture.machine.cluster import Cluster
+from capture.machine.target import TARGETS_FOLDER
+from capture.model.workload import Workload, WorkloadSpec
+from capture.plan.sharding import DP, ZDP, ShardingPlan
 from capture.profiler.sharded_step import StepCompiler
-from capture.target import TARGETS_FOLDER
-from capture.workload import Workload, WorkloadSpec
 from recommender.osdp import osdp
 from recommender.osdp.result import ShardingResult
 from recommender.osdp.verified import fastest_compiled

@@ -10,11 +10,11 @@ import pytest
 from pipeline_models import VOCAB, WIDTH, bare, mlp, pipeline, tied
 
 from capture.errors import ExecutionError, PlanError, WorkloadError
+from capture.model.workload import WorkloadSpec
 from capture.runtime.meter import measure_step
 from capture.runtime.pipeline import PipelinedStep, pipeshard, trace_for_plan
 from capture.runtime.programs import shard_bytes
 from capture.runtime.reference import ReferenceStep, max_relative_error, relative_errors, rounding_floor
-from capture.workload import WorkloadSpec
 
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-6, 1e-5
 

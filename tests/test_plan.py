@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture.cluster import Cluster
 from capture.errors import ClusterError, PlanError
-from capture.plan import REMAT_POLICIES, Plan, StagePlan, batch_violations
-from capture.workload import WorkloadSpec
+from capture.machine.cluster import Cluster
+from capture.model.workload import WorkloadSpec
+from capture.plan.stages import REMAT_POLICIES, Plan, StagePlan, batch_violations
 
 
 def two_stages(**changes) -> Plan:

@@ -14,16 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic_profiles import Planted, configs_of, hybrid, make_plan
 
-from capture.choices import StageChoice
-from capture.cluster import Cluster
 from capture.errors import ProfileError
-from capture.interface import plan_interfaces
+from capture.machine.cluster import Cluster
+from capture.measured.profile import StageConfig, rescaled
+from capture.plan.choices import StageChoice
+from capture.plan.sampling import random_plans
+from capture.plan.schedule import SCHEDULES
 from capture.predictor import AdditivePredictor
 from capture.predictor.additive import UNSEEN_TEMPORARIES_FRACTION
 from capture.predictor.fit import fit_degree, fit_degrees, fit_line, inverse
 from capture.predictor.paper import PaperPredictor
 from capture.predictor.statistics import extend_windows, without_windows
-from capture.profile import StageConfig, rescaled
 from capture.profiler.paper import (
     LayerStatistics,
     PaperStatistics,
@@ -33,9 +34,8 @@ from capture.profiler.paper import (
     profile_batches,
     run_paper_profile,
 )
-from capture.sampling import random_plans
-from capture.schedule import SCHEDULES
-from capture.step import build_step, replay
+from capture.step.interface import plan_interfaces
+from capture.step.program import build_step, replay
 
 ONE = StageChoice()
 LOSS_BYTES = 4

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from synthetic_graphs import layer_graphs
 from synthetic_profiles import Planted, hybrid
 
-from capture.choices import StageChoice
 from capture.errors import CaptureError, ProfileError
-from capture.profile import Calibration, Profile, StageConfig, StageError, rescaled
-from capture.workload import WorkloadSpec
+from capture.measured.profile import Calibration, Profile, StageConfig, StageError, rescaled
+from capture.model.workload import WorkloadSpec
+from capture.plan.choices import StageChoice
 
 ONE = StageChoice()
 

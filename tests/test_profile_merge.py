@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 from synthetic_profiles import Planted
 
-from capture.choices import StageChoice, hybrid_choices
-from capture.cluster import Cluster
 from capture.errors import ProfileError
-from capture.profile import Profile
-from capture.profile_merge import merge_profiles
-from profiling_runs.profile import missing_statistics
+from capture.machine.cluster import Cluster
+from capture.measured.merge import merge_profiles
+from capture.measured.profile import Profile
+from capture.plan.choices import StageChoice, hybrid_choices
+from profiling_runs.collect import missing_statistics
 from recommender import recommend
 
 ONE, TWO = StageChoice(), StageChoice(2, 1)

@@ -17,21 +17,21 @@ from hypothesis import strategies as st
 from jax.ad_checkpoint import checkpoint_name
 from pipeline_models import mlp, pipeline, tied
 
-from capture.choices import StageChoice, hybrid_choices
-from capture.cluster import Cluster
 from capture.errors import ProfileError, TargetError
+from capture.machine.cluster import Cluster
+from capture.measured.profile import Profile, StageConfig
+from capture.measured.store import Store
+from capture.model.workload import Workload
+from capture.plan.choices import StageChoice, hybrid_choices
 from capture.predictor import AdditivePredictor
 from capture.predictor.same_stages import stage_signature
-from capture.profile import Profile, StageConfig
 from capture.profiler.compile import CompileBackend
 from capture.profiler.windows import choices_to_profile, profiled_microbatch_sizes, window_configs
 from capture.runtime.pipeline import pipeshard
-from capture.store import Store
-from capture.workload import Workload
-from profiling_runs import profile
+from profiling_runs import collect as profile
+from profiling_runs.collect import CALIBRATION_SEED, divisor_choices
 from profiling_runs.jobs import Job, Queue
-from profiling_runs.profile import CALIBRATION_SEED, divisor_choices
-from profiling_runs.worker import measure_job
+from profiling_runs.pools.worker import measure_job
 from recommender import recommend
 
 ONE, TWO, SPLIT = StageChoice(), StageChoice(2, 1), StageChoice(1, 2)

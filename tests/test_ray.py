@@ -20,10 +20,10 @@ import pytest
 from timeouts import TIMEOUT_SECONDS
 
 from capture.errors import ProfileError
-from capture.workload import WorkloadSpec
+from capture.model.workload import WorkloadSpec
 from profiling_runs.jobs import Job, Setting
-from profiling_runs.ray_pool import Demand, travelling
-from profiling_runs.where import Where, setting_of
+from profiling_runs.pools.ray_pool import Demand, travelling
+from profiling_runs.pools.where import Where, setting_of
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

@@ -12,20 +12,20 @@ from report_plans import planted_profile
 from search_kit import brute_force, every_plan
 from synthetic_profiles import Planted, hybrid
 
-from capture.choices import StageChoice, hybrid_choices
-from capture.cluster import Cluster
 from capture.errors import CaptureError
-from capture.plan import Plan
+from capture.machine.cluster import Cluster
+from capture.measured.profile import Profile
+from capture.plan.choices import StageChoice, hybrid_choices
+from capture.plan.sampling import DrawnStage, random_plans
+from capture.plan.schedule import SCHEDULES
+from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
 from capture.predictor.paper import PaperPredictor
-from capture.profile import Profile
 from capture.profiler.paper import PaperStatistics, layer_statistics, merge_layers, paper_runs, run_paper_profile
-from capture.sampling import DrawnStage, random_plans
-from capture.schedule import SCHEDULES
-from profiling_runs.profile import divisor_choices, plan_of
+from profiling_runs.collect import divisor_choices, plan_of
 from recommender import baseline_plan, recommend
-from recommender.autostage import LABEL
-from recommender.recommendation import MODES, OBJECTIVES, SEARCH_NAMES, SEARCHES, search_names, search_of, search_problem
+from recommender.capture.autostage import LABEL
+from recommender.capture.recommendation import MODES, OBJECTIVES, SEARCH_NAMES, SEARCHES, search_names, search_of, search_problem
 
 BATCH = {"global_batch_size": 128, "num_microbatches": 8}
 

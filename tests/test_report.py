@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from report_plans import GB, planted_profile, predicted_plan, verified, written_plan
 from timeouts import TIMEOUT_SECONDS
 
-from capture.choices import StageChoice
 from capture.cli.main import main
-from capture.cluster import Cluster
 from capture.errors import CaptureError
 from capture.extras import install_command
-from capture.plan import Plan, StagePlan
+from capture.machine.cluster import Cluster
+from capture.machine.target import Target
+from capture.plan.choices import StageChoice
+from capture.plan.stages import Plan, StagePlan
 from capture.predictor import AdditivePredictor
 from capture.predictor.step_time import predicted_timeline
 from capture.report.data import envelope, levels, report_facts
@@ -31,8 +32,7 @@ from capture.report.page import page
 from capture.report.palette import CATEGORIES
 from capture.report.schedule_figure import MAX_BARS, NUM_SLOTS, slots
 from capture.report.words import paragraph
-from capture.target import Target
-from capture.timeline import compute_stream
+from capture.step.timeline import compute_stream
 from recommender import recommend
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

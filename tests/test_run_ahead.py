@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given
 from pipeline_models import mark, pipeline
 
-from capture.interface import StageCost, stage_interface
-from capture.run_ahead import waits
+from capture.measured.stage_cost import StageCost
+from capture.model.workload import Workload
+from capture.plan.schedule import make_schedule
 from capture.runtime.meter import measure_heap
 from capture.runtime.pipeline import PipelinedStep, pipeshard
-from capture.schedule import make_schedule
-from capture.step import Feed, Free, Move, Run, StepProgram, build_step, replay
-from capture.workload import Workload
+from capture.step.interface import stage_interface
+from capture.step.program import Feed, Free, Move, Run, StepProgram, build_step, replay
+from capture.step.run_ahead import waits
 from tests.synthetic_graphs import chain
 from tests.test_step import steps
 

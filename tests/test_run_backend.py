@@ -11,21 +11,21 @@ import pytest
 from pipeline_models import mlp
 
 import capture.profiler.run
-from capture.choices import StageChoice
 from capture.cli.main import main
-from capture.cluster import Cluster
 from capture.errors import ProfileError
+from capture.machine.cluster import Cluster
+from capture.measured.profile import Profile
+from capture.measured.store import Store
+from capture.model.workload import WorkloadSpec
+from capture.plan.choices import StageChoice
 from capture.predictor.paper import PaperPredictor
-from capture.profile import Profile
+from capture.profiler.execution import Executed, Machine, ProfilingRun
 from capture.profiler.paper import PaperStatistics
-from capture.profiler.profiling_run import Executed, Machine, ProfilingRun
 from capture.profiler.run import RunBackend
-from capture.store import Store
-from capture.workload import WorkloadSpec
-from profiling_runs import profile
+from profiling_runs import collect as profile
 from profiling_runs.batch import MAX_ATTEMPTS, Batch
 from profiling_runs.jobs import Job, Setting
-from profiling_runs.where import Where, setting_of
+from profiling_runs.pools.where import Where, setting_of
 from recommender import recommend
 
 CLUSTER, MICROBATCH_SIZE, TARGET = Cluster((2,)), 2, ("1f1b", 8)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture.errors import PlanError
-from capture.schedule import Occupancy, Schedule, Task, make_schedule, occupancy_by_position
+from capture.plan.schedule import Occupancy, Schedule, Task, make_schedule, occupancy_by_position
 
 schedules = st.builds(make_schedule, st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 7), st.integers(1, 9))
 

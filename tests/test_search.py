@@ -16,13 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from search_kit import SHAPES, additive, brute_force, every_plan, every_sorted_vector, known_cases, pipeline_problem, random_problem
 
-from capture.choices import StageChoice, hybrid_choices, paper_choices
-from capture.cluster import Cluster
 from capture.errors import PlanError
-from capture.sampling import random_plans
-from recommender import InFlightCost, SearchProblem, SearchResult, search
-from recommender.baselines import equal_cuts, fixed_degree_plan, with_cost
-from recommender.fillings import count_plans
+from capture.machine.cluster import Cluster
+from capture.plan.choices import StageChoice, hybrid_choices, paper_choices
+from capture.plan.sampling import random_plans
+from recommender import InFlightCost, SearchProblem, SearchResult
+from recommender.capture import search
+from recommender.capture.baselines import equal_cuts, fixed_degree_plan, with_cost
+from recommender.capture.fillings import count_plans
 
 STORED_CASES = json.loads((Path(__file__).parent / "data" / "search_cases.json").read_text())
 
@@ -334,5 +335,5 @@ def test_random_plans_are_valid(shape, num_layers, seed):
 
 
 def test_searching_never_loads_jax():
-    code = "import recommender, recommender.baselines, recommender.fillings, sys; sys.exit('jax' in sys.modules)"
+    code = "import recommender, recommender.capture.baselines, recommender.capture.fillings, sys; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=Path(__file__).parent.parent).returncode == 0

@@ -11,12 +11,12 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from capture.graph import Tensor
-from capture.runtime import sharding
-from capture.runtime.sharding import ModelSharding, struct_of
-from capture.runtime.sharding_walk import MIN_SHARDED_SIZE
+from capture.model.graph import Tensor
+from capture.model.workload import Workload
+from capture.partition import sharding
+from capture.partition.sharding import ModelSharding, struct_of
+from capture.partition.walk import MIN_SHARDED_SIZE
 from capture.tracing import trace
-from capture.workload import Workload
 
 WIDTH, HIDDEN, NUM_BLOCKS = 64, 128, 3
 

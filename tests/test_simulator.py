@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture.errors import ExecutionError
-from capture.ledger import Peak
-from capture.simulator import Buffer, Simulation, Work, simulate
-from capture.trace_events import save_trace, trace_events
+from capture.step.ledger import Peak
+from capture.step.simulator import Buffer, Simulation, Work, simulate
+from capture.step.trace_events import save_trace, trace_events
 
 DEVICES = (0, 1, "host")
 

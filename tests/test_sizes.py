@@ -12,22 +12,22 @@ import numpy as np
 import pytest
 from synthetic_profiles import Planted, make_plan
 
-from capture.choices import StageChoice
 from capture.cli.main import main
-from capture.cluster import Cluster
-from capture.plan import Plan
+from capture.machine.cluster import Cluster
+from capture.measured.profile import Calibration, Profile, StageConfig
+from capture.measured.size_errors import FLOOR_FRACTION, SizeError, extrapolation_width
+from capture.measured.store import Store
+from capture.model.workload import WorkloadSpec
+from capture.plan.choices import StageChoice
+from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
-from capture.profile import Calibration, Profile, StageConfig
-from capture.size_errors import FLOOR_FRACTION, SizeError, extrapolation_width
-from capture.store import Store
-from capture.workload import WorkloadSpec
+from profiling_runs.collect import open_measurements
 from profiling_runs.held_out import held_out_sizes, held_out_stages, size_errors
-from profiling_runs.profile import open_measurements
+from profiling_runs.pools.where import Where
 from profiling_runs.verify import verify, with_verified
-from profiling_runs.where import Where
 from recommender import recommend
-from recommender.extent import best_of, largest_batch, smallest_cluster
-from recommender.verified import Knowledge, recommend_verified
+from recommender.capture.extent import best_of, largest_batch, smallest_cluster
+from recommender.capture.verified import Knowledge, recommend_verified
 
 WORKLOAD = '''
 from types import SimpleNamespace

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture.interface import StageCost, stage_interface
+from capture.measured.stage_cost import StageCost
+from capture.plan.schedule import Occupancy, Schedule, make_schedule
 from capture.predictor.formula import of_interfaces, peak_of, peak_parts, peaks_by_position
-from capture.schedule import Occupancy, Schedule, make_schedule
-from capture.step import Feed, Free, Move, Run, StageInterface, StepProgram, build_step, replay
+from capture.step.interface import stage_interface
+from capture.step.program import Feed, Free, Move, Run, StageInterface, StepProgram, build_step, replay
 from tests.synthetic_graphs import LOSS_BYTES, chain, layer_graphs, stage_interfaces
 
 schedules = st.sampled_from(["gpipe", "1f1b"])

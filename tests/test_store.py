@@ -13,7 +13,7 @@ import pytest
 from timeouts import TIMEOUT_SECONDS
 
 from capture.errors import ProfileError
-from capture.store import STORE_SCHEMA_VERSION, Store
+from capture.measured.store import STORE_SCHEMA_VERSION, Store
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 VALUE = {"residual_bytes": 12, "kept_inputs": [0, 2]}
@@ -102,7 +102,7 @@ def test_two_connections_write_and_see_each_other(path):
 WRITER = """
 import sys
 from pathlib import Path
-from capture.store import Store
+from capture.measured.store import Store
 store = Store(Path(sys.argv[1]))
 for i in range(int(sys.argv[3])):
     store.put(f"{sys.argv[2]} {i}", i, provenance={}, seconds=0.0)

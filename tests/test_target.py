@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 from synthetic_profiles import Planted
 
-from capture.choices import StageChoice
-from capture.cluster import Cluster
 from capture.errors import TargetError
-from capture.headroom import Headroom
-from capture.plan import Plan, StagePlan
-from capture.profile import Profile
-from capture.target import DeviceMemory, Sourced, Target, target_names
+from capture.machine.cluster import Cluster
+from capture.machine.target import DeviceMemory, Sourced, Target, target_names
+from capture.measured.profile import Profile
+from capture.plan.choices import StageChoice
+from capture.plan.headroom import Headroom
+from capture.plan.stages import Plan, StagePlan
 
 ACCELERATORS = [name for name in target_names() if name != "cpu"]
 
@@ -39,7 +39,7 @@ def test_a_file_is_found_from_where_the_plan_and_the_profile_are(tmp_path, monke
 
 
 def _document(name: str) -> dict:
-    from capture.target import TARGETS_FOLDER
+    from capture.machine.target import TARGETS_FOLDER
 
     return json.loads((TARGETS_FOLDER / f"{name}.json").read_text())
 

@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 from timeouts import TIMEOUT_SECONDS
 
+from capture.compiler.report import MemoryReport, parse_report, read_report
+from capture.compiler.report_compiler import ReportCompiler
+from capture.compiler.work import group_of, shape_bytes, work_of_text
 from capture.errors import TargetError
 from capture.extras import install_command
-from capture.profiler.report import MemoryReport, parse_report, read_report
-from capture.profiler.report_compiler import ReportCompiler
-from capture.runtime.hlo_work import group_of, shape_bytes, work_of_text
-from capture.target import Target
-from capture.work import ProgramWork
+from capture.machine.target import Target
+from capture.measured.work import ProgramWork
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 INSTALLED = {"cuda": find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin"), "tpu": find_spec("libtpu"), "cpu": True}
@@ -32,15 +32,15 @@ TARGETS = ["cpu", "h100", "v5e"]
 SCRIPT = """
 import json, sys
 from capture import environment
-from capture.target import Target
-from capture.work import ProgramWork
+from capture.machine.target import Target
+from capture.measured.work import ProgramWork
 
 target = Target.load(sys.argv[1])
 environment.prepare(num_devices=4, platform=target.platform)
-from capture.choices import StageChoice
-from capture.profile import StageConfig
+from capture.plan.choices import StageChoice
+from capture.measured.profile import StageConfig
 from capture.profiler.compile import CompileBackend
-from capture.workload import WorkloadSpec
+from capture.model.workload import WorkloadSpec
 
 backend = CompileBackend(WorkloadSpec.parse("models/gpt.py:gpt?size=tiny&num_layers=4").load(), target=target)
 graph = backend.traced(8).graph
@@ -240,7 +240,7 @@ def test_the_precision_of_products_is_read(product, expected):
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_a_missing_compiler_is_said_with_the_command_that_installs_it(monkeypatch, platform):
-    from capture.profiler import target_devices
+    from capture.compiler import target_devices
 
     monkeypatch.setattr(target_devices, "find_spec", lambda name: None)
     says = re.escape(f"it needs no device: {install_command(f'{platform}-targets')}. [target-missing]")

@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from capture.errors import PlanError
-from capture.runtime.dim_flow import reshaped_dim
-from capture.runtime.tensor_parallel import parameter_specs
+from capture.partition.dim_flow import reshaped_dim
+from capture.partition.tensor_parallel import parameter_specs
 
 DEGREE = 4
 WIDTH, HEADS, VOCABULARY = 64, 4, 128

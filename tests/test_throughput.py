@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from search_kit import additive, every_step, known_cases, pipeline_problem, timed_problem
 
-from capture.choices import StageChoice
-from capture.cluster import Cluster
 from capture.errors import PlanError
-from recommender import NEVER, InFlightCost, SearchProblem, SearchResult, search
-from recommender.pareto import pareto
-from recommender.throughput import throughput
-from recommender.ticks import step_seconds
+from capture.machine.cluster import Cluster
+from capture.plan.choices import StageChoice
+from recommender import NEVER, InFlightCost, SearchProblem, SearchResult
+from recommender.capture import search
+from recommender.capture.pareto import pareto
+from recommender.capture.throughput import throughput
+from recommender.capture.ticks import step_seconds
 
 
 def assert_valid(problem: SearchProblem, result: SearchResult) -> None:

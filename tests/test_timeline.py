@@ -12,14 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capture.cluster import Cluster
 from capture.errors import ExecutionError
-from capture.interface import StageCost, stage_interface
-from capture.schedule import Schedule, make_schedule
-from capture.step import StageInterface, build_step, replay
-from capture.target import Target
-from capture.timeline import LinkTimes, StageTimes, StepTimeline, pipeline_timeline
-from capture.trace_events import save_trace
+from capture.machine.cluster import Cluster
+from capture.machine.target import Target
+from capture.measured.stage_cost import StageCost
+from capture.plan.schedule import Schedule, make_schedule
+from capture.step.interface import stage_interface
+from capture.step.program import StageInterface, build_step, replay
+from capture.step.timeline import LinkTimes, StageTimes, StepTimeline, pipeline_timeline
+from capture.step.trace_events import save_trace
 from tests.synthetic_graphs import chain, layer_graphs, stage_interfaces
 
 NOTHING = StageCost(0, 0, 0, 0, 0, (), (), ())

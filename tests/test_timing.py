@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from synthetic_profiles import Planted, configs_of, hybrid, make_plan
 
-from capture.choices import StageChoice
-from capture.cluster import Cluster
 from capture.errors import ProfileError
+from capture.machine.cluster import Cluster
+from capture.machine.target import Target
+from capture.measured.profile import Profile, StageConfig
+from capture.measured.work import Collective, ProgramWork
+from capture.plan.choices import StageChoice
 from capture.predictor.step_time import has_times, predicted_timeline, time_summary
 from capture.predictor.times import TimePredictor
-from capture.profile import Profile, StageConfig
-from capture.target import Target
-from capture.timing import TimeModel
-from capture.work import Collective, ProgramWork
+from capture.step.times import TimeModel
 
 RATES = Target.load("a100-40g").rates
 FAST, SLOW = RATES.intra_node, RATES.inter_node

@@ -21,12 +21,12 @@ from jax import lax
 from timeouts import TIMEOUT_SECONDS
 
 from capture.errors import TracingError
-from capture.graph import LayerGraph, item_bytes
+from capture.model.graph import LayerGraph, item_bytes
+from capture.model.workload import takes_key
 from capture.tracing import LAYER_BOUNDARY, StageSlice, TracedModel, trace
 from capture.tracing.cut import applied, cheapest_path, cluster_cuts, crossing_bytes
 from capture.tracing.flatten import flatten
 from capture.tracing.layers import assign_layers
-from capture.workload import takes_key
 from tests import tracing_models as models
 
 B = 2

@@ -10,17 +10,18 @@ import pytest
 from report_plans import planted_profile, with_work
 from synthetic_profiles import Planted, configs_of, hybrid, make_plan
 
-from capture.choices import StageChoice
-from capture.cluster import Cluster
 from capture.errors import ProfileError
-from capture.interface import StageCost, plan_interfaces
-from capture.plan import Plan
+from capture.machine.cluster import Cluster
+from capture.measured.profile import Profile, StageConfig
+from capture.measured.stage_cost import StageCost
+from capture.plan.choices import StageChoice
+from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
 from capture.predictor.step_time import predicted_timeline
-from capture.profile import Profile, StageConfig
-from capture.step import build_step, replay
+from capture.step.interface import plan_interfaces
+from capture.step.program import build_step, replay
 from recommender import recommend
-from recommender.verified import recommend_verified
+from recommender.capture.verified import recommend_verified
 
 BATCH = {"global_batch_size": 128, "num_microbatches": 8}
 CLUSTER = Cluster((1, 1, 1, 1))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from capture import extras
 from capture.errors import WorkloadError
 from capture.extras import install_command
-from capture.workload import WorkloadProtocol, WorkloadSpec, check_workload, takes_key
+from capture.model.workload import WorkloadProtocol, WorkloadSpec, check_workload, takes_key
 
 MODEL = """
 from neighbour import SCALE

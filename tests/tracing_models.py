@@ -14,7 +14,7 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from capture.workload import Workload
+from capture.model.workload import Workload
 
 D = 4  # width
 V = 7  # vocabulary

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.capture_paper.scenarios import CLUSTER, MODELS, arguments, is_chosen, prepare, profiled, usable_bytes
-from recommender.autostage import autostaging_tables
+from recommender.capture.autostage import autostaging_tables
 
 
 def main() -> int:

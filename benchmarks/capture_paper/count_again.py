@@ -29,8 +29,8 @@ from benchmarks.capture_paper.scenarios import (
     measurements_of,
     prepare,
 )
-from capture.plan import Plan, StagePlan
-from profiling_runs.profile import Measurements
+from capture.plan.stages import Plan, StagePlan
+from profiling_runs.collect import Measurements
 
 FIGURES: dict[str, ModuleType] = {"paper_figure_6": figure_6, "paper_figure_8": figure_8}
 

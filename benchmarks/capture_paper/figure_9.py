@@ -16,8 +16,8 @@ from typing import Any
 
 from benchmarks.capture_paper.scenarios import GIB, MODELS, TARGET, Planned, Planner, Scenario, arguments, finish, prepare, profiled
 from benchmarks.drawing import ALPA, OURS, PAPER, Panel, draw
-from capture.cluster import Cluster
 from capture.errors import PlanError
+from capture.machine.cluster import Cluster
 
 SCENARIO = Scenario("", MODELS["Wide-ResNet 1B"], "gpipe", True)
 CLUSTERS = tuple(Cluster(nodes, TARGET) for nodes in ((4, 4, 4, 4), (4, 4), (4, 2), (4, 1), (4,), (3,), (2,), (1,)))

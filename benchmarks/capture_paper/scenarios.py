@@ -1,7 +1,7 @@
 """The setting of the paper's evaluation, which the scripts beside this one share: models, cluster, profiles, and the two planners.
 
 Everything is for 4 nodes of 4 A100 40 GB, compiled here for that GPU; nothing runs on one. "Alpa" is Alpa's algorithm on our cost model:
-for hybrid parallelism its autostaging (``recommender.autostage``), for pipelining alone 16 stages of equal FLOPs, one per GPU. "Ours" is
+for hybrid parallelism its autostaging (``recommender.capture.autostage``), for pipelining alone 16 stages of equal FLOPs, one per GPU. "Ours" is
 what ``capture plan --verify 5`` recommends in the same space. The stages of both plans are compiled, and their steps simulated alike.
 
 Each plan's memory is counted as its runtime needs it, from the same compiled stages: ours by this library's, Alpa's by Alpa's
@@ -37,24 +37,24 @@ from typing import Any
 
 from capture import environment
 from capture.alpa.memory import AlpaMemory, alpa_memory, alpa_replay
-from capture.choices import StageChoice, hybrid_choices
-from capture.cluster import Cluster
 from capture.errors import PlanError
-from capture.plan import Plan, StagePlan
+from capture.machine.cluster import Cluster
+from capture.machine.target import Target
+from capture.measured.profile import Profile
+from capture.measured.store import Store
+from capture.model.workload import WorkloadSpec
+from capture.plan.choices import StageChoice, hybrid_choices
+from capture.plan.stages import Plan, StagePlan
 from capture.predictor import AdditivePredictor
 from capture.predictor.step_time import predicted_timeline
-from capture.profile import Profile
 from capture.profiler.windows import choices_to_profile
-from capture.store import Store
-from capture.target import Target
-from capture.workload import WorkloadSpec
-from profiling_runs.profile import Measurements, open_measurements, profile
+from profiling_runs.collect import Measurements, open_measurements, profile
+from profiling_runs.pools.where import Where
 from profiling_runs.verify import Verification, verify, with_verified
-from profiling_runs.where import Where
 from recommender import recommend
-from recommender.autostage import LABEL, autostage
-from recommender.recommendation import Recommendation, baseline_plan
-from recommender.verified import recommend_verified
+from recommender.capture.autostage import LABEL, autostage
+from recommender.capture.recommendation import Recommendation, baseline_plan
+from recommender.capture.verified import recommend_verified
 
 TARGET = "a100-40g"
 CLUSTER = Cluster((4, 4, 4, 4), TARGET)

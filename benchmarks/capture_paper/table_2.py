@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.capture_paper.scenarios import CLUSTER, LARGEST, MODELS, Model, arguments, finish, is_chosen, prepare, profiled
 from benchmarks.drawing import OURS, PAPER, Panel, draw
 from recommender import recommend
-from recommender.autostage import autostage
+from recommender.capture.autostage import autostage
 
 #: Seconds: profiling, planning, total without the merger; total with 16 merged layers; Alpa's total.
 PAPER_SECONDS = {

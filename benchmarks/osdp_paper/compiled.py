@@ -23,11 +23,12 @@ from benchmarks.drawing import COLORS, draw, grouped_bars
 from benchmarks.osdp_memory import NUM_DEVICES, summary, write_document
 from benchmarks.osdp_paper.settings import GIB, SETTINGS, Setting, arguments, gain, gain_statistics
 from capture import environment
-from capture.cluster import Cluster
-from capture.osdp.cost import DP, ZDP, StepCost
-from capture.osdp.timeline import peak_bytes
-from capture.target import Target
-from capture.workload import WorkloadSpec
+from capture.machine.cluster import Cluster
+from capture.machine.target import Target
+from capture.model.workload import WorkloadSpec
+from capture.plan.sharding import DP, ZDP
+from capture.step.operator_cost import StepCost
+from capture.step.sharded import peak_bytes
 
 LIMIT_GIB = 16
 

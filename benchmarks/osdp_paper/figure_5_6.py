@@ -25,7 +25,8 @@ import sys
 from typing import Any
 
 from benchmarks.osdp_paper.settings import arguments, chosen, costs, finish, gain, gain_statistics, servers, throughput_picture, titan
-from capture.osdp.cost import ZDP, StepCost
+from capture.plan.sharding import ZDP
+from capture.step.operator_cost import StepCost
 from recommender.osdp import ShardingProblem
 from recommender.osdp.baselines import PURE, STRATEGIES, OneMode
 from recommender.osdp.exact import fastest_at

@@ -14,8 +14,9 @@ import sys
 
 from benchmarks.drawing import COLORS, Panel, draw
 from benchmarks.osdp_paper.settings import SEQ_LEN, arguments, finish, fitted_overlap, titan
-from capture.osdp.cost import Mode, StepCost
-from capture.osdp.operators import Block, Operator, OperatorModel
+from capture.model.operators import Block, Operator, OperatorModel
+from capture.plan.sharding import Mode
+from capture.step.operator_cost import StepCost
 
 WIDTHS = ((768, 1024), (8192, 12288))
 GRANULARITIES = (0, 4, 8, 16)  # of the paper's axis

@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.osdp_paper.settings import LIMITS_GIB, MIB, arguments, finish, gain, gain_statistics, measured, titan
-from capture.osdp.cost import Cost, Mode
-from capture.osdp.device import Devices
-from capture.osdp.operators import Block, Operator, OperatorModel
+from capture.machine.devices import Devices
+from capture.model.operators import Block, Operator, OperatorModel
+from capture.plan.sharding import Mode
+from capture.step.operator_cost import Cost
 from recommender.osdp import ShardingProblem
 from recommender.osdp.baselines import OneMode
 from recommender.osdp.exact import fastest_at

@@ -16,10 +16,10 @@ import time
 from typing import Any
 
 from benchmarks.osdp_paper.settings import SEQ_LEN, VOCAB_SIZE, arguments, chosen, costs, finish, titan
-from capture.cluster import Cluster
-from capture.osdp.cost import PaperCost, StepCost
-from capture.osdp.device import Devices
-from capture.osdp.transformer import transformer
+from capture.machine.cluster import Cluster
+from capture.machine.devices import Devices
+from capture.model.transformer import transformer
+from capture.step.operator_cost import PaperCost, StepCost
 from recommender.osdp import ShardingProblem, search
 
 GRANULARITIES = (1, 2, 4, 8, 16)

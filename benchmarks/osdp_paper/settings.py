@@ -24,13 +24,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.drawing import COLORS, draw, grouped_bars
-from capture.cluster import Cluster
-from capture.osdp.cost import PAPER_GRANULARITY, StepCost
-from capture.osdp.device import Devices
-from capture.osdp.fit import FittedLink, MeasuredCollective, fit_link, fit_overlap
-from capture.osdp.operators import OperatorModel
-from capture.osdp.transformer import transformer
-from capture.target import Link, Sourced
+from capture.machine.cluster import Cluster
+from capture.machine.devices import Devices
+from capture.machine.link_fit import FittedLink, MeasuredCollective, fit_link, fit_overlap
+from capture.machine.target import Link, Sourced
+from capture.model.operators import OperatorModel
+from capture.model.transformer import transformer
+from capture.step.operator_cost import PAPER_GRANULARITY, StepCost
 
 MIB, GIB = 2**20, 2**30
 FOLDER = Path(__file__).parent

@@ -24,14 +24,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from capture.alpa.placement import alpa_placement
-from capture.choices import StageChoice
 from capture.errors import ProfileError
-from capture.graph import LayerGraph
-from capture.ledger import Peak
-from capture.plan import Plan
+from capture.measured.profile import Profile
+from capture.model.graph import LayerGraph
+from capture.plan.choices import StageChoice
+from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
-from capture.profile import Profile
-from capture.step import StageInterface, build_step, replay
+from capture.step.ledger import Peak
+from capture.step.program import StageInterface, build_step, replay
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any
 from capture import __version__
 from capture.alpa.placement import Shape, alpa_placement, physical_shape
 from capture.errors import ExecutionError, PlanError, Violation
-from capture.plan import Plan
+from capture.plan.stages import Plan
 
 ALPA_VERSION = "0.2.3"
 
@@ -168,8 +168,8 @@ def to_alpa(plan: Plan) -> AlpaOptions:
             for all stages, none or full), ``alpa-shard-params``.
 
     Example:
-        >>> from capture.cluster import Cluster
-        >>> from capture.plan import StagePlan
+        >>> from capture.machine.cluster import Cluster
+        >>> from capture.plan.stages import StagePlan
         >>> options = to_alpa(Plan(Cluster((2,)), 2, (StagePlan((0, 1), [0, 1], data_parallel=2),), 8, 2))
         >>> options.submesh_logical_shapes, options.submesh_autosharding_option_dicts
         ([(2, 1)], [{'force_batch_dim_to_mesh_dim': 0}])

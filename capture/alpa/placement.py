@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from capture.cluster import Cluster
 from capture.errors import PlanError
+from capture.machine.cluster import Cluster
 
 Shape = tuple[int, int]
 

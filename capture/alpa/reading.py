@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from capture.alpa.placement import Shape, alpa_placement
-from capture.cluster import Cluster
 from capture.errors import PlanError
-from capture.plan import Plan, StagePlan
+from capture.machine.cluster import Cluster
+from capture.plan.stages import Plan, StagePlan
 
 _SAFE = {("collections", "OrderedDict"), ("builtins", "list"), ("builtins", "tuple"), ("builtins", "dict"), ("builtins", "set")}
 

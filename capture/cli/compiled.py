@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from capture.cli.output import say
-from capture.plan import Plan
-from capture.profile import Profile
+from capture.measured.profile import Profile
+from capture.plan.stages import Plan
 
 
 def add_no_compile(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +20,7 @@ def add_no_compile(parser: argparse.ArgumentParser) -> None:
 
 
 class PlanCompiler:
-    """Compiles plans (``recommender.verified.Compile``); the workload is loaded with the first.
+    """Compiles plans (``recommender.capture.verified.Compile``); the workload is loaded with the first.
 
     Args:
         options: Of the verb.

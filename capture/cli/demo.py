@@ -14,9 +14,9 @@ from capture.cli import options as shared
 from capture.cli.output import emit, say, table
 from capture.cli.progress import progress
 from capture.cli.run import execute
-from capture.cluster import Cluster
+from capture.machine.cluster import Cluster
+from capture.model.workload import WorkloadSpec
 from capture.quantities import format_bytes
-from capture.workload import WorkloadSpec
 
 NAME = "demo"
 HELP = "the whole path on a small GPT"
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     cluster = Cluster.parse(CLUSTER)
     environment.prepare(num_devices=cluster.num_devices)
-    from profiling_runs import profile
+    from profiling_runs import collect as profile
     from recommender import baseline_plan, recommend
 
     spec = WorkloadSpec.parse(WORKLOAD)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from capture.cli import options as shared
 from capture.cli.output import emit, table
 from capture.errors import CaptureError, ProfileError, Violation
-from capture.plan import Plan
-from capture.profile import Profile
+from capture.measured.profile import Profile
+from capture.plan.stages import Plan
 from capture.quantities import format_bytes, parse_bytes
 
 if TYPE_CHECKING:

@@ -21,10 +21,10 @@ from capture.cli import options as shared
 from capture.cli.output import emit, say, table
 from capture.cli.progress import progress
 from capture.errors import PlanError
-from capture.plan import Plan
+from capture.model.workload import WorkloadSpec
+from capture.plan.schedule import SCHEDULES
+from capture.plan.stages import Plan
 from capture.quantities import parse_bytes
-from capture.schedule import SCHEDULES
-from capture.workload import WorkloadSpec
 
 NAME = "evaluate"
 HELP = "compare predictions of random plans with compiled truth"
@@ -83,9 +83,9 @@ def finite(number: float) -> float | None:
 def main(options: argparse.Namespace) -> int:
     cluster = shared.read_cluster(options)
     global_batch, num_microbatches = shared.read_batch(options)
+    from capture.plan.sampling import random_plans
     from capture.predictor import AdditivePredictor
-    from capture.sampling import random_plans
-    from profiling_runs.profile import paper_profile, plan_of, profile, stage_config
+    from profiling_runs.collect import paper_profile, plan_of, profile, stage_config
 
     microbatch_size = global_batch // num_microbatches
     spec = WorkloadSpec.parse(options.workload)
@@ -174,11 +174,11 @@ def outcomes(
 ) -> tuple[list[Outcome], list[Outcome]]:
     """Per device and plan, the outcome of the default mode and of the paper's."""
     from capture.errors import ProfileError
-    from capture.interface import plan_interfaces
     from capture.predictor import AdditivePredictor
     from capture.predictor.paper import PaperPredictor
-    from capture.step import build_step, replay
-    from profiling_runs.profile import stage_config
+    from capture.step.interface import plan_interfaces
+    from capture.step.program import build_step, replay
+    from profiling_runs.collect import stage_config
 
     predictor = AdditivePredictor(result)
     paper_predictors = {schedule: PaperPredictor(statistics) for schedule, statistics in papers.items()}

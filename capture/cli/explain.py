@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from capture.attribution import attribute, group
 from capture.cli import options as shared
 from capture.cli.output import emit, table
 from capture.cli.progress import progress
 from capture.errors import ProfileError
-from capture.plan import Plan, Remat
+from capture.plan.schedule import SCHEDULES
+from capture.plan.stages import Plan, Remat
 from capture.quantities import format_bytes
-from capture.schedule import SCHEDULES
+from capture.step.attribution import attribute, group
 
 #: Groups of buffers and layers of a stage in the document, and in the text.
 NUM_GROUPS, NUM_SHOWN = 50, 8
@@ -42,7 +42,7 @@ def main(options: argparse.Namespace) -> int:
 
 def explain(plan: Plan, measurements: Any) -> dict[str, Any]:
     """The document of ``capture explain --json``: peaks with their parts, and every single change with what it saves."""
-    from profiling_runs.profile import stage_config
+    from profiling_runs.collect import stage_config
     from profiling_runs.verify import verify
 
     verified = verify(plan, measurements)

@@ -8,8 +8,8 @@ from typing import Any
 
 from capture.cli import options as shared
 from capture.cli.output import emit, table
-from capture.plan import Plan
-from capture.profile import Profile
+from capture.measured.profile import Profile
+from capture.plan.stages import Plan
 from capture.quantities import format_bytes
 
 NAME = "export"

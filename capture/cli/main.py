@@ -15,9 +15,9 @@ from typing import TextIO
 from capture import __version__, environment
 from capture.cli import demo, diff, evaluate, explain, export, jobs, osdp, plan, predict, profile, report, run, store, verify
 from capture.cli import options as shared
+from capture.cli.library_log import LibraryLog
 from capture.cli.progress import clear_line
 from capture.errors import CaptureError, Violation, raised_at, users_file, users_traceback, violations_of
-from capture.library_log import LibraryLog
 
 VERBS = (demo, profile, jobs, store, plan, predict, verify, run, osdp, explain, report, diff, export, evaluate)
 

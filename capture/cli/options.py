@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from capture import environment
-from capture.choices import StageChoice
 from capture.cli.output import say
 from capture.cli.progress import progress
-from capture.cluster import Cluster
 from capture.errors import PlanError, ProfileError, Violation
-from capture.plan import REMAT_POLICIES, TENSOR_PARALLEL_RULES, Plan, Remat, TensorParallelRule, batch_violations
-from capture.profile import Profile
-from capture.schedule import SCHEDULES
-from capture.store import Store
-from capture.target import Target, resolved_target, target_names
-from capture.workload import WorkloadSpec
+from capture.machine.cluster import Cluster
+from capture.machine.target import Target, resolved_target, target_names
+from capture.measured.profile import Profile
+from capture.measured.store import Store
+from capture.model.workload import WorkloadSpec
+from capture.plan.choices import StageChoice
+from capture.plan.schedule import SCHEDULES
+from capture.plan.stages import REMAT_POLICIES, TENSOR_PARALLEL_RULES, Plan, Remat, TensorParallelRule, batch_violations
 
 BACKENDS = ("compile", "run", "alpa")
 #: What the backward pass recomputes is chosen per stage, by the search.
@@ -203,7 +203,7 @@ def open_store(options: argparse.Namespace) -> Store:
 
 def where_of(options: argparse.Namespace) -> Any:
     """Where jobs run (``profiling_runs.Where``); ``options`` are those of ``add_store``."""
-    from profiling_runs.where import DEFAULT_TIMEOUT_SECONDS, Where
+    from profiling_runs.pools.where import DEFAULT_TIMEOUT_SECONDS, Where
 
     return Where(options.workers, options.ray, options.accelerator, options.job_timeout or DEFAULT_TIMEOUT_SECONDS)
 
@@ -236,7 +236,7 @@ def with_prediction(options: argparse.Namespace, plan: Plan, profile: Profile | 
             options, f"the plan has no prediction and there is no --profile: profiling {workload_of(plan, options.workload)} for its stages"
         )
         profile = _profile_of(options, plan)
-    from recommender.recommendation import predict_plan
+    from recommender.capture.recommendation import predict_plan
 
     return plan.with_(prediction=predict_plan(profile, plan).to_json()), profile
 
@@ -244,7 +244,7 @@ def with_prediction(options: argparse.Namespace, plan: Plan, profile: Profile | 
 def _profile_of(options: argparse.Namespace, plan: Plan) -> Profile:
     """A profile of the degrees that a plan's stages have."""
     measurements = open_plan_measurements(options, plan, progress(options))
-    from profiling_runs import profile
+    from profiling_runs import collect as profile
     from profiling_runs.verify import check_model
 
     check_model(plan, measurements)
@@ -285,7 +285,7 @@ def _open_measurements(
     unmarked_layers: int | None = None,
 ) -> Any:
     prepare(cluster)
-    from profiling_runs.profile import open_measurements
+    from profiling_runs.collect import open_measurements
 
     return open_measurements(
         spec,
@@ -436,7 +436,7 @@ def make_profile(
     """
     spec = WorkloadSpec.parse(options.workload)
     prepare_backends([options])
-    from profiling_runs import profile
+    from profiling_runs import collect as profile
 
     return profile(
         spec,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from capture.cli import options as shared
 from capture.cli.output import emit, say, table
+from capture.model.workload import WorkloadSpec
 from capture.quantities import format_bytes
-from capture.workload import WorkloadSpec
 
 NAME = "osdp"
 HELP = "shard a model's operators over data-parallel devices"

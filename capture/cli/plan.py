@@ -14,17 +14,17 @@ from capture.cli.compiled import PlanCompiler, add_no_compile
 from capture.cli.output import emit, peak_line, say, stage_table, table
 from capture.cli.progress import progress
 from capture.cli.suggest import cheapest_change
-from capture.cluster import Cluster
 from capture.errors import PlanError, ProfileError, Violation
+from capture.machine.cluster import Cluster
+from capture.machine.target import Target
+from capture.measured.merge import merge_profiles
+from capture.measured.profile import Profile
+from capture.model.workload import WorkloadSpec
+from capture.plan.schedule import SCHEDULES
 from capture.predictor.step_time import describe_time, has_times, predicted_timeline, time_summary
-from capture.profile import Profile
-from capture.profile_merge import merge_profiles
 from capture.quantities import format_bytes, parse_bytes
-from capture.schedule import SCHEDULES
-from capture.target import Target
-from capture.workload import WorkloadSpec
-from recommender.recommendation import AUTOSTAGE, MODES, OBJECTIVES, SEARCH_NAMES, question_violations, search_names
-from recommender.result import SearchResult
+from recommender.capture.recommendation import AUTOSTAGE, MODES, OBJECTIVES, SEARCH_NAMES, question_violations, search_names
+from recommender.capture.result import SearchResult
 
 NAME = "plan"
 HELP = "recommend the plan of least peak memory"
@@ -146,9 +146,9 @@ def _tell(options: argparse.Namespace, lines: Sequence[str]) -> None:
 def _least_state(
     options: argparse.Namespace, measurements: Any, size: int, cluster: Cluster, limit: int | None, **asks: Any
 ) -> SearchResult:
-    """The least that any plan needs for its state, at the cost of tracing (``recommender.least_state``)."""
-    from profiling_runs.profile import Question
-    from recommender.least_state import least_state
+    """The least that any plan needs for its state, at the cost of tracing (``recommender.capture.least_state``)."""
+    from profiling_runs.collect import Question
+    from recommender.capture.least_state import least_state
 
     asked = shared.asked(options, asks.pop("microbatch_size", size), **asks)
     names = ("remat", "shard_optimizer", "shard_params", "whole_nodes", "any_divisor")
@@ -180,7 +180,7 @@ def _refused(
     options: argparse.Namespace, measurements: Any, cluster: Cluster, global_batch: int, num_microbatches: int, limit: int | None
 ) -> int | None:
     """The exit code where no plan can exist or fit, which is told at once; None if one may, and is worth measuring for."""
-    from recommender.least_state import beyond_memory
+    from recommender.capture.least_state import beyond_memory
 
     memory, size = Target.load(cluster.target).memory, global_batch // num_microbatches
     limit = memory.usable_bytes if limit is None and memory is not None else limit
@@ -250,12 +250,12 @@ def _ask(
 
 
 def _knowledge(options: argparse.Namespace, profile: Profile, cluster: Cluster) -> Any:
-    """What is known, and what compiles the rest (``recommender.verified.Knowledge``).
+    """What is known, and what compiles the rest (``recommender.capture.verified.Knowledge``).
 
     Raises:
         ProfileError: ``verify-mode`` for ``--verify`` with the paper's predictor, or with ``--no-compile``.
     """
-    from recommender.verified import MOST_PLANS, Knowledge
+    from recommender.capture.verified import MOST_PLANS, Knowledge
 
     if options.verify and options.mode != "default":
         raise ProfileError.of("--verify looks compiled stages up in the default predictor; leave out --mode paper.", "verify-mode")
@@ -275,7 +275,7 @@ def _chosen(
     Raises:
         PlanError: ``plan-extent`` for the largest batch without a limit.
     """
-    from recommender.extent import best_of, largest_batch, smallest_cluster
+    from recommender.capture.extent import best_of, largest_batch, smallest_cluster
 
     asked = (cluster, global_batch, num_microbatches, options.schedule)
 

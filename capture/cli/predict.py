@@ -11,8 +11,8 @@ from capture.cli.compiled import PlanCompiler, add_no_compile
 from capture.cli.output import emit, peak_line, stage_table
 from capture.cli.progress import progress
 from capture.errors import PlanError, WorkloadError
-from capture.plan import Plan
-from capture.profile import Profile
+from capture.measured.profile import Profile
+from capture.plan.stages import Plan
 
 NAME = "predict"
 HELP = "predict a plan's memory from a profile"

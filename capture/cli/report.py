@@ -10,8 +10,8 @@ from pathlib import Path
 
 from capture.cli import options as shared
 from capture.cli.output import emit, table
-from capture.plan import Plan
-from capture.profile import Profile
+from capture.measured.profile import Profile
+from capture.plan.stages import Plan
 from capture.quantities import parse_bytes
 
 NAME = "report"
@@ -45,7 +45,7 @@ def main(options: argparse.Namespace) -> int:
         options.output.write_text(page(facts), encoding="utf-8")
         written["page"] = str(options.output)
     if options.trace is not None:
-        from capture.trace_events import save_trace
+        from capture.step.trace_events import save_trace
 
         save_trace(facts.schedule.simulation, options.trace, facts.schedule.processes)
         written["trace"] = str(options.trace)

@@ -16,7 +16,7 @@ from capture import environment
 from capture.cli import options as shared
 from capture.cli.output import emit, say, table
 from capture.errors import PlanError
-from capture.plan import Plan
+from capture.plan.stages import Plan
 from capture.quantities import format_bytes
 
 NAME = "run"
@@ -67,11 +67,11 @@ def execute(
     import jax
     import numpy as np
 
+    from capture.model.workload import takes_key
     from capture.runtime import checkpoint
     from capture.runtime.meter import measure_heap, measure_step
     from capture.runtime.pipeline import pipeshard
     from capture.runtime.reference import ReferenceStep
-    from capture.workload import takes_key
 
     if check and restore is not None:
         raise PlanError.of(

@@ -23,7 +23,7 @@ from capture import environment
 from capture.cli import options as shared
 from capture.cli.output import emit, table
 from capture.errors import ProfileError
-from capture.store import STATES, Row, Store
+from capture.measured.store import STATES, Row, Store
 
 #: Of the rows of an exported file.
 _FIELDS: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """When nothing fits: the cheapest single change that does, found by planning again, not by guessing.
 
 Changes are tried in the order of what they cost a user: another schedule, more and smaller micro-batches, a split optimizer state,
-rematerialisation (recomputing takes time), then more nodes. One is passed over if not even the state fits (``recommender.least_state``), or
+rematerialisation (recomputing takes time), then more nodes. One is passed over if not even the state fits (``recommender.capture.least_state``), or
 what is measured already says that it cannot save enough; of the others, those that need new measurements make them through the store, and
 one that fits by an extrapolation alone is compiled before it is named.
 """
@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from capture.cluster import Cluster
-from capture.interface import StageCost
-from capture.profile import Profile, StageConfig
+from capture.machine.cluster import Cluster
+from capture.measured.profile import Profile, StageConfig
+from capture.measured.stage_cost import StageCost
 from capture.quantities import format_bytes
 
 
@@ -53,7 +53,7 @@ def cheapest_change(
 
     Args:
         options: Of ``capture plan``.
-        knowledge: Under which nothing fits (``recommender.verified.Knowledge``); None if nothing was measured, because not even the state
+        knowledge: Under which nothing fits (``recommender.capture.verified.Knowledge``); None if nothing was measured, because not even the state
             fits. Then nothing is measured for a change either, and the first under which the state fits is named, with that.
         num_layers: Of the model.
         cluster, global_batch, limit: Of the question.
@@ -63,7 +63,7 @@ def cheapest_change(
         least_state: ``least_state(cluster, remat=..., ...)`` is the least that plans of the changed question need for parameters, gradients
             and optimizer state; None where that is not known.
     """
-    from recommender.recommendation import recommend
+    from recommender.capture.recommendation import recommend
 
     profile = None if knowledge is None else knowledge.profile
     for change in _changes(options, profile, num_layers, cluster, global_batch, num_microbatches, reprofile is not None):
@@ -109,8 +109,8 @@ def _least_peak(profile: Profile, change: Change, asked: Mapping[str, Any]) -> i
     A split optimizer state is a part of what each replica holds, and its update needs nothing more; of what recomputing saves, and of what
     programs need meanwhile, nothing is left.
     """
-    from recommender.minmax import minmax
-    from recommender.recommendation import search_problem
+    from recommender.capture.minmax import minmax
+    from recommender.capture.recommendation import search_problem
 
     def at_best(config: StageConfig, cost: StageCost) -> StageCost:
         if "shard_optimizer" in change.asks:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.ad_checkpoint import checkpoint_name
 
-from capture.workload import Workload
+from capture.model.workload import Workload
 
 VOCABULARY, SEQUENCE, WIDTH, HEADS = 512, 64, 64, 4
 

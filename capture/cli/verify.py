@@ -9,11 +9,11 @@ from typing import Any
 from capture.cli import options as shared
 from capture.cli.output import emit, table
 from capture.cli.progress import progress
-from capture.headroom import Headroom
-from capture.plan import Plan
+from capture.machine.target import Target
+from capture.plan.headroom import Headroom
+from capture.plan.stages import Plan
 from capture.predictor.step_time import describe_time, time_summary
 from capture.quantities import format_bytes, parse_bytes
-from capture.target import Target
 
 NAME = "verify"
 HELP = "compile a plan's stages for its target: the exact peak per device"

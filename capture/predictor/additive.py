@@ -12,21 +12,22 @@ from dataclasses import replace
 
 import numpy as np
 
-from capture.choices import ParamSplit, StageChoice
 from capture.errors import ProfileError, plain
-from capture.graph import LayerGraph
-from capture.interface import StageCost, plan_interfaces
-from capture.plan import Plan
+from capture.machine.target import same_target
+from capture.measured.profile import Calibration, Profile, StageConfig
+from capture.measured.size_errors import octaves_away
+from capture.measured.stage_cost import StageCost
+from capture.model.graph import LayerGraph
+from capture.plan.choices import ParamSplit, StageChoice
+from capture.plan.prediction import Prediction, StagePrediction
+from capture.plan.schedule import make_schedule, occupancy_by_position
+from capture.plan.stages import Plan
 from capture.predictor.fit import fit_degrees, fit_line
 from capture.predictor.formula import StageMemory, kept_bytes, of_interfaces, peak_parts, peaks_by_position
-from capture.predictor.prediction import Prediction, StagePrediction
 from capture.predictor.same_stages import stage_signature
 from capture.predictor.statistics import extend_windows
-from capture.profile import Calibration, Profile, StageConfig
-from capture.schedule import make_schedule, occupancy_by_position
-from capture.size_errors import octaves_away
-from capture.step import StageInterface
-from capture.target import same_target
+from capture.step.interface import plan_interfaces
+from capture.step.program import StageInterface
 
 #: Rows of a statistics table.
 COMPONENTS = ("kept", "forward", "backward", "update", "optimizer", "summarize", "summary")

@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from capture.graph import LayerGraph
-from capture.interface import StageCost, stage_values
-from capture.schedule import Occupancy
-from capture.step import StageInterface
+from capture.measured.stage_cost import StageCost
+from capture.model.graph import LayerGraph
+from capture.plan.schedule import Occupancy
+from capture.step.interface import stage_values
+from capture.step.program import StageInterface
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from capture.choices import StageChoice
 from capture.errors import ProfileError, Violation
-from capture.plan import Plan
+from capture.plan.choices import StageChoice
+from capture.plan.prediction import Prediction, StagePrediction
+from capture.plan.stages import Plan
 from capture.predictor.fit import fit_degree, fit_line, inverse
-from capture.predictor.prediction import Prediction, StagePrediction
 
 MAX_PROFILED_DEGREE = 4
 

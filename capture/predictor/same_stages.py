@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from itertools import count
 
-from capture.graph import LayerGraph, Tensor
+from capture.model.graph import LayerGraph, Tensor
 
 
 def stage_signature(graph: LayerGraph, first: int, stop: int, param_bytes: Sequence[int]) -> Hashable:

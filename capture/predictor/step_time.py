@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from capture.graph import LayerGraph
-from capture.plan import Plan
+from capture.machine.target import Target
+from capture.measured.profile import Profile
+from capture.model.graph import LayerGraph
+from capture.plan.stages import Plan
 from capture.predictor.additive import AdditivePredictor
 from capture.predictor.times import TimePredictor
-from capture.profile import Profile
-from capture.target import Target
-from capture.timeline import StepTimeline, plan_timeline
+from capture.step.timeline import StepTimeline, plan_timeline
 
 
 def predicted_timeline(plan: Plan, profile: Profile) -> StepTimeline:

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from capture.choices import StageChoice
 from capture.errors import ProfileError
-from capture.plan import Plan
+from capture.machine.target import Target
+from capture.measured.profile import Profile, StageConfig
+from capture.plan.choices import StageChoice
+from capture.plan.stages import Plan
 from capture.predictor.fit import fit_line
 from capture.predictor.statistics import extend_windows
-from capture.profile import Profile, StageConfig
-from capture.target import Target
-from capture.timing import StageTimes, TimeModel
+from capture.step.times import StageTimes, TimeModel
 
 
 @dataclass(frozen=True)

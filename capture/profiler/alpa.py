@@ -19,13 +19,13 @@ import capture.alpa.worker
 from capture import environment
 from capture.alpa import to_alpa
 from capture.alpa.placement import physical_shape
-from capture.cluster import Cluster
 from capture.errors import ExecutionError
+from capture.machine.cluster import Cluster
+from capture.measured.store import Store
+from capture.model.workload import WorkloadSpec
 from capture.profiler.compile import PROGRAM_VERSION
-from capture.profiler.profiling_run import Executed, Machine, ProfilingRun
+from capture.profiler.execution import Executed, Machine, ProfilingRun
 from capture.profiler.run import RunBackend
-from capture.store import Store
-from capture.workload import WorkloadSpec
 
 _VERSIONS = "import json, alpa, jax, jaxlib; print(json.dumps({m.__name__: m.__version__ for m in (alpa, jax, jaxlib)}))"
 

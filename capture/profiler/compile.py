@@ -18,23 +18,25 @@ from typing import Any
 import jax
 
 from capture import environment
-from capture.attribution import StageBuffers
-from capture.choices import StageChoice
+from capture.compiler.assembler import write_assembler
+from capture.compiler.executable import Executable, compile_program
+from capture.compiler.report_compiler import ReportCompiler
+from capture.compiler.target_devices import devices_of
 from capture.errors import TargetError
-from capture.graph import LayerGraph, content_hash
-from capture.interface import StageCost, UpdateCost, owned_and_borrowed, shared_onwards
-from capture.profile import StageConfig
-from capture.profiler.assembler import write_assembler
-from capture.profiler.report_compiler import ReportCompiler
-from capture.profiler.target_devices import devices_of
+from capture.machine.target import Target
+from capture.measured.profile import StageConfig
+from capture.measured.stage_cost import StageCost, UpdateCost
+from capture.measured.store import Store
+from capture.model.graph import LayerGraph, content_hash
+from capture.model.workload import WorkloadProtocol
+from capture.partition.sharding import ModelSharding
+from capture.partition.tensor_parallel import Rule
+from capture.plan.choices import StageChoice
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
-from capture.runtime.programs import Executable, StagePrograms, compile_program
-from capture.runtime.sharding import ModelSharding
-from capture.runtime.tensor_parallel import Rule
-from capture.store import Store
-from capture.target import Target
+from capture.runtime.programs import StagePrograms
+from capture.step.attribution import StageBuffers
+from capture.step.interface import owned_and_borrowed, shared_onwards
 from capture.tracing import TracedModel, trace
-from capture.workload import WorkloadProtocol
 
 #: Bump when the programs of a stage change for the same model, so that old measurements are not taken for new ones.
 PROGRAM_VERSION = 3

@@ -16,15 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from capture.choices import ParamSplit, StageChoice
 from capture.errors import ProfileError
-from capture.graph import LayerGraph
-from capture.interface import NO_COST, StageCost, stage_interface
-from capture.plan import Remat
+from capture.measured.profile import StageConfig
+from capture.measured.stage_cost import NO_COST, StageCost
+from capture.model.graph import LayerGraph
+from capture.plan.choices import ParamSplit, StageChoice
+from capture.plan.schedule import make_schedule
+from capture.plan.stages import Remat
 from capture.predictor.formula import of_interfaces, peak_of
-from capture.profile import StageConfig
 from capture.profiler.partitionings import pipeline_partitionings
-from capture.schedule import make_schedule
+from capture.step.interface import stage_interface
 
 #: The five sets of runs: no parallelism inside a stage, and 2- and 4-way data or tensor parallelism.
 PROFILED_CHOICES = (StageChoice(), StageChoice(2, 1), StageChoice(4, 1), StageChoice(1, 2), StageChoice(1, 4))

@@ -23,18 +23,18 @@ import numpy as np
 
 from capture import environment
 from capture.errors import CaptureError
-from capture.graph import content_hash
-from capture.plan import Plan, TensorParallelRule
-from capture.profile import StageConfig
+from capture.measured.profile import StageConfig
+from capture.measured.store import Store
+from capture.model.graph import content_hash
+from capture.model.workload import WorkloadProtocol, takes_key
+from capture.plan.stages import Plan, TensorParallelRule
 from capture.profiler.compile import PROGRAM_VERSION, CompileBackend
+from capture.profiler.execution import Executed, Machine, ProfilingRun, replay_key
 from capture.profiler.paper import RunPeaks
-from capture.profiler.profiling_run import Executed, Machine, ProfilingRun, replay_key
 from capture.quantities import format_bytes
 from capture.runtime.meter import AllocatorMeter, LiveArrayMeter, measure_step
 from capture.runtime.pipeline import PipelinedStep
 from capture.runtime.programs import StagePrograms
-from capture.store import Store
-from capture.workload import WorkloadProtocol, takes_key
 
 
 def machine_here() -> Machine:

@@ -19,15 +19,15 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capture import environment
-from capture.cluster import Cluster
+from capture.compiler.assembler import write_assembler
+from capture.compiler.executable import Executable, compile_program
+from capture.compiler.report_compiler import ReportCompiler
+from capture.compiler.target_devices import devices_of
 from capture.errors import TargetError
-from capture.profiler.assembler import write_assembler
-from capture.profiler.report_compiler import ReportCompiler
-from capture.profiler.target_devices import devices_of
-from capture.runtime.osdp import Emission, mesh_axes
-from capture.runtime.programs import Executable, compile_program
-from capture.target import Target
-from capture.workload import WorkloadProtocol
+from capture.machine.cluster import Cluster
+from capture.machine.target import Target
+from capture.model.workload import WorkloadProtocol
+from capture.runtime.sharded.emission import Emission, mesh_axes
 
 #: What JAX calls the platforms of targets.
 _JAX_PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from capture.choices import StageChoice
-from capture.cluster import Cluster
+from capture.machine.cluster import Cluster
+from capture.measured.profile import StageConfig
+from capture.plan.choices import StageChoice
 from capture.predictor.statistics import inner_starts
-from capture.profile import StageConfig
 
 DEFAULT_NEIGHBOURS = 2
 #: Longer windows, whose deviation from the sum of M_a corrects stages of many layers. The longest is measured inside the model only: where

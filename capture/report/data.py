@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
 
+from capture.documents import FieldError, Fields
 from capture.errors import PlanError
-from capture.fields import FieldError, Fields
-from capture.headroom import Headroom
-from capture.plan import Plan, StagePlan
+from capture.machine.target import Target
+from capture.measured.profile import Profile
+from capture.plan.headroom import Headroom
+from capture.plan.stages import Plan, StagePlan
 from capture.predictor.additive import AdditivePredictor
 from capture.predictor.step_time import has_times, predicted_timeline
-from capture.profile import Profile
-from capture.simulator import Device, MemoryUse, Simulation, Work, simulate
-from capture.step import build_step
-from capture.target import Target
-from capture.timeline import StepTimeline, compute_stream, pipeline_timeline
-from capture.timing import StageTimes
+from capture.step.program import build_step
+from capture.step.simulator import Device, MemoryUse, Simulation, Work, simulate
+from capture.step.timeline import StepTimeline, compute_stream, pipeline_timeline
+from capture.step.times import StageTimes
 
 Clock = Literal["seconds", "units", "clocks"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from capture.plan import Plan, StagePlan
+from capture.plan.stages import Plan, StagePlan
 from capture.quantities import format_bytes
 from capture.report.data import ReportFacts
 from capture.report.units import format_seconds

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from capture.plan import StagePlan
+from capture.plan.stages import StagePlan
 from capture.quantities import format_bytes
 from capture.report.data import ReportFacts, StageFacts, envelope, levels
 from capture.report.palette import INK, LIMIT, category_color, in_order, stage_colors, text_on

@@ -7,8 +7,8 @@ from typing import Any
 from capture.report.data import ScheduleFacts
 from capture.report.palette import KINDS, OTHER
 from capture.report.units import Unit, format_seconds, seconds_unit
-from capture.simulator import Work
-from capture.timeline import compute_stream
+from capture.step.simulator import Work
+from capture.step.timeline import compute_stream
 
 #: More programs and transfers than these are drawn as an image.
 MAX_BARS = 1500

@@ -1,6 +1,6 @@
 """The instructions of a step, bound to executables and transfers once, so that a step only calls them in order.
 
-Programs, copies and feeds are enqueued, and the host runs ahead of the devices; it waits for them only where ``capture.run_ahead`` says so.
+Programs, copies and feeds are enqueued, and the host runs ahead of the devices; it waits for them only where ``capture.step.run_ahead`` says so.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from capture.partition.sharding import struct_of
 from capture.runtime.programs import StagePrograms
 from capture.runtime.reshard import plan_reshard, reshard
-from capture.runtime.sharding import struct_of
-from capture.step import Feed, Free, Instruction, Move, Run, StepProgram
+from capture.step.program import Feed, Free, Instruction, Move, Run, StepProgram
 
 
 @dataclass

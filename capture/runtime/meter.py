@@ -24,10 +24,10 @@ from typing import Any
 import jax
 
 from capture.errors import ExecutionError, Violation
-from capture.ledger import Ledger
+from capture.model.workload import PyTree
 from capture.runtime.pipeline import Observer, PipelinedStep, PipelineState, StepMetrics
-from capture.step import Instruction, Run, book, hold
-from capture.workload import PyTree
+from capture.step.ledger import Ledger
+from capture.step.program import Instruction, Run, book, hold
 
 #: A device and an address on it.
 Buffer = tuple[jax.Device, int]

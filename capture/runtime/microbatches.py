@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from capture.errors import ExecutionError, Violation
-from capture.graph import Tensor
+from capture.model.graph import Tensor
+from capture.model.workload import PyTree
 from capture.tracing import TracedModel
-from capture.workload import PyTree
 
 
 def split_microbatches(traced: TracedModel, num_microbatches: int, batch: PyTree, key: jax.Array | None) -> list[list[Any]]:

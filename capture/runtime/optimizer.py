@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from capture.errors import WorkloadError
-from capture.runtime.dataflow import DataFlow
+from capture.tracing.dataflow import DataFlow
 
 #: Larger values do not travel between stages at the end of a step.
 _MAX_SUMMARY_ELEMENTS = 256

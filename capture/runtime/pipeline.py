@@ -12,21 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from capture import environment
-from capture.choices import StageChoice
+from capture.compiler.executable import Executable, compile_program
 from capture.errors import ExecutionError, PlanError, Violation
-from capture.interface import owned_and_borrowed, plan_interfaces
-from capture.ledger import Ledger
-from capture.plan import Plan
-from capture.run_ahead import waits
+from capture.model.workload import PyTree, WorkloadProtocol
+from capture.partition.sharding import ModelSharding
+from capture.partition.tensor_parallel import Rule
+from capture.plan.choices import StageChoice
+from capture.plan.stages import Plan
 from capture.runtime.dispatch import Action, Frame, bind, to_device, to_host, wait_before
 from capture.runtime.microbatches import split_microbatches
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
-from capture.runtime.programs import Executable, StagePrograms, compile_program
-from capture.runtime.sharding import ModelSharding
-from capture.runtime.tensor_parallel import Rule
-from capture.step import Instruction, Run, StepProgram, build_step, replay
+from capture.runtime.programs import StagePrograms
+from capture.step.interface import owned_and_borrowed, plan_interfaces
+from capture.step.ledger import Ledger
+from capture.step.program import Instruction, Run, StepProgram, build_step, replay
+from capture.step.run_ahead import waits
 from capture.tracing import TracedModel, trace
-from capture.workload import PyTree, WorkloadProtocol
 
 Observer = Callable[[Instruction, list[Any]], None]
 
@@ -131,7 +132,7 @@ class PipelinedStep:
     """A compiled training step of a plan. Made by ``pipeshard``.
 
     Attributes:
-        bound_run_ahead: Whether the host waits where devices would else hold more than the replay books (``capture.run_ahead``). By default
+        bound_run_ahead: Whether the host waits where devices would else hold more than the replay books (``capture.step.run_ahead``). By default
             it does on CPU; a GPU's allocator hands out memory in the order of the programs.
     """
 

@@ -9,13 +9,9 @@ pass, so that neither is stored once per micro-batch. ``jax.checkpoint`` around 
 from __future__ import annotations
 
 import re
-import tempfile
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,99 +20,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from capture.attribution import Buffer, StageBuffers
-from capture.graph import LayerGraph, Tensor
-from capture.interface import StageCost, UpdateCost, owned_and_borrowed
-from capture.runtime.dataflow import DataFlow
-from capture.runtime.hlo_buffers import read_buffers
-from capture.runtime.hlo_work import NO_LOCAL_FLOPS, LocalFlops, work_of
-from capture.runtime.local_calls import localize
+from capture.compiler.executable import Executable, compile_program
+from capture.measured.stage_cost import StageCost, UpdateCost
+from capture.model.graph import LayerGraph, Tensor
+from capture.partition.local_calls import localize
+from capture.partition.sharding import over_replicas, struct_of
+from capture.partition.tensor_parallel import DATA_AXIS, MODEL_AXIS
 from capture.runtime.optimizer import StageUpdate
-from capture.runtime.sharding import over_replicas, struct_of
-from capture.runtime.tensor_parallel import DATA_AXIS, MODEL_AXIS
+from capture.step.attribution import Buffer, StageBuffers
+from capture.step.interface import owned_and_borrowed
 from capture.tracing import StageSlice
+from capture.tracing.dataflow import DataFlow
 from capture.tracing.source import layer_of_scope, line_of, operation_name
 from capture.tracing.split_rule import may_hold_split_rule
-from capture.work import ProgramWork
 
-#: Leave out optimisations of machine code: half the compile time, byte-identical buffer assignment.
-_MEASURING_OPTIONS: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
-
+#: An argument of a compiled program, by group and number.
 _ARGUMENT = re.compile(r"(\w+)\[(\d+)\]")
-
-
-@dataclass(frozen=True, eq=False)
-class Executable:
-    """A compiled program and its needs.
-
-    Attributes:
-        call: Runs it on arrays of the shardings it was compiled for; refuses others.
-        outputs: Structure of its results, with shardings.
-        transient_bytes: Per device, temporaries + outputs - aliased inputs.
-        work: What it computes, reads and sends, if asked for.
-        output_bytes: Per device, of all results as they are allocated, where that is more than their elements (padded tiles of a TPU).
-        buffers: Temporaries and results at the program's peak, if asked for.
-    """
-
-    call: Callable[..., Any]
-    outputs: Any
-    transient_bytes: int
-    work: ProgramWork | None = None
-    output_bytes: int | None = None
-    buffers: tuple[Buffer, ...] = ()
-
-
-#: The layer that the name of an operation or an argument in a compiled program tells of.
-LayerOf = Callable[[str], "int | None"]
-
-
-def compile_program(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    *,
-    donate: Sequence[int] = (),
-    out_shardings: Any = None,
-    fast_compile: bool = False,
-    count_work: bool = False,
-    options: Mapping[str, Any] | None = None,
-    layer_of: LayerOf | None = None,
-    local_flops: LocalFlops = NO_LOCAL_FLOPS,
-) -> Executable:
-    """Compile for abstract arguments; nothing is allocated.
-
-    Args:
-        function: Pure.
-        args: ``ShapeDtypeStruct`` pytrees with shardings.
-        donate: Positions of donated arguments.
-        out_shardings: As for ``jax.jit``; None lets the compiler choose.
-        fast_compile: Skip what takes the compiler long and changes no buffer: the program runs, but slowly.
-        count_work: Also find out what the program computes, reads and sends.
-        options: Of XLA.
-        layer_of: Also find out what buffers the program holds at its peak, and of which layer they are.
-        local_flops: Of the operations that run on each device's part.
-    """
-    jitted = jax.jit(function, donate_argnums=tuple(donate), **({} if out_shardings is None else {"out_shardings": out_shardings}))
-    with warnings.catch_warnings():
-        # Residuals are donated to be freed, whether or not an output fits into them.
-        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        lowered = jitted.lower(*args)
-        chosen = {**(_MEASURING_OPTIONS if fast_compile else {}), **(options or {})}
-        with tempfile.TemporaryDirectory(prefix="capture-dump-") if layer_of else nullcontext("") as folder:
-            if layer_of is not None:
-                chosen |= {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-            compiled = lowered.compile(compiler_options=chosen or None)
-            buffers = () if layer_of is None else read_buffers(Path(folder), layer_of)
-    memory = compiled.memory_analysis()
-    assert memory is not None, "XLA reports the memory of a program on CPU, GPU and TPU"
-    transient = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    outputs = jax.tree.map(
-        lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding), lowered.out_info, compiled.output_shardings
-    )
-    # A layer without parameters has nothing to update: such a program has neither arguments nor results, and computes nothing.
-    num_devices = max((len(leaf.sharding.device_set) for leaf in jax.tree.leaves((tuple(args), outputs))), default=1)
-    work = work_of(compiled, lowered, num_devices, local_flops) if count_work else None
-    return Executable(compiled, outputs, int(transient), work, buffers=buffers)
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from capture.graph import LayerGraph
+from capture.model.graph import LayerGraph
+from capture.model.workload import PyTree, WorkloadProtocol
 from capture.runtime.microbatches import split_microbatches
 from capture.tracing import TracedModel
-from capture.workload import PyTree, WorkloadProtocol
 
 
 @dataclass(frozen=True)

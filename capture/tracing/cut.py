@@ -14,8 +14,8 @@ from itertools import accumulate
 from typing import Any
 
 from capture.errors import TracingError
-from capture.graph import item_bytes
-from capture.osdp.operators import Kind
+from capture.model.graph import item_bytes
+from capture.model.operators import Kind
 from capture.tracing.flops import sub_jaxprs
 from capture.tracing.program import Op, Program
 

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from capture.errors import TracingError
-from capture.graph import Layer, LayerGraph, Tensor, content_hash
+from capture.model.graph import Layer, LayerGraph, Tensor, content_hash
+from capture.model.workload import PyTree, WorkloadProtocol, takes_key
 from capture.tracing.cut import FLOPS_TOLERANCE, applied, cluster_cuts, layers_without_marks, mark_cuts, product_cuts
 from capture.tracing.flatten import EquationPath, flatten
 from capture.tracing.hashing import ProgramHasher
@@ -21,7 +22,6 @@ from capture.tracing.layers import LayerOps, assign_layers
 from capture.tracing.leaf_uses import split_dims
 from capture.tracing.program import Program
 from capture.tracing.slices import LayerCall, LayerFunction, StageSlice
-from capture.workload import PyTree, WorkloadProtocol, takes_key
 
 
 @dataclass(frozen=True, eq=False)

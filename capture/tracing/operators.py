@@ -13,16 +13,16 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from capture.errors import TracingError
-from capture.graph import Tensor, item_bytes
-from capture.osdp.operators import Block, Kind, Operator, OperatorModel
-from capture.osdp.plan import ParameterLeaf
-from capture.target import Products, Target
+from capture.machine.target import Products, Target
+from capture.model.graph import Tensor, item_bytes
+from capture.model.operators import Block, Kind, Operator, OperatorModel
+from capture.model.workload import WorkloadProtocol
+from capture.plan.sharding import ParameterLeaf
 from capture.tracing.cut import PRODUCTS
 from capture.tracing.leaf_uses import LAYOUT
 from capture.tracing.model import TracedModel, trace
 from capture.tracing.program import RematRegion
 from capture.tracing.slices import StageSlice
-from capture.workload import WorkloadProtocol
 
 
 @dataclass(frozen=True, eq=False)

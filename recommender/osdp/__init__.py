@@ -1,6 +1,6 @@
 """Which operators to shard, and for which batch size: ``osdp`` for a training task, the searches, and strategies to compare with."""
 
-from capture.osdp.plan import ShardingPlan
+from capture.plan.sharding import ShardingPlan
 from recommender.osdp.emission import OsdpResult, osdp
 from recommender.osdp.problem import ShardingProblem
 from recommender.osdp.result import ShardingResult

@@ -13,14 +13,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from capture.osdp.cost import DP, ZDP, BatchSize, Cost, CostModel, Mode, PaperCost, StepCost
-from capture.osdp.device import Devices
-from capture.osdp.operators import Operator, OperatorModel
-from capture.osdp.plan import ShardingPlan
-from capture.osdp.tensor_parallel import TensorParallelCost
+from capture.machine.devices import Devices
+from capture.model.operators import Operator, OperatorModel
+from capture.plan.sharding import DP, ZDP, Mode, ShardingPlan
+from capture.step.operator_cost import BatchSize, Cost, CostModel, PaperCost, StepCost
 from recommender.osdp.pipeline import Pipeline, PipelineSchedule, layers_of
 from recommender.osdp.problem import ShardingProblem
 from recommender.osdp.search import search
+from recommender.osdp.tensor_parallel import TensorParallelCost
 
 Costs = PaperCost | StepCost
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from capture.osdp.plan import ShardingPlan
+from capture.plan.sharding import ShardingPlan
 from recommender.osdp.problem import Options, ShardingProblem
 from recommender.osdp.result import ShardingResult, answer, plan_of
 

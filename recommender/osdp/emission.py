@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from capture.cluster import Cluster
 from capture.errors import ClusterError, PlanError, TargetError, Violation
-from capture.osdp.cost import PAPER_GRANULARITY, Mode, StepCost
-from capture.osdp.device import Devices
-from capture.osdp.operators import Operator
-from capture.osdp.plan import ShardingPlan
+from capture.machine.cluster import Cluster
+from capture.machine.devices import Devices
+from capture.machine.target import Target
+from capture.model.operators import Operator
+from capture.model.workload import WorkloadProtocol
+from capture.plan.sharding import Mode, ShardingPlan
 from capture.quantities import format_bytes, parse_bytes
-from capture.target import Target
-from capture.workload import WorkloadProtocol
+from capture.step.operator_cost import PAPER_GRANULARITY, StepCost
 from recommender.osdp.over_step import fastest_over_step, least_over_step, reserved_fraction
 from recommender.osdp.result import ShardingResult
 from recommender.osdp.verified import fastest_compiled
@@ -89,18 +89,18 @@ class OsdpResult:
     @cached_property
     def mesh(self) -> Any:
         """The mesh that was given; for a cluster, one of this process's devices."""
-        from capture.runtime.osdp import mesh_of
+        from capture.runtime.sharded.emission import mesh_of
 
         return mesh_of(self._where) if isinstance(self._where, Cluster) else self._where
 
     @cached_property
     def emission(self) -> Any:
-        """The plan on the mesh (``capture.runtime.osdp.Emission``).
+        """The plan on the mesh (``capture.runtime.sharded.emission.Emission``).
 
         Raises:
             PlanError: ``osdp-infeasible`` if there is no plan.
         """
-        from capture.runtime.osdp import Emission
+        from capture.runtime.sharded.emission import Emission
 
         if self.plan is None:
             raise PlanError.of(f"there is no plan to emit: {self.why}", "osdp-infeasible")
@@ -216,7 +216,7 @@ def osdp(
 
     Source: Jiang et al. 2023 (OSDP), 3.3 and Figure 3.
     """
-    from capture.runtime.osdp import cluster_of, has_groups
+    from capture.runtime.sharded.emission import cluster_of, has_groups
     from capture.tracing.operators import traced_operators
 
     limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
@@ -261,7 +261,7 @@ def osdp(
     found, unverified_why = None, None if verify else "verify=False"
     if verify:
         from capture.profiler.sharded_step import StepCompiler
-        from capture.runtime.osdp import Emission
+        from capture.runtime.sharded.emission import Emission
 
         try:
             compiler = StepCompiler(described, where)

@@ -29,7 +29,7 @@ from functools import reduce
 
 import numpy as np
 
-from capture.osdp.plan import ShardingPlan
+from capture.plan.sharding import ShardingPlan
 from recommender.osdp.problem import Options, ShardingProblem
 from recommender.osdp.result import ShardingResult, answer, plan_of
 

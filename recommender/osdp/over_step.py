@@ -1,6 +1,6 @@
 """The fastest plan whose memory, counted over the course of a step, stays within the limit.
 
-The exact search bounds a sum that no moment of a step reaches (``capture.osdp.timeline``), so that it leaves memory unused. Here it is
+The exact search bounds a sum that no moment of a step reaches (``capture.step.sharded``), so that it leaves memory unused. Here it is
 asked, for a batch size, with the largest limit of that sum at which its answer stays within the true one. Nothing proves that no plan is
 faster; but at the batch sizes that were tried, none is that has all operators in one mode.
 """
@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from capture.osdp.cost import DP, Mode, StepCost
-from capture.osdp.operators import Operator
-from capture.osdp.plan import ShardingPlan
-from capture.osdp.timeline import peak_bytes
+from capture.model.operators import Operator
+from capture.plan.sharding import DP, Mode, ShardingPlan
+from capture.step.operator_cost import StepCost
+from capture.step.sharded import peak_bytes
 from recommender.osdp.exact import cheapest
 from recommender.osdp.problem import ShardingProblem
 from recommender.osdp.result import ShardingResult, plan_of

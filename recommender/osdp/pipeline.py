@@ -17,9 +17,10 @@ from typing import Literal
 
 import numpy as np
 
-from capture.osdp.cost import DP, CostModel
-from capture.osdp.device import Devices
-from capture.osdp.operators import Block, Operator, OperatorModel
+from capture.machine.devices import Devices
+from capture.model.operators import Block, Operator, OperatorModel
+from capture.plan.sharding import DP
+from capture.step.operator_cost import CostModel
 from recommender.osdp.exact import cheapest
 from recommender.osdp.problem import Options
 

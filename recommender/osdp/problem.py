@@ -8,7 +8,8 @@ from functools import cached_property
 import numpy as np
 
 from capture.errors import PlanError
-from capture.osdp.cost import CostModel, Mode
+from capture.plan.sharding import Mode
+from capture.step.operator_cost import CostModel
 
 
 @dataclass(frozen=True)

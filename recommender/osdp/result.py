@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from capture.osdp.cost import Mode
-from capture.osdp.plan import ShardingPlan
+from capture.plan.sharding import Mode, ShardingPlan
 from recommender.osdp.problem import Options, ShardingProblem
 
 

@@ -29,10 +29,10 @@ def search(problem: ShardingProblem, algorithm: str = "exact", **options: Any) -
         PlanError: ``search-algorithm`` for an unknown name.
 
     Example:
-        >>> from capture.cluster import Cluster
-        >>> from capture.osdp.cost import StepCost
-        >>> from capture.osdp.device import Devices
-        >>> from capture.osdp.transformer import transformer
+        >>> from capture.machine.cluster import Cluster
+        >>> from capture.step.operator_cost import StepCost
+        >>> from capture.machine.devices import Devices
+        >>> from capture.model.transformer import transformer
         >>> model = transformer("1.3B", [(24, 2048)], seq_len=1024, vocab_size=51200)
         >>> result = search(ShardingProblem(StepCost(model, Devices.of_target(Cluster((8,), "a100-40g")), (1, 4))))
         >>> result.optimal, 0 < result.plan.sharded_fraction < 1

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from capture.osdp.plan import ShardingPlan
+from capture.plan.sharding import ShardingPlan
 from capture.quantities import format_bytes
 from recommender.osdp.result import ShardingResult
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from harness import Compiled, shard_bytes
 
-from capture.step import StageInterface
+from capture.step.program import StageInterface
 
 
 def interfaces(compiled: Compiled) -> list[StageInterface]:

@@ -17,7 +17,7 @@ from steps import of_workload
 
 from capture.alpa import to_alpa, worker
 from capture.alpa.memory import alpa_replay
-from capture.plan import Plan
+from capture.plan.stages import Plan
 from capture.predictor.formula import kept_of
 
 

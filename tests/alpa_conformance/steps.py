@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from capture.alpa import worker
-from capture.plan import Plan
+from capture.plan.stages import Plan
 
 assert shims
 Step = tuple[Callable[..., Any], tuple[Any, ...]]

@@ -12,9 +12,9 @@ from alpa.pipeline_parallel.stage_construction import get_submesh_choices, train
 from harness import autostaging_tables, compile_method, mesh
 from steps import chain
 
-from capture.choices import StageChoice
-from capture.cluster import Cluster
-from recommender.autostage import AutostagingTables, search_tables, submesh_choices
+from capture.machine.cluster import Cluster
+from capture.plan.choices import StageChoice
+from recommender.capture.autostage import AutostagingTables, search_tables, submesh_choices
 
 DATA = Path(__file__).parent / "data"
 REMAT = ("none", "dots", "full")  # configurations must differ, in whatever

@@ -14,9 +14,9 @@ from test_plans import BATCH_SIZE, GOOD, NUM_LAYERS, name
 
 from capture.alpa import to_alpa
 from capture.alpa.memory import alpa_replay
-from capture.cluster import Cluster
-from capture.plan import Plan, StagePlan
-from capture.workload import WorkloadSpec
+from capture.machine.cluster import Cluster
+from capture.model.workload import WorkloadSpec
+from capture.plan.stages import Plan, StagePlan
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 

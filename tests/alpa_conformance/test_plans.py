@@ -13,11 +13,11 @@ import pytest
 from harness import Compiled, compile_method, mesh
 from steps import chain
 
-from capture.alpa import to_alpa
+from capture.alpa import plan_from_alpa, to_alpa
 from capture.alpa.placement import alpa_placement
-from capture.cluster import Cluster
 from capture.errors import PlanError
-from capture.plan import Plan, StagePlan
+from capture.machine.cluster import Cluster
+from capture.plan.stages import Plan, StagePlan
 
 NUM_LAYERS, BATCH_SIZE = 6, 64
 
@@ -119,7 +119,7 @@ def test_alpas_own_plan_file_is_read_back_as_the_plan(plan):
     found = compiled(plan)
     written = pickle.dumps(found.executable.get_parallel_plan())
     placed = to_alpa(plan).placement
-    again = Plan.from_alpa(written, global_batch_size=BATCH_SIZE)
+    again = plan_from_alpa(written, global_batch_size=BATCH_SIZE)
     assert [stage.devices for stage in again.stages] == placed
     for one, other in zip(again.stages, plan.stages, strict=True):
         assert (one.layers, one.data_parallel, one.tensor_parallel) == (other.layers, other.data_parallel, other.tensor_parallel)
@@ -183,12 +183,12 @@ def test_layers_cut_automatically():
     plan = Plan(Cluster((2,)), 4, (StagePlan((0, 1), [0]), StagePlan((2, 3), [1])), BATCH_SIZE, 4, auto_layers=True)
     found = compile_method(*chain(12, BATCH_SIZE, marked=False), to_alpa(plan).build(mesh(1, 2)))
     assert found.stage_option.forward_stage_layer_ids == [[0, 1], [2, 3]]
-    assert Plan.from_alpa(pickle.dumps(found.executable.get_parallel_plan()), global_batch_size=BATCH_SIZE).auto_layers
+    assert plan_from_alpa(pickle.dumps(found.executable.get_parallel_plan()), global_batch_size=BATCH_SIZE).auto_layers
 
 
 def test_nothing_of_alpa_or_jax_is_imported_to_export():
     code = (
-        "import sys; from capture.plan import Plan, StagePlan; from capture.cluster import Cluster; from capture.alpa import to_alpa\n"
+        "import sys; from capture.plan.stages import Plan, StagePlan; from capture.machine.cluster import Cluster; from capture.alpa import to_alpa\n"
         "to_alpa(Plan(Cluster((1,)), 1, (StagePlan((0, 0), [0]),), 1, 1)).source()\n"
         "sys.exit(any(name.split('.')[0] in ('jax', 'jaxlib', 'alpa', 'ray') for name in sys.modules))"
     )

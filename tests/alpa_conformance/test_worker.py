@@ -13,9 +13,9 @@ from harness import compile_method, mesh, replay
 from steps import of_workload
 
 from capture.alpa import to_alpa, worker
-from capture.cluster import Cluster
-from capture.plan import Plan, StagePlan
-from capture.workload import WorkloadSpec
+from capture.machine.cluster import Cluster
+from capture.model.workload import WorkloadSpec
+from capture.plan.stages import Plan, StagePlan
 
 HERE = Path(__file__).parent
 PLAN = Plan(Cluster((4,)), 4, (StagePlan((0, 1), [0, 1], 2, 1, "none", True), StagePlan((2, 3), [2, 3], 1, 2)), 32, 4, "1f1b")

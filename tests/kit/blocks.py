@@ -14,7 +14,7 @@ import optax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from capture.workload import Workload
+from capture.model.workload import Workload
 
 #: By name, what makes a transformation; every model of the kit can be trained with each.
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {

@@ -1,0 +1,136 @@
+"""Compile for a target in a child process that is stopped at the memory report.
+
+A TPU compiler knows the memory of a program after one to three seconds and makes its machine code for minutes. A compile cannot be
+cancelled inside a process, so every program gets a child of its own, which ends when the report is there.
+"""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+from jax.sharding import NamedSharding
+
+from capture import environment
+from capture.compiler.buffers import read_buffers
+from capture.compiler.executable import Executable, LayerOf, compile_program
+from capture.compiler.report import MemoryReport, read_program, read_report
+from capture.compiler.work import NO_LOCAL_FLOPS, LocalFlops, work_of_text
+from capture.errors import TargetError
+from capture.machine.target import Target
+from capture.measured.work import ProgramWork
+from capture.step.attribution import Buffer
+
+#: Between two looks at the dump.
+_PAUSE_SECONDS = 0.02
+
+
+class ReportCompiler:
+    """Compiles as ``compile_program`` does, for a target whose devices are not there.
+
+    Args:
+        target: With ``stop_at_report`` in its compiler settings.
+        timeout_seconds: After which a program without a report is given up, on an idle machine (``environment.patience``).
+    """
+
+    def __init__(self, target: Target, timeout_seconds: float = 600.0):
+        self.target, self._timeout_seconds = target, timeout_seconds
+
+    def __call__(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        *,
+        donate: Sequence[int] = (),
+        out_shardings: Any = None,
+        layer_of: LayerOf | None = None,
+        local_flops: LocalFlops = NO_LOCAL_FLOPS,
+    ) -> Executable:
+        """Compile for abstract arguments on a mesh of virtual CPU devices, which stand for the target's.
+
+        Where the compiler is to choose the shardings of results, those that it chooses for the CPU are taken: they are propagated before
+        anything depends on the target.
+
+        Raises:
+            TargetError: ``target-report`` if the compiler ends without a report; its last words are in the message.
+        """
+        on_cpu = compile_program(function, args, donate=donate, out_shardings=out_shardings, fast_compile=True)
+        outputs = on_cpu.outputs
+        if not jax.tree.leaves((tuple(args), outputs)):  # computes nothing on any target, and has no mesh
+            return replace(on_cpu, work=ProgramWork(0, "float32", 0, 0))
+        chosen = jax.tree.map(lambda struct: struct.sharding, outputs)
+        jitted = jax.jit(function, donate_argnums=tuple(donate), out_shardings=chosen)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")  # as in ``compile_program``
+            exported = jax.export.export(jitted, platforms=(self.target.platform,))(*args)
+        leaves = jax.tree.leaves(tuple(args))
+        mesh = jax.tree.leaves((tuple(args), outputs))[0].sharding.mesh
+        job = {
+            "program": bytes(exported.serialize()),
+            "target": self.target.name,
+            "mesh_shape": tuple(mesh.devices.shape),
+            "axis_names": tuple(mesh.axis_names),
+            "arguments": [(leaf.shape, leaf.dtype, _spec(leaf.sharding)) for leaf in leaves],
+            "results": [_spec(sharding) for sharding in jax.tree.leaves(chosen)],
+            "options": self.target.compiler_options,
+            "donated": [i for i, position in enumerate(_positions(args)) if position in donate],
+        }
+        report, program, buffers = self._run(job, layer_of)
+        work = work_of_text(program, local_flops) if program is not None else None
+        return Executable(_cannot_run, outputs, report.transient_bytes, work, report.output_bytes, buffers)
+
+    def _run(self, job: dict[str, Any], layer_of: LayerOf | None) -> tuple[MemoryReport, str | None, tuple[Buffer, ...]]:
+        with tempfile.TemporaryDirectory(prefix="capture-report-") as name:
+            folder = Path(name)
+            (folder / "job").write_bytes(pickle.dumps(job))
+            command = [sys.executable, "-m", "capture.compiler.child", str(folder / "job"), str(folder / "dump")]
+            with open(folder / "errors", "wb") as errors:
+                child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, env=environment.of_child(self.target.platform))
+            try:
+                report = self._wait(child, folder / "dump")
+                program = read_program(folder / "dump") if report else None
+                buffers = read_buffers(folder / "dump", layer_of) if report and layer_of else ()
+            finally:
+                child.kill()
+                child.wait()
+            if report is None:
+                said = (folder / "errors").read_text(errors="replace").strip().splitlines()
+                raise TargetError.of(
+                    f"the compiler of target={self.target.name!r} ended without a memory report: {said[-1] if said else 'no message'}.",
+                    "target-report",
+                )
+            return report, program, buffers
+
+    def _wait(self, child: subprocess.Popen[bytes], folder: Path) -> MemoryReport | None:
+        start, allowed = time.monotonic(), self._timeout_seconds
+        while time.monotonic() - start < (allowed := max(allowed, environment.patience(self._timeout_seconds))):
+            ended = child.poll() is not None  # before the look: the report may be written in between
+            report = read_report(folder)
+            if report is not None or ended:
+                return report
+            time.sleep(_PAUSE_SECONDS)
+        return None
+
+
+def _positions(args: Sequence[Any]) -> list[int]:
+    """Of every leaf, the argument that it belongs to."""
+    return [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+
+
+def _spec(sharding: Any) -> tuple[Any, ...]:
+    assert isinstance(sharding, NamedSharding), f"programs are sharded by names, not {sharding}"
+    return tuple(sharding.spec)
+
+
+def _cannot_run(*args: Any) -> Any:
+    raise AssertionError("a program that was compiled for its report alone cannot run")

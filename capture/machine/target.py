@@ -1,0 +1,335 @@
+"""A kind of device to plan for: its memory, rates and links, each number with its source, and how to compile for it.
+
+Targets are JSON files: those of ``capture/machine/targets`` by name, a user's own by path. Every number is an object of ``value`` and
+``source``, except in ``compiler``, which goes to the compiler as it is:
+
+    schema_version   1
+    name, description, platform ("cuda", "tpu" or "cpu")
+    memory           capacity_bytes, allocator_fraction, context_bytes, collective_bytes
+    on_chip_bytes    optional: memory beside the main one, in which the compiler holds what is in use
+    compute          flops_per_second by data type, efficiency (fraction of that rate which large matrix products reach)
+    products         optional: dtypes, fuse_operands and their source, see ``Products``
+    memory_rate      bytes_per_second, efficiency
+    links            intra_node, inter_node, host: latency_seconds, bytes_per_second in one direction per device
+    compiler         cuda: the device description that XLA plans with; tpu: topologies by name, ascending. Both: ``options`` of XLA
+
+``cpu`` has no rates and no capacity: virtual devices measure memory, and nothing else.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from capture.documents import FieldError, Fields
+from capture.errors import TargetError
+from capture.quantities import format_bytes
+
+TARGET_SCHEMA_VERSION = 1
+TARGETS_FOLDER = Path(__file__).parent / "targets"
+
+Platform = Literal["cpu", "cuda", "tpu"]
+PLATFORMS: tuple[Platform, ...] = ("cpu", "cuda", "tpu")
+
+
+@dataclass(frozen=True)
+class Sourced:
+    """A number and where it is from."""
+
+    value: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins two devices, or a device and its host.
+
+    Attributes:
+        latency_seconds: Alpha, of one message.
+        bytes_per_second: 1 / beta, in one direction, per device.
+    """
+
+    latency_seconds: Sourced
+    bytes_per_second: Sourced
+
+    def seconds(self, nbytes: float) -> float:
+        """Time of one message: alpha + n * beta.
+
+        Example:
+            >>> Link(Sourced(1e-6, ""), Sourced(1e9, "")).seconds(1000)
+            2e-06
+        """
+        return self.latency_seconds.value + nbytes / self.bytes_per_second.value
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What a process can use of a device's memory.
+
+    usable = capacity x allocator_fraction - context - collective
+
+    Attributes:
+        capacity_bytes: As the driver or the compiler reports it.
+        allocator_fraction: Share of it that the process may claim.
+        context_bytes: Of the driver's context and its libraries.
+        collective_bytes: Buffers of the collectives library, outside of the compiler's view.
+    """
+
+    capacity_bytes: Sourced
+    allocator_fraction: Sourced
+    context_bytes: Sourced
+    collective_bytes: Sourced
+
+    @property
+    def usable_bytes(self) -> int:
+        """What programs may need at their peak."""
+        claimed = self.capacity_bytes.value * self.allocator_fraction.value
+        return int(claimed - self.context_bytes.value - self.collective_bytes.value)
+
+    @property
+    def pool_fraction(self) -> float:
+        """``usable_bytes`` over capacity: the value of ``XLA_PYTHON_CLIENT_MEM_FRACTION`` that gives a GPU's pool this size."""
+        return self.usable_bytes / self.capacity_bytes.value
+
+    def to_json(self) -> dict[str, Any]:
+        terms = {name: {"value": getattr(self, name).value, "source": getattr(self, name).source} for name in self.__dataclass_fields__}
+        return {"usable_bytes": self.usable_bytes, **terms}
+
+    def __str__(self) -> str:
+        capacity, context, collective = (
+            format_bytes(int(term.value)) for term in (self.capacity_bytes, self.context_bytes, self.collective_bytes)
+        )
+        claimed = f"{capacity} x {self.allocator_fraction.value:g}"
+        return f"{format_bytes(self.usable_bytes)} usable: {claimed} - {context} context - {collective} collectives"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast a device computes and reads its memory.
+
+    Attributes:
+        flops_per_second: Specified, by data type name.
+        compute_efficiency: Fraction of it that large matrix products reach.
+        bytes_per_second: Specified, of the device's memory.
+        memory_efficiency: Fraction of it that streaming reaches.
+        intra_node, inter_node, host: Links.
+        default_dtypes: By data type, the one in which products at default precision compute (``Products.dtypes``).
+    """
+
+    flops_per_second: Mapping[str, Sourced]
+    compute_efficiency: Sourced
+    bytes_per_second: Sourced
+    memory_efficiency: Sourced
+    intra_node: Link
+    inter_node: Link
+    host: Link
+    default_dtypes: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def computed_in(self, dtype: str, precision: str) -> str:
+        """The data type whose rate products have.
+
+        Args:
+            dtype: Of their operands.
+            precision: That they ask for (``jax.lax.Precision``). ``high`` is TF32, too, on GPUs that have it, and on TPUs three passes in
+                bfloat16, which count as the six of ``highest``.
+
+        Example:
+            >>> rates = Target.load("h100").rates
+            >>> [rates.computed_in("float32", precision) for precision in ("default", "high", "highest")]
+            ['tf32', 'tf32', 'float32']
+        """
+        narrow = self.default_dtypes.get(dtype, dtype)
+        return narrow if precision == "default" or (precision == "high" and narrow == "tf32") else dtype
+
+    def rate_of(self, dtype: str, precision: str = "highest") -> Sourced:
+        """Specified FLOPs per second of products of a data type at a precision; an unlisted type counts as float32."""
+        return self.flops_per_second.get(self.computed_in(dtype, precision), self.flops_per_second["float32"])
+
+
+@dataclass(frozen=True)
+class Products:
+    """What the compiler makes of matrix products and convolutions.
+
+    Attributes:
+        dtypes: By data type, the one in which products at default precision compute with it, where that is another: its rate is theirs,
+            and what only they read is gathered and kept in its bytes.
+        fuse_operands: Whether element-wise operations are computed inside the product that reads their result, which is then in no memory.
+    """
+
+    dtypes: Mapping[str, str] = field(default_factory=dict, hash=False)
+    fuse_operands: bool = False
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kind of device.
+
+    Attributes:
+        name: As in ``Cluster.target``: the name of a shipped target, or the path of a file.
+        description: For people.
+        platform: Compiler family.
+        memory: None where capacity means nothing (virtual CPU devices).
+        rates: None likewise.
+        compiler: Settings of the compiler.
+        on_chip_bytes: Of a memory beside the main one, in which the compiler holds what is in use.
+        products: What the compiler makes of products.
+
+    Example:
+        >>> target = Target.load("a100-40g")
+        >>> target.platform, target.memory.usable_bytes < 40 * 2**30
+        ('cuda', True)
+    """
+
+    name: str
+    description: str
+    platform: Platform
+    memory: DeviceMemory | None = None
+    rates: Rates | None = None
+    compiler: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    on_chip_bytes: Sourced = Sourced(0, "none")
+    products: Products = Products()
+
+    @classmethod
+    def load(cls, name: str) -> Target:
+        """A shipped target by name (in any spelling that ``known_name`` knows), or the file at a path that ends in ``.json``.
+
+        Raises:
+            TargetError: ``target-unknown``, ``target-file`` if a path does not exist or is no JSON, ``target-schema`` for an unknown schema
+                version, ``target-corrupt`` for a missing or wrong field.
+        """
+        return _load(known_name(name))
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What of the target can change a compiled program's memory: part of the key of every measurement."""
+        return {"platform": self.platform, "compiler": {k: v for k, v in self.compiler.items() if not k.endswith("source")}}
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """Options that every program of the target is compiled with."""
+        return dict(self.compiler.get("options", {}))
+
+
+def relative_target(name: str, directory: Path) -> str:
+    """The same target, the path of a file written relative to a directory (that of a plan or a profile)."""
+    return os.path.relpath(Path(name).resolve(), directory.resolve()) if name.endswith(".json") else name
+
+
+def resolved_target(name: str, directory: Path) -> str:
+    """The inverse of ``relative_target``: relative to the working directory."""
+    return os.path.relpath((directory / name).resolve()) if name.endswith(".json") else name
+
+
+def same_target(one: str, other: str) -> bool:
+    """Whether two names mean the same target, however the path of a file is written."""
+    return one == other or (one.endswith(".json") and other.endswith(".json") and Path(one).resolve() == Path(other).resolve())
+
+
+def known_name(name: str) -> str:
+    """The shipped target that is meant by another spelling of its name; any other name as it is.
+
+    Example:
+        >>> known_name("H100"), known_name("A100-80GB"), known_name("NVIDIA A100 80GB"), known_name("TPU v5e"), known_name("a100")
+        ('h100', 'a100-80g', 'a100-80g', 'v5e', 'a100')
+    """
+    if name.endswith(".json") or name in target_names():
+        return name
+    spelled = re.sub(r"(\d)gb$", r"\1g", re.sub(r"[\s_]+", "-", name.strip().lower()))
+    spellings = (spelled, spelled.removeprefix("nvidia-"), re.sub(r"^tpu-?(?=v)", "", spelled))
+    return next((spelling for spelling in spellings if spelling in target_names()), name)
+
+
+def _did_you_mean(name: str) -> str:
+    """A question with the nearest names of shipped targets, or nothing."""
+    kind, colon, count = name.lower().partition(":")
+    if colon and count.isdecimal() and known_name(kind) in target_names():
+        return f" Did you mean --target {known_name(kind)} --cluster 1x{count}?"
+    near = [known for known in target_names() if kind and (known.startswith(kind) or kind.startswith(known))]
+    near = near or difflib.get_close_matches(kind, target_names(), cutoff=0.7)
+    return f" Did you mean {' or '.join(sorted(near))}?" if near else ""
+
+
+@lru_cache(maxsize=1)
+def target_names() -> tuple[str, ...]:
+    """Of the shipped targets."""
+    return tuple(sorted(path.stem for path in TARGETS_FOLDER.glob("*.json")))
+
+
+@lru_cache(maxsize=64)
+def _load(name: str) -> Target:
+    is_file = name.endswith(".json")
+    if not is_file and name not in target_names():
+        raise TargetError.of(
+            f"target={name!r} is unknown; choose one of {', '.join(target_names())}, or give the path of a target file (.json)."
+            f"{_did_you_mean(name)}",
+            "target-unknown",
+        )
+    path = Path(name) if is_file else TARGETS_FOLDER / f"{name}.json"
+    try:
+        data = json.loads(path.read_text())
+    except OSError as error:
+        raise TargetError.of(f"target file {name!r} cannot be read: {error.strerror}.", "target-file") from None
+    except ValueError as error:
+        raise TargetError.of(f"target file {name!r} is not JSON: {error}.", "target-file") from None
+    version = data.get("schema_version") if isinstance(data, Mapping) else None
+    if version != TARGET_SCHEMA_VERSION:
+        raise TargetError.of(
+            f"target file {name!r} has schema_version={version!r}; this version of capture reads {TARGET_SCHEMA_VERSION}.", "target-schema"
+        )
+    try:
+        return _read(Fields(data), name)
+    except FieldError as error:
+        raise TargetError.of(
+            f"target file {name!r} is not one: {error}; capture/machine/target.py says what it holds.", "target-corrupt"
+        ) from None
+
+
+def _read(fields: Fields, name: str) -> Target:
+    platform = fields.text("platform")
+    if platform not in PLATFORMS:
+        raise FieldError(f"platform is {platform!r} and must be one of {', '.join(PLATFORMS)}")
+    memory, compute = fields.optional_object("memory"), fields.optional_object("compute")
+    on_chip, described = fields.optional_object("on_chip_bytes"), fields.optional_object("products")
+    products = Products() if described is None else Products(described.object("dtypes").data, described.flag("fuse_operands"))
+    return Target(
+        name,
+        fields.text("description", ""),
+        platform,
+        None if memory is None else DeviceMemory(*(_sourced(memory.object(key)) for key in DeviceMemory.__dataclass_fields__)),
+        None if compute is None else _read_rates(fields, compute, products),
+        fields.object("compiler").data,
+        Target.on_chip_bytes if on_chip is None else _sourced(on_chip),
+        products,
+    )
+
+
+def _read_rates(fields: Fields, compute: Fields, products: Products) -> Rates:
+    flops, memory, links = compute.object("flops_per_second"), fields.object("memory_rate"), fields.object("links")
+    found = {dtype: _sourced(flops.object(dtype)) for dtype in flops.data}
+    if "float32" not in found:
+        raise FieldError("compute.flops_per_second.float32 is missing")
+    intra_node, inter_node, host = (
+        Link(_sourced(links.object(kind).object("latency_seconds")), _sourced(links.object(kind).object("bytes_per_second")))
+        for kind in ("intra_node", "inter_node", "host")
+    )
+    return Rates(
+        found,
+        _sourced(compute.object("efficiency")),
+        _sourced(memory.object("bytes_per_second")),
+        _sourced(memory.object("efficiency")),
+        intra_node,
+        inter_node,
+        host,
+        products.dtypes,
+    )
+
+
+def _sourced(fields: Fields) -> Sourced:
+    return Sourced(fields.number("value"), fields.text("source"))

@@ -1,0 +1,321 @@
+"""Measured facts about a model's layers, with provenance; never edited. Framework-free, JSON with a schema version.
+
+Every measurement is the compiler's report on the programs of one *stage config* (CAPTURE III-B): layers, degrees, micro-batch size
+and what is recomputed. M_i of a layer is the measurement of that layer alone; M_a is the difference between two measurements whose
+layers differ by one (III-A1). Statistics are formed where they are needed; the profile keeps what was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from capture.documents import Fields, describe
+from capture.errors import ProfileError
+from capture.machine.target import relative_target, resolved_target
+from capture.measured.size_errors import UNCALIBRATED_FRACTION, SizeError, extrapolation_width
+from capture.measured.stage_cost import StageCost
+from capture.model.graph import LayerGraph, Tensor
+from capture.model.workload import WorkloadSpec
+from capture.plan.choices import ParamSplit, StageChoice
+from capture.plan.stages import TensorParallelRule
+
+PROFILE_SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, order=True)
+class StageConfig:
+    """What a measurement is of: layers [first, stop) under a choice, for a micro-batch size over all replicas."""
+
+    first: int
+    stop: int
+    choice: StageChoice
+    microbatch_size: int
+
+    def __str__(self) -> str:
+        return f"{layers_in_words(self.first, self.stop)}, {self.choice}, micro-batch size {self.microbatch_size}"
+
+    @property
+    def num_layers(self) -> int:
+        return self.stop - self.first
+
+
+def layers_in_words(first: int, stop: int) -> str:
+    """Layers [first, stop), at least one."""
+    return f"layer {first}" if stop - first == 1 else f"layers {first} to {stop - 1}"
+
+
+#: No interval is narrower than this on either side, and so many times wider for a kind of stage of which none was seen.
+_FLOOR, _UNSEEN = 0.005, 8
+
+
+@dataclass(frozen=True)
+class StageError:
+    """How far the prediction of one stage was off: measured / predicted - 1 of its peak; above 0 it was too low."""
+
+    config: StageConfig
+    error: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How far predictions were off for stages that are not in the profile.
+
+    Attributes:
+        errors: Of the stages of the calibration plans; of a stage in several plans one each.
+        seed: Of the plans; evaluation uses others.
+        num_plans: Drawn.
+        size_errors: Of a few stages at micro-batch sizes that are not profiled.
+    """
+
+    errors: tuple[StageError, ...]
+    seed: int
+    num_plans: int
+    size_errors: tuple[SizeError, ...] = ()
+
+    @cached_property
+    def num_stages(self) -> int:
+        """Different stages that were seen: errors of one stage at several positions say little more than one."""
+        return len({e.config for e in self.errors})
+
+    def coverage(self, wanted: float = 0.98) -> float | None:
+        """The probability that the errors support: (n - 1) / (n + 1) of n stages where they are too few for the wanted one; None if 0."""
+        supported = (self.num_stages - 1) / (self.num_stages + 1)
+        return min(wanted, supported) if supported > 0 else None
+
+    def interval_off_sizes(self, config: StageConfig, num_layers: int, octaves: float) -> tuple[float, float]:
+        """As ``interval``, for a prediction at a size so many octaves from the profiled ones: wider by what held-out sizes say."""
+        low, high = self.interval(config, num_layers)
+        width = extrapolation_width(self.size_errors, octaves)[0] if self.size_errors else UNCALIBRATED_FRACTION * max(1.0, octaves)
+        return max(0.0, low - width), high + width
+
+    def interval(self, config: StageConfig, num_layers: int) -> tuple[float, float]:
+        """Factors (low, high) on the prediction of a stage that hold the measured peak with the probability ``coverage()``.
+
+        On each side the largest error of all, of stages at the same end of the model that recompute the same, and of stages of the
+        same degrees; each stretched by 1 + 2 / sqrt(n), because the largest of n is not the largest there is. So the two sides are
+        those of split conformal prediction over n stages, and wider. A kind of which few stages were seen has a floor:
+        0.5 % * (1 + 8 / (1 + n)).
+        """
+        if not self.errors:
+            return 0.75, 1.25
+        kinds = [
+            self.errors,
+            [e for e in self.errors if _kind(e.config, num_layers) == _kind(config, num_layers)],
+            [e for e in self.errors if e.config.choice == config.choice],
+        ]
+        low = high = 0.0
+        for kind in kinds:
+            n = len({e.config for e in kind})
+            floor = _FLOOR * (1 + _UNSEEN / (1 + n))
+            stretch = 1 + 2 / math.sqrt(max(n, 1))
+            low = max(low, floor, stretch * -min((e.error for e in kind), default=0.0))
+            high = max(high, floor, stretch * max((e.error for e in kind), default=0.0))
+        return max(0.0, 1 - low), 1 + high
+
+    def widest(self, choices: Iterable[StageChoice], num_layers: int) -> tuple[float, float]:
+        """The interval of the least certain kind of stage with one of the choices."""
+        ends = {(0, 1), (0, num_layers), (num_layers - 1, num_layers), (num_layers // 2, num_layers // 2 + 1)}
+        found = [self.interval(StageConfig(*layers, choice, 1), num_layers) for layers in ends for choice in choices]
+        return min(low for low, _ in found), max(high for _, high in found)
+
+
+def _kind(config: StageConfig, num_layers: int) -> tuple[Any, ...]:
+    return config.choice.remat, config.first == 0, config.stop == num_layers
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Everything that planning needs to know of a model on a target.
+
+    Attributes:
+        graph: The layers, at the largest profiled micro-batch size.
+        measurements: By stage config.
+        param_bytes: Per way to split parameters, bytes per device of each.
+        provenance: Backend, target, versions, flags, date.
+        workload: By name; None for one made from Python objects.
+        auto_layers: Whether the layers were cut automatically.
+        tensor_parallel_rule: How parameters are split.
+        microbatch_sizes: Profiled, ascending; ``model_hashes`` are those of the graphs at these sizes, and at those of ``verified``.
+        paper: Statistics of the paper's profiling runs (``PaperStatistics.to_json``), if made.
+        calibration: Errors on held-out plans, if made.
+        warnings: What a user should know, such as a loss that does not split over micro-batches.
+        failures: Stages that could not be measured, and why, in words.
+        verified: Stages of plans, compiled as they are: what is looked up and not predicted.
+    """
+
+    graph: LayerGraph
+    measurements: Mapping[StageConfig, StageCost]
+    param_bytes: Mapping[ParamSplit, tuple[int, ...]]
+    provenance: Mapping[str, Any]
+    workload: WorkloadSpec | None = None
+    auto_layers: bool = False
+    tensor_parallel_rule: TensorParallelRule = "auto"
+    microbatch_sizes: tuple[int, ...] = ()
+    model_hashes: Mapping[int, str] = field(default_factory=dict)
+    paper: Mapping[str, Any] | None = None
+    calibration: Calibration | None = None
+    warnings: tuple[str, ...] = ()
+    failures: tuple[str, ...] = ()
+    verified: Mapping[StageConfig, StageCost] = field(default_factory=dict)
+
+    @property
+    def target(self) -> str:
+        """Name of what was measured."""
+        return str(self.provenance.get("target", "cpu"))
+
+    @cached_property
+    def choices(self) -> tuple[StageChoice, ...]:
+        """Profiled choices."""
+        return tuple(sorted({config.choice for config in self.measurements}))
+
+    def graph_at(self, microbatch_size: int) -> LayerGraph:
+        """The graph with every batch dimension scaled to another micro-batch size."""
+        return rescaled(self.graph, microbatch_size, self.model_hashes.get(microbatch_size, ""))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema_version": PROFILE_SCHEMA_VERSION,
+            "workload": None if self.workload is None else self.workload.to_json(),
+            "provenance": dict(self.provenance),
+            "auto_layers": self.auto_layers,
+            "tensor_parallel_rule": self.tensor_parallel_rule,
+            "microbatch_sizes": list(self.microbatch_sizes),
+            "model_hashes": {str(b): h for b, h in self.model_hashes.items()},
+            "graph": self.graph.to_json(),
+            "param_bytes_by_tensor_parallel": {_split_name(split): list(sizes) for split, sizes in self.param_bytes.items()},
+            "measurements": _rows(self.measurements),
+            "verified": _rows(self.verified),
+            "paper": self.paper,
+            "calibration": None if self.calibration is None else _calibration_to_json(self.calibration),
+            "warnings": list(self.warnings),
+            "failures": list(self.failures),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Profile:
+        """The profile that ``to_json`` wrote.
+
+        Raises:
+            ProfileError: ``profile-schema`` for an unknown schema version, ``profile-corrupt`` for missing or wrong fields.
+        """
+        version = data.get("schema_version") if isinstance(data, Mapping) else None
+        if version != PROFILE_SCHEMA_VERSION:
+            raise ProfileError.of(
+                f"profile has schema_version={version!r}; this version of capture reads {PROFILE_SCHEMA_VERSION}. "
+                "Make it again with capture profile.",
+                "profile-schema",
+            )
+        try:
+            calibration = data["calibration"]
+            return cls(
+                graph=LayerGraph.from_json(data["graph"]),
+                measurements=_read_rows(data["measurements"]),
+                verified=_read_rows(data.get("verified", [])),
+                param_bytes={_read_split(name): tuple(sizes) for name, sizes in data["param_bytes_by_tensor_parallel"].items()},
+                provenance=data["provenance"],
+                workload=None if data["workload"] is None else WorkloadSpec.from_json(Fields(data).object("workload")),
+                auto_layers=data["auto_layers"],
+                tensor_parallel_rule=data["tensor_parallel_rule"],
+                microbatch_sizes=tuple(data["microbatch_sizes"]),
+                model_hashes={int(b): h for b, h in data["model_hashes"].items()},
+                paper=data["paper"],
+                calibration=None if calibration is None else _read_calibration(calibration),
+                warnings=tuple(data["warnings"]),
+                failures=tuple(data["failures"]),
+            )
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+            raise ProfileError.of(
+                f"profile is not what capture profile writes: {describe(error)}. Make it again.", "profile-corrupt"
+            ) from error
+
+    def save(self, path: Path | str) -> None:
+        """Write JSON; the path of a target's file is stored relative to the file."""
+        path = Path(path)
+        stored = replace(self, provenance={**self.provenance, "target": relative_target(self.target, path.parent)})
+        path.write_text(json.dumps(stored.to_json()) + "\n")
+
+    @classmethod
+    def load(cls, path: Path | str) -> Profile:
+        """Read what ``save`` wrote.
+
+        Raises:
+            ProfileError: ``profile-file`` if there is no such file, ``profile-corrupt`` if it is no JSON, and the codes of ``from_json``.
+        """
+        path = Path(path)
+        try:
+            data = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise ProfileError.of(f"profile {str(path)!r} does not exist.", "profile-file") from None
+        except OSError as error:
+            raise ProfileError.of(f"profile {str(path)!r} cannot be read: {error.strerror}.", "profile-file") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ProfileError.of(f"profile {str(path)!r} is not JSON: {error}. Make it again.", "profile-corrupt") from None
+        profile = cls.from_json(data)
+        target = resolved_target(profile.target, path.parent)
+        return profile if target == profile.target else replace(profile, provenance={**profile.provenance, "target": target})
+
+
+def _split_name(split: ParamSplit) -> str:
+    tensor_parallel, replicas = split
+    return str(tensor_parallel) if replicas == 1 else f"{tensor_parallel}/{replicas}"
+
+
+def _read_split(name: str) -> ParamSplit:
+    tensor_parallel, _, replicas = name.partition("/")
+    return int(tensor_parallel), int(replicas or 1)
+
+
+def _calibration_to_json(calibration: Calibration) -> dict[str, Any]:
+    errors = [{**_config_to_json(e.config), "error_fraction": e.error} for e in calibration.errors]
+    sizes = [e.to_json() for e in calibration.size_errors]
+    return {"errors": errors, "seed": calibration.seed, "num_plans": calibration.num_plans, "size_errors": sizes}
+
+
+def _read_calibration(data: Mapping[str, Any]) -> Calibration | None:
+    """None for a calibration of earlier versions, whose errors do not say what they are of and leave out what stages exchange."""
+    if any(isinstance(row, (int, float)) for row in data["errors"]):
+        return None
+    errors = tuple(StageError(_read_config(row), row["error_fraction"]) for row in data["errors"])
+    return Calibration(errors, data["seed"], data["num_plans"], tuple(map(SizeError.from_json, data.get("size_errors", ()))))
+
+
+def _rows(measurements: Mapping[StageConfig, StageCost]) -> list[dict[str, Any]]:
+    return [{**_config_to_json(config), "cost": cost.to_json()} for config, cost in sorted(measurements.items())]
+
+
+def _read_rows(rows: Sequence[Mapping[str, Any]]) -> dict[StageConfig, StageCost]:
+    return {_read_config(row): StageCost.from_json(row["cost"]) for row in rows}
+
+
+def _config_to_json(config: StageConfig) -> dict[str, Any]:
+    return {"layers": [config.first, config.stop - 1], **asdict(config.choice), "microbatch_size": config.microbatch_size}
+
+
+def _read_config(row: Mapping[str, Any]) -> StageConfig:
+    return StageConfig(row["layers"][0], row["layers"][1] + 1, StageChoice.of_row(row), row["microbatch_size"])
+
+
+def rescaled(graph: LayerGraph, microbatch_size: int, model_hash: str = "") -> LayerGraph:
+    """A graph at another micro-batch size: batch dimensions and FLOPs scale in proportion."""
+    if microbatch_size == graph.microbatch_size:
+        return graph
+
+    def tensor(t: Tensor) -> Tensor:
+        if t.batch_dim is None:
+            return t
+        shape = tuple(size * microbatch_size // graph.microbatch_size if d == t.batch_dim else size for d, size in enumerate(t.shape))
+        return Tensor(t.name, shape, t.dtype, t.batch_dim, t.differentiable)
+
+    def tensors(group: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(map(tensor, group))
+
+    layers = tuple(
+        type(layer)(**{**asdict(layer), "flops": layer.flops * microbatch_size // graph.microbatch_size}) for layer in graph.layers
+    )
+    return LayerGraph(model_hash, microbatch_size, layers, graph.params, tensors(graph.values), tensors(graph.batch))

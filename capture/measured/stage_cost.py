@@ -1,0 +1,82 @@
+"""What only the compiler knows of a stage: bytes that its programs keep and need, and the work that they do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from capture.measured.work import ProgramWork
+
+
+@dataclass(frozen=True)
+class UpdateCost:
+    """The part of ``StageCost`` that depends on parameters and optimizer alone: the end of a step; see there."""
+
+    update_bytes: int
+    optimizer_bytes: int
+    summarize_bytes: int = 0
+    summary_bytes: int = 0
+    update_work: ProgramWork | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return _to_json(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> UpdateCost:
+        return cls(**_arguments(data))
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """What only the compiler knows of a stage: bytes per device for one micro-batch.
+
+    Attributes:
+        residual_bytes: Activations kept for the backward pass, other than inputs, outputs and batch leaves.
+        forward_bytes, backward_bytes, update_bytes: While the program runs: temporaries + outputs - aliased inputs.
+        optimizer_bytes: State of the optimizer for the owned parameters.
+        kept_inputs, kept_outputs, kept_batch: Positions among the stage's inputs, outputs and batch leaves of what the backward pass
+            reads again.
+        summarize_bytes, summary_bytes: Of the program and its result where an update needs values of other stages.
+        forward_work, backward_work, update_work: What the programs compute, read and send; None where no times are wanted (``cpu``).
+    """
+
+    residual_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    update_bytes: int
+    optimizer_bytes: int
+    kept_inputs: tuple[int, ...]
+    kept_outputs: tuple[int, ...]
+    kept_batch: tuple[int, ...]
+    summarize_bytes: int = 0
+    summary_bytes: int = 0
+    forward_work: ProgramWork | None = None
+    backward_work: ProgramWork | None = None
+    update_work: ProgramWork | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return _to_json(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> StageCost:
+        return cls(**_arguments(data))
+
+
+#: Of a stage whose programs need nothing, or are not known.
+NO_COST = StageCost(0, 0, 0, 0, 0, (), (), ())
+
+_WORK = ("forward_work", "backward_work", "update_work")
+
+
+def _to_json(cost: StageCost | UpdateCost) -> dict[str, Any]:
+    work = {name: getattr(cost, name, None) for name in _WORK}
+    return {
+        **{key: value for key, value in asdict(cost).items() if key not in _WORK},
+        **{name: found.to_json() for name, found in work.items() if found is not None},
+    }
+
+
+def _arguments(data: Mapping[str, Any]) -> dict[str, Any]:
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+    return {**fields, **{key: ProgramWork.from_json(fields[key]) for key in _WORK if fields.get(key) is not None}}

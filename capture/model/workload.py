@@ -1,0 +1,231 @@
+"""What to train: a loss, its parameters, its data and its optimizer, named on the command line or built in Python.
+
+The library imports no model framework: Flax Linen, Flax NNX, Equinox, Haiku or hand-written JAX all reduce to
+``loss_fn(params, batch)``. Nothing is allocated to plan; shapes come from ``jax.eval_shape``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol, runtime_checkable
+
+from capture.documents import Fields
+from capture.errors import Violation, WorkloadError
+from capture.extras import missing_extra
+
+PyTree = Any
+
+
+@runtime_checkable
+class WorkloadProtocol(Protocol):
+    """Whatever a workload function returns must have these four members."""
+
+    loss_fn: Callable[..., Any]
+    init: Callable[[Any], PyTree]
+    batch: Callable[[Any, int], PyTree]
+    optimizer: Any
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A training task; any object with the same four members serves as well.
+
+    Attributes:
+        loss_fn: ``loss_fn(params, batch)`` or ``loss_fn(params, batch, key)``: a scalar, the mean over the examples of the batch.
+        init: ``init(key)`` makes the parameters, a pytree of arrays.
+        batch: ``batch(key, batch_size)`` makes a batch, a pytree whose leaves carry the examples in one dimension.
+        optimizer: Any optax gradient transformation.
+    """
+
+    loss_fn: Callable[..., Any]
+    init: Callable[[Any], PyTree]
+    batch: Callable[[Any, int], PyTree]
+    optimizer: Any
+
+
+def takes_key(workload: WorkloadProtocol) -> bool:
+    """Whether the loss has a third positional parameter: the random key of a micro-batch."""
+    parameters = inspect.signature(workload.loss_fn).parameters.values()
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
+    return len(positional) >= 3
+
+
+def check_workload(workload: Any, source: str) -> WorkloadProtocol:
+    """The workload itself, if it has the four members.
+
+    Raises:
+        WorkloadError: ``workload-members`` naming what is missing, ``workload-optimizer`` if the optimizer has no ``init`` and ``update``.
+    """
+    violations = [
+        Violation(
+            f"{source} returned {type(workload).__name__} without {name!r}; a workload has loss_fn, init, batch and optimizer.",
+            "workload-members",
+        )
+        for name in ("loss_fn", "init", "batch", "optimizer")
+        if not hasattr(workload, name)
+    ]
+    optimizer = getattr(workload, "optimizer", None)
+    if not violations and not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        violations = [
+            Violation(
+                f"{source} has optimizer={optimizer!r}; give an optax transformation, which has init and update.", "workload-optimizer"
+            )
+        ]
+    WorkloadError.check(violations)
+    return workload
+
+
+@dataclass(frozen=True)
+class WorkloadSpec:
+    """A workload by name: ``path/to/file.py:function?key=value&...`` or ``package.module:function?key=value``.
+
+    Attributes:
+        location: A path that ends in ``.py``, or a module name.
+        function: Name of the function in it.
+        arguments: Keyword arguments, still as given; read as bool, int or float where they look like one.
+
+    Example:
+        >>> WorkloadSpec.parse("models/gpt.py:gpt?size=tiny&tied=true").arguments
+        {'size': 'tiny', 'tied': True}
+    """
+
+    location: str
+    function: str
+    arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)  # a mapping has no hash; equal names still have equal ones
+
+    @classmethod
+    def parse(cls, text: str) -> WorkloadSpec:
+        """Read a name.
+
+        Raises:
+            WorkloadError: ``workload-name`` if it has no ``:function``, or an argument without ``=``.
+        """
+        head, _, query = text.partition("?")
+        location, colon, function = head.rpartition(":")
+        arguments = [item.partition("=") for item in query.split("&") if item]
+        if not colon or not location or not function.isidentifier() or any(not sep or not key.isidentifier() for key, sep, _ in arguments):
+            raise WorkloadError.of(
+                f"workload={text!r} is no workload name; write path/to/file.py:function?key=value&key=value or module:function.",
+                "workload-name",
+            )
+        return cls(location, function, {key: _read_value(value) for key, _, value in arguments})
+
+    def __str__(self) -> str:
+        query = "&".join(f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in self.arguments.items())
+        return f"{self.location}:{self.function}" + (f"?{query}" if query else "")
+
+    def to_json(self) -> dict[str, Any]:
+        return {"location": self.location, "function": self.function, "arguments": dict(self.arguments)}
+
+    @classmethod
+    def from_json(cls, fields: Fields) -> WorkloadSpec:
+        """The name that ``to_json`` wrote.
+
+        Raises:
+            FieldError: naming the field that is missing or wrong.
+        """
+        return cls(fields.text("location"), fields.text("function"), fields.object("arguments").data)
+
+    @property
+    def is_file(self) -> bool:
+        return self.location.endswith(".py")
+
+    def relative_to(self, directory: Path) -> WorkloadSpec:
+        """The same workload, its path written relative to a directory (that of the plan file)."""
+        if not self.is_file:
+            return self
+        return WorkloadSpec(os.path.relpath(Path(self.location).resolve(), directory.resolve()), self.function, self.arguments)
+
+    def resolved_from(self, directory: Path) -> WorkloadSpec:
+        """The inverse of ``relative_to``."""
+        if not self.is_file or Path(self.location).is_absolute():
+            return self
+        return WorkloadSpec(os.path.relpath((directory / self.location).resolve()), self.function, self.arguments)
+
+    def load(self) -> WorkloadProtocol:
+        """Import the file or module and call the function.
+
+        Raises:
+            WorkloadError: ``workload-file``, ``workload-module``, ``workload-function`` or ``workload-arguments`` naming what does not
+                exist, ``workload-extra`` naming the command that installs what the model imports, and the codes of ``check_workload``.
+        """
+        try:
+            return self._loaded()
+        except ModuleNotFoundError as error:
+            if (text := missing_extra(error)) is None:
+                raise
+            raise WorkloadError.of(f"workload {str(self)!r} cannot be loaded: {text}.", "workload-extra") from None
+
+    def _loaded(self) -> WorkloadProtocol:
+        module = _import_file(Path(self.location)) if self.is_file else _import_module(self.location)
+        function = getattr(module, self.function, None)
+        if not callable(function):
+            own = [name for name, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
+            public = ", ".join(name for name in own if not name.startswith("_"))
+            raise WorkloadError.of(
+                f"{self.location} has no function {self.function!r}; it has {public or 'no public function'}.", "workload-function"
+            )
+        try:
+            inspect.signature(function).bind(**self.arguments)
+        except TypeError as error:
+            raise WorkloadError.of(
+                f"{self.function}{inspect.signature(function)} does not take {dict(self.arguments)}: {error}.", "workload-arguments"
+            ) from None
+        return check_workload(function(**self.arguments), str(self))
+
+
+def _read_value(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Import a file under a name of its own, so that a user's ``models`` package is never mistaken for another."""
+    if not path.is_file():
+        raise WorkloadError.of(
+            f"workload file {str(path)!r} does not exist (looked in {str(Path.cwd())!r}); a plan remembers the path relative to its own "
+            "file, and --workload names another.",
+            "workload-file",
+        )
+    path = path.resolve()
+    name = f"_workload_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None, f"no loader for {path}"
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        sys.path.insert(0, str(path.parent))  # a model file may import its neighbours
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+        finally:
+            sys.path.remove(str(path.parent))
+    return sys.modules[name]
+
+
+def _import_module(name: str) -> ModuleType:
+    try:
+        if name.startswith("."):
+            raise ModuleNotFoundError("a module name does not begin with a dot; a path ends in .py")
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if missing_extra(error):
+            raise
+        raise WorkloadError.of(f"workload module {name!r} cannot be imported: {error}.", "workload-module") from None

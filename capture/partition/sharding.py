@@ -1,0 +1,89 @@
+"""How the parameters of a model are split at a tensor-parallel degree: decided layer by layer, so that any stage agrees."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from capture.model.graph import Tensor, item_bytes
+from capture.partition.tensor_parallel import DATA_AXIS, MODEL_AXIS, Rule, parameter_specs
+from capture.plan.choices import ParamSplit
+from capture.tracing import TracedModel
+
+
+def struct_of(tensor: Tensor, sharding: jax.sharding.Sharding | None = None) -> jax.ShapeDtypeStruct:
+    """A tensor of the layer graph as JAX's structure."""
+    dtype = jax.eval_shape(lambda: jax.random.key(0)).dtype if tensor.dtype.startswith("key<") else jnp.dtype(tensor.dtype)
+    return jax.ShapeDtypeStruct(tensor.shape, dtype, sharding=sharding)
+
+
+class ModelSharding:
+    """Specs of all parameters per tensor-parallel degree; a shared parameter is split as its first layer wants it.
+
+    Args:
+        traced: The model.
+        rule: See ``parameter_specs``.
+    """
+
+    def __init__(self, traced: TracedModel, rule: Rule = "auto"):
+        self._traced, self._rule = traced, rule
+        self._specs: dict[int, list[PartitionSpec]] = {}
+        self._by_key: dict[tuple[str, int], list[PartitionSpec]] = {}
+
+    def specs(self, degree: int) -> list[PartitionSpec]:
+        """One spec per parameter of the graph; equal layers are walked once."""
+        if degree not in self._specs:
+            graph = self._traced.graph
+            specs: dict[int, PartitionSpec] = {}
+            for layer in graph.layers:
+                for p, spec in zip(layer.params, self._layer_specs(layer.layer_id, degree), strict=True):
+                    specs.setdefault(p, spec)
+            self._specs[degree] = [specs.get(p, PartitionSpec()) for p in range(len(graph.params))]
+        return self._specs[degree]
+
+    def _layer_specs(self, layer_id: int, degree: int) -> list[PartitionSpec]:
+        graph = self._traced.graph
+        layer, one = graph.layers[layer_id], self._traced.slice(layer_id, layer_id + 1)
+        key = (layer.key, degree)
+        by_name = isinstance(self._rule, Mapping)  # names differ between equal layers
+        if key not in self._by_key or by_name:
+            params = [struct_of(graph.params[p]) for p in one.params]
+            args = [struct_of(graph.values[v]) for v in one.inputs] + [struct_of(graph.batch[b]) for b in one.batch]
+            count = len(one.inputs)
+            found = parameter_specs(
+                lambda p, a: one(p, a[:count], a[count:]),
+                params,
+                args,
+                degree,
+                self._rule,
+                [graph.params[p].name for p in one.params],
+            )
+            of_param = dict(zip(one.params, found, strict=True))
+            self._by_key[key] = [of_param[p] for p in layer.params]
+        return self._by_key[key]
+
+    def param_bytes(self, split: ParamSplit) -> tuple[int, ...]:
+        """Bytes per device of every parameter of the graph."""
+        return tuple(_shard_bytes(p, spec, split) for p, spec in zip(self._traced.graph.params, self.specs(split[0]), strict=True))
+
+
+def over_replicas(spec: PartitionSpec, shape: Sequence[int], data_parallel: int) -> PartitionSpec:
+    """A spec that also splits the largest dimension that is whole and even over the replicas; the same where there is none."""
+    if data_parallel == 1:
+        return spec
+    axes = [*spec, *[None] * (len(shape) - len(spec))]
+    free = [d for d, axis in enumerate(axes) if axis is None and shape[d] % data_parallel == 0 and shape[d]]
+    if free:
+        axes[max(free, key=lambda d: shape[d])] = DATA_AXIS
+    return PartitionSpec(*axes)
+
+
+def _shard_bytes(tensor: Tensor, spec: PartitionSpec, split: ParamSplit) -> int:
+    degrees = {MODEL_AXIS: split[0], DATA_AXIS: split[1]}
+    spec = over_replicas(spec, tensor.shape, split[1])
+    shape = [size // degrees[spec[d]] if d < len(spec) and spec[d] else size for d, size in enumerate(tensor.shape)]
+    return math.prod(shape) * item_bytes(tensor.dtype)

@@ -1,0 +1,87 @@
+"""How much of a device's memory a plan leaves, and how sure that is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from capture.machine.target import DeviceMemory
+from capture.quantities import format_bytes
+
+Verdict = Literal["fits", "fits by extrapolation", "may not fit", "does not fit"]
+
+
+@dataclass(frozen=True)
+class Headroom:
+    """A plan's peak against the memory that a device has.
+
+    Attributes:
+        limit_bytes: What a device can use.
+        source: Where the limit is from: the user, or the terms of the target.
+        peak_bytes: Of the device that needs most.
+        high_bytes: Upper end of the interval of the device whose upper end is highest.
+        coverage: Calibrated probability that a device stays within its interval; None without calibration, 1 for compiled peaks.
+        extrapolated: Whether the peaks are of a micro-batch size or degrees that were not profiled, and not compiled either.
+    """
+
+    limit_bytes: int
+    source: str
+    peak_bytes: int
+    high_bytes: int
+    coverage: float | None
+    extrapolated: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        peaks: Sequence[int],
+        intervals: Sequence[tuple[int, int]],
+        coverage: float | None,
+        limit_bytes: int | None,
+        memory: DeviceMemory | None,
+        *,
+        extrapolated: bool = False,
+    ) -> Headroom | None:
+        """None where neither the user nor the target says how much memory there is.
+
+        Args:
+            peaks, intervals: Per device.
+            coverage: Of the intervals.
+            limit_bytes: The user's; else the target's is taken.
+            memory: Of the target.
+            extrapolated: See the attribute.
+        """
+        if limit_bytes is None and memory is None:
+            return None
+        limit = limit_bytes if limit_bytes is not None else memory.usable_bytes if memory is not None else 0
+        source = "given" if limit_bytes is not None else str(memory)
+        return cls(limit, source, max(peaks), max(high for _, high in intervals), coverage, extrapolated)
+
+    @property
+    def verdict(self) -> Verdict:
+        """``fits`` if the whole interval is within the limit; what is extrapolated never just fits."""
+        if self.high_bytes <= self.limit_bytes:
+            return "fits by extrapolation" if self.extrapolated else "fits"
+        return "may not fit" if self.peak_bytes <= self.limit_bytes else "does not fit"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "memory_limit_bytes": self.limit_bytes,
+            "limit_source": self.source,
+            "headroom_bytes": self.limit_bytes - self.peak_bytes,
+            "headroom_at_interval_end_bytes": self.limit_bytes - self.high_bytes,
+            "interval_coverage_fraction": self.coverage,
+            "verdict": self.verdict,
+            "extrapolated": self.extrapolated,
+        }
+
+    def __str__(self) -> str:
+        spare, worst = self.limit_bytes - self.peak_bytes, self.limit_bytes - self.high_bytes
+        sure = "interval not calibrated" if self.coverage is None else "compiled" if self.coverage == 1 else f"interval {self.coverage:.0%}"
+        sure = f"extrapolated, {sure}" if self.extrapolated else sure
+        return f"{self.verdict}: {_signed(spare)} of {format_bytes(self.limit_bytes)} left, {_signed(worst)} at worst ({sure})"
+
+
+def _signed(nbytes: int) -> str:
+    return format_bytes(nbytes) if nbytes >= 0 else f"-{format_bytes(-nbytes)}"

@@ -1,0 +1,87 @@
+"""What a plan is predicted to need: per device, per stage, per layer, with an interval."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from capture.machine.target import DeviceMemory
+from capture.plan.headroom import Headroom
+
+
+@dataclass(frozen=True)
+class StagePrediction:
+    """One stage's devices, which all need the same.
+
+    Attributes:
+        peak_bytes: Per device.
+        interval_bytes: (low, high) that holds the measured peak with the calibrated probability.
+        instant: What runs at the peak: forward, backward or update.
+        parts: Bytes by category; they sum to ``peak_bytes``.
+        layers: Per layer of the stage, the same by category; they sum to ``parts`` but for what passes between stages.
+        extrapolated: Whether a degree or a micro-batch size was not profiled.
+        verified: Whether the stage was compiled as it is: its peak is the compiler's.
+    """
+
+    peak_bytes: int
+    interval_bytes: tuple[int, int]
+    instant: str
+    parts: Mapping[str, int]
+    layers: tuple[Mapping[str, int], ...]
+    extrapolated: bool
+    verified: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "peak_bytes": self.peak_bytes,
+            "interval_bytes": list(self.interval_bytes),
+            "instant": self.instant,
+            "parts_bytes": dict(self.parts),
+            "layers_bytes": [dict(layer) for layer in self.layers],
+            "extrapolated": self.extrapolated,
+            "verified": self.verified,
+        }
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A plan's predicted memory.
+
+    Attributes:
+        stages: In pipeline order.
+        peak_bytes_per_device: In node-major device order.
+        interval_bytes_per_device: Likewise.
+        source: Backend and target of the measurements, and the predictor.
+        coverage: Probability for which the interval was calibrated; None if it was not.
+    """
+
+    stages: tuple[StagePrediction, ...]
+    peak_bytes_per_device: tuple[int, ...]
+    interval_bytes_per_device: tuple[tuple[int, int], ...]
+    source: Mapping[str, Any]
+    coverage: float | None
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.peak_bytes_per_device)
+
+    @property
+    def extrapolated(self) -> bool:
+        """Whether some stage has a degree or a micro-batch size that was not profiled, and was not compiled as it is."""
+        return any(stage.extrapolated for stage in self.stages)
+
+    def headroom(self, limit_bytes: int | None, memory: DeviceMemory | None) -> Headroom | None:
+        """What it leaves of a limit, or of the target's memory; None where neither is known."""
+        intervals = self.interval_bytes_per_device
+        return Headroom.of(self.peak_bytes_per_device, intervals, self.coverage, limit_bytes, memory, extrapolated=self.extrapolated)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "peak_bytes_per_device": list(self.peak_bytes_per_device),
+            "interval_bytes_per_device": [list(interval) for interval in self.interval_bytes_per_device],
+            "interval_coverage": self.coverage,
+            "extrapolated": self.extrapolated,
+            "source": dict(self.source),
+            "stages": [stage.to_json() for stage in self.stages],
+        }

@@ -1,0 +1,119 @@
+"""Random valid plans, for judging predictions: uniform over stage count, then cuts, degrees and kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from capture.errors import PlanError
+from capture.machine.cluster import Cluster
+from capture.plan.choices import StageChoice
+
+
+def count_fillings(degrees: Sequence[Sequence[int]], weights: Mapping[int, int] | None = None) -> list[list[int]]:
+    """counts[p][s]: ordered sequences of s stage sizes that fill exactly the devices from p on; exact integers.
+
+    Args:
+        degrees: Per device p, the sizes that a stage starting there may have.
+        weights: Per size, how many different stages count; 1 if None.
+
+    Example:
+        >>> count_fillings([[1, 2], [1]])[0]  # one stage of two devices, or two of one
+        [0, 1, 1]
+    """
+    num_devices = len(degrees)
+    counts = [[0] * (num_devices + 1) for _ in range(num_devices + 1)]
+    counts[num_devices][0] = 1
+    for p in reversed(range(num_devices)):
+        for d in degrees[p]:
+            weight = 1 if weights is None else weights[d]
+            for num_stages in range(num_devices - p - d + 1):
+                counts[p][num_stages + 1] += weight * counts[p + d][num_stages]
+    return counts
+
+
+@dataclass(frozen=True)
+class DrawnStage:
+    """Layers [first, stop) on the devices from ``start_device`` on."""
+
+    first: int
+    stop: int
+    start_device: int
+    choice: StageChoice
+
+
+def random_plans(
+    cluster: Cluster,
+    num_layers: int,
+    choices: Mapping[int, Sequence[StageChoice]],
+    seed: int | np.random.Generator,
+    *,
+    whole_nodes: bool = False,
+    any_divisor: bool = False,
+) -> Iterator[tuple[DrawnStage, ...]]:
+    """Valid plans without end; take as many as needed with ``itertools.islice``.
+
+    Each plan draws, uniformly: the number of stages among those that some plan has; an ordered filling of the devices with that many
+    stages; the layer boundaries; a choice per stage. Drawing over all plans instead would give almost only the largest stage counts.
+
+    Args:
+        cluster: Devices to fill, all of them.
+        num_layers: Layers to place, all of them.
+        choices: Per number of devices, the ways a stage may use them.
+        seed: A seed, or a generator that is advanced.
+        whole_nodes: As in ``SearchProblem``.
+        any_divisor: As in ``SearchProblem``.
+
+    Raises:
+        PlanError: ``sampling-empty`` if there is no valid plan.
+
+    Source: CAPTURE IV-B evaluates 500 random plans and does not say how they were drawn; the order of draws is ours.
+
+    Example:
+        >>> from capture.plan.choices import paper_choices
+        >>> plan = next(random_plans(Cluster((4,)), 8, paper_choices(4), seed=0))
+        >>> plan[0].first, plan[-1].stop, sum(stage.choice.num_devices for stage in plan)
+        (0, 8, 4)
+    """
+    degrees = cluster.stage_degrees(any_divisor=any_divisor, whole_nodes=whole_nodes)
+    degrees = [[d for d in here if choices.get(d)] for here in degrees]
+    fillings = count_fillings(degrees)
+    stage_counts = [s for s, count in enumerate(fillings[0]) if count and 0 < s <= num_layers]
+    if not stage_counts:
+        raise PlanError.of(
+            f"No plan places num_layers={num_layers} on all {cluster.num_devices} devices of cluster {cluster} with stages on "
+            f"{sorted(choices)} devices; use more layers, other degrees or another cluster.",
+            "sampling-empty",
+        )
+    generator = np.random.default_rng(seed)
+    return _draws(degrees, fillings, stage_counts, num_layers, choices, generator)
+
+
+def _draws(
+    degrees: list[list[int]],
+    fillings: list[list[int]],
+    stage_counts: list[int],
+    num_layers: int,
+    choices: Mapping[int, Sequence[StageChoice]],
+    generator: np.random.Generator,
+) -> Iterator[tuple[DrawnStage, ...]]:
+    while True:
+        num_stages = int(generator.choice(stage_counts))
+        boundaries = np.sort(generator.choice(num_layers - 1, num_stages - 1, replace=False)) + 1
+        cuts = [0, *boundaries.tolist(), num_layers]
+        plan, device = [], 0
+        for stage_id, (first, stop) in enumerate(pairwise(cuts)):
+            d = _draw_degree(degrees[device], [fillings[device + d][num_stages - stage_id - 1] for d in degrees[device]], generator)
+            choice = choices[d][int(generator.integers(len(choices[d])))]
+            plan.append(DrawnStage(first, stop, device, choice))
+            device += d
+        yield tuple(plan)
+
+
+def _draw_degree(degrees: list[int], counts: list[int], generator: np.random.Generator) -> int:
+    """A degree in proportion to the fillings that follow it. The counts may exceed 64 bits, so only their ratios become floats."""
+    total = sum(counts)
+    return int(generator.choice(degrees, p=[count / total for count in counts]))

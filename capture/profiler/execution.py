@@ -1,0 +1,104 @@
+"""One execution of a partitioning, as plain data: what is run, on which machine, and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from capture.machine.cluster import Cluster
+from capture.measured.profile import StageConfig
+from capture.model.graph import content_hash
+from capture.plan.choices import StageChoice
+from capture.plan.stages import Plan, StagePlan
+from capture.profiler.paper import RunPeaks, ranges
+
+
+@dataclass(frozen=True)
+class ProfilingRun:
+    """One execution of a partitioning.
+
+    Attributes:
+        partitioning: Layers per stage.
+        choice: Of every stage.
+        microbatch_size: Examples in a micro-batch over all replicas.
+        num_microbatches: In a step.
+        schedule: ``"gpipe"`` or ``"1f1b"``.
+        repeats: Steps that are measured; the largest peaks count.
+    """
+
+    partitioning: tuple[int, ...]
+    choice: StageChoice
+    microbatch_size: int
+    num_microbatches: int
+    schedule: str
+    repeats: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.partitioning) * self.choice.num_devices
+
+    @property
+    def configs(self) -> list[StageConfig]:
+        """Its stages."""
+        return [StageConfig(first, stop, self.choice, self.microbatch_size) for first, stop in ranges(self.partitioning)]
+
+    def plan(self) -> Plan:
+        """The run as a plan on a flat cluster of its own size."""
+        choice, k = self.choice, self.choice.num_devices
+        stages = tuple(
+            StagePlan(
+                (first, stop - 1),
+                tuple(range(s * k, (s + 1) * k)),
+                **asdict(choice),
+            )
+            for s, (first, stop) in enumerate(ranges(self.partitioning))
+        )
+        global_batch_size = self.num_microbatches * self.microbatch_size
+        return Plan(Cluster((self.num_devices,)), sum(self.partitioning), stages, global_batch_size, self.num_microbatches, self.schedule)
+
+    def failed(self, why: str) -> RunPeaks:
+        """The result of a run that gave no peaks."""
+        dp, tp = self.choice.data_parallel, self.choice.tensor_parallel
+        name = f"run of {list(self.partitioning)} layers, data_parallel={dp} x tensor_parallel={tp}, {self.num_microbatches} micro-batches"
+        return RunPeaks((None,) * len(self.partitioning), (f"{name}: {why}",))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices on which runs are made.
+
+    Attributes:
+        platform, device_kind: As JAX names them.
+        num_devices: That a process has.
+    """
+
+    platform: str
+    device_kind: str
+    num_devices: int
+
+
+@dataclass(frozen=True)
+class Executed:
+    """What came of an attempt to make a run; plain data, to be sent between processes.
+
+    Attributes:
+        peak_bytes_per_stage: On each device of a stage; None if the run failed.
+        meter: What they were read from; empty if they were only replayed, because they are above the limit.
+        failure: Why there are none.
+        traceback: Of the failure, if it was an exception.
+    """
+
+    peak_bytes_per_stage: tuple[int, ...] | None
+    meter: str
+    failure: str = ""
+    traceback: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """As the store keeps it."""
+        assert self.peak_bytes_per_stage is not None, f"nothing to keep of a run that failed: {self.failure}"
+        return {"peak_bytes_per_stage": list(self.peak_bytes_per_stage), "meter": self.meter}
+
+
+def replay_key(key: str) -> str:
+    """Of the replayed peaks of a run that is above a limit: another measurement than that of the run."""
+    return content_hash([key, "replay"])

@@ -1,0 +1,230 @@
+"""Whose bytes the peak of a stage consists of: every live buffer with its layer, its category and the line of the model that made it.
+
+What lives between programs (parameters, gradients, optimizer state, activations of every micro-batch in flight) is known by name; what the
+running program holds itself is read from the compiler's dump (``capture.compiler.buffers``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from capture.model.graph import LayerGraph
+from capture.step.ledger import Peak
+from capture.step.program import Run, Slot, StepProgram, replay
+
+#: Of the running program's own part: what no buffer that is live at its peak accounts for.
+FRAGMENTATION = "gaps between buffers"
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Bytes per device that are live at an instant.
+
+    Attributes:
+        nbytes: Per device.
+        category: As in the parts of a peak.
+        layer: Whose it is; None if nothing tells.
+        what: The parameter or the operation.
+        source: ``file:line`` in the model; empty if unknown.
+    """
+
+    nbytes: int
+    category: str
+    layer: int | None
+    what: str
+    source: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"bytes": self.nbytes, "category": self.category, "layer": self.layer, "what": self.what, "source": self.source}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Buffer:
+        return cls(data["bytes"], data["category"], data["layer"], data["what"], data["source"])
+
+
+@dataclass(frozen=True)
+class StageBuffers:
+    """What the groups of bytes in a ``StageCost`` consist of.
+
+    Attributes:
+        optimizer: State of the owned parameters.
+        residuals: Of one micro-batch.
+        programs: Per program, its temporaries and results at its own peak.
+    """
+
+    optimizer: tuple[Buffer, ...] = ()
+    residuals: tuple[Buffer, ...] = ()
+    programs: Mapping[str, tuple[Buffer, ...]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "optimizer": _to_json(self.optimizer),
+            "residuals": _to_json(self.residuals),
+            "programs": {name: _to_json(buffers) for name, buffers in self.programs.items()},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> StageBuffers:
+        programs = {name: _from_json(buffers) for name, buffers in data["programs"].items()}
+        return cls(_from_json(data["optimizer"]), _from_json(data["residuals"]), programs)
+
+
+def _to_json(buffers: Iterable[Buffer]) -> list[Any]:
+    return [buffer.to_json() for buffer in buffers]
+
+
+def _from_json(rows: Iterable[Mapping[str, Any]]) -> tuple[Buffer, ...]:
+    return tuple(map(Buffer.from_json, rows))
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """The peak of a stage's devices, taken apart.
+
+    Attributes:
+        peak: As the ledger found it.
+        buffers: Largest first. They sum to the peak: what no buffer accounts for is an entry without a layer.
+    """
+
+    peak: Peak
+    buffers: tuple[Buffer, ...]
+
+    @property
+    def attributed_fraction(self) -> float:
+        """Share of the peak that is known to be of a layer."""
+        return sum(b.nbytes for b in self.buffers if b.layer is not None) / self.peak.peak_bytes
+
+    @property
+    def layers(self) -> dict[int, dict[str, int]]:
+        """Bytes by category, per layer."""
+        found: dict[int, dict[str, int]] = {}
+        for buffer in self.buffers:
+            if buffer.layer is not None:
+                parts = found.setdefault(buffer.layer, {})
+                parts[buffer.category] = parts.get(buffer.category, 0) + buffer.nbytes
+        return dict(sorted(found.items()))
+
+
+@dataclass(frozen=True)
+class BufferGroup:
+    """Buffers alike: the same size, category, line and operation, of several layers or micro-batches.
+
+    Attributes:
+        nbytes: Of one.
+        count: How many.
+        category, source: As of a ``Buffer``.
+        what: The operation or parameter; ``*`` where the names differ by a number.
+        layers: Ascending; empty if nothing tells.
+    """
+
+    nbytes: int
+    count: int
+    category: str
+    what: str
+    source: str
+    layers: tuple[int, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return self.nbytes * self.count
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "bytes": self.nbytes,
+            "count": self.count,
+            "category": self.category,
+            "what": self.what,
+            "source": self.source,
+            "layers": list(self.layers),
+        }
+
+
+def group(buffers: Iterable[Buffer]) -> list[BufferGroup]:
+    """Buffers that are alike together, the most bytes first.
+
+    Example:
+        >>> [alike] = group([Buffer(8, "activations", layer, f"block_{layer}/mul", "model.py:3") for layer in (0, 1)])
+        >>> alike.what, alike.count, alike.layers
+        ('block_*/mul', 2, (0, 1))
+    """
+    members_of: dict[tuple[Any, ...], list[Buffer]] = {}
+    for buffer in buffers:
+        members_of.setdefault((buffer.nbytes, buffer.category, re.sub(r"\d+", "*", buffer.what), buffer.source), []).append(buffer)
+    groups = []
+    for (nbytes, category, pattern, source), members in members_of.items():
+        names = {buffer.what for buffer in members}
+        layers = tuple(sorted({buffer.layer for buffer in members if buffer.layer is not None}))
+        groups.append(BufferGroup(nbytes, len(members), category, names.pop() if len(names) == 1 else pattern, source, layers))
+    return sorted(groups, key=lambda alike: -alike.total_bytes)
+
+
+def attribute(
+    program: StepProgram, ranges: Sequence[tuple[int, int]], graph: LayerGraph, buffers: Sequence[StageBuffers]
+) -> list[Attribution]:
+    """Take the peak of every stage apart.
+
+    Args:
+        program: The step of a plan.
+        ranges: Layers [first, stop) per stage.
+        graph: Of the model at the plan's micro-batch size.
+        buffers: Per stage.
+    """
+    num_devices = 1 + max(d for stage in program.stages for d in stage.devices)
+    ledger, by_slot = replay(program, num_devices), replay(program, num_devices, by_slot=True)
+    slots = {slot.name: slot for slot in program.slots}
+    running = {i.label: i.program for i in program.instructions if isinstance(i, Run)}
+    found = []
+    for s, stage in enumerate(program.stages):
+        peak, device = ledger.peaks[stage.devices[0]], stage.devices[0]
+        live: list[Buffer] = []
+        for name, nbytes in by_slot.peaks[device].parts.items():
+            if name in slots:
+                parts: Sequence[Buffer] = _of_slot(slots[name], program, ranges[s], graph, buffers[s])
+            else:
+                parts = buffers[s].programs.get(running[peak.instant], ())
+            live += parts
+            rest = nbytes - sum(part.nbytes for part in parts)
+            if rest > 0:
+                category = slots[name].category if name in slots else "temporaries"
+                live.append(Buffer(rest, category, None, FRAGMENTATION if name not in slots else slots[name].what))
+        found.append(Attribution(peak, tuple(sorted(live, key=lambda buffer: -buffer.nbytes))))
+    return found
+
+
+def _of_slot(slot: Slot, program: StepProgram, layers: tuple[int, int], graph: LayerGraph, buffers: StageBuffers) -> list[Buffer]:
+    """The buffers of a slot."""
+    stage = program.stages[slot.stage_id]
+    first, stop = layers
+
+    def reader(of: Callable[[Any], Sequence[int]], key: int) -> int | None:
+        return next((layer for layer in range(first, stop) if key in of(graph.layers[layer])), None)
+
+    def named(name: str, layer: int | None) -> list[Buffer]:
+        return [Buffer(slot.nbytes, slot.category, layer, name)]
+
+    def of_param(p: int) -> Buffer:
+        return Buffer(stage.param_bytes[p], slot.category, reader(lambda layer: layer.params, p), graph.params[p].name)
+
+    key = slot.key if slot.key is not None else -1
+    match slot.what:
+        case "params" | "gradients":
+            return [of_param(p) for p in stage.owned]
+        case "param" | "gradient":
+            return [replace(of_param(key), nbytes=slot.nbytes)]
+        case "optimizer":
+            return [replace(buffer, category=slot.category) for buffer in buffers.optimizer]
+        case "residuals":
+            return [replace(buffer, category=slot.category) for buffer in buffers.residuals]
+        case "batch":
+            return named(graph.batch[key].name, reader(lambda layer: layer.batch, key))
+        case "input" | "input gradient":
+            # What only passes through belongs to the layer of another stage that made it.
+            layer = reader(lambda layer: layer.inputs, key)
+            return named(f"{slot.what} {graph.values[key].name}", graph.producer(key) if layer is None else layer)
+        case "output" | "cotangent":
+            return named(f"{slot.what} {graph.values[key].name}", graph.producer(key))
+        case _:
+            return []

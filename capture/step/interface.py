@@ -1,0 +1,109 @@
+"""What a stage holds and hands over, from the layer graph and the measured or predicted cost of its programs.
+
+The replay of a plan and the prediction of it differ only in where the ``StageCost`` comes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from capture.measured.stage_cost import StageCost
+from capture.model.graph import LayerGraph
+from capture.plan.choices import ParamSplit, StageChoice
+from capture.plan.stages import Plan
+from capture.step.program import StageInterface
+
+
+def owned_and_borrowed(graph: LayerGraph, first: int, stop: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Parameters of layers [first, stop) that this stage updates, and those that an earlier stage does."""
+    params = graph.stage_params(first, stop)
+    owned = tuple(p for p in params if graph.param_owner(p) >= first)
+    return owned, tuple(p for p in params if p not in owned)
+
+
+def shared_onwards(graph: LayerGraph, first: int, stop: int) -> tuple[int, ...]:
+    """Parameters that layers [first, stop) update and layers behind them read too: their gradients arrive from there."""
+    owned, _ = owned_and_borrowed(graph, first, stop)
+    return tuple(p for p in owned if graph.param_readers(p)[-1] >= stop)
+
+
+def stage_values(graph: LayerGraph, first: int, stop: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Values that layers [first, stop) read from earlier layers, and those that they make for later ones (or the loss)."""
+    layers = graph.layers[first:stop]
+    used = {v for layer in layers for v in layer.inputs} & set(graph.crossing(first))
+    if stop == graph.num_layers:
+        outputs = set(graph.layers[-1].outputs)
+    else:
+        outputs = {v for layer in layers for v in layer.outputs} & set(graph.crossing(stop))
+    return tuple(sorted(used)), tuple(sorted(outputs))
+
+
+def stage_interface(
+    graph: LayerGraph,
+    first: int,
+    stop: int,
+    devices: Sequence[int],
+    data_parallel: int,
+    param_bytes: Sequence[int],
+    cost: StageCost,
+) -> StageInterface:
+    """The interface of a stage.
+
+    Args:
+        graph: At the micro-batch size of the plan.
+        first, stop: Layers [first, stop).
+        devices: Device ids of the stage.
+        data_parallel: Replicas among which values are split along their batch dimension.
+        param_bytes: Per parameter of the graph, bytes per device as the stage splits them.
+        cost: Measured or predicted.
+    """
+    used, outputs = stage_values(graph, first, stop)
+    received, sent = graph.crossing(first), graph.crossing(stop)
+    batch = graph.stage_batch(first, stop)
+    owned, borrowed = owned_and_borrowed(graph, first, stop)
+    values = {*received, *outputs, *sent}
+    return StageInterface(
+        devices=tuple(devices),
+        received=received,
+        used=used,
+        outputs=outputs,
+        sent=sent,
+        kept_inputs=tuple(used[i] for i in cost.kept_inputs),
+        kept_outputs=tuple(outputs[i] for i in cost.kept_outputs),
+        kept_batch=tuple(batch[i] for i in cost.kept_batch),
+        batch=batch,
+        owned=owned,
+        borrowed=borrowed,
+        differentiable=frozenset(v for v in values if graph.values[v].differentiable),
+        value_bytes={v: graph.values[v].shard_bytes(data_parallel) for v in values},
+        batch_bytes={b: graph.batch[b].shard_bytes(data_parallel) for b in batch},
+        param_bytes={p: param_bytes[p] for p in (*owned, *borrowed)},
+        optimizer_bytes=cost.optimizer_bytes,
+        residual_bytes=cost.residual_bytes,
+        transient_bytes={
+            "forward": cost.forward_bytes,
+            "backward": cost.backward_bytes,
+            "update": cost.update_bytes,
+            "summarize": cost.summarize_bytes,
+        },
+        summary_bytes=cost.summary_bytes,
+    )
+
+
+def plan_interfaces(
+    plan: Plan, graph: LayerGraph, param_bytes: Mapping[ParamSplit, Sequence[int]], costs: Sequence[StageCost]
+) -> list[StageInterface]:
+    """The interfaces of all stages of a plan.
+
+    Args:
+        plan: Of the graph's model.
+        graph: At the plan's micro-batch size.
+        param_bytes: Per way to split parameters, per parameter.
+        costs: One per stage.
+    """
+    return [
+        stage_interface(
+            graph, stage.first, stage.stop, stage.devices, stage.data_parallel, param_bytes[StageChoice.of(stage).param_split], cost
+        )
+        for stage, cost in zip(plan.stages, costs, strict=True)
+    ]

@@ -1,0 +1,180 @@
+"""How far the host may run ahead of devices that take memory when a program starts, so that they hold no more than a step books.
+
+The ledger books a step as if each instruction had finished before the next is issued. The host issues them much faster. On CPU, programs
+whose operands are there run in any order and side by side, each with memory of its own, while what an earlier program reads is not free
+before that one ends: with many micro-batches a step then holds twice what it books. On GPUs an allocation takes its place in the order of
+the stream, and memory that an earlier program gives back serves a later one, so nothing needs to wait (by XLA's sources; not tried here).
+
+The rule, per stage, because its devices hold the same:
+
+    held <= live after the instructions that are known to have finished + sum of what every instruction issued since takes
+
+An instruction *takes* what a program needs beside its operands, or the copy that a feed or a transfer makes. What it gives back (donated
+and freed slots) counts once it has finished. Before an instruction that would lift this sum above the budget, the host waits for the oldest
+ones. With the replayed peak as budget it is always enough to wait for all: the sum is then what the ledger books for the instruction.
+Everything here is known before the first step, so whom to wait for is worked out once.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from capture.step.program import Feed, Free, Instruction, Move, Run, StepProgram
+
+
+def waits(program: StepProgram, budget_bytes_per_device: Sequence[int]) -> list[tuple[int, ...]]:
+    """Per instruction, the slots whose arrays must be ready before it is issued.
+
+    The first waits for all that outlives a step: the step before may still be running.
+
+    **Assumes** that the results of one instruction are ready together, and that what a program took is free once they are. A program that
+    makes nothing is not waited for.
+
+    Args:
+        program: Of a step.
+        budget_bytes_per_device: At least its replayed peaks, or every instruction waits for all before it.
+    """
+    window = _Window(program, budget_bytes_per_device)
+    found = [window.issue(index, instruction) for index, instruction in enumerate(program.instructions)]
+    state = [slot for slot in program.persistent.values() if program.slots[slot].nbytes]
+    return [(*state, *found[0]), *found[1:]]
+
+
+@dataclass
+class _Issued:
+    """An instruction of a stage that is not known to have finished.
+
+    Attributes:
+        takes: Bytes that it takes when it is issued.
+        change: By how much what is live has grown when it has finished; negative if it has shrunk.
+    """
+
+    index: int
+    takes: int
+    change: int
+
+
+@dataclass
+class _Stage:
+    """What may be allocated on each device of a stage: ``live`` after all that has finished, and what the others take."""
+
+    budget: int
+    live: int = 0
+    taken: int = 0
+    issued: deque[_Issued] = field(default_factory=deque)
+
+    def issue(self, index: int, takes: int, change: int) -> None:
+        self.issued.append(_Issued(index, takes, change))
+        self.taken += takes
+
+    def finish(self) -> None:
+        """The oldest."""
+        oldest = self.issued.popleft()
+        self.taken -= oldest.takes
+        self.live += oldest.change
+
+    def free(self, nbytes: int) -> None:
+        """A slot that nothing reads any more, once those that read it have finished."""
+        if self.issued:
+            self.issued[-1].change -= nbytes
+        else:
+            self.live -= nbytes
+
+
+class _Window:
+    """The instructions that are issued and not known to have finished, per stage, while a step is gone through.
+
+    An instruction is awaited through an array that it made, or, if those have been donated or freed meanwhile, through one that the
+    earliest instruction made that needed them; all that led to it has then finished, too. Before the last such array goes it is awaited.
+    """
+
+    def __init__(self, program: StepProgram, budgets: Sequence[int]):
+        self._slots = program.slots
+        self._transient_bytes = [stage.transient_bytes for stage in program.stages]
+        self._stages = [_Stage(min(budgets[device] for device in stage.devices)) for stage in program.stages]
+        self._maker: dict[int, int] = {}  # of slots that are alive and were made in this step
+        self._alive: defaultdict[int, set[int]] = defaultdict(set)  # those of them that hold arrays, by maker
+        self._sources: dict[int, set[int]] = {}  # the makers of what an instruction reads
+        self._readers: defaultdict[int, list[int]] = defaultdict(list)
+        self._finished: set[int] = set()
+        for slot in program.persistent.values():
+            self._stages[self._slots[slot].stage_id].live += self._slots[slot].nbytes
+
+    def issue(self, index: int, instruction: Instruction) -> tuple[int, ...]:
+        """Enter an instruction; what to wait for before it."""
+        slots = self._slots
+        match instruction:
+            case Feed(slot=slot):
+                return self._enter(index, (), (), (slot,), {slots[slot].stage_id: slots[slot].nbytes})
+            case Move(source=source, target=target):
+                takes = {slots[source].stage_id: 0, slots[target].stage_id: slots[target].nbytes}
+                return self._enter(index, (source,), (), (target,), takes)
+            case Run(stage_id=stage_id, program=program, donated=donated, outputs=outputs):
+                read = {slot for group in instruction.inputs for slot in group}
+                return self._enter(index, read, donated, outputs, {stage_id: self._transient_bytes[stage_id][program]})
+            case Free():
+                for slot in instruction.slots:
+                    self._stages[slots[slot].stage_id].free(slots[slot].nbytes)
+                return tuple(self._replace(instruction.slots, (), index))
+
+    def _enter(
+        self, index: int, read: Iterable[int], donated: Sequence[int], made: Sequence[int], takes: Mapping[int, int]
+    ) -> tuple[int, ...]:
+        awaited = []
+        change = dict.fromkeys(takes, 0)
+        for sign, group in ((-1, donated), (1, made)):
+            for slot in group:
+                change[self._slots[slot].stage_id] += sign * self._slots[slot].nbytes
+        for stage_id, nbytes in takes.items():
+            stage, needed = self._stages[stage_id], max(nbytes, change[stage_id])
+            while stage.issued and stage.live + stage.taken + needed > stage.budget:
+                oldest = stage.issued[0].index
+                if oldest not in self._finished and (witness := self._witness(oldest)) is not None:
+                    awaited.append(witness)
+                    self._finish(self._maker[witness])
+                stage.finish()
+            stage.issue(index, needed, change[stage_id])
+        self._sources[index] = {self._maker[slot] for slot in read if slot in self._maker}
+        for source in self._sources[index]:
+            self._readers[source].append(index)
+        return (*awaited, *self._replace(donated, made, index))
+
+    def _replace(self, gone: Sequence[int], made: Sequence[int], index: int) -> list[int]:
+        """Slots end and others begin; those that end and must be awaited before, because nothing else would tell of their makers."""
+        makers = {slot: self._maker.pop(slot) for slot in gone if slot in self._maker}
+        for slot, maker in makers.items():
+            self._alive[maker].discard(slot)
+        for slot in made:
+            self._maker[slot] = index
+            if self._slots[slot].nbytes:
+                self._alive[index].add(slot)
+        awaited = []
+        for slot, maker in makers.items():
+            if self._slots[slot].nbytes and maker not in self._finished and self._witness(maker) is None:
+                awaited.append(slot)
+                self._finish(maker)
+        return awaited
+
+    def _witness(self, index: int) -> int | None:
+        """The slot whose arrays tell that an instruction has finished."""
+        ring, seen = [index], {index}
+        while ring:
+            maker = heapq.heappop(ring)
+            if self._alive[maker]:
+                return min(self._alive[maker])
+            new = set(self._readers[maker]) - seen
+            seen |= new
+            for reader in new:
+                heapq.heappush(ring, reader)
+        return None
+
+    def _finish(self, index: int) -> None:
+        """An instruction has finished, and so has everything that it needed."""
+        found = [index]
+        while found:
+            if (one := found.pop()) not in self._finished:
+                self._finished.add(one)
+                found += self._sources.get(one, ())

@@ -1,0 +1,338 @@
+"""A discrete-event simulator: items of work on FIFO streams, with the buffers that they allocate and free.
+
+It knows nothing of pipelines. A stream is anything that does one thing at a time, in the order in which things are issued to it: the
+kernels of a device, a copy engine, a link in one direction, a disk. As with CUDA streams, an item starts when everything that it waits
+for has ended and every one of its streams is free:
+
+    start = max(end of each item in ``after``, end of the last item on each of its streams);   end = start + seconds
+
+Items come in the order of issue and wait for earlier ones only, so that a single pass finds all times. Nothing is rounded: seconds given
+as integers or fractions give exact times.
+
+**Memory.** At one instant several items may end and begin. First, all items that end there and began earlier release their room, then
+what they produce comes to life, so that what starts when they end has their room; then the items of that instant begin in the order of
+issue, and one without length ends at once. What an item waits for thus always comes before it. Where no item takes any time, this is
+the order of issue: the program order of ``capture.step.program.replay``.
+
+**Limited memory.** With ``capacity_bytes``, room is granted in the order of issue: an item that does not fit beside what earlier items
+hold, now and later, waits until one of them frees enough. Items issued later never take the room of an earlier one, however early they
+could start, and their frees are not waited for: a host that issues in order would not have come to them. So issue what makes room
+before what needs it: the pack that is swapped out before the next that is swapped in.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from capture.errors import CaptureError, ExecutionError, Violation
+from capture.quantities import format_bytes
+from capture.step.ledger import Ledger, Peak
+
+Device = int | str
+Key = tuple[float, int, int, int]
+"""The total order of events: (seconds, phase, item, what). An item begins (what = 0), releases (1), and then produces (2)."""
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Bytes with a lifetime.
+
+    Attributes:
+        name: What ``Work.frees`` calls it; free to be taken again once it is freed. Temporaries need none.
+        devices: The memories that hold it, each ``nbytes`` of it: device ids, or names such as ``"host"``.
+        nbytes: On each of them.
+        category: What it is for, as in the ledger.
+    """
+
+    name: str
+    devices: tuple[Device, ...]
+    nbytes: int
+    category: str
+
+
+@dataclass(frozen=True)
+class Work:
+    """Something that takes time, memory, or both. Its id is its position among the items.
+
+    Attributes:
+        label: For people.
+        streams: All are occupied from beginning to end: a transfer occupies the sender's link and the receiver's, a collective the links
+            of all. An item without streams waits for nothing but ``after``.
+        seconds: Not negative.
+        after: Ids of earlier items that must have ended.
+        allocates: Live from the beginning, until freed.
+        temporaries: Live from the beginning to the end.
+        produces: Live from the end on, until freed; for programs whose temporaries count the room of their results already, as XLA's
+            memory report does.
+        frees: Names of live buffers that end with the item.
+        kind: For colours and sums.
+    """
+
+    label: str
+    streams: tuple[str, ...] = ()
+    seconds: float = 0
+    after: tuple[int, ...] = ()
+    allocates: tuple[Buffer, ...] = ()
+    temporaries: tuple[Buffer, ...] = ()
+    produces: tuple[Buffer, ...] = ()
+    frees: tuple[str, ...] = ()
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """The memory of one device over time.
+
+    Attributes:
+        samples: (seconds, live bytes) after every beginning or end that changed it, in order; several may share an instant.
+        peak: The most that was ever live, the label of the item that reached it first, and its parts by category.
+        peak_seconds: When.
+    """
+
+    samples: tuple[tuple[float, int], ...]
+    peak: Peak
+    peak_seconds: float
+
+    @property
+    def final_bytes(self) -> int:
+        """What nothing freed."""
+        return self.samples[-1][1]
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What happened when.
+
+    Attributes:
+        work: The items, as given.
+        starts, ends: Per item, seconds from the beginning.
+        memory: Of every device that a buffer is on.
+    """
+
+    work: tuple[Work, ...]
+    starts: tuple[float, ...]
+    ends: tuple[float, ...]
+    memory: Mapping[Device, MemoryUse]
+
+    @cached_property
+    def seconds(self) -> float:
+        """From the first beginning to the last end: the makespan."""
+        return max(self.ends, default=0)
+
+    @cached_property
+    def busy_seconds(self) -> Mapping[str, float]:
+        """Per stream, the sum of its items."""
+        busy: dict[str, float] = {}
+        for item in self.work:
+            for stream in item.streams:
+                busy[stream] = busy.get(stream, 0) + item.seconds
+        return busy
+
+
+def simulate(work: Sequence[Work], *, capacity_bytes: Mapping[Device, int] | None = None) -> Simulation:
+    """Run items of work on their streams.
+
+    Args:
+        work: In the order of issue.
+        capacity_bytes: Of the devices whose memory is limited; an item waits until it fits.
+
+    Raises:
+        ExecutionError: ``simulate-order`` if an item waits for itself or for a later one, ``simulate-seconds`` for a negative time,
+            ``simulate-buffer`` if a buffer is freed that is not live, or allocated while it is, ``simulate-memory`` if an item does not
+            fit even when everything before it has ended.
+
+    Example:
+        >>> weights = Buffer("weights", (0,), 80, "parameters")
+        >>> work = [
+        ...     Work("load", ("host to device",), 2, allocates=(weights,)),
+        ...     Work("compute", ("device",), 3, after=(0,), temporaries=(Buffer("", (0,), 20, "temporaries"),), frees=("weights",)),
+        ... ]
+        >>> simulation = simulate(work)
+        >>> simulation.seconds, simulation.memory[0].peak.peak_bytes, simulation.memory[0].samples
+        (5, 100, ((0, 80), (2, 100), (5, 0)))
+    """
+    frees = _check(work)
+    rooms = {device: _Room(nbytes) for device, nbytes in (capacity_bytes or {}).items()}
+    starts: list[float] = []
+    ends: list[float] = []
+    free_at: dict[str, float] = {}
+    for i, item in enumerate(work):
+        start = max([ends[j] for j in item.after] + [free_at.get(stream, 0) for stream in item.streams], default=0)
+        if rooms:
+            start = _granted(i, work, frees, start, rooms)
+        end = start + item.seconds
+        starts.append(start)
+        ends.append(end)
+        free_at.update(dict.fromkeys(item.streams, end))
+    return Simulation(tuple(work), tuple(starts), tuple(ends), _memory(work, frees, starts, ends))
+
+
+# A buffer as the item that made it and the buffer itself: names may come again.
+_Made = tuple[int, Buffer]
+
+
+def _check(work: Sequence[Work]) -> list[list[_Made]]:
+    """Per item the buffers that it frees; raises all violations at once."""
+    violations: list[Violation] = []
+    live: dict[str, _Made] = {}
+    frees: list[list[_Made]] = []
+    for i, item in enumerate(work):
+        name = f"item {i} ({item.label})"
+        if wrong := [j for j in item.after if not 0 <= j < i]:
+            message = f"{name} waits for the items {wrong}; give ids of earlier items only, 0 <= id < {i}."
+            violations.append(Violation(message, "simulate-order"))
+        if not item.seconds >= 0:  # not a number is no time either
+            violations.append(Violation(f"{name} takes seconds={item.seconds}; give 0 or more.", "simulate-seconds"))
+        frees.append([])
+        _allocate(i, item.allocates, live, name, violations)
+        for freed in item.frees:
+            if freed in live:
+                frees[i].append(live.pop(freed))
+            else:
+                message = f"{name} frees buffer {freed!r}, which no earlier item allocated, or one freed already."
+                violations.append(Violation(message, "simulate-buffer"))
+        _allocate(i, item.produces, live, name, violations)
+    ExecutionError.check(violations)
+    return frees
+
+
+def _allocate(i: int, buffers: Sequence[Buffer], live: dict[str, _Made], name: str, violations: list[Violation]) -> None:
+    for buffer in buffers:
+        if buffer.name in live:
+            message = f"{name} allocates buffer {buffer.name!r}, which item {live[buffer.name][0]} did and nothing freed."
+            violations.append(Violation(message, "simulate-buffer"))
+        live[buffer.name] = (i, buffer)
+
+
+def _keys(i: int, start: float, end: float) -> tuple[Key, Key, Key]:
+    """Where item i begins, releases and produces in the order of events."""
+    if end > start:
+        return (start, 2, i, 0), (end, 0, i, 1), (end, 1, i, 2)
+    return (start, 2, i, 0), (start, 2, i, 1), (start, 2, i, 2)
+
+
+# ---- memory over time ----------------------------------------------------------------------------------------------
+
+
+def _memory(
+    work: Sequence[Work], frees: Sequence[Sequence[_Made]], starts: Sequence[float], ends: Sequence[float]
+) -> dict[Device, MemoryUse]:
+    """Book every beginning and end in a ledger, in the order of time."""
+    index: dict[Device, int] = {}
+    events: list[Key] = []
+    for i, item in enumerate(work):
+        for buffer in (*item.allocates, *item.temporaries, *item.produces):
+            for device in buffer.devices:
+                index.setdefault(device, len(index))
+        changes = (item.allocates or item.temporaries, item.temporaries or item.frees, item.produces)
+        events += [key for key, change in zip(_keys(i, starts[i], ends[i]), changes, strict=True) if change]
+    ledger = Ledger(len(index))
+    samples: list[list[tuple[float, int]]] = [[] for _ in index]
+    existed: set[tuple[int, str]] = set()
+    for seconds, _, i, what in sorted(events):
+        item = work[i]
+        made = ((*item.allocates, *item.temporaries), (), item.produces)[what]
+        dropped = (*item.temporaries, *(buffer for _, buffer in frees[i])) if what == 1 else ()
+        for maker, buffer in frees[i] if what == 1 else ():
+            if (maker, buffer.name) not in existed:
+                raise ExecutionError.of(
+                    f"item {i} ({item.label}) frees buffer {buffer.name!r} at {float(seconds):g} s, before item {maker} "
+                    f"({work[maker].label}) allocates it; let it wait for that item (after).",
+                    "simulate-buffer",
+                )
+        existed.update((i, buffer.name) for buffer in made)
+        for buffer in dropped:
+            ledger.drop([index[device] for device in buffer.devices], buffer.nbytes, buffer.category)
+        for buffer in made:
+            ledger.hold([index[device] for device in buffer.devices], buffer.nbytes, buffer.category, item.label)
+        live = ledger.live_bytes_per_device
+        for d in {index[device] for buffer in (*dropped, *made) for device in buffer.devices}:
+            samples[d].append((seconds, live[d]))
+    use = {}
+    for device, d in index.items():
+        peak = ledger.peaks[d]
+        use[device] = MemoryUse(tuple(samples[d]), peak, next(seconds for seconds, nbytes in samples[d] if nbytes == peak.peak_bytes))
+    return use
+
+
+# ---- limited memory ------------------------------------------------------------------------------------------------
+
+
+class _Room:
+    """What the items so far hold on one device: the level after each of their beginnings and ends, in the order of time."""
+
+    def __init__(self, capacity_bytes: int):
+        self.capacity_bytes = capacity_bytes
+        self._keys: list[Key] = []
+        self._levels = [0]  # one before the first event
+
+    def fits(self, keys: tuple[Key, Key, Key], running: int, kept: int) -> bool:
+        """Whether ``running`` bytes fit from the beginning to the release, and ``kept`` bytes from the production on."""
+        begin, release, produce = (bisect(self._keys, key) for key in keys)
+        return max(max(self._levels[begin : release + 1]) + running, max(self._levels[produce:]) + kept) <= self.capacity_bytes
+
+    def next_change(self, seconds: float) -> float | None:
+        """The first later instant at which the level changes."""
+        at = bisect(self._keys, (seconds, 3, 0, 0))
+        return self._keys[at][0] if at < len(self._keys) else None
+
+    def add(self, key: Key, nbytes: int) -> None:
+        if not nbytes:
+            return
+        at = bisect(self._keys, key)
+        self._keys.insert(at, key)
+        self._levels.insert(at + 1, self._levels[at])
+        for later in range(at + 1, len(self._levels)):
+            self._levels[later] += nbytes
+
+
+def _granted(i: int, work: Sequence[Work], frees: Sequence[Sequence[_Made]], ready: float, rooms: Mapping[Device, _Room]) -> float:
+    """When item i may start, and the reservation of what it takes."""
+    item = work[i]
+    running, released, kept = Counter[Device](), Counter[Device](), Counter[Device]()
+    for levels, sign, buffers in (
+        ((running, released, kept), 1, item.allocates),
+        ((running,), 1, item.temporaries),
+        ((released, kept), -1, [buffer for _, buffer in frees[i]]),
+        ((kept,), 1, item.produces),
+    ):
+        for buffer in buffers:
+            for device in buffer.devices:
+                for level in levels:
+                    level[device] += sign * buffer.nbytes
+    touched = [device for device in dict.fromkeys((*running, *kept)) if device in rooms]
+    takers = [device for device in touched if running[device] > 0 or kept[device] > 0]  # who only frees never waits
+    start = ready
+    while full := [d for d in takers if not rooms[d].fits(_keys(i, start, start + item.seconds), running[d], kept[d])]:
+        later = rooms[full[0]].next_change(start)
+        if later is None:
+            raise _does_not_fit(i, work, frees, full[0], max(running[full[0]], kept[full[0]]), rooms[full[0]].capacity_bytes)
+        start = later
+    for device in touched:
+        before = 0
+        for key, level in zip(_keys(i, start, start + item.seconds), (running, released, kept), strict=True):
+            rooms[device].add(key, level[device] - before)
+            before = level[device]
+    return start
+
+
+def _does_not_fit(
+    i: int, work: Sequence[Work], frees: Sequence[Sequence[_Made]], device: Device, nbytes: int, capacity_bytes: int
+) -> CaptureError:
+    """Names what is live on the device when all items before i have ended."""
+    live: Counter[str] = Counter()
+    for item, freed in zip(work[:i], frees[:i], strict=True):
+        for buffer in (*item.allocates, *item.produces):
+            live[buffer.category] += buffer.nbytes * buffer.devices.count(device)
+        for _, buffer in freed:
+            live[buffer.category] -= buffer.nbytes * buffer.devices.count(device)
+    parts = ", ".join(f"{category} {format_bytes(part)}" for category, part in live.most_common() if part) or "nothing else"
+    return ExecutionError.of(
+        f"item {i} ({work[i].label}) takes {format_bytes(nbytes)} on device {device!r} beside {parts}, which no earlier item frees: "
+        f"capacity_bytes={capacity_bytes} is too small by {live.total() + nbytes - capacity_bytes} bytes.",
+        "simulate-memory",
+    )

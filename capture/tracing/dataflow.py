@@ -1,0 +1,149 @@
+"""Data flow through a traced function: what depends on what, and evaluating a part of it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax.extend import core as jex_core
+
+from capture.model.graph import content_hash
+from capture.tracing.source import at_source, line_of
+
+_INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
+
+
+class DataFlow:
+    """A closed jaxpr with its calls opened, so that data flow is seen per equation.
+
+    Attributes:
+        inputs, outputs: Variables (outputs may be literals), in the order of the jaxpr.
+    """
+
+    def __init__(self, closed: Any):
+        def run(*args):
+            return _evaluate_inlined(closed.jaxpr, closed.consts, args)
+
+        flat = jax.make_jaxpr(run)(*[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars])
+        self._jaxpr, self._consts = flat.jaxpr, flat.consts
+        self.inputs, self.outputs = list(self._jaxpr.invars), list(self._jaxpr.outvars)
+
+    def propagate(
+        self, owners: Mapping[Any, frozenset[int]], of_result: Callable[[frozenset[int], int], frozenset[int]] | None = None
+    ) -> dict[Any, frozenset[int]]:
+        """Union of the owners of the inputs that each value depends on.
+
+        Args:
+            owners: Of the inputs.
+            of_result: Maps the union and the number of elements of a value to its owners; by default the union.
+        """
+        flow = dict(owners)
+        for equation in self._jaxpr.eqns:
+            parts = [flow[v] for v in equation.invars if not isinstance(v, jex_core.Literal) and v in flow]
+            union = frozenset().union(*parts) if parts else frozenset()
+            for out in equation.outvars:
+                flow[out] = union if of_result is None else of_result(union, math.prod(out.aval.shape))
+        return flow
+
+    def key_of(self, wanted: Any) -> str:
+        """Hash of the equations that a value depends on, values renumbered; closed-over arrays count by shape, not by content."""
+        numbers: dict[Any, int] = {}
+
+        def text(atom: Any) -> str:
+            if isinstance(atom, jex_core.Literal):
+                return str(atom)
+            return f"v{numbers.setdefault(atom, len(numbers))}:{atom.aval.str_short()}"
+
+        lines = [
+            f"{list(map(text, e.outvars))}={e.primitive.name}{sorted((k, str(v)) for k, v in e.params.items())}{list(map(text, e.invars))}"
+            for e in self.needed([wanted])
+        ]
+        return content_hash([re.sub(r"0x[0-9a-f]+", "", line) for line in lines])
+
+    @cached_property
+    def _position(self) -> dict[Any, int]:
+        return {out: i for i, equation in enumerate(self._jaxpr.eqns) for out in equation.outvars}
+
+    def maker(self, var: Any) -> Any | None:
+        """The equation that makes a value; None if it is an input or a constant."""
+        at = self.order(var)
+        return self._jaxpr.eqns[at] if at >= 0 else None
+
+    def order(self, var: Any) -> int:
+        """Position of a value in program order; inputs come first."""
+        return self._position.get(var, -1)
+
+    def needed(self, wanted: Sequence[Any], given: Any = ()) -> list[Any]:
+        """Equations that the wanted values depend on, in order, stopping at given ones."""
+        waiting, chosen = list(wanted), set()
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, jex_core.Literal) or value in given:
+                continue
+            position = self._position.get(value)
+            if position is not None and position not in chosen:
+                chosen.add(position)
+                waiting += self._jaxpr.eqns[position].invars
+        return [self._jaxpr.eqns[position] for position in sorted(chosen)]
+
+    def evaluate(self, env: dict[Any, Any], wanted: Sequence[Any]) -> list[Any]:
+        """Values of the wanted variables from those in ``env``."""
+        values = dict(zip(self._jaxpr.constvars, self._consts, strict=True)) | env
+
+        def read(atom):
+            return atom.val if isinstance(atom, jex_core.Literal) else values[atom]
+
+        for equation in self.needed(wanted, values):
+            bind(equation, [read(v) for v in equation.invars], values)
+        return [read(v) for v in wanted]
+
+
+def bind(
+    equation: Any, args: Sequence[Any], values: dict[Any, Any], caller: Any = None, call: Callable[..., Sequence[Any]] | None = None
+) -> None:
+    """Run one equation, in its own scope and at its own line, and note its results.
+
+    Args:
+        equation: Of a jaxpr.
+        args: Its operands.
+        values: By variable; results are added.
+        caller: The traceback of the call around it, if it is of an opened function.
+        call: Run in its place, with as many results.
+    """
+    with at_source(_traceback(equation, caller), equation.source_info.name_stack):
+        if call is not None:
+            results = call(*args)
+        else:
+            results = equation.primitive.bind(*args, **equation.primitive.get_bind_params(equation.params))
+            results = results if equation.primitive.multiple_results else [results]
+    values.update(zip(equation.outvars, results, strict=True))
+
+
+def _traceback(equation: Any, caller: Any) -> Any:
+    """The body of a function that JAX keeps traced was not called from any line of the model: the call was."""
+    own = equation.source_info.traceback
+    return own if caller is None or line_of(own) else caller
+
+
+def _evaluate_inlined(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], caller: Any = None) -> list[Any]:
+    values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom):
+        return atom.val if isinstance(atom, jex_core.Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        inputs = [read(v) for v in equation.invars]
+        body = equation.params.get(_INLINED.get(equation.primitive.name, ""))
+        if body is None:
+            bind(equation, inputs, values, caller)
+        else:
+            inner, inner_consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
+            here = _traceback(equation, caller)
+            with at_source(here, equation.source_info.name_stack):
+                results = _evaluate_inlined(inner, inner_consts, inputs, here)
+            values.update(zip(equation.outvars, results, strict=True))
+    return [read(v) for v in jaxpr.outvars]

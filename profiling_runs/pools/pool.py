@@ -1,0 +1,200 @@
+"""Where jobs run: the few methods that a batch of jobs needs, and what pools of workers have in common.
+
+A pool has as many workers as there is room for. Each measures one job at a time and is asked for nothing before it has said that it is
+ready; one that ends, however, is replaced. With ``fresh_process`` a worker measures one job and ends.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from capture import environment
+from capture.errors import ProfileError
+from profiling_runs.jobs import Failure, Job, Outcome
+
+#: What a worker was seen to need at most (0.9 GB: GPT, MoE and Wide-ResNet of Table I, 16 layers at once), with some room.
+WORKER_BYTES = 1_200_000_000
+#: Workers that may end one after the other before any gets ready; then something is wrong that starting more does not cure.
+MAX_FAILED_STARTS = 3
+
+
+class Slot(Protocol):
+    """Can take a job."""
+
+    group: tuple[Any, ...] | None
+    name: str
+
+
+class Runner(Protocol):
+    """Where jobs run."""
+
+    def idle(self) -> Sequence[Slot]:
+        """Those that can take a job now, each with the group of its last one."""
+        ...
+
+    def start(self, slot: Any, job: Job) -> None:
+        """Give a job to an idle slot."""
+        ...
+
+    def finished(self, timeout_seconds: float) -> list[Outcome]:
+        """What has come of jobs; waits for news, but not longer than the timeout."""
+        ...
+
+    def close(self) -> None:
+        """End everything that was started."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A worker can take its first job."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A worker is gone.
+
+    Attributes:
+        failure: Whether that may be the fault of its job.
+        why: In words.
+    """
+
+    failure: Failure
+    why: str
+
+
+class PoolWorker(ABC):
+    """One worker of a pool, as its owner sees it."""
+
+    def __init__(self) -> None:
+        self.name, self.ready, self.started, self.deadline = "", False, 0.0, float("inf")
+        self.job: Job | None = None
+        self.group: tuple[Any, ...] | None = None
+
+    @abstractmethod
+    def send(self, job: Job) -> None:
+        """Have it measure a job."""
+
+    @abstractmethod
+    def receive(self) -> Ready | Outcome | Ended:
+        """Its news.
+
+        Raises:
+            CaptureError: of a worker that could not be made, as no other can.
+        """
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End it at once."""
+
+
+class Pool(ABC):
+    """A runner with workers that are processes somewhere.
+
+    Args:
+        fresh_process: Whether a worker measures one job only.
+        timeout_seconds: Of a job on an idle machine (``environment.patience``); then its worker is ended.
+    """
+
+    def __init__(self, *, fresh_process: bool, timeout_seconds: float):
+        self.fresh_process, self.timeout_seconds = fresh_process, timeout_seconds
+        self._workers: list[Any] = []
+        self._failed_starts = 0
+
+    @abstractmethod
+    def room(self) -> int:
+        """How many workers there may be now."""
+
+    @abstractmethod
+    def launch(self) -> PoolWorker:
+        """Begin to start a worker; does not wait for it."""
+
+    @abstractmethod
+    def news(self, workers: Sequence[Any], timeout_seconds: float) -> Sequence[Any]:
+        """Those workers from which something can be received; waits for the first."""
+
+    def idle(self) -> Sequence[PoolWorker]:
+        self._workers += [self.launch() for _ in range(self.room() - len(self._workers))]
+        return [worker for worker in self._workers if worker.ready and worker.job is None]
+
+    def start(self, slot: PoolWorker, job: Job) -> None:
+        slot.job, slot.group, slot.started, slot.deadline = job, job.group, time.monotonic(), 0.0
+        slot.send(job)
+
+    def finished(self, timeout_seconds: float) -> list[Outcome]:
+        outcomes = []
+        for worker in self.news(self._workers, timeout_seconds):
+            message = worker.receive()
+            if isinstance(message, Ready):
+                worker.ready, worker.name, self._failed_starts = True, message.name, 0
+            elif isinstance(message, Outcome):
+                worker.job, worker.deadline = None, float("inf")
+                outcomes.append(message)
+                if self.fresh_process:
+                    self._drop(worker)
+            else:
+                outcomes += self._gone(worker, message)
+        allowed = environment.patience(self.timeout_seconds)
+        for worker in self._workers:
+            worker.deadline = max(worker.deadline, worker.started + allowed)  # what a busy time has allowed, an idle one does not take away
+        late = [worker for worker in self._workers if time.monotonic() > worker.deadline]
+        for worker in late:
+            outcomes += self._gone(worker, Ended("timed out", f"it was not done within {self.timeout_seconds:g} s"))
+        return outcomes
+
+    def _gone(self, worker: PoolWorker, ended: Ended) -> list[Outcome]:
+        self._drop(worker)
+        if worker.job is not None:
+            return [Outcome(worker.job, None, worker=worker.name, failure=ended.failure, error=ended.why)]
+        self._failed_starts += not worker.ready and ended.failure != "node lost"
+        if self._failed_starts >= MAX_FAILED_STARTS:
+            raise ProfileError.of(
+                f"{MAX_FAILED_STARTS} workers ended, one after the other, before they could take a job (out of memory?): {ended.why}. "
+                "Finished measurements are kept: run the same command again, with fewer --workers, or with --workers 0 to see the error.",
+                "profile-worker",
+            )
+        return []
+
+    def _drop(self, worker: PoolWorker) -> None:
+        self._workers.remove(worker)
+        worker.kill()
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+        self._workers.clear()
+
+
+class Here:
+    """A runner that measures in this process: for workloads that exist only as Python objects. It cannot outlive a job that ends it.
+
+    Args:
+        backend: Knows the model.
+    """
+
+    group, name = None, "this process"
+
+    def __init__(self, backend: Any):
+        self._backend = backend
+        self._job: Job | None = None
+
+    def idle(self) -> Sequence[Slot]:
+        return [self] if self._job is None else []
+
+    def start(self, slot: Any, job: Job) -> None:
+        self._job, self.group = job, job.group
+
+    def finished(self, timeout_seconds: float) -> list[Outcome]:
+        from profiling_runs.pools.worker import measure_job
+
+        job, self._job = self._job, None
+        return [] if job is None else [measure_job(self._backend, job)]
+
+    def close(self) -> None:
+        self._job = None

@@ -1,0 +1,72 @@
+"""Where jobs run, as plain data, and the runner that follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from capture import environment
+from capture.errors import ProfileError
+from profiling_runs.jobs import Setting
+from profiling_runs.pools.pool import Here, Runner
+from profiling_runs.pools.worker import versions_of
+
+DEFAULT_LOCAL_WORKERS = 2
+DEFAULT_TIMEOUT_SECONDS = 3600.0
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where jobs run.
+
+    Attributes:
+        num_workers: At most; 0 measures in this process. None: 2 here, and on a Ray cluster as many as it has room for.
+        ray: ``"auto"``, ``"local"`` or the address of a Ray cluster; None for processes of this machine.
+        accelerator_type: Ray's name of the target's devices, for runs on them; None for the usual one.
+        timeout_seconds: Of a job in a worker, on an idle machine; on a busy one it gets more (``environment.patience``).
+
+    Raises:
+        ProfileError: ``where-options`` for a Ray cluster without workers, or an accelerator type without a cluster.
+    """
+
+    num_workers: int | None = None
+    ray: str | None = None
+    accelerator_type: str | None = None
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+
+    def __post_init__(self) -> None:
+        if self.ray is not None and self.here:
+            raise ProfileError.of(f"--workers 0 measures in this process, and --ray {self.ray} does not; leave one out.", "where-options")
+        if self.ray is None and self.accelerator_type is not None:
+            raise ProfileError.of(f"--accelerator {self.accelerator_type} is of a Ray cluster; add --ray.", "where-options")
+
+    @property
+    def here(self) -> bool:
+        """Whether everything happens in this process."""
+        return self.num_workers == 0
+
+    def open(self, setting: Setting | None, backend: Any, num_jobs: int) -> Runner:
+        """Start what the jobs need.
+
+        Args:
+            setting: Of the workers; None measures in this process, with the backend.
+            backend: Of this process.
+            num_jobs: More workers are not started.
+
+        Raises:
+            ProfileError: as ``RayPool``.
+        """
+        if setting is None:
+            return Here(backend)
+        if self.ray is not None:
+            from profiling_runs.pools.ray_pool import RayPool
+
+            return RayPool(setting, self.ray, min(num_jobs, self.num_workers or num_jobs), self.timeout_seconds, self.accelerator_type)
+        from profiling_runs.pools.local import LocalPool
+
+        return LocalPool(setting, min(num_jobs, self.num_workers or DEFAULT_LOCAL_WORKERS), self.timeout_seconds)
+
+
+def setting_of(setting: Setting) -> Setting:
+    """A setting with the flags and versions of this process, which the workers' results are to be of."""
+    return replace(setting, flags=environment.active_flags(), versions=versions_of(setting))

@@ -1,0 +1,117 @@
+"""What happens inside a worker, wherever it runs: it makes the model's backend once, and measures one job after the other."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from functools import cached_property
+from typing import Any
+
+import capture
+from capture import environment
+from capture.errors import CaptureError, ProfileError, violations_of
+from capture.machine.target import Target
+from capture.profiler.execution import ProfilingRun, replay_key
+from profiling_runs.jobs import Failure, Job, Outcome, Setting
+
+
+class Worker:
+    """Measures jobs of one setting in this process, which it prepares: JAX must not be loaded yet.
+
+    Raises:
+        ProfileError: ``worker-versions`` if this process has other versions than the driver.
+        WorkloadError: if the workload cannot be imported here.
+    """
+
+    def __init__(self, setting: Setting):
+        self.setting = setting
+        platform = "cpu" if setting.backend == "run" else Target.load(setting.target).platform
+        check_versions(setting.versions, versions_of(setting))
+        environment.prepare_worker(setting.num_devices, platform, setting.flags)
+        self._workload = setting.workload.load()  # now, so that a workload that is not here is seen before any job is lost to it
+
+    @cached_property
+    def _backend(self) -> Any:
+        setting = self.setting
+        if setting.backend == "compile":
+            from capture.profiler.compile import CompileBackend
+
+            return CompileBackend(self._workload, setting.num_layers, setting.tensor_parallel_rule, target=Target.load(setting.target))
+        from capture.profiler.run import RunBackend
+
+        return RunBackend(
+            self._workload,
+            setting.num_layers,
+            setting.tensor_parallel_rule,
+            memory_limit_bytes=setting.memory_limit_bytes,
+            fresh_process=setting.fresh_process,
+        )
+
+    def measure(self, job: Job) -> Outcome:
+        """Make a measurement; a failure is an outcome, not raised: it must not lose the other jobs."""
+        if job.part == "machine":
+            from capture.profiler.run import machine_here
+
+            return Outcome(job, asdict(machine_here()), worker=name_of_process())
+        return measure_job(self._backend, job)
+
+
+def measure_job(backend: Any, job: Job) -> Outcome:
+    """As ``Worker.measure``, with a backend of this process."""
+    start = time.perf_counter()
+    try:
+        outcome = _of_run(backend, job) if isinstance(job.what, ProfilingRun) else _of_stage(backend, job)
+    except Exception as error:
+        failure: Failure = "refused" if isinstance(error, CaptureError) else "raised"
+        said = str(error) if failure == "refused" else violations_of(error)[0].message
+        outcome = Outcome(job, None, failure=failure, error=said, traceback=traceback.format_exc())
+    return replace(outcome, seconds=time.perf_counter() - start, worker=name_of_process())
+
+
+def _of_stage(backend: Any, job: Job) -> Outcome:
+    for key, value in job.known.items():
+        backend.store.put(key, value, provenance={}, seconds=0)
+    measure = {"stage": backend.measure, "update": backend.measure_update, "buffers": backend.measure_buffers}
+    return Outcome(job, measure[job.part](job.what).to_json())
+
+
+def _of_run(backend: Any, job: Job) -> Outcome:
+    executed = backend.execute(job.what)
+    if executed.peak_bytes_per_stage is None:
+        failure: Failure = "raised" if executed.traceback else "refused"
+        return Outcome(job, None, failure=failure, error=executed.failure, traceback=executed.traceback)
+    return Outcome(job, executed.to_json(), stored_key="" if executed.meter else replay_key(job.key))
+
+
+def name_of_process() -> str:
+    """Host and process, such as ``node-3:4711``."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def versions_of(setting: Setting) -> dict[str, str]:
+    """What must be equal on the driver and its workers."""
+    platform = "cpu" if setting.backend == "run" else Target.load(setting.target).platform
+    return {"capture": capture.__version__, **environment.versions(platform)}
+
+
+def check_versions(wanted: Mapping[str, str], here: Mapping[str, str]) -> None:
+    """Refuse a worker whose results would not be the driver's.
+
+    Raises:
+        ProfileError: ``worker-versions``.
+
+    Example:
+        >>> check_versions({"jax": "0.10.2"}, {"jax": "0.10.2"})
+    """
+    different = [
+        f"{name} {here.get(name, 'missing')} instead of {version}" for name, version in wanted.items() if here.get(name) != version
+    ]
+    if different:
+        raise ProfileError.of(
+            f"worker {name_of_process()} has {', '.join(different)}; install what the driver has there.",
+            "worker-versions",
+        )

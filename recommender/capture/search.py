@@ -1,0 +1,39 @@
+"""The one question, ``search``, and the names of its answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from capture.errors import PlanError
+from recommender.capture.enumerate import enumerate_plans
+from recommender.capture.mcap import mcap, mcap_brute_force
+from recommender.capture.minmax import minmax
+from recommender.capture.problem import SearchProblem
+from recommender.capture.result import SearchResult
+
+ALGORITHMS: Mapping[str, Callable[..., SearchResult]] = MappingProxyType(
+    {"minmax": minmax, "enumerate": enumerate_plans, "mcap": mcap, "mcap-bf": mcap_brute_force}
+)
+
+
+def search(problem: SearchProblem, algorithm: str = "minmax", **options: Any) -> SearchResult:
+    """The plan with the least peak memory, or why there is none.
+
+    Args:
+        problem: Layers, devices, choices, cost and limit.
+        algorithm: ``minmax`` (exact, milliseconds to seconds), ``enumerate`` (the paper's; small problems), ``mcap`` and ``mcap-bf``
+            (pipeline only, one device per stage: exact, and brute force).
+        **options: Of that algorithm: see the function of its file. Unknown ones raise ``TypeError``.
+
+    Raises:
+        PlanError: ``search-algorithm`` for an unknown name.
+    """
+    if algorithm not in ALGORITHMS:
+        raise PlanError.of(f"algorithm={algorithm!r} is unknown; choose one of {', '.join(ALGORITHMS)}.", "search-algorithm")
+    start = time.perf_counter()
+    result = ALGORITHMS[algorithm](problem, **options)
+    return replace(result, seconds=time.perf_counter() - start)

@@ -1,0 +1,160 @@
+"""Rank by what the compiler says: compile the best plan, look its stages up from then on, and search again.
+
+A search over predictions may prefer a plan whose stages are predicted a little too low. Every round compiles the stages of the plan that is
+best by everything known so far. Once the best plan is one whose stages are all compiled, no other plan has a lower predicted peak, and the
+shown number is the compiler's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from capture.machine.target import Target
+from capture.measured.profile import Profile
+from capture.plan.headroom import Headroom
+from capture.plan.stages import Plan
+from capture.predictor.times import TimePredictor
+from recommender.capture.recommendation import Recommendation
+
+#: ``compiled(plan, profile)`` compiles a plan's stages: the verification (``Verification.to_json``) and the profile that knows them.
+Compile = Callable[[Plan, Profile], tuple[Mapping[str, Any], Profile]]
+#: ``recommend`` with everything but the profile.
+Ask = Callable[[Profile], Recommendation]
+
+#: Most plans that are compiled for one answer at a size that was not profiled.
+MOST_PLANS = 4
+
+
+def recommend_verified(
+    profile: Profile, question: Ask, compiled: Compile, max_plans: int, *, known: Recommendation | None = None, any_that_fits: bool = False
+) -> Recommendation:
+    """The plan that is best by the question's objective among those whose stages are compiled.
+
+    Args:
+        profile: Of the model.
+        question: Asks for a plan.
+        compiled: Compiles it.
+        max_plans: Most plans to compile, at least 1.
+        known: An answer to the same question that is compiled already.
+        any_that_fits: End at the first plan that fits by the compiler, or when none is predicted to.
+
+    Returns:
+        Its ``plan.verification`` holds the compiler's peaks, which ``headroom`` and ``peak_bytes`` are of. ``why["verified"]`` says how
+        many plans were compiled, and whether another plan is still predicted to be better.
+    """
+    best = known if known is not None and known.compiled else None
+    checked = {best.plan} if best is not None else set()
+    num_compiled = 0
+    result = question(profile)
+    while result.plan is not None and _same_model(result.plan, profile) not in checked and num_compiled < max_plans:
+        if any_that_fits and best is not None and (best.status == "ok" or result.status != "ok"):
+            break
+        verification, profile = compiled(result.plan, profile)
+        num_compiled += 1
+        found = _of_compiler(result, verification, profile)
+        checked.add(found.plan)
+        if best is None or _rank(found) < _rank(best):
+            best = found
+        result = question(profile)
+    if best is None or best.plan is None:
+        return result
+    settled = result.plan is None or _same_model(result.plan, profile) in checked
+    note = "no other plan is predicted to be better" if settled else "another plan, not compiled yet, is predicted to be better"
+    why = {**best.why, "verified": {"num_plans": len(checked), "settled": settled, "summary": f"{len(checked)} plans compiled; {note}."}}
+    return replace(best, why=why, plan=best.plan.with_(why=why))
+
+
+@dataclass
+class Knowledge:
+    """What is known of a model while questions are asked about it, so that no answer rests on an extrapolation.
+
+    Attributes:
+        profile: Of the model, with every stage that was compiled so far.
+        compiled: Compiles plans; None leaves extrapolated answers as they are, and they say so.
+        max_plans: Most plans to compile for an answer.
+        always: Compile every answer, not only extrapolated ones.
+    """
+
+    profile: Profile
+    compiled: Compile | None = None
+    max_plans: int = MOST_PLANS
+    always: bool = False
+
+    def answer(self, question: Ask, *, known: Recommendation | None = None, any_that_fits: bool = False) -> Recommendation:
+        """The recommendation, compiled where the prediction would be an extrapolation; the rest as for ``recommend_verified``.
+
+        A plan is believed not to fit, without compiling, if the low end of its interval is above the limit.
+        """
+        result = question(self.profile)
+        if self.compiled is None or not (self.always or self._is_open(result) or (known is not None and known.compiled)):
+            return result
+        return recommend_verified(self.profile, question, self._learn, self.max_plans, known=known, any_that_fits=any_that_fits)
+
+    def _is_open(self, result: Recommendation) -> bool:
+        """Whether an answer is of another size than those that were profiled, or of degrees, and could be one that fits."""
+        plan, prediction, limit = result.plan, result.prediction, result.memory_limit_bytes
+        if plan is None or prediction is None:
+            return False
+        if not prediction.extrapolated and plan.microbatch_size in self.profile.microbatch_sizes:
+            return False
+        return limit is None or max(low for low, _ in prediction.interval_bytes_per_device) <= limit
+
+    def _learn(self, plan: Plan, profile: Profile) -> tuple[Mapping[str, Any], Profile]:
+        assert self.compiled is not None, "asked before"
+        verification, self.profile = self.compiled(plan, profile)
+        return verification, self.profile
+
+
+def _same_model(plan: Plan, profile: Profile) -> Plan:
+    """The plan with the hash of the model at its micro-batch size, once that is traced."""
+    return plan.with_(model_hash=profile.model_hashes.get(plan.microbatch_size, plan.model_hash))
+
+
+def _rank(result: Recommendation) -> tuple[bool, float, int]:
+    """What fits first; then the faster where the search was for speed; then the smaller."""
+    fits = result.status == "ok"
+    return not fits, (result.search.step_seconds or 0.0) if fits else 0.0, result.peak_bytes
+
+
+def _of_compiler(result: Recommendation, verification: Mapping[str, Any], profile: Profile) -> Recommendation:
+    """The recommendation with the compiler's peaks and work in the place of predicted ones, as far as plans are ranked."""
+    assert result.plan is not None, "only plans are verified"
+    peaks = verification["peak_bytes_per_device"]
+    memory = Target.load(result.plan.cluster.target).memory
+    limit = result.headroom.limit_bytes if result.headroom else None
+    headroom = Headroom.of(peaks, [(peak, peak) for peak in peaks], 1.0, limit, memory)
+    if headroom is not None and result.headroom is not None:
+        headroom = replace(headroom, source=result.headroom.source)
+    search = result.search
+    if search.step_seconds is not None:
+        search = replace(search, step_seconds=_step_seconds(result.plan, profile))
+    status, why = "ok", result.why
+    if headroom is not None and headroom.verdict != "fits":
+        status, why = "infeasible", _too_large(result.plan, peaks, headroom)
+    elif result.status != "ok":
+        why = {"summary": f"compiled, the plan needs {max(peaks):,} bytes, less than was predicted."}
+    plan = _same_model(result.plan, profile).with_(verification=verification, why=why)
+    return replace(result, status=status, plan=plan, why=why, headroom=headroom, search=search)
+
+
+def _too_large(plan: Plan, peaks: list[int], headroom: Headroom) -> dict[str, Any]:
+    stage_id = max(range(plan.num_stages), key=lambda s: peaks[plan.stages[s].devices[0]])
+    stage, limit = plan.stages[stage_id], headroom.limit_bytes
+    return {
+        "code": "memory-limit",
+        "summary": f"Compiled, the plan needs {max(peaks):,} bytes, {max(peaks) - limit:,} above memory_limit_bytes={limit:,}: "
+        f"stage_id={stage_id} (layers {stage.first} to {stage.stop - 1}). Raise the limit, or use more devices, more micro-batches of a "
+        "smaller size, or rematerialisation. [memory-limit]",
+        "memory_limit_bytes": limit,
+        "least_peak_bytes": max(peaks),
+        "stage_id": stage_id,
+    }
+
+
+def _step_seconds(plan: Plan, profile: Profile) -> float:
+    """As the search for speed counts them (``recommender.capture.throughput``), from stages that the profile holds compiled."""
+    times = TimePredictor(profile, max(plan.cluster.nodes)).stage_times(plan)
+    passes = [stage.microbatch_seconds for stage in times]
+    return sum(passes) + (plan.num_microbatches - 1) * max(passes) + max(stage.update_seconds for stage in times)
