@@ -1,24 +1,31 @@
-"""Live bytes of every stage in Alpa's runtime, three times: Alpa's own instruction lists, the library's replay of Alpa's compiled stages,
-and the library's own account of the same plan; at the sizes of CAPTURE's Table I, on four nodes with four devices each.
+"""Live bytes of every stage in Alpa's runtime, three times: Alpa's own instruction lists, the
+library's replay of Alpa's compiled stages, and the library's own account of the same plan; at the
+sizes of CAPTURE's Table I, on four nodes with four devices each.
 
     make alpa
-    python benchmarks/alpa_replay.py --alpa-python .venv-alpa/bin/python -o benchmarks/results/2026-01-31-alpa-replay.json
+    python benchmarks/alpa_replay.py --alpa-python .venv-alpa/bin/python -o
+    benchmarks/results/2026-01-31-alpa-replay.json
 
-* ``alpa``: real Alpa 0.2.3 compiles the model of the zoo with the exported plan, under jax 0.3.22 and with the harness of
-  ``tests/alpa_conformance`` (a process of its own per plan, by ``--alpa-python``); the instructions of one worker of every mesh are
-  replayed, and the bytes of live buffers counted.
-* ``replay``: ``capture.alpa.memory.alpa_replay``, told what Alpa's stages hold and hand over. It must agree byte for byte: it checks the
-  lifetimes of buffers, not their sizes.
-* ``own``: ``alpa_replay`` on what this library knows of the model, traced under today's JAX and not compiled: parameters, gradients,
-  optimizer state, batch, tensors between stages, and what ``jax.vjp`` saves. It checks the sizes. Only for stages without tensor
-  parallelism: what a stage keeps of split tensors is its compiler's choice, and for Alpa's stands a rule of the harness.
+* ``alpa``: real Alpa 0.2.3 compiles the model of the zoo with the exported plan, under jax 0.3.22
+  and with the harness of ``tests/alpa_conformance`` (a process of its own per plan, by
+  ``--alpa-python``); the instructions of one worker of every mesh are replayed, and the bytes of
+  live buffers counted.
+* ``replay``: ``capture.alpa.memory.alpa_replay``, told what Alpa's stages hold and hand over. It
+  must agree byte for byte: it checks the lifetimes of buffers, not their sizes.
+* ``own``: ``alpa_replay`` on what this library knows of the model, traced under today's JAX and not
+  compiled: parameters, gradients, optimizer state, batch, tensors between stages, and what
+  ``jax.vjp`` saves. It checks the sizes. Only for stages without tensor parallelism: what a stage
+  keeps of split tensors is its compiler's choice, and for Alpa's stands a rule of the harness.
 
-Nothing of this counts temporaries: results of a running program are counted before its inputs are freed, and no more. Nothing is allocated.
+Nothing of this counts temporaries: results of a running program are counted before its inputs are
+freed, and no more. Nothing is allocated.
 
-What differs between ``alpa`` and ``own``. Without rematerialisation Alpa keeps, for every micro-batch in flight, also what depends on
-parameters alone (weights cast to float16, masks), which the library makes again; column ``casts`` has its share of ``kept``. Alpa also has
-Flax embed tokens by a product with a one-hot matrix of them, which the first stage of a language model keeps. Statistics and state of one
-dimension are whole on every replica in the harness, split in the library.
+What differs between ``alpa`` and ``own``. Without rematerialisation Alpa keeps, for every
+micro-batch in flight, also what depends on parameters alone (weights cast to float16, masks), which
+the library makes again; column ``casts`` has its share of ``kept``. Alpa also has Flax embed tokens
+by a product with a one-hot matrix of them, which the first stage of a language model keeps.
+Statistics and state of one dimension are whole on every replica in the harness, split in the
+library.
 """
 
 from __future__ import annotations
@@ -106,14 +113,31 @@ def plan_of(case: Case) -> Any:
     from capture.model.workload import WorkloadSpec
     from capture.plan.stages import Plan, StagePlan
 
-    arguments = {"size": case.size, **({} if case.family == "wide_resnet" else {"dtype": "float16"})}
-    workload = WorkloadSpec(str(REPOSITORY / "models" / f"{case.family}.py"), case.family, arguments)
+    arguments = {
+        "size": case.size,
+        **({} if case.family == "wide_resnet" else {"dtype": "float16"}),
+    }
+    workload = WorkloadSpec(
+        str(REPOSITORY / "models" / f"{case.family}.py"), case.family, arguments
+    )
     global_batch, num_microbatches = BATCHES[case.family, case.size]
     first, device, stages = 0, 0, []
     for stop, (dp, tp) in zip(case.stops, case.degrees, strict=True):
-        stages.append(StagePlan((first, stop - 1), range(device, device + dp * tp), dp, tp, case.remat, dp > 1))
+        stages.append(
+            StagePlan(
+                (first, stop - 1), range(device, device + dp * tp), dp, tp, case.remat, dp > 1
+            )
+        )
         first, device = stop, device + dp * tp
-    return Plan(Cluster(NODES), first, tuple(stages), global_batch, num_microbatches, case.schedule, workload=workload)
+    return Plan(
+        Cluster(NODES),
+        first,
+        tuple(stages),
+        global_batch,
+        num_microbatches,
+        case.schedule,
+        workload=workload,
+    )
 
 
 def judged_by_alpa(plan: Any, python: Path) -> dict[str, Any]:
@@ -125,7 +149,12 @@ def judged_by_alpa(plan: Any, python: Path) -> dict[str, Any]:
     variables = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     variables.pop("XLA_FLAGS", None)  # those of this process are of another XLA
     found = subprocess.run(
-        [str(python), str(JUDGE)], input=json.dumps(plan.to_json()), env=variables, check=True, stdout=subprocess.PIPE, text=True
+        [str(python), str(JUDGE)],
+        input=json.dumps(plan.to_json()),
+        env=variables,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     return dict(json.loads(found.stdout))
 
@@ -140,12 +169,24 @@ class Tracer:
         self._known: dict[str, Any] = {}
 
     def interface(self, stage: Any, microbatch_size: int) -> Any:
-        """Of a stage with one device per replica: every replica is traced alone, at its share of a micro-batch."""
+        """Of a stage with one device per replica: every replica is traced alone, at its share of a
+        micro-batch."""
         from capture.step.interface import stage_interface
 
         share = microbatch_size // stage.data_parallel
-        traced, param_bytes = self._backend.traced(share), self._backend.sharding(share).param_bytes((1, 1))
-        found = stage_interface(traced.graph, stage.first, stage.stop, stage.devices, 1, param_bytes, self._cost(stage, share))
+        traced, param_bytes = (
+            self._backend.traced(share),
+            self._backend.sharding(share).param_bytes((1, 1)),
+        )
+        found = stage_interface(
+            traced.graph,
+            stage.first,
+            stage.stop,
+            stage.devices,
+            1,
+            param_bytes,
+            self._cost(stage, share),
+        )
         results = {
             "forward": sum(found.value_bytes[v] for v in found.outputs) + found.residual_bytes,
             "backward": sum(found.value_bytes[v] for v in found.input_gradients),
@@ -159,27 +200,38 @@ class Tracer:
         from capture.runtime.programs import shard_bytes
 
         one = StageConfig(stage.first, stage.stop, StageChoice(1, 1, stage.remat), share)
-        split = replace(one, choice=StageChoice(stage.data_parallel, 1, stage.remat, stage.shard_optimizer))
-        optimizer_bytes = sum(map(shard_bytes, self._backend.programs(split, compiler=only_trace).state_structs()))
+        split = replace(
+            one, choice=StageChoice(stage.data_parallel, 1, stage.remat, stage.shard_optimizer)
+        )
+        optimizer_bytes = sum(
+            map(shard_bytes, self._backend.programs(split, compiler=only_trace).state_structs())
+        )
         key = self._backend.key(one)  # stages that are alike are traced once
         if key not in self._known:
-            self._known[key] = self._backend.programs(one, compiler=only_trace).cost_given_update(UpdateCost(0, 0))
+            self._known[key] = self._backend.programs(one, compiler=only_trace).cost_given_update(
+                UpdateCost(0, 0)
+            )
         return replace(self._known[key], optimizer_bytes=optimizer_bytes)
 
 
 def only_trace(function: Any, args: Sequence[Any], **options: Any) -> Any:
-    """In the place of a compiler: the results of a program on one device, and nothing of what it needs while it runs."""
+    """In the place of a compiler: the results of a program on one device, and nothing of what it
+    needs while it runs."""
     import jax
 
     from capture.compiler.executable import Executable
 
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    results = jax.tree.map(lambda made: jax.ShapeDtypeStruct(made.shape, made.dtype, sharding=here), jax.eval_shape(function, *args))
+    results = jax.tree.map(
+        lambda made: jax.ShapeDtypeStruct(made.shape, made.dtype, sharding=here),
+        jax.eval_shape(function, *args),
+    )
     return Executable(function, results, 0)
 
 
 def own_account(plan: Any, tracer: Tracer) -> tuple[list[dict[str, int] | None], float]:
-    """Per stage, the library's peak and its parts, None under tensor parallelism; and the seconds that it took."""
+    """Per stage, the library's peak and its parts, None under tensor parallelism; and the seconds
+    that it took."""
     from capture.alpa.memory import alpa_replay
     from capture.predictor.formula import kept_of
 
@@ -219,7 +271,12 @@ def measure(case: Case, python: Path, tracer: Tracer) -> dict[str, Any]:
         )
     global_batch, num_microbatches = BATCHES[case.family, case.size]
     seconds = {**judged["seconds"], "own": own_seconds}
-    facts = {"name": case.name, "global_batch": global_batch, "num_microbatches": num_microbatches, "seconds": seconds}
+    facts = {
+        "name": case.name,
+        "global_batch": global_batch,
+        "num_microbatches": num_microbatches,
+        "seconds": seconds,
+    }
     return {**facts, "stages": rows}
 
 
@@ -229,14 +286,17 @@ def with_summary(document: dict[str, Any]) -> dict[str, Any]:
     stages = [stage for row in rows for stage in row["stages"]]
     ratios = [stage["own_over_alpa"] for stage in stages if stage["own_over_alpa"] is not None]
     kept = [
-        stage["own"]["kept_bytes_per_microbatch"] / (alpa["kept_bytes_per_microbatch"] - alpa["of_parameters_bytes_per_microbatch"])
+        stage["own"]["kept_bytes_per_microbatch"]
+        / (alpa["kept_bytes_per_microbatch"] - alpa["of_parameters_bytes_per_microbatch"])
         for stage in stages
         if stage["own"] is not None and (alpa := stage["alpa"])
     ]
     found = {
         "num_plans": len(rows),
         "num_stages": len(stages),
-        "num_stages_replay_equal": sum(stage["alpa"]["replay_bytes"] == stage["alpa"]["peak_bytes"] for stage in stages),
+        "num_stages_replay_equal": sum(
+            stage["alpa"]["replay_bytes"] == stage["alpa"]["peak_bytes"] for stage in stages
+        ),
         "num_stages_own": len(ratios),
         "min_own_over_alpa": min(ratios, default=None),
         "max_own_over_alpa": max(ratios, default=None),
@@ -267,28 +327,70 @@ def as_text(document: dict[str, Any]) -> str:
                     f"{sum(row['seconds'].values()):.0f}" if s == 0 else "",
                 ]
             )
-    heads = ["plan", "stage", "alpa GiB", "replay", "own GiB", "own/alpa", "kept", "casts", "own kept", "s"]
+    heads = [
+        "plan",
+        "stage",
+        "alpa GiB",
+        "replay",
+        "own GiB",
+        "own/alpa",
+        "kept",
+        "casts",
+        "own kept",
+        "s",
+    ]
     found = document["summary"]
-    text = f"{table(heads, lines)}\nreplay equal to Alpa's in {found['num_stages_replay_equal']} of {found['num_stages']} stages"
+    text = (
+        f"{table(heads, lines)}\nreplay equal to Alpa's in {found['num_stages_replay_equal']} of "
+        f"{found['num_stages']} stages"
+    )
     if found["num_stages_own"]:
         text += f"\nown / alpa, {found['num_stages_own']} stages without tensor parallelism: "
-        text += f"peak {found['min_own_over_alpa']:.3f} to {found['max_own_over_alpa']:.3f}, kept without casts "
-        text += f"{found['min_own_over_alpa_kept_without_casts']:.3f} to {found['max_own_over_alpa_kept_without_casts']:.3f}"
+        text += (
+            f"peak {found['min_own_over_alpa']:.3f} to {found['max_own_over_alpa']:.3f}, kept "
+            "without casts "
+        )
+        text += (
+            f"{found['min_own_over_alpa_kept_without_casts']:.3f} to "
+            f"{found['max_own_over_alpa_kept_without_casts']:.3f}"
+        )
     return text
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--alpa-python", type=Path, default=REPOSITORY / ".venv-alpa" / "bin" / "python", metavar="PATH")
-    parser.add_argument("--cases", nargs="+", metavar="TEXT", help="only those whose names contain one of these")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--alpa-python",
+        type=Path,
+        default=REPOSITORY / ".venv-alpa" / "bin" / "python",
+        metavar="PATH",
+    )
+    parser.add_argument(
+        "--cases", nargs="+", metavar="TEXT", help="only those whose names contain one of these"
+    )
     parser.add_argument("--json", action="store_true", help="print the document on standard output")
-    parser.add_argument("-o", "--output", type=Path, help="write the document here after every plan; plans that it has are kept")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        help="write the document here after every plan; plans that it has are kept",
+    )
     options = parser.parse_args()
     environment.prepare(num_devices=sum(NODES))
-    chosen = [case for case in CASES if not options.cases or any(text in case.name for text in options.cases)]
+    chosen = [
+        case
+        for case in CASES
+        if not options.cases or any(text in case.name for text in options.cases)
+    ]
     tracers: dict[tuple[str, str], Tracer] = {}
     order = [case.name for case in CASES]
-    known = json.loads(options.output.read_text())["rows"] if options.output and options.output.exists() else []
+    known = (
+        json.loads(options.output.read_text())["rows"]
+        if options.output and options.output.exists()
+        else []
+    )
     document: dict[str, Any] = {
         "benchmark": "alpa_replay",
         "date": date.today().isoformat(),

@@ -1,9 +1,12 @@
 """Time collectives on the devices of this process and fit alpha and beta of their link.
 
     python benchmarks/fit_links.py -o link.json                     # on the accelerators here
-    python benchmarks/fit_links.py --virtual 8 --megabytes 1 4 16   # virtual CPU devices: shows the path, says nothing of any network
+    python benchmarks/fit_links.py --virtual 8 --megabytes 1 4 16   # virtual CPU devices: shows the
+                                                                    path, says nothing of any
+                                                                    network
 
-Prints the link in the form that device information of ``capture.machine.devices`` takes, every timing, and how far the fit is from them.
+Prints the link in the form that device information of ``capture.machine.devices`` takes, every
+timing, and how far the fit is from them.
 """
 
 from __future__ import annotations
@@ -23,12 +26,23 @@ from capture.machine.link_fit import MeasuredCollective, fit_link
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--virtual", type=int, metavar="N", help="use so many virtual CPU devices")
     parser.add_argument(
-        "--megabytes", type=float, nargs="+", default=[0.25, 1, 4, 16, 64], help="of the whole arrays (default: %(default)s)"
+        "--megabytes",
+        type=float,
+        nargs="+",
+        default=[0.25, 1, 4, 16, 64],
+        help="of the whole arrays (default: %(default)s)",
     )
-    parser.add_argument("--repeat", type=int, default=10, help="timings per collective, of which the median counts (default: %(default)s)")
+    parser.add_argument(
+        "--repeat",
+        type=int,
+        default=10,
+        help="timings per collective, of which the median counts (default: %(default)s)",
+    )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the document here")
     options = parser.parse_args()
     if options.virtual:
@@ -60,7 +74,9 @@ def measure(megabytes: list[float], repeat: int) -> Iterator[MeasuredCollective]
         "all-reduce": (lambda x: jax.lax.psum(x, "devices"), whole, whole),
     }
     for kind, (collective, given, made) in kinds.items():
-        run = jax.jit(jax.shard_map(collective, mesh=mesh, in_specs=given, out_specs=made, check_vma=False))
+        run = jax.jit(
+            jax.shard_map(collective, mesh=mesh, in_specs=given, out_specs=made, check_vma=False)
+        )
         for size in megabytes:
             elements = max(1, int(size * 1e6 / 4 / n)) * n
             array = jax.device_put(jnp.ones(elements), NamedSharding(mesh, given))

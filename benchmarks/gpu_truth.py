@@ -1,16 +1,21 @@
-"""Does a GPU's allocator need what the compile backend says? Layers and whole steps, executed on the GPU of this machine.
+"""Does a GPU's allocator need what the compile backend says? Layers and whole steps, executed on
+the GPU of this machine.
 
     python benchmarks/gpu_truth.py -o benchmarks/results/2026-01-31-gpu-truth.json
 
-Every program gets a process of its own, because the allocator's high-water mark (``peak_bytes_in_use``) cannot be reset. Three numbers
-each:
+Every program gets a process of its own, because the allocator's high-water mark
+(``peak_bytes_in_use``) cannot be reset. Three numbers each:
 
-    without a device   the compile backend for the target file of this GPU: what a planner on a laptop would say
-    on the device      the same programs as the GPU's own compiler, autotuning included, reports them
-    measured           peak_bytes_in_use after the program ran, less what was in use before its arguments were made
+    without a device   the compile backend for the target file of this GPU: what a planner on a
+                       laptop would say
+    on the device      the same programs as the GPU's own compiler, autotuning included, reports
+                       them
+    measured           peak_bytes_in_use after the program ran, less what was in use before its
+                       arguments were made
 
-A layer is one forward or one backward program of a middle layer on one micro-batch; a step is a whole training step (two micro-batches,
-optimizer included) on one GPU by the native runtime. Without a GPU it says so, and measures nothing.
+A layer is one forward or one backward program of a middle layer on one micro-batch; a step is a
+whole training step (two micro-batches, optimizer included) on one GPU by the native runtime.
+Without a GPU it says so, and measures nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +35,14 @@ from typing import Any
 from capture import environment
 
 #: Part of the name that the driver gives a GPU -> target file.
-TARGET_OF = {"A100-SXM4-40GB": "a100-40g", "A100": "a100-80g", "H100": "h100", "H200": "h200", "B200": "b200", "V100": "v100-32g"}
+TARGET_OF = {
+    "A100-SXM4-40GB": "a100-40g",
+    "A100": "a100-80g",
+    "H100": "h100",
+    "H200": "h200",
+    "B200": "b200",
+    "V100": "v100-32g",
+}
 
 #: model, options, micro-batch size, a middle layer
 MODELS = {
@@ -56,12 +68,16 @@ class Case:
 
 CASES = [
     Case(model, dtype, remat, what)
-    for model, dtype, remat, what in product(MODELS, ("float32", "bfloat16"), ("none", "full"), ("forward", "backward", "step"))
+    for model, dtype, remat, what in product(
+        MODELS, ("float32", "bfloat16"), ("none", "full"), ("forward", "backward", "step")
+    )
 ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="print the document on standard output")
     parser.add_argument("-o", "--output", type=Path, help="write the document here")
     parser.add_argument("--child", nargs=2, metavar=("CASE", "TARGET"), help=argparse.SUPPRESS)
@@ -69,20 +85,30 @@ def main() -> int:
     if options.child:
         print(json.dumps(in_child(CASES[int(options.child[0])], options.child[1])))
         return 0
-    device = run_child("import jax; d = jax.devices()[0]; print(__import__('json').dumps([d.platform, d.device_kind]))")
+    device = run_child(
+        "import jax; d = jax.devices()[0]; print(__import__('json').dumps([d.platform, "
+        "d.device_kind]))"
+    )
     platform, kind = device
     if platform not in ("gpu", "cuda"):
-        print(f"there is no GPU here (JAX finds {kind!r}): nothing was measured, and nothing was written.")
+        print(
+            f"there is no GPU here (JAX finds {kind!r}): nothing was measured, and nothing was "
+            "written."
+        )
         return 0
     target = next((name for part, name in TARGET_OF.items() if part in kind), None)
     if target is None:
-        print(f"no target file is of a {kind!r}; they are of {', '.join(TARGET_OF)}.", file=sys.stderr)
+        print(
+            f"no target file is of a {kind!r}; they are of {', '.join(TARGET_OF)}.", file=sys.stderr
+        )
         return 2
     rows = []
     for number, case in enumerate(CASES):
         print(f"[{number + 1}/{len(CASES)}] {case.name}", file=sys.stderr)
         found = [run_child("", "--child", str(number), where) for where in ("here", target)]
-        rows.append({**asdict(case), **found[0], "without_device_bytes": found[1]["compiled_bytes"]})
+        rows.append(
+            {**asdict(case), **found[0], "without_device_bytes": found[1]["compiled_bytes"]}
+        )
     document = {
         "benchmark": "gpu_truth",
         "date": date.today().isoformat(),
@@ -116,12 +142,15 @@ def in_child(case: Case, where: str) -> dict[str, Any]:
         where: ``"here"`` for the devices of this machine, else a target that is compiled for only.
 
     Returns:
-        ``compiled_bytes``: arguments and what the program needs beside them; ``measured_bytes``: None if nothing was run or no allocator
+        ``compiled_bytes``: arguments and what the program needs beside them; ``measured_bytes``:
+            None if nothing was run or no allocator
         tells.
     """
     from capture.machine.target import Target
 
-    environment.prepare(num_devices=1, platform="cpu" if where == "here" else Target.load(where).platform)
+    environment.prepare(
+        num_devices=1, platform="cpu" if where == "here" else Target.load(where).platform
+    )
     from capture.model.workload import WorkloadSpec
 
     query, microbatch_size, layer = MODELS[case.model]
@@ -130,7 +159,9 @@ def in_child(case: Case, where: str) -> dict[str, Any]:
     return measure(case, workload, microbatch_size, layer, where)
 
 
-def _layer(case: Case, workload: Any, microbatch_size: int, layer: int, where: str) -> dict[str, Any]:
+def _layer(
+    case: Case, workload: Any, microbatch_size: int, layer: int, where: str
+) -> dict[str, Any]:
     import jax
 
     from capture.compiler.executable import compile_program
@@ -141,27 +172,39 @@ def _layer(case: Case, workload: Any, microbatch_size: int, layer: int, where: s
     from capture.profiler.compile import CompileBackend
     from capture.runtime.programs import StagePrograms, shard_bytes
 
-    backend = CompileBackend(workload.load(), target=None if where == "here" else Target.load(where))
+    backend = CompileBackend(
+        workload.load(), target=None if where == "here" else Target.load(where)
+    )
     devices = jax.devices()[:1] if where == "here" else devices_of(backend.target, 1)
     config = StageConfig(layer, layer + 1, StageChoice(remat=case.remat), microbatch_size)
     backend.traced(microbatch_size)
-    programs: StagePrograms = backend.programs(config, devices=devices, compiler=compile_program if where == "here" else None)
+    programs: StagePrograms = backend.programs(
+        config, devices=devices, compiler=compile_program if where == "here" else None
+    )
     executable = programs.forward if case.what == "forward" else programs.backward
     structs = programs.forward_args if case.what == "forward" else programs.backward_args
     held = sum(map(shard_bytes, jax.tree.leaves(structs)))
     measured = None
     if where == "here":
         before = _in_use(devices[0])
-        arguments = jax.tree.map(lambda s: jax.device_put(jax.numpy.zeros(s.shape, s.dtype), s.sharding), structs)
+        arguments = jax.tree.map(
+            lambda s: jax.device_put(jax.numpy.zeros(s.shape, s.dtype), s.sharding), structs
+        )
         jax.block_until_ready(arguments)
         results = executable.call(*arguments)
         jax.block_until_ready(results)
         peak = _peak(devices[0])
         measured = None if peak is None else peak - before
-    return {"compiled_bytes": held + executable.transient_bytes, "argument_bytes": held, "measured_bytes": measured}
+    return {
+        "compiled_bytes": held + executable.transient_bytes,
+        "argument_bytes": held,
+        "measured_bytes": measured,
+    }
 
 
-def _step(case: Case, workload: Any, microbatch_size: int, layer: int, where: str) -> dict[str, Any]:
+def _step(
+    case: Case, workload: Any, microbatch_size: int, layer: int, where: str
+) -> dict[str, Any]:
     from capture.machine.cluster import Cluster
     from capture.plan.stages import Plan, StagePlan
     from profiling_runs.collect import open_measurements
@@ -175,7 +218,11 @@ def _step(case: Case, workload: Any, microbatch_size: int, layer: int, where: st
     plan = Plan(Cluster((1,), target), graph.num_layers, (stage,), 2 * microbatch_size, 2, "1f1b")
     if where != "here":
         found = verify(plan, measurements)
-        return {"compiled_bytes": found.peak_bytes_per_device[0], "argument_bytes": None, "measured_bytes": None}
+        return {
+            "compiled_bytes": found.peak_bytes_per_device[0],
+            "argument_bytes": None,
+            "measured_bytes": None,
+        }
     import jax
 
     from capture.runtime.pipeline import pipeshard
@@ -190,7 +237,11 @@ def _step(case: Case, workload: Any, microbatch_size: int, layer: int, where: st
     jax.block_until_ready((state, metrics.loss))
     peak = _peak(device)
     booked = replay(step.program, 1).peak_bytes_per_device[0]
-    return {"compiled_bytes": booked, "argument_bytes": None, "measured_bytes": None if peak is None else peak - before}
+    return {
+        "compiled_bytes": booked,
+        "argument_bytes": None,
+        "measured_bytes": None if peak is None else peak - before,
+    }
 
 
 def _in_use(device: Any) -> int:
@@ -206,7 +257,11 @@ def _peak(device: Any) -> int | None:
 def summary(rows: list[dict[str, Any]], key: str) -> dict[str, float]:
     """Mean and largest absolute error of a number against the measured one."""
     errors = [abs(row[key] / row["measured_bytes"] - 1) for row in rows]
-    return {"num_programs": len(errors), "mean_abs_error_fraction": mean(errors), "max_abs_error_fraction": max(errors)}
+    return {
+        "num_programs": len(errors),
+        "mean_abs_error_fraction": mean(errors),
+        "max_abs_error_fraction": max(errors),
+    }
 
 
 def as_text(document: dict[str, Any]) -> str:
@@ -228,7 +283,8 @@ def as_text(document: dict[str, Any]) -> str:
         [
             f"{document['device']} against target {document['target']}",
             table(["program", "measured", "compiled on it", "compiled without it"], rows),
-            f"without a device: mean |error| {found['mean_abs_error_fraction']:.1%}, max {found['max_abs_error_fraction']:.1%} of "
+            f"without a device: mean |error| {found['mean_abs_error_fraction']:.1%}, max "
+            f"{found['max_abs_error_fraction']:.1%} of "
             f"{found['num_programs']} programs",
         ]
     )

@@ -1,24 +1,31 @@
-"""3D parallelism against 3D whose stages may split their parameters over replicas (ZDP, ZeRO stage 3), for GPUs that are not there.
+"""3D parallelism against 3D whose stages may split their parameters over replicas (ZDP, ZeRO stage
+3), for GPUs that are not there.
 
     python -m benchmarks.hybrid_sharding -o benchmarks/results/2026-01-31-hybrid-sharding.json
 
-GPT-3 of seven layers of its 6.7B: 1.8 billion parameters, 29 GB with gradients and Adam's state, all layers recomputed in the backward
-pass. For every cluster and memory limit, the fastest plan of two spaces, of which the first is a part of the second:
+GPT-3 of seven layers of its 6.7B: 1.8 billion parameters, 29 GB with gradients and Adam's state,
+all layers recomputed in the backward pass. For every cluster and memory limit, the fastest plan of
+two spaces, of which the first is a part of the second:
 
-    3D        pipeline stages x data parallelism x tensor parallelism; every replica holds all of its stage's state
+    3D        pipeline stages x data parallelism x tensor parallelism; every replica holds all of
+              its stage's state
     3D + ZDP  the replicas of a stage may split its parameters, gradients and optimizer state
 
-Both have eight micro-batches of eight. A plan is the fastest of those whose stages were compiled (as with ``capture plan --objective
-throughput --verify``); what compiled stages compute and send is then simulated. Predicted peaks are those of the profile of layer windows
-alone. Compiled stages are kept, so an interrupted benchmark resumes.
+Both have eight micro-batches of eight. A plan is the fastest of those whose stages were compiled
+(as with ``capture plan --objective throughput --verify``); what compiled stages compute and send is
+then simulated. Predicted peaks are those of the profile of layer windows alone. Compiled stages are
+kept, so an interrupted benchmark resumes.
 
-Reference: OSDP 4.2, where 3D+OSDP is 31 % faster than 3D on average and 73 % at most. Where ours differ, and why:
+Reference: OSDP 4.2, where 3D+OSDP is 31 % faster than 3D on average and 73 % at most. Where ours
+differ, and why:
 
-* Where 3D has to split every product over all GPUs to fit, the gain is of the paper's size (7 to 55 %); with memory to spare, 0 to 8 %.
-  So the mean depends on the limits that are asked.
-* With memory to spare, stages of one GPU or of tensor parallelism have no replicas that could split anything. Where ZDP is faster there, it
-  is because replicas reduce float32 gradients in every micro-batch, ZDP or not; ZDP gathers parameters in bfloat16 and adds up a share.
-* The paper also tunes the batch, and chooses per operator; here a stage splits all of its parameters or none.
+* Where 3D has to split every product over all GPUs to fit, the gain is of the paper's size (7 to 55
+  %); with memory to spare, 0 to 8 %. So the mean depends on the limits that are asked.
+* With memory to spare, stages of one GPU or of tensor parallelism have no replicas that could split
+  anything. Where ZDP is faster there, it is because replicas reduce float32 gradients in every
+  micro-batch, ZDP or not; ZDP gathers parameters in bfloat16 and adds up a share.
+* The paper also tunes the batch, and chooses per operator; here a stage splits all of its
+  parameters or none.
 """
 
 from __future__ import annotations
@@ -71,17 +78,50 @@ REFERENCE = {"3D+OSDP over 3D": {"mean": 0.31, "max": 0.73}}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--clusters", nargs="+", default=CLUSTERS, metavar="NxG", help="of eight devices (default: %(default)s)")
-    parser.add_argument("--limits", nargs="+", type=float, default=LIMITS_GIB, metavar="GIB", help="per device (default: %(default)s)")
-    parser.add_argument("--store", type=Path, default=Path.home() / ".cache" / "capture" / "store.sqlite", help="of what was compiled")
-    parser.add_argument("--workers", type=int, default=2, help="processes that compile (default: %(default)s)")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the document here, and its figure beside it as .svg")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--clusters",
+        nargs="+",
+        default=CLUSTERS,
+        metavar="NxG",
+        help="of eight devices (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--limits",
+        nargs="+",
+        type=float,
+        default=LIMITS_GIB,
+        metavar="GIB",
+        help="per device (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--store",
+        type=Path,
+        default=Path.home() / ".cache" / "capture" / "store.sqlite",
+        help="of what was compiled",
+    )
+    parser.add_argument(
+        "--workers", type=int, default=2, help="processes that compile (default: %(default)s)"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write the document here, and its figure beside it as .svg",
+    )
     options = parser.parse_args()
     environment.prepare(num_devices=NUM_DEVICES, platform=Target.load(TARGET).platform)
     planner = Planner.of(options.store, options.workers)
-    # From plenty to little: a plan that was compiled for one limit, and needs less than predicted, is known at the next.
-    rows = [planner.row(cluster, limit) for cluster in options.clusters for limit in sorted(options.limits, reverse=True)]
+    # From plenty to little: a plan that was compiled for one limit, and needs less than predicted,
+    # is known at the next.
+    rows = [
+        planner.row(cluster, limit)
+        for cluster in options.clusters
+        for limit in sorted(options.limits, reverse=True)
+    ]
     rows.sort(key=lambda row: (options.clusters.index(row["cluster"]), row["limit_gib"]))
     document = {
         "benchmark": "hybrid_sharding",
@@ -106,7 +146,11 @@ def main() -> int:
 
 def choices() -> list[StageChoice]:
     """Those of both spaces."""
-    plain = choices_to_profile(Cluster((NUM_DEVICES,), TARGET), hybrid_choices(NUM_DEVICES, remat="full"), GLOBAL_BATCH // NUM_MICROBATCHES)
+    plain = choices_to_profile(
+        Cluster((NUM_DEVICES,), TARGET),
+        hybrid_choices(NUM_DEVICES, remat="full"),
+        GLOBAL_BATCH // NUM_MICROBATCHES,
+    )
     return with_sharded_params(plain)
 
 
@@ -142,9 +186,17 @@ class Planner:
 
     def row(self, cluster: str, limit_gib: float) -> dict[str, Any]:
         """The fastest plan of every space within a limit."""
-        found = {space: self.fastest(space, Cluster.parse(cluster, TARGET), int(limit_gib * GIB)) for space in SPACES}
+        found = {
+            space: self.fastest(space, Cluster.parse(cluster, TARGET), int(limit_gib * GIB))
+            for space in SPACES
+        }
         speed = {space: plan["examples_per_second"] for space, plan in found.items()}
-        print(cluster, limit_gib, {space: value and round(value, 2) for space, value in speed.items()}, file=sys.stderr)
+        print(
+            cluster,
+            limit_gib,
+            {space: value and round(value, 2) for space, value in speed.items()},
+            file=sys.stderr,
+        )
         return {
             "cluster": cluster,
             "limit_gib": limit_gib,
@@ -172,29 +224,48 @@ class Planner:
             return verification, with_verified(known, plan, self.measurements)
 
         result = recommend_verified(self._of_space(space), question, compiled, MAX_VERIFIED)
-        assert result.plan is not None, "every cluster here has a plan, if only one that does not fit"
+        assert result.plan is not None, (
+            "every cluster here has a plan, if only one that does not fit"
+        )
         return self._described(result)
 
     def _of_space(self, space: str) -> Profile:
         def inside(costs: Mapping[StageConfig, StageCost]) -> dict[StageConfig, StageCost]:
-            return {config: cost for config, cost in costs.items() if space == WITH_ZDP or not config.choice.shard_params}
+            return {
+                config: cost
+                for config, cost in costs.items()
+                if space == WITH_ZDP or not config.choice.shard_params
+            }
 
-        return replace(self.profile, measurements=inside(self.profile.measurements), verified=inside(self.profile.verified))
+        return replace(
+            self.profile,
+            measurements=inside(self.profile.measurements),
+            verified=inside(self.profile.verified),
+        )
 
     def _described(self, result: Recommendation) -> dict[str, Any]:
         plan = result.plan
         verified = verify(plan, self.measurements)
         timeline = verified.timeline()
         assert timeline is not None, f"{TARGET} has rates"
-        predicted = AdditivePredictor(replace(self.profile, verified={})).predict(plan).peak_bytes_per_device
+        predicted = (
+            AdditivePredictor(replace(self.profile, verified={}))
+            .predict(plan)
+            .peak_bytes_per_device
+        )
         fits = result.status == "ok"
         return {
             "status": result.status,
-            "examples_per_second": plan.global_batch_size / float(timeline.step_seconds) if fits else None,
+            "examples_per_second": plan.global_batch_size / float(timeline.step_seconds)
+            if fits
+            else None,
             "step_seconds": float(timeline.step_seconds),
             "peak_bytes": max(verified.peak_bytes_per_device),
             "predicted_peak_bytes": max(predicted),
-            "prediction_errors": [p / peak - 1 for p, peak in zip(predicted, verified.peak_bytes_per_device, strict=True)],
+            "prediction_errors": [
+                p / peak - 1
+                for p, peak in zip(predicted, verified.peak_bytes_per_device, strict=True)
+            ],
             "num_stages": plan.num_stages,
             "num_stages_with_shard_params": sum(stage.shard_params for stage in plan.stages),
             "is_proven": fits and result.search.optimal and result.why["verified"]["settled"],
@@ -211,15 +282,29 @@ def claims(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What the rows say together."""
     gains = [row["gain"] for row in rows if row["gain"] is not None]
     fits = {space: [row["spaces"][space]["status"] == "ok" for row in rows] for space in SPACES}
-    errors = [abs(error) for row in rows for plan in row["spaces"].values() for error in plan["prediction_errors"]]
+    errors = [
+        abs(error)
+        for row in rows
+        for plan in row["spaces"].values()
+        for error in plan["prediction_errors"]
+    ]
     return {
-        f"{WITH_ZDP} over {THREE_D}": {"limits": len(gains), "mean": sum(gains) / len(gains), "max": max(gains), "min": min(gains)},
+        f"{WITH_ZDP} over {THREE_D}": {
+            "limits": len(gains),
+            "mean": sum(gains) / len(gains),
+            "max": max(gains),
+            "min": min(gains),
+        },
         f"only {WITH_ZDP} fits": [
             f"{row['cluster']}, {row['limit_gib']:g} GiB"
             for row, three_d, with_zdp in zip(rows, *fits.values(), strict=True)
             if with_zdp and not three_d
         ],
-        "prediction": {"devices": len(errors), "mean_abs_error": sum(errors) / len(errors), "max_abs_error": max(errors)},
+        "prediction": {
+            "devices": len(errors),
+            "mean_abs_error": sum(errors) / len(errors),
+            "max_abs_error": max(errors),
+        },
     }
 
 
@@ -233,9 +318,19 @@ def as_text(rows: Sequence[dict[str, Any]]) -> str:
                 for s in plan["stages"]
             )
             speed = f"{plan['examples_per_second']:.2f}" if plan["examples_per_second"] else "-"
-            cells.append(f"{speed} at {plan['peak_bytes'] / GIB:.2f} ({plan['predicted_peak_bytes'] / GIB:.2f}), {layout}")
+            cells.append(
+                f"{speed} at {plan['peak_bytes'] / GIB:.2f} "
+                f"({plan['predicted_peak_bytes'] / GIB:.2f}), {layout}"
+            )
         lines.append([f"{row['cluster']} {row['limit_gib']:g} GiB", *cells, percent(row["gain"])])
-    return table(["cluster, limit", *(f"{space}: examples/s at GiB (predicted), layers:dpxtp" for space in SPACES), "gain"], lines)
+    return table(
+        [
+            "cluster, limit",
+            *(f"{space}: examples/s at GiB (predicted), layers:dpxtp" for space in SPACES),
+            "gain",
+        ],
+        lines,
+    )
 
 
 def picture(rows: Sequence[dict[str, Any]]) -> str:
@@ -243,24 +338,55 @@ def picture(rows: Sequence[dict[str, Any]]) -> str:
     panels = []
     for cluster in dict.fromkeys(row["cluster"] for row in rows):
         here = [row for row in rows if row["cluster"] == cluster]
-        speeds = [plan["examples_per_second"] for row in here for plan in row["spaces"].values() if plan["examples_per_second"]]
+        speeds = [
+            plan["examples_per_second"]
+            for row in here
+            for plan in row["spaces"].values()
+            if plan["examples_per_second"]
+        ]
         limits = [row["limit_gib"] for row in here]
         ticks = [(i, f"{limit:g}") for i, limit in enumerate(limits)]
         panel = Panel(
-            f"{cluster} (nodes x GPUs)", "GiB per GPU", "examples / s", (-0.4, len(limits) - 0.6), (0, 1.12 * max(speeds)), ticks, 460, 290
+            f"{cluster} (nodes x GPUs)",
+            "GiB per GPU",
+            "examples / s",
+            (-0.4, len(limits) - 0.6),
+            (0, 1.12 * max(speeds)),
+            ticks,
+            460,
+            290,
         )
         for space, color in SPACES.items():
             plans = [row["spaces"][space] for row in here]
-            points = [(i, plan["examples_per_second"]) for i, plan in enumerate(plans) if plan["examples_per_second"]]
+            points = [
+                (i, plan["examples_per_second"])
+                for i, plan in enumerate(plans)
+                if plan["examples_per_second"]
+            ]
             panel.line(points, color, space)
             for i, speed in points:
                 plan = plans[i]
-                about = f"{space}, {limits[i]:g} GiB: {speed:.2f} examples/s, {plan['peak_bytes'] / GIB:.2f} GiB compiled, "
-                sharded = f"{plan['num_stages_with_shard_params']} of {plan['num_stages']} stages split their parameters"
+                about = (
+                    f"{space}, {limits[i]:g} GiB: {speed:.2f} examples/s, "
+                    f"{plan['peak_bytes'] / GIB:.2f} GiB compiled, "
+                )
+                sharded = (
+                    f"{plan['num_stages_with_shard_params']} of {plan['num_stages']} stages split "
+                    "their parameters"
+                )
                 panel.point(i, speed, color, about + sharded)
         panels.append(panel)
-    note = "GPT-3 of 7 layers of its 6.7B, 1.8B parameters, batch 64, 8 A100 40 GB; memory compiled, times simulated; nothing ran."
-    return draw("3D parallelism with sharded parameters in stages", note, panels, 2, [(color, space) for space, color in SPACES.items()])
+    note = (
+        "GPT-3 of 7 layers of its 6.7B, 1.8B parameters, batch 64, 8 A100 40 GB; memory compiled, "
+        "times simulated; nothing ran."
+    )
+    return draw(
+        "3D parallelism with sharded parameters in stages",
+        note,
+        panels,
+        2,
+        [(color, space) for space, color in SPACES.items()],
+    )
 
 
 if __name__ == "__main__":

@@ -1,16 +1,21 @@
-"""Predictions of small models that are not in the zoo, against compiled truth: none may be too low by more than its interval.
+"""Predictions of small models that are not in the zoo, against compiled truth: none may be too low
+by more than its interval.
 
-    python -m benchmarks.model_kit --fresh 2000 --store kit.sqlite -o benchmarks/results/2026-01-31-model-kit.json
-    python -m benchmarks.model_kit --models encoder_decoder vgg --rounds 2 --store kit.sqlite
+    python -m benchmarks.model_kit --fresh 2000 --store kit.sqlite -o
+    benchmarks/results/2026-01-31-model-kit.json python -m benchmarks.model_kit --models
+    encoder_decoder vgg --rounds 2 --store kit.sqlite
 
-Round by round, every model of ``tests/kit`` is drawn with sizes, an optimizer, a cluster, degrees, remat and micro-batches of its own,
-profiled, and asked about random plans. The truth is the replay of a plan's step over its compiled stages. A prediction is one stage of one
-plan under one schedule and one number of micro-batches; equal ones count once. It is fresh if the stage's programs were compiled neither
-for the profile nor for its calibration. Run again, also after the predictor changed, it finds the compiled stages in the store.
+Round by round, every model of ``tests/kit`` is drawn with sizes, an optimizer, a cluster, degrees,
+remat and micro-batches of its own, profiled, and asked about random plans. The truth is the replay
+of a plan's step over its compiled stages. A prediction is one stage of one plan under one schedule
+and one number of micro-batches; equal ones count once. It is fresh if the stage's programs were
+compiled neither for the profile nor for its calibration. Run again, also after the predictor
+changed, it finds the compiled stages in the store.
 
-A prediction below the truth by more than its interval is printed with its cause: *formula*, if the replay of the predicted parts would have
-covered the truth, and else the part that is most too low where the truth has its peak; ``--execute`` also runs a step of every
-model on two stages and compares loss and gradients with one device.
+A prediction below the truth by more than its interval is printed with its cause: *formula*, if the
+replay of the predicted parts would have covered the truth, and else the part that is most too low
+where the truth has its peak; ``--execute`` also runs a step of every model on two stages and
+compares loss and gradients with one device.
 """
 
 from __future__ import annotations
@@ -55,7 +60,8 @@ Pick = Callable[[Sequence[Any]], Any]
 
 _WIDTHS, _DEPTHS, _VOCABULARIES = (16, 32, 48, 64), (7, 8, 10), (64, 500, 2000, 8000)
 
-#: By file and function, the values that each argument is drawn from; every model also takes any optimizer.
+#: By file and function, the values that each argument is drawn from; every model also takes any
+#: optimizer.
 KIT: Mapping[str, Mapping[str, Sequence[Any]]] = {
     "dense:uneven": {"seed": range(20), "depth": _DEPTHS, "largest": (64, 256)},
     "dense:alternating": {"narrow": (16, 24), "wide": (96, 192, 256), "depth": _DEPTHS},
@@ -75,16 +81,52 @@ KIT: Mapping[str, Mapping[str, Sequence[Any]]] = {
     "dense:noisy": {"width": _WIDTHS, "hidden": (96, 160), "depth": _DEPTHS},
     "dense:hypernetwork": {"width": (8, 16), "code": (16, 32), "depth": _DEPTHS},
     "dense:half_precision": {"width": _WIDTHS, "hidden": (96, 192), "depth": _DEPTHS},
-    "sequences:language_model": {"width": (16, 32), "depth": _DEPTHS, "vocab": _VOCABULARIES, "length": (8, 16), "tied": (True, False)},
-    "sequences:apart": {"width": (16, 24, 48), "depth": (4, 5, 6), "vocab": _VOCABULARIES, "tied": (True, False)},
+    "sequences:language_model": {
+        "width": (16, 32),
+        "depth": _DEPTHS,
+        "vocab": _VOCABULARIES,
+        "length": (8, 16),
+        "tied": (True, False),
+    },
+    "sequences:apart": {
+        "width": (16, 24, 48),
+        "depth": (4, 5, 6),
+        "vocab": _VOCABULARIES,
+        "tied": (True, False),
+    },
     "sequences:three_readers": {"width": (16, 32), "depth": _DEPTHS, "vocab": _VOCABULARIES},
     "sequences:every_reader": {"width": (16, 32), "depth": _DEPTHS, "vocab": _VOCABULARIES},
-    "sequences:shared_blocks": {"width": (16, 32), "depth": _DEPTHS, "period": (1, 2, 3), "vocab": (64, 500)},
-    "sequences:encoder_decoder": {"width": (16, 32), "depth": (3, 4), "vocab": _VOCABULARIES, "tied": (True, False)},
-    "sequences:with_keys": {"width": (16, 32), "depth": _DEPTHS, "vocab": (64, 500), "rate": (0.1, 0.5)},
+    "sequences:shared_blocks": {
+        "width": (16, 32),
+        "depth": _DEPTHS,
+        "period": (1, 2, 3),
+        "vocab": (64, 500),
+    },
+    "sequences:encoder_decoder": {
+        "width": (16, 32),
+        "depth": (3, 4),
+        "vocab": _VOCABULARIES,
+        "tied": (True, False),
+    },
+    "sequences:with_keys": {
+        "width": (16, 32),
+        "depth": _DEPTHS,
+        "vocab": (64, 500),
+        "rate": (0.1, 0.5),
+    },
     "sequences:relative_bias": {"width": (16, 32), "depth": _DEPTHS, "vocab": (64, 500)},
-    "sequences:padded_classifier": {"width": (16, 32), "depth": _DEPTHS, "vocab": (64, 500), "length": (12, 24)},
-    "sequences:experts": {"width": (16, 32), "num_experts": (2, 4), "depth": _DEPTHS, "vocab": (64, 500)},
+    "sequences:padded_classifier": {
+        "width": (16, 32),
+        "depth": _DEPTHS,
+        "vocab": (64, 500),
+        "length": (12, 24),
+    },
+    "sequences:experts": {
+        "width": (16, 32),
+        "num_experts": (2, 4),
+        "depth": _DEPTHS,
+        "vocab": (64, 500),
+    },
     "sequences:linear_attention": {"width": _WIDTHS, "depth": _DEPTHS, "length": (16, 64)},
     "sequences:narrowing": {"width": (16, 32), "depth": (3, 4), "vocab": (64, 500)},
     "sequences:text_convolution": {"width": _WIDTHS, "depth": _DEPTHS, "vocab": _VOCABULARIES},
@@ -97,8 +139,17 @@ KIT: Mapping[str, Mapping[str, Sequence[Any]]] = {
     "images:dilated": {"channels": (8, 16, 32), "depth": _DEPTHS, "length": (32, 96)},
     "images:image_autoencoder": {"channels": (4, 8, 16), "levels": (3, 4)},
     "recurrent:gated_recurrent": {"width": (16, 32), "depth": _DEPTHS, "length": (6, 12)},
-    "recurrent:recurrent_language_model": {"width": (16, 32), "depth": (5, 7), "vocab": _VOCABULARIES},
-    "recurrent:translator": {"width": (16, 32), "depth": (3, 4), "vocab": (64, 500, 2000), "tied": (True, False)},
+    "recurrent:recurrent_language_model": {
+        "width": (16, 32),
+        "depth": (5, 7),
+        "vocab": _VOCABULARIES,
+    },
+    "recurrent:translator": {
+        "width": (16, 32),
+        "depth": (3, 4),
+        "vocab": (64, 500, 2000),
+        "tied": (True, False),
+    },
     "recurrent:state_space": {"width": (16, 32), "depth": (6, 7), "length": (8, 16)},
     "recurrent:scanned_layers": {"width": (16, 32), "depth": _DEPTHS, "vocab": (64, 2000)},
     "recurrent:scanned_groups": {"width": _WIDTHS, "groups": (2, 3), "per_group": (3,)},
@@ -140,9 +191,12 @@ class Question:
         """Of a model; ``pick`` chooses one of several values."""
         arguments = {name: pick(values) for name, values in KIT[model].items()}
         optimizer = pick(("", *OPTIMIZERS))  # the model's own, or any
-        degrees = pick((((1, 1),), ((1, 1),), ((1, 1), (2, 1)), ((1, 1), (1, 2)), ((1, 1), (2, 1), (1, 2))))
+        degrees = pick(
+            (((1, 1),), ((1, 1),), ((1, 1), (2, 1)), ((1, 1), (1, 2)), ((1, 1), (2, 1), (1, 2)))
+        )
         replicated = (2, 1) in degrees
-        # Where half a micro-batch cannot be split over the replicas, or is none, one size is profiled, at half the cost.
+        # Where half a micro-batch cannot be split over the replicas, or is none, one size is
+        # profiled, at half the cost.
         sizes = (6, 10, 8) if replicated else (5, 7, 8)
         return cls(
             model,
@@ -159,14 +213,19 @@ class Question:
 
     @property
     def choices(self) -> tuple[StageChoice, ...]:
-        return tuple(StageChoice(dp, tp, self.remat, self.shard_optimizer) for dp, tp in self.degrees)
+        return tuple(
+            StageChoice(dp, tp, self.remat, self.shard_optimizer) for dp, tp in self.degrees
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "workload": str(self.workload), "cluster": str(self.cluster)}
 
     def __str__(self) -> str:
         """As arguments of ``capture evaluate``, but for the degrees, of which that takes all."""
-        text = f"{self.workload} --cluster {self.cluster} --remat {self.remat} --microbatches {self.num_microbatches[-1]} "
+        text = (
+            f"{self.workload} --cluster {self.cluster} --remat {self.remat} --microbatches "
+            f"{self.num_microbatches[-1]} "
+        )
         text += f"--global-batch {self.num_microbatches[-1] * self.microbatch_size}"
         text += f" --num-layers {self.num_layers}" if self.num_layers else ""
         return text + (" --shard-optimizer" if self.shard_optimizer else "")
@@ -179,7 +238,8 @@ class Predicted:
     Attributes:
         stages: Layers and degrees of all stages of the plan, as text.
         stage: Of them.
-        fresh: Whether the stage's programs were compiled neither for the profile nor for the calibration.
+        fresh: Whether the stage's programs were compiled neither for the profile nor for the
+            calibration.
         extrapolated: As the prediction says.
         predicted, low, high, truth: In bytes per device.
         coverage: That the interval claims; None if it was not calibrated.
@@ -210,13 +270,20 @@ class Predicted:
     @property
     def beyond(self) -> float:
         """Of the truth above the interval, as a fraction of the prediction; 0 inside or below."""
-        return max(0, self.truth - self.high) / self.predicted if self.predicted else float(self.truth > 0)
+        return (
+            max(0, self.truth - self.high) / self.predicted
+            if self.predicted
+            else float(self.truth > 0)
+        )
 
     def __str__(self) -> str:
         return (
-            f"stage {self.stage} of {self.stages}, {self.schedule}, {self.num_microbatches} micro-batches: predicted {self.predicted:,} "
-            f"(at most {self.high:,}) at {self.predicted_instant}, needs {self.truth:,} at {self.truth_instant!r}, {self.error:+.1%}; "
-            f"{'fresh' if self.fresh else 'compiled before'}{', extrapolated' if self.extrapolated else ''}; cause: {self.cause}"
+            f"stage {self.stage} of {self.stages}, {self.schedule}, {self.num_microbatches} "
+            f"micro-batches: predicted {self.predicted:,} "
+            f"(at most {self.high:,}) at {self.predicted_instant}, needs {self.truth:,} at "
+            f"{self.truth_instant!r}, {self.error:+.1%}; "
+            f"{'fresh' if self.fresh else 'compiled before'}{', extrapolated' if self.extrapolated else ''}; "
+            f"cause: {self.cause}"
         )
 
 
@@ -228,15 +295,19 @@ def ask(
     store: Store | None = None,
     predictor: Callable[[Profile], AdditivePredictor] = AdditivePredictor,
 ) -> list[Predicted]:
-    """Profile a model in this process, predict random plans, and replay them over their compiled stages.
+    """Profile a model in this process, predict random plans, and replay them over their compiled
+    stages.
 
     Raises:
-        CaptureError: whatever stands in the way; ``profile-missing`` if a window or a stage does not compile.
+        CaptureError: whatever stands in the way; ``profile-missing`` if a window or a stage does
+            not compile.
     """
     from profiling_runs.collect import open_measurements, profile, stage_config
 
     task, cluster, size = question.workload.load(), question.cluster, question.microbatch_size
-    measurements = open_measurements(task, num_devices=cluster.num_devices, num_layers=question.num_layers, store=store)
+    measurements = open_measurements(
+        task, num_devices=cluster.num_devices, num_layers=question.num_layers, store=store
+    )
     result = profile(
         task,
         cluster,
@@ -249,26 +320,46 @@ def ask(
     known = {measurements.key(config) for config in measurements.costs}
     mine = predictor(result)
     plans = list(drawn_plans(question, result, num_plans))
-    measurements.require({"stages of the plans": [stage_config(s, size) for plan in plans for s in plan.stages]})
+    measurements.require(
+        {"stages of the plans": [stage_config(s, size) for plan in plans for s in plan.stages]}
+    )
     if measurements.failures:
         (config, error), *_ = measurements.failures.items()
-        raise CaptureError.of(f"layers {config.first} to {config.stop - 1} as {config.choice}: {error}", "profile-missing")
+        raise CaptureError.of(
+            f"layers {config.first} to {config.stop - 1} as {config.choice}: {error}",
+            "profile-missing",
+        )
     graph, found = measurements.backend.traced(size).graph, {}
     for plan in plans:
         configs = [stage_config(stage, size) for stage in plan.stages]
         costs = [measurements.costs[config] for config in configs]
-        truth = replay(build_step(plan_interfaces(plan, graph, result.param_bytes, costs), plan.schedule_table), cluster.num_devices)
-        of_parts = replay(build_step(mine.interfaces(plan), plan.schedule_table), cluster.num_devices)
+        truth = replay(
+            build_step(
+                plan_interfaces(plan, graph, result.param_bytes, costs), plan.schedule_table
+            ),
+            cluster.num_devices,
+        )
+        of_parts = replay(
+            build_step(mine.interfaces(plan), plan.schedule_table), cluster.num_devices
+        )
         prediction = mine.predict(plan)
-        layout = ", ".join(f"{s.first}-{s.stop - 1}:{s.data_parallel}x{s.tensor_parallel}" for s in plan.stages)
+        layout = ", ".join(
+            f"{s.first}-{s.stop - 1}:{s.data_parallel}x{s.tensor_parallel}" for s in plan.stages
+        )
         for s, (stage, config) in enumerate(zip(plan.stages, configs, strict=True)):
             device, told = stage.devices[0], prediction.stages[s]
             peak = truth.peaks[device]
             cause = ""
             if peak.peak_bytes > told.peak_bytes:
                 parts = mine.stage_cost(stage.first, stage.stop, config.choice, size)
-                explains = of_parts.peak_bytes_per_device[device] >= min(peak.peak_bytes, told.interval_bytes[1] + 1)
-                cause = "formula" if explains else _lowest_part(parts, costs[s], of_parts.peaks[device].parts, peak)
+                explains = of_parts.peak_bytes_per_device[device] >= min(
+                    peak.peak_bytes, told.interval_bytes[1] + 1
+                )
+                cause = (
+                    "formula"
+                    if explains
+                    else _lowest_part(parts, costs[s], of_parts.peaks[device].parts, peak)
+                )
             row = Predicted(
                 layout,
                 s,
@@ -284,7 +375,14 @@ def ask(
                 peak.instant,
                 cause,
             )
-            found[measurements.key(config), plan.schedule, plan.num_microbatches, plan.num_stages - s, row.predicted, row.truth] = row
+            found[
+                measurements.key(config),
+                plan.schedule,
+                plan.num_microbatches,
+                plan.num_stages - s,
+                row.predicted,
+                row.truth,
+            ] = row
     return list(found.values())
 
 
@@ -295,18 +393,36 @@ def drawn_plans(question: Question, result: Profile, num_plans: int) -> Iterable
     by_degree: dict[int, tuple[StageChoice, ...]] = {}
     for choice in question.choices:
         by_degree[choice.num_devices] = (*by_degree.get(choice.num_devices, ()), choice)
-    draws = random_plans(question.cluster, result.graph.num_layers, by_degree, np.random.default_rng([question.seed, 2]))
+    draws = random_plans(
+        question.cluster,
+        result.graph.num_layers,
+        by_degree,
+        np.random.default_rng([question.seed, 2]),
+    )
     for stages in islice(draws, num_plans):
         for schedule in SCHEDULES:
             for count in question.num_microbatches:
-                yield plan_of(stages, result, question.cluster, count * question.microbatch_size, count, schedule)
+                yield plan_of(
+                    stages,
+                    result,
+                    question.cluster,
+                    count * question.microbatch_size,
+                    count,
+                    schedule,
+                )
 
 
-def _lowest_part(predicted: StageCost, compiled: StageCost, held: Mapping[str, int], peak: Any) -> str:
+def _lowest_part(
+    predicted: StageCost, compiled: StageCost, held: Mapping[str, int], peak: Any
+) -> str:
     """The part that is most too low where the truth has its peak."""
     program = peak.instant.split()[0]
     program = program if program in ("forward", "backward", "update") else "exchange"
-    running = 0 if program == "exchange" else getattr(compiled, f"{program}_bytes") - getattr(predicted, f"{program}_bytes")
+    running = (
+        0
+        if program == "exchange"
+        else getattr(compiled, f"{program}_bytes") - getattr(predicted, f"{program}_bytes")
+    )
     lows = {
         program: running,
         "kept": peak.parts.get("activations", 0) - held.get("activations", 0),
@@ -315,11 +431,15 @@ def _lowest_part(predicted: StageCost, compiled: StageCost, held: Mapping[str, i
     return max(lows, key=lambda name: lows[name])
 
 
-# ---- one step, run -------------------------------------------------------------------------------------------------
+# ---- one step, run
+# -------------------------------------------------------------------------------------------------
 
 
-def errors_of_a_step(model: str, microbatch_size: int = 4, num_microbatches: int = 2, optimizer: str = "") -> tuple[float, float, float]:
-    """Relative errors of loss, gradients and updated parameters of a step on two stages, compared with one device."""
+def errors_of_a_step(
+    model: str, microbatch_size: int = 4, num_microbatches: int = 2, optimizer: str = ""
+) -> tuple[float, float, float]:
+    """Relative errors of loss, gradients and updated parameters of a step on two stages, compared
+    with one device."""
     import jax
 
     from capture.runtime.pipeline import pipeshard
@@ -330,11 +450,20 @@ def errors_of_a_step(model: str, microbatch_size: int = 4, num_microbatches: int
     num_layers = trace(workload, microbatch_size).graph.num_layers
     half = num_layers // 2
     stages = (StagePlan((0, half - 1), (0,)), StagePlan((half, num_layers - 1), (1,)))
-    plan = Plan(Cluster((2,)), num_layers, stages, microbatch_size * num_microbatches, num_microbatches, "1f1b")
+    plan = Plan(
+        Cluster((2,)),
+        num_layers,
+        stages,
+        microbatch_size * num_microbatches,
+        num_microbatches,
+        "1f1b",
+    )
     step = pipeshard(workload, plan, fast_compile=True)
     random = np.random.default_rng(0)
     params = jax.tree.map(
-        lambda leaf: (leaf.ndim < 2) + (0.1 * random.normal(size=leaf.shape)).astype(leaf.dtype),  # compiling init takes longer
+        lambda leaf: (
+            (leaf.ndim < 2) + (0.1 * random.normal(size=leaf.shape)).astype(leaf.dtype)
+        ),  # compiling init takes longer
         jax.eval_shape(workload.init, jax.random.key(0)),
     )
     batch, key = workload.batch(jax.random.key(1), plan.global_batch_size), jax.random.key(2)
@@ -345,10 +474,15 @@ def errors_of_a_step(model: str, microbatch_size: int = 4, num_microbatches: int
     gradient_error = max_relative_error(step.gradients(accumulated), gradients, 1e-3)
     updated, _ = step(step.init_from(params), batch, key)
     expected, _, _ = reference(expected, state, batch, key)
-    return abs(metrics.loss / loss - 1), gradient_error, max_relative_error(step.params(updated), expected)
+    return (
+        abs(metrics.loss / loss - 1),
+        gradient_error,
+        max_relative_error(step.params(updated), expected),
+    )
 
 
-# ---- the recorded run ----------------------------------------------------------------------------------------------
+# ---- the recorded run
+# ----------------------------------------------------------------------------------------------
 
 
 def summary(rows: Sequence[Predicted]) -> dict[str, Any]:
@@ -365,9 +499,15 @@ def summary(rows: Sequence[Predicted]) -> dict[str, Any]:
         "worst_high_fraction": max(0.0, float(-errors.min())) if rows else None,
         "worst_beyond_fraction": max((row.beyond for row in rows), default=None),
         "mean_abs_error_fraction": float(np.abs(errors).mean()) if rows else None,
-        "fresh_mean_abs_error_fraction": float(np.mean([abs(row.error) for row in fresh])) if fresh else None,
+        "fresh_mean_abs_error_fraction": float(np.mean([abs(row.error) for row in fresh]))
+        if fresh
+        else None,
         "coverage_claimed_fraction": float(np.mean(claimed)) if claimed else None,
-        "coverage_seen_fraction": float(np.mean([row.low <= row.truth <= row.high for row in fresh])) if fresh else None,
+        "coverage_seen_fraction": float(
+            np.mean([row.low <= row.truth <= row.high for row in fresh])
+        )
+        if fresh
+        else None,
         "causes_beyond": dict(Counter(row.cause for row in above)),
     }
 
@@ -386,7 +526,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
     def written() -> dict[str, Any]:
         every = [row for found in rows.values() for row in found]
-        result = {**document, "total": summary(every), "models": {name: summary(found) for name, found in rows.items() if found}}
+        result = {
+            **document,
+            "total": summary(every),
+            "models": {name: summary(found) for name, found in rows.items() if found},
+        }
         result |= {"crashes": crashes, "beyond": beyond, "steps": steps}
         if options.output:
             options.output.write_text(json.dumps(result, indent=2) + "\n")
@@ -395,11 +539,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     for model in options.models if options.execute else ():
         try:
             steps[model] = errors_of_a_step(model)
-            print(f"{model}: a step differs by {', '.join(f'{e:.1e}' for e in steps[model])} (loss, gradients, parameters)", flush=True)
+            print(
+                f"{model}: a step differs by {', '.join(f'{e:.1e}' for e in steps[model])} (loss, "
+                "gradients, parameters)",
+                flush=True,
+            )
         except Exception as error:
             steps[model] = f"{type(error).__name__}: {error}"
             print(f"{model}: {steps[model]}\n{traceback.format_exc(limit=-3)}", flush=True)
-    mixed = np.random.default_rng(options.seed).permutation(options.models).tolist()  # so that a part of a round has something of all
+    mixed = (
+        np.random.default_rng(options.seed).permutation(options.models).tolist()
+    )  # so that a part of a round has something of all
     for turn in range(options.rounds):
         for model in mixed:
             if sum(row.fresh for found in rows.values() for row in found) >= options.fresh:
@@ -407,56 +557,129 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             if options.seconds is not None and time.monotonic() - start > options.seconds:
                 return written()
             generator = np.random.default_rng([options.seed, turn, *model.encode()])
-            question = Question.draw(model, lambda values, generator=generator: values[int(generator.integers(len(values)))])
+            question = Question.draw(
+                model,
+                lambda values, generator=generator: values[int(generator.integers(len(values)))],
+            )
             began = time.monotonic()
             try:
-                found = ask(question, num_plans=options.plans, calibration_plans=options.calibration_plans, store=store)
+                found = ask(
+                    question,
+                    num_plans=options.plans,
+                    calibration_plans=options.calibration_plans,
+                    store=store,
+                )
             except Exception as error:
-                crashes.append({"question": question.to_json(), "error": f"{type(error).__name__}: {error}"})
-                print(f"{model}, round {turn}: {question}\n    {type(error).__name__}: {error}", flush=True)
+                crashes.append(
+                    {"question": question.to_json(), "error": f"{type(error).__name__}: {error}"}
+                )
+                print(
+                    f"{model}, round {turn}: {question}\n    {type(error).__name__}: {error}",
+                    flush=True,
+                )
                 if not isinstance(error, CaptureError):
                     traceback.print_exc(limit=-4)
                 continue
             rows[model] += found
             bad = sorted((row for row in found if row.beyond), key=lambda row: -row.beyond)
             if bad:
-                beyond.append({"question": question.to_json(), "command": str(question), "rows": [asdict(row) for row in bad]})
+                beyond.append(
+                    {
+                        "question": question.to_json(),
+                        "command": str(question),
+                        "rows": [asdict(row) for row in bad],
+                    }
+                )
             fresh = sum(row.fresh for row in found)
-            print(f"{model}, round {turn}: {len(found)} predictions, {fresh} fresh, {time.monotonic() - began:.0f} s", flush=True)
+            print(
+                f"{model}, round {turn}: {len(found)} predictions, {fresh} fresh, "
+                f"{time.monotonic() - began:.0f} s",
+                flush=True,
+            )
             if bad:
-                causes = ", ".join(f"{n} {cause}" for cause, n in Counter(row.cause for row in bad).items())
-                print(f"    {len(bad)} BEYOND THE INTERVAL ({causes}): {question}, degrees {question.degrees}\n    {bad[0]}", flush=True)
+                causes = ", ".join(
+                    f"{n} {cause}" for cause, n in Counter(row.cause for row in bad).items()
+                )
+                print(
+                    f"    {len(bad)} BEYOND THE INTERVAL ({causes}): {question}, degrees "
+                    f"{question.degrees}\n    {bad[0]}",
+                    flush=True,
+                )
             written()
     return written()
 
 
 def as_text(document: Mapping[str, Any]) -> str:
-    header = ["model", "predictions", "fresh", "beyond", "worst low", "beyond by", "mean |error|", "fresh", "claimed", "seen"]
+    header = [
+        "model",
+        "predictions",
+        "fresh",
+        "beyond",
+        "worst low",
+        "beyond by",
+        "mean |error|",
+        "fresh",
+        "claimed",
+        "seen",
+    ]
 
     def percent(value: float | None) -> str:
         return "-" if value is None else f"{value:.2%}"
 
     def cells(name: str, s: Mapping[str, Any]) -> list[Any]:
-        fractions = ("worst_low", "worst_beyond", "mean_abs_error", "fresh_mean_abs_error", "coverage_claimed", "coverage_seen")
+        fractions = (
+            "worst_low",
+            "worst_beyond",
+            "mean_abs_error",
+            "fresh_mean_abs_error",
+            "coverage_claimed",
+            "coverage_seen",
+        )
         counts = [s[f"num_{what}"] for what in ("predictions", "fresh", "beyond")]
         return [name, *counts, *(percent(s[f"{fraction}_fraction"]) for fraction in fractions)]
 
     rows = [cells(name, s) for name, s in document["models"].items()]
-    crashed = "".join(f"\nFAILED {crash['question']['workload']}: {crash['error']}" for crash in document["crashes"])
+    crashed = "".join(
+        f"\nFAILED {crash['question']['workload']}: {crash['error']}"
+        for crash in document["crashes"]
+    )
     causes = ", ".join(f"{n} {cause}" for cause, n in document["total"]["causes_beyond"].items())
-    return table(header, [*rows, cells("all", document["total"])]) + crashed + (f"\nbeyond the interval: {causes}" if causes else "")
+    return (
+        table(header, [*rows, cells("all", document["total"])])
+        + crashed
+        + (f"\nbeyond the interval: {causes}" if causes else "")
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=list(KIT), metavar="NAME", help="file:function, or function (default: all)")
-    parser.add_argument("--fresh", type=int, default=2000, help="stop at so many fresh predictions (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=list(KIT),
+        metavar="NAME",
+        help="file:function, or function (default: all)",
+    )
+    parser.add_argument(
+        "--fresh",
+        type=int,
+        default=2000,
+        help="stop at so many fresh predictions (default: %(default)s)",
+    )
     parser.add_argument("--rounds", type=int, default=10, help="at most (default: %(default)s)")
-    parser.add_argument("--plans", type=int, default=12, help="per model and round (default: %(default)s)")
-    parser.add_argument("--calibration-plans", type=int, default=6, help="of a profile (default: %(default)s)")
+    parser.add_argument(
+        "--plans", type=int, default=12, help="per model and round (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--calibration-plans", type=int, default=6, help="of a profile (default: %(default)s)"
+    )
     parser.add_argument("--seconds", type=float, help="start no question after so long")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--execute", action="store_true", help="also run a step of every model on two stages")
+    parser.add_argument(
+        "--execute", action="store_true", help="also run a step of every model on two stages"
+    )
     parser.add_argument("--store", type=Path, help="of compiled stages (default: in memory)")
     parser.add_argument("-o", "--output", type=Path, help="write the document here")
     options = parser.parse_args()

@@ -1,22 +1,29 @@
-"""Memory of sharding plans: what a plan says a device needs, against the compiled train step, for devices that are not there.
+"""Memory of sharding plans: what a plan says a device needs, against the compiled train step, for
+devices that are not there.
 
     python -m benchmarks.osdp_memory --target h100 -o benchmarks/results/2026-01-31-osdp-memory.json
 
-Models are of the three families of OSDP's Table 1 (``models/mingpt.py``), with fewer layers and a smaller vocabulary, so that a compile
-takes seconds to a minute; widths are the paper's. Every plan comes from ``osdp`` with a limit between the least that the model can do with
-and what replicating everything takes; the step is value_and_grad of the transformed loss and the optimizer, with parameters and state
-donated, on eight devices. Measured are arguments + temporaries + results that are not aliased, by the target's compiler; nothing is run.
+Models are of the three families of OSDP's Table 1 (``models/mingpt.py``), with fewer layers and a
+smaller vocabulary, so that a compile takes seconds to a minute; widths are the paper's. Every plan
+comes from ``osdp`` with a limit between the least that the model can do with and what replicating
+everything takes; the step is value_and_grad of the transformed loss and the optimizer, with
+parameters and state donated, on eight devices. Measured are arguments + temporaries + results that
+are not aliased, by the target's compiler; nothing is run.
 
-The estimate has no fitted factor, but its rules were found by looking at compiled programs, N&D and W&S for H100 among them, and what
-``osdp`` leaves of a limit (6 %, 12 % for TPUs) was chosen after the largest error of these cases: that none is over its limit is no test of
-that. ``osdp_paper/compiled.py`` has models at full size, which no rule was made for.
+The estimate has no fitted factor, but its rules were found by looking at compiled programs, N&D and
+W&S for H100 among them, and what ``osdp`` leaves of a limit (6 %, 12 % for TPUs) was chosen after
+the largest error of these cases: that none is over its limit is no test of that.
+``osdp_paper/compiled.py`` has models at full size, which no rule was made for.
 
-What a TPU does otherwise is in its target's file, and was found by looking at N&D and W&S for v5e. At default precision it reads operands
-in bfloat16, and gathers and keeps so what only products read (not with ``--precision highest``). It computes an operand again inside the
-product that reads it. What is in use, up to 112 MiB, is in VMEM: of a gigabyte, that is much. The estimate does not know whether a gather
-becomes a loop of permutes beside its product, as from about 1500 tokens per device: then the operand is kept, which is counted always.
-Nor does it know the gaps between buffers, up to 13 % with ``--precision highest``, where two steps need more than their limit. The compiler
-was not told of the limit: with ``xla_tpu_max_hbm_size_mib`` there, a step of that kind came down from 1.06 to 0.90 of it.
+What a TPU does otherwise is in its target's file, and was found by looking at N&D and W&S for v5e.
+At default precision it reads operands in bfloat16, and gathers and keeps so what only products read
+(not with ``--precision highest``). It computes an operand again inside the product that reads it.
+What is in use, up to 112 MiB, is in VMEM: of a gigabyte, that is much. The estimate does not know
+whether a gather becomes a loop of permutes beside its product, as from about 1500 tokens per
+device: then the operand is kept, which is counted always. Nor does it know the gaps between
+buffers, up to 13 % with ``--precision highest``, where two steps need more than their limit. The
+compiler was not told of the limit: with ``xla_tpu_max_hbm_size_mib`` there, a step of that kind
+came down from 1.06 to 0.90 of it.
 """
 
 from __future__ import annotations
@@ -39,25 +46,56 @@ from capture.model.workload import WorkloadSpec
 
 NUM_DEVICES, VOCAB_SIZE = 8, 8192
 #: Family and blocks, and examples per device.
-MODELS = {("N&D", "6x1024"): (8, 48), ("W&S", "2x6144"): (4, 64), ("I&C", "2x1024+1x2048+1x4096"): (8, 48)}
-#: Of the way from the least that a model can do with to all replicated, or all that the target can use.
+MODELS = {
+    ("N&D", "6x1024"): (8, 48),
+    ("W&S", "2x6144"): (4, 64),
+    ("I&C", "2x1024+1x2048+1x4096"): (8, 48),
+}
+#: Of the way from the least that a model can do with to all replicated, or all that the target can
+#: use.
 FRACTIONS = (0.0, 0.5, 1.0)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", action="append", help="again: more than one (default: h100)")
-    parser.add_argument("--only", metavar="TEXT", default="", help="models whose name contains this")
-    parser.add_argument("--remat", action="store_true", help="with rematerialised operators")
-    parser.add_argument("--overlap", type=float, default=0.0, metavar="F", help="overlap_fraction; above 0, gathers look ahead")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation (default: float32)")
-    parser.add_argument(
-        "--precision", default="default", help="of products in float32, as jax_default_matmul_precision (default: the target's)"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the document here, after every compile")
+    parser.add_argument("--target", action="append", help="again: more than one (default: h100)")
+    parser.add_argument(
+        "--only", metavar="TEXT", default="", help="models whose name contains this"
+    )
+    parser.add_argument("--remat", action="store_true", help="with rematerialised operators")
+    parser.add_argument(
+        "--overlap",
+        type=float,
+        default=0.0,
+        metavar="F",
+        help="overlap_fraction; above 0, gathers look ahead",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of the computation (default: float32)",
+    )
+    parser.add_argument(
+        "--precision",
+        default="default",
+        help="of products in float32, as jax_default_matmul_precision (default: the target's)",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write the document here, after every compile",
+    )
     options = parser.parse_args()
     targets = [Target.load(name) for name in options.target or ["h100"]]
-    environment.prepare(num_devices=NUM_DEVICES, platform="tpu" if any(t.platform == "tpu" for t in targets) else targets[0].platform)
+    environment.prepare(
+        num_devices=NUM_DEVICES,
+        platform="tpu" if any(t.platform == "tpu" for t in targets) else targets[0].platform,
+    )
     import jax
 
     from capture.profiler.sharded_step import StepCompiler
@@ -71,12 +109,27 @@ def main() -> int:
         mesh = compiler.mesh
         for (family, layers), batch_sizes in MODELS.items():
             name = f"{family} {layers}"
-            workload = WorkloadSpec.parse(f"models/mingpt.py:mingpt?size={layers}&vocab_size={VOCAB_SIZE}&dtype={options.dtype}").load()
+            workload = WorkloadSpec.parse(
+                f"models/mingpt.py:mingpt?size={layers}&vocab_size={VOCAB_SIZE}&dtype={options.dtype}"
+            ).load()
             for batch_size in batch_sizes if options.only in name else ():
                 plan_for = lambda limit, w=workload, b=batch_size, m=mesh, t=target: osdp(  # noqa: E731
-                    w, m, limit, target=t.name, batch_size=b, remat=options.remat, overlap_fraction=options.overlap, verify=False
+                    w,
+                    m,
+                    limit,
+                    target=t.name,
+                    batch_size=b,
+                    remat=options.remat,
+                    overlap_fraction=options.overlap,
+                    verify=False,
                 )
-                most = int(plan_for(1e15).plan.peak_bytes / (1 - reserved_fraction(target.platform, options.dtype))) + 1
+                most = (
+                    int(
+                        plan_for(1e15).plan.peak_bytes
+                        / (1 - reserved_fraction(target.platform, options.dtype))
+                    )
+                    + 1
+                )
                 most = min(most, target.memory.usable_bytes)
                 if plan_for(most).plan is None:
                     continue
@@ -130,7 +183,8 @@ def sent(work: Any) -> dict[str, dict[str, int]]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """By target and precision: mean and largest error, and plans whose compiled step is above the limit."""
+    """By target and precision: mean and largest error, and plans whose compiled step is above the
+    limit."""
     found: dict[str, Any] = {}
     for kind in dict.fromkeys((row["target"], row["precision"]) for row in rows):
         own = [row for row in rows if (row["target"], row["precision"]) == kind]
@@ -150,13 +204,27 @@ def write(rows: list[dict[str, Any]], output: Path | None, targets: list[Target]
         write_document("osdp_memory", rows, output, targets, summary(rows))
 
 
-def write_document(name: str, rows: list[dict[str, Any]], output: Path, targets: Iterable[Target], claims: dict[str, Any]) -> None:
+def write_document(
+    name: str,
+    rows: list[dict[str, Any]],
+    output: Path,
+    targets: Iterable[Target],
+    claims: dict[str, Any],
+) -> None:
     """Rows of what was compiled for targets, with what compiled them."""
     document = {
         "benchmark": name,
         "date": date.today().isoformat(),
-        "hardware": {"processor": platform.machine(), "cores": os.cpu_count(), "note": "compiled for the target, which is not there"},
-        "versions": {package: version for target in targets for package, version in environment.versions(target.platform).items()},
+        "hardware": {
+            "processor": platform.machine(),
+            "cores": os.cpu_count(),
+            "note": "compiled for the target, which is not there",
+        },
+        "versions": {
+            package: version
+            for target in targets
+            for package, version in environment.versions(target.platform).items()
+        },
         "num_devices": NUM_DEVICES,
         "claims": claims,
         "rows": rows,

@@ -1,11 +1,14 @@
-"""Sharding plans of a hand-written GPT for an absent H100: what estimates say, and what is answered once the step was compiled.
+"""Sharding plans of a hand-written GPT for an absent H100: what estimates say, and what is answered
+once the step was compiled.
 
-    nice -n 10 python -m benchmarks.osdp_verified -o benchmarks/results/2026-01-31-osdp-verified.json
+    nice -n 10 python -m benchmarks.osdp_verified -o
+    benchmarks/results/2026-01-31-osdp-verified.json
 
-The model (``benchmarks/plain_gpt.py``) is none that the estimate's rules were made with: four activations, two precisions, and the
-model's own ``jax.checkpoint``. Every row is one answer of ``osdp`` for eight devices, eight examples each, with its limit: 10 % of the way
-from the least that the first version without verification thought the model could do with, to all replicated. Its plans compiled to up to
-33 % more than their limit; they are in ``before`` of the recorded results.
+The model (``benchmarks/plain_gpt.py``) is none that the estimate's rules were made with: four
+activations, two precisions, and the model's own ``jax.checkpoint``. Every row is one answer of
+``osdp`` for eight devices, eight examples each, with its limit: 10 % of the way from the least that
+the first version without verification thought the model could do with, to all replicated. Its plans
+compiled to up to 33 % more than their limit; they are in ``before`` of the recorded results.
 """
 
 from __future__ import annotations
@@ -39,10 +42,20 @@ CASES = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", default="h100", help="default: %(default)s")
-    parser.add_argument("--only", metavar="TEXT", default="", help="cases whose options contain this")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the document here, after every answer")
+    parser.add_argument(
+        "--only", metavar="TEXT", default="", help="cases whose options contain this"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write the document here, after every answer",
+    )
     options = parser.parse_args()
     target = Target.load(options.target)
     environment.prepare(num_devices=NUM_DEVICES, platform=target.platform)
@@ -64,7 +77,13 @@ def row(case: str, limit: int, target: Target) -> dict[str, Any]:
     said: list[str] = []
     workload = WorkloadSpec.parse(f"benchmarks/plain_gpt.py:gpt?num_blocks=4&{case}").load()
     start = time.perf_counter()
-    result = osdp(workload, Cluster((NUM_DEVICES,), target.name), limit, batch_size=BATCH_SIZE, watch=said.append)
+    result = osdp(
+        workload,
+        Cluster((NUM_DEVICES,), target.name),
+        limit,
+        batch_size=BATCH_SIZE,
+        watch=said.append,
+    )
     return {
         "target": target.name,
         "case": case,
@@ -85,8 +104,12 @@ def claims(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "answers": len(rows),
         "infeasible": len(rows) - len(ok),
         "over_limit": sum(row["compiled_bytes"] > row["limit_bytes"] for row in ok),
-        "most_of_limit_used_fraction": max((row["compiled_bytes"] / row["limit_bytes"] for row in ok), default=None),
-        "largest_error_fraction": max((abs(row["estimated_bytes"] / row["compiled_bytes"] - 1) for row in ok), default=None),
+        "most_of_limit_used_fraction": max(
+            (row["compiled_bytes"] / row["limit_bytes"] for row in ok), default=None
+        ),
+        "largest_error_fraction": max(
+            (abs(row["estimated_bytes"] / row["compiled_bytes"] - 1) for row in ok), default=None
+        ),
     }
 
 

@@ -1,4 +1,5 @@
-"""A GPT as somebody writes it who has never heard of CAPTURE: plain JAX, no marks, no module library, four activations, two precisions.
+"""A GPT as somebody writes it who has never heard of CAPTURE: plain JAX, no marks, no module
+library, four activations, two precisions.
 
 The zoo's models are what the estimates of OSDP were made with; this one is what they are tried on.
 """
@@ -31,7 +32,8 @@ def gpt(
     vocab_size: int = 2048,
     remat: bool = False,
 ) -> Workload:
-    """The task: next-token prediction with AdamW; parameters are float32 and cast where they are used.
+    """The task: next-token prediction with AdamW; parameters are float32 and cast where they are
+    used.
 
     Args:
         activation: Of ``ACTIVATIONS``.
@@ -79,7 +81,9 @@ def gpt(
 
     def attend(p, x):
         n, t, _ = x.shape
-        q, k, v = (y.reshape(n, t, num_heads, -1) for y in jnp.split(dense(p["qkv"], x), 3, axis=-1))
+        q, k, v = (
+            y.reshape(n, t, num_heads, -1) for y in jnp.split(dense(p["qkv"], x), 3, axis=-1)
+        )
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / (width // num_heads) ** 0.5
         scores = jnp.where(jnp.tril(jnp.ones((t, t), bool)), scores.astype(jnp.float32), -1e9)
         mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores).astype(dtype), v)

@@ -1,10 +1,15 @@
-"""How long it takes to profile, plan and verify large models for accelerators that are not there: seconds, processor time, memory.
+"""How long it takes to profile, plan and verify large models for accelerators that are not there:
+seconds, processor time, memory.
 
-    python benchmarks/planning_time.py --cases table1 -o benchmarks/results/2026-01-31-planning-time.json
-    python benchmarks/planning_time.py --cases h100 --folder planning   # keeps stores and plans; interrupted, it resumes in them
+    python benchmarks/planning_time.py --cases table1 -o
+    benchmarks/results/2026-01-31-planning-time.json
+    python benchmarks/planning_time.py --cases h100 --folder planning   # keeps stores and plans;
+                                                                        interrupted, it resumes in
+                                                                        them
 
-Each case runs the commands that a user would, one process after the other: ``capture profile`` with an empty store (cold), the same again
-(warm), and ``capture plan --verify 3`` from the profile. Resident memory is the largest of any process; with W workers there are W + 1.
+Each case runs the commands that a user would, one process after the other: ``capture profile`` with
+an empty store (cold), the same again (warm), and ``capture plan --verify 3`` from the profile.
+Resident memory is the largest of any process; with W workers there are W + 1.
 """
 
 from __future__ import annotations
@@ -49,21 +54,37 @@ CASES = {
         Case("GPT 6.7B", f"{_GPT}?size=6.7B&dtype=bfloat16", "8x8", "h100", 1024, 32),
         Case("MoE 7.1B", f"{_MOE}?size=7.1B&dtype=bfloat16", "8x8", "h100", 1024, 32),
         Case("Wide-ResNet 2B", f"{_WRN}?size=2B", "8x8", "h100", 1536, 24),
-        Case("LLaMA-like 70B", "models/llama.py:llama?size=70B&dtype=bfloat16", "8x8", "h100", 512, 64, "full"),
+        Case(
+            "LLaMA-like 70B",
+            "models/llama.py:llama?size=70B&dtype=bfloat16",
+            "8x8",
+            "h100",
+            512,
+            64,
+            "full",
+        ),
     ),
 }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", choices=tuple(CASES), default="table1")
-    parser.add_argument("--only", metavar="TEXT", help="of the cases those whose name contains this")
-    parser.add_argument("--folder", type=Path, help="for stores, profiles and plans (default: a temporary one)")
+    parser.add_argument(
+        "--only", metavar="TEXT", help="of the cases those whose name contains this"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="for stores, profiles and plans (default: a temporary one)"
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="print the document on standard output")
     parser.add_argument("-o", "--output", type=Path, help="write the document here")
     options = parser.parse_args()
-    chosen = [case for case in CASES[options.cases] if not options.only or options.only in case.name]
+    chosen = [
+        case for case in CASES[options.cases] if not options.only or options.only in case.name
+    ]
     with tempfile.TemporaryDirectory(prefix="planning-") as scratch:
         rows = [measure(case, options.folder or Path(scratch), options.workers) for case in chosen]
     document = {
@@ -84,14 +105,41 @@ def measure(case: Case, folder: Path, workers: int) -> dict[str, Any]:
     """The three commands of a case."""
     folder = folder / case.name.replace(" ", "-").lower()
     folder.mkdir(parents=True, exist_ok=True)
-    asked = [case.workload, "--cluster", case.cluster, "--target", case.target, "--remat", case.remat, "--workers", str(workers)]
-    asked += ["--global-batch", str(case.global_batch), "--microbatches", str(case.microbatches), "--store", str(folder / "store.sqlite")]
+    asked = [
+        case.workload,
+        "--cluster",
+        case.cluster,
+        "--target",
+        case.target,
+        "--remat",
+        case.remat,
+        "--workers",
+        str(workers),
+    ]
+    asked += [
+        "--global-batch",
+        str(case.global_batch),
+        "--microbatches",
+        str(case.microbatches),
+        "--store",
+        str(folder / "store.sqlite"),
+    ]
     was_there = (folder / "store.sqlite").exists()
     profile = [*asked, "-o", str(folder / "profile.json")]
     steps = {"profile_cold": run("profile", *profile), "profile_warm": run("profile", *profile)}
     if was_there:  # resumed, or done before: its time says nothing
         steps["profile_cold"] = {**steps["profile_cold"], "resumed": True}
-    planned = run("plan", *asked, "--profile", str(folder / "profile.json"), "--verify", "3", "-o", str(folder / "plan.json"), "--json")
+    planned = run(
+        "plan",
+        *asked,
+        "--profile",
+        str(folder / "profile.json"),
+        "--verify",
+        "3",
+        "-o",
+        str(folder / "plan.json"),
+        "--json",
+    )
     document = json.loads(planned.pop("printed"))
     for step in steps.values():
         del step["printed"]
@@ -110,13 +158,18 @@ def measure(case: Case, folder: Path, workers: int) -> dict[str, Any]:
 
 
 def run(verb: str, *arguments: str) -> dict[str, Any]:
-    """One command of ``capture``: its seconds, the processor time of all its processes, the memory of the largest."""
+    """One command of ``capture``: its seconds, the processor time of all its processes, the memory
+    of the largest."""
     print(f"capture {verb} {' '.join(arguments)}", file=sys.stderr)
     start = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-m", "capture", verb, *arguments], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "capture", verb, *arguments], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     printed = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)  # the usage of this process and of those that it waited for
+    _, status, usage = os.wait4(
+        process.pid, 0
+    )  # the usage of this process and of those that it waited for
     code = os.waitstatus_to_exitcode(status)
     if code not in (0, 1):  # 1: no plan fits, which is a result
         raise RuntimeError(f"capture {verb} ended with exit code {code}")
@@ -135,14 +188,27 @@ def as_text(document: dict[str, Any]) -> str:
     rows = [
         [
             f"{row['name']}, {row['cluster']} {row['target']}",
-            *(f"{row[step]['seconds']:.0f} s" for step in ("profile_cold", "profile_warm", "plan_and_verify")),
-            format_bytes(max(row[step]["resident_bytes"] for step in ("profile_cold", "plan_and_verify"))),
+            *(
+                f"{row[step]['seconds']:.0f} s"
+                for step in ("profile_cold", "profile_warm", "plan_and_verify")
+            ),
+            format_bytes(
+                max(row[step]["resident_bytes"] for step in ("profile_cold", "plan_and_verify"))
+            ),
             row["status"],
             format_bytes(row["compiled_peak_bytes"]),
         ]
         for row in document["rows"]
     ]
-    header = ["case", "profile, cold", "again, warm", "plan --verify 3", "largest process", "status", "compiled peak"]
+    header = [
+        "case",
+        "profile, cold",
+        "again, warm",
+        "plan --verify 3",
+        "largest process",
+        "status",
+        "compiled peak",
+    ]
     return table(header, rows)
 
 

@@ -1,15 +1,19 @@
-"""How far predicted peaks are from compiled truth, per model family: the paper's Figure 7 for the default mode and the paper's.
+"""How far predicted peaks are from compiled truth, per model family: the paper's Figure 7 for the
+default mode and the paper's.
 
-    python benchmarks/prediction_error.py --plans 200 -o benchmarks/results/2026-01-31-prediction-error.json
-    python benchmarks/prediction_error.py --target a100-40g --clusters 4x4 -o benchmarks/results/2026-01-31-prediction-error-a100-40g.json
+    python benchmarks/prediction_error.py --plans 200 -o
+    benchmarks/results/2026-01-31-prediction-error.json python benchmarks/prediction_error.py
+    --target a100-40g --clusters 4x4 -o benchmarks/results/2026-01-31-prediction-error-a100-40g.json
 
-Models and batches are those of the paper's Table I. On an accelerator the transformers compute in bf16, with float32 parameters and
-optimizer state.
+Models and batches are those of the paper's Table I. On an accelerator the transformers compute in
+bf16, with float32 parameters and optimizer state.
 
-Every family is one ``capture evaluate`` per cluster (see there how plans are drawn and which predictions do not count). Compiled stages
-are kept in the store, so an interrupted benchmark resumes.
+Every family is one ``capture evaluate`` per cluster (see there how plans are drawn and which
+predictions do not count). Compiled stages are kept in the store, so an interrupted benchmark
+resumes.
 
-Reference: CAPTURE IV-B, Wide-ResNet 1B, GPipe, 500 plans: 44.8 % of per-GPU predictions within 2 %, 65.5 % within 5 %, 97.1 % within 11 %.
+Reference: CAPTURE IV-B, Wide-ResNet 1B, GPipe, 500 plans: 44.8 % of per-GPU predictions within 2 %,
+65.5 % within 5 %, 97.1 % within 11 %.
 """
 
 from __future__ import annotations
@@ -42,7 +46,11 @@ class Family:
 
     def workload_on(self, target: str) -> str:
         """The workload's name on a target."""
-        return self.workload if target == "cpu" or self.dtype == "float32" else f"{self.workload}&dtype={self.dtype}"
+        return (
+            self.workload
+            if target == "cpu" or self.dtype == "float32"
+            else f"{self.workload}&dtype={self.dtype}"
+        )
 
 
 FAMILIES = {
@@ -53,17 +61,29 @@ FAMILIES = {
 
 
 def wanted(target: str) -> dict[str, float]:
-    """What the predictor should reach: a compiler that is not the host's may deviate a little more."""
+    """What the predictor should reach: a compiler that is not the host's may deviate a little
+    more."""
     mean = 0.02 if target == "cpu" else 0.025
-    return {"mean_abs_error_fraction": mean, "within_5pct": 0.95, "max_abs_error_fraction": 0.10, "interval_coverage_fraction": 0.95}
+    return {
+        "mean_abs_error_fraction": mean,
+        "within_5pct": 0.95,
+        "max_abs_error_fraction": 0.10,
+        "interval_coverage_fraction": 0.95,
+    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--families", nargs="+", choices=tuple(FAMILIES), default=tuple(FAMILIES))
     parser.add_argument("--clusters", nargs="+", default=("2x4", "4x4"), metavar="NxG")
-    parser.add_argument("--target", default="cpu", help="what is compiled for (default: %(default)s)")
-    parser.add_argument("--plans", type=int, default=200, help="per family and cluster (default: %(default)s)")
+    parser.add_argument(
+        "--target", default="cpu", help="what is compiled for (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--plans", type=int, default=200, help="per family and cluster (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--remat", default="none")
     parser.add_argument("--workers", type=int, default=2)
@@ -71,7 +91,11 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print the document on standard output")
     parser.add_argument("-o", "--output", type=Path, help="write the document here")
     options = parser.parse_args()
-    rows = [evaluate(family, cluster, options) for family in options.families for cluster in options.clusters]
+    rows = [
+        evaluate(family, cluster, options)
+        for family in options.families
+        for cluster in options.clusters
+    ]
     document = {
         "benchmark": "prediction_error",
         "date": date.today().isoformat(),
@@ -89,8 +113,20 @@ def main() -> int:
 def evaluate(family: str, cluster: str, options: argparse.Namespace) -> dict[str, Any]:
     """One ``capture evaluate``."""
     asked = FAMILIES[family]
-    arguments = ["evaluate", asked.workload_on(options.target), "--cluster", cluster, "--target", options.target]
-    arguments += ["--global-batch", str(asked.global_batch), "--microbatches", str(asked.microbatches)]
+    arguments = [
+        "evaluate",
+        asked.workload_on(options.target),
+        "--cluster",
+        cluster,
+        "--target",
+        options.target,
+    ]
+    arguments += [
+        "--global-batch",
+        str(asked.global_batch),
+        "--microbatches",
+        str(asked.microbatches),
+    ]
     arguments += ["--plans", str(options.plans), "--seed", str(options.seed)]
     arguments += ["--remat", options.remat, "--workers", str(options.workers), "--json"]
     arguments += ["--store", str(options.store)] if options.store else []
@@ -119,7 +155,19 @@ def as_text(document: dict[str, Any]) -> str:
                     "-" if coverage is None else f"{coverage:.1%}",
                 ]
             )
-    return table(["family, cluster, mode", "predictions", "<= 2 %", "<= 5 %", "<= 11 %", "mean", "max", "in interval"], rows)
+    return table(
+        [
+            "family, cluster, mode",
+            "predictions",
+            "<= 2 %",
+            "<= 5 %",
+            "<= 11 %",
+            "mean",
+            "max",
+            "in interval",
+        ],
+        rows,
+    )
 
 
 if __name__ == "__main__":

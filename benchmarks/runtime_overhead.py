@@ -2,12 +2,14 @@
 
 Three questions, each answered by medians of one run of this script on the same cores:
 
-* step: a pipelined step against one jitted single-device step that accumulates the same micro-batches and updates once. All virtual
-  devices share the cores, so a pipeline can at best be as fast; the ratio is the cost of cutting the program and of dispatching it.
-* dispatch: how long the host thread is busy per task (one forward pass and the transfer of its outputs), with the devices idle, against
-  the bare compiled call and the bare reshard.
-* run-ahead: a step whose host waits where devices would hold more than is booked (as on CPU by default) against one whose host never waits,
-  and one that waits for every instruction; seconds, and what malloc gives out against what is booked.
+* step: a pipelined step against one jitted single-device step that accumulates the same
+  micro-batches and updates once. All virtual devices share the cores, so a pipeline can at best be
+  as fast; the ratio is the cost of cutting the program and of dispatching it.
+* dispatch: how long the host thread is busy per task (one forward pass and the transfer of its
+  outputs), with the devices idle, against the bare compiled call and the bare reshard.
+* run-ahead: a step whose host waits where devices would hold more than is booked (as on CPU by
+  default) against one whose host never waits, and one that waits for every instruction; seconds,
+  and what malloc gives out against what is booked.
 
 ``--quick`` takes fewer steps and the small model only.
 """
@@ -64,7 +66,14 @@ def make_plan(degrees: tuple[tuple[int, int], ...], num_layers: int) -> Plan:
     cuts = [num_layers * s // len(degrees) for s in range(len(degrees) + 1)]
     stages, device = [], 0
     for s, (data, tensor) in enumerate(degrees):
-        stages.append(StagePlan((cuts[s], cuts[s + 1] - 1), tuple(range(device, device + data * tensor)), data, tensor))
+        stages.append(
+            StagePlan(
+                (cuts[s], cuts[s + 1] - 1),
+                tuple(range(device, device + data * tensor)),
+                data,
+                tensor,
+            )
+        )
         device += data * tensor
     return Plan(Cluster((device,)), num_layers, tuple(stages), GLOBAL_BATCH_SIZE, NUM_MICROBATCHES)
 
@@ -73,7 +82,9 @@ def single_device_step(workload: WorkloadProtocol) -> Callable[..., Any]:
     """One jitted program: a scan over the micro-batches, then the update."""
 
     def step(params, state, batch):
-        parts = jax.tree.map(lambda leaf: leaf.reshape(NUM_MICROBATCHES, -1, *leaf.shape[1:]), batch)
+        parts = jax.tree.map(
+            lambda leaf: leaf.reshape(NUM_MICROBATCHES, -1, *leaf.shape[1:]), batch
+        )
 
         def add(total, part):
             loss, grads = jax.value_and_grad(workload.loss_fn)(params, part)
@@ -133,7 +144,8 @@ def measure_steps(name: str, num_steps: int) -> list[dict[str, Any]]:
 
 
 class DispatchTimer:
-    """An observer: seconds from handing an instruction to the runtime until it comes back, the devices idle before each."""
+    """An observer: seconds from handing an instruction to the runtime until it comes back, the
+    devices idle before each."""
 
     def __init__(self) -> None:
         self.seconds: dict[Any, list[float]] = {}
@@ -168,10 +180,21 @@ def measure_dispatch(plan_name: str, num_steps: int) -> list[dict[str, Any]]:
     for s in range(step.plan.num_stages - 1):
         of_stage = [i for i in step.program.instructions if isinstance(i, Run) and i.stage_id == s]
         runs = [i for i in of_stage if i.program == "forward"]
-        moves = [i for i in step.program.instructions if isinstance(i, Move) and i.kind == "value" and _sends(step, i, s)]
-        feeds = [i for i in step.program.instructions if isinstance(i, Feed) and step.program.slots[i.slot].stage_id == s]
+        moves = [
+            i
+            for i in step.program.instructions
+            if isinstance(i, Move) and i.kind == "value" and _sends(step, i, s)
+        ]
+        feeds = [
+            i
+            for i in step.program.instructions
+            if isinstance(i, Feed) and step.program.slots[i.slot].stage_id == s
+        ]
         run_seconds, move_seconds = timer.median(runs), timer.median(moves)
-        degrees = [f"DP{stage.data_parallel}xTP{stage.tensor_parallel}" for stage in step.plan.stages[s : s + 2]]
+        degrees = [
+            f"DP{stage.data_parallel}xTP{stage.tensor_parallel}"
+            for stage in step.plan.stages[s : s + 2]
+        ]
         rows.append(
             {
                 "plan": plan_name,
@@ -190,10 +213,12 @@ def measure_dispatch(plan_name: str, num_steps: int) -> list[dict[str, Any]]:
 
 
 class BareCalls:
-    """An observer that makes every forward call and transfer once more without the runtime, just before the runtime does.
+    """An observer that makes every forward call and transfer once more without the runtime, just
+    before the runtime does.
 
-    It finds the processor's caches and the allocator as the runtime finds them: between two calls of a program the others of the step have
-    run, and what a forward pass made is held until its backward pass.
+    It finds the processor's caches and the allocator as the runtime finds them: between two calls
+    of a program the others of the step have run, and what a forward pass made is held until its
+    backward pass.
     """
 
     def __init__(self, step: PipelinedStep):
@@ -206,9 +231,13 @@ class BareCalls:
     def __call__(self, instruction: Any, slots: list[Any]) -> None:
         jax.block_until_ready(slots)
         if isinstance(instruction, Run) and instruction.program == "forward":
-            args = [[array for slot in group for array in slots[slot]] for group in instruction.inputs]
+            args = [
+                [array for slot in group for array in slots[slot]] for group in instruction.inputs
+            ]
             call = self._step.executable(instruction).call
-            self._held.setdefault(instruction.stage_id, []).append(self._timed(self._calls, instruction.stage_id, lambda: call(*args)))
+            self._held.setdefault(instruction.stage_id, []).append(
+                self._timed(self._calls, instruction.stage_id, lambda: call(*args))
+            )
         if isinstance(instruction, Run) and instruction.program == "backward":
             self._held[instruction.stage_id].pop(0)
         if isinstance(instruction, Move) and instruction.kind == "value":
@@ -217,7 +246,9 @@ class BareCalls:
                 (array,) = slots[instruction.source]
                 if instruction.key not in self._moves:
                     target = self._step.stages[s + 1].value_sharding(instruction.key)
-                    self._moves[instruction.key] = plan_reshard(array.shape, array.dtype, array.sharding, target)
+                    self._moves[instruction.key] = plan_reshard(
+                        array.shape, array.dtype, array.sharding, target
+                    )
                 self._timed(self._reshards, s, lambda: self._moves[instruction.key](array))
 
     def _timed(self, times: dict[int, list[float]], stage_id: int, call: Callable[[], Any]) -> Any:
@@ -246,8 +277,13 @@ def _group_sizes(step: PipelinedStep, run: Run) -> list[tuple[int, ...]]:
     return [stage.params, *run.inputs[1:]]
 
 
-#: What the host waits for before an instruction: (``step.bound_run_ahead``, whether an observer waits for all that came before).
-RUN_AHEAD = {"bounded": (True, False), "unbounded": (False, False), "every instruction awaited": (False, True)}
+#: What the host waits for before an instruction: (``step.bound_run_ahead``, whether an observer
+#: waits for all that came before).
+RUN_AHEAD = {
+    "bounded": (True, False),
+    "unbounded": (False, False),
+    "every instruction awaited": (False, True),
+}
 RUN_AHEAD_MICROBATCHES = 16
 
 
@@ -257,14 +293,19 @@ def await_all(instruction: Any, slots: list[Any]) -> None:
 
 
 def measure_run_ahead(name: str, num_steps: int) -> list[dict[str, Any]]:
-    """The three ways in turn, so that they meet the same load of the machine; steps that are timed are not watched by a meter."""
+    """The three ways in turn, so that they meet the same load of the machine; steps that are timed
+    are not watched by a meter."""
     workload = WorkloadSpec.parse(WORKLOADS[name]).load()
     params = jax.tree.map(np.asarray, workload.init(jax.random.key(0)))
     rows = []
     for plan_name in ("one device", "four one-device stages", "1 / 1 / DP2 / DP2xTP2"):
         log(f"run-ahead, {name}, {plan_name}: compiling")
         num_microbatches = RUN_AHEAD_MICROBATCHES
-        plan = replace(make_plan(PLANS[plan_name], 8), num_microbatches=num_microbatches, global_batch_size=4 * num_microbatches)
+        plan = replace(
+            make_plan(PLANS[plan_name], 8),
+            num_microbatches=num_microbatches,
+            global_batch_size=4 * num_microbatches,
+        )
         batch = jax.tree.map(np.asarray, workload.batch(jax.random.key(1), plan.global_batch_size))
         step = pipeshard(workload, plan)
         states = {way: step.init_from(params) for way in RUN_AHEAD}
@@ -272,23 +313,37 @@ def measure_run_ahead(name: str, num_steps: int) -> list[dict[str, Any]]:
         heaps: dict[str, list[float]] = {way: [] for way in RUN_AHEAD}
 
         def run(way: str, step=step, states=states, batch=batch) -> None:
-            states[way], metrics = step(states[way], batch, observer=await_all if RUN_AHEAD[way][1] else None)
+            states[way], metrics = step(
+                states[way], batch, observer=await_all if RUN_AHEAD[way][1] else None
+            )
             jax.block_until_ready((states[way], metrics.losses))
 
         for count in range(num_steps + 1):
             for way, (bound, awaited) in RUN_AHEAD.items():
                 step.bound_run_ahead = bound
                 elapsed = seconds(lambda way=way: run(way))
-                states[way], _, heap = measure_heap(step, states[way], batch, observer=await_all if awaited else None)
+                states[way], _, heap = measure_heap(
+                    step, states[way], batch, observer=await_all if awaited else None
+                )
                 if count:  # the first step makes what lasts
                     times[way].append(elapsed)
                     heaps[way] += [] if heap is None else [heap.step_bytes / heap.booked_bytes]
-        row = {"workload": name, "plan": plan_name, "num_microbatches": RUN_AHEAD_MICROBATCHES, "num_steps": num_steps}
+        row = {
+            "workload": name,
+            "plan": plan_name,
+            "num_microbatches": RUN_AHEAD_MICROBATCHES,
+            "num_steps": num_steps,
+        }
         for way in RUN_AHEAD:
             key = way.replace(" ", "_")
-            row |= {f"{key}_seconds": median(times[way]), f"{key}_malloc_of_booked": median(heaps[way]) if heaps[way] else None}
+            row |= {
+                f"{key}_seconds": median(times[way]),
+                f"{key}_malloc_of_booked": median(heaps[way]) if heaps[way] else None,
+            }
         row["ratio_to_unbounded"] = row["bounded_seconds"] / row["unbounded_seconds"]
-        row["ratio_to_every_instruction_awaited"] = row["bounded_seconds"] / row["every_instruction_awaited_seconds"]
+        row["ratio_to_every_instruction_awaited"] = (
+            row["bounded_seconds"] / row["every_instruction_awaited_seconds"]
+        )
         rows.append(row)
     return rows
 
@@ -300,23 +355,46 @@ def log(text: str) -> None:
 def print_table(document: dict[str, Any]) -> None:
     log(f"\n{'workload':24} {'plan':24} {'pipelined':>10} {'single':>10} {'ratio':>6}")
     for row in document["steps"]:
-        times = f"{row['pipelined_step_seconds'] * 1e3:7.1f} ms {row['single_device_step_seconds'] * 1e3:7.1f} ms"
+        times = (
+            f"{row['pipelined_step_seconds'] * 1e3:7.1f} ms "
+            f"{row['single_device_step_seconds'] * 1e3:7.1f} ms"
+        )
         log(f"{row['workload']:24} {row['plan']:24} {times} {row['ratio']:6.2f}")
-    log(f"\nrun-ahead: seconds, and malloc of booked\n{'workload':24} {'plan':24}" + "".join(f" {way:>26}" for way in RUN_AHEAD))
+    log(
+        f"\nrun-ahead: seconds, and malloc of booked\n{'workload':24} {'plan':24}"
+        + "".join(f" {way:>26}" for way in RUN_AHEAD)
+    )
     for row in document["run_ahead"]:
         keys = [way.replace(" ", "_") for way in RUN_AHEAD]
-        held = [f"{row[f'{key}_seconds'] * 1e3:17.1f} ms {row[f'{key}_malloc_of_booked'] or float('nan'):5.2f}" for key in keys]
+        held = [
+            (
+                f"{row[f'{key}_seconds'] * 1e3:17.1f} ms "
+                f"{row[f'{key}_malloc_of_booked'] or float('nan'):5.2f}"
+            )
+            for key in keys
+        ]
         log(f"{row['workload']:24} {row['plan']:24} {' '.join(held)}")
-    log(f"\n{'pair':22} {'leaves':>6} {'call':>8} {'reshard':>8} {'bare':>8} {'program':>8} {'transfer':>8} {'task':>8} {'ratio':>6}")
+    log(
+        f"\n{'pair':22} {'leaves':>6} {'call':>8} {'reshard':>8} {'bare':>8} {'program':>8} "
+        f"{'transfer':>8} {'task':>8} {'ratio':>6}"
+    )
     for row in document["dispatch"]:
         bare = row["bare_call_seconds"] + row["bare_reshard_seconds"]
-        parts = [row["bare_call_seconds"], row["bare_reshard_seconds"], bare, row["program_seconds"], row["transfer_seconds"]]
+        parts = [
+            row["bare_call_seconds"],
+            row["bare_reshard_seconds"],
+            bare,
+            row["program_seconds"],
+            row["transfer_seconds"],
+        ]
         cells = " ".join(f"{part * 1e6:5.0f} us" for part in [*parts, row["task_seconds"]])
         log(f"{row['pair']:22} {row['num_leaves']:6} {cells} {row['ratio']:6.2f}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="the small model and fewer steps")
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
     args = parser.parse_args()
@@ -339,8 +417,12 @@ def main() -> None:
         "run_ahead": [row for name in names for row in measure_run_ahead(name, num_steps)],
         "dispatch": [row for name in list(PLANS)[1:] for row in measure_dispatch(name, num_steps)],
     }
-    # Above the number of cores before the start, other work shared the machine: seconds are inflated then, ratios less so.
-    document["hardware"] |= {"load_average_before": load_before, "load_average_after": os.getloadavg()}
+    # Above the number of cores before the start, other work shared the machine: seconds are
+    # inflated then, ratios less so.
+    document["hardware"] |= {
+        "load_average_before": load_before,
+        "load_average_after": os.getloadavg(),
+    }
     print_table(document)
     if args.json:
         print(json.dumps(document, indent=2))

@@ -1,9 +1,11 @@
 """Seconds of the exact search on synthetic layer statistics.
 
-    python benchmarks/search_time.py --layers 128 --cluster 64x8 --schedule 1f1b --whole-nodes --json
+    python benchmarks/search_time.py --layers 128 --cluster 64x8 --schedule 1f1b --whole-nodes
+    --json
 
-``random`` statistics: random M_i and M_a of weights, activations and buffers, 15 % of M_a negative. ``uniform``: equal blocks, a 3x first
-and a 4x last layer, so many exact ties. ``seconds`` includes building the cost table (``table_seconds`` alone is given too).
+``random`` statistics: random M_i and M_a of weights, activations and buffers, 15 % of M_a negative.
+``uniform``: equal blocks, a 3x first and a 4x last layer, so many exact ties. ``seconds`` includes
+building the cost table (``table_seconds`` alone is given too).
 """
 
 from __future__ import annotations
@@ -34,45 +36,78 @@ def layer_statistics(kind: str, num_layers: int, seed: int) -> np.ndarray:
     generator = np.random.default_rng(seed)
     isolated = (scale * generator.uniform(0.5, 2, (3, num_layers))).astype(np.int64)
     added = (isolated * generator.uniform(0.3, 1, (3, num_layers))).astype(np.int64)
-    return np.stack([isolated, np.where(generator.random((3, num_layers)) < 0.15, -added // 4, added)], axis=1)
+    return np.stack(
+        [isolated, np.where(generator.random((3, num_layers)) < 0.15, -added // 4, added)], axis=1
+    )
 
 
 def additive(isolated: np.ndarray, added: np.ndarray) -> np.ndarray:
-    """M_i of the first layer plus M_a of the others, (L, L + 1) by [first, stop]. Source: CAPTURE III-B1."""
+    """M_i of the first layer plus M_a of the others, (L, L + 1) by [first, stop]. Source: CAPTURE
+    III-B1."""
     before = np.concatenate([[0], np.cumsum(added)])
     return (isolated - added)[:, None] + before - before[:-1, None]
 
 
-def additive_cost(statistics: np.ndarray, choices: dict[int, tuple[StageChoice, ...]], in_flight: np.ndarray) -> dict[int, InFlightCost]:
-    """Weights over tensor degree and activations over both degrees, rounded up, plus buffers. Source: CAPTURE III-B3."""
+def additive_cost(
+    statistics: np.ndarray, choices: dict[int, tuple[StageChoice, ...]], in_flight: np.ndarray
+) -> dict[int, InFlightCost]:
+    """Weights over tensor degree and activations over both degrees, rounded up, plus buffers.
+    Source: CAPTURE III-B3."""
     weights, activations, buffers = (additive(*part) for part in statistics)
     empty = np.tri(*weights.shape) > 0
     cost = {}
     for d, here in choices.items():
-        static = np.stack([np.where(empty, NEVER, -(-weights // choice.tensor_parallel) + buffers) for choice in here])
-        kept = np.stack([np.where(empty, 0, -(-activations // d) + buffers // 8 * (choice.tensor_parallel > 1)) for choice in here])
+        static = np.stack(
+            [
+                np.where(empty, NEVER, -(-weights // choice.tensor_parallel) + buffers)
+                for choice in here
+            ]
+        )
+        kept = np.stack(
+            [
+                np.where(
+                    empty, 0, -(-activations // d) + buffers // 8 * (choice.tensor_parallel > 1)
+                )
+                for choice in here
+            ]
+        )
         cost[d] = InFlightCost(static, kept, in_flight)
     return cost
 
 
-def positions(schedule: str, num_layers: int, num_devices: int, num_microbatches: int) -> np.ndarray:
-    """Micro-batches in flight by stages to the end, (K,): all under GPipe, one per stage to the end under 1F1B."""
+def positions(
+    schedule: str, num_layers: int, num_devices: int, num_microbatches: int
+) -> np.ndarray:
+    """Micro-batches in flight by stages to the end, (K,): all under GPipe, one per stage to the end
+    under 1F1B."""
     if schedule == "gpipe":
         return np.array([num_microbatches])
     return np.arange(1, min(num_microbatches, num_layers, num_devices) + 1)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--cluster", default="4x4", help="NxG or a list such as 4+2")
     parser.add_argument("--schedule", choices=["gpipe", "1f1b"], default="1f1b")
     parser.add_argument("--microbatches", type=int, help="default: the number of layers")
-    parser.add_argument("--whole-nodes", action="store_true", help="also stages on 2, 4, 8, ... whole nodes")
-    parser.add_argument("--choices", choices=["paper", "hybrid"], default="hybrid", help="data or tensor parallelism, or both together")
+    parser.add_argument(
+        "--whole-nodes", action="store_true", help="also stages on 2, 4, 8, ... whole nodes"
+    )
+    parser.add_argument(
+        "--choices",
+        choices=["paper", "hybrid"],
+        default="hybrid",
+        help="data or tensor parallelism, or both together",
+    )
     parser.add_argument("--statistics", choices=["random", "uniform"], default="random")
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="minmax")
-    parser.add_argument("--tie-break", help="for minmax and mcap: auto, full, none, or how many of the largest devices to compare")
+    parser.add_argument(
+        "--tie-break",
+        help="for minmax and mcap: auto, full, none, or how many of the largest devices to compare",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeat", type=int, default=1, help="the median run is reported")
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
@@ -80,7 +115,9 @@ def main() -> None:
 
     cluster = Cluster.parse(args.cluster)
     choices = {"paper": paper_choices, "hybrid": hybrid_choices}[args.choices](cluster.num_devices)
-    in_flight = positions(args.schedule, args.layers, cluster.num_devices, args.microbatches or args.layers)
+    in_flight = positions(
+        args.schedule, args.layers, cluster.num_devices, args.microbatches or args.layers
+    )
     statistics = layer_statistics(args.statistics, args.layers, args.seed)
     options = {}
     if args.tie_break is not None:
@@ -93,7 +130,11 @@ def main() -> None:
         used = {d for here in cluster.stage_degrees(whole_nodes=args.whole_nodes) for d in here}
         cost = additive_cost(statistics, {d: choices[d] for d in used}, in_flight)
         table_seconds = time.perf_counter() - start
-        result = search(SearchProblem(cluster, args.layers, choices, cost, whole_nodes=args.whole_nodes), args.algorithm, **options)
+        result = search(
+            SearchProblem(cluster, args.layers, choices, cost, whole_nodes=args.whole_nodes),
+            args.algorithm,
+            **options,
+        )
         runs.append((time.perf_counter() - start, table_seconds, result))
     seconds, table_seconds, result = sorted(runs, key=lambda run: run[0])[len(runs) // 2]
     document = vars(args) | {
@@ -107,7 +148,8 @@ def main() -> None:
         "tie_break_columns": result.tie_break_columns,
         "num_stages": len(result.stages),
         "num_explored": result.num_explored,
-        "max_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        "max_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        * (1 if sys.platform == "darwin" else 1024),
         "python": platform.python_version(),
         "numpy": np.__version__,
     }
@@ -115,7 +157,8 @@ def main() -> None:
         print(json.dumps(document))
     else:
         print(
-            f"{args.layers} layers, {cluster}, {args.schedule}: {seconds:.3f} s, peak {result.peak_bytes:,} bytes, {len(result.stages)} "
+            f"{args.layers} layers, {cluster}, {args.schedule}: {seconds:.3f} s, peak "
+            f"{result.peak_bytes:,} bytes, {len(result.stages)} "
             f"stages, proven least: {result.optimal}, tie-break: {result.tie_break}"
         )
 

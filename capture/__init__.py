@@ -1,7 +1,9 @@
-"""CAPTURE: which stages, devices and schedule train a JAX model in the least memory, known before anything runs.
+"""CAPTURE: which stages, devices and schedule train a JAX model in the least memory, known before
+anything runs.
 
-The public names load their module on first use, so ``import capture`` loads no framework and planning from a profile never does;
-only ``pipeshard`` loads JAX. Profiles are made by ``profiling_runs.profile``, plans by ``recommender.recommend``.
+The public names load their module on first use, so ``import capture`` loads no framework and
+planning from a profile never does; only ``pipeshard`` loads JAX. Profiles are made by
+``profiling_runs.profile``, plans by ``recommender.recommend``.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-#: Module of each public name. A name must not be that of a submodule: once loaded, the submodule would hide it.
+#: Module of each public name. A name must not be that of a submodule: once loaded, the submodule
+#: would hide it.
 _MODULE_OF = {
     "AdditivePredictor": "capture.predictor",
     "AlpaOptions": "capture.alpa",
@@ -37,7 +40,10 @@ __all__ = ["__version__", *_MODULE_OF]
 def __getattr__(name: str) -> Any:
     """The public name, from the module that defines it (PEP 562)."""
     if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its public names are {', '.join(sorted(_MODULE_OF))}.")
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}; its public names are "
+            f"{', '.join(sorted(_MODULE_OF))}."
+        )
     return getattr(import_module(_MODULE_OF[name]), name)
 
 

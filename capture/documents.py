@@ -1,4 +1,5 @@
-"""Fields of a JSON document, read by name and type; whatever is missing or wrong is named with its path."""
+"""Fields of a JSON document, read by name and type; whatever is missing or wrong is named with its
+path."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class Fields:
         path: Of the object in its document, for messages.
 
     Raises:
-        FieldError: if it is no object; the methods raise it for a field that is missing (unless a default is given) or wrong.
+        FieldError: if it is no object; the methods raise it for a field that is missing (unless a
+            default is given) or wrong.
 
     Example:
         >>> stage = Fields({"layers": [0, 1.5]}, "stages[0]")
@@ -85,7 +87,9 @@ class Fields:
         for key in self._data:
             if key not in known:
                 near = difflib.get_close_matches(key, known, 1)
-                raise FieldError(f"{self._at(key)} is no field{f'; {near[0]!r} is' if near else ''}")
+                raise FieldError(
+                    f"{self._at(key)} is no field{f'; {near[0]!r} is' if near else ''}"
+                )
 
     def _at(self, key: str) -> str:
         return f"{self._path}.{key}" if self._path else key

@@ -1,7 +1,8 @@
 """The process's environment: the one place that reads and sets environment variables.
 
-XLA reads ``XLA_FLAGS`` once, when JAX first uses it. The CLI, the tests and the workers therefore call ``prepare`` before they import
-JAX; in a user's own process, which has usually imported it already, the library only checks and warns. What the user set always stands.
+XLA reads ``XLA_FLAGS`` once, when JAX first uses it. The CLI, the tests and the workers therefore
+call ``prepare`` before they import JAX; in a user's own process, which has usually imported it
+already, the library only checks and warns. What the user set always stands.
 
 This module imports nothing but the standard library.
 """
@@ -24,7 +25,8 @@ from capture.errors import Violation
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 
 
-#: JAX must not look for devices, several workers may load libtpu at once, and no metadata server of a cloud is asked.
+#: JAX must not look for devices, several workers may load libtpu at once, and no metadata server of
+#: a cloud is asked.
 _WITHOUT_DEVICES = {
     "JAX_PLATFORMS": "cpu",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -33,15 +35,19 @@ _WITHOUT_DEVICES = {
 }
 
 #: Packages that compile for a platform, beside those that every profile names.
-_COMPILERS = {"cuda": ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt"), "tpu": ("libtpu",)}
+_COMPILERS = {
+    "cuda": ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt"),
+    "tpu": ("libtpu",),
+}
 
 
 def required_xla_flags(jax_version: str) -> tuple[str, ...]:
     """Flags without which a JAX version would be measured wrongly.
 
-    On CPU, jax 0.10's concurrency-optimized scheduler undoes ``jax.checkpoint`` inside one jit: 8 transformer layers took 831 MB of
-    temporaries with remat and 810 MB without it (jax 0.12: 126 and 810 MB). With the sequential scheduler remat saves again. XLA ends the
-    process on a flag that it does not know, so a flag is named only for versions where it was tried.
+    On CPU, jax 0.10's concurrency-optimized scheduler undoes ``jax.checkpoint`` inside one jit: 8
+    transformer layers took 831 MB of temporaries with remat and 810 MB without it (jax 0.12: 126
+    and 810 MB). With the sequential scheduler remat saves again. XLA ends the process on a flag
+    that it does not know, so a flag is named only for versions where it was tried.
 
     Example:
         >>> required_xla_flags("0.10.2")
@@ -55,35 +61,48 @@ def required_xla_flags(jax_version: str) -> tuple[str, ...]:
 
 
 def kernel_cache_options(file: Path) -> dict[str, Any]:
-    """Compiler options with which XLA keeps the kernels of a GPU's program in a file, for programs that have some in common.
+    """Compiler options with which XLA keeps the kernels of a GPU's program in a file, for programs
+    that have some in common.
 
-    XLA of jax 0.10 reads the file only with the second option; XLA of jax 0.12 does not know that any more.
+    XLA of jax 0.10 reads the file only with the second option; XLA of jax 0.12 does not know that
+    any more.
     """
-    parallel = {"xla_gpu_enable_llvm_module_compilation_parallelism": True} if (_version("jax") or "").startswith("0.10.") else {}
+    parallel = (
+        {"xla_gpu_enable_llvm_module_compilation_parallelism": True}
+        if (_version("jax") or "").startswith("0.10.")
+        else {}
+    )
     return {"xla_gpu_kernel_cache_file": str(file), **parallel}
 
 
 def patience(seconds: float) -> float:
-    """How long to wait on this machine for what takes no longer than ``seconds`` on an idle one: as much more as processes queue for its
-    processors. Asked again while waiting, because load comes and goes."""
+    """How long to wait on this machine for what takes no longer than ``seconds`` on an idle one: as
+    much more as processes queue for its processors. Asked again while waiting, because load comes
+    and goes."""
     return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def prepare(num_devices: int | None = None, platform: str = "cpu") -> list[Violation]:
     """Add the flags that the installed JAX needs to ``XLA_FLAGS``; call it before JAX is imported.
 
-    A flag that the user gave keeps its value. If JAX is already imported nothing is changed, and only ``check`` speaks.
+    A flag that the user gave keeps its value. If JAX is already imported nothing is changed, and
+    only ``check`` speaks.
 
     Args:
-        num_devices: Virtual CPU devices of this process, at least 1; None leaves their number alone.
-        platform: Of the target that this process compiles for. For ``"cuda"`` and ``"tpu"`` JAX itself is told to use the CPU, because it
-            would look for devices that need not be there, and several processes may load libtpu.
+        num_devices: Virtual CPU devices of this process, at least 1; None leaves their number
+            alone.
+        platform: Of the target that this process compiles for. For ``"cuda"`` and ``"tpu"`` JAX
+            itself is told to use the CPU, because it would look for devices that need not be there,
+            and several processes may load libtpu.
 
     Returns:
         What is still not as it should be, as ``check`` does; empty if all is well.
     """
     if "jax" not in sys.modules:
-        wanted = [*_required(), *([f"{_DEVICE_COUNT}={num_devices}"] if num_devices is not None else [])]
+        wanted = [
+            *_required(),
+            *([f"{_DEVICE_COUNT}={num_devices}"] if num_devices is not None else []),
+        ]
         given = _given_text()
         missing = [flag for flag in wanted if _name(flag) not in _parse(given)]
         if missing:
@@ -96,7 +115,8 @@ def prepare(num_devices: int | None = None, platform: str = "cpu") -> list[Viola
 
 
 def prepare_worker(num_devices: int, platform: str, flags: Sequence[str]) -> list[Violation]:
-    """As ``prepare``, in a process that measures for another one: with that one's XLA flags, because they are part of every key.
+    """As ``prepare``, in a process that measures for another one: with that one's XLA flags,
+    because they are part of every key.
 
     Args:
         num_devices, platform: As for ``prepare``.
@@ -110,7 +130,8 @@ def prepare_ray(local: bool) -> None:
     """Have Ray report nothing to anybody; call it before Ray is imported. What the user set stands.
 
     Args:
-        local: Whether the cluster will be this process's own, which needs no tokens to keep others out.
+        local: Whether the cluster will be this process's own, which needs no tokens to keep others
+            out.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if local:
@@ -118,13 +139,21 @@ def prepare_ray(local: bool) -> None:
 
 
 def _has_compilers_only() -> bool:
-    """Whether a plugin of accelerators is installed, to compile for them, and none is there: JAX would complain at length."""
-    installed = any(find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin", "libtpu"))
-    return installed and not any(path for pattern in ("nvidia[0-9]*", "accel[0-9]*", "vfio/[0-9]*") for path in Path("/dev").glob(pattern))
+    """Whether a plugin of accelerators is installed, to compile for them, and none is there: JAX
+    would complain at length."""
+    installed = any(
+        find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin", "libtpu")
+    )
+    return installed and not any(
+        path
+        for pattern in ("nvidia[0-9]*", "accel[0-9]*", "vfio/[0-9]*")
+        for path in Path("/dev").glob(pattern)
+    )
 
 
 def of_child(platform: str) -> dict[str, str]:
-    """The environment of a child process that compiles for a platform: this one's, its import path, and no search for devices."""
+    """The environment of a child process that compiles for a platform: this one's, its import path,
+    and no search for devices."""
     found = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return found if platform == "cpu" else {**found, **_WITHOUT_DEVICES}
 
@@ -134,8 +163,10 @@ def check() -> list[Violation]:
     given = _parse(_given_text())
     return [
         Violation(
-            f"XLA_FLAGS has {_name(flag)}={given.get(_name(flag), 'unset')}, but jax {_version('jax')} needs {flag} for jax.checkpoint to "
-            "save memory on CPU; set it, or call capture.environment.prepare(), before jax is imported.",
+            f"XLA_FLAGS has {_name(flag)}={given.get(_name(flag), 'unset')}, but jax "
+            f"{_version('jax')} needs {flag} for jax.checkpoint to "
+            "save memory on CPU; set it, or call capture.environment.prepare(), before jax is "
+            "imported.",
             "environment-xla-flags",
         )
         for flag in _required()
@@ -144,21 +175,29 @@ def check() -> list[Violation]:
 
 
 def warn() -> None:
-    """Warn of what ``check`` finds: what measures and runs in a user's own process calls it, where nobody may have called ``prepare``."""
+    """Warn of what ``check`` finds: what measures and runs in a user's own process calls it, where
+    nobody may have called ``prepare``."""
     for violation in check():
         warnings.warn(str(violation), stacklevel=3)
 
 
 def active_flags() -> tuple[str, ...]:
-    """The XLA flags that belong in the key of every profile: sorted, the last of each name, without the number of virtual devices.
+    """The XLA flags that belong in the key of every profile: sorted, the last of each name, without
+    the number of virtual devices.
 
-    The number of devices is left out because a plan for fewer devices runs on a part of the mesh with the same executables.
+    The number of devices is left out because a plan for fewer devices runs on a part of the mesh
+    with the same executables.
     """
-    return tuple(f"{name}={value}" for name, value in sorted(_parse(_given_text()).items()) if name != _DEVICE_COUNT)
+    return tuple(
+        f"{name}={value}"
+        for name, value in sorted(_parse(_given_text()).items())
+        if name != _DEVICE_COUNT
+    )
 
 
 def versions(platform: str = "cpu") -> dict[str, str]:
-    """Versions that belong in the provenance of a profile, by package; those that are not installed are left out. Loads none of them.
+    """Versions that belong in the provenance of a profile, by package; those that are not installed
+    are left out. Loads none of them.
 
     Args:
         platform: Of the target; its compiler is named too.
@@ -167,8 +206,14 @@ def versions(platform: str = "cpu") -> dict[str, str]:
         >>> sorted(versions())
         ['jax', 'jaxlib', 'numpy', 'optax', 'python']
     """
-    found = {name: _version(name) for name in ("jax", "jaxlib", "numpy", "optax", *_COMPILERS.get(platform, ()))}
-    return {"python": ".".join(map(str, sys.version_info[:3])), **{name: version for name, version in found.items() if version is not None}}
+    found = {
+        name: _version(name)
+        for name in ("jax", "jaxlib", "numpy", "optax", *_COMPILERS.get(platform, ()))
+    }
+    return {
+        "python": ".".join(map(str, sys.version_info[:3])),
+        **{name: version for name, version in found.items() if version is not None},
+    }
 
 
 def _required() -> tuple[str, ...]:
@@ -184,7 +229,8 @@ def _version(package: str) -> str | None:
 
 
 def _given_text() -> str:
-    """The flags as given; ``XLA_FLAGS`` may also name a file that holds them (XLA tells by the first character)."""
+    """The flags as given; ``XLA_FLAGS`` may also name a file that holds them (XLA tells by the
+    first character)."""
     text = os.environ.get("XLA_FLAGS", "").strip()
     if text and not text.startswith("-"):
         path = Path(text)
@@ -193,7 +239,8 @@ def _given_text() -> str:
 
 
 def _parse(text: str) -> dict[str, str]:
-    """Value by flag name; the last of a name counts, and a bare ``--flag`` means true, as XLA reads them."""
+    """Value by flag name; the last of a name counts, and a bare ``--flag`` means true, as XLA reads
+    them."""
     return {_name(flag): _value(flag) for flag in shlex.split(text)}
 
 
@@ -211,7 +258,8 @@ def _cache_folder() -> Path:
 
 
 def default_store_path() -> Path:
-    """Where measurements are kept unless another file is named: the user's cache folder (``XDG_CACHE_HOME``)."""
+    """Where measurements are kept unless another file is named: the user's cache folder
+    (``XDG_CACHE_HOME``)."""
     return _cache_folder() / "store.sqlite"
 
 
@@ -221,9 +269,12 @@ def log_folder() -> Path:
 
 
 def now() -> str:
-    """The date of a result: UTC, to the second. ``SOURCE_DATE_EPOCH`` sets it, so that equal results are equal files.
+    """The date of a result: UTC, to the second. ``SOURCE_DATE_EPOCH`` sets it, so that equal
+    results are equal files.
 
     Source: reproducible-builds.org, the specification of SOURCE_DATE_EPOCH.
     """
     seconds = os.environ.get("SOURCE_DATE_EPOCH")
-    return (datetime.fromtimestamp(int(seconds), UTC) if seconds else datetime.now(UTC)).isoformat(timespec="seconds")
+    return (datetime.fromtimestamp(int(seconds), UTC) if seconds else datetime.now(UTC)).isoformat(
+        timespec="seconds"
+    )

@@ -5,11 +5,13 @@
     ├── TracingError             cutting the traced loss into layers
     ├── ClusterError             the description of the devices
     ├── PlanError                a plan that breaks a rule, or does not belong to the model
-    ├── ProfileError             a profile or a store that is corrupt, of another schema or another model
+    ├── ProfileError             a profile or a store that is corrupt, of another schema or another
+                                 model
     ├── TargetError              an unknown target, or one that this installation cannot compile for
     └── ExecutionError           running a plan on the devices of this process
 
-A memory limit that nothing fits is a result (``SearchResult.status == "infeasible"``), not an error.
+A memory limit that nothing fits is a result (``SearchResult.status == "infeasible"``), not an
+error.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ from types import TracebackType
 _CODE = re.compile(r" \[([a-z0-9]+(?:-[a-z0-9]+)+)\]$", re.M)
 _ROOT = Path(__file__).resolve().parent.parent
 #: What is below these is no file of a user's.
-_LIBRARIES = (*(f"{_ROOT / name}{os.sep}" for name in ("capture", "profiling_runs", "recommender")), sysconfig.get_path("stdlib") + os.sep)
+_LIBRARIES = (
+    *(f"{_ROOT / name}{os.sep}" for name in ("capture", "profiling_runs", "recommender")),
+    sysconfig.get_path("stdlib") + os.sep,
+)
 
 
 @dataclass(frozen=True)
@@ -102,12 +107,14 @@ class ExecutionError(CaptureError):
 
 
 def plain(text: str) -> str:
-    """A message without the codes at the ends of its lines, to be part of another one, which has its own."""
+    """A message without the codes at the ends of its lines, to be part of another one, which has
+    its own."""
     return _CODE.sub("", text)
 
 
 def violations_of(error: BaseException) -> tuple[Violation, ...]:
-    """What an exception says: the broken rules of the library; those of a model, whose message has codes; else one line that says where.
+    """What an exception says: the broken rules of the library; those of a model, whose message has
+    codes; else one line that says where.
 
     Example:
         >>> [violation.code for violation in violations_of(ValueError("size='3B' is no size of gpt; choose tiny. [workload-size]"))]
@@ -120,25 +127,38 @@ def violations_of(error: BaseException) -> tuple[Violation, ...]:
     lines = str(error).splitlines()
     codes = [_CODE.search(line) for line in lines]
     if lines and all(codes):
-        return tuple(Violation(plain(line), code[1]) for line, code in zip(lines, codes, strict=True) if code is not None)
+        return tuple(
+            Violation(plain(line), code[1])
+            for line, code in zip(lines, codes, strict=True)
+            if code is not None
+        )
     said = error.msg if isinstance(error, SyntaxError) else next(iter(lines), "")
     where = raised_at(error)
-    return (Violation((f"{where}: " if where else "") + type(error).__name__ + (f": {said}" if said else ""), "exception"),)
+    return (
+        Violation(
+            (f"{where}: " if where else "") + type(error).__name__ + (f": {said}" if said else ""),
+            "exception",
+        ),
+    )
 
 
 def raised_at(error: BaseException) -> str:
-    """``file:line in function`` of the innermost frame that is of no library, or of what Python cannot read; empty if all are."""
+    """``file:line in function`` of the innermost frame that is of no library, or of what Python
+    cannot read; empty if all are."""
     if isinstance(error, SyntaxError) and error.filename and (file := users_file(error.filename)):
         return f"{file}:{error.lineno}"
     found = ""
     for frame in traceback.extract_tb(error.__traceback__):
         if file := users_file(frame.filename):
-            found = f"{file}:{frame.lineno}" + ("" if frame.name.startswith("<") else f" in {frame.name}")
+            found = f"{file}:{frame.lineno}" + (
+                "" if frame.name.startswith("<") else f" in {frame.name}"
+            )
     return found
 
 
 def users_traceback(error: BaseException) -> str:
-    """The traceback from the first frame of a user's file on; all of it where there is none; none for what Python cannot read."""
+    """The traceback from the first frame of a user's file on; all of it where there is none; none
+    for what Python cannot read."""
     if isinstance(error, SyntaxError):
         return "".join(traceback.format_exception_only(error))
     start: TracebackType | None = error.__traceback__
@@ -148,7 +168,8 @@ def users_traceback(error: BaseException) -> str:
 
 
 def users_file(file: str) -> str:
-    """A path as people name it, from here if it is below; empty for files of libraries and of this project."""
+    """A path as people name it, from here if it is below; empty for files of libraries and of this
+    project."""
     if file.startswith(("<", *_LIBRARIES)) or "site-packages" in file or "dist-packages" in file:
         return ""
     relative = os.path.relpath(file)

@@ -19,7 +19,8 @@ EXTRA_OF = {
 
 
 def install_command(extra: str) -> str:
-    """What installs an extra beside this package: from its checkout where it is one, else by the name of the distribution."""
+    """What installs an extra beside this package: from its checkout where it is one, else by the
+    name of the distribution."""
     checkout = Path(__file__).resolve().parent.parent
     if not (checkout / "pyproject.toml").is_file():
         return f"pip install '{DISTRIBUTION}[{extra}]'"
@@ -37,4 +38,8 @@ def missing_extra(error: ModuleNotFoundError) -> str | None:
         True
     """
     module = (error.name or "").partition(".")[0]
-    return f"{module!r} is not installed; it comes with an extra: {install_command(EXTRA_OF[module])}" if module in EXTRA_OF else None
+    return (
+        f"{module!r} is not installed; it comes with an extra: {install_command(EXTRA_OF[module])}"
+        if module in EXTRA_OF
+        else None
+    )

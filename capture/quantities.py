@@ -7,7 +7,17 @@ from decimal import Decimal
 
 from capture.errors import PlanError
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
 
 
 def parse_bytes(text: str) -> int:
@@ -22,10 +32,20 @@ def parse_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text, re.IGNORECASE)
     if not match:
-        near = re.match(r"\s*(\d+(?:[.,]\d+)?)\s*([kmgt])(i?)", re.sub(r",(?=\d{3}\b|\d{3}\D)", "", text), re.IGNORECASE)
-        meant = f" Did you mean {near[1].replace(',', '.')}{near[2].upper()}{near[3].lower()}B?" if near else ""
+        near = re.match(
+            r"\s*(\d+(?:[.,]\d+)?)\s*([kmgt])(i?)",
+            re.sub(r",(?=\d{3}\b|\d{3}\D)", "", text),
+            re.IGNORECASE,
+        )
+        meant = (
+            f" Did you mean {near[1].replace(',', '.')}{near[2].upper()}{near[3].lower()}B?"
+            if near
+            else ""
+        )
         raise PlanError.of(
-            f"memory={text!r} is no size; write bytes, or a number with KB, MB, GB, TB, KiB, MiB, GiB or TiB.{meant}", "memory-syntax"
+            f"memory={text!r} is no size; write bytes, or a number with KB, MB, GB, TB, KiB, MiB, "
+            f"GiB or TiB.{meant}",
+            "memory-syntax",
         )
     return int(Decimal(match[1]) * _UNITS[(match[2] or "").lower()])
 
@@ -38,6 +58,12 @@ def format_bytes(nbytes: float) -> str:
         ('13.4 MB', '999 B', '1 MB')
     """
     for unit, scale in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if abs(nbytes) >= 0.9995 * scale:  # 999.5 of the smaller unit would be written with four digits
-            return f"{nbytes / scale:.3g} {unit}" if abs(nbytes) < 999.5 * scale else f"{nbytes / scale:.0f} {unit}"
+        if (
+            abs(nbytes) >= 0.9995 * scale
+        ):  # 999.5 of the smaller unit would be written with four digits
+            return (
+                f"{nbytes / scale:.3g} {unit}"
+                if abs(nbytes) < 999.5 * scale
+                else f"{nbytes / scale:.0f} {unit}"
+            )
     return f"{nbytes:.0f} B"

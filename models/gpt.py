@@ -1,6 +1,8 @@
-"""GPT-3: a causal transformer language model, in the sizes of Alpa's benchmark suite and of CAPTURE's Table I.
+"""GPT-3: a causal transformer language model, in the sizes of Alpa's benchmark suite and of
+CAPTURE's Table I.
 
-Parameters as counted by ``jax.eval_shape`` with the untied head (Alpa's name leaves some of them out):
+Parameters as counted by ``jax.eval_shape`` with the untied head (Alpa's name leaves some of them
+out):
 
     size   width  blocks  heads  parameters
     tiny      64       8      4        434,304
@@ -13,12 +15,13 @@ Parameters as counted by ``jax.eval_shape`` with the untied head (Alpa's name le
     15B     5120      48     40  15,631,984,640
     39B     8192      48     64  39,506,690,048
 
-Sequence 1024, vocabulary 51200, feed-forward width 4x, AdamW; tiny has sequence 32 and vocabulary 256. One layer is one block; the
-embedding belongs to the first, the head and the loss to the last. ``dtype`` is that of the computation: parameters stay float32.
+Sequence 1024, vocabulary 51200, feed-forward width 4x, AdamW; tiny has sequence 32 and vocabulary
+256. One layer is one block; the embedding belongs to the first, the head and the loss to the last.
+``dtype`` is that of the computation: parameters stay float32.
 
-Source: Brown et al. 2020 (GPT-3), Table 2.1 (learning rates) and Appendix B (betas, weight decay); Alpa 0.2.3, GPT benchmark suite
-(sizes); CAPTURE, Table I. Departures from Alpa: layer normalisation comes before a sub-layer, and keys have no bias
-(``zoo_transformer.SelfAttention``).
+Source: Brown et al. 2020 (GPT-3), Table 2.1 (learning rates) and Appendix B (betas, weight decay);
+Alpa 0.2.3, GPT benchmark suite (sizes); CAPTURE, Table I. Departures from Alpa: layer normalisation
+comes before a sub-layer, and keys have no bias (``zoo_transformer.SelfAttention``).
 """
 
 from __future__ import annotations
@@ -29,7 +32,17 @@ from types import MappingProxyType
 import flax.linen as nn
 import jax
 import optax
-from zoo import PyTree, Workload, check_options, config_of, forward, initializer, layer_boundary, mean_cross_entropy, random_tokens
+from zoo import (
+    PyTree,
+    Workload,
+    check_options,
+    config_of,
+    forward,
+    initializer,
+    layer_boundary,
+    mean_cross_entropy,
+    random_tokens,
+)
 from zoo_transformer import INIT_STD, FeedForward, SelfAttention
 
 
@@ -65,7 +78,8 @@ class GptConfig:
 
     @property
     def out_init_std(self) -> float:
-        """Initial deviation of a projection onto the residual stream, so that the stream's variance does not grow with depth (GPT-2)."""
+        """Initial deviation of a projection onto the residual stream, so that the stream's variance
+        does not grow with depth (GPT-2)."""
         return INIT_STD * (2 * self.num_layers) ** -0.5
 
 
@@ -85,7 +99,8 @@ SIZES = MappingProxyType(
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each on the normalised stream and added to it: [B, S, D] -> [B, S, D]."""
+    """Attention and feed-forward, each on the normalised stream and added to it: [B, S, D] -> [B,
+    S, D]."""
 
     config: GptConfig
 
@@ -93,10 +108,24 @@ class Block(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         config = self.config
         dropout = nn.Dropout(config.dropout, deterministic=config.dropout == 0.0)
-        attention = SelfAttention(config.num_heads, config.out_init_std, config.dtype, config.dropout, config.attention, name="attention")
-        feed_forward = FeedForward(config.feed_forward_ratio * config.width, config.out_init_std, config.dtype, name="feed_forward")
+        attention = SelfAttention(
+            config.num_heads,
+            config.out_init_std,
+            config.dtype,
+            config.dropout,
+            config.attention,
+            name="attention",
+        )
+        feed_forward = FeedForward(
+            config.feed_forward_ratio * config.width,
+            config.out_init_std,
+            config.dtype,
+            name="feed_forward",
+        )
         x = x + dropout(attention(nn.LayerNorm(dtype=config.dtype, name="attention_norm")(x)))
-        return x + dropout(feed_forward(nn.LayerNorm(dtype=config.dtype, name="feed_forward_norm")(x)))
+        return x + dropout(
+            feed_forward(nn.LayerNorm(dtype=config.dtype, name="feed_forward_norm")(x))
+        )
 
 
 class Gpt(nn.Module):
@@ -107,7 +136,13 @@ class Gpt(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         config, init = self.config, nn.initializers.normal(INIT_STD)
-        embedding = nn.Embed(config.vocab_size, config.width, embedding_init=init, dtype=config.dtype, name="token_embedding")
+        embedding = nn.Embed(
+            config.vocab_size,
+            config.width,
+            embedding_init=init,
+            dtype=config.dtype,
+            name="token_embedding",
+        )
         position = self.param("position_embedding", init, (config.seq_len, config.width))
         x = embedding(tokens) + position.astype(config.dtype)
         x = nn.Dropout(config.dropout, deterministic=config.dropout == 0.0)(x)
@@ -116,7 +151,9 @@ class Gpt(nn.Module):
         x = nn.LayerNorm(dtype=config.dtype, name="final_norm")(x)
         if config.tied:
             return embedding.attend(x)
-        return nn.Dense(config.vocab_size, use_bias=False, kernel_init=init, dtype=config.dtype, name="head")(x)
+        return nn.Dense(
+            config.vocab_size, use_bias=False, kernel_init=init, dtype=config.dtype, name="head"
+        )(x)
 
 
 def gpt(
@@ -134,15 +171,18 @@ def gpt(
     Args:
         size: A key of ``SIZES``.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``, of the computation.
-        tied: Share the token embedding with the head; the first and the last layer then own one parameter together.
+        tied: Share the token embedding with the head; the first and the last layer then own one
+            parameter together.
         num_layers: Transformer blocks instead of the size's.
         seq_len: Tokens of an example instead of the size's.
-        dropout: Probability of dropping an element of the embedding, the attention weights and both sub-layers' outputs; above 0, the
-            loss takes a random key as its third argument.
-        attention: ``"dot_product"``, or ``"flash"``: no scores are kept, and GPUs and TPUs run a Pallas kernel.
+        dropout: Probability of dropping an element of the embedding, the attention weights and both
+            sub-layers' outputs; above 0, the loss takes a random key as its third argument.
+        attention: ``"dot_product"``, or ``"flash"``: no scores are kept, and GPUs and TPUs run a
+            Pallas kernel.
 
     Returns:
-        The workload; a batch is ``{"tokens", "labels"}``, int32 [batch_size, seq_len] each; the first loss is about ``log(vocab_size)``.
+        The workload; a batch is ``{"tokens", "labels"}``, int32 [batch_size, seq_len] each; the
+        first loss is about ``log(vocab_size)``.
 
     Raises:
         ValueError: ``[workload-size]`` or ``[workload-option]``.
@@ -157,7 +197,9 @@ def gpt(
         dropout=dropout,
         attention=attention,
     )
-    check_options(dtype, {"num_layers": config.num_layers, "seq_len": config.seq_len}, dropout, attention)
+    check_options(
+        dtype, {"num_layers": config.num_layers, "seq_len": config.seq_len}, dropout, attention
+    )
     model = Gpt(config)
 
     def loss_fn(params: PyTree, batch: PyTree) -> jax.Array:
@@ -169,6 +211,8 @@ def gpt(
     return Workload(
         loss_fn=random_loss_fn if dropout > 0.0 else loss_fn,
         init=initializer(Gpt(replace(config, dropout=0.0)), (1, config.seq_len), "int32"),
-        batch=lambda key, batch_size: random_tokens(key, batch_size, config.seq_len, config.vocab_size),
+        batch=lambda key, batch_size: random_tokens(
+            key, batch_size, config.seq_len, config.vocab_size
+        ),
         optimizer=optax.adamw(config.learning_rate, b1=0.9, b2=0.95, weight_decay=0.1),
     )

@@ -1,4 +1,5 @@
-"""LLaMA-like causal language model: RMS normalisation, rotary positions, grouped-query attention, SwiGLU; sizes of Llama 3.
+"""LLaMA-like causal language model: RMS normalisation, rotary positions, grouped-query attention,
+SwiGLU; sizes of Llama 3.
 
 Parameters as counted by ``jax.eval_shape``:
 
@@ -7,11 +8,13 @@ Parameters as counted by ``jax.eval_shape``:
     8B      4096      32     32                8   14336   8,030,261,248
     70B     8192      80     64                8   28672  70,553,706,496
 
-Sequence 2048 (Llama 3 trains on 8192), vocabulary 128256, untied head, AdamW; tiny has sequence 32 and vocabulary 256. One layer is one
-block; the embedding belongs to the first, the head and the loss to the last. ``dtype`` is that of the computation: parameters stay float32.
+Sequence 2048 (Llama 3 trains on 8192), vocabulary 128256, untied head, AdamW; tiny has sequence 32
+and vocabulary 256. One layer is one block; the embedding belongs to the first, the head and the
+loss to the last. ``dtype`` is that of the computation: parameters stay float32.
 
-Source: Touvron et al. 2023 (LLaMA), section 2; Grattafiori et al. 2024 (Llama 3), Table 3 (sizes, learning rates, rotary base); Su et al.
-2021 (rotary positions); Ainslie et al. 2023 (grouped queries). Departure: all three AdamW constants are those of LLaMA.
+Source: Touvron et al. 2023 (LLaMA), section 2; Grattafiori et al. 2024 (Llama 3), Table 3 (sizes,
+learning rates, rotary base); Su et al. 2021 (rotary positions); Ainslie et al. 2023 (grouped
+queries). Departure: all three AdamW constants are those of LLaMA.
 """
 
 from __future__ import annotations
@@ -68,19 +71,25 @@ SIZES = MappingProxyType(
 
 
 def rotate(x: jax.Array, base: float) -> jax.Array:
-    """Rotary positions: every pair (i, i + K / 2) of the features turns by position x base^(-2 i / K): [B, S, H, K] -> [B, S, H, K]."""
+    """Rotary positions: every pair (i, i + K / 2) of the features turns by position x base^(-2 i /
+    K): [B, S, H, K] -> [B, S, H, K]."""
     seq_len, head_dim = x.shape[1], x.shape[-1]
     wavelengths = base ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     angles = jnp.arange(seq_len, dtype=jnp.float32)[:, None, None] * wavelengths
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = [first * jnp.cos(angles) - second * jnp.sin(angles), second * jnp.cos(angles) + first * jnp.sin(angles)]
+    turned = [
+        first * jnp.cos(angles) - second * jnp.sin(angles),
+        second * jnp.cos(angles) + first * jnp.sin(angles),
+    ]
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
 class GroupedAttention(nn.Module):
-    """Causal softmax attention whose query heads share keys and values in groups: [B, S, D] -> [B, S, D].
+    """Causal softmax attention whose query heads share keys and values in groups: [B, S, D] -> [B,
+    S, D].
 
-    A weight of queries is [D, G, H / G, K], so that splitting it along the groups splits keys and values alike.
+    A weight of queries is [D, G, H / G, K], so that splitting it along the groups splits keys and
+    values alike.
     """
 
     config: LlamaConfig
@@ -88,24 +97,47 @@ class GroupedAttention(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         config, (seq_len, width) = self.config, x.shape[-2:]
-        groups, in_group, head_dim = config.num_key_value_heads, config.num_heads // config.num_key_value_heads, width // config.num_heads
+        groups, in_group, head_dim = (
+            config.num_key_value_heads,
+            config.num_heads // config.num_key_value_heads,
+            width // config.num_heads,
+        )
 
         def heads(name: str, *shape: int) -> jax.Array:
             init = nn.initializers.normal(INIT_STD)
-            return nn.DenseGeneral((*shape, head_dim), use_bias=False, kernel_init=init, dtype=config.dtype, name=name)(x)
+            return nn.DenseGeneral(
+                (*shape, head_dim), use_bias=False, kernel_init=init, dtype=config.dtype, name=name
+            )(x)
 
-        query, key, value = heads("query", groups, in_group), heads("key", groups), heads("value", groups)
-        query = rotate(query.reshape(*query.shape[:2], groups * in_group, head_dim), config.rotary_base).reshape(query.shape)
+        query, key, value = (
+            heads("query", groups, in_group),
+            heads("key", groups),
+            heads("value", groups),
+        )
+        query = rotate(
+            query.reshape(*query.shape[:2], groups * in_group, head_dim), config.rotary_base
+        ).reshape(query.shape)
         key = rotate(key, config.rotary_base)
         if config.attention == "flash":
             mixed = flash_attention(query, key, value)
         else:
-            scores = jnp.einsum("bqghd,bkgd->bghqk", query * head_dim**-0.5, key).astype(jnp.float32)
+            scores = jnp.einsum("bqghd,bkgd->bghqk", query * head_dim**-0.5, key).astype(
+                jnp.float32
+            )
             causal = jnp.tril(jnp.ones((seq_len, seq_len), bool))
-            weights = nn.softmax(jnp.where(causal, scores, jnp.finfo(jnp.float32).min)).astype(config.dtype)
+            weights = nn.softmax(jnp.where(causal, scores, jnp.finfo(jnp.float32).min)).astype(
+                config.dtype
+            )
             mixed = jnp.einsum("bghqk,bkgd->bqghd", weights, value)
         init = nn.initializers.normal(INIT_STD * (2 * config.num_layers) ** -0.5)
-        return nn.DenseGeneral(width, axis=(-3, -2, -1), use_bias=False, kernel_init=init, dtype=config.dtype, name="out")(mixed)
+        return nn.DenseGeneral(
+            width,
+            axis=(-3, -2, -1),
+            use_bias=False,
+            kernel_init=init,
+            dtype=config.dtype,
+            name="out",
+        )(mixed)
 
 
 class GatedFeedForward(nn.Module):
@@ -118,22 +150,33 @@ class GatedFeedForward(nn.Module):
         config = self.config
 
         def dense(features: int, name: str, std: float = INIT_STD) -> nn.Dense:
-            return nn.Dense(features, use_bias=False, kernel_init=nn.initializers.normal(std), dtype=config.dtype, name=name)
+            return nn.Dense(
+                features,
+                use_bias=False,
+                kernel_init=nn.initializers.normal(std),
+                dtype=config.dtype,
+                name=name,
+            )
 
         hidden = nn.silu(dense(config.hidden, "gate")(x)) * dense(config.hidden, "up")(x)
         return dense(x.shape[-1], "down", INIT_STD * (2 * config.num_layers) ** -0.5)(hidden)
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each on the normalised stream and added to it: [B, S, D] -> [B, S, D]."""
+    """Attention and feed-forward, each on the normalised stream and added to it: [B, S, D] -> [B,
+    S, D]."""
 
     config: LlamaConfig
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         config = self.config
-        x = x + GroupedAttention(config, name="attention")(nn.RMSNorm(dtype=config.dtype, name="attention_norm")(x))
-        return x + GatedFeedForward(config, name="feed_forward")(nn.RMSNorm(dtype=config.dtype, name="feed_forward_norm")(x))
+        x = x + GroupedAttention(config, name="attention")(
+            nn.RMSNorm(dtype=config.dtype, name="attention_norm")(x)
+        )
+        return x + GatedFeedForward(config, name="feed_forward")(
+            nn.RMSNorm(dtype=config.dtype, name="feed_forward_norm")(x)
+        )
 
 
 class Llama(nn.Module):
@@ -144,11 +187,19 @@ class Llama(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         config, init = self.config, nn.initializers.normal(INIT_STD)
-        x = nn.Embed(config.vocab_size, config.width, embedding_init=init, dtype=config.dtype, name="token_embedding")(tokens)
+        x = nn.Embed(
+            config.vocab_size,
+            config.width,
+            embedding_init=init,
+            dtype=config.dtype,
+            name="token_embedding",
+        )(tokens)
         for i in range(config.num_layers):
             x = Block(config, name=f"block_{i}")(layer_boundary(x) if i else x)
         x = nn.RMSNorm(dtype=config.dtype, name="final_norm")(x)
-        return nn.Dense(config.vocab_size, use_bias=False, kernel_init=init, dtype=config.dtype, name="head")(x)
+        return nn.Dense(
+            config.vocab_size, use_bias=False, kernel_init=init, dtype=config.dtype, name="head"
+        )(x)
 
 
 def llama(
@@ -168,16 +219,25 @@ def llama(
         num_layers: Transformer blocks instead of the size's.
         seq_len: Tokens of an example instead of the size's.
         vocab_size: Distinct tokens instead of the size's.
-        attention: ``"dot_product"``, or ``"flash"``: no scores are kept, and GPUs and TPUs run a Pallas kernel.
+        attention: ``"dot_product"``, or ``"flash"``: no scores are kept, and GPUs and TPUs run a
+            Pallas kernel.
 
     Returns:
-        The workload; a batch is ``{"tokens", "labels"}``, int32 [batch_size, seq_len] each; the first loss is about ``log(vocab_size)``.
+        The workload; a batch is ``{"tokens", "labels"}``, int32 [batch_size, seq_len] each; the
+        first loss is about ``log(vocab_size)``.
 
     Raises:
         ValueError: ``[workload-size]`` or ``[workload-option]``.
     """
     base = config_of("llama", SIZES, size)
     given = {"num_layers": num_layers, "seq_len": seq_len, "vocab_size": vocab_size}
-    config = replace(base, dtype=dtype, attention=attention, **{key: value for key, value in given.items() if value is not None})
+    config = replace(
+        base,
+        dtype=dtype,
+        attention=attention,
+        **{key: value for key, value in given.items() if value is not None},
+    )
     check_options(dtype, {key: getattr(config, key) for key in given}, attention=attention)
-    return next_token_workload(Llama(config), config.seq_len, config.vocab_size, config.learning_rate)
+    return next_token_workload(
+        Llama(config), config.seq_len, config.vocab_size, config.learning_rate
+    )

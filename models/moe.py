@@ -1,6 +1,8 @@
-"""GShard mixture of experts: a causal transformer whose every second block chooses among expert feed-forward layers.
+"""GShard mixture of experts: a causal transformer whose every second block chooses among expert
+feed-forward layers.
 
-Parameters as counted by ``jax.eval_shape``; one layer is one block, and blocks 0, 2, 4, ... have experts:
+Parameters as counted by ``jax.eval_shape``; one layer is one block, and blocks 0, 2, 4, ... have
+experts:
 
     size   width  blocks  experts  parameters
     tiny      64       4        4        759,296
@@ -12,18 +14,22 @@ Parameters as counted by ``jax.eval_shape``; one layer is one block, and blocks 
     10B     1536      16       32  10,217,217,024
     27B     2048      16       48  26,709,446,656
 
-Sequence 1024, vocabulary 32000, 16 heads, feed-forward width 8x (dense and expert), top-2 gating within groups of 2048 tokens, untied
-head, Adafactor; tiny has sequence 32, vocabulary 256, 4 heads and groups of 32 tokens.
+Sequence 1024, vocabulary 32000, 16 heads, feed-forward width 8x (dense and expert), top-2 gating
+within groups of 2048 tokens, untied head, Adafactor; tiny has sequence 32, vocabulary 256, 4 heads
+and groups of 32 tokens.
 
-**Groups and examples.** Tokens are gated in groups of consecutive tokens: [B, S, D] -> [G, T, D], with whole groups inside the batch, so
-the tokens of a batch must be a multiple of T (an even number of examples where T = 2048 and S = 1024; an error says so). Experts have
-room for 2 T / E tokens of a group and what overflows is passed by, so the examples of a group affect one another. The load-balancing
-loss is a mean over groups too. Hence the loss of a batch is the mean over its groups: it splits exactly over micro-batches that hold
-whole groups, and is a mean over examples where a group lies within one (tiny). The load-balancing loss is a float32 scalar that runs
-through every layer boundary beside the activations.
+**Groups and examples.** Tokens are gated in groups of consecutive tokens: [B, S, D] -> [G, T, D],
+with whole groups inside the batch, so the tokens of a batch must be a multiple of T (an even number
+of examples where T = 2048 and S = 1024; an error says so). Experts have room for 2 T / E tokens of
+a group and what overflows is passed by, so the examples of a group affect one another. The
+load-balancing loss is a mean over groups too. Hence the loss of a batch is the mean over its
+groups: it splits exactly over micro-batches that hold whole groups, and is a mean over examples
+where a group lies within one (tiny). The load-balancing loss is a float32 scalar that runs through
+every layer boundary beside the activations.
 
-Source: Lepikhin et al. 2020 (GShard), Algorithm 1 and section 2.2; Alpa 0.2.3, MoE benchmark suite (sizes, and expert blocks first);
-CAPTURE, Table I. Departures from GShard: the second expert is always used, not with a probability, and the model is a causal decoder.
+Source: Lepikhin et al. 2020 (GShard), Algorithm 1 and section 2.2; Alpa 0.2.3, MoE benchmark suite
+(sizes, and expert blocks first); CAPTURE, Table I. Departures from GShard: the second expert is
+always used, not with a probability, and the model is a causal decoder.
 """
 
 from __future__ import annotations
@@ -36,7 +42,17 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from zoo import PyTree, Workload, check_options, config_of, forward, initializer, layer_boundary, mean_cross_entropy, random_tokens
+from zoo import (
+    PyTree,
+    Workload,
+    check_options,
+    config_of,
+    forward,
+    initializer,
+    layer_boundary,
+    mean_cross_entropy,
+    random_tokens,
+)
 from zoo_transformer import INIT_STD, FeedForward, SelfAttention
 
 
@@ -79,7 +95,8 @@ class MoeConfig:
 
     @property
     def out_init_std(self) -> float:
-        """Initial deviation of a projection onto the residual stream, so that the stream's variance does not grow with depth (GPT-2)."""
+        """Initial deviation of a projection onto the residual stream, so that the stream's variance
+        does not grow with depth (GPT-2)."""
         return INIT_STD * (2 * self.num_layers) ** -0.5
 
 
@@ -98,32 +115,36 @@ SIZES = MappingProxyType(
 
 
 def top2_gating(gates: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """Send each token to its two best experts, first choices before second ones, until an expert of the group is full.
+    """Send each token to its two best experts, first choices before second ones, until an expert of
+    the group is full.
 
-    The load-balancing loss of a group is ``E * sum_e f_e * p_e`` with f_e the fraction of its tokens whose first choice is expert e and
-    p_e the mean gate of e; it is 1 when both are uniform.
+    The load-balancing loss of a group is ``E * sum_e f_e * p_e`` with f_e the fraction of its
+    tokens whose first choice is expert e and p_e the mean gate of e; it is 1 when both are uniform.
 
     Args:
         gates: Probabilities, float32 [G, T, E].
         capacity: Tokens of a group that an expert takes, C.
 
     Returns:
-        Weights to combine the experts' outputs with, float32 [G, T, E, C], zero where a token has no place; and the mean
-        load-balancing loss over the groups, a scalar.
+        Weights to combine the experts' outputs with, float32 [G, T, E, C], zero where a token has
+        no place; and the mean load-balancing loss over the groups, a scalar.
 
     Source: GShard, Algorithm 1.
     """
     num_experts = gates.shape[-1]
     first = jax.nn.one_hot(jnp.argmax(gates, -1), num_experts)
     second = jax.nn.one_hot(jnp.argmax(jnp.where(first > 0, -jnp.inf, gates), -1), num_experts)
-    # A token's place with an expert is the number of earlier claims; second choices queue behind all first ones.
+    # A token's place with an expert is the number of earlier claims; second choices queue behind
+    # all first ones.
     first_place = jnp.cumsum(first, 1) - first
     second_place = jnp.cumsum(second, 1) - second + first.sum(1, keepdims=True)
     first_gate, second_gate = (gates * first).sum(-1), (gates * second).sum(-1)
     total = first_gate + second_gate
 
     def combine(gate: jax.Array, choice: jax.Array, place: jax.Array) -> jax.Array:
-        slot = jax.nn.one_hot((place * choice).sum(-1).astype(jnp.int32), capacity)  # all zero beyond the capacity
+        slot = jax.nn.one_hot(
+            (place * choice).sum(-1).astype(jnp.int32), capacity
+        )  # all zero beyond the capacity
         return ((gate / total)[..., None] * choice)[..., :, None] * slot[..., None, :]
 
     weights = combine(first_gate, first, first_place) + combine(second_gate, second, second_place)
@@ -142,18 +163,25 @@ class Experts(nn.Module):
         hidden, init = config.feed_forward_ratio * width, nn.initializers.normal
         gate = self.param("gate", init(INIT_STD), (width, experts))
         up = self.param("up", init(INIT_STD), (experts, width, hidden)).astype(config.dtype)
-        down = self.param("down", init(config.out_init_std), (experts, hidden, width)).astype(config.dtype)
+        down = self.param("down", init(config.out_init_std), (experts, hidden, width)).astype(
+            config.dtype
+        )
 
         tokens = x.reshape(-1, config.group_tokens, width)
         gates = nn.softmax(jnp.einsum("gtd,de->gte", tokens.astype(jnp.float32), gate))
         weights, balance = top2_gating(gates, capacity=max(1, 2 * config.group_tokens // experts))
         sent = jnp.einsum("gtec,gtd->egcd", (weights > 0).astype(config.dtype), tokens)
-        outputs = jnp.einsum("egch,ehd->egcd", nn.relu(jnp.einsum("egcd,edh->egch", sent, up)), down)
-        return jnp.einsum("gtec,egcd->gtd", weights.astype(config.dtype), outputs).reshape(x.shape), balance
+        outputs = jnp.einsum(
+            "egch,ehd->egcd", nn.relu(jnp.einsum("egcd,edh->egch", sent, up)), down
+        )
+        return jnp.einsum("gtec,egcd->gtd", weights.astype(config.dtype), outputs).reshape(
+            x.shape
+        ), balance
 
 
 class Block(nn.Module):
-    """Attention, then experts or a dense feed-forward layer: [B, S, D] -> [B, S, D], and the load-balancing loss (None if dense)."""
+    """Attention, then experts or a dense feed-forward layer: [B, S, D] -> [B, S, D], and the
+    load-balancing loss (None if dense)."""
 
     config: MoeConfig
     has_experts: bool
@@ -161,18 +189,30 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         config = self.config
-        attention = SelfAttention(config.num_heads, config.out_init_std, config.dtype, attention=config.attention, name="attention")
+        attention = SelfAttention(
+            config.num_heads,
+            config.out_init_std,
+            config.dtype,
+            attention=config.attention,
+            name="attention",
+        )
         x = x + attention(nn.LayerNorm(dtype=config.dtype, name="attention_norm")(x))
         normed = nn.LayerNorm(dtype=config.dtype, name="feed_forward_norm")(x)
         if self.has_experts:
             update, balance = Experts(config, name="experts")(normed)
             return x + update, balance
-        feed_forward = FeedForward(config.feed_forward_ratio * config.width, config.out_init_std, config.dtype, name="feed_forward")
+        feed_forward = FeedForward(
+            config.feed_forward_ratio * config.width,
+            config.out_init_std,
+            config.dtype,
+            name="feed_forward",
+        )
         return x + feed_forward(normed), None
 
 
 class Moe(nn.Module):
-    """Tokens, int32 [B, S], to logits, [B, S, V], and the load-balancing loss, the mean over the blocks with experts."""
+    """Tokens, int32 [B, S], to logits, [B, S, V], and the load-balancing loss, the mean over the
+    blocks with experts."""
 
     config: MoeConfig
 
@@ -181,18 +221,32 @@ class Moe(nn.Module):
         config, init = self.config, nn.initializers.normal(INIT_STD)
         if tokens.size % config.group_tokens:
             raise ValueError(
-                f"{tokens.shape[0]} examples of {tokens.shape[1]} tokens are not whole expert groups of {config.group_tokens} tokens; use "
-                f"a multiple of {config.examples_per_group} examples in each micro-batch, or another group_tokens. [workload-batch]"
+                f"{tokens.shape[0]} examples of {tokens.shape[1]} tokens are not whole expert "
+                f"groups of {config.group_tokens} tokens; use "
+                f"a multiple of {config.examples_per_group} examples in each micro-batch, or "
+                "another group_tokens. [workload-batch]"
             )
-        x = nn.Embed(config.vocab_size, config.width, embedding_init=init, dtype=config.dtype, name="token_embedding")(tokens)
-        x = x + self.param("position_embedding", init, (config.seq_len, config.width)).astype(config.dtype)
+        x = nn.Embed(
+            config.vocab_size,
+            config.width,
+            embedding_init=init,
+            dtype=config.dtype,
+            name="token_embedding",
+        )(tokens)
+        x = x + self.param("position_embedding", init, (config.seq_len, config.width)).astype(
+            config.dtype
+        )
         total, num_balances = jnp.zeros((), jnp.float32), 0
         for i in range(config.num_layers):
-            x, balance = Block(config, has_experts=i % 2 == 0, name=f"block_{i}")(layer_boundary(x) if i else x)
+            x, balance = Block(config, has_experts=i % 2 == 0, name=f"block_{i}")(
+                layer_boundary(x) if i else x
+            )
             if balance is not None:
                 total, num_balances = total + balance, num_balances + 1
         x = nn.LayerNorm(dtype=config.dtype, name="final_norm")(x)
-        logits = nn.Dense(config.vocab_size, use_bias=False, kernel_init=init, dtype=config.dtype, name="head")(x)
+        logits = nn.Dense(
+            config.vocab_size, use_bias=False, kernel_init=init, dtype=config.dtype, name="head"
+        )(x)
         return logits, total / num_balances
 
 
@@ -212,14 +266,18 @@ def moe(
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``, of the computation.
         num_layers: Transformer blocks instead of the size's.
         seq_len: Tokens of an example instead of the size's.
-        group_tokens: Tokens of an expert group instead of the size's; divides the tokens of every micro-batch.
-        attention: ``"dot_product"``, or ``"flash"``: no scores are kept, and GPUs and TPUs run a Pallas kernel.
+        group_tokens: Tokens of an expert group instead of the size's; divides the tokens of every
+            micro-batch.
+        attention: ``"dot_product"``, or ``"flash"``: no scores are kept, and GPUs and TPUs run a
+            Pallas kernel.
 
     Returns:
-        The workload; a batch is ``{"tokens", "labels"}``, int32 [batch_size, seq_len] each; the first loss is about ``log(vocab_size)``.
+        The workload; a batch is ``{"tokens", "labels"}``, int32 [batch_size, seq_len] each; the
+        first loss is about ``log(vocab_size)``.
 
     Raises:
-        ValueError: ``[workload-size]`` or ``[workload-option]``; the loss raises ``[workload-batch]`` for a batch of broken groups.
+        ValueError: ``[workload-size]`` or ``[workload-option]``; the loss raises
+            ``[workload-batch]`` for a batch of broken groups.
     """
     base = config_of("moe", SIZES, size)
     config = replace(
@@ -230,7 +288,11 @@ def moe(
         group_tokens=base.group_tokens if group_tokens is None else group_tokens,
         attention=attention,
     )
-    counts = {"num_layers": config.num_layers, "seq_len": config.seq_len, "group_tokens": config.group_tokens}
+    counts = {
+        "num_layers": config.num_layers,
+        "seq_len": config.seq_len,
+        "group_tokens": config.group_tokens,
+    }
     check_options(dtype, counts, attention=attention)
     model = Moe(config)
 
@@ -241,6 +303,8 @@ def moe(
     return Workload(
         loss_fn=loss_fn,
         init=initializer(model, (config.examples_per_group, config.seq_len), "int32"),
-        batch=lambda key, batch_size: random_tokens(key, batch_size, config.seq_len, config.vocab_size),
+        batch=lambda key, batch_size: random_tokens(
+            key, batch_size, config.seq_len, config.vocab_size
+        ),
         optimizer=optax.adafactor(config.learning_rate),
     )

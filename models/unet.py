@@ -1,18 +1,20 @@
 """U-Net: a convolutional network whose long skip connections cross most layer boundaries.
 
-Parameters as counted by ``jax.eval_shape``; ``levels`` are the resolutions, each with twice the channels of the one above it:
+Parameters as counted by ``jax.eval_shape``; ``levels`` are the resolutions, each with twice the
+channels of the one above it:
 
     size   channels  levels  image  parameters
     tiny          8       3     32         29,688
     31M          64       5    512     31,037,698
 
-The task is a class for every pixel, with Adam. One layer is one level on the way down or one on the way up, 2 x levels - 1 in all; the
-lowest level is one layer and the head belongs to the last. The output of a level on the way down is read by the layer that follows and
-again by the layer at the same level on the way up, so it passes through every layer between: the lowest layer is spanned by
+The task is a class for every pixel, with Adam. One layer is one level on the way down or one on the
+way up, 2 x levels - 1 in all; the lowest level is one layer and the head belongs to the last. The
+output of a level on the way down is read by the layer that follows and again by the layer at the
+same level on the way up, so it passes through every layer between: the lowest layer is spanned by
 ``levels - 1`` skip tensors.
 
-Source: Ronneberger et al. 2015 (U-Net), Fig. 1. Departures: padded convolutions, and group normalisation after each (of every example by
-itself, so the loss is a mean over examples).
+Source: Ronneberger et al. 2015 (U-Net), Fig. 1. Departures: padded convolutions, and group
+normalisation after each (of every example by itself, so the loss is a mean over examples).
 """
 
 from __future__ import annotations
@@ -24,7 +26,17 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from zoo import PyTree, Workload, check_options, config_of, forward, initializer, layer_boundary, mean_cross_entropy, random_images
+from zoo import (
+    PyTree,
+    Workload,
+    check_options,
+    config_of,
+    forward,
+    initializer,
+    layer_boundary,
+    mean_cross_entropy,
+    random_images,
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +62,9 @@ class UNetConfig:
     dtype: str = "float32"
 
 
-SIZES = MappingProxyType({"tiny": UNetConfig(8, 3, 32, 8, num_groups=4), "31M": UNetConfig(64, 5, 512, 2, num_groups=32)})
+SIZES = MappingProxyType(
+    {"tiny": UNetConfig(8, 3, 32, 8, num_groups=4), "31M": UNetConfig(64, 5, 512, 2, num_groups=32)}
+)
 
 
 class Level(nn.Module):
@@ -63,9 +77,16 @@ class Level(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         for i in range(2):
             x = nn.Conv(
-                self.channels, (3, 3), use_bias=False, kernel_init=nn.initializers.he_normal(), dtype=self.config.dtype, name=f"conv_{i}"
+                self.channels,
+                (3, 3),
+                use_bias=False,
+                kernel_init=nn.initializers.he_normal(),
+                dtype=self.config.dtype,
+                name=f"conv_{i}",
             )(x)
-            x = nn.relu(nn.GroupNorm(self.config.num_groups, dtype=self.config.dtype, name=f"norm_{i}")(x))
+            x = nn.relu(
+                nn.GroupNorm(self.config.num_groups, dtype=self.config.dtype, name=f"norm_{i}")(x)
+            )
         return x
 
 
@@ -92,9 +113,17 @@ class UNet(nn.Module):
             x = Level(config, config.channels * 2**level, name=f"down_{level}")(x)
         for level in reversed(range(config.num_levels - 1)):
             channels = config.channels * 2**level
-            x = nn.Conv(channels, (2, 2), dtype=config.dtype, name=f"up_conv_{level}")(double_resolution(layer_boundary(x)))
+            x = nn.Conv(channels, (2, 2), dtype=config.dtype, name=f"up_conv_{level}")(
+                double_resolution(layer_boundary(x))
+            )
             x = Level(config, channels, name=f"up_{level}")(jnp.concatenate([skips[level], x], -1))
-        return nn.Conv(config.num_classes, (1, 1), kernel_init=nn.initializers.normal(0.01), dtype=config.dtype, name="head")(x)
+        return nn.Conv(
+            config.num_classes,
+            (1, 1),
+            kernel_init=nn.initializers.normal(0.01),
+            dtype=config.dtype,
+            name="head",
+        )(x)
 
 
 def unet(*, size: str = "tiny", dtype: str = "float32") -> Workload:
@@ -105,8 +134,8 @@ def unet(*, size: str = "tiny", dtype: str = "float32") -> Workload:
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``, of the computation.
 
     Returns:
-        The workload; a batch is ``{"images", "labels"}``, float32 [batch_size, H, W, 3] and int32 [batch_size, H, W], and the loss about
-        ``log(num_classes)`` at first.
+        The workload; a batch is ``{"images", "labels"}``, float32 [batch_size, H, W, 3] and int32
+        [batch_size, H, W], and the loss about ``log(num_classes)`` at first.
 
     Raises:
         ValueError: ``[workload-size]`` or ``[workload-option]``.
@@ -123,6 +152,8 @@ def unet(*, size: str = "tiny", dtype: str = "float32") -> Workload:
     return Workload(
         loss_fn=loss_fn,
         init=initializer(model, (1, *pixels, 3), "float32"),
-        batch=lambda key, batch_size: random_images(key, batch_size, config.image_size, config.num_classes, label_shape=pixels),
+        batch=lambda key, batch_size: random_images(
+            key, batch_size, config.image_size, config.num_classes, label_shape=pixels
+        ),
         optimizer=optax.adam(config.learning_rate),
     )

@@ -1,6 +1,8 @@
-"""Wide-ResNet: a bottleneck ResNet-50 with wider channels, in the sizes of Alpa's benchmark suite and of CAPTURE's Table I.
+"""Wide-ResNet: a bottleneck ResNet-50 with wider channels, in the sizes of Alpa's benchmark suite
+and of CAPTURE's Table I.
 
-Parameters as counted by ``jax.eval_shape``; ``channels`` are those of the stem, ``width`` multiplies the middle convolution of a block:
+Parameters as counted by ``jax.eval_shape``; ``channels`` are those of the stem, ``width``
+multiplies the middle convolution of a block:
 
     size   channels  width  blocks  parameters
     tiny          8      2       4         60,456
@@ -11,17 +13,21 @@ Parameters as counted by ``jax.eval_shape``; ``channels`` are those of the stem,
     4B          640      2      16  4,000,937,344
     6.8B        320     16      16  6,727,679,424
 
-Images 224 x 224, 1024 classes, float32, SGD with momentum 0.9; tiny has images 32 x 32 and 16 classes. One layer is one residual block
-(stem with the first, head and loss with the last), 16 in all; ``layers=32`` cuts each block in two after its middle convolution, where
-the branch (half as wide as the output) and the shortcut cross. The projection of a shortcut is in the first half, so that the
-input of a block that halves the image, twice as large as its output, does not. In FLOPs the halves are 22 : 8, of such a block 34 : 8.
+Images 224 x 224, 1024 classes, float32, SGD with momentum 0.9; tiny has images 32 x 32 and 16
+classes. One layer is one residual block (stem with the first, head and loss with the last), 16 in
+all; ``layers=32`` cuts each block in two after its middle convolution, where the branch (half as
+wide as the output) and the shortcut cross. The projection of a shortcut is in the first half, so
+that the input of a block that halves the image, twice as large as its output, does not. In FLOPs
+the halves are 22 : 8, of such a block 34 : 8.
 
-**Batch statistics.** Batch normalisation uses the statistics of the batch it is given and keeps no running averages. The loss of a
-micro-batch therefore depends on which examples it holds: it is *not* a mean over examples, and the mean over micro-batches
-differs from the loss of the whole batch, as in every pipeline that trains such a network. The library warns of it.
+**Batch statistics.** Batch normalisation uses the statistics of the batch it is given and keeps no
+running averages. The loss of a micro-batch therefore depends on which examples it holds: it is
+*not* a mean over examples, and the mean over micro-batches differs from the loss of the whole
+batch, as in every pipeline that trains such a network. The library warns of it.
 
-Source: Zagoruyko and Komodakis 2016 (Wide Residual Networks); He et al. 2016 (ResNet-50); Goyal et al. 2017, section 5.1
-(initialisation); Alpa 0.2.3, Wide-ResNet benchmark suite (sizes); CAPTURE, Table I.
+Source: Zagoruyko and Komodakis 2016 (Wide Residual Networks); He et al. 2016 (ResNet-50); Goyal et
+al. 2017, section 5.1 (initialisation); Alpa 0.2.3, Wide-ResNet benchmark suite (sizes); CAPTURE,
+Table I.
 """
 
 from __future__ import annotations
@@ -34,7 +40,17 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from zoo import PyTree, Workload, check_options, config_of, forward, initializer, layer_boundary, mean_cross_entropy, random_images
+from zoo import (
+    PyTree,
+    Workload,
+    check_options,
+    config_of,
+    forward,
+    initializer,
+    layer_boundary,
+    mean_cross_entropy,
+    random_images,
+)
 
 
 @dataclass(frozen=True)
@@ -76,14 +92,19 @@ SIZES = MappingProxyType(
 
 
 class BatchNorm(nn.Module):
-    """Normalise each channel by its mean and variance over the batch and the pixels: [B, H, W, C] -> [B, H, W, C]."""
+    """Normalise each channel by its mean and variance over the batch and the pixels: [B, H, W, C]
+    -> [B, H, W, C]."""
 
     dtype: str
     zero_scale: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        scale = self.param("scale", nn.initializers.zeros if self.zero_scale else nn.initializers.ones, (x.shape[-1],))
+        scale = self.param(
+            "scale",
+            nn.initializers.zeros if self.zero_scale else nn.initializers.ones,
+            (x.shape[-1],),
+        )
         bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
         centred = x.astype(jnp.float32) - x.mean((0, 1, 2), dtype=jnp.float32)
         variance = jnp.square(centred).mean((0, 1, 2))
@@ -91,7 +112,8 @@ class BatchNorm(nn.Module):
 
 
 class Block(nn.Module):
-    """1x1, 3x3 and 1x1 convolution around a shortcut: [B, H, W, C'] -> [B, H/stride, W/stride, 4 C].
+    """1x1, 3x3 and 1x1 convolution around a shortcut: [B, H, W, C'] -> [B, H/stride, W/stride, 4
+    C].
 
     Attributes:
         config: Of the network.
@@ -106,16 +128,26 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         config, strides = self.config, (self.stride, self.stride)
-        conv = partial(nn.Conv, use_bias=False, kernel_init=nn.initializers.he_normal(), dtype=config.dtype)
+        conv = partial(
+            nn.Conv, use_bias=False, kernel_init=nn.initializers.he_normal(), dtype=config.dtype
+        )
         norm = partial(BatchNorm, config.dtype)
         y = nn.relu(norm(name="norm_in")(conv(self.channels, (1, 1), name="conv_in")(x)))
-        y = nn.relu(norm(name="norm_mid")(conv(config.width * self.channels, (3, 3), strides, name="conv_mid")(y)))
+        y = nn.relu(
+            norm(name="norm_mid")(
+                conv(config.width * self.channels, (3, 3), strides, name="conv_mid")(y)
+            )
+        )
         if self.stride != 1 or x.shape[-1] != 4 * self.channels:
-            x = norm(name="norm_shortcut")(conv(4 * self.channels, (1, 1), strides, name="conv_shortcut")(x))
+            x = norm(name="norm_shortcut")(
+                conv(4 * self.channels, (1, 1), strides, name="conv_shortcut")(x)
+            )
         if config.split_blocks:
             y = layer_boundary(y)
         # A block starts as the identity (Goyal et al. 2017, section 5.1).
-        y = norm(zero_scale=True, name="norm_out")(conv(4 * self.channels, (1, 1), name="conv_out")(y))
+        y = norm(zero_scale=True, name="norm_out")(
+            conv(4 * self.channels, (1, 1), name="conv_out")(y)
+        )
         return nn.relu(x + y)
 
 
@@ -128,19 +160,37 @@ class WideResNet(nn.Module):
     def __call__(self, images: jax.Array) -> jax.Array:
         config = self.config
         stem = nn.Conv(
-            config.channels, (7, 7), (2, 2), use_bias=False, kernel_init=nn.initializers.he_normal(), dtype=config.dtype, name="conv_stem"
+            config.channels,
+            (7, 7),
+            (2, 2),
+            use_bias=False,
+            kernel_init=nn.initializers.he_normal(),
+            dtype=config.dtype,
+            name="conv_stem",
         )
         x = nn.relu(BatchNorm(config.dtype, name="norm_stem")(stem(images.astype(config.dtype))))
         x = nn.max_pool(x, (3, 3), (2, 2), "SAME")
         for group, num_blocks in enumerate(config.blocks):
             for i in range(num_blocks):
-                block = Block(config, config.channels * 2**group, stride=2 if group and i == 0 else 1, name=f"block_{group}_{i}")
+                block = Block(
+                    config,
+                    config.channels * 2**group,
+                    stride=2 if group and i == 0 else 1,
+                    name=f"block_{group}_{i}",
+                )
                 x = block(layer_boundary(x) if group or i else x)
         x = x.mean((1, 2))
-        return nn.Dense(config.num_classes, kernel_init=nn.initializers.normal(0.01), dtype=config.dtype, name="head")(x)
+        return nn.Dense(
+            config.num_classes,
+            kernel_init=nn.initializers.normal(0.01),
+            dtype=config.dtype,
+            name="head",
+        )(x)
 
 
-def wide_resnet(*, size: str = "tiny", dtype: str = "float32", layers: int | None = None) -> Workload:
+def wide_resnet(
+    *, size: str = "tiny", dtype: str = "float32", layers: int | None = None
+) -> Workload:
     """Classification of random images with SGD and momentum.
 
     Args:
@@ -149,8 +199,9 @@ def wide_resnet(*, size: str = "tiny", dtype: str = "float32", layers: int | Non
         layers: As many as the size has blocks (16; tiny: 4; the default), or twice as many.
 
     Returns:
-        The workload; a batch is ``{"images", "labels"}``, float32 [batch_size, H, W, 3] and int32 [batch_size], and the loss about
-        ``log(num_classes)`` at first. Its mean over micro-batches is not the loss of the batch (see the module).
+        The workload; a batch is ``{"images", "labels"}``, float32 [batch_size, H, W, 3] and int32
+        [batch_size], and the loss about ``log(num_classes)`` at first. Its mean over micro-batches
+        is not the loss of the batch (see the module).
 
     Raises:
         ValueError: ``[workload-size]`` or ``[workload-option]``.
@@ -172,6 +223,8 @@ def wide_resnet(*, size: str = "tiny", dtype: str = "float32", layers: int | Non
     return Workload(
         loss_fn=loss_fn,
         init=initializer(model, (1, config.image_size, config.image_size, 3), "float32"),
-        batch=lambda key, batch_size: random_images(key, batch_size, config.image_size, config.num_classes),
+        batch=lambda key, batch_size: random_images(
+            key, batch_size, config.image_size, config.num_classes
+        ),
         optimizer=optax.sgd(config.learning_rate, momentum=0.9),
     )

@@ -1,7 +1,7 @@
 """What every model of the zoo returns, and the few things that all of them do.
 
-The zoo knows nothing about parallelism and imports nothing of the library: a ``Workload`` is any object with these four members, and a
-layer boundary is a JAX primitive.
+The zoo knows nothing about parallelism and imports nothing of the library: a ``Workload`` is any
+object with these four members, and a layer boundary is a JAX primitive.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ class Workload:
     """A training task.
 
     Attributes:
-        loss_fn: ``loss_fn(params, batch)``, or ``loss_fn(params, batch, key)`` where the model draws random numbers: a float32 scalar,
-            the mean over the examples of the batch.
+        loss_fn: ``loss_fn(params, batch)``, or ``loss_fn(params, batch, key)`` where the model
+            draws random numbers: a float32 scalar, the mean over the examples of the batch.
         init: ``init(key)`` makes the float32 parameters.
-        batch: ``batch(key, batch_size)`` makes random data; every leaf carries the examples in dimension 0.
+        batch: ``batch(key, batch_size)`` makes random data; every leaf carries the examples in
+            dimension 0.
         optimizer: An optax gradient transformation; its state is float32.
     """
 
@@ -43,10 +44,13 @@ def layer_boundary(x: jax.Array) -> jax.Array:
     return checkpoint_name(x, "layer_boundary")
 
 
-def initializer(model: nn.Module, shape: tuple[int, ...], dtype: str) -> Callable[[jax.Array], PyTree]:
+def initializer(
+    model: nn.Module, shape: tuple[int, ...], dtype: str
+) -> Callable[[jax.Array], PyTree]:
     """``init(key)`` of a Linen module that takes one array of this shape and dtype.
 
-    The forward pass that finds the parameters is only traced. Eagerly, each shape of a parameter is compiled once for all layers.
+    The forward pass that finds the parameters is only traced. Eagerly, each shape of a parameter is
+    compiled once for all layers.
     """
 
     def init(key: jax.Array) -> PyTree:
@@ -57,29 +61,42 @@ def initializer(model: nn.Module, shape: tuple[int, ...], dtype: str) -> Callabl
     return init
 
 
-def forward(model: nn.Module, params: PyTree, inputs: jax.Array, dropout_key: jax.Array | None = None) -> Any:
+def forward(
+    model: nn.Module, params: PyTree, inputs: jax.Array, dropout_key: jax.Array | None = None
+) -> Any:
     """What a Linen module computes from its inputs, with ``params`` as its only variables."""
-    return model.apply({"params": params}, inputs, rngs=None if dropout_key is None else {"dropout": dropout_key})
+    return model.apply(
+        {"params": params}, inputs, rngs=None if dropout_key is None else {"dropout": dropout_key}
+    )
 
 
 def mean_cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Mean of ``-log softmax(logits)[label]`` over all labels, computed in float32 whatever the dtype of the logits.
+    """Mean of ``-log softmax(logits)[label]`` over all labels, computed in float32 whatever the
+    dtype of the logits.
 
     Args:
         logits: [..., num_classes].
         labels: int32 [...].
     """
-    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), labels
+    ).mean()
 
 
-def random_tokens(key: jax.Array, batch_size: int, seq_len: int, vocab_size: int) -> dict[str, jax.Array]:
-    """Uniformly random ``tokens`` and, shifted by one, the ``labels`` to predict: int32 [batch_size, seq_len] each."""
+def random_tokens(
+    key: jax.Array, batch_size: int, seq_len: int, vocab_size: int
+) -> dict[str, jax.Array]:
+    """Uniformly random ``tokens`` and, shifted by one, the ``labels`` to predict: int32
+    [batch_size, seq_len] each."""
     tokens = jax.random.randint(key, (batch_size, seq_len + 1), 0, vocab_size, jnp.int32)
     return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
 
 
-def next_token_workload(model: nn.Module, seq_len: int, vocab_size: int, learning_rate: float) -> Workload:
-    """Next-token prediction on random tokens with AdamW; the model takes int32 [B, S] and returns logits, [B, S, V]."""
+def next_token_workload(
+    model: nn.Module, seq_len: int, vocab_size: int, learning_rate: float
+) -> Workload:
+    """Next-token prediction on random tokens with AdamW; the model takes int32 [B, S] and returns
+    logits, [B, S, V]."""
 
     def loss_fn(params: PyTree, batch: PyTree) -> jax.Array:
         return mean_cross_entropy(forward(model, params, batch["tokens"]), batch["labels"])
@@ -93,12 +110,20 @@ def next_token_workload(model: nn.Module, seq_len: int, vocab_size: int, learnin
 
 
 def random_images(
-    key: jax.Array, batch_size: int, image_size: int, num_classes: int, label_shape: tuple[int, ...] = ()
+    key: jax.Array,
+    batch_size: int,
+    image_size: int,
+    num_classes: int,
+    label_shape: tuple[int, ...] = (),
 ) -> dict[str, jax.Array]:
-    """Normal ``images``, float32 [batch_size, image_size, image_size, 3], and uniform ``labels``, int32 [batch_size, *label_shape]."""
+    """Normal ``images``, float32 [batch_size, image_size, image_size, 3], and uniform ``labels``,
+    int32 [batch_size, *label_shape]."""
     image_key, label_key = jax.random.split(key)
     labels = jax.random.randint(label_key, (batch_size, *label_shape), 0, num_classes, jnp.int32)
-    return {"images": jax.random.normal(image_key, (batch_size, image_size, image_size, 3)), "labels": labels}
+    return {
+        "images": jax.random.normal(image_key, (batch_size, image_size, image_size, 3)),
+        "labels": labels,
+    }
 
 
 def config_of(model: str, sizes: Mapping[str, Config], size: str) -> Config:
@@ -113,35 +138,62 @@ def config_of(model: str, sizes: Mapping[str, Config], size: str) -> Config:
         ValueError: size='3B' is no size of gpt; choose one of tiny, 2.6B. [workload-size]
     """
     if size not in sizes:
-        raise ValueError(f"size={size!r} is no size of {model}; choose one of {', '.join(sizes)}. [workload-size]")
+        raise ValueError(
+            f"size={size!r} is no size of {model}; choose one of {', '.join(sizes)}. "
+            "[workload-size]"
+        )
     return sizes[size]
 
 
-def check_options(dtype: str, at_least_one: Mapping[str, int], dropout: float = 0.0, attention: str = "dot_product") -> None:
+def check_options(
+    dtype: str,
+    at_least_one: Mapping[str, int],
+    dropout: float = 0.0,
+    attention: str = "dot_product",
+) -> None:
     """Refuse options that no model can have, all of them at once.
 
     Args:
-        dtype: Dtype of the computation. float16 is for devices without bfloat16 units; the zoo scales no loss, which training in it needs.
+        dtype: Dtype of the computation. float16 is for devices without bfloat16 units; the zoo
+            scales no loss, which training in it needs.
         at_least_one: Name and value of each option that counts something.
         dropout: Probability of zeroing an activation.
-        attention: ``"dot_product"``, or ``"flash"``, which never has the attention weights that dropout would be applied to.
+        attention: ``"dot_product"``, or ``"flash"``, which never has the attention weights that
+            dropout would be applied to.
 
     Raises:
         ValueError: ``[workload-option]``, one line for each bad option.
     """
     violations = []
     if dtype not in ("float32", "bfloat16", "float16"):
-        meant = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "f16": "float16"}.get(dtype.lower())
+        meant = {
+            "fp32": "float32",
+            "f32": "float32",
+            "bf16": "bfloat16",
+            "fp16": "float16",
+            "f16": "float16",
+        }.get(dtype.lower())
         choose = f"write dtype={meant}" if meant else "choose float32, bfloat16 or float16"
         violations.append(f"dtype={dtype!r} is no dtype to compute in; {choose}. [workload-option]")
     for name, value in at_least_one.items():
         if not isinstance(value, int) or value < 1:
-            violations.append(f"{name}={value!r} is no count; give a whole number, 1 or more. [workload-option]")
+            violations.append(
+                f"{name}={value!r} is no count; give a whole number, 1 or more. [workload-option]"
+            )
     if not 0.0 <= dropout < 1.0:
-        violations.append(f"dropout={dropout!r} is no probability below 1; give 0 <= dropout < 1. [workload-option]")
+        violations.append(
+            f"dropout={dropout!r} is no probability below 1; give 0 <= dropout < 1. "
+            "[workload-option]"
+        )
     if attention not in ("dot_product", "flash"):
-        violations.append(f"attention={attention!r} is no attention; choose dot_product or flash. [workload-option]")
+        violations.append(
+            f"attention={attention!r} is no attention; choose dot_product or flash. "
+            "[workload-option]"
+        )
     if attention == "flash" and dropout:
-        violations.append(f"attention='flash' has no weights to drop (dropout={dropout!r}); give dropout=0. [workload-option]")
+        violations.append(
+            f"attention='flash' has no weights to drop (dropout={dropout!r}); give dropout=0. "
+            "[workload-option]"
+        )
     if violations:
         raise ValueError("\n".join(violations))

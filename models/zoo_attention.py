@@ -1,11 +1,15 @@
-"""Causal flash attention: the softmax of all scores is never kept, neither in the forward nor for the backward pass.
+"""Causal flash attention: the softmax of all scores is never kept, neither in the forward nor for
+the backward pass.
 
-On TPUs and on NVIDIA GPUs from the A100 on JAX's own Pallas kernels run (older GPUs refuse them); elsewhere, and for shapes that no
-kernel takes, a loop over blocks of queries does the same in plain JAX. Forward and backward are each a ``custom_partitioning`` operation
-whose rule says what a partitioner may split: examples and groups of heads. Without one a compiler can only run a kernel on whole arrays.
+On TPUs and on NVIDIA GPUs from the A100 on JAX's own Pallas kernels run (older GPUs refuse them);
+elsewhere, and for shapes that no kernel takes, a loop over blocks of queries does the same in plain
+JAX. Forward and backward are each a ``custom_partitioning`` operation whose rule says what a
+partitioner may split: examples and groups of heads. Without one a compiler can only run a kernel on
+whole arrays.
 
-Source: Dao et al. 2022 (FlashAttention), algorithms 1 and 4; Ainslie et al. 2023 (grouped queries). The kernels:
-``jax.experimental.pallas.ops.gpu.attention`` and ``jax.experimental.pallas.ops.tpu.flash_attention``.
+Source: Dao et al. 2022 (FlashAttention), algorithms 1 and 4; Ainslie et al. 2023 (grouped queries).
+The kernels: ``jax.experimental.pallas.ops.gpu.attention`` and
+``jax.experimental.pallas.ops.tpu.flash_attention``.
 """
 
 from __future__ import annotations
@@ -23,7 +27,8 @@ KERNEL_BLOCK = 128
 
 @jax.custom_vjp
 def flash_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Softmax attention of every position to itself and those before it; scores are scaled by K^-0.5.
+    """Softmax attention of every position to itself and those before it; scores are scaled by
+    K^-0.5.
 
     Args:
         query: [B, S, G, R, K]: R query heads in each of G groups.
@@ -49,7 +54,8 @@ flash_attention.defvjp(_saving, _gradients)
 
 
 def _partitioned(rule: str) -> Callable[[Callable[..., Any]], Any]:
-    """The operation as one that is split by ``rule`` over b (examples) and g (groups of heads): every device runs it on its part."""
+    """The operation as one that is split by ``rule`` over b (examples) and g (groups of heads):
+    every device runs it on its part."""
 
     def wrap(function: Callable[..., Any]) -> Any:
         operation = custom_partitioning(function)
@@ -60,7 +66,9 @@ def _partitioned(rule: str) -> Callable[[Callable[..., Any]], Any]:
 
             return mesh, function, shardings(results), shardings(arguments)
 
-        operation.def_partition(partition, sharding_rule=rule, need_replication_factors=("s", "r", "k", "t"))
+        operation.def_partition(
+            partition, sharding_rule=rule, need_replication_factors=("s", "r", "k", "t")
+        )
         return operation
 
     return wrap
@@ -68,11 +76,14 @@ def _partitioned(rule: str) -> Callable[[Callable[..., Any]], Any]:
 
 @_partitioned("b s g r k, b t g k, b t g k -> b s g r k, b s g r")
 def _forward(query: jax.Array, key: jax.Array, value: jax.Array) -> list[jax.Array]:
-    """The result, and of every query the logarithm (a kernel's may be to base 2) of the sum of its exponentiated scores: [B, S, G, R]."""
+    """The result, and of every query the logarithm (a kernel's may be to base 2) of the sum of its
+    exponentiated scores: [B, S, G, R]."""
     return _for_platform(query, _gpu_forward, _tpu_forward, _plain_forward)(query, key, value)
 
 
-@_partitioned("b s g r k, b t g k, b t g k, b s g r k, b s g r, b s g r k -> b s g r k, b t g k, b t g k")
+@_partitioned(
+    "b s g r k, b t g k, b t g k, b s g r k, b s g r, b s g r k -> b s g r k, b t g k, b t g k"
+)
 def _backward(query, key, value, mixed, log_sums, gradient) -> list[jax.Array]:
     """Gradients of queries, keys and values."""
     function = _for_platform(query, _gpu_backward, _tpu_backward, _plain_backward)
@@ -86,7 +97,8 @@ def _for_platform(query: jax.Array, gpu, tpu, plain):
     return lambda *arrays: jax.lax.platform_dependent(*arrays, cuda=gpu, tpu=tpu, default=plain)
 
 
-# ---- plain JAX -----------------------------------------------------------------------------------------------------
+# ---- plain JAX
+# --------------------------------------------------------------------------------------------------
 
 
 def _blocks(seq_len: int) -> list[tuple[int, int]]:
@@ -96,8 +108,11 @@ def _blocks(seq_len: int) -> list[tuple[int, int]]:
 
 
 def _scores(query: jax.Array, key: jax.Array, first: int) -> jax.Array:
-    """Of queries [B, q, G, R, K] from position ``first`` on and keys [B, t, G, K]: float32 [B, G, R, q, t], masked."""
-    scores = jnp.einsum("bqgrk,btgk->bgrqt", query * query.shape[-1] ** -0.5, key).astype(jnp.float32)
+    """Of queries [B, q, G, R, K] from position ``first`` on and keys [B, t, G, K]: float32 [B, G,
+    R, q, t], masked."""
+    scores = jnp.einsum("bqgrk,btgk->bgrqt", query * query.shape[-1] ** -0.5, key).astype(
+        jnp.float32
+    )
     causal = first + jnp.arange(query.shape[1])[:, None] >= jnp.arange(key.shape[1])
     return jnp.where(causal, scores, jnp.finfo(jnp.float32).min)
 
@@ -123,12 +138,19 @@ def _plain_backward(query, key, value, mixed, log_sums, gradient) -> list[jax.Ar
         k, v = key[:, :stop], value[:, :stop]
         weights = jnp.exp(_scores(q, k, first) - jnp.moveaxis(log_sum, 1, -1)[..., None])
         shift = jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32), axis=-1)
-        to_scores = weights * (jnp.einsum("bqgrk,btgk->bgrqt", g, v).astype(jnp.float32) - jnp.moveaxis(shift, 1, -1)[..., None])
+        to_scores = weights * (
+            jnp.einsum("bqgrk,btgk->bgrqt", g, v).astype(jnp.float32)
+            - jnp.moveaxis(shift, 1, -1)[..., None]
+        )
         to_scores, weights = (scale * to_scores).astype(query.dtype), weights.astype(query.dtype)
         to_query.append(jnp.einsum("bgrqt,btgk->bqgrk", to_scores, k))
         to_key = _added(to_key, jnp.einsum("bgrqt,bqgrk->btgk", to_scores, q))
         to_value = _added(to_value, jnp.einsum("bgrqt,bqgrk->btgk", weights, g))
-    return [jnp.concatenate(to_query, axis=1), to_key.astype(key.dtype), to_value.astype(value.dtype)]
+    return [
+        jnp.concatenate(to_query, axis=1),
+        to_key.astype(key.dtype),
+        to_value.astype(value.dtype),
+    ]
 
 
 def _added(total: jax.Array, part: jax.Array) -> jax.Array:
@@ -136,10 +158,11 @@ def _added(total: jax.Array, part: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(total, total[:, : part.shape[1]] + part, 0, axis=1)
 
 
-# ---- kernels -------------------------------------------------------------------------------------------------------
+# ---- kernels
+# --------------------------------------------------------------------------------------------------
 #
-# They know heads, not groups: keys and values are repeated for the query heads of a group on the way in, and their gradients summed on the
-# way out. Nothing repeated is kept.
+# They know heads, not groups: keys and values are repeated for the query heads of a group on the
+# way in, and their gradients summed on the way out. Nothing repeated is kept.
 
 
 def _heads(query: jax.Array) -> jax.Array:
@@ -161,23 +184,50 @@ def _gpu_forward(query, key, value) -> list[jax.Array]:
     from jax.experimental.pallas.ops.gpu.attention import mha
 
     heads = _heads(query), _repeated(query, key), _repeated(query, value)
-    mixed, log_sums = mha(*heads, None, sm_scale=query.shape[-1] ** -0.5, causal=True, return_residuals=True)
+    mixed, log_sums = mha(
+        *heads, None, sm_scale=query.shape[-1] ** -0.5, causal=True, return_residuals=True
+    )
     return [mixed.reshape(query.shape), jnp.moveaxis(log_sums, 1, 2).reshape(query.shape[:-1])]
 
 
 def _gpu_backward(query, key, value, mixed, log_sums, gradient) -> list[jax.Array]:
     from jax.experimental.pallas.ops.gpu.attention import BlockSizes, mha
 
-    saved = (_heads(query), _repeated(query, key), _repeated(query, value), None, _heads(mixed), jnp.moveaxis(_heads(log_sums), 1, 2))
-    options = (query.shape[-1] ** -0.5, True, BlockSizes.get_default(), "triton", None, 2, None, False, False, False)
+    saved = (
+        _heads(query),
+        _repeated(query, key),
+        _repeated(query, value),
+        None,
+        _heads(mixed),
+        jnp.moveaxis(_heads(log_sums), 1, 2),
+    )
+    options = (
+        query.shape[-1] ** -0.5,
+        True,
+        BlockSizes.get_default(),
+        "triton",
+        None,
+        2,
+        None,
+        False,
+        False,
+        False,
+    )
     to_query, to_key, to_value, _ = mha.bwd(*options, saved, _heads(gradient))
-    return [to_query.reshape(query.shape), _summed(query, to_key, key.dtype), _summed(query, to_value, value.dtype)]
+    return [
+        to_query.reshape(query.shape),
+        _summed(query, to_key, key.dtype),
+        _summed(query, to_value, value.dtype),
+    ]
 
 
 def _tpu_arguments(query, key, value):
     from jax.experimental.pallas.ops.tpu import flash_attention as kernel
 
-    arrays = [jnp.swapaxes(array, 1, 2) for array in (_heads(query), _repeated(query, key), _repeated(query, value))]
+    arrays = [
+        jnp.swapaxes(array, 1, 2)
+        for array in (_heads(query), _repeated(query, key), _repeated(query, value))
+    ]
     batch_size, num_heads, seq_len, head_dim = arrays[0].shape
     blocks = kernel.BlockSizes.get_default(batch_size, num_heads, seq_len, seq_len, head_dim)
     return kernel._flash_attention, arrays, (True, head_dim**-0.5, blocks, False)
@@ -187,14 +237,25 @@ def _tpu_forward(query, key, value) -> list[jax.Array]:
     kernel, arrays, options = _tpu_arguments(query, key, value)
     mixed, sums, largest = kernel(*arrays, None, None, True, *options)
     log_sums = largest + jnp.log(sums)
-    return [jnp.swapaxes(mixed, 1, 2).reshape(query.shape), jnp.swapaxes(log_sums, 1, 2).reshape(query.shape[:-1])]
+    return [
+        jnp.swapaxes(mixed, 1, 2).reshape(query.shape),
+        jnp.swapaxes(log_sums, 1, 2).reshape(query.shape[:-1]),
+    ]
 
 
 def _tpu_backward(query, key, value, mixed, log_sums, gradient) -> list[jax.Array]:
     kernel, arrays, options = _tpu_arguments(query, key, value)
-    mixed, log_sums, gradient = (jnp.swapaxes(_heads(array), 1, 2) for array in (mixed, log_sums, gradient))
+    mixed, log_sums, gradient = (
+        jnp.swapaxes(_heads(array), 1, 2) for array in (mixed, log_sums, gradient)
+    )
     # exp(score - log_sum) is what exp(score - largest) / sum is.
     saved = (*arrays, None, None, mixed, jnp.ones_like(log_sums), log_sums)
     to_query, to_key, to_value, *_ = kernel.bwd(False, *options, saved, gradient)
-    to_query, to_key, to_value = (jnp.swapaxes(array, 1, 2) for array in (to_query, to_key, to_value))
-    return [to_query.reshape(query.shape), _summed(query, to_key, key.dtype), _summed(query, to_value, value.dtype)]
+    to_query, to_key, to_value = (
+        jnp.swapaxes(array, 1, 2) for array in (to_query, to_key, to_value)
+    )
+    return [
+        to_query.reshape(query.shape),
+        _summed(query, to_key, key.dtype),
+        _summed(query, to_value, value.dtype),
+    ]

@@ -1,7 +1,9 @@
-"""The parts that the transformers of the zoo share: causal self-attention and the dense feed-forward layer.
+"""The parts that the transformers of the zoo share: causal self-attention and the dense
+feed-forward layer.
 
-Weights keep the axis that Megatron-LM splits (heads, hidden features) as an axis of its own and before any smaller one, so that
-a planner can split a weight along its first free axis. Queries, keys and values have separate weights for the same reason.
+Weights keep the axis that Megatron-LM splits (heads, hidden features) as an axis of its own and
+before any smaller one, so that a planner can split a weight along its first free axis. Queries,
+keys and values have separate weights for the same reason.
 """
 
 from __future__ import annotations
@@ -16,14 +18,15 @@ except ImportError:  # the JAX of Alpa's environment is older than ``custom_part
     flash_attention = None
 
 INIT_STD = 0.02
-"""Standard deviation of the initial weights (Radford et al. 2019, GPT-2; Brown et al. 2020, GPT-3)."""
+"""Standard deviation of the initial weights (Radford et al. 2019, GPT-2; Brown et al. 2020,
+GPT-3)."""
 
 
 class SelfAttention(nn.Module):
     """Multi-head softmax attention with a causal mask: [B, S, D] -> [B, S, D].
 
-    Keys have no bias: it adds the same number to a query's scores for all keys, which softmax removes, so its gradient is zero
-    and Adam would amplify the rounding noise in it.
+    Keys have no bias: it adds the same number to a query's scores for all keys, which softmax
+    removes, so its gradient is zero and Adam would amplify the rounding noise in it.
 
     Attributes:
         num_heads: H; each head has K = D / H features.
@@ -46,7 +49,13 @@ class SelfAttention(nn.Module):
 
         def heads(name: str, use_bias: bool) -> jax.Array:
             init = nn.initializers.normal(INIT_STD)
-            return nn.DenseGeneral((self.num_heads, head_dim), use_bias=use_bias, kernel_init=init, dtype=self.dtype, name=name)(x)
+            return nn.DenseGeneral(
+                (self.num_heads, head_dim),
+                use_bias=use_bias,
+                kernel_init=init,
+                dtype=self.dtype,
+                name=name,
+            )(x)
 
         query, key, value = heads("query", True), heads("key", False), heads("value", True)
         if self.attention == "flash":
@@ -54,11 +63,15 @@ class SelfAttention(nn.Module):
         else:
             scores = jnp.einsum("bqhd,bkhd->bhqk", query * head_dim**-0.5, key).astype(jnp.float32)
             causal = jnp.tril(jnp.ones((seq_len, seq_len), bool))
-            weights = nn.softmax(jnp.where(causal, scores, jnp.finfo(jnp.float32).min)).astype(self.dtype)
+            weights = nn.softmax(jnp.where(causal, scores, jnp.finfo(jnp.float32).min)).astype(
+                self.dtype
+            )
             weights = nn.Dropout(self.dropout, deterministic=self.dropout == 0.0)(weights)
             mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
         out_init = nn.initializers.normal(self.out_init_std)
-        return nn.DenseGeneral(width, axis=(-2, -1), kernel_init=out_init, dtype=self.dtype, name="out")(mixed)
+        return nn.DenseGeneral(
+            width, axis=(-2, -1), kernel_init=out_init, dtype=self.dtype, name="out"
+        )(mixed)
 
 
 class FeedForward(nn.Module):
@@ -76,6 +89,10 @@ class FeedForward(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        up = nn.Dense(self.hidden, kernel_init=nn.initializers.normal(INIT_STD), dtype=self.dtype, name="up")(x)
+        up = nn.Dense(
+            self.hidden, kernel_init=nn.initializers.normal(INIT_STD), dtype=self.dtype, name="up"
+        )(x)
         down_init = nn.initializers.normal(self.out_init_std)
-        return nn.Dense(x.shape[-1], kernel_init=down_init, dtype=self.dtype, name="down")(nn.gelu(up))
+        return nn.Dense(x.shape[-1], kernel_init=down_init, dtype=self.dtype, name="down")(
+            nn.gelu(up)
+        )

@@ -1,14 +1,19 @@
-"""Have jobs done, wherever: one loop between the queue, the runner and the store, in which nothing that was finished is lost.
+"""Have jobs done, wherever: one loop between the queue, the runner and the store, in which nothing
+that was finished is lost.
 
-The process that runs this loop owns the store. A result is committed before anything else is done with it, so whatever ends the process
-(a signal, a full disk, the loss of the cluster), finished measurements stay, and the same jobs resume where they stopped.
+The process that runs this loop owns the store. A result is committed before anything else is done
+with it, so whatever ends the process (a signal, a full disk, the loss of the cluster), finished
+measurements stay, and the same jobs resume where they stopped.
 
-A job that fails is tried again; one that fails again and again is set aside with its traceback, and its batch goes on without it:
+A job that fails is tried again; one that fails again and again is set aside with its traceback, and
+its batch goes on without it:
 
     refused by the library itself       at once: it will say the same again
     raised an exception                 after 2 attempts
-    its worker ended, or it timed out   after 5 and 2 attempts; from the second on it is tried alone, when all others are done
-    its node was lost                   after 20: that is no fault of the job, and its worker's sudden silence most likely none
+    its worker ended, or it timed out   after 5 and 2 attempts; from the second on it is tried
+                                        alone, when all others are done
+    its node was lost                   after 20: that is no fault of the job, and its worker's
+                                        sudden silence most likely none
 """
 
 from __future__ import annotations
@@ -25,8 +30,15 @@ from capture.model.workload import WorkloadSpec
 from profiling_runs.jobs import Failure, Job, Outcome, Queue
 from profiling_runs.pools.pool import Runner
 
-#: After so many a job is set aside. Workers are also killed from outside, so a single loss says little.
-MAX_ATTEMPTS: dict[Failure, int] = {"refused": 1, "raised": 2, "timed out": 2, "lost": 5, "node lost": 20}
+#: After so many a job is set aside. Workers are also killed from outside, so a single loss says
+#: little.
+MAX_ATTEMPTS: dict[Failure, int] = {
+    "refused": 1,
+    "raised": 2,
+    "timed out": 2,
+    "lost": 5,
+    "node lost": 20,
+}
 #: Called with (kind of jobs, done, total).
 Progress = Callable[[str, int, int], None]
 #: Called with what happened to a job, as plain data for a line of JSON.
@@ -56,22 +68,34 @@ class Batch:
         progress: Progress = lambda what, done, total: None,
         watch: Watch = lambda event: None,
     ):
-        self._store, self._provenance, self._progress, self._watch = store, provenance, progress, watch
+        self._store, self._provenance, self._progress, self._watch = (
+            store,
+            provenance,
+            progress,
+            watch,
+        )
         self._totals, self._done = Counter(job.kind for job in jobs), Counter[str]()
         self._failures: dict[str, Counter[Failure]] = {}
         backend = str(provenance.get("backend", ""))
         set_aside = store.enqueue({job.key: job.to_json(workload, backend) for job in jobs})
-        self._set_aside = [Outcome(job, None, error=_known(set_aside[job.key])) for job in jobs if job.key in set_aside]
+        self._set_aside = [
+            Outcome(job, None, error=_known(set_aside[job.key]))
+            for job in jobs
+            if job.key in set_aside
+        ]
         self._queue = Queue([job for job in jobs if job.key not in set_aside])
 
     def run(self, open_runner: Callable[[], Runner]) -> Iterator[Outcome]:
-        """Have the jobs done, and yield the last outcome of each: a value that is in the store, or why it was set aside.
+        """Have the jobs done, and yield the last outcome of each: a value that is in the store, or
+        why it was set aside.
 
         Args:
-            open_runner: Called if there is anything to do; the runner is closed at the end, also by an exception.
+            open_runner: Called if there is anything to do; the runner is closed at the end, also by
+                an exception.
 
         Raises:
-            ProfileError: ``store-write`` if the disk does not take a result; what the runner raises when nothing can run at all.
+            ProfileError: ``store-write`` if the disk does not take a result; what the runner raises
+                when nothing can run at all.
         """
         for kind, total in self._totals.items():
             self._progress(kind, 0, total)
@@ -87,12 +111,17 @@ class Batch:
                 while self._queue or running:
                     self._hand_out(runner, running)
                     outcomes = runner.finished(_POLL_SECONDS)
-                    last = [outcome for outcome in outcomes if self._judge(outcome)]  # all are kept before anybody hears of one
+                    last = [
+                        outcome for outcome in outcomes if self._judge(outcome)
+                    ]  # all are kept before anybody hears of one
                     running -= {outcome.job.key for outcome in outcomes}
                     for outcome in last:
                         yield self._settled(outcome)
             finally:
-                with suppress(ProfileError):  # a store that cannot be written has raised already; the next batch frees them too
+                with suppress(
+                    ProfileError
+                    # a store that cannot be written has raised already; the next batch frees them too
+                ):
                     self._store.release(running)
 
     def _hand_out(self, runner: Runner, running: set[str]) -> None:
@@ -129,7 +158,12 @@ class Batch:
             self._store.release([job.key])
         else:
             self._store.fail(job.key, outcome.error, outcome.traceback, set_aside=given_up)
-        self._say(job, "set aside" if given_up else "pending" if blameless else "failed", **facts, error=outcome.error)
+        self._say(
+            job,
+            "set aside" if given_up else "pending" if blameless else "failed",
+            **facts,
+            error=outcome.error,
+        )
         if given_up:
             self._queue.settle(job.key, None)
         elif seen.total() > seen["node lost"] + 1:
@@ -145,8 +179,20 @@ class Batch:
         return outcome
 
     def _say(self, job: Job, state: str, **facts: Any) -> None:
-        self._watch({"event": "job", "time": time.time(), "key": job.key, "kind": job.kind, "state": state, **facts})
+        self._watch(
+            {
+                "event": "job",
+                "time": time.time(),
+                "key": job.key,
+                "kind": job.kind,
+                "state": state,
+                **facts,
+            }
+        )
 
 
 def _known(error: str) -> str:
-    return f"{plain(error)} (set aside by an earlier command; capture store retry lets it be tried again)"
+    return (
+        f"{plain(error)} (set aside by an earlier command; capture store retry lets it be tried "
+        "again)"
+    )

@@ -1,4 +1,5 @@
-"""Collect a profile: list the stage configs, measure what the store does not have, put the facts together."""
+"""Collect a profile: list the stage configs, measure what the store does not have, put the facts
+together."""
 
 from __future__ import annotations
 
@@ -22,7 +23,12 @@ from capture.plan.stages import Plan, Remat, StagePlan, TensorParallelRule
 from capture.predictor import AdditivePredictor
 from capture.predictor.statistics import without_windows
 from capture.profiler.paper import PaperStatistics, paper_runs, run_paper_profile
-from capture.profiler.windows import DEFAULT_NEIGHBOURS, choices_to_profile, profiled_microbatch_sizes, window_configs
+from capture.profiler.windows import (
+    DEFAULT_NEIGHBOURS,
+    choices_to_profile,
+    profiled_microbatch_sizes,
+    window_configs,
+)
 from capture.step.attribution import StageBuffers
 from capture.step.interface import plan_interfaces
 from capture.step.program import build_step, replay
@@ -40,7 +46,12 @@ BACKENDS = ("compile", "run", "alpa")
 EXECUTING = ("run", "alpa")
 
 #: Kinds of jobs.
-UPDATES, WINDOWS, PAPER_RUNS, CALIBRATION = "optimizer updates", "layer windows", "paper runs", "calibration"
+UPDATES, WINDOWS, PAPER_RUNS, CALIBRATION = (
+    "optimizer updates",
+    "layer windows",
+    "paper runs",
+    "calibration",
+)
 OTHER_SIZES = "other sizes"
 
 
@@ -76,7 +87,8 @@ class Measurements:
         return self._keys[config]
 
     def jobs(self, wanted: Mapping[str, Iterable[StageConfig]]) -> list[Job]:
-        """The different measurements of stage configs, given by kind, and of the ends of a step that they need. Measures nothing."""
+        """The different measurements of stage configs, given by kind, and of the ends of a step
+        that they need. Measures nothing."""
         found: dict[str, Job] = {}
         for kind, configs in wanted.items():
             for config in configs:
@@ -88,8 +100,12 @@ class Measurements:
         return list(found.values())
 
     def require(self, wanted: Mapping[str, Iterable[StageConfig]]) -> None:
-        """Measure the stage configs, given by kind, that neither this object nor the store has; failures are kept, not raised."""
-        wanted = {kind: [c for c in configs if c not in self.costs and c not in self.failures] for kind, configs in wanted.items()}
+        """Measure the stage configs, given by kind, that neither this object nor the store has;
+        failures are kept, not raised."""
+        wanted = {
+            kind: [c for c in configs if c not in self.costs and c not in self.failures]
+            for kind, configs in wanted.items()
+        }
         configs_of: dict[str, list[StageConfig]] = {}
         for config in dict.fromkeys(config for configs in wanted.values() for config in configs):
             configs_of.setdefault(self.key(config), []).append(config)
@@ -97,8 +113,17 @@ class Measurements:
         values = self.backend.store.get(job.key for job in jobs)
         errors = {}
         needed = {job.needs for job in jobs if job.key not in values}
-        missing = [job for job in jobs if job.key not in values and (job.part != "update" or job.key in needed)]
-        missing = [replace(job, known={job.needs: values[job.needs]}) if job.needs and job.needs in values else job for job in missing]
+        missing = [
+            job
+            for job in jobs
+            if job.key not in values and (job.part != "update" or job.key in needed)
+        ]
+        missing = [
+            replace(job, known={job.needs: values[job.needs]})
+            if job.needs and job.needs in values
+            else job
+            for job in missing
+        ]
         for outcome in self._run(missing):
             if outcome.value is None:
                 errors[outcome.job.key] = outcome.error
@@ -119,22 +144,41 @@ class Measurements:
         jobs = {self.backend.buffers_key(config): config for config in configs}
         found = self.backend.store.get(jobs)
         for outcome in self._run(
-            [Job(key, config, "buffers", "buffers of the stages") for key, config in jobs.items() if key not in found]
+            [
+                Job(key, config, "buffers", "buffers of the stages")
+                for key, config in jobs.items()
+                if key not in found
+            ]
         ):
             if outcome.value is None:
-                raise ProfileError.of(f"{outcome.job.what} does not compile: {plain(outcome.error)}.", "verify-stage")
+                raise ProfileError.of(
+                    f"{outcome.job.what} does not compile: {plain(outcome.error)}.", "verify-stage"
+                )
             found[outcome.job.key] = outcome.value
-        return [StageBuffers.from_json(found[self.backend.buffers_key(config)]) for config in configs]
+        return [
+            StageBuffers.from_json(found[self.backend.buffers_key(config)]) for config in configs
+        ]
 
     @property
     def setting(self) -> Setting | None:
         """How a worker measures; None if it is done in this process."""
         if self.spec is None or self.where.here:
             return None
-        return setting_of(Setting(self.spec, self.backend.num_layers, self.rule, self.num_devices, "compile", self.backend.target.name))
+        return setting_of(
+            Setting(
+                self.spec,
+                self.backend.num_layers,
+                self.rule,
+                self.num_devices,
+                "compile",
+                self.backend.target.name,
+            )
+        )
 
     def _run(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
-        batch = Batch(jobs, self.backend.store, self.backend.provenance, self.spec, self.progress, self.watch)
+        batch = Batch(
+            jobs, self.backend.store, self.backend.provenance, self.spec, self.progress, self.watch
+        )
         return batch.run(lambda: self.where.open(self.setting, self.backend, len(jobs)))
 
 
@@ -155,8 +199,8 @@ def open_measurements(
 
     Args:
         workload: The task, or its name; by name it is measured in worker processes.
-        num_devices: Virtual devices of a worker, at least those of the largest stage; a model without marks is cut into layers enough for
-            them, or into ``unmarked_layers``.
+        num_devices: Virtual devices of a worker, at least those of the largest stage; a model
+            without marks is cut into layers enough for them, or into ``unmarked_layers``.
         target: What is compiled for: a name or a file (``Target.load``).
         num_layers, tensor_parallel_rule, store, where, progress, watch: As for ``profile``.
     """
@@ -165,7 +209,13 @@ def open_measurements(
     spec = workload if isinstance(workload, WorkloadSpec) else None
     task = workload.load() if isinstance(workload, WorkloadSpec) else workload
     compiler = CompileBackend(
-        task, num_layers, tensor_parallel_rule, store, Target.load(target), unmarked_layers=unmarked_layers, num_devices=num_devices
+        task,
+        num_layers,
+        tensor_parallel_rule,
+        store,
+        Target.load(target),
+        unmarked_layers=unmarked_layers,
+        num_devices=num_devices,
     )
     return Measurements(compiler, spec, where, num_devices, tensor_parallel_rule, progress, watch)
 
@@ -202,26 +252,35 @@ def profile(
         workload: The task, or its name; by name it is measured in worker processes.
         cluster: Decides the degrees to profile.
         microbatch_size: Examples in a micro-batch over all replicas; half of it is profiled too.
-        backend: ``"compile"`` compiles layer windows for the cluster's target and runs nothing; ``"compile:TARGET"`` names another target
-            for the cluster. ``"run"`` executes the paper's profiling runs and nothing else:
-            the profile serves the paper's mode alone (see ``executed_profile``), and what is said of windows below does not matter.
-            ``"alpa"`` has them executed by Alpa, on its Ray cluster of these nodes.
-        num_layers: None cuts at the model's marks, or a model without marks into as many layers as are sensible
-            (``capture.tracing.cut.layers_without_marks``); a number cuts automatically.
+        backend: ``"compile"`` compiles layer windows for the cluster's target and runs nothing;
+            ``"compile:TARGET"`` names another target for the cluster. ``"run"`` executes the
+            paper's profiling runs and nothing else: the profile serves the paper's mode alone (see
+            ``executed_profile``), and what is said of windows below does not matter. ``"alpa"`` has
+            them executed by Alpa, on its Ray cluster of these nodes.
+        num_layers: None cuts at the model's marks, or a model without marks into as many layers as
+            are sensible (``capture.tracing.cut.layers_without_marks``); a number cuts
+            automatically.
         remat, shard_optimizer: Of the stages.
-        shard_params: Also stages whose replicas split their parameters (ZeRO stage 3), beside those that do not.
-        choices: Of the windows, instead of all data- and tensor-parallel degree pairs that fit the cluster.
+        shard_params: Also stages whose replicas split their parameters (ZeRO stage 3), beside those
+            that do not.
+        choices: Of the windows, instead of all data- and tensor-parallel degree pairs that fit the
+            cluster.
         whole_nodes, any_divisor: Of the windows; see ``Cluster.stage_degrees``.
         num_neighbours: Of the windows: most neighbours of M_a.
         tensor_parallel_rule: ``"auto"`` or ``"largest"``.
-        calibration_plans: Random plans whose stages are measured to calibrate the interval of the windows; 0 leaves it wide.
-        paper: (schedule, number of micro-batches) to make the paper's profiling runs as well; needed with ``"run"`` and ``"alpa"``.
+        calibration_plans: Random plans whose stages are measured to calibrate the interval of the
+            windows; 0 leaves it wide.
+        paper: (schedule, number of micro-batches) to make the paper's profiling runs as well;
+            needed with ``"run"`` and ``"alpa"``.
         store: Of measurements; in memory if None.
-        where: The jobs of a workload by name run: in processes of this machine, or on a Ray cluster.
+        where: The jobs of a workload by name run: in processes of this machine, or on a Ray
+            cluster.
         progress: Called with (kind of jobs, done, total).
         watch: Called with every start and end of a job (``profiling_runs.batch``).
-        measurements: Open already (``open_measurements``); then workload, store and where are its own.
-        memory_limit_bytes: With ``"run"``: a run that needs more on a device is not made, and named as failed.
+        measurements: Open already (``open_measurements``); then workload, store and where are its
+            own.
+        memory_limit_bytes: With ``"run"``: a run that needs more on a device is not made, and named
+            as failed.
         repeats: With ``"run"``: steps that are measured in every run; the largest peaks count.
         alpa_python: With ``"alpa"``: the interpreter of Alpa's environment.
 
@@ -230,12 +289,21 @@ def profile(
 
     Raises:
         TargetError: ``target-unknown`` for another backend.
-        ProfileError: ``profile-backend`` for arguments that the backend has no use for, or without those that it needs.
+        ProfileError: ``profile-backend`` for arguments that the backend has no use for, or without
+            those that it needs.
         WorkloadError, TracingError: if the model cannot be traced.
     """
     backend, cluster = _of_target(backend, cluster)
     check_backend(
-        backend, paper, memory_limit_bytes, repeats, alpa_python, tensor_parallel_rule, choices, measurements, shard_params or None
+        backend,
+        paper,
+        memory_limit_bytes,
+        repeats,
+        alpa_python,
+        tensor_parallel_rule,
+        choices,
+        measurements,
+        shard_params or None,
     )
     if backend in EXECUTING:
         assert paper is not None, "checked"
@@ -289,17 +357,36 @@ def profile(
     measurements.require(wanted)
     result = replace(
         unmeasured(question, measurements),
-        measurements={config: measurements.costs[config] for config in wanted[WINDOWS] if config in measurements.costs},
-        warnings=_split_warnings(compiler.workload, microbatch_size) + missing_statistics(wanted[WINDOWS], measurements.costs),
+        measurements={
+            config: measurements.costs[config]
+            for config in wanted[WINDOWS]
+            if config in measurements.costs
+        },
+        warnings=_split_warnings(compiler.workload, microbatch_size)
+        + missing_statistics(wanted[WINDOWS], measurements.costs),
     )
     if calibration_plans and all(config in measurements.costs for config in wanted[WINDOWS]):
         calibration = calibrate(result, measurements, calibration_of(question, measurements))
-        calibration = replace(calibration, size_errors=size_errors(result, _held_out(question, measurements), measurements))
+        calibration = replace(
+            calibration,
+            size_errors=size_errors(result, _held_out(question, measurements), measurements),
+        )
         # Only now: what is looked up is no test of what is predicted.
-        compiled = {config: measurements.costs[config] for config in wanted[CALIBRATION] if config in measurements.costs}
+        compiled = {
+            config: measurements.costs[config]
+            for config in wanted[CALIBRATION]
+            if config in measurements.costs
+        }
         result = replace(result, calibration=calibration, verified=compiled)
     if paper is not None:
-        runs = paper_profile(measurements, cluster, microbatch_size, *paper, remat=remat[0], shard_optimizer=shard_optimizer)
+        runs = paper_profile(
+            measurements,
+            cluster,
+            microbatch_size,
+            *paper,
+            remat=remat[0],
+            shard_optimizer=shard_optimizer,
+        )
         result = replace(result, paper=runs.to_json())
     return replace(result, failures=causes(measurements.failures))
 
@@ -344,10 +431,20 @@ class Question:
     ) -> Question:
         """From the arguments of ``profile``."""
         if choices is None:
-            choices = default_choices(cluster, microbatch_size, remat, shard_optimizer, whole_nodes, any_divisor)
+            choices = default_choices(
+                cluster, microbatch_size, remat, shard_optimizer, whole_nodes, any_divisor
+            )
             choices = with_sharded_params(choices) if shard_params else choices
         asked = None if paper is None else PaperQuestion(*paper, remat[0], shard_optimizer)
-        return cls(cluster, microbatch_size, tuple(choices), whole_nodes=whole_nodes, any_divisor=any_divisor, paper=asked, **rest)
+        return cls(
+            cluster,
+            microbatch_size,
+            tuple(choices),
+            whole_nodes=whole_nodes,
+            any_divisor=any_divisor,
+            paper=asked,
+            **rest,
+        )
 
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:
@@ -355,32 +452,57 @@ class Question:
 
 
 def wanted_configs(question: Question, measurements: Measurements) -> dict[str, list[StageConfig]]:
-    """Every stage config that a profile measures, by kind. Nothing is measured for it: the model is traced, and that needs no device."""
+    """Every stage config that a profile measures, by kind. Nothing is measured for it: the model is
+    traced, and that needs no device."""
     graph = measurements.backend.traced(question.microbatch_size).graph
-    windows = window_configs(graph.num_layers, question.choices, question.microbatch_sizes, question.num_neighbours)
+    windows = window_configs(
+        graph.num_layers, question.choices, question.microbatch_sizes, question.num_neighbours
+    )
     wanted = {WINDOWS: windows}
     if question.paper is not None:
         paper = question.paper
-        runs = paper_runs(graph.num_layers, question.cluster.num_devices, question.microbatch_size, paper.remat, paper.shard_optimizer)
+        runs = paper_runs(
+            graph.num_layers,
+            question.cluster.num_devices,
+            question.microbatch_size,
+            paper.remat,
+            paper.shard_optimizer,
+        )
         wanted[PAPER_RUNS] = [c for run in runs for c in run.configs(question.microbatch_size)]
     if question.calibration_plans:
         known = {measurements.key(config) for config in windows}
-        configs = [stage_config(s, question.microbatch_size) for plan in calibration_of(question, measurements) for s in plan.stages]
-        wanted[CALIBRATION] = [config for config in configs if measurements.key(config) not in known]
+        configs = [
+            stage_config(s, question.microbatch_size)
+            for plan in calibration_of(question, measurements)
+            for s in plan.stages
+        ]
+        wanted[CALIBRATION] = [
+            config for config in configs if measurements.key(config) not in known
+        ]
         wanted[OTHER_SIZES] = list(_held_out(question, measurements))
     return wanted
 
 
-def _held_out(question: Question, measurements: Measurements) -> dict[StageConfig, tuple[Plan, int]]:
-    """Stages at sizes that are not profiled, of those at which the model is the same: one may want whole groups of examples."""
-    sizes = [size for size in held_out_sizes(question.microbatch_size, question.choices) if _is_same_model(measurements, question, size)]
+def _held_out(
+    question: Question, measurements: Measurements
+) -> dict[StageConfig, tuple[Plan, int]]:
+    """Stages at sizes that are not profiled, of those at which the model is the same: one may want
+    whole groups of examples."""
+    sizes = [
+        size
+        for size in held_out_sizes(question.microbatch_size, question.choices)
+        if _is_same_model(measurements, question, size)
+    ]
     return held_out_stages(calibration_of(question, measurements), sizes) if sizes else {}
 
 
 def _is_same_model(measurements: Measurements, question: Question, size: int) -> bool:
     backend = measurements.backend
     try:
-        return backend.traced(size).graph.num_layers == backend.traced(question.microbatch_size).graph.num_layers
+        return (
+            backend.traced(size).graph.num_layers
+            == backend.traced(question.microbatch_size).graph.num_layers
+        )
     except Exception:  # the model's own
         return False
 
@@ -393,7 +515,10 @@ def unmeasured(question: Question, measurements: Measurements) -> Profile:
     return Profile(
         graph=graph,
         measurements={},
-        param_bytes={split: compiler.sharding(question.microbatch_size).param_bytes(split) for split in splits},
+        param_bytes={
+            split: compiler.sharding(question.microbatch_size).param_bytes(split)
+            for split in splits
+        },
         provenance={**compiler.provenance, "created": environment.now()},
         workload=measurements.spec,
         auto_layers=compiler.num_layers is not None,
@@ -403,11 +528,20 @@ def unmeasured(question: Question, measurements: Measurements) -> Profile:
     )
 
 
-def missing_statistics(windows: Sequence[StageConfig], measured: Container[StageConfig]) -> tuple[str, ...]:
-    """What predictions do without the windows that could not be measured: a warning for all choices and micro-batch sizes alike."""
+def missing_statistics(
+    windows: Sequence[StageConfig], measured: Container[StageConfig]
+) -> tuple[str, ...]:
+    """What predictions do without the windows that could not be measured: a warning for all choices
+    and micro-batch sizes alike."""
     found: dict[str, list[tuple[StageChoice, int]]] = {}
-    for choice, size in dict.fromkeys((config.choice, config.microbatch_size) for config in windows):
-        alike = [config for config in windows if (config.choice, config.microbatch_size) == (choice, size)]
+    for choice, size in dict.fromkeys(
+        (config.choice, config.microbatch_size) for config in windows
+    ):
+        alike = [
+            config
+            for config in windows
+            if (config.choice, config.microbatch_size) == (choice, size)
+        ]
         missing = [(config.first, config.stop) for config in alike if config not in measured]
         if missing:
             text = without_windows(missing, [(config.first, config.stop) for config in alike])
@@ -425,7 +559,11 @@ def _split_warnings(task: WorkloadProtocol, microbatch_size: int) -> tuple[str, 
 def _of_target(backend: str, cluster: Cluster) -> tuple[str, Cluster]:
     """``"compile:TARGET"`` as ``"compile"`` and a cluster of the target."""
     kind, _, target = backend.partition(":")
-    return (kind, Cluster(cluster.nodes, target)) if kind == "compile" and target else (backend, cluster)
+    return (
+        (kind, Cluster(cluster.nodes, target))
+        if kind == "compile" and target
+        else (backend, cluster)
+    )
 
 
 def check_backend(
@@ -444,27 +582,40 @@ def check_backend(
         ProfileError: ``profile-backend``, with all that is wrong.
     """
     if backend not in BACKENDS:
-        raise TargetError.of(f"backend={backend!r} is unknown; choose compile, compile:TARGET, run or alpa.", "target-unknown")
+        raise TargetError.of(
+            f"backend={backend!r} is unknown; choose compile, compile:TARGET, run or alpa.",
+            "target-unknown",
+        )
     violations = []
     if backend in EXECUTING and paper is None:
         violations.append(
             Violation(
-                f"backend={backend!r} makes the paper's profiling runs: give paper=(schedule, num_microbatches), or --mode paper.",
+                f"backend={backend!r} makes the paper's profiling runs: give paper=(schedule, "
+                "num_microbatches), or --mode paper.",
                 "profile-backend",
             )
         )
     if backend in EXECUTING and any(argument is not None for argument in of_windows):
         violations.append(
-            Violation(f"choices, measurements and shard_params are of compiled windows; backend={backend!r} has none.", "profile-backend")
+            Violation(
+                "choices, measurements and shard_params are of compiled windows; "
+                f"backend={backend!r} has none.",
+                "profile-backend",
+            )
         )
     if backend == "alpa" and rule != "auto":
         violations.append(
-            Violation(f"Alpa decides itself how to split parameters; leave out tensor_parallel_rule={rule!r}.", "profile-backend")
+            Violation(
+                "Alpa decides itself how to split parameters; leave out "
+                f"tensor_parallel_rule={rule!r}.",
+                "profile-backend",
+            )
         )
     if (backend == "alpa") != (alpa_python is not None):
         violations.append(
             Violation(
-                f"backend={backend!r} came with alpa_python={alpa_python!r}; the interpreter of Alpa's environment (--alpa-python) "
+                f"backend={backend!r} came with alpa_python={alpa_python!r}; the interpreter of "
+                "Alpa's environment (--alpa-python) "
                 "belongs to backend='alpa', which needs it.",
                 "profile-backend",
             )
@@ -472,20 +623,30 @@ def check_backend(
     if backend != "run" and memory_limit_bytes is not None:
         violations.append(
             Violation(
-                f"memory_limit_bytes={memory_limit_bytes} is the limit of runs that are made here, and backend={backend!r} makes none; "
+                f"memory_limit_bytes={memory_limit_bytes} is the limit of runs that are made "
+                f"here, and backend={backend!r} makes none; "
                 "use backend='run', or leave it out.",
                 "profile-backend",
             )
         )
     if backend != "run" and repeats != 1:
         violations.append(
-            Violation(f"repeats={repeats} is of runs that are made here; use backend='run', or leave it out.", "profile-backend")
+            Violation(
+                f"repeats={repeats} is of runs that are made here; use backend='run', or leave it "
+                "out.",
+                "profile-backend",
+            )
         )
     ProfileError.check(violations)
 
 
 def default_choices(
-    cluster: Cluster, microbatch_size: int, remat: Sequence[Remat], shard_optimizer: bool, whole_nodes: bool, any_divisor: bool
+    cluster: Cluster,
+    microbatch_size: int,
+    remat: Sequence[Remat],
+    shard_optimizer: bool,
+    whole_nodes: bool,
+    any_divisor: bool,
 ) -> list[StageChoice]:
     """Every degree pair, for each way to rematerialise."""
     found = []
@@ -493,14 +654,22 @@ def default_choices(
         hybrid = hybrid_choices(cluster.num_devices, remat=policy, shard_optimizer=shard_optimizer)
         if any_divisor:
             hybrid = divisor_choices(cluster.num_devices, policy, shard_optimizer)
-        found += choices_to_profile(cluster, hybrid, microbatch_size, any_divisor=any_divisor, whole_nodes=whole_nodes)
+        found += choices_to_profile(
+            cluster, hybrid, microbatch_size, any_divisor=any_divisor, whole_nodes=whole_nodes
+        )
     return found
 
 
-def divisor_choices(max_devices: int, remat: Remat, shard_optimizer: bool) -> dict[int, tuple[StageChoice, ...]]:
+def divisor_choices(
+    max_devices: int, remat: Remat, shard_optimizer: bool
+) -> dict[int, tuple[StageChoice, ...]]:
     """All pairs of degrees whose product is the number of devices, for any number."""
     return {
-        d: tuple(StageChoice(d // tp, tp, remat, shard_optimizer) for tp in range(1, d + 1) if d % tp == 0)
+        d: tuple(
+            StageChoice(d // tp, tp, remat, shard_optimizer)
+            for tp in range(1, d + 1)
+            if d % tp == 0
+        )
         for d in range(1, max_devices + 1)
     }
 
@@ -516,17 +685,28 @@ def paper_profile(
     shard_optimizer: bool = False,
 ) -> PaperStatistics:
     """The paper's profiling runs of a model (see ``capture.profiler.paper``)."""
-    graph, sharding = measurements.backend.traced(microbatch_size).graph, measurements.backend.sharding(microbatch_size)
-    runs = paper_runs(graph.num_layers, cluster.num_devices, microbatch_size, remat, shard_optimizer)
+    graph, sharding = (
+        measurements.backend.traced(microbatch_size).graph,
+        measurements.backend.sharding(microbatch_size),
+    )
+    runs = paper_runs(
+        graph.num_layers, cluster.num_devices, microbatch_size, remat, shard_optimizer
+    )
     measurements.require({PAPER_RUNS: [c for run in runs for c in run.configs(microbatch_size)]})
-    param_bytes = {run.choice.param_split: sharding.param_bytes(run.choice.param_split) for run in runs}
-    return run_paper_profile(runs, graph, param_bytes, schedule, num_microbatches, measurements.costs.get)
+    param_bytes = {
+        run.choice.param_split: sharding.param_bytes(run.choice.param_split) for run in runs
+    }
+    return run_paper_profile(
+        runs, graph, param_bytes, schedule, num_microbatches, measurements.costs.get
+    )
 
 
 def calibration_of(question: Question, measurements: Measurements) -> list[Plan]:
-    """Random plans whose stages calibrate the interval; none if no plan fills the cluster, which the search then reports.
+    """Random plans whose stages calibrate the interval; none if no plan fills the cluster, which
+    the search then reports.
 
-    Each plan is drawn as ``evaluate`` draws its own, with another seed; both schedules, a few numbers of micro-batches.
+    Each plan is drawn as ``evaluate`` draws its own, with another seed; both schedules, a few
+    numbers of micro-batches.
     """
     cluster, result = question.cluster, unmeasured(question, measurements)
     by_degree: dict[int, tuple[StageChoice, ...]] = {}
@@ -553,18 +733,27 @@ def calibration_of(question: Question, measurements: Measurements) -> list[Plan]
 def calibrate(result: Profile, measurements: Measurements, plans: Sequence[Plan]) -> Calibration:
     """Errors on those stages of plans that the profile does not hold and that could be measured.
 
-    The truth is the replay of the plan's step, never the closed form that predicts it. Stages that could not be measured are there as
-    predicted, for what they hand over.
+    The truth is the replay of the plan's step, never the closed form that predicts it. Stages that
+    could not be measured are there as predicted, for what they hand over.
     """
     known = {measurements.key(config) for config in result.measurements}
     predictor, errors = AdditivePredictor(result), dict[Any, StageError]()
     for plan in plans:
         configs = [stage_config(stage, plan.microbatch_size) for stage in plan.stages]
-        fresh = [measurements.key(config) not in known and config in measurements.costs for config in configs]
+        fresh = [
+            measurements.key(config) not in known and config in measurements.costs
+            for config in configs
+        ]
         if not any(fresh):
             continue
-        costs = [measurements.costs.get(c) or predictor.stage_cost(c.first, c.stop, c.choice, c.microbatch_size) for c in configs]
-        program = build_step(plan_interfaces(plan, result.graph, result.param_bytes, costs), plan.schedule_table)
+        costs = [
+            measurements.costs.get(c)
+            or predictor.stage_cost(c.first, c.stop, c.choice, c.microbatch_size)
+            for c in configs
+        ]
+        program = build_step(
+            plan_interfaces(plan, result.graph, result.param_bytes, costs), plan.schedule_table
+        )
         truth = replay(program, plan.cluster.num_devices).peak_bytes_per_device
         predicted = predictor.predict(plan)
         for s, (stage, config) in enumerate(zip(plan.stages, configs, strict=True)):
@@ -575,7 +764,12 @@ def calibrate(result: Profile, measurements: Measurements, plans: Sequence[Plan]
 
 
 def plan_of(
-    drawn: Sequence[DrawnStage], result: Profile, cluster: Cluster, global_batch_size: int, num_microbatches: int, schedule: str
+    drawn: Sequence[DrawnStage],
+    result: Profile,
+    cluster: Cluster,
+    global_batch_size: int,
+    num_microbatches: int,
+    schedule: str,
 ) -> Plan:
     """A plan from drawn stages."""
     stages = tuple(

@@ -1,8 +1,9 @@
-"""Make the paper's profiling runs with the backend ``run``: in workers, or in this process, one after the other.
+"""Make the paper's profiling runs with the backend ``run``: in workers, or in this process, one
+after the other.
 
-On CPU a few workers share the runs, and each keeps what it has compiled. On an accelerator every run gets a fresh process, whose
-allocator's high-water marks are those of the run. This process owns the store: a run is kept as soon as it arrives, so that the same
-command resumes.
+On CPU a few workers share the runs, and each keeps what it has compiled. On an accelerator every
+run gets a fresh process, whose allocator's high-water marks are those of the run. This process owns
+the store: a run is kept as soon as it arrives, so that the same command resumes.
 """
 
 from __future__ import annotations
@@ -62,22 +63,27 @@ def executed_profile(
     Args:
         workload: The task, or its name; by name it is run in worker processes.
         cluster: Decides the numbers of stages and the degrees.
-        microbatch_size, schedule, num_microbatches: Of the target; the runs have half and a quarter as many micro-batches.
+        microbatch_size, schedule, num_microbatches: Of the target; the runs have half and a quarter
+            as many micro-batches.
         num_layers: None cuts at the model's marks; a number cuts automatically.
         remat, shard_optimizer: Of every stage.
         tensor_parallel_rule: ``"auto"`` or ``"largest"``.
         memory_limit_bytes: A run that needs more on a device is not made, and named as failed.
         store: Of finished runs; in memory if None.
         repeats: Steps that are measured in every run; the largest peaks count.
-        where: The runs of a workload by name are made. On accelerators every run gets a process of its own.
+        where: The runs of a workload by name are made. On accelerators every run gets a process of
+            its own.
         progress, watch: Told how far the runs are (``profiling_runs.batch``).
-        alpa_python: Have the runs made by Alpa, with this interpreter of its environment, on its Ray cluster of these nodes.
+        alpa_python: Have the runs made by Alpa, with this interpreter of its environment, on its
+            Ray cluster of these nodes.
 
     Returns:
-        The profile; it holds no measurement of a layer window. Runs that failed are named in ``failures``.
+        The profile; it holds no measurement of a layer window. Runs that failed are named in
+        ``failures``.
 
     Raises:
-        ProfileError: ``profile-runs`` if every run failed; ``profile-backend`` for Alpa and a workload without a name.
+        ProfileError: ``profile-runs`` if every run failed; ``profile-backend`` for Alpa and a
+            workload without a name.
         ExecutionError: ``alpa-python`` if that interpreter cannot import alpa.
         WorkloadError, TracingError: if the model cannot be traced.
     """
@@ -90,12 +96,23 @@ def executed_profile(
         from capture.profiler.alpa import AlpaBackend
 
         if spec is None:
-            raise ProfileError.of("backend='alpa' needs a workload by name: another process imports it.", "profile-backend")
+            raise ProfileError.of(
+                "backend='alpa' needs a workload by name: another process imports it.",
+                "profile-backend",
+            )
         backend = AlpaBackend(spec, cluster, alpa_python, num_layers, store)
         assert backend.versions, "asked at once: a wrong interpreter would fail every run"
     elif spec is not None and not where.here:
         num_devices = most_run_devices(cluster.num_devices)
-        setting = Setting(spec, num_layers, tensor_parallel_rule, num_devices, "run", cluster.target, memory_limit_bytes)
+        setting = Setting(
+            spec,
+            num_layers,
+            tensor_parallel_rule,
+            num_devices,
+            "run",
+            cluster.target,
+            memory_limit_bytes,
+        )
         machine = machine_of_workers(setting_of(setting), where)
         setting = setting_of(replace(setting, fresh_process=machine.platform != "cpu"))
     if backend is None:
@@ -112,7 +129,9 @@ def executed_profile(
     graph = backend.compiler.traced(microbatch_size).graph
     num_layers = backend.compiler.num_layers
     setting = setting and replace(setting, num_layers=num_layers)
-    sets = paper_runs(graph.num_layers, cluster.num_devices, microbatch_size, remat, shard_optimizer)
+    sets = paper_runs(
+        graph.num_layers, cluster.num_devices, microbatch_size, remat, shard_optimizer
+    )
     statistics = run_statistics(
         backend,
         setting,
@@ -130,7 +149,10 @@ def executed_profile(
     return Profile(
         graph=graph,
         measurements={},
-        param_bytes={split: sharding.param_bytes(split) for split in sorted({one.choice.param_split for one in sets})},
+        param_bytes={
+            split: sharding.param_bytes(split)
+            for split in sorted({one.choice.param_split for one in sets})
+        },
         provenance={**backend.provenance, "created": environment.now()},
         workload=spec,
         auto_layers=num_layers is not None,
@@ -170,9 +192,16 @@ def run_statistics(
         ProfileError: ``profile-runs`` if every run failed.
     """
     jobs = profiling_jobs(backend, sets, microbatch_size, schedule, num_microbatches, repeats)
-    outcomes = {run: peaks for runs in jobs.values() for run in runs if (peaks := backend.find(run)) is not None}
+    outcomes = {
+        run: peaks
+        for runs in jobs.values()
+        for run in runs
+        if (peaks := backend.find(run)) is not None
+    }
     missing = {job.key: job for job, runs in jobs.items() if runs[0] not in outcomes}
-    batch = Batch(list(missing.values()), backend.store, backend.provenance, workload, progress, watch)
+    batch = Batch(
+        list(missing.values()), backend.store, backend.provenance, workload, progress, watch
+    )
     for outcome in batch.run(lambda: where.open(setting, backend, len(missing))):
         for run in jobs[outcome.job]:
             found = run.failed(outcome.error) if outcome.value is None else backend.find(run)
@@ -186,12 +215,19 @@ def run_statistics(
         microbatch_size,
         schedule,
         num_microbatches,
-        lambda choice, p, m: outcomes[ProfilingRun(p, choice, microbatch_size, m, schedule, repeats)],
+        lambda choice, p, m: outcomes[
+            ProfilingRun(p, choice, microbatch_size, m, schedule, repeats)
+        ],
     )
 
 
 def profiling_jobs(
-    backend: RunBackend, sets: Sequence[PaperRuns], microbatch_size: int, schedule: str, num_microbatches: int, repeats: int
+    backend: RunBackend,
+    sets: Sequence[PaperRuns],
+    microbatch_size: int,
+    schedule: str,
+    num_microbatches: int,
+    repeats: int,
 ) -> dict[Job, list[ProfilingRun]]:
     """The different runs of some sets, as jobs, each with the runs that it stands for."""
     runs_of: dict[str, list[ProfilingRun]] = {}
@@ -206,14 +242,16 @@ def profiling_jobs(
 def _check_some(outcomes: list[RunPeaks]) -> None:
     if all(outcome.failures for outcome in outcomes):
         raise ProfileError.of(
-            f"all {len(outcomes)} profiling runs failed; the first: {outcomes[0].failures[0]}. Raise --memory, set JAX_PLATFORMS=cpu to "
+            f"all {len(outcomes)} profiling runs failed; the first: {outcomes[0].failures[0]}. "
+            "Raise --memory, set JAX_PLATFORMS=cpu to "
             "run on virtual CPU devices, or profile with --backend compile, which runs nothing.",
             "profile-runs",
         )
 
 
 def machine_of_workers(setting: Setting, where: Where) -> Machine:
-    """The devices that a worker has. This process asks, and stays away from accelerators itself: it would take memory of theirs.
+    """The devices that a worker has. This process asks, and stays away from accelerators itself: it
+    would take memory of theirs.
 
     Raises:
         ProfileError: ``profile-worker`` if the worker cannot say.
@@ -221,5 +259,7 @@ def machine_of_workers(setting: Setting, where: Where) -> Machine:
     batch = Batch([Job("machine", None, "machine", "devices of the workers")], Store(), {})
     (outcome,) = batch.run(lambda: where.open(setting, None, 1))
     if outcome.value is None:
-        raise ProfileError.of(f"a worker cannot say which devices it has: {plain(outcome.error)}", "profile-worker")
+        raise ProfileError.of(
+            f"a worker cannot say which devices it has: {plain(outcome.error)}", "profile-worker"
+        )
     return Machine(**outcome.value)

@@ -14,24 +14,34 @@ def causes(failures: Mapping[StageConfig, str]) -> tuple[str, ...]:
 
     Example:
         >>> causes({StageConfig(first, 8, StageChoice(dp), 16): "no memory" for first in (6, 7) for dp in (1, 2, 4)})
-        ('6 stages (all with layer 7; data parallel 1, 2, 4, tensor parallel 1; micro-batch size 16): no memory',)
+        ('6 stages (all with layer 7; data parallel 1, 2, 4, tensor parallel 1; micro-batch size
+        16): no memory',)
         >>> causes({StageConfig(3, 5, StageChoice(2, remat="full"), 16): "no memory"})
-        ('layers 3 to 4, data parallel 2, tensor parallel 1, remat full, micro-batch size 16: no memory',)
+        ('layers 3 to 4, data parallel 2, tensor parallel 1, remat full, micro-batch size 16: no
+        memory',)
     """
     befell: dict[str, list[StageConfig]] = {}
     for config, cause in sorted(failures.items()):
         befell.setdefault(cause, []).append(config)
-    return tuple(f"{_stages(configs)}: {cause}" for cause, configs in sorted(befell.items(), key=lambda item: -len(item[1])))
+    return tuple(
+        f"{_stages(configs)}: {cause}"
+        for cause, configs in sorted(befell.items(), key=lambda item: -len(item[1]))
+    )
 
 
 def _stages(configs: Sequence[StageConfig]) -> str:
     if len(configs) == 1:
         return str(configs[0])
     first, stop = max(config.first for config in configs), min(config.stop for config in configs)
-    layers = layers_in_words(min(config.first for config in configs), max(config.stop for config in configs))
+    layers = layers_in_words(
+        min(config.first for config in configs), max(config.stop for config in configs)
+    )
     if first < stop:
         layers = f"all with {layers_in_words(first, stop)}"
-    return f"{len(configs)} stages ({layers}; {ways((config.choice, config.microbatch_size) for config in configs)})"
+    return (
+        f"{len(configs)} stages ({layers}; "
+        f"{ways((config.choice, config.microbatch_size) for config in configs)})"
+    )
 
 
 def ways(found: Iterable[tuple[StageChoice, int]]) -> str:
@@ -49,7 +59,9 @@ def ways(found: Iterable[tuple[StageChoice, int]]) -> str:
     ]
     if {choice.remat for choice in choices} != {"none"}:
         said.append(f"remat {_several(choice.remat for choice in choices)}")
-    return f"{', '.join(said)}; micro-batch size{'s' * (len({size for _, size in pairs}) > 1)} {sizes}"
+    return (
+        f"{', '.join(said)}; micro-batch size{'s' * (len({size for _, size in pairs}) > 1)} {sizes}"
+    )
 
 
 def _several(values: Iterable[Any]) -> str:

@@ -1,4 +1,5 @@
-"""A few stages, measured at micro-batch sizes that are not profiled: how far the line through the profiled sizes is off there."""
+"""A few stages, measured at micro-batch sizes that are not profiled: how far the line through the
+profiled sizes is off there."""
 
 from __future__ import annotations
 
@@ -26,12 +27,19 @@ def held_out_sizes(microbatch_size: int, choices: Iterable[StageChoice]) -> tupl
         ((4, 32), (4,))
     """
     quarter, whole = divmod(microbatch_size, 4)
-    splits = quarter >= 1 and not whole and all(quarter % choice.data_parallel == 0 for choice in choices)
+    splits = (
+        quarter >= 1
+        and not whole
+        and all(quarter % choice.data_parallel == 0 for choice in choices)
+    )
     return (quarter, 2 * microbatch_size) if splits else (2 * microbatch_size,)
 
 
-def held_out_stages(plans: Sequence[Plan], sizes: Sequence[int]) -> dict[StageConfig, tuple[Plan, int]]:
-    """Stages of calibration plans to measure at the held-out sizes: those of fewest layers, one of every choice before a second one.
+def held_out_stages(
+    plans: Sequence[Plan], sizes: Sequence[int]
+) -> dict[StageConfig, tuple[Plan, int]]:
+    """Stages of calibration plans to measure at the held-out sizes: those of fewest layers, one of
+    every choice before a second one.
 
     Returns:
         Per stage config, at a held-out size: a plan at that size, and which of its stages it is.
@@ -39,7 +47,10 @@ def held_out_stages(plans: Sequence[Plan], sizes: Sequence[int]) -> dict[StageCo
     first_of: dict[StageConfig, tuple[Plan, int]] = {}
     for plan in plans:
         for s, stage in enumerate(plan.stages):
-            first_of.setdefault(StageConfig(stage.first, stage.stop, StageChoice.of(stage), plan.microbatch_size), (plan, s))
+            first_of.setdefault(
+                StageConfig(stage.first, stage.stop, StageChoice.of(stage), plan.microbatch_size),
+                (plan, s),
+            )
     num_of = dict[StageChoice, int]()
     ranked = []
     for config in sorted(first_of, key=lambda config: (config.num_layers, config)):
@@ -54,10 +65,13 @@ def held_out_stages(plans: Sequence[Plan], sizes: Sequence[int]) -> dict[StageCo
     return found
 
 
-def size_errors(result: Profile, stages: Mapping[StageConfig, tuple[Plan, int]], measurements: Any) -> tuple[SizeError, ...]:
+def size_errors(
+    result: Profile, stages: Mapping[StageConfig, tuple[Plan, int]], measurements: Any
+) -> tuple[SizeError, ...]:
     """The errors of predictions of held-out stages, of those that could be measured.
 
-    The truth is the replay of the plan with the stage as it was compiled, among stages as they are predicted.
+    The truth is the replay of the plan with the stage as it was compiled, among stages as they are
+    predicted.
 
     Args:
         result: The profile.
@@ -68,10 +82,17 @@ def size_errors(result: Profile, stages: Mapping[StageConfig, tuple[Plan, int]],
     for config, (plan, s) in stages.items():
         if config in measurements.costs:
             size = config.microbatch_size
-            costs = [predictor.stage_cost(stage.first, stage.stop, StageChoice.of(stage), size) for stage in plan.stages]
+            costs = [
+                predictor.stage_cost(stage.first, stage.stop, StageChoice.of(stage), size)
+                for stage in plan.stages
+            ]
             costs[s] = measurements.costs[config]
-            interfaces = plan_interfaces(plan, measurements.backend.traced(size).graph, result.param_bytes, costs)
-            peaks = replay(build_step(interfaces, plan.schedule_table), plan.cluster.num_devices).peak_bytes_per_device
+            interfaces = plan_interfaces(
+                plan, measurements.backend.traced(size).graph, result.param_bytes, costs
+            )
+            peaks = replay(
+                build_step(interfaces, plan.schedule_table), plan.cluster.num_devices
+            ).peak_bytes_per_device
             predicted = predictor.predict(plan).stages[s].peak_bytes
             octaves = octaves_away(size, result.microbatch_sizes)
             found.append(SizeError(peaks[plan.stages[s].devices[0]] / predicted - 1, octaves))

@@ -1,4 +1,5 @@
-"""What to run, as pure data: a job is one measurement, and its key the content hash of everything that can change the result."""
+"""What to run, as pure data: a job is one measurement, and its key the content hash of everything
+that can change the result."""
 
 from __future__ import annotations
 
@@ -17,19 +18,23 @@ Part = Literal["stage", "update", "buffers", "run", "machine"]
 
 @dataclass(frozen=True)
 class Setting:
-    """What the jobs of a batch have in common: the model, and how a worker measures it. Plain data, to be sent between machines.
+    """What the jobs of a batch have in common: the model, and how a worker measures it. Plain data,
+    to be sent between machines.
 
     Attributes:
         workload: By name; a worker imports it.
         num_layers: None for the model's marks, or the number of layers to cut automatically.
         tensor_parallel_rule: How parameters are split.
-        num_devices: Virtual CPU devices of a worker; of runs on accelerators, those that a worker takes.
+        num_devices: Virtual CPU devices of a worker; of runs on accelerators, those that a worker
+            takes.
         backend: ``"compile"`` for parts of stages, ``"run"`` for executed partitionings.
         target: Compiled for, or run on: a name or a file (``Target.load``).
         memory_limit_bytes: Of a run, per device.
-        fresh_process: Whether every job gets a process of its own, so that an allocator's high-water marks are the job's.
+        fresh_process: Whether every job gets a process of its own, so that an allocator's
+            high-water marks are the job's.
         flags: XLA flags of the driver, which a worker takes over: they are part of every key.
-        versions: Of the driver; a worker with others is refused, because its results belong to other keys.
+        versions: Of the driver; a worker with others is refused, because its results belong to
+            other keys.
     """
 
     workload: WorkloadSpec
@@ -50,8 +55,10 @@ class Job:
 
     Attributes:
         key: Of the measurement.
-        what: Is measured: layers at a degree and batch size, or a partitioning of all layers; None for the worker's machine.
-        part: All of a stage, the end of a step alone, what the buffers of a stage are, an executed run, or what devices there are.
+        what: Is measured: layers at a degree and batch size, or a partitioning of all layers; None
+            for the worker's machine.
+        part: All of a stage, the end of a step alone, what the buffers of a stage are, an executed
+            run, or what devices there are.
         kind: Jobs that are counted together, in words.
         needs: Key of a job whose measurement this one builds on; it is done first.
         known: Measurements that it builds on, by key.
@@ -69,14 +76,27 @@ class Job:
         """Jobs of a group share work when the same process does them one after the other."""
         if isinstance(self.what, ProfilingRun):
             return self.part, self.what.choice, self.what.num_microbatches
-        return (self.part,) if self.what is None else (self.part, self.what.choice, self.what.microbatch_size)
+        return (
+            (self.part,)
+            if self.what is None
+            else (self.part, self.what.choice, self.what.microbatch_size)
+        )
 
     def to_json(self, workload: WorkloadSpec | None, backend: str) -> dict[str, Any]:
-        """For people and the store: what is measured, of which workload, with which backend (``compile:h100``)."""
-        facts: dict[str, Any] = {"workload": None if workload is None else str(workload), "backend": backend, "part": self.part}
+        """For people and the store: what is measured, of which workload, with which backend
+        (``compile:h100``)."""
+        facts: dict[str, Any] = {
+            "workload": None if workload is None else str(workload),
+            "backend": backend,
+            "part": self.part,
+        }
         if isinstance(self.what, StageConfig):
             choice = asdict(self.what.choice)
-            facts |= {"layers": [self.what.first, self.what.stop - 1], **choice, "microbatch_size": self.what.microbatch_size}
+            facts |= {
+                "layers": [self.what.first, self.what.stop - 1],
+                **choice,
+                "microbatch_size": self.what.microbatch_size,
+            }
         elif self.what is not None:
             run = asdict(self.what)
             facts |= {**run.pop("choice"), **run}
@@ -95,8 +115,9 @@ class Outcome:
         value: As the store keeps it; None if the attempt failed.
         seconds: It took the worker.
         worker: Host and process.
-        failure: ``"refused"`` if the library itself said no, which it will again; ``"raised"`` for any other exception; ``"lost"`` if the
-            worker ended, ``"node lost"`` if that was no fault of the job; ``"timed out"``.
+        failure: ``"refused"`` if the library itself said no, which it will again; ``"raised"`` for
+            any other exception; ``"lost"`` if the worker ended, ``"node lost"`` if that was no
+            fault of the job; ``"timed out"``.
         error: Why it failed, in a line.
         traceback: Of the exception.
         stored_key: Of the measurement, where it is another than the job's.
@@ -113,7 +134,8 @@ class Outcome:
 
 
 class Queue:
-    """Jobs that wait: by group, behind the jobs that they need, and at the end those that have failed before."""
+    """Jobs that wait: by group, behind the jobs that they need, and at the end those that have
+    failed before."""
 
     def __init__(self, jobs: Iterable[Job]):
         jobs = list(jobs)
@@ -137,7 +159,8 @@ class Queue:
         self._groups.setdefault(job.group, deque()).append(job)
 
     def add_last(self, job: Job) -> None:
-        """A job that is tried again when nothing else is left, and alone: so that it takes no others with it."""
+        """A job that is tried again when nothing else is left, and alone: so that it takes no
+        others with it."""
         self._again.append(job)
 
     def settle(self, key: str, value: Any) -> None:
@@ -146,7 +169,8 @@ class Queue:
             self.add(job if value is None else replace(job, known={**job.known, key: value}))
 
     def take(self, group: tuple[Any, ...] | None, *, alone: bool = True) -> Job | None:
-        """The next job: of this group if it has one, else of one that nobody has begun, else of the longest.
+        """The next job: of this group if it has one, else of one that nobody has begun, else of the
+        longest.
 
         Args:
             group: Of the worker's last job.
@@ -156,7 +180,11 @@ class Queue:
             if not self._groups:
                 return self._again.popleft() if self._again and alone else None
             fresh = next((name for name in self._groups if name not in self._taken), None)
-            group = max(self._groups, key=lambda name: len(self._groups[name])) if fresh is None else fresh
+            group = (
+                max(self._groups, key=lambda name: len(self._groups[name]))
+                if fresh is None
+                else fresh
+            )
         self._taken.add(group)
         job = self._groups[group].popleft()
         if not self._groups[group]:

@@ -1,4 +1,5 @@
-"""The jobs of a profile, counted, with what they are estimated to cost. Nothing is measured, and no device is needed."""
+"""The jobs of a profile, counted, with what they are estimated to cost. Nothing is measured, and no
+device is needed."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from profiling_runs.collect import Question, check_backend, open_measurements, w
 from profiling_runs.executions import profiling_jobs
 from profiling_runs.jobs import Job
 
-#: Seconds of a job where the store knows none of its kind, by part; roughly those of a model of some hundred million parameters.
+#: Seconds of a job where the store knows none of its kind, by part; roughly those of a model of
+#: some hundred million parameters.
 GUESSED_SECONDS = {"stage": 2.0, "update": 1.0, "buffers": 4.0, "run": 10.0, "machine": 1.0}
 
 
@@ -26,7 +28,8 @@ class Listing:
     """The jobs of a profile, counted.
 
     Attributes:
-        kinds: Per kind of job: how many there are, how many the store has already, and the seconds that the others are estimated to take.
+        kinds: Per kind of job: how many there are, how many the store has already, and the seconds
+            that the others are estimated to take.
         guessed: Kinds whose seconds are a guess, because the store knows no job like them.
     """
 
@@ -47,11 +50,24 @@ class Listing:
         return sum(kind["seconds"] for kind in self.kinds.values())
 
     def to_json(self) -> dict[str, Any]:
-        counts = {"num_jobs": self.num_jobs, "num_done": self.num_done, "worker_seconds": self.seconds}
-        return {**counts, "kinds": {name: dict(kind) for name, kind in self.kinds.items()}, "guessed": list(self.guessed)}
+        counts = {
+            "num_jobs": self.num_jobs,
+            "num_done": self.num_done,
+            "worker_seconds": self.seconds,
+        }
+        return {
+            **counts,
+            "kinds": {name: dict(kind) for name, kind in self.kinds.items()},
+            "guessed": list(self.guessed),
+        }
 
 
-def listing(jobs: Sequence[Job], done: Collection[str], typical_seconds: Mapping[tuple[str, str], float], backend: str) -> Listing:
+def listing(
+    jobs: Sequence[Job],
+    done: Collection[str],
+    typical_seconds: Mapping[tuple[str, str], float],
+    backend: str,
+) -> Listing:
     """Count jobs and estimate what they cost.
 
     Args:
@@ -104,14 +120,17 @@ def list_jobs(
 ) -> Listing:
     """The jobs of ``profile`` with the same arguments; the model is traced for it.
 
-    Runs are listed as of the devices of the cluster's target, which may not be what the workers turn out to have.
+    Runs are listed as of the devices of the cluster's target, which may not be what the workers
+    turn out to have.
 
     Raises:
         ProfileError: ``profile-backend``, as of ``profile``.
         ExecutionError: ``alpa-python`` if that interpreter cannot import alpa.
         WorkloadError, TracingError: if the model cannot be traced.
     """
-    check_backend(backend, paper, None, repeats, alpa_python, tensor_parallel_rule, shard_params or None)
+    check_backend(
+        backend, paper, None, repeats, alpa_python, tensor_parallel_rule, shard_params or None
+    )
     if backend == "compile":
         measurements = open_measurements(
             workload,
@@ -133,7 +152,10 @@ def list_jobs(
             shard_params=shard_params,
             paper=paper,
         )
-        jobs, name = measurements.jobs(wanted_configs(question, measurements)), f"compile:{cluster.target}"
+        jobs, name = (
+            measurements.jobs(wanted_configs(question, measurements)),
+            f"compile:{cluster.target}",
+        )
     else:
         from capture.profiler.run import RunBackend
 
@@ -145,7 +167,14 @@ def list_jobs(
         else:
             platform = Target.load(cluster.target).platform
             machine = Machine(platform, cluster.target, most_run_devices(cluster.num_devices))
-            runs = RunBackend(workload.load(), num_layers, tensor_parallel_rule, store, machine=machine, num_devices=cluster.num_devices)
+            runs = RunBackend(
+                workload.load(),
+                num_layers,
+                tensor_parallel_rule,
+                store,
+                machine=machine,
+                num_devices=cluster.num_devices,
+            )
         layers = runs.compiler.traced(microbatch_size).graph.num_layers
         sets = paper_runs(layers, cluster.num_devices, microbatch_size, remat[0], shard_optimizer)
         jobs, name = list(profiling_jobs(runs, sets, microbatch_size, *paper, repeats)), backend

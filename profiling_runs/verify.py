@@ -1,4 +1,5 @@
-"""The exact answer for one plan: compile its own stages for its target and replay the step over the compiler's reports."""
+"""The exact answer for one plan: compile its own stages for its target and replay the step over the
+compiler's reports."""
 
 from __future__ import annotations
 
@@ -44,13 +45,18 @@ class Verification:
     costs: Sequence[StageCost]
 
     def timeline(self) -> StepTimeline | None:
-        """One step, simulated from the work of the compiled programs; None for a target without rates."""
+        """One step, simulated from the work of the compiled programs; None for a target without
+        rates."""
         rates = Target.load(self.plan.cluster.target).rates
         if rates is None:
             return None
         model = TimeModel(rates, max(self.plan.cluster.nodes))
         times = [found for cost in self.costs if (found := model.stage_times(cost)) is not None]
-        return plan_timeline(self.plan, self.program.stages, times, rates) if len(times) == len(self.costs) else None
+        return (
+            plan_timeline(self.plan, self.program.stages, times, rates)
+            if len(times) == len(self.costs)
+            else None
+        )
 
     @property
     def peak_bytes_per_device(self) -> tuple[int, ...]:
@@ -62,7 +68,8 @@ class Verification:
         return {
             "peak_bytes_per_device": list(peaks),
             "predicted_peak_bytes_per_device": predicted,
-            "prediction_error_fraction_per_device": predicted and [p / peak - 1 for p, peak in zip(predicted, peaks, strict=True)],
+            "prediction_error_fraction_per_device": predicted
+            and [p / peak - 1 for p, peak in zip(predicted, peaks, strict=True)],
             "source": dict(self.provenance),
             "num_stages_compiled": self.num_compiled,
         }
@@ -76,7 +83,8 @@ def verify(plan: Plan, measurements: Measurements) -> Verification:
         measurements: Open for the plan's target.
 
     Raises:
-        PlanError: ``plan-other-model`` if the workload traces to another program than the plan was made for.
+        PlanError: ``plan-other-model`` if the workload traces to another program than the plan was
+            made for.
         ProfileError: ``verify-stage`` naming the stages that do not compile.
     """
     check_model(plan, measurements)
@@ -84,12 +92,21 @@ def verify(plan: Plan, measurements: Measurements) -> Verification:
     known = set(measurements.backend.store.get({measurements.key(config) for config in configs}))
     missing = {key for config in configs if (key := measurements.key(config)) not in known}
     measurements.require({"stages of the plan": configs})
-    failed = [f"stage {s}: {measurements.failures[config]}" for s, config in enumerate(configs) if config not in measurements.costs]
+    failed = [
+        f"stage {s}: {measurements.failures[config]}"
+        for s, config in enumerate(configs)
+        if config not in measurements.costs
+    ]
     if failed:
-        raise ProfileError.of(f"stages of the plan do not compile: {'; '.join(failed)}.", "verify-stage")
+        raise ProfileError.of(
+            f"stages of the plan do not compile: {'; '.join(failed)}.", "verify-stage"
+        )
     backend = measurements.backend
     sharding = backend.sharding(plan.microbatch_size)
-    param_bytes = {config.choice.param_split: sharding.param_bytes(config.choice.param_split) for config in configs}
+    param_bytes = {
+        config.choice.param_split: sharding.param_bytes(config.choice.param_split)
+        for config in configs
+    }
     costs = [measurements.costs[config] for config in configs]
     graph = backend.traced(plan.microbatch_size).graph
     program = build_step(plan_interfaces(plan, graph, param_bytes, costs), plan.schedule_table)
@@ -104,36 +121,51 @@ def check_model(plan: Plan, measurements: Measurements) -> None:
         PlanError: ``plan-other-model``.
     """
     graph = measurements.backend.traced(plan.microbatch_size).graph
-    if graph.num_layers != plan.num_layers or (plan.model_hash and plan.model_hash != graph.model_hash):
+    if graph.num_layers != plan.num_layers or (
+        plan.model_hash and plan.model_hash != graph.model_hash
+    ):
         raise PlanError.of(
-            f"the plan was made for model_hash={plan.model_hash} with num_layers={plan.num_layers}; the workload has "
+            f"the plan was made for model_hash={plan.model_hash} with "
+            f"num_layers={plan.num_layers}; the workload has "
             f"{graph.model_hash} with {graph.num_layers}. Plan it again with capture plan.",
             "plan-other-model",
         )
 
 
 def with_verified(profile: Profile, plan: Plan, measurements: Measurements) -> Profile:
-    """The profile and the compiled stages of a plan: the predictor looks these up, so that a search ranks by what is known.
+    """The profile and the compiled stages of a plan: the predictor looks these up, so that a search
+    ranks by what is known.
 
-    What is kept is counted by the graph at the plan's own micro-batch size, which may be another than the profile's graph scaled to it.
+    What is kept is counted by the graph at the plan's own micro-batch size, which may be another
+    than the profile's graph scaled to it.
     """
     size, graph = plan.microbatch_size, measurements.backend.traced(plan.microbatch_size).graph
-    costs = {config: measurements.costs[config] for config in (stage_config(stage, size) for stage in plan.stages)}
+    costs = {
+        config: measurements.costs[config]
+        for config in (stage_config(stage, size) for stage in plan.stages)
+    }
     verified = {
         config: replace(
             cost,
-            residual_bytes=kept_bytes(graph, config.first, config.stop, config.choice.data_parallel, cost),
+            residual_bytes=kept_bytes(
+                graph, config.first, config.stop, config.choice.data_parallel, cost
+            ),
             kept_inputs=(),
             kept_outputs=(),
             kept_batch=(),
         )
         for config, cost in costs.items()
     }
-    return replace(profile, verified={**profile.verified, **verified}, model_hashes={**profile.model_hashes, size: graph.model_hash})
+    return replace(
+        profile,
+        verified={**profile.verified, **verified},
+        model_hashes={**profile.model_hashes, size: graph.model_hash},
+    )
 
 
 def check_profile(profile: Profile, measurements: Measurements) -> None:
-    """Refuse a workload that is not the profile's: what is compiled of it would be mixed with measurements of another model.
+    """Refuse a workload that is not the profile's: what is compiled of it would be mixed with
+    measurements of another model.
 
     Raises:
         ProfileError: ``profile-other-model``.
@@ -142,6 +174,7 @@ def check_profile(profile: Profile, measurements: Measurements) -> None:
     found = measurements.backend.traced(size).graph.model_hash
     if known and found != known:
         raise ProfileError.of(
-            f"the profile is of model_hash={known} at microbatch_size={size}; the workload has {found}. Profile it again.",
+            f"the profile is of model_hash={known} at microbatch_size={size}; the workload has "
+            f"{found}. Profile it again.",
             "profile-other-model",
         )

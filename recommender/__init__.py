@@ -1,4 +1,5 @@
-"""Plans of least peak memory: from a profile to a recommendation, and the searches behind it. Never loads JAX."""
+"""Plans of least peak memory: from a profile to a recommendation, and the searches behind it. Never
+loads JAX."""
 
 from recommender.capture.problem import NEVER, InFlightCost, SearchProblem
 from recommender.capture.recommendation import Recommendation, baseline_plan, recommend

@@ -1,4 +1,5 @@
-"""Set-up of every test process, the workers of pytest-xdist included: eight virtual CPU devices, and the same examples each time."""
+"""Set-up of every test process, the workers of pytest-xdist included: eight virtual CPU devices,
+and the same examples each time."""
 
 from __future__ import annotations
 
@@ -10,19 +11,42 @@ from hypothesis import Phase, settings
 from capture import environment
 from capture.errors import CaptureError
 
-if "jax" in sys.modules:  # a plugin imported it: the devices can no longer be set, and the multi-device tests would fail one by one
-    raise RuntimeError("jax was imported before tests/conftest.py; disable the pytest plugin that does so.")
-# Tests compile much and run little: machine code that is not optimised takes less time, and has the same buffers.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+if (
+    "jax" in sys.modules
+    # a plugin imported it: the devices can no longer be set, and the multi-device tests would fail one
+    # by one
+):
+    raise RuntimeError(
+        "jax was imported before tests/conftest.py; disable the pytest plugin that does so."
+    )
+# Tests compile much and run little: machine code that is not optimised takes less time, and has the
+# same buffers.
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+)
 CaptureError.check(environment.prepare(num_devices=8))
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 # For mutants (benchmarks/mutation.py), where the first failure is all that counts.
-settings.register_profile("unshrunk", settings.get_profile("repeatable"), phases=(Phase.explicit, Phase.generate))
+settings.register_profile(
+    "unshrunk", settings.get_profile("repeatable"), phases=(Phase.explicit, Phase.generate)
+)
 settings.load_profile("repeatable")
 
-#: Files that take long; they are given out first, so that the processes of pytest-xdist end together.
-_LONG = {f"test_{name}.py" for name in ("target_compile", "run_backend", "readme", "flash_attention", "osdp_emission", "pipeline", "cli")}
+#: Files that take long; they are given out first, so that the processes of pytest-xdist end
+#: together.
+_LONG = {
+    f"test_{name}.py"
+    for name in (
+        "target_compile",
+        "run_backend",
+        "readme",
+        "flash_attention",
+        "osdp_emission",
+        "pipeline",
+        "cli",
+    )
+}
 
 
 def pytest_collection_modifyitems(items):

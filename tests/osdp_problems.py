@@ -43,7 +43,8 @@ def family(name: str) -> OperatorModel:
 
 @dataclass(frozen=True)
 class PlantedCost:
-    """Costs by table: memory and seconds of each mode at one example; activations and compute per further example."""
+    """Costs by table: memory and seconds of each mode at one example; activations and compute per
+    further example."""
 
     model: OperatorModel
     devices: Devices
@@ -57,11 +58,16 @@ class PlantedCost:
 
     def cost(self, operator: Operator, mode: Mode, batch_size) -> Cost:
         resident, transient, seconds = self.table[self._kind(operator)][mode.num_sharded]
-        return Cost(resident + batch_size * operator.activation_bytes, transient + 0 * batch_size, seconds + batch_size * operator.flops)
+        return Cost(
+            resident + batch_size * operator.activation_bytes,
+            transient + 0 * batch_size,
+            seconds + batch_size * operator.flops,
+        )
 
 
 def random_problem(seed: int, max_operators: int = 6, max_modes: int = 3) -> ShardingProblem:
-    """A small problem of whole numbers: ties, modes that another beats, transients that decide, limits that nothing or everything fits."""
+    """A small problem of whole numbers: ties, modes that another beats, transients that decide,
+    limits that nothing or everything fits."""
     generator = np.random.default_rng(seed)
     num_kinds = int(generator.integers(1, 4))
     largest = (3, 12, 1000)[seed % 3]  # 3: heavy ties
@@ -81,7 +87,14 @@ def random_problem(seed: int, max_operators: int = 6, max_modes: int = 3) -> Sha
         count = int(generator.integers(1, max(2, left - (num_kinds - 1 - kind) + 1)))
         left -= count
         operator = Operator(
-            str(kind), "other", 1, int(generator.integers(1, 4)), 0, 0, flops=int(generator.integers(0, 3)), workspace_bytes=kind
+            str(kind),
+            "other",
+            1,
+            int(generator.integers(1, 4)),
+            0,
+            0,
+            flops=int(generator.integers(0, 3)),
+            workspace_bytes=kind,
         )
         blocks.append(Block((operator,), count))
     model = OperatorModel(f"random {seed}", tuple(blocks))
@@ -89,9 +102,13 @@ def random_problem(seed: int, max_operators: int = 6, max_modes: int = 3) -> Sha
     return ShardingProblem(PlantedCost(model, devices(limit), table))
 
 
-def paper_problem(name: str, limit: float, granularities: tuple[int, ...] = (1,), remat: bool = False) -> ShardingProblem:
+def paper_problem(
+    name: str, limit: float, granularities: tuple[int, ...] = (1,), remat: bool = False
+) -> ShardingProblem:
     return ShardingProblem(PaperCost(family(name), devices(limit), granularities, remat))
 
 
-def step_problem(name: str, limit: float, granularities: tuple[int, ...] = (1, 4), **options) -> ShardingProblem:
+def step_problem(
+    name: str, limit: float, granularities: tuple[int, ...] = (1, 4), **options
+) -> ShardingProblem:
     return ShardingProblem(StepCost(family(name), devices(limit), granularities, **options))

@@ -1,4 +1,5 @@
-"""Tiny models and plans for the runtime's tests: compiling takes nearly all of their time, so they are as small as they can be."""
+"""Tiny models and plans for the runtime's tests: compiling takes nearly all of their time, so they
+are as small as they can be."""
 
 from __future__ import annotations
 
@@ -23,14 +24,21 @@ def mark(x):
 
 def _normals(key, shapes):
     keys = jax.random.split(key, len(shapes))
-    return {name: jax.random.normal(k, shape) * shape[0] ** -0.5 for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
+    return {
+        name: jax.random.normal(k, shape) * shape[0] ** -0.5
+        for k, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
 
 
 def mlp(optimizer=None, num_blocks: int = 4) -> Workload:
-    """Residual blocks of two products, one layer each; the cheapest model that tensor parallelism splits."""
+    """Residual blocks of two products, one layer each; the cheapest model that tensor parallelism
+    splits."""
 
     def init(key):
-        blocks = [_normals(k, {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}) for k in jax.random.split(key, num_blocks)]
+        blocks = [
+            _normals(k, {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)})
+            for k in jax.random.split(key, num_blocks)
+        ]
         return [block | {"bias": jnp.zeros(4 * WIDTH)} for block in blocks]
 
     def loss(params, x):
@@ -39,26 +47,42 @@ def mlp(optimizer=None, num_blocks: int = 4) -> Workload:
             x = mark(x) if i + 1 < num_blocks else x
         return jnp.mean(jnp.tanh(x) ** 2)
 
-    return Workload(loss, init, lambda key, n: jax.random.normal(key, (n, WIDTH)), optimizer or optax.sgd(0.1))
+    return Workload(
+        loss, init, lambda key, n: jax.random.normal(key, (n, WIDTH)), optimizer or optax.sgd(0.1)
+    )
 
 
 def bare(optimizer=None) -> Workload:
-    """Four layers, of which one has parameters: sorting, a product, an activation, the loss alone."""
+    """Four layers, of which one has parameters: sorting, a product, an activation, the loss
+    alone."""
 
     def loss(params, batch):
         x = mark(mark(jnp.sort(batch)) @ params["w"])
         return jnp.mean(mark(jnp.tanh(x)) ** 2)
 
     init = partial(_normals, shapes={"w": (2 * WIDTH, 2 * WIDTH)})
-    return Workload(loss, init, lambda key, n: jax.random.normal(key, (n, 2 * WIDTH)), optimizer or optax.sgd(0.1))
+    return Workload(
+        loss,
+        init,
+        lambda key, n: jax.random.normal(key, (n, 2 * WIDTH)),
+        optimizer or optax.sgd(0.1),
+    )
 
 
 def tied(optimizer=None, dropout: bool = True) -> Workload:
-    """A tied embedding at both ends, a skip from the first layer to the last, dropout, and a parameter that the loss does not read."""
+    """A tied embedding at both ends, a skip from the first layer to the last, dropout, and a
+    parameter that the loss does not read."""
 
     def init(key):
         return _normals(
-            key, {"embedding": (VOCAB, WIDTH), "a": (WIDTH, WIDTH), "b": (WIDTH, WIDTH), "c": (2 * WIDTH, WIDTH), "unread": (3,)}
+            key,
+            {
+                "embedding": (VOCAB, WIDTH),
+                "a": (WIDTH, WIDTH),
+                "b": (WIDTH, WIDTH),
+                "c": (2 * WIDTH, WIDTH),
+                "unread": (3,),
+            },
         )
 
     def loss_with_key(params, batch, key):
@@ -75,10 +99,14 @@ def tied(optimizer=None, dropout: bool = True) -> Workload:
         return loss_with_key(params, batch, None)
 
     def batch(key, n):
-        tokens, labels = (jax.random.randint(k, (n, LENGTH), 0, VOCAB) for k in jax.random.split(key))
+        tokens, labels = (
+            jax.random.randint(k, (n, LENGTH), 0, VOCAB) for k in jax.random.split(key)
+        )
         return {"tokens": tokens, "labels": labels}
 
-    return Workload(loss_with_key if dropout else loss_without_key, init, batch, optimizer or optax.sgd(0.1))
+    return Workload(
+        loss_with_key if dropout else loss_without_key, init, batch, optimizer or optax.sgd(0.1)
+    )
 
 
 def pipeline(
@@ -99,4 +127,6 @@ def pipeline(
         shared = (shard_optimizer and data > 1, shard_params and data > 1)
         stages.append(StagePlan((first, first + count - 1), devices, data, tensor, remat, *shared))
         first, device = first + count, device + data * tensor
-    return Plan(Cluster((device,)), first, tuple(stages), global_batch_size, num_microbatches, schedule)
+    return Plan(
+        Cluster((device,)), first, tuple(stages), global_batch_size, num_microbatches, schedule
+    )

@@ -1,4 +1,5 @@
-"""Plans and profiles of which reports and differences are made: synthetic, of a size that reads like a real model's."""
+"""Plans and profiles of which reports and differences are made: synthetic, of a size that reads
+like a real model's."""
 
 from __future__ import annotations
 
@@ -22,8 +23,11 @@ WORKLOAD = WorkloadSpec.parse("models/gpt.py:gpt?size=2.6B")
 
 
 def planted_profile(num_layers: int, target: str = "a100-40g", *, max_devices: int = 2) -> Profile:
-    """A profile with hundreds of megabytes per layer, and with work that is counted unless the target is ``cpu``."""
-    profile = Planted(num_layers, 1, largest=200_000_000).profile(hybrid(max_devices), errors=(0.01,) * 60)
+    """A profile with hundreds of megabytes per layer, and with work that is counted unless the
+    target is ``cpu``."""
+    profile = Planted(num_layers, 1, largest=200_000_000).profile(
+        hybrid(max_devices), errors=(0.01,) * 60
+    )
     measurements = profile.measurements
     if target != "cpu":
         measurements = {config: with_work(config, cost) for config, cost in measurements.items()}
@@ -31,7 +35,10 @@ def planted_profile(num_layers: int, target: str = "a100-40g", *, max_devices: i
         profile,
         measurements=measurements,
         provenance={"backend": "compile", "target": target},
-        param_bytes={(tp, one): (400_000_000 // tp,) * len(profile.graph.params) for tp, one in profile.param_bytes},
+        param_bytes={
+            (tp, one): (400_000_000 // tp,) * len(profile.graph.params)
+            for tp, one in profile.param_bytes
+        },
     )
 
 
@@ -40,33 +47,56 @@ def with_work(config: StageConfig, cost: StageCost, slowness: float = 1.0) -> St
     examples = slowness * config.num_layers * config.microbatch_size / config.choice.num_devices
 
     def work(factor: float) -> ProgramWork:
-        return ProgramWork(int(factor * examples * 4e11), "bfloat16", int(examples * 1e8), int(examples * 2e8))
+        return ProgramWork(
+            int(factor * examples * 4e11), "bfloat16", int(examples * 1e8), int(examples * 2e8)
+        )
 
     return replace(cost, forward_work=work(1), backward_work=work(2), update_work=work(0.05))
 
 
-def predicted_plan(profile: Profile, layers: Sequence[int], nodes: Sequence[int], choice: StageChoice, **options: Any) -> Plan:
+def predicted_plan(
+    profile: Profile,
+    layers: Sequence[int],
+    nodes: Sequence[int],
+    choice: StageChoice,
+    **options: Any,
+) -> Plan:
     """A plan of equal choices with its prediction."""
-    plan = make_plan(layers, [choice] * len(layers), **options).with_(cluster=Cluster(tuple(nodes), profile.target), workload=WORKLOAD)
+    plan = make_plan(layers, [choice] * len(layers), **options).with_(
+        cluster=Cluster(tuple(nodes), profile.target), workload=WORKLOAD
+    )
     return plan.with_(prediction=AdditivePredictor(profile).predict(plan).to_json())
 
 
 def verified(plan: Plan, factor: float = 1.004) -> Plan:
     """The plan as if the compiler of its target had said ``factor`` times what was predicted."""
     peaks = [int(peak * factor) for peak in plan.prediction["peak_bytes_per_device"]]
-    return plan.with_(verification={"peak_bytes_per_device": peaks, "source": {"backend": "compile", "target": plan.cluster.target}})
+    return plan.with_(
+        verification={
+            "peak_bytes_per_device": peaks,
+            "source": {"backend": "compile", "target": plan.cluster.target},
+        }
+    )
 
 
-def written_plan(target: str = "a100-40g", *, schedule: str = "1f1b", coverage: float | None = 0.98) -> Plan:
-    """Two stages on three devices with a prediction written by hand: 24 GB and 12 GB, each within 2 %."""
+def written_plan(
+    target: str = "a100-40g", *, schedule: str = "1f1b", coverage: float | None = 0.98
+) -> Plan:
+    """Two stages on three devices with a prediction written by hand: 24 GB and 12 GB, each within 2
+    %."""
     stages = (StagePlan((0, 1), (0, 1), 2, 1), StagePlan((2, 2), (2,), 1, 1, "full"))
     parts = (
         {"parameters": 4 * GB, "gradients": 4 * GB, "activations": 10 * GB, "temporaries": 6 * GB},
         {"parameters": 2 * GB, "gradients": 2 * GB, "optimizer": 4 * GB, "temporaries": 4 * GB},
     )
     layers = (
-        [{"parameters": GB, "gradients": GB, "activations": 10 * GB}, {"parameters": 3 * GB, "gradients": 3 * GB, "temporaries": 6 * GB}],
-        [{"parameters": 2 * GB, "gradients": 2 * GB, "optimizer": 4 * GB}],  # the temporaries are of no one layer
+        [
+            {"parameters": GB, "gradients": GB, "activations": 10 * GB},
+            {"parameters": 3 * GB, "gradients": 3 * GB, "temporaries": 6 * GB},
+        ],
+        [
+            {"parameters": 2 * GB, "gradients": 2 * GB, "optimizer": 4 * GB}
+        ],  # the temporaries are of no one layer
     )
     notes = [
         {
@@ -84,4 +114,6 @@ def written_plan(target: str = "a100-40g", *, schedule: str = "1f1b", coverage: 
         "source": {"backend": "compile", "target": target},
         "stages": notes,
     }
-    return Plan(Cluster((3,), target), 3, stages, 24, 3, schedule, workload=WORKLOAD, prediction=prediction)
+    return Plan(
+        Cluster((3,), target), 3, stages, 24, 3, schedule, workload=WORKLOAD, prediction=prediction
+    )

@@ -43,11 +43,16 @@ class Case:
 
 
 def random_problem(seed: int) -> SearchProblem:
-    """A small problem: negative costs, ties, impossible stages, positions that matter, dense or linear costs."""
+    """A small problem: negative costs, ties, impossible stages, positions that matter, dense or
+    linear costs."""
     generator = np.random.default_rng(seed)
     nodes, num_layers, whole_nodes, any_divisor = SHAPES[seed % len(SHAPES)]
     cluster = Cluster(nodes)
-    degrees = {d for here in cluster.stage_degrees(whole_nodes=whole_nodes, any_divisor=any_divisor) for d in here}
+    degrees = {
+        d
+        for here in cluster.stage_degrees(whole_nodes=whole_nodes, any_divisor=any_divisor)
+        for d in here
+    }
     powers = (paper_choices, hybrid_choices)[seed % 2](cluster.num_devices)
     choices = {d: powers.get(d, (StageChoice(d, 1), StageChoice(1, d))) for d in degrees}
     num_positions = int(generator.integers(1, min(cluster.num_devices, num_layers) + 2))
@@ -56,26 +61,35 @@ def random_problem(seed: int) -> SearchProblem:
     for d in degrees:
         shape = (len(choices[d]), num_layers, num_layers + 1)
         static = generator.integers(-largest // 3, largest, shape)
-        empty = np.tri(num_layers, num_layers + 1, dtype=bool) | (generator.random(shape) < 0.1 * (seed % 5 == 0))
+        empty = np.tri(num_layers, num_layers + 1, dtype=bool) | (
+            generator.random(shape) < 0.1 * (seed % 5 == 0)
+        )
         if seed % 4 < 2:
             kept = generator.integers(-largest // 8, largest // 3 + 1, shape)
             in_flight = np.arange(1, num_positions + 1)
             cost[d] = InFlightCost(np.where(empty, NEVER, static), kept, in_flight)
         else:
-            rows = static[:, None] + generator.integers(-largest // 4, largest // 2 + 1, (shape[0], num_positions, *shape[1:]))
+            rows = static[:, None] + generator.integers(
+                -largest // 4, largest // 2 + 1, (shape[0], num_positions, *shape[1:])
+            )
             cost[d] = np.where(empty[:, None] if empty.ndim == 3 else empty, NEVER, rows)
-    return SearchProblem(cluster, num_layers, choices, cost, whole_nodes=whole_nodes, any_divisor=any_divisor)
+    return SearchProblem(
+        cluster, num_layers, choices, cost, whole_nodes=whole_nodes, any_divisor=any_divisor
+    )
 
 
 def timed_problem(seed: int) -> SearchProblem:
-    """``random_problem`` with whole seconds, so that sums are exact: ties, impossible times, updates, one to seven micro-batches."""
+    """``random_problem`` with whole seconds, so that sums are exact: ties, impossible times,
+    updates, one to seven micro-batches."""
     problem, generator = random_problem(seed), np.random.default_rng(seed + 10**6)
     longest = (4, 40, 1000)[seed // 3 % 3]  # 4: heavy ties
     seconds, updates = {}, {}
     for d in problem.choices:
         shape = (len(problem.choices[d]), problem.num_layers, problem.num_layers + 1)
         impossible = generator.random(shape) < 0.1 * (seed % 7 == 0)
-        seconds[d] = np.where(impossible, np.inf, generator.integers(0, longest, shape).astype(float))
+        seconds[d] = np.where(
+            impossible, np.inf, generator.integers(0, longest, shape).astype(float)
+        )
         updates[d] = generator.integers(0, longest * (1 + seed % 2), shape).astype(float)
     return replace(
         problem,
@@ -86,21 +100,38 @@ def timed_problem(seed: int) -> SearchProblem:
 
 
 def every_step(problem: SearchProblem) -> Iterator[tuple[float, int, int]]:
-    """Step seconds, peak bytes and number of stages of every possible plan with every combination of choices, by the definition."""
+    """Step seconds, peak bytes and number of stages of every possible plan with every combination
+    of choices, by the definition."""
     assert problem.seconds is not None, "the problem has times"
     for plan in every_plan(problem):
         ways = []
         for i, (first, stop, d) in enumerate(plan):
             own = problem.bytes_per_choice(d, len(plan) - i, first, stop).tolist()
             seconds = problem.seconds[d][:, first, stop].tolist()
-            updates = [0.0] * len(own) if problem.update_seconds is None else problem.update_seconds[d][:, first, stop].tolist()
-            ways.append([way for way in zip(own, seconds, updates, strict=True) if way[0] < NEVER and np.isfinite(way[1])])
+            updates = (
+                [0.0] * len(own)
+                if problem.update_seconds is None
+                else problem.update_seconds[d][:, first, stop].tolist()
+            )
+            ways.append(
+                [
+                    way
+                    for way in zip(own, seconds, updates, strict=True)
+                    if way[0] < NEVER and np.isfinite(way[1])
+                ]
+            )
         for chosen in product(*ways):
             own, seconds, updates = zip(*chosen, strict=True)
-            yield sum(seconds) + (problem.num_microbatches - 1) * max(seconds) + max(updates), max(own), len(plan)
+            yield (
+                sum(seconds) + (problem.num_microbatches - 1) * max(seconds) + max(updates),
+                max(own),
+                len(plan),
+            )
 
 
-def every_plan(problem: SearchProblem, device: int = 0, first: int = 0) -> Iterator[list[tuple[int, int, int]]]:
+def every_plan(
+    problem: SearchProblem, device: int = 0, first: int = 0
+) -> Iterator[list[tuple[int, int, int]]]:
     """All plans as lists of (first, stop, degree), by plain recursion."""
     if device == problem.cluster.num_devices:
         yield from [[]] if first == problem.num_layers else []
@@ -112,12 +143,21 @@ def every_plan(problem: SearchProblem, device: int = 0, first: int = 0) -> Itera
 
 
 def every_sorted_vector(problem: SearchProblem) -> Iterator[tuple[int, ...]]:
-    """The per-device bytes, largest first, of every possible plan with every combination of choices."""
+    """The per-device bytes, largest first, of every possible plan with every combination of
+    choices."""
     for plan in every_plan(problem):
-        costs = [problem.bytes_per_choice(d, len(plan) - i, first, stop).tolist() for i, (first, stop, d) in enumerate(plan)]
+        costs = [
+            problem.bytes_per_choice(d, len(plan) - i, first, stop).tolist()
+            for i, (first, stop, d) in enumerate(plan)
+        ]
         for chosen in product(*costs):
             if max(chosen) < NEVER:
-                yield tuple(sorted((c for c, (_, _, d) in zip(chosen, plan, strict=True) for _ in range(d)), reverse=True))
+                yield tuple(
+                    sorted(
+                        (c for c, (_, _, d) in zip(chosen, plan, strict=True) for _ in range(d)),
+                        reverse=True,
+                    )
+                )
 
 
 def brute_force(problem: SearchProblem) -> tuple[int, ...]:
@@ -136,16 +176,24 @@ def additive(isolated: list[int], added: list[int]) -> np.ndarray:
 
 def pipeline_problem(table: np.ndarray, num_devices: int) -> SearchProblem:
     """One-device stages with the same cost at every position."""
-    return SearchProblem(Cluster((1,) * num_devices), len(table), paper_choices(1), {1: table[None, None]})
+    return SearchProblem(
+        Cluster((1,) * num_devices), len(table), paper_choices(1), {1: table[None, None]}
+    )
 
 
 def known_cases() -> list[Case]:
     """Answers that can be checked by hand."""
     equal = additive([10] * 6, [10] * 6)
     first_heavy = additive([50, 10, 10, 10], [50, 10, 10, 10])
-    # Two stages on two devices. A stage before another one keeps two micro-batches: 2 x 3 layers against 1 x 3.
-    one_f_one_b = InFlightCost(np.where(equal < NEVER, 0, NEVER)[None], np.where(equal < NEVER, equal, 0)[None], np.array([1, 2]))
-    # One stage on both devices needs 36 on each; two stages need 40 and 20: the single stage wins on the largest device only.
+    # Two stages on two devices. A stage before another one keeps two micro-batches: 2 x 3 layers
+    # against 1 x 3.
+    one_f_one_b = InFlightCost(
+        np.where(equal < NEVER, 0, NEVER)[None],
+        np.where(equal < NEVER, equal, 0)[None],
+        np.array([1, 2]),
+    )
+    # One stage on both devices needs 36 on each; two stages need 40 and 20: the single stage wins
+    # on the largest device only.
     halves = np.where(equal < NEVER, equal * 3 // 5, NEVER)[None, None]
     tie = np.full((3, 4), NEVER)
     tie[0, 1], tie[1, 3], tie[0, 2], tie[2, 3] = 9, 7, 9, 8
@@ -159,7 +207,12 @@ def known_cases() -> list[Case]:
         ),
         Case(
             "one stage on two devices",
-            SearchProblem(Cluster((2,)), 6, {1: (StageChoice(),), 2: (StageChoice(1, 2),)}, {1: equal[None, None] + 10, 2: halves}),
+            SearchProblem(
+                Cluster((2,)),
+                6,
+                {1: (StageChoice(),), 2: (StageChoice(1, 2),)},
+                {1: equal[None, None] + 10, 2: halves},
+            ),
             (36, 36),
         ),
         Case("the tie is broken by the second device", pipeline_problem(tie, 2), (9, 7)),

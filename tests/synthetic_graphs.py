@@ -1,4 +1,5 @@
-"""Layer graphs and stage costs drawn by Hypothesis: skip connections, shared parameters, values without a gradient, odd sizes."""
+"""Layer graphs and stage costs drawn by Hypothesis: skip connections, shared parameters, values
+without a gradient, odd sizes."""
 
 from __future__ import annotations
 
@@ -16,14 +17,19 @@ MICROBATCH_SIZE = 4
 LOSS_BYTES = 4
 
 
-def tensor(name: str, size: int, *, batch_dim: int | None = None, differentiable: bool = True) -> Tensor:
+def tensor(
+    name: str, size: int, *, batch_dim: int | None = None, differentiable: bool = True
+) -> Tensor:
     """``size`` elements of four bytes, per example where there is a batch dimension."""
     shape = (size,) if batch_dim is None else (MICROBATCH_SIZE, size)
     return Tensor(name, shape, "float32", batch_dim, differentiable)
 
 
-def chain(num_layers: int, *, skips: Sequence[tuple[int, int]] = (), shared: Sequence[Sequence[int]] = ()) -> LayerGraph:
-    """Layer i reads parameter i and the output of layer i - 1, value i is the output of layer i, the last value is the loss.
+def chain(
+    num_layers: int, *, skips: Sequence[tuple[int, int]] = (), shared: Sequence[Sequence[int]] = ()
+) -> LayerGraph:
+    """Layer i reads parameter i and the output of layer i - 1, value i is the output of layer i,
+    the last value is the loss.
 
     Args:
         num_layers: L.
@@ -61,15 +67,32 @@ def layer_graphs(draw, max_layers: int = 6) -> LayerGraph:
     num_layers = draw(st.integers(1, max_layers))
     sizes = st.integers(1, 40)
     producers = [i for i in range(num_layers - 1) for _ in range(draw(st.integers(1, 2)))]
-    readers = [{draw(st.integers(i + 1, num_layers - 1)), *draw(st.sets(st.integers(i + 1, num_layers - 1)))} for i in producers]
+    readers = [
+        {
+            draw(st.integers(i + 1, num_layers - 1)),
+            *draw(st.sets(st.integers(i + 1, num_layers - 1))),
+        }
+        for i in producers
+    ]
     users = [{i} for i in range(num_layers)] + draw(
-        st.lists(st.sets(st.integers(0, num_layers - 1), min_size=2) if num_layers > 1 else st.nothing(), max_size=2)
+        st.lists(
+            st.sets(st.integers(0, num_layers - 1), min_size=2) if num_layers > 1 else st.nothing(),
+            max_size=2,
+        )
         if num_layers > 1
         else st.just([])
     )
-    fed = [draw(st.sets(st.integers(0, num_layers - 1), min_size=1)) for _ in range(draw(st.integers(1, 2)))]
+    fed = [
+        draw(st.sets(st.integers(0, num_layers - 1), min_size=1))
+        for _ in range(draw(st.integers(1, 2)))
+    ]
     values = [
-        tensor(f"value{v}", draw(sizes), batch_dim=draw(st.sampled_from([None, 0])), differentiable=draw(st.integers(0, 3)) > 0)
+        tensor(
+            f"value{v}",
+            draw(sizes),
+            batch_dim=draw(st.sampled_from([None, 0])),
+            differentiable=draw(st.integers(0, 3)) > 0,
+        )
         for v in range(len(producers))
     ]
     layers = tuple(
@@ -78,7 +101,9 @@ def layer_graphs(draw, max_layers: int = 6) -> LayerGraph:
             name=f"layer_{i}",
             params=tuple(p for p, who in enumerate(users) if i in who),
             inputs=tuple(v for v, who in enumerate(readers) if i in who),
-            outputs=tuple(v for v, producer in enumerate(producers) if producer == i) if i < num_layers - 1 else (len(producers),),
+            outputs=tuple(v for v, producer in enumerate(producers) if producer == i)
+            if i < num_layers - 1
+            else (len(producers),),
             batch=tuple(b for b, who in enumerate(fed) if i in who),
             flops=draw(st.integers(0, 10**15)),
             key=draw(st.sampled_from(["a", "b"])),
@@ -91,20 +116,34 @@ def layer_graphs(draw, max_layers: int = 6) -> LayerGraph:
         layers=layers,
         params=tuple(tensor(f"['p{p}']", draw(sizes)) for p in range(len(users))),
         values=(*values, tensor("loss", LOSS_BYTES // 4)),
-        batch=tuple(tensor(f"['b{b}']", draw(sizes), batch_dim=draw(st.sampled_from([None, 0]))) for b in range(len(fed))),
+        batch=tuple(
+            tensor(f"['b{b}']", draw(sizes), batch_dim=draw(st.sampled_from([None, 0])))
+            for b in range(len(fed))
+        ),
     )
 
 
 @st.composite
-def stage_interfaces(draw, graph: LayerGraph, *, summaries: bool | None = None) -> list[StageInterface]:
-    """Stages of a graph, with costs as a compiler could report them: an output takes room unless it aliases a donated input."""
-    cuts = sorted(draw(st.sets(st.integers(1, graph.num_layers - 1)) if graph.num_layers > 1 else st.just(set())))
+def stage_interfaces(
+    draw, graph: LayerGraph, *, summaries: bool | None = None
+) -> list[StageInterface]:
+    """Stages of a graph, with costs as a compiler could report them: an output takes room unless it
+    aliases a donated input."""
+    cuts = sorted(
+        draw(
+            st.sets(st.integers(1, graph.num_layers - 1))
+            if graph.num_layers > 1
+            else st.just(set())
+        )
+    )
     summaries = draw(st.booleans()) if summaries is None else summaries
     sizes, few = st.integers(0, 300), st.integers(0, 20)
     stages, first_device = [], 0
     for first, stop in pairwise([0, *cuts, graph.num_layers]):
         used, outputs = stage_values(graph, first, stop)
-        num_outputs = 0 if stop == graph.num_layers else len(outputs)  # the loss outlives the backward pass
+        num_outputs = (
+            0 if stop == graph.num_layers else len(outputs)
+        )  # the loss outlives the backward pass
         degree = draw(st.sampled_from([1, 2, 4]))
 
         def positions(count: int) -> tuple[int, ...]:
@@ -112,13 +151,19 @@ def stage_interfaces(draw, graph: LayerGraph, *, summaries: bool | None = None) 
 
         residual_bytes = draw(sizes)
         output_bytes = sum(graph.values[v].shard_bytes(degree) for v in outputs)
-        gradient_bytes = sum(graph.values[v].shard_bytes(degree) for v in used if graph.values[v].differentiable)
+        gradient_bytes = sum(
+            graph.values[v].shard_bytes(degree) for v in used if graph.values[v].differentiable
+        )
         kept_inputs = positions(len(used))
-        aliasable_bytes = sum(graph.values[used[i]].shard_bytes(degree) for i in kept_inputs)  # donated to the gradients
+        aliasable_bytes = sum(
+            graph.values[used[i]].shard_bytes(degree) for i in kept_inputs
+        )  # donated to the gradients
         cost = StageCost(
             residual_bytes=residual_bytes,
             forward_bytes=output_bytes + residual_bytes + draw(sizes),
-            backward_bytes=gradient_bytes + draw(sizes) - draw(st.integers(0, min(gradient_bytes, aliasable_bytes))),
+            backward_bytes=gradient_bytes
+            + draw(sizes)
+            - draw(st.integers(0, min(gradient_bytes, aliasable_bytes))),
             update_bytes=draw(sizes),
             optimizer_bytes=draw(sizes),
             kept_inputs=kept_inputs,

@@ -1,4 +1,5 @@
-"""Profiles with planted statistics: every component of a stage's memory is M_i + the sum of M_a, affine in the examples per device."""
+"""Profiles with planted statistics: every component of a stage's memory is M_i + the sum of M_a,
+affine in the examples per device."""
 
 from __future__ import annotations
 
@@ -17,7 +18,15 @@ from capture.plan.stages import Plan, StagePlan
 from capture.profiler.windows import window_configs
 from capture.step.interface import stage_values
 
-COMPONENTS = ("residual_bytes", "forward_bytes", "backward_bytes", "update_bytes", "optimizer_bytes", "summarize_bytes", "summary_bytes")
+COMPONENTS = (
+    "residual_bytes",
+    "forward_bytes",
+    "backward_bytes",
+    "update_bytes",
+    "optimizer_bytes",
+    "summarize_bytes",
+    "summary_bytes",
+)
 MICROBATCH_SIZE = 16
 SIZES = (8, 16)
 
@@ -27,8 +36,10 @@ class Planted:
 
     Attributes:
         graph: A chain of layers at ``MICROBATCH_SIZE``; value and parameter tensors of a few bytes.
-        fixed: int64 (components, 2, L): bytes of [isolated, added] layers that no degree and no micro-batch changes.
-        per_example: The same per example and device; multiples of 16, so that they stay whole at every degree.
+        fixed: int64 (components, 2, L): bytes of [isolated, added] layers that no degree and no
+            micro-batch changes.
+        per_example: The same per example and device; multiples of 16, so that they stay whole at
+            every degree.
 
     Optimizers need nothing of other stages, unless ``summarizes`` is called.
     """
@@ -43,29 +54,43 @@ class Planted:
         shared: Sequence[Sequence[int]] = (),
     ):
         generator = np.random.default_rng(seed)
-        self.graph: LayerGraph = rescaled(chain(num_layers, skips=skips, shared=shared), MICROBATCH_SIZE, f"hash{MICROBATCH_SIZE}")
+        self.graph: LayerGraph = rescaled(
+            chain(num_layers, skips=skips, shared=shared), MICROBATCH_SIZE, f"hash{MICROBATCH_SIZE}"
+        )
         self.fixed = np.zeros((len(COMPONENTS), 2, num_layers), np.int64)
         self.fixed[:5] = generator.integers(0, largest, (5, 2, num_layers))
         self.per_example = np.zeros_like(self.fixed)
-        self.per_example[:3] = 16 * generator.integers(0, largest // 16, (3, 2, num_layers))  # the update sees no examples
+        self.per_example[:3] = 16 * generator.integers(
+            0, largest // 16, (3, 2, num_layers)
+        )  # the update sees no examples
 
     def summarizes(self, seed: int) -> Planted:
         """As with a global norm."""
-        self.fixed[5:] = np.random.default_rng(seed).integers(1, [[[1000]], [[20]]], (2, 2, self.graph.num_layers))
+        self.fixed[5:] = np.random.default_rng(seed).integers(
+            1, [[[1000]], [[20]]], (2, 2, self.graph.num_layers)
+        )
         return self
 
     def components(self, config: StageConfig) -> np.ndarray:
         """Bytes per device: int64 (components,)."""
         layers, first = np.arange(config.first + 1, config.stop), config.first
-        fixed, per = (t[:, 0, first] + t[:, 1, layers].sum(axis=1) for t in (self.fixed, self.per_example))
+        fixed, per = (
+            t[:, 0, first] + t[:, 1, layers].sum(axis=1) for t in (self.fixed, self.per_example)
+        )
         return fixed + per * config.microbatch_size // config.choice.num_devices
 
     def cost(self, config: StageConfig) -> StageCost:
-        """What a compiler would report: an inner stage keeps its input, a model of its own cost keeps its batch."""
+        """What a compiler would report: an inner stage keeps its input, a model of its own cost
+        keeps its batch."""
         used, _ = stage_values(self.graph, config.first, config.stop)
         keeps_batch = config.first == 0
         numbers = dict(zip(COMPONENTS, self.components(config).tolist(), strict=True))
-        return StageCost(**numbers, kept_inputs=tuple(range(len(used))), kept_outputs=(), kept_batch=(0,) if keeps_batch else ())
+        return StageCost(
+            **numbers,
+            kept_inputs=tuple(range(len(used))),
+            kept_outputs=(),
+            kept_batch=(0,) if keeps_batch else (),
+        )
 
     def profile(
         self,
@@ -92,7 +117,12 @@ class Planted:
     def _calibration(self, errors: Sequence[float], choices: Sequence[StageChoice]) -> Calibration:
         """Error i is of a stage of its own."""
         num_layers = self.graph.num_layers
-        stages = [StageConfig(a, b, c, MICROBATCH_SIZE) for b in range(1, num_layers + 1) for a in range(b) for c in choices]
+        stages = [
+            StageConfig(a, b, c, MICROBATCH_SIZE)
+            for b in range(1, num_layers + 1)
+            for a in range(b)
+            for c in choices
+        ]
         return Calibration(tuple(map(StageError, stages, errors)), 1, len(errors))
 
 
@@ -102,7 +132,12 @@ def hybrid(max_devices: int) -> list[StageChoice]:
 
 
 def make_plan(
-    layers: Sequence[int], choices: Sequence[StageChoice], *, schedule: str = "1f1b", num_microbatches: int = 4, size: int = MICROBATCH_SIZE
+    layers: Sequence[int],
+    choices: Sequence[StageChoice],
+    *,
+    schedule: str = "1f1b",
+    num_microbatches: int = 4,
+    size: int = MICROBATCH_SIZE,
 ) -> Plan:
     """A plan by the number of layers and the choice of its stages, on one node."""
     stages, first, device = [], 0, 0
@@ -110,16 +145,33 @@ def make_plan(
         devices = tuple(range(device, device + choice.num_devices))
         stages.append(
             StagePlan(
-                (first, first + count - 1), devices, choice.data_parallel, choice.tensor_parallel, choice.remat, choice.shard_optimizer
+                (first, first + count - 1),
+                devices,
+                choice.data_parallel,
+                choice.tensor_parallel,
+                choice.remat,
+                choice.shard_optimizer,
             )
         )
         first, device = first + count, device + choice.num_devices
-    return Plan(Cluster((device,)), first, tuple(stages), size * num_microbatches, num_microbatches, schedule)
+    return Plan(
+        Cluster((device,)),
+        first,
+        tuple(stages),
+        size * num_microbatches,
+        num_microbatches,
+        schedule,
+    )
 
 
 def configs_of(plan: Plan) -> list[StageConfig]:
     """The stage config of every stage."""
     return [
-        StageConfig(s.first, s.stop, StageChoice(s.data_parallel, s.tensor_parallel, s.remat, s.shard_optimizer), plan.microbatch_size)
+        StageConfig(
+            s.first,
+            s.stop,
+            StageChoice(s.data_parallel, s.tensor_parallel, s.remat, s.shard_optimizer),
+            plan.microbatch_size,
+        )
         for s in plan.stages
     ]

@@ -1,4 +1,5 @@
-"""Every byte of a peak has an owner: buffers sum to the peak, and compiled temporaries carry the layer and line that made them."""
+"""Every byte of a peak has an owner: buffers sum to the peak, and compiled temporaries carry the
+layer and line that made them."""
 
 from __future__ import annotations
 
@@ -27,9 +28,13 @@ HERE = "tests/pipeline_models.py"
 def attributions(workload, plan):
     measurements = open_measurements(workload, num_devices=plan.cluster.num_devices)
     verified = verify(plan, measurements)
-    buffers = measurements.buffers([stage_config(stage, plan.microbatch_size) for stage in plan.stages])
+    buffers = measurements.buffers(
+        [stage_config(stage, plan.microbatch_size) for stage in plan.stages]
+    )
     graph = measurements.backend.traced(plan.microbatch_size).graph
-    return attribute(verified.program, [(stage.first, stage.stop) for stage in plan.stages], graph, buffers)
+    return attribute(
+        verified.program, [(stage.first, stage.stop) for stage in plan.stages], graph, buffers
+    )
 
 
 def plan_of(num_layers, *stages, schedule="1f1b", batch=16):
@@ -40,8 +45,14 @@ def plan_of(num_layers, *stages, schedule="1f1b", batch=16):
 PLANS = [
     (mlp(optax.adamw(1e-3)), plan_of(4, StagePlan((0, 1), (0,)), StagePlan((2, 3), (1,)))),
     (mlp(optax.adamw(1e-3)), plan_of(4, StagePlan((0, 3), (0, 1, 2, 3), 2, 2), schedule="gpipe")),
-    (mlp(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, 0.9))), plan_of(4, StagePlan((0, 2), (0,)), StagePlan((3, 3), (1,)))),
-    (mlp(), plan_of(4, StagePlan((0, 1), (0,), remat="full"), StagePlan((2, 3), (1,), remat="full"))),
+    (
+        mlp(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, 0.9))),
+        plan_of(4, StagePlan((0, 2), (0,)), StagePlan((3, 3), (1,))),
+    ),
+    (
+        mlp(),
+        plan_of(4, StagePlan((0, 1), (0,), remat="full"), StagePlan((2, 3), (1,), remat="full")),
+    ),
     (tied(), plan_of(4, StagePlan((0, 1), (0,)), StagePlan((2, 3), (1,)))),
 ]
 
@@ -60,19 +71,27 @@ def test_buffers_sum_to_the_peak_category_by_category(workload, plan):
 
 
 def test_activations_and_temporaries_name_their_line():
-    first, last = attributions(mlp(), plan_of(4, StagePlan((0, 1), (0,)), StagePlan((2, 3), (1,)), batch=1024))
+    first, last = attributions(
+        mlp(), plan_of(4, StagePlan((0, 1), (0,)), StagePlan((2, 3), (1,)), batch=1024)
+    )
     found = replace(first, buffers=first.buffers + last.buffers)
     computed = [b for b in found.buffers if b.category in ("activations", "temporaries")]
-    assert sum(b.nbytes for b in computed if b.source.startswith(HERE)) > 0.9 * sum(b.nbytes for b in computed)
+    assert sum(b.nbytes for b in computed if b.source.startswith(HERE)) > 0.9 * sum(
+        b.nbytes for b in computed
+    )
     assert {b.layer for b in computed} >= {0, 1, 2, 3}
     names = {b.what for b in found.buffers if b.category == "parameters"}
-    assert len(names) == 12 and all("up" in name or "down" in name or "bias" in name for name in names)
+    assert len(names) == 12 and all(
+        "up" in name or "down" in name or "bias" in name for name in names
+    )
 
 
 def test_equal_stages_share_measurements_but_not_names():
     backend = CompileBackend(mlp(num_blocks=5))
     one, other = StageConfig(1, 2, StageChoice(), 4), StageConfig(2, 3, StageChoice(), 4)
-    assert backend.key(one) == backend.key(other) and backend.buffers_key(one) != backend.buffers_key(other)
+    assert backend.key(one) == backend.key(other) and backend.buffers_key(
+        one
+    ) != backend.buffers_key(other)
     assert {buffer.layer for buffer in backend.measure_buffers(other).residuals} == {2}
 
 
@@ -81,12 +100,18 @@ def test_a_function_that_jax_keeps_traced_has_the_line_of_its_call():
         x = mark(jax.nn.silu(x @ params["w"]))
         return (jax.nn.silu(x) ** 2).mean()
 
-    workload = replace(mlp(), loss_fn=loss, init=lambda key: {"w": jnp.ones((8, 8))}, batch=lambda key, n: jnp.ones((n, 8)))
+    workload = replace(
+        mlp(),
+        loss_fn=loss,
+        init=lambda key: {"w": jnp.ones((8, 8))},
+        batch=lambda key, n: jnp.ones((n, 8)),
+    )
     lines = {line for _, line in CompileBackend(workload).traced(4).slice(0, 2).sources}
     assert all(line.startswith("tests/test_attribution.py:") for line in lines) and len(lines) == 2
 
 
-# ---- the compiler's dump ---------------------------------------------------------------------------------------------
+# ---- the compiler's dump
+# ---------------------------------------------------------------------------------------------
 
 ASSIGNMENT = """BufferAssignment:
 allocation 0: size 400, parameter 0, shape |f32[100]| at ShapeIndex {}, maybe-live-out:
@@ -143,7 +168,8 @@ ENTRY %main (p.1: f32[100]) -> f32[16] {
 
 
 def test_buffers_are_those_at_the_peak_and_what_is_written_over_an_operand_counts_once():
-    """``mul`` is written where ``dot`` lies: 400 + 500 bytes are live together, not 1300. Fast memory and arguments are left out."""
+    """``mul`` is written where ``dot`` lies: 400 + 500 bytes are live together, not 1300. Fast
+    memory and arguments are left out."""
     found = parse_buffers(ASSIGNMENT, LIVE, PROGRAM)
     assert found == (
         Buffer(500, "temporaries", 0, "Net/conv", "/home/user/model.py:77"),
@@ -153,13 +179,19 @@ def test_buffers_are_those_at_the_peak_and_what_is_written_over_an_operand_count
 
 
 def test_frames_whose_parents_are_printed_one_too_high():
-    shifted = PROGRAM.replace("1 {file_location_id=2 parent_frame_id=0}", "1 {file_location_id=2 parent_frame_id=1}")
-    shifted = shifted.replace("2 {file_location_id=1 parent_frame_id=1}", "2 {file_location_id=1 parent_frame_id=2}")
+    shifted = PROGRAM.replace(
+        "1 {file_location_id=2 parent_frame_id=0}", "1 {file_location_id=2 parent_frame_id=1}"
+    )
+    shifted = shifted.replace(
+        "2 {file_location_id=1 parent_frame_id=1}", "2 {file_location_id=1 parent_frame_id=2}"
+    )
     assert parse_buffers(ASSIGNMENT, LIVE, shifted) == parse_buffers(ASSIGNMENT, LIVE, PROGRAM)
 
 
 def test_lines_written_with_the_instruction():
-    written = PROGRAM.replace("stack_frame_id=2", 'source_file="/home/user/model.py" source_line=77').replace("stack_frame_id=1", "")
+    written = PROGRAM.replace(
+        "stack_frame_id=2", 'source_file="/home/user/model.py" source_line=77'
+    ).replace("stack_frame_id=1", "")
     assert parse_buffers(ASSIGNMENT, LIVE, written)[1].source == "/home/user/model.py:77"
 
 
@@ -171,22 +203,44 @@ def test_names_of_arguments_tell_a_layer_where_no_scope_does():
 
 def test_lines_of_libraries_and_of_this_package_are_no_lines_of_the_model():
     inside = "/usr/lib/python3/site-packages/jax/core.py"
-    assert model_line([(inside, 1), ("<string>", 2), ("/home/user/net.py", 3), ("/home/user/main.py", 4)]) == "/home/user/net.py:3"
+    assert (
+        model_line(
+            [(inside, 1), ("<string>", 2), ("/home/user/net.py", 3), ("/home/user/main.py", 4)]
+        )
+        == "/home/user/net.py:3"
+    )
     assert model_line([(inside, 1)]) == ""
     import capture.step.program
 
-    assert model_line([(inside, 1), (capture.step.program.__file__, 2), ("/home/user/main.py", 3)]) == ""
+    assert (
+        model_line([(inside, 1), (capture.step.program.__file__, 2), ("/home/user/main.py", 3)])
+        == ""
+    )
 
 
 def test_operation_names_lose_what_transformations_put_around_them():
-    assert operation_name("jit(_backward)/transpose(jvp(layer[3]))/Gpt/head/dot_general") == "Gpt/head/dot_general"
-    assert operation_name("jit(f)/jvp(layer[0])/checkpoint/rematted_computation/Net/mul") == "Net/mul"
+    assert (
+        operation_name("jit(_backward)/transpose(jvp(layer[3]))/Gpt/head/dot_general")
+        == "Gpt/head/dot_general"
+    )
+    assert (
+        operation_name("jit(f)/jvp(layer[0])/checkpoint/rematted_computation/Net/mul") == "Net/mul"
+    )
     assert operation_name("params[2]") == "params[2]"
 
 
 def test_groups_join_what_differs_by_layer_or_micro_batch():
-    buffers = [Buffer(8, "activations", layer, f"block_{layer}/mul", "m.py:3") for layer in (0, 1) for _ in range(2)]
+    buffers = [
+        Buffer(8, "activations", layer, f"block_{layer}/mul", "m.py:3")
+        for layer in (0, 1)
+        for _ in range(2)
+    ]
     buffers += [Buffer(20, "parameters", 1, "block_1/w")]
     first, second = group(buffers)
-    assert (first.what, first.count, first.layers, first.total_bytes) == ("block_*/mul", 4, (0, 1), 32)
+    assert (first.what, first.count, first.layers, first.total_bytes) == (
+        "block_*/mul",
+        4,
+        (0, 1),
+        32,
+    )
     assert (second.what, second.count, second.layers) == ("block_1/w", 1, (1,))

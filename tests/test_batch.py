@@ -1,4 +1,5 @@
-"""Batches of jobs: nothing is lost, nothing is done twice, and what fails again and again is set aside. No process is started."""
+"""Batches of jobs: nothing is lost, nothing is done twice, and what fails again and again is set
+aside. No process is started."""
 
 from __future__ import annotations
 
@@ -34,11 +35,16 @@ def job(name: str, *, size: int = 4, needs: str | None = None) -> Job:
 
 
 class Scripted(PoolWorker):
-    """A worker that says what a script tells it to: per job and attempt, None for success, or how it fails."""
+    """A worker that says what a script tells it to: per job and attempt, None for success, or how
+    it fails."""
 
     def __init__(self, pool: ScriptedPool):
         super().__init__()
-        self.pool, self.inbox, self.killed = pool, [Ready("here:1")] if pool.starts else [Ended("lost", "no memory")], False
+        self.pool, self.inbox, self.killed = (
+            pool,
+            [Ready("here:1")] if pool.starts else [Ended("lost", "no memory")],
+            False,
+        )
 
     def send(self, job):
         self.pool.sent.append(job)
@@ -47,7 +53,9 @@ class Scripted(PoolWorker):
         if failure is None:
             self.inbox.append(Outcome(job, {"of": job.key}, 0.5, "here:1"))
         elif failure in ("raised", "refused"):
-            self.inbox.append(Outcome(job, None, 0.5, "here:1", failure, f"it {failure}", "Traceback ..."))
+            self.inbox.append(
+                Outcome(job, None, 0.5, "here:1", failure, f"it {failure}", "Traceback ...")
+            )
         elif failure != "timed out":  # then it says nothing any more
             self.inbox.append(Ended(failure, "its process ended"))
 
@@ -59,7 +67,9 @@ class Scripted(PoolWorker):
 
 
 class ScriptedPool(Pool):
-    def __init__(self, script=None, *, num_workers=2, starts=True, fresh_process=False, timeout_seconds=0.05):
+    def __init__(
+        self, script=None, *, num_workers=2, starts=True, fresh_process=False, timeout_seconds=0.05
+    ):
         super().__init__(fresh_process=fresh_process, timeout_seconds=timeout_seconds)
         self.script = {key: list(failures) for key, failures in (script or {}).items()}
         self.num_workers, self.starts, self.sent, self.made = num_workers, starts, [], []
@@ -76,17 +86,29 @@ class ScriptedPool(Pool):
 
 
 def run(jobs, pool, store=None, **options):
-    batch = Batch(jobs, Store() if store is None else store, {"backend": "compile:cpu"}, SPEC, **options)
+    batch = Batch(
+        jobs, Store() if store is None else store, {"backend": "compile:cpu"}, SPEC, **options
+    )
     return {outcome.job.key: outcome for outcome in batch.run(lambda: pool)}
 
 
 def test_every_job_is_done_once_and_kept_with_what_it_is():
     store, pool, events = Store(), ScriptedPool(), []
     done = run([job(name) for name in "abc"], pool, store, watch=events.append)
-    assert {key: outcome.value for key, outcome in done.items()} == store.get("abc") == {key: {"of": key} for key in "abc"}
+    assert (
+        {key: outcome.value for key, outcome in done.items()}
+        == store.get("abc")
+        == {key: {"of": key} for key in "abc"}
+    )
     assert Counter(sent.key for sent in pool.sent) == Counter("abc")
     row = next(store.rows(key_prefix="a"))
-    assert (row.state, row.attempts, row.worker, row.seconds, row.provenance) == ("done", 1, "here:1", 0.5, {"backend": "compile:cpu"})
+    assert (row.state, row.attempts, row.worker, row.seconds, row.provenance) == (
+        "done",
+        1,
+        "here:1",
+        0.5,
+        {"backend": "compile:cpu"},
+    )
     assert row.job == {
         "workload": "model.py:model",
         "backend": "compile:cpu",
@@ -122,14 +144,18 @@ def test_what_was_set_aside_is_named_and_not_tried_until_retry():
     pool = ScriptedPool()
     done = run([job(name) for name in "ab"], pool, store)
     assert [sent.key for sent in pool.sent] == ["a"]
-    assert done["b"].error == "it refused (set aside by an earlier command; capture store retry lets it be tried again)"
+    assert done["b"].error == (
+        "it refused (set aside by an earlier command; capture store retry lets it be tried again)"
+    )
     assert store.retry() == 1
     assert run([job("b")], ScriptedPool(), store)["b"].value == {"of": "b"}
 
 
 def test_a_lost_node_is_no_fault_of_its_jobs():
     store = Store()
-    done = run([job("a")], ScriptedPool({"a": ["node lost"] * (MAX_ATTEMPTS["node lost"] - 1)}), store)
+    done = run(
+        [job("a")], ScriptedPool({"a": ["node lost"] * (MAX_ATTEMPTS["node lost"] - 1)}), store
+    )
     assert done["a"].value == {"of": "a"}
     assert next(store.rows()).attempts == 1
 
@@ -142,13 +168,20 @@ def test_a_job_that_was_lost_twice_is_tried_alone_at_the_end():
 
 
 def test_a_job_gets_what_it_needs_and_is_done_without_it_where_that_failed():
-    jobs = [job("stage", needs="update"), job("other", needs="broken"), job("update"), job("broken")]
+    jobs = [
+        job("stage", needs="update"),
+        job("other", needs="broken"),
+        job("update"),
+        job("broken"),
+    ]
     pool = ScriptedPool({"broken": ["refused"]}, num_workers=1)
     done = run(jobs, pool)
     known = {sent.key: dict(sent.known) for sent in pool.sent}
     assert known["stage"] == {"update": {"of": "update"}} and known["other"] == {}
     assert done["stage"].value and done["other"].value
-    assert [sent.key for sent in pool.sent].index("update") < [sent.key for sent in pool.sent].index("stage")
+    assert [sent.key for sent in pool.sent].index("update") < [
+        sent.key for sent in pool.sent
+    ].index("stage")
 
 
 def test_a_fresh_process_measures_one_job():
@@ -217,7 +250,12 @@ def test_a_full_disk_loses_nothing_that_was_kept(tmp_path):
 @given(seed=st.integers(0, 10**6), num_jobs=st.integers(1, 20), num_workers=st.integers(1, 4))
 def test_whatever_is_killed_the_result_is_the_same(seed, num_jobs, num_workers):
     """Lost workers and nodes, and drivers that end at any moment: as if nothing had happened."""
-    chance, names, store, events = random.Random(seed), [str(i) for i in range(num_jobs)], Store(), []
+    chance, names, store, events = (
+        random.Random(seed),
+        [str(i) for i in range(num_jobs)],
+        Store(),
+        [],
+    )
     script = {name: chance.choices(["lost", "node lost"], k=chance.randrange(3)) for name in names}
     while len(store) < num_jobs:
         ends_at = chance.randrange(1, 6)
@@ -242,11 +280,17 @@ def test_whatever_is_killed_the_result_is_the_same(seed, num_jobs, num_workers):
 def test_a_listing_counts_and_estimates():
     jobs = [job("a"), job("b"), Job("u", StageConfig(0, 1, ONE, 4), "update", "optimizer updates")]
     found = listing(jobs, {"a"}, {("compile:cpu", "stage"): 0.5}, "compile:cpu")
-    assert (found.num_jobs, found.num_done, found.seconds) == (3, 1, 0.5 + GUESSED_SECONDS["update"])
+    assert (found.num_jobs, found.num_done, found.seconds) == (
+        3,
+        1,
+        0.5 + GUESSED_SECONDS["update"],
+    )
     assert found.guessed == ("optimizer updates",)
 
 
-@pytest.mark.parametrize("options", [{"num_workers": 0, "ray": "local"}, {"accelerator_type": "A100"}])
+@pytest.mark.parametrize(
+    "options", [{"num_workers": 0, "ray": "local"}, {"accelerator_type": "A100"}]
+)
 def test_places_that_make_no_sense_are_refused(options):
     with pytest.raises(ProfileError) as error:
         Where(**options)
@@ -255,7 +299,10 @@ def test_places_that_make_no_sense_are_refused(options):
 
 def test_a_worker_with_other_versions_is_refused():
     check_versions({"jax": "1"}, {"jax": "1", "ray": "2"})
-    with pytest.raises(ProfileError, match=r"has jax 2 instead of 1, numpy missing instead of 3; install .* \[worker-versions\]$"):
+    with pytest.raises(
+        ProfileError,
+        match=r"has jax 2 instead of 1, numpy missing instead of 3; install .* \[worker-versions\]$",
+    ):
         check_versions({"jax": "1", "numpy": "3"}, {"jax": "2"})
 
 
@@ -264,7 +311,8 @@ def test_a_setting_is_plain_data():
 
 
 def test_a_busy_machine_ends_no_job_that_an_idle_one_would_finish(monkeypatch):
-    """Ended after 20 s on an idle machine; here each look at the clock is 5 s later, and a hundred processes queue for every processor."""
+    """Ended after 20 s on an idle machine; here each look at the clock is 5 s later, and a hundred
+    processes queue for every processor."""
     clock = iter(range(0, 10**6, 5))
     monkeypatch.setattr("profiling_runs.pools.pool.time.monotonic", lambda: next(clock))
     load = 100 * os.cpu_count()
@@ -282,5 +330,9 @@ def test_a_busy_machine_ends_no_job_that_an_idle_one_would_finish(monkeypatch):
 def test_no_test_waits_for_a_time_of_its_own():
     """A literal that is enough on an idle machine is not on a busy one."""
     literal = re.compile(r"timeout=\d|monotonic\(\) \+ \d|TIMEOUT\w* = \d")
-    found = [path.name for path in Path(__file__).parent.glob("test_*.py") if literal.search(path.read_text())]
+    found = [
+        path.name
+        for path in Path(__file__).parent.glob("test_*.py")
+        if literal.search(path.read_text())
+    ]
     assert found == []

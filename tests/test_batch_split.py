@@ -28,9 +28,15 @@ def toy(loss_fn) -> Workload:
     def batch(key, n):
         x_key, y_key, w_key = jax.random.split(key, 3)
         labels = jax.random.randint(y_key, (n,), 0, CLASSES)
-        return {"x": jax.random.normal(x_key, (n, FEATURES)), "labels": labels, "weights": jax.random.uniform(w_key, (n,))}
+        return {
+            "x": jax.random.normal(x_key, (n, FEATURES)),
+            "labels": labels,
+            "weights": jax.random.uniform(w_key, (n,)),
+        }
 
-    return Workload(loss_fn, lambda key: jax.random.normal(key, (FEATURES, CLASSES)), batch, optax.sgd(0.1))
+    return Workload(
+        loss_fn, lambda key: jax.random.normal(key, (FEATURES, CLASSES)), batch, optax.sgd(0.1)
+    )
 
 
 def losses(w, batch):
@@ -62,7 +68,10 @@ def test_the_zoo_splits(name, method):
 def test_batch_statistics_do_not_split(method):
     check = method(zoo("wide_resnet.py:wide_resnet"))
     assert check.splits is False
-    assert "Square in WideResNet/norm_stem is not linear in a value computed from the whole micro-batch." in check.reason
+    assert (
+        "Square in WideResNet/norm_stem is not linear in a value computed from the whole "
+        "micro-batch."
+    ) in check.reason
     assert split_warning(check).endswith("[workload-split]")
 
 
@@ -83,7 +92,9 @@ def test_a_batch_that_the_model_refuses_is_undecided():
     check = check_split(zoo("moe.py:moe?size=380M"), 3)  # an example is half an expert group
     assert check.splits is None
     assert "cannot be traced for 3 and 6 examples" in check.reason
-    assert split_warning(check).startswith("Whether the loss splits over micro-batches was not decided: ")
+    assert split_warning(check).startswith(
+        "Whether the loss splits over micro-batches was not decided: "
+    )
 
 
 def per_layer_scan(w, batch):
@@ -115,7 +126,9 @@ def batch_norm(w, batch):
 
 def own_position(index):
     def loss(w, batch):
-        return -jax.nn.log_softmax(batch["x"] @ w)[index(batch["x"].shape[0]), batch["labels"]].mean()
+        return -jax.nn.log_softmax(batch["x"] @ w)[
+            index(batch["x"].shape[0]), batch["labels"]
+        ].mean()
 
     return loss
 
@@ -139,21 +152,29 @@ SPLIT = {
     "mean added to each": lambda w, b: (losses(w, b) + 0.1 * (b["x"] ** 2).mean()).mean(),
     "vmap": lambda w, b: jax.vmap(lambda x: jax.nn.logsumexp(x @ w))(b["x"]).mean(),
     "batch last": lambda w, b: jnp.tanh(w.T @ b["x"].T).max(0).mean(),
-    "one example at a time": lambda w, b: jax.lax.map(lambda x: jnp.sin(x @ w).sum(), b["x"]).mean(),
+    "one example at a time": lambda w, b: jax.lax.map(
+        lambda x: jnp.sin(x @ w).sum(), b["x"]
+    ).mean(),
     "arange": own_position(jnp.arange),
     "constant arange": own_position(lambda n: jnp.asarray(list(range(n)))),
     "scan over layers": per_layer_scan,
     "sum in a scan": summed_in_scan,
     "custom derivative": lambda w, b: doubled(losses(w, b)).mean(),
     "remat": lambda w, b: jax.checkpoint(losses)(w, b).mean(),
-    "loop": lambda w, b: losses(w, {**b, "x": jax.lax.fori_loop(0, 3, lambda i, x: jnp.sin(x) + i, b["x"])}).mean(),
-    "cond": lambda w, b: jax.lax.cond(w.sum() > 0, lambda: losses(w, b).mean(), lambda: 2 * losses(w, b).mean()),
+    "loop": lambda w, b: losses(
+        w, {**b, "x": jax.lax.fori_loop(0, 3, lambda i, x: jnp.sin(x) + i, b["x"])}
+    ).mean(),
+    "cond": lambda w, b: jax.lax.cond(
+        w.sum() > 0, lambda: losses(w, b).mean(), lambda: 2 * losses(w, b).mean()
+    ),
     "sort of features": lambda w, b: jnp.sort(b["x"] @ w, -1)[:, 1:].cumsum(-1).mean(),
 }
 NO_SPLIT = {
     "sum": lambda w, b: losses(w, b).sum(),
     "weighted mean": lambda w, b: (losses(w, b) * b["weights"]).sum() / b["weights"].sum(),
-    "masked mean": lambda w, b: jnp.where(b["weights"] > 0.3, losses(w, b), 0.0).sum() / (b["weights"] > 0.3).sum(),
+    "masked mean": lambda w, b: (
+        jnp.where(b["weights"] > 0.3, losses(w, b), 0.0).sum() / (b["weights"] > 0.3).sum()
+    ),
     "max": lambda w, b: losses(w, b).max(),
     "root of mean": lambda w, b: jnp.sqrt((losses(w, b) ** 2).mean()),
     "variance": lambda w, b: losses(w, b).var(),
@@ -166,7 +187,9 @@ NO_SPLIT = {
     "distances": lambda w, b: jnp.abs(losses(w, b)[:, None] - losses(w, b)[None, :]).mean(),
     "top examples": lambda w, b: jax.lax.top_k(losses(w, b), 2)[0].mean(),
     "cumulative": lambda w, b: jnp.cumsum(losses(w, b)).mean(),
-    "branch on data": lambda w, b: jax.lax.cond(b["x"].sum() > 0, lambda: losses(w, b).mean(), lambda: 2 * losses(w, b).mean()),
+    "branch on data": lambda w, b: jax.lax.cond(
+        b["x"].sum() > 0, lambda: losses(w, b).mean(), lambda: 2 * losses(w, b).mean()
+    ),
 }
 #: Not followed, whether they split or not.
 UNDECIDED = {
@@ -211,9 +234,12 @@ def test_the_reason_names_the_operation_and_its_scope():
             return (losses(w, batch) * batch["weights"]).sum() / batch["weights"].sum()
 
     check = abstract(toy(loss))
-    assert check == SplitCheck(False, "abstract", "Div in weighted divides by a value computed from the whole micro-batch.")
+    assert check == SplitCheck(
+        False, "abstract", "Div in weighted divides by a value computed from the whole micro-batch."
+    )
     assert split_warning(check) == (
-        "The loss of a batch is not the mean of the losses of its micro-batches, so a step depends on the number of micro-batches: "
+        "The loss of a batch is not the mean of the losses of its micro-batches, so a step "
+        "depends on the number of micro-batches: "
         "Div in weighted divides by a value computed from the whole micro-batch. [workload-split]"
     )
 
@@ -225,7 +251,9 @@ def test_a_random_key_decides_for_tracing():
     def normalized(w, batch, key):
         return losses(w, batch).mean() / jax.random.normal(key, batch["weights"].shape).std()
 
-    assert check_split(toy(noisy), 4) == SplitCheck(True, "abstract", "The loss is a mean over the examples.")
+    assert check_split(toy(noisy), 4) == SplitCheck(
+        True, "abstract", "The loss is a mean over the examples."
+    )
     assert check_split(toy(normalized), 4).splits is False
 
 
@@ -236,12 +264,18 @@ def test_data_that_hide_a_weighted_mean_are_told():
     task = toy(NO_SPLIT["weighted mean"])
     check = check_split(Workload(task.loss_fn, task.init, batch, task.optimizer), 4)
     assert check.splits is True
-    assert "That may change with other data: Div at the top level of the loss divides by" in check.reason
+    assert (
+        "That may change with other data: Div at the top level of the loss divides by"
+        in check.reason
+    )
 
 
 def test_a_profile_warns():
     def init(key):
-        return {"a": jax.random.normal(key, (FEATURES, FEATURES)), "b": jax.random.normal(key, (FEATURES, CLASSES))}
+        return {
+            "a": jax.random.normal(key, (FEATURES, FEATURES)),
+            "b": jax.random.normal(key, (FEATURES, CLASSES)),
+        }
 
     def loss(params, batch):
         x = jax.ad_checkpoint.checkpoint_name(batch["x"] @ params["a"], "layer_boundary")

@@ -1,4 +1,5 @@
-"""The ``capture`` command as scripts see it: one JSON document, exit codes, error codes, and nothing lost when it is killed."""
+"""The ``capture`` command as scripts see it: one JSON document, exit codes, error codes, and
+nothing lost when it is killed."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def model(layers=8, scalar=True, dies=False):
     return SimpleNamespace(loss_fn=loss_fn, init=init, batch=batch, optimizer=optax.adam(1e-2))
 '''
 
-# Micro-batches of two examples: half of one cannot be split over two devices, so a single size is profiled.
+# Micro-batches of two examples: half of one cannot be split over two devices, so a single size is
+# profiled.
 BATCH = ["--cluster", "1x2", "--global-batch", "8", "--microbatches", "4"]
 STORE = ["--store", "store.sqlite", "--workers", "0"]
 PROFILING = ["--neighbours", "1", "--calibration-plans", "1"]
@@ -68,7 +70,12 @@ def start(directory: Path, *arguments: str) -> subprocess.Popen:
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     env |= {"PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": str(directory / "cache")}
     return subprocess.Popen(
-        [sys.executable, "-m", "capture", *arguments], cwd=directory, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "capture", *arguments],
+        cwd=directory,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -82,11 +89,25 @@ def capture(directory: Path, *arguments: str, code: int = 0) -> SimpleNamespace:
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory) -> SimpleNamespace:
-    """A directory in which the model was profiled, in the paper's way too, and planned for two devices."""
+    """A directory in which the model was profiled, in the paper's way too, and planned for two
+    devices."""
     directory = tmp_path_factory.mktemp("cli")
     (directory / "tiny.py").write_text(WORKLOAD)
-    profile = capture(directory, "profile", "tiny.py:model", *BATCH, *STORE, *PROFILING, "--mode", "paper", "-o", "profile.json")
-    plan = capture(directory, "plan", "tiny.py:model", *BATCH, "--profile", "profile.json", "-o", "plan.json")
+    profile = capture(
+        directory,
+        "profile",
+        "tiny.py:model",
+        *BATCH,
+        *STORE,
+        *PROFILING,
+        "--mode",
+        "paper",
+        "-o",
+        "profile.json",
+    )
+    plan = capture(
+        directory, "plan", "tiny.py:model", *BATCH, "--profile", "profile.json", "-o", "plan.json"
+    )
     return SimpleNamespace(directory=directory, profile=profile, plan=plan)
 
 
@@ -98,14 +119,21 @@ def inside(done, monkeypatch) -> Path:
     return done.directory
 
 
-# ---- the path of a user --------------------------------------------------------------------------------------------
+# ---- the path of a user
+# --------------------------------------------------------------------------------------------
 
 
 def test_profile_says_what_it_measured(done):
     document = done.profile.document
-    assert (document["num_layers"], document["num_parameters"], document["microbatch_sizes"]) == (8, 8 * 16 * 16, [2])
+    assert (document["num_layers"], document["num_parameters"], document["microbatch_sizes"]) == (
+        8,
+        8 * 16 * 16,
+        [2],
+    )
     assert document["failures"] == [] and document["provenance"]["backend"] == "compile:cpu"
-    assert document["num_measurements"] == (8 + 7 + 1) * 3  # layers, pairs and one anchor, on one device or either way on two
+    assert (
+        document["num_measurements"] == (8 + 7 + 1) * 3
+    )  # layers, pairs and one anchor, on one device or either way on two
     low, high = document["interval_factors"]
     assert 0.5 < low <= 0.995 and 1.005 <= high < 1.5
     assert "compiled" in done.profile.err and "stages in" in done.profile.err
@@ -116,9 +144,18 @@ def test_plan_keeps_its_contract(done):
     document = done.plan.document
     assert document["status"] == "ok"
     stages = document["plan"]["stages"]
-    assert [layer for stage in stages for layer in range(stage["layers"][0], stage["layers"][1] + 1)] == list(range(8))
-    assert all(stage["num_devices"] == stage["data_parallel"] * stage["tensor_parallel"] for stage in stages)
-    assert sum(stage["num_devices"] for stage in stages) == 2 == len(document["prediction"]["peak_bytes_per_device"])
+    assert [
+        layer for stage in stages for layer in range(stage["layers"][0], stage["layers"][1] + 1)
+    ] == list(range(8))
+    assert all(
+        stage["num_devices"] == stage["data_parallel"] * stage["tensor_parallel"]
+        for stage in stages
+    )
+    assert (
+        sum(stage["num_devices"] for stage in stages)
+        == 2
+        == len(document["prediction"]["peak_bytes_per_device"])
+    )
     assert document["search"]["algorithm"] == "minmax" and document["search"]["seconds"] >= 0
     assert document["why"]["summary"]
     written = json.loads((done.directory / "plan.json").read_text())
@@ -129,13 +166,18 @@ def test_plan_keeps_its_contract(done):
 
 
 def test_predict_repeats_the_prediction_of_the_plan(done):
-    predicted = capture(done.directory, "predict", "plan.json", "--profile", "profile.json").document
+    predicted = capture(
+        done.directory, "predict", "plan.json", "--profile", "profile.json"
+    ).document
     assert predicted["prediction"] == done.plan.document["prediction"]
 
 
 def test_run_measures_what_was_predicted_and_trains_like_one_device(done):
     document = capture(done.directory, "run", "plan.json", "--check", "--steps", "2").document
-    predicted, measured = document["predicted_peak_bytes_per_device"], document["measured_peak_bytes_per_device"]
+    predicted, measured = (
+        document["predicted_peak_bytes_per_device"],
+        document["measured_peak_bytes_per_device"],
+    )
     assert predicted == done.plan.document["prediction"]["peak_bytes_per_device"]
     intervals = done.plan.document["prediction"]["interval_bytes_per_device"]
     for mine, truth, (low, high) in zip(predicted, measured, intervals, strict=True):
@@ -144,24 +186,51 @@ def test_run_measures_what_was_predicted_and_trains_like_one_device(done):
     assert measured == document["replayed_peak_bytes_per_device"]
     assert "live arrays" in document["meter"] and document["ledger_checks"] > 10
     if (heap := document["allocator"]) is not None:  # glibc
-        assert heap["step_bytes"] == heap["peak_bytes"] - heap["before_bytes"] > 0.5 * heap["booked_bytes"] > 0
-    assert len(document["loss"]) == len(document["reference_loss"]) == 2 and document["loss"][1] < document["loss"][0]
-    assert document["max_relative_loss_error"] < 1e-5 and document["max_relative_gradient_error"] < 1e-4
+        assert (
+            heap["step_bytes"]
+            == heap["peak_bytes"] - heap["before_bytes"]
+            > 0.5 * heap["booked_bytes"]
+            > 0
+        )
+    assert (
+        len(document["loss"]) == len(document["reference_loss"]) == 2
+        and document["loss"][1] < document["loss"][0]
+    )
+    assert (
+        document["max_relative_loss_error"] < 1e-5
+        and document["max_relative_gradient_error"] < 1e-4
+    )
     assert re.fullmatch(r"[0-7]", document["worst_gradient"]), "a leaf of the user's parameters"
 
 
 def test_explain_itemises_and_ranks_the_changes(done):
     document = capture(done.directory, "explain", "plan.json", *STORE).document
     assert document["peak_bytes"] == max(document["peak_bytes_per_device"])
-    assert all(sum(stage["parts_bytes"].values()) == stage["peak_bytes"] for stage in document["stages"])
+    assert all(
+        sum(stage["parts_bytes"].values()) == stage["peak_bytes"] for stage in document["stages"]
+    )
     saves = [change["saves_bytes"] for change in document["changes"]]
     assert saves == sorted(saves, reverse=True) and len(saves) >= 3
-    assert all(change["peak_bytes"] + change["saves_bytes"] == document["peak_bytes"] for change in document["changes"])
+    assert all(
+        change["peak_bytes"] + change["saves_bytes"] == document["peak_bytes"]
+        for change in document["changes"]
+    )
 
 
 def test_evaluate_keeps_its_contract_for_both_modes(done):
     document = capture(
-        done.directory, "evaluate", "tiny.py:model", *BATCH, *STORE, *PROFILING, "--plans", "4", "--seed", "1", "-o", "evaluation.json"
+        done.directory,
+        "evaluate",
+        "tiny.py:model",
+        *BATCH,
+        *STORE,
+        *PROFILING,
+        "--plans",
+        "4",
+        "--seed",
+        "1",
+        "-o",
+        "evaluation.json",
     ).document
     shares = [f"within_{p}pct" for p in (2, 5, 11)]
     for mode in ("default", "paper"):
@@ -178,12 +247,26 @@ def test_evaluate_keeps_its_contract_for_both_modes(done):
     assert len(rows) == 4 * 2 * 2  # plans, schedules, devices
     assert sum(not row["compiled_before"] for row in rows) == document["default"]["num_predictions"]
     assert all(row["predicted_bytes"] > 0 and row["measured_bytes"] > 0 for row in rows)
-    assert sum(row["paper_predicted_bytes"] is None for row in rows) == document["paper"]["num_not_predictable"]
+    assert (
+        sum(row["paper_predicted_bytes"] is None for row in rows)
+        == document["paper"]["num_not_predictable"]
+    )
 
 
 def test_the_truth_of_evaluate_is_no_prediction(inside, capsys, monkeypatch):
-    """A predictor that says twice as much is found to be wrong, and what it is held against stays."""
-    asked = ["evaluate", "tiny.py:model", *BATCH, *STORE, *PROFILING, "--plans", "3", "--quiet", "-o"]
+    """A predictor that says twice as much is found to be wrong, and what it is held against
+    stays."""
+    asked = [
+        "evaluate",
+        "tiny.py:model",
+        *BATCH,
+        *STORE,
+        *PROFILING,
+        "--plans",
+        "3",
+        "--quiet",
+        "-o",
+    ]
 
     def predictions(name):
         assert main([*asked, name]) == 0
@@ -193,20 +276,38 @@ def test_the_truth_of_evaluate_is_no_prediction(inside, capsys, monkeypatch):
 
     def doubled(self, plan):
         found = predict(self, plan)
-        return replace(found, peak_bytes_per_device=tuple(2 * peak for peak in found.peak_bytes_per_device))
+        return replace(
+            found, peak_bytes_per_device=tuple(2 * peak for peak in found.peak_bytes_per_device)
+        )
 
     monkeypatch.setattr(AdditivePredictor, "predict", doubled)
     wrong = predictions("wrong.json")
-    assert [row["predicted_bytes"] for row in wrong] == [2 * row["predicted_bytes"] for row in honest]
+    assert [row["predicted_bytes"] for row in wrong] == [
+        2 * row["predicted_bytes"] for row in honest
+    ]
     assert [row["measured_bytes"] for row in wrong] == [row["measured_bytes"] for row in honest]
     capsys.readouterr()
 
 
 def test_evaluate_draws_plans_that_fit(inside, capsys):
     limit = json.loads((inside / "plan.json").read_text())["prediction"]["peak_bytes_per_device"]
-    asked = ["evaluate", "tiny.py:model", *BATCH, *STORE, *PROFILING, "--plans", "3", "--quiet", "-o", "fitting.json"]
+    asked = [
+        "evaluate",
+        "tiny.py:model",
+        *BATCH,
+        *STORE,
+        *PROFILING,
+        "--plans",
+        "3",
+        "--quiet",
+        "-o",
+        "fitting.json",
+    ]
     assert main([*asked, "--memory", str(max(limit) * 2)]) == 0
-    peaks = [row["predicted_bytes"] for row in json.loads((inside / "fitting.json").read_text())["predictions"]]
+    peaks = [
+        row["predicted_bytes"]
+        for row in json.loads((inside / "fitting.json").read_text())["predictions"]
+    ]
     assert peaks and max(peaks) <= max(limit) * 2
     capsys.readouterr()
     assert main([*asked, "--memory", "1"]) == 2
@@ -214,49 +315,106 @@ def test_evaluate_draws_plans_that_fit(inside, capsys):
 
 
 def test_planning_from_a_profile_loads_no_jax_and_text_is_for_people(done, tmp_path):
-    command = ["plan", "tiny.py:model", *BATCH, "--profile", "profile.json", "-o", str(tmp_path / "plan.json")]
-    code = f"import sys\nfrom capture.cli.main import main\nassert main({command!r}) == 0\nassert 'jax' not in sys.modules"
+    command = [
+        "plan",
+        "tiny.py:model",
+        *BATCH,
+        "--profile",
+        "profile.json",
+        "-o",
+        str(tmp_path / "plan.json"),
+    ]
+    code = (
+        f"import sys\nfrom capture.cli.main import main\nassert main({command!r}) == 0\nassert "
+        "'jax' not in sys.modules"
+    )
     env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     result = subprocess.run(
-        [sys.executable, "-c", code], cwd=done.directory, env=env, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+        [sys.executable, "-c", code],
+        cwd=done.directory,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("ok: ") and "peak per device" in result.stdout
 
 
 def test_a_model_without_marks_is_planned_and_its_layers_are_said(inside, capsys):
-    """The plan holds the number, so that what reads it cuts alike; also a plan by hand, which need not know how layers were found."""
-    Path("plain.py").write_text(WORKLOAD.replace('(checkpoint_name(x, "layer_boundary") if i else x)', "x"))
-    asked = ["--cluster", "1x1", "--global-batch", "4", "--microbatches", "2", *STORE, "--neighbours", "1", "--calibration-plans", "0"]
-    code, out, err = run_here(capsys, "plan", "plain.py:model?layers=10", *asked, "-o", "plain.json")
+    """The plan holds the number, so that what reads it cuts alike; also a plan by hand, which need
+    not know how layers were found."""
+    Path("plain.py").write_text(
+        WORKLOAD.replace('(checkpoint_name(x, "layer_boundary") if i else x)', "x")
+    )
+    asked = [
+        "--cluster",
+        "1x1",
+        "--global-batch",
+        "4",
+        "--microbatches",
+        "2",
+        *STORE,
+        "--neighbours",
+        "1",
+        "--calibration-plans",
+        "0",
+    ]
+    code, out, err = run_here(
+        capsys, "plan", "plain.py:model?layers=10", *asked, "-o", "plain.json"
+    )
     assert code == 0, err
-    assert "cut into 10 layers of nearly equal work; --num-layers or marks in the model choose others\n" in out
+    assert (
+        "cut into 10 layers of nearly equal work; --num-layers or marks in the model choose "
+        "others\n"
+    ) in out
     plan = Plan.load("plain.json")
     assert plan.auto_layers and plan.num_layers == 10
     from capture.runtime.pipeline import trace_for_plan
 
     workload = WorkloadSpec.parse("plain.py:model?layers=10").load()
     assert trace_for_plan(workload, plan).graph.model_hash == plan.model_hash
-    by_hand = plan.with_(auto_layers=False, model_hash="", num_layers=5, stages=[StagePlan((0, 4), [0])])
+    by_hand = plan.with_(
+        auto_layers=False, model_hash="", num_layers=5, stages=[StagePlan((0, 4), [0])]
+    )
     assert trace_for_plan(workload, by_hand).graph.num_layers == 5
     assert not Plan.load("plan.json").auto_layers
 
 
 def test_a_plan_by_hand_is_predicted_for_reports_and_differences(inside, capsys):
-    """By a profile of the degrees of its stages, which is said; the prediction is that of the profile that is there."""
-    by_hand = Plan.load("plan.json").with_(prediction=None, why=None, stages=[StagePlan((0, 7), [0, 1], tensor_parallel=2)])
+    """By a profile of the degrees of its stages, which is said; the prediction is that of the
+    profile that is there."""
+    by_hand = Plan.load("plan.json").with_(
+        prediction=None, why=None, stages=[StagePlan((0, 7), [0, 1], tensor_parallel=2)]
+    )
     by_hand.save("hand.json")
-    assert run_here(capsys, "predict", "hand.json", "--profile", "profile.json", "-o", "known.json")[0] == 0
+    assert (
+        run_here(capsys, "predict", "hand.json", "--profile", "profile.json", "-o", "known.json")[0]
+        == 0
+    )
     profiling = [*STORE, "--neighbours", "1", "--calibration-plans", "0", "--json"]
     code, out, err = run_here(capsys, "report", "hand.json", *profiling)
-    assert code == 0 and "the plan has no prediction and there is no --profile: profiling tiny.py:model for its stages\n" in err
+    assert (
+        code == 0
+        and (
+            "the plan has no prediction and there is no --profile: profiling tiny.py:model for "
+            "its stages\n"
+        )
+        in err
+    )
     known = Plan.load("known.json").prediction
-    assert [stage["predicted_peak_bytes"] for stage in json.loads(out)["stages"]] == [stage["peak_bytes"] for stage in known["stages"]]
+    assert [stage["predicted_peak_bytes"] for stage in json.loads(out)["stages"]] == [
+        stage["peak_bytes"] for stage in known["stages"]
+    ]
     code, out, _ = run_here(capsys, "diff", "hand.json", "plan.json", *profiling)
-    assert code == 0 and max(known["peak_bytes_per_device"]) == json.loads(out)["devices"][0]["peak_bytes"][0]
+    assert (
+        code == 0
+        and max(known["peak_bytes_per_device"]) == json.loads(out)["devices"][0]["peak_bytes"][0]
+    )
 
 
-# ---- infeasible is a result ----------------------------------------------------------------------------------------
+# ---- infeasible is a result
+# ----------------------------------------------------------------------------------------
 
 
 def run_here(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -268,47 +426,105 @@ def run_here(capsys, *arguments: str) -> tuple[int, str, str]:
     return code, *capsys.readouterr()
 
 
-def test_a_memory_limit_that_nothing_fits_is_a_document_and_writes_no_plan(inside, capsys, tmp_path):
-    command = ["plan", "tiny.py:model", *BATCH, "--profile", "profile.json", "--memory", "1KB", "-o", str(tmp_path / "none.json"), "--json"]
+def test_a_memory_limit_that_nothing_fits_is_a_document_and_writes_no_plan(
+    inside, capsys, tmp_path
+):
+    command = [
+        "plan",
+        "tiny.py:model",
+        *BATCH,
+        "--profile",
+        "profile.json",
+        "--memory",
+        "1KB",
+        "-o",
+        str(tmp_path / "none.json"),
+        "--json",
+    ]
     code, out, _ = run_here(capsys, *command)
     document = json.loads(out)
-    assert (code, document["status"], document["why"]["code"], document["why"]["memory_limit_bytes"]) == (
+    assert (
+        code,
+        document["status"],
+        document["why"]["code"],
+        document["why"]["memory_limit_bytes"],
+    ) == (
         1,
         "infeasible",
         "memory-limit",
         1000,
     )
-    assert document["why"]["least_peak_bytes"] == max(document["prediction"]["peak_bytes_per_device"])
+    assert document["why"]["least_peak_bytes"] == max(
+        document["prediction"]["peak_bytes_per_device"]
+    )
     assert not (tmp_path / "none.json").exists()
 
 
-def test_fewer_layers_than_stages_is_infeasible_also_where_the_interval_cannot_be_calibrated(inside, capsys):
+def test_fewer_layers_than_stages_is_infeasible_also_where_the_interval_cannot_be_calibrated(
+    inside, capsys
+):
     cluster = ["--cluster", "8x1", "--global-batch", "4", "--microbatches", "4"]
-    code, out, _ = run_here(capsys, "plan", "tiny.py:model?layers=3", *cluster, *STORE, "--neighbours", "1", "--json")
-    assert (code, json.loads(out)["plan"], json.loads(out)["why"]["code"]) == (1, None, "too-few-layers")
+    code, out, _ = run_here(
+        capsys, "plan", "tiny.py:model?layers=3", *cluster, *STORE, "--neighbours", "1", "--json"
+    )
+    assert (code, json.loads(out)["plan"], json.loads(out)["why"]["code"]) == (
+        1,
+        None,
+        "too-few-layers",
+    )
 
 
 def test_a_profile_without_replicas_serves_a_plan_that_may_shard_parameters(inside, capsys):
     profile = json.loads(Path("profile.json").read_text())
-    alone = [row for row in profile["measurements"] if row["data_parallel"] * row["tensor_parallel"] == 1]
+    alone = [
+        row for row in profile["measurements"] if row["data_parallel"] * row["tensor_parallel"] == 1
+    ]
     Path("alone.json").write_text(json.dumps({**profile, "measurements": alone}))
-    asked = ["--cluster", "1x1", "--global-batch", "8", "--microbatches", "4", "--shard-params", "--json"]
+    asked = [
+        "--cluster",
+        "1x1",
+        "--global-batch",
+        "8",
+        "--microbatches",
+        "4",
+        "--shard-params",
+        "--json",
+    ]
     code, out, err = run_here(capsys, "plan", "tiny.py:model", *asked, "--profile", "alone.json")
     assert code == 0 and not json.loads(out)["plan"]["stages"][0]["shard_params"], err
 
 
 def test_a_limit_below_the_state_is_answered_without_measuring(inside, capsys, tmp_path):
-    """Eight layers of 1 KiB with Adam: 4 KiB of parameters, gradients and state each, on two devices."""
-    asked = ["plan", "tiny.py:model", *BATCH, "--store", str(tmp_path / "store"), "--workers", "0", "-o", str(tmp_path / "none.json")]
+    """Eight layers of 1 KiB with Adam: 4 KiB of parameters, gradients and state each, on two
+    devices."""
+    asked = [
+        "plan",
+        "tiny.py:model",
+        *BATCH,
+        "--store",
+        str(tmp_path / "store"),
+        "--workers",
+        "0",
+        "-o",
+        str(tmp_path / "none.json"),
+    ]
     code, out, err = run_here(capsys, *asked, "--memory", "16383", "--json")
     why = json.loads(out)["why"]
     assert (code, why["code"], why["least_state_bytes"]) == (1, "memory-limit", 16384)
-    assert "parameters, gradients and optimizer state alone need at least 16.4 kB per device; limit 16.4 kB\n" in err
-    assert why["cheapest_change"]["change"] == "--cluster 2x2" and why["cheapest_change"]["least_state_bytes"] == 8192
+    assert (
+        "parameters, gradients and optimizer state alone need at least 16.4 kB per device; limit "
+        "16.4 kB\n"
+    ) in err
+    assert (
+        why["cheapest_change"]["change"] == "--cluster 2x2"
+        and why["cheapest_change"]["least_state_bytes"] == 8192
+    )
     assert not rows(tmp_path / "store") and not (tmp_path / "none.json").exists()
 
 
-def test_the_plain_answer_comes_before_anything_is_measured_for_a_change(inside, capsys, monkeypatch):
+def test_the_plain_answer_comes_before_anything_is_measured_for_a_change(
+    inside, capsys, monkeypatch
+):
     made, make_profile = [], shared.make_profile
 
     def once(*arguments, **changes):
@@ -318,13 +534,25 @@ def test_the_plain_answer_comes_before_anything_is_measured_for_a_change(inside,
         return make_profile(*arguments, **changes)
 
     monkeypatch.setattr(shared, "make_profile", once)
-    code, out, err = run_here(capsys, "plan", "tiny.py:model", *BATCH, *STORE, *PROFILING, "--memory", "16384", "-o", "none.json")
+    code, out, err = run_here(
+        capsys,
+        "plan",
+        "tiny.py:model",
+        *BATCH,
+        *STORE,
+        *PROFILING,
+        "--memory",
+        "16384",
+        "-o",
+        "none.json",
+    )
     assert code == 130 and made
     assert out.startswith("infeasible: The least peak of any plan is ") and "peak per device" in out
     assert "looking for the cheapest change that fits" in err
 
 
-# ---- bad input -----------------------------------------------------------------------------------------------------
+# ---- bad input
+# --------------------------------------------------------------------------------------------------
 
 PLAN = ["plan", "tiny.py:model", "--profile", "profile.json"]
 
@@ -360,8 +588,22 @@ PLAN = ["plan", "tiny.py:model", "--profile", "profile.json"]
         ("plan-file", ["run", "missing.json"]),
         ("plan-file", ["explain", "missing.json"]),
         ("profile-file", ["predict", "plan.json", "--profile", "missing.json"]),
-        ("profile-measured", ["plan", "tiny.py:model", *BATCH, "--profile", "profile.json", "--neighbours", "1"]),
-        ("profile-choice", ["plan", "tiny.py:model", *BATCH, "--profile", "profile.json", "--tensor-parallel-rule", "largest"]),
+        (
+            "profile-measured",
+            ["plan", "tiny.py:model", *BATCH, "--profile", "profile.json", "--neighbours", "1"],
+        ),
+        (
+            "profile-choice",
+            [
+                "plan",
+                "tiny.py:model",
+                *BATCH,
+                "--profile",
+                "profile.json",
+                "--tensor-parallel-rule",
+                "largest",
+            ],
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value[:2] + value[-2:]),
 )
@@ -372,39 +614,64 @@ def test_bad_input_ends_with_2_and_one_message_with_its_code(inside, capsys, cod
         assert out == ""
     else:
         document = json.loads(out)
-        assert (document["status"], [error["code"] for error in document["errors"]]) == ("error", [code])
+        assert (document["status"], [error["code"] for error in document["errors"]]) == (
+            "error",
+            [code],
+        )
     (message,) = [line for line in err.splitlines() if "error: " in line]
     assert message.endswith(f"[{code}]")
     assert "Traceback" not in err
 
 
 def test_a_loss_that_is_no_scalar_is_refused(inside, capsys):
-    status, out, err = run_here(capsys, "profile", "tiny.py:model?scalar=false", *BATCH, *STORE, "--quiet")
+    status, out, err = run_here(
+        capsys, "profile", "tiny.py:model?scalar=false", *BATCH, *STORE, "--quiet"
+    )
     assert (status, out) == (2, "")
     assert re.fullmatch(r"error: .*scalar.* \[[a-z-]+\]\n", err)
 
 
 @pytest.mark.parametrize(
-    ("changes", "code"), [({"schema_version": 9}, "plan-schema"), ({"stages": 3}, "plan-corrupt"), ({"num_layers": 9}, "plan-layers")]
+    ("changes", "code"),
+    [
+        ({"schema_version": 9}, "plan-schema"),
+        ({"stages": 3}, "plan-corrupt"),
+        ({"num_layers": 9}, "plan-layers"),
+    ],
 )
 def test_a_plan_that_breaks_a_rule_is_refused(inside, capsys, tmp_path, changes, code):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(json.loads(Path("plan.json").read_text()) | changes))
-    for arguments in (["run", str(path)], ["predict", str(path), "--profile", "profile.json"], ["explain", str(path), *STORE]):
+    for arguments in (
+        ["run", str(path)],
+        ["predict", str(path), "--profile", "profile.json"],
+        ["explain", str(path), *STORE],
+    ):
         status, out, err = run_here(capsys, *arguments)
-        assert (status, out) == (2, "") and err.startswith("error: ") and err.endswith(f"[{code}]\n")
+        assert (
+            (status, out) == (2, "") and err.startswith("error: ") and err.endswith(f"[{code}]\n")
+        )
 
 
 @pytest.mark.parametrize(
     ("content", "code"),
-    [("{", "profile-corrupt"), ('{"schema_version": 1}', "profile-corrupt"), ('{"schema_version": 9}', "profile-schema")],
+    [
+        ("{", "profile-corrupt"),
+        ('{"schema_version": 1}', "profile-corrupt"),
+        ('{"schema_version": 9}', "profile-schema"),
+    ],
 )
 def test_a_profile_that_is_none_is_refused(inside, capsys, tmp_path, content, code):
     path = tmp_path / "profile.json"
     path.write_text(content)
-    for arguments in (["predict", "plan.json", "--profile", str(path)], ["plan", "tiny.py:model", *BATCH, "--profile", str(path)]):
+    for arguments in (
+        ["predict", "plan.json", "--profile", str(path)],
+        ["plan", "tiny.py:model", *BATCH, "--profile", str(path)],
+    ):
         status, out, err = run_here(capsys, *arguments)
-        assert (status, out) == (2, "") and err.startswith("error: ") and err.endswith(f"[{code}]\n")
+        assert (
+            (status, out) == (2, "") and err.startswith("error: ") and err.endswith(f"[{code}]\n")
+        )
 
 
 def test_a_plan_of_a_model_that_was_edited_since_is_refused(inside, capsys, tmp_path):
@@ -423,7 +690,9 @@ def test_a_plan_written_by_hand_gets_its_prediction(inside, capsys, tmp_path):
     path.write_text(json.dumps(document))
     status, out, _ = run_here(capsys, "run", str(path), "--steps", "1", "--quiet")
     assert status == 0 and "capture predict PLAN --profile FILE -o PLAN" in out
-    assert run_here(capsys, "predict", str(path), "--profile", "profile.json", "-o", str(path))[0] == 0
+    assert (
+        run_here(capsys, "predict", str(path), "--profile", "profile.json", "-o", str(path))[0] == 0
+    )
     assert json.loads(path.read_text())["prediction"]["peak_bytes_per_device"] == predicted
     status, out, _ = run_here(capsys, "run", str(path), "--steps", "1", "--quiet")
     assert status == 0 and "capture predict" not in out
@@ -450,12 +719,22 @@ print("error: none")
 """
     leader, follower = pty.openpty()
     env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    subprocess.run([sys.executable, "-c", code], stdout=follower, stderr=follower, env=env, check=True, timeout=TIMEOUT_SECONDS)
+    subprocess.run(
+        [sys.executable, "-c", code],
+        stdout=follower,
+        stderr=follower,
+        env=env,
+        check=True,
+        timeout=TIMEOUT_SECONDS,
+    )
     shown = os.read(leader, 10_000).decode().replace("\r\n", "\n")
     os.close(leader), os.close(follower)
     lines = shown.replace("\x1b[K", "").split("\r")
     assert lines[0] == "compiling 0 of 2 stages: optimizer updates"
-    assert lines[3] == "compiling 2 of 4 stages: each layer, alone and with its neighbours" and shown.count("\n") == 1
+    assert (
+        lines[3] == "compiling 2 of 4 stages: each layer, alone and with its neighbours"
+        and shown.count("\n") == 1
+    )
     assert shown.endswith("\r\x1b[Kerror: none\n"), "what comes between stands on a line of its own"
 
 
@@ -463,12 +742,24 @@ def test_a_plan_made_from_objects_asks_for_its_workload(inside, capsys, tmp_path
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(json.loads(Path("plan.json").read_text()) | {"workload": None}))
     status, _, err = run_here(capsys, "run", str(path))
-    assert status == 2 and err == "error: the plan was made from Python objects and names no workload; give --workload. [plan-workload]\n"
+    assert status == 2 and err == (
+        "error: the plan was made from Python objects and names no workload; give --workload. "
+        "[plan-workload]\n"
+    )
 
 
 def test_a_plan_needs_as_many_layers_as_evaluate_draws_stages(inside, capsys):
     cluster = ["--cluster", "8x1", "--global-batch", "4", "--microbatches", "4"]
-    status, _, err = run_here(capsys, "evaluate", "tiny.py:model?layers=3", *cluster, *STORE, "--neighbours", "1", "--quiet")
+    status, _, err = run_here(
+        capsys,
+        "evaluate",
+        "tiny.py:model?layers=3",
+        *cluster,
+        *STORE,
+        "--neighbours",
+        "1",
+        "--quiet",
+    )
     assert status == 2 and err.endswith("[sampling-empty]\n")
 
 
@@ -477,7 +768,8 @@ def test_an_unknown_verb_and_the_version(capsys):
     assert run_here(capsys, "--version")[:2] == (0, "capture 0.1.0\n")
 
 
-# ---- nothing is lost -----------------------------------------------------------------------------------------------
+# ---- nothing is lost
+# -----------------------------------------------------------------------------------------------
 
 
 def rows(store: Path, of: str = "") -> dict[str, float]:
@@ -513,7 +805,9 @@ def test_a_killed_profile_resumes_and_measures_only_what_is_missing(done, tmp_pa
     while len(rows(store)) < 3 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=TIMEOUT_SECONDS)  # returns once the worker, which holds the other end, has ended as well
+    process.communicate(
+        timeout=TIMEOUT_SECONDS
+    )  # returns once the worker, which holds the other end, has ended as well
     assert process.returncode == -signal.SIGKILL
     before = rows(store)
     assert len(before) >= 3
@@ -522,10 +816,14 @@ def test_a_killed_profile_resumes_and_measures_only_what_is_missing(done, tmp_pa
     assert before.items() <= after.items()
     assert len(after) > len(before), "it was killed too late to tell"
     events = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
-    totals = [event["kinds"]["layer windows"]["total"] for event in events if event["event"] == "progress"]
+    totals = [
+        event["kinds"]["layer windows"]["total"] for event in events if event["event"] == "progress"
+    ]
     windows_before = [key for key in before if key in rows(store, "residual_bytes")]
     assert totals[-1] == len(rows(store, "residual_bytes")) - len(windows_before)
-    assert re.sub(r"compil(ing|ed) \d+ .*\n", "", resumed.err) == "", "nothing but progress, in words"
+    assert re.sub(r"compil(ing|ed) \d+ .*\n", "", resumed.err) == "", (
+        "nothing but progress, in words"
+    )
     again = capture(tmp_path, *command, "--workers", "0")
     assert rows(store) == after and again.err == ""
     mine, theirs = (
@@ -536,26 +834,44 @@ def test_a_killed_profile_resumes_and_measures_only_what_is_missing(done, tmp_pa
 
 
 def test_a_worker_that_dies_is_an_error_with_what_to_do(inside, capsys, tmp_path):
-    command = ["profile", "tiny.py:model?dies=true", *BATCH, "--store", str(tmp_path / "store"), "--workers", "1", "--quiet"]
+    command = [
+        "profile",
+        "tiny.py:model?dies=true",
+        *BATCH,
+        "--store",
+        str(tmp_path / "store"),
+        "--workers",
+        "1",
+        "--quiet",
+    ]
     status, out, err = run_here(capsys, *command)
     assert (status, out) == (3, "")
-    assert err.startswith("error: 3 workers ended, one after the other, before they could take a job (out of memory?): its process ended ")
+    assert err.startswith(
+        "error: 3 workers ended, one after the other, before they could take a job (out of "
+        "memory?): its process ended "
+    )
     assert err.endswith("[profile-worker]\n")
 
 
-# ---- options -------------------------------------------------------------------------------------------------------
+# ---- options
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_store_is_in_the_cache_folder_unless_it_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert shared.open_store(SimpleNamespace(store=None)).path == tmp_path / "capture" / "store.sqlite"
+    assert (
+        shared.open_store(SimpleNamespace(store=None)).path == tmp_path / "capture" / "store.sqlite"
+    )
     assert shared.open_store(SimpleNamespace(store=tmp_path / "mine")).path == tmp_path / "mine"
 
 
 def test_one_device_is_planned_for_where_no_cluster_is_named_and_that_is_said(capsys):
     options = SimpleNamespace(cluster=None, target="CPU", quiet=False)
     assert shared.read_cluster(options) == shared.read_cluster(options) == Cluster((1,), "cpu")
-    assert capsys.readouterr().err == "for one device (--cluster 1x1); --cluster NxG is for N nodes of G devices\n"
+    assert (
+        capsys.readouterr().err
+        == "for one device (--cluster 1x1); --cluster NxG is for N nodes of G devices\n"
+    )
 
 
 def test_a_batch_defaults_to_sixteen_examples_per_microbatch():
@@ -593,14 +909,24 @@ def model(broken="lookup"):
     ("where", "said"),
     [
         ("constructor", "broken.py:10 in model: KeyError: 'x'"),
-        ("init", "broken.py:12 in init: TypeError: dot_general requires contracting dimensions to have the same shape, got (3,) and (4,)."),
-        ("batch", "broken.py:14 in batch: FileNotFoundError: [Errno 2] No such file or directory: 'no data'"),
+        (
+            "init",
+            "broken.py:12 in init: TypeError: dot_general requires contracting dimensions to have "
+            "the same shape, got (3,) and (4,).",
+        ),
+        (
+            "batch",
+            "broken.py:14 in batch: FileNotFoundError: [Errno 2] No such file or directory: 'no "
+            "data'",
+        ),
         ("loss", "broken.py:16 in loss_fn: IndexError: list index out of range"),
     ],
 )
 def test_an_exception_of_the_model_says_where_in_its_file(inside, capsys, tmp_path, where, said):
     (inside / "broken.py").write_text(BROKEN)
-    status, out, err = run_here(capsys, "profile", f"broken.py:model?broken={where}", *BATCH, *STORE, "--quiet", "--json")
+    status, out, err = run_here(
+        capsys, "profile", f"broken.py:model?broken={where}", *BATCH, *STORE, "--quiet", "--json"
+    )
     assert (status, json.loads(out)["errors"]) == (2, [{"code": "exception", "message": said}])
     first, begin, frame = err.splitlines()[:3]
     assert first == f"error: {said} [exception]" and begin.startswith("Traceback")
@@ -610,7 +936,11 @@ def test_an_exception_of_the_model_says_where_in_its_file(inside, capsys, tmp_pa
 def test_what_python_cannot_read_is_named_by_its_line(inside, capsys):
     (inside / "unreadable.py").write_text("\ndef model(:\n")
     status, _, err = run_here(capsys, "profile", "unreadable.py:model", *BATCH, *STORE, "--quiet")
-    assert status == 2 and err.startswith("error: ") and "unreadable.py:2: SyntaxError: invalid syntax [exception]\n" in err
+    assert (
+        status == 2
+        and err.startswith("error: ")
+        and "unreadable.py:2: SyntaxError: invalid syntax [exception]\n" in err
+    )
 
 
 def test_a_warning_is_a_line_that_names_a_file_of_the_users_alone(inside, capsys):
@@ -621,12 +951,22 @@ def test_a_warning_is_a_line_that_names_a_file_of_the_users_alone(inside, capsys
 
 def test_codes_of_a_model_are_its_own_and_need_no_traceback(inside, capsys):
     (inside / "broken.py").write_text(BROKEN)
-    status, out, err = run_here(capsys, "profile", "broken.py:model?broken=codes", *BATCH, *STORE, "--quiet", "--json")
-    assert (status, [error["code"] for error in json.loads(out)["errors"]]) == (2, ["broken-size", "broken-depth"])
-    assert err == "error: size='xl' is no size; give small. [broken-size]\nerror: depth=0 is none; give 1. [broken-depth]\n"
+    status, out, err = run_here(
+        capsys, "profile", "broken.py:model?broken=codes", *BATCH, *STORE, "--quiet", "--json"
+    )
+    assert (status, [error["code"] for error in json.loads(out)["errors"]]) == (
+        2,
+        ["broken-size", "broken-depth"],
+    )
+    assert err == (
+        "error: size='xl' is no size; give small. [broken-size]\nerror: depth=0 is none; give "
+        "1. [broken-depth]\n"
+    )
 
 
-@pytest.mark.parametrize("arguments", [["tiny.py:model?width=24"], ["tiny.py:model", "--num-layers", "9"]])
+@pytest.mark.parametrize(
+    "arguments", [["tiny.py:model?width=24"], ["tiny.py:model", "--num-layers", "9"]]
+)
 def test_a_profile_of_another_model_is_refused(inside, capsys, arguments):
     status, _, err = run_here(capsys, "plan", *arguments, *BATCH, "--profile", "profile.json")
     assert status == 2 and err.endswith("[profile-other-model]\n")

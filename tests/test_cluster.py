@@ -11,7 +11,11 @@ from hypothesis import strategies as st
 from capture.errors import CaptureError, ClusterError, Violation
 from capture.machine.cluster import Cluster
 
-clusters = st.builds(Cluster, st.lists(st.integers(1, 9), min_size=1, max_size=5).map(tuple), st.sampled_from(["cpu", "h100"]))
+clusters = st.builds(
+    Cluster,
+    st.lists(st.integers(1, 9), min_size=1, max_size=5).map(tuple),
+    st.sampled_from(["cpu", "h100"]),
+)
 
 
 @given(clusters)
@@ -40,13 +44,18 @@ def test_notations(text, nodes, written):
 @pytest.mark.parametrize(
     ("text", "meant"),
     [(text, "") for text in ("", "x", "4x", "-1x2", "4+", "+4", "2x2+4", "four")]
-    + [("2x8x1", " Did you mean 2x8?"), ("4*4*2", " Did you mean 4x8?"), ("4, 2", " Did you mean 4+2?")],
+    + [
+        ("2x8x1", " Did you mean 2x8?"),
+        ("4*4*2", " Did you mean 4x8?"),
+        ("4, 2", " Did you mean 4+2?"),
+    ],
 )
 def test_other_texts_are_refused_and_the_nearest_is_offered(text, meant):
     with pytest.raises(ClusterError) as caught:
         Cluster.parse(text)
     assert str(caught.value) == (
-        f"cluster={text!r} is neither NxG (4x4: 4 nodes of 4 devices) nor a list of nodes (4+2).{meant} [cluster-syntax]"
+        f"cluster={text!r} is neither NxG (4x4: 4 nodes of 4 devices) nor a list of nodes "
+        f"(4+2).{meant} [cluster-syntax]"
     )
 
 
@@ -55,7 +64,8 @@ def test_empty_nodes_are_refused(text, nodes):
     with pytest.raises(ClusterError) as caught:
         Cluster.parse(text)
     assert str(caught.value) == (
-        f"nodes={nodes} needs at least one node of at least one device; write NxG or a list such as 4+2. [cluster-nodes]"
+        f"nodes={nodes} needs at least one node of at least one device; write NxG or a list such "
+        "as 4+2. [cluster-nodes]"
     )
 
 
@@ -63,7 +73,9 @@ def test_empty_nodes_are_refused(text, nodes):
 def test_devices_are_counted_node_by_node(cluster):
     assert len(cluster.node_of_device) == cluster.num_devices == sum(cluster.nodes)
     assert list(cluster.node_of_device) == sorted(cluster.node_of_device)
-    assert [cluster.node_of_device.count(node) for node in range(len(cluster.nodes))] == list(cluster.nodes)
+    assert [cluster.node_of_device.count(node) for node in range(len(cluster.nodes))] == list(
+        cluster.nodes
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,7 +110,11 @@ def test_a_stage_fits_into_its_node_or_fills_whole_equal_nodes(cluster, any_divi
 def test_an_error_keeps_all_violations_and_its_type_when_pickled():
     error = ClusterError([Violation("one.", "a"), Violation("two.", "b")])
     copy = pickle.loads(pickle.dumps(error))
-    assert type(copy) is ClusterError and copy.codes == ("a", "b") and str(copy) == "one. [a]\ntwo. [b]"
+    assert (
+        type(copy) is ClusterError
+        and copy.codes == ("a", "b")
+        and str(copy) == "one. [a]\ntwo. [b]"
+    )
 
 
 def test_check_raises_only_if_there_is_a_violation():

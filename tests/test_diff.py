@@ -24,10 +24,22 @@ def run(arguments, capsys):
 
 
 def merged(plan: Plan) -> Plan:
-    """The written plan with one stage on all of its devices, and the prediction that goes with it."""
-    note = {"peak_bytes": 30 * GB, "interval_bytes": [29 * GB, 31 * GB], "instant": "update", "parts_bytes": {"parameters": 30 * GB}}
-    prediction = {**plan.prediction, "peak_bytes_per_device": [30 * GB] * 3, "stages": [{**note, "layers_bytes": [{}] * 3}]}
-    return plan.with_(stages=(StagePlan((0, 2), (0, 1, 2), 1, 3),), prediction=prediction, num_microbatches=6)
+    """The written plan with one stage on all of its devices, and the prediction that goes with
+    it."""
+    note = {
+        "peak_bytes": 30 * GB,
+        "interval_bytes": [29 * GB, 31 * GB],
+        "instant": "update",
+        "parts_bytes": {"parameters": 30 * GB},
+    }
+    prediction = {
+        **plan.prediction,
+        "peak_bytes_per_device": [30 * GB] * 3,
+        "stages": [{**note, "layers_bytes": [{}] * 3}],
+    }
+    return plan.with_(
+        stages=(StagePlan((0, 2), (0, 1, 2), 1, 3),), prediction=prediction, num_microbatches=6
+    )
 
 
 def test_a_plan_does_not_differ_from_itself():
@@ -53,7 +65,9 @@ def test_a_single_change_is_a_single_difference(change, name, first, second):
 
 
 @pytest.mark.parametrize(
-    ("change", "first", "second"), [({"remat": "dots"}, "full", "dots"), ({"shard_optimizer": True}, False, True)], ids=["remat", "shard"]
+    ("change", "first", "second"),
+    [({"remat": "dots"}, "full", "dots"), ({"shard_optimizer": True}, False, True)],
+    ids=["remat", "shard"],
 )
 def test_an_option_of_a_stage_is_named_with_its_stage(change, first, second):
     plan = written_plan()
@@ -64,7 +78,10 @@ def test_an_option_of_a_stage_is_named_with_its_stage(change, first, second):
 
 def test_dependent_facts_are_named_beside_what_was_changed():
     plan = written_plan()
-    found = {difference.name: (difference.first, difference.second) for difference in differences(plan, merged(plan))}
+    found = {
+        difference.name: (difference.first, difference.second)
+        for difference in differences(plan, merged(plan))
+    }
     assert found == {
         "num_microbatches": (3, 6),
         "microbatch_size": (8, 4),
@@ -87,34 +104,60 @@ def test_devices_are_grouped_by_the_stages_of_both_plans():
     assert [group.change_bytes for group in groups] == [6 * GB, 18 * GB]
 
 
-@given(st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=5), st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=5))
+@given(
+    st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=5),
+    st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=5),
+)
 def test_groups_cover_the_devices_of_the_larger_cluster_once(one, other):
     first, second = (report_facts(chain_plan(degrees)) for degrees in (one, other))
     groups = device_groups(first, second)
-    covered = [device for group in groups for device in range(group.devices[0], group.devices[1] + 1)]
+    covered = [
+        device for group in groups for device in range(group.devices[0], group.devices[1] + 1)
+    ]
     assert covered == list(range(max(sum(one), sum(other))))
     for group in groups:
         for device in range(group.devices[0], group.devices[1] + 1):
             for side, facts in enumerate((first, second)):
                 known = device < facts.plan.cluster.num_devices
-                assert group.peak_bytes[side] == (facts.plan.prediction["peak_bytes_per_device"][device] if known else None)
-                assert group.stages[side] == (next(s for s, t in enumerate(facts.plan.stages) if device in t.devices) if known else None)
+                assert group.peak_bytes[side] == (
+                    facts.plan.prediction["peak_bytes_per_device"][device] if known else None
+                )
+                assert group.stages[side] == (
+                    next(s for s, t in enumerate(facts.plan.stages) if device in t.devices)
+                    if known
+                    else None
+                )
 
 
 def chain_plan(degrees: list[int]) -> Plan:
     """Stages of a layer each on so many devices; stage s needs s + 1 bytes per device."""
     ends = [sum(degrees[: s + 1]) for s in range(len(degrees))]
-    stages = tuple(StagePlan((s, s), tuple(range(end - d, end)), 1, d) for s, (d, end) in enumerate(zip(degrees, ends, strict=True)))
+    stages = tuple(
+        StagePlan((s, s), tuple(range(end - d, end)), 1, d)
+        for s, (d, end) in enumerate(zip(degrees, ends, strict=True))
+    )
     notes = [
-        {"peak_bytes": s + 1, "interval_bytes": [s, s + 2], "instant": "update", "parts_bytes": {"parameters": s + 1}, "layers_bytes": [{}]}
+        {
+            "peak_bytes": s + 1,
+            "interval_bytes": [s, s + 2],
+            "instant": "update",
+            "parts_bytes": {"parameters": s + 1},
+            "layers_bytes": [{}],
+        }
         for s in range(len(degrees))
     ]
     per_device = [s + 1 for s, d in enumerate(degrees) for _ in range(d)]
-    prediction = {"peak_bytes_per_device": per_device, "interval_coverage": None, "source": {}, "stages": notes}
+    prediction = {
+        "peak_bytes_per_device": per_device,
+        "interval_coverage": None,
+        "source": {},
+        "stages": notes,
+    }
     return Plan(Cluster((sum(degrees),)), len(degrees), stages, 4, 2, prediction=prediction)
 
 
-# ---- the command ---------------------------------------------------------------------------------------------------
+# ---- the command
+# --------------------------------------------------------------------------------------------------
 
 TEXT = """\
 differs                                                   A     B
@@ -159,24 +202,36 @@ def test_the_text_word_for_word(files, capsys):
 def test_plans_that_decide_alike_are_said_to(files, capsys):
     code, out, _ = run(["diff", "a.json", "a.json"], capsys)
     assert code == 0
-    assert out.startswith("the plans decide alike\n\ndevices  stage A  stage B  peak A  peak B  change\n0-1            0        0   24 GB")
+    assert out.startswith(
+        "the plans decide alike\n\ndevices  stage A  stage B  peak A  peak B  change\n0-1         "
+        "   0        0   24 GB"
+    )
     assert out.count("     0 B\n") == 2
 
 
 def test_step_times_come_from_the_profile(tmp_path, monkeypatch, capsys):
-    """More micro-batches of the same size keep more devices busy: fewer waits, more examples in a second."""
+    """More micro-batches of the same size keep more devices busy: fewer waits, more examples in a
+    second."""
     monkeypatch.chdir(tmp_path)
     profile = planted_profile(4)
-    few, many = (predicted_plan(profile, [2, 2], (4,), StageChoice(2, 1), num_microbatches=count) for count in (2, 8))
+    few, many = (
+        predicted_plan(profile, [2, 2], (4,), StageChoice(2, 1), num_microbatches=count)
+        for count in (2, 8)
+    )
     profile.save("profile.json")
     few.save("few.json")
     verified(many).save("many.json")
-    code, out, _ = run(["diff", "few.json", "many.json", "--profile", "profile.json", "--memory", "8GB", "--json"], capsys)
+    code, out, _ = run(
+        ["diff", "few.json", "many.json", "--profile", "profile.json", "--memory", "8GB", "--json"],
+        capsys,
+    )
     document = json.loads(out)
     first, second = document["plans"]
     expected = [report_facts(plan, profile).schedule for plan in (few, many)]
     assert code == 0
-    assert [first["step_seconds"], second["step_seconds"]] == [schedule.step_seconds for schedule in expected]
+    assert [first["step_seconds"], second["step_seconds"]] == [
+        schedule.step_seconds for schedule in expected
+    ]
     assert second["step_seconds"] < 4 * first["step_seconds"]
     assert second["mean_waits_fraction"] < first["mean_waits_fraction"]
     assert [plan["verified"] for plan in document["plans"]] == [False, True]
@@ -193,7 +248,8 @@ def test_three_profiles_for_two_plans_are_refused(files, capsys):
     assert run(arguments, capsys) == (
         2,
         "",
-        "error: --profile was given 3 times; give it once for both plans, or twice: first for A, then for B. [diff-profiles]\n",
+        "error: --profile was given 3 times; give it once for both plans, or twice: first for A, "
+        "then for B. [diff-profiles]\n",
     )
 
 
@@ -204,5 +260,6 @@ def test_plans_that_cannot_be_predicted_are_refused_at_once_and_by_name(files, c
     assert run(["diff", "bare.json", "other.json"], capsys) == (
         2,
         "",
-        f"error: 'bare.json': {message} [plan-workload]\nerror: 'other.json': {message} [plan-workload]\n",
+        f"error: 'bare.json': {message} [plan-workload]\nerror: 'other.json': {message} "
+        "[plan-workload]\n",
     )

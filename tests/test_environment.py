@@ -1,4 +1,5 @@
-"""capture.environment: flags are added, never replaced, and what belongs in a profile key is normalised."""
+"""capture.environment: flags are added, never replaced, and what belongs in a profile key is
+normalised."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ def jax_010(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
 
 
-@pytest.mark.parametrize(("version", "flags"), [("0.10.0", 1), ("0.10.2", 1), ("0.12.0.1", 0), ("0.1.0", 0), ("1.10.0", 0), ("0.100.0", 0)])
+@pytest.mark.parametrize(
+    ("version", "flags"),
+    [("0.10.0", 1), ("0.10.2", 1), ("0.12.0.1", 0), ("0.1.0", 0), ("1.10.0", 0), ("0.100.0", 0)],
+)
 def test_flags_are_named_only_for_the_versions_that_need_them(version, flags):
     assert len(environment.required_xla_flags(version)) == flags
 
@@ -42,8 +46,10 @@ def test_prepare_keeps_what_the_user_set_and_says_what_is_wrong_with_it(jax_010,
     (violation,) = environment.prepare()
     assert os.environ["XLA_FLAGS"] == f"{SCHEDULER}=true --xla_dump_to=/tmp/x"
     assert str(violation) == (
-        f"XLA_FLAGS has {SCHEDULER}=true, but jax 0.10.2 needs {SCHEDULER}=false for jax.checkpoint to save memory on CPU; "
-        "set it, or call capture.environment.prepare(), before jax is imported. [environment-xla-flags]"
+        f"XLA_FLAGS has {SCHEDULER}=true, but jax 0.10.2 needs {SCHEDULER}=false for "
+        "jax.checkpoint to save memory on CPU; "
+        "set it, or call capture.environment.prepare(), before jax is imported. "
+        "[environment-xla-flags]"
     )
 
 
@@ -56,7 +62,9 @@ def test_prepare_only_checks_once_jax_is_imported(jax_010, monkeypatch):
 
 
 def test_a_process_that_was_not_prepared_is_warned(jax_010):
-    with pytest.warns(UserWarning, match=r"unset, but jax 0.10.2 needs .* \[environment-xla-flags\]$"):
+    with pytest.warns(
+        UserWarning, match=r"unset, but jax 0.10.2 needs .* \[environment-xla-flags\]$"
+    ):
         environment.warn()
 
 
@@ -79,11 +87,19 @@ def test_versions_leaves_out_what_is_not_installed(jax_010):
 def test_a_prepared_process_has_the_devices():
     code = (
         "from capture import environment; environment.prepare(num_devices=3); import jax, json;"
-        "print(json.dumps([jax.device_count('cpu'), environment.check() == [], list(environment.active_flags())]))"
+        "print(json.dumps([jax.device_count('cpu'), environment.check() == [], "
+        "list(environment.active_flags())]))"
     )
-    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {
+        "PYTHONPATH": os.pathsep.join(sys.path)
+    }
     output = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, timeout=TIMEOUT_SECONDS
+        [sys.executable, "-c", code],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=TIMEOUT_SECONDS,
     ).stdout
     required = environment.required_xla_flags(environment.versions()["jax"])
     assert json.loads(output) == [3, True, list(required)]
@@ -91,16 +107,29 @@ def test_a_prepared_process_has_the_devices():
 
 @pytest.mark.parametrize(
     ("installed", "there", "given", "expected"),
-    [(True, False, None, "cpu"), (True, True, None, None), (False, False, None, None), (True, False, "cuda", "cuda")],
+    [
+        (True, False, None, "cpu"),
+        (True, True, None, None),
+        (False, False, None, None),
+        (True, False, "cuda", "cuda"),
+    ],
 )
-def test_compilers_of_absent_accelerators_are_not_asked_for_devices(monkeypatch, installed, there, given, expected):
+def test_compilers_of_absent_accelerators_are_not_asked_for_devices(
+    monkeypatch, installed, there, given, expected
+):
     monkeypatch.delitem(sys.modules, "jax", raising=False)
     monkeypatch.setenv("JAX_PLATFORMS", given or "none")  # so that it is put back
     if given is None:
         monkeypatch.delenv("JAX_PLATFORMS")
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setattr(environment, "find_spec", lambda name: installed or None)
-    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([self / "nvidia0"] if there and pattern.startswith("nvidia") else []))
+    monkeypatch.setattr(
+        Path,
+        "glob",
+        lambda self, pattern: iter(
+            [self / "nvidia0"] if there and pattern.startswith("nvidia") else []
+        ),
+    )
     environment.prepare()
     assert os.environ.get("JAX_PLATFORMS") == expected
 

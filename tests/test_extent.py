@@ -11,15 +11,27 @@ from capture.machine.cluster import Cluster
 from recommender.capture.extent import best_of, largest_batch, smallest_cluster
 
 
-def answers(fits, peak=lambda *question: 1, seconds=lambda *question: None, extrapolated=lambda *question: False):
-    """A question that is answered by functions of (cluster, batch, micro-batches, schedule); ``asked`` notes what was asked."""
+def answers(
+    fits,
+    peak=lambda *question: 1,
+    seconds=lambda *question: None,
+    extrapolated=lambda *question: False,
+):
+    """A question that is answered by functions of (cluster, batch, micro-batches, schedule);
+    ``asked`` notes what was asked."""
     asked = []
 
     def question(*given):
         asked.append(given)
         search = SimpleNamespace(step_seconds=seconds(*given))
         status = "ok" if fits(*given) else "infeasible"
-        return SimpleNamespace(status=status, plan=object(), search=search, peak_bytes=peak(*given), extrapolated=extrapolated(*given))
+        return SimpleNamespace(
+            status=status,
+            plan=object(),
+            search=search,
+            peak_bytes=peak(*given),
+            extrapolated=extrapolated(*given),
+        )
 
     question.asked = asked
     return question
@@ -32,7 +44,10 @@ def test_the_smallest_cluster_is_found_in_ascending_order(needed):
     tried = [attempt.cluster.num_devices for attempt in attempts]
     possible = [1, 2, 4, 8, 12]
     assert tried == [n for n in possible if n <= best.cluster.num_devices]
-    assert best.cluster.num_devices == min(n for n in possible if n >= needed) and best.cluster.target == "h100"
+    assert (
+        best.cluster.num_devices == min(n for n in possible if n >= needed)
+        and best.cluster.target == "h100"
+    )
 
 
 def test_no_cluster_is_small_enough():
@@ -58,26 +73,43 @@ def test_not_even_one_step_fits_and_an_end_is_set():
 
 def test_the_best_is_the_fastest_that_fits_else_the_smallest():
     seconds = {4: 3.0, 8: 1.0, 16: 2.0}
-    question = answers(lambda cluster, batch, m, schedule: m > 8, seconds=lambda cluster, batch, m, schedule: seconds[m])
+    question = answers(
+        lambda cluster, batch, m, schedule: m > 8,
+        seconds=lambda cluster, batch, m, schedule: seconds[m],
+    )
     best, attempts = best_of(question, question, Cluster((2,)), 64, [4, 8, 16], ["gpipe", "1f1b"])
     assert (best.num_microbatches, best.schedule, len(attempts)) == (16, "gpipe", 6)
-    question = answers(lambda *_: True, peak=lambda cluster, batch, m, schedule: {"gpipe": 5, "1f1b": 4}[schedule])
-    assert best_of(question, question, Cluster((2,)), 64, [4, 8], ["gpipe", "1f1b"])[0].schedule == "1f1b"
+    question = answers(
+        lambda *_: True, peak=lambda cluster, batch, m, schedule: {"gpipe": 5, "1f1b": 4}[schedule]
+    )
+    assert (
+        best_of(question, question, Cluster((2,)), 64, [4, 8], ["gpipe", "1f1b"])[0].schedule
+        == "1f1b"
+    )
 
 
 def test_a_count_that_does_not_divide_the_batch_is_refused():
-    with pytest.raises(PlanError, match=r"global_batch_size=64 is not divisible by num_microbatches=7; .*\[plan-batch\]$"):
-        best_of(answers(lambda *_: True), answers(lambda *_: True), Cluster((2,)), 64, [4, 7], ["gpipe"])
+    with pytest.raises(
+        PlanError,
+        match=r"global_batch_size=64 is not divisible by num_microbatches=7; .*\[plan-batch\]$",
+    ):
+        best_of(
+            answers(lambda *_: True), answers(lambda *_: True), Cluster((2,)), 64, [4, 7], ["gpipe"]
+        )
 
 
-# ---- sizes that were not profiled ----------------------------------------------------------------------------------
+# ---- sizes that were not profiled
+# ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("truth", [0, 1, 2, 3, 7, 8, 9, 30, 31])
 @pytest.mark.parametrize("predicted", [0, 1, 8, 9, 30])
 def test_the_largest_batch_is_the_compilers_and_not_the_predictions(predicted, truth):
-    """Predictions are too low or too high; they say where to begin, and what is compiled decides."""
-    guessed = answers(lambda cluster, batch, *_: batch <= 8 * predicted, extrapolated=lambda *_: True)
+    """Predictions are too low or too high; they say where to begin, and what is compiled
+    decides."""
+    guessed = answers(
+        lambda cluster, batch, *_: batch <= 8 * predicted, extrapolated=lambda *_: True
+    )
     compiled = answers(lambda cluster, batch, *_: batch <= 8 * truth)
     best, attempts = largest_batch(guessed, compiled, Cluster((2,)), 1, 8, "gpipe")
     assert (0 if best is None else best.global_batch_size) == 8 * truth
@@ -88,17 +120,27 @@ def test_the_largest_batch_is_the_compilers_and_not_the_predictions(predicted, t
 
 def test_a_size_that_was_profiled_needs_no_compiling():
     guessed = answers(lambda cluster, batch, *_: batch <= 64)
-    best, _ = largest_batch(guessed, answers(lambda *_: pytest.fail("compiled")), Cluster((2,)), 1, 8, "gpipe")
+    best, _ = largest_batch(
+        guessed, answers(lambda *_: pytest.fail("compiled")), Cluster((2,)), 1, 8, "gpipe"
+    )
     assert best.global_batch_size == 64
 
 
 def test_the_best_is_asked_again_until_it_is_compiled():
     peaks, truth = {4: 50, 8: 30, 16: 40}, {4: 60, 8: 45, 16: 42}
-    guessed = answers(lambda *_: True, peak=lambda c, b, m, s: peaks[m], extrapolated=lambda c, b, m, s: m != 4)
+    guessed = answers(
+        lambda *_: True, peak=lambda c, b, m, s: peaks[m], extrapolated=lambda c, b, m, s: m != 4
+    )
     compiled = answers(lambda *_: True, peak=lambda c, b, m, s: truth[m])
     best, attempts = best_of(guessed, compiled, Cluster((2,)), 64, [4, 8, 16], ["gpipe"])
-    assert (best.num_microbatches, best.result.peak_bytes, best.result.extrapolated) == (16, 42, False)
-    assert [m for _, _, m, _ in compiled.asked] == [8, 16], "the one of 4 micro-batches was profiled"
+    assert (best.num_microbatches, best.result.peak_bytes, best.result.extrapolated) == (
+        16,
+        42,
+        False,
+    )
+    assert [m for _, _, m, _ in compiled.asked] == [8, 16], (
+        "the one of 4 micro-batches was profiled"
+    )
     assert [attempt.result.peak_bytes for attempt in attempts] == [50, 45, 42]
     # Nothing can be compiled: the answer stays an extrapolation, and is given.
     best, _ = best_of(guessed, guessed, Cluster((2,)), 64, [4, 8, 16], ["gpipe"])

@@ -1,4 +1,5 @@
-"""Flash attention: the same numbers as dot-product attention, less memory, and operations that are split by their own rule."""
+"""Flash attention: the same numbers as dot-product attention, less memory, and operations that are
+split by their own rule."""
 
 from __future__ import annotations
 
@@ -52,13 +53,20 @@ def zoo_attention() -> ModuleType:
 def dot_product_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     seq_len = query.shape[1]
     scores = jnp.einsum("bqgrk,btgk->bgrqt", query, key) * query.shape[-1] ** -0.5
-    weights = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((seq_len, seq_len), bool)), scores, -jnp.inf))
+    weights = jax.nn.softmax(
+        jnp.where(jnp.tril(jnp.ones((seq_len, seq_len), bool)), scores, -jnp.inf)
+    )
     return jnp.einsum("bgrqt,btgk->bqgrk", weights, value)
 
 
-def arrays(seq_len: int, batch_size: int = 2, groups: int = 2, in_group: int = 2, head_dim: int = 64) -> list[jax.Array]:
+def arrays(
+    seq_len: int, batch_size: int = 2, groups: int = 2, in_group: int = 2, head_dim: int = 64
+) -> list[jax.Array]:
     """Queries, keys, values and the gradient of the result."""
-    shapes = [(batch_size, seq_len, groups, *rest, head_dim) for rest in ((in_group,), (), (), (in_group,))]
+    shapes = [
+        (batch_size, seq_len, groups, *rest, head_dim)
+        for rest in ((in_group,), (), (), (in_group,))
+    ]
     random = np.random.default_rng(0)
     return [jnp.asarray(random.standard_normal(shape, np.float32)) for shape in shapes]
 
@@ -90,7 +98,9 @@ def test_the_kernels_are_given_and_give_back_the_right_arrays(zoo_attention, mon
     for module in (attention, flash_attention):
         monkeypatch.setattr(module, "pl", Interpreted())
     *inputs, gradient = arrays(128, batch_size=1)
-    forward, backward = (getattr(zoo_attention, f"_{platform}_{name}") for name in ("forward", "backward"))
+    forward, backward = (
+        getattr(zoo_attention, f"_{platform}_{name}") for name in ("forward", "backward")
+    )
     saved = forward(*inputs)
     expected, pull = jax.vjp(dot_product_attention, *inputs)
     close((saved[0], tuple(backward(*inputs, *saved, gradient))), (expected, pull(gradient)))
@@ -101,10 +111,16 @@ def test_outside_of_a_stage_jax_splits_it_by_its_rule(zoo_attention):
     *inputs, _ = arrays(256, groups=4, head_dim=8)
     sharding = NamedSharding(MESH, PartitionSpec("data", None, "model"))
     placed = [jax.device_put(x, sharding) for x in inputs]
-    gradients = jax.jit(jax.grad(lambda *x: (zoo_attention.flash_attention(*x) ** 2).sum(), argnums=(0, 1, 2)))
+    gradients = jax.jit(
+        jax.grad(lambda *x: (zoo_attention.flash_attention(*x) ** 2).sum(), argnums=(0, 1, 2))
+    )
     text = gradients.lower(*placed).compile().as_text()
     assert "all-gather(" not in text and "all-reduce(" not in text
-    close(gradients(*placed), jax.grad(lambda *x: (dot_product_attention(*x) ** 2).sum(), argnums=(0, 1, 2))(*inputs), 1e-4)
+    close(
+        gradients(*placed),
+        jax.grad(lambda *x: (dot_product_attention(*x) ** 2).sum(), argnums=(0, 1, 2))(*inputs),
+        1e-4,
+    )
 
 
 def test_a_planned_step_equals_the_reference():
@@ -122,7 +138,10 @@ def test_a_stage_keeps_no_scores():
 
 
 def test_layers_are_equal_and_differ_from_those_with_other_attention():
-    flash, plain = (trace(load(f"num_layers=4&seq_len=128&attention={name}"), 2) for name in ("flash", "dot_product"))
+    flash, plain = (
+        trace(load(f"num_layers=4&seq_len=128&attention={name}"), 2)
+        for name in ("flash", "dot_product")
+    )
     key = [flash.slice(i, i + 1).key for i in range(4)]
     assert key[1] == key[2] != plain.slice(1, 2).key
     again = trace(load("num_layers=4&seq_len=128&attention=flash"), 2)
@@ -130,7 +149,10 @@ def test_layers_are_equal_and_differ_from_those_with_other_attention():
 
 
 def test_operations_are_counted_and_split_over_examples():
-    flash, plain = (trace(load(f"num_layers=2&seq_len=256&attention={name}"), 2).graph for name in ("flash", "dot_product"))
+    flash, plain = (
+        trace(load(f"num_layers=2&seq_len=256&attention={name}"), 2).graph
+        for name in ("flash", "dot_product")
+    )
     # Keys after the block of a query are skipped: of two blocks by two, one.
     assert 0.75 * plain.layers[0].flops < flash.layers[0].flops < plain.layers[0].flops
     found = check_split(load("attention=flash"), 2, numeric_limit_parameters=0)
@@ -140,16 +162,22 @@ def test_operations_are_counted_and_split_over_examples():
 def test_heads_are_split_over_the_model_axis(zoo_attention):
     def attend(params, args):
         query, key, value = ((args[0] @ w).reshape(2, 16, 4, 32) for w in params[:3])
-        return zoo_attention.flash_attention(query[..., None, :], key, value).reshape(2, 16, 128) @ params[3]
+        return (
+            zoo_attention.flash_attention(query[..., None, :], key, value).reshape(2, 16, 128)
+            @ params[3]
+        )
 
     struct = partial(jax.ShapeDtypeStruct, dtype="float32")
     params, args = [struct((64, 128))] * 3 + [struct((128, 64))], [struct((2, 16, 64))]
     column, row = PartitionSpec(None, "model"), PartitionSpec("model", None)
     assert parameter_specs(attend, params, args, degree=4) == [column, column, column, row]
-    assert parameter_specs(attend, params, args, degree=8)[:3] == [PartitionSpec()] * 3, "four heads over eight devices"
+    assert parameter_specs(attend, params, args, degree=8)[:3] == [PartitionSpec()] * 3, (
+        "four heads over eight devices"
+    )
 
 
-# ---- custom_partitioning in general ---------------------------------------------------------------------------------
+# ---- custom_partitioning in general
+# ---------------------------------------------------------------------------------
 
 
 def partitioned(rule: str, **special: Any) -> Any:
@@ -169,11 +197,21 @@ def rule_of(operation: Any, *shape: int):
 
 
 def test_factors_that_may_be_split():
-    assert rule_of(partitioned("b s k -> b s", need_replication_factors=("s", "k")), 2, 3, 4).operands == (("b", None, None),)
-    assert rule_of(partitioned("b s k -> b s", reduction_factors=("k",)), 2, 3, 4).operands == (("b", "s", "k"),)
+    assert rule_of(
+        partitioned("b s k -> b s", need_replication_factors=("s", "k")), 2, 3, 4
+    ).operands == (("b", None, None),)
+    assert rule_of(partitioned("b s k -> b s", reduction_factors=("k",)), 2, 3, 4).operands == (
+        ("b", "s", "k"),
+    )
     leading = rule_of(partitioned("... k -> ...", need_replication_factors=("k",)), 2, 3, 4)
-    assert leading.operands[0][:2] == leading.results[0] and None not in leading.results[0] and leading.operands[0][2] is None
-    assert rule_of(partitioned("b s k -> b s"), 2, 3, 4).operands == (("b", "s", None),), "a result lacks k"
+    assert (
+        leading.operands[0][:2] == leading.results[0]
+        and None not in leading.results[0]
+        and leading.operands[0][2] is None
+    )
+    assert rule_of(partitioned("b s k -> b s"), 2, 3, 4).operands == (("b", "s", None),), (
+        "a result lacks k"
+    )
     assert rule_of(partitioned(lambda *args: "b s k -> b s"), 2, 3, 4) is None
 
 
@@ -206,7 +244,9 @@ def test_a_sum_over_the_examples_is_added_up_by_its_author():
     sharding = NamedSharding(MESH, PartitionSpec("data", "model"))
     args = [jax.ShapeDtypeStruct((4, 8), "float32", sharding=sharding)] * 2
     localized, _ = localize(operation, args, MESH)
-    x, g = (jax.device_put(jax.random.normal(jax.random.key(i), (4, 8)), sharding) for i in range(2))
+    x, g = (
+        jax.device_put(jax.random.normal(jax.random.key(i), (4, 8)), sharding) for i in range(2)
+    )
     assert "all-gather(" not in jax.jit(localized).lower(x, g).compile().as_text()
     close(jax.jit(localized)(x, g), (x * g).sum(0))
 
@@ -215,8 +255,18 @@ def test_constants_of_an_operation_in_a_remat_region():
     table = np.arange(16, dtype=np.float32)
     operation = custom_partitioning(lambda x: x)
     rule = {"sharding_rule": "b s k -> b s k", "need_replication_factors": ("k",)}
-    operation.def_partition(lambda mesh, args, result: (mesh, lambda x: x * table, result.sharding, (args[0].sharding,)), **rule)
-    localized, _ = localize(jax.checkpoint(operation), [jax.ShapeDtypeStruct((4, 8, 16), "float32")], MESH)
+    operation.def_partition(
+        lambda mesh, args, result: (
+            mesh,
+            lambda x: x * table,
+            result.sharding,
+            (args[0].sharding,),
+        ),
+        **rule,
+    )
+    localized, _ = localize(
+        jax.checkpoint(operation), [jax.ShapeDtypeStruct((4, 8, 16), "float32")], MESH
+    )
     x = jax.random.normal(jax.random.key(0), (4, 8, 16))
     close(jax.jit(localized)(x), x * table)
 
@@ -261,13 +311,19 @@ def test_a_layer_is_known_by_what_its_operations_do(tmp_path):
 
     def key(name: str, text: str, seed: str) -> str:
         (tmp_path / name).mkdir(exist_ok=True)
-        (tmp_path / name / "own.py").write_text(text.replace("SCALE", "1.0") if "SCALE" in text else text)
+        (tmp_path / name / "own.py").write_text(
+            text.replace("SCALE", "1.0") if "SCALE" in text else text
+        )
         env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONHASHSEED": seed}
         command = [sys.executable, "-c", KEY_OF, str(tmp_path / name / "own.py")]
         return subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
 
     plain = OWN.replace("RULE", '("k",)')
-    keys = [key("a", plain, "3"), key("b", plain, "5"), key("c", OWN.replace("RULE", '("b", "k")'), "3")]
+    keys = [
+        key("a", plain, "3"),
+        key("b", plain, "5"),
+        key("c", OWN.replace("RULE", '("b", "k")'), "3"),
+    ]
     keys.append(key("d", plain.replace("SCALE", "2.0"), "3"))
     assert keys[0] == keys[1] and len(set(keys)) == 3
 
@@ -278,13 +334,21 @@ def test_operations_in_bodies_run_on_their_parts(wrap):
 
     def function(x, flag):
         if wrap == "scan":
-            return jax.lax.scan(lambda total, _: (total + operation(x), None), jnp.zeros(x.shape[:2]), None, length=3)[0]
+            return jax.lax.scan(
+                lambda total, _: (total + operation(x), None),
+                jnp.zeros(x.shape[:2]),
+                None,
+                length=3,
+            )[0]
         if wrap == "cond":
             return jax.lax.cond(flag > 0, operation, lambda x: x.sum(-1), x)
         return jax.checkpoint(operation)(x) if wrap == "remat" else operation(x)
 
     sharding = NamedSharding(MESH, PartitionSpec("data", "model"))
-    args = [jax.ShapeDtypeStruct((4, 8, 16), "float32", sharding=sharding), jax.ShapeDtypeStruct((), "float32")]
+    args = [
+        jax.ShapeDtypeStruct((4, 8, 16), "float32", sharding=sharding),
+        jax.ShapeDtypeStruct((), "float32"),
+    ]
     localized, flops = localize(function, args, MESH)
     compiled = jax.jit(localized).lower(*args).compile()
     assert "all-gather(" not in compiled.as_text()
@@ -302,7 +366,8 @@ def test_what_does_not_divide_is_whole():
     close(jax.jit(localized)(x), 2 * x.sum(-1))
 
 
-# ---- targets --------------------------------------------------------------------------------------------------------
+# ---- targets
+# --------------------------------------------------------------------------------------------------
 
 SCRIPT = """
 import json, sys
@@ -332,18 +397,29 @@ print(json.dumps(found))
 
 def measured(name: str, *attention: str) -> dict[str, Any]:
     require(Target.load(name).platform)
-    env = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    env = {
+        key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")
+    }
     env["PYTHONPATH"] = str(REPOSITORY)
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, name, *attention], cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+        [sys.executable, "-c", SCRIPT, name, *attention],
+        cwd=REPOSITORY,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 def check_operations(found: dict[str, Any]) -> None:
-    assert found["flash"]["forward_work"]["flops"] == pytest.approx(found["flash flops"] / 4, rel=0.1)
-    assert found["flash"]["backward_work"]["flops"] == pytest.approx(2 * found["flash flops"] / 4, rel=0.15)
+    assert found["flash"]["forward_work"]["flops"] == pytest.approx(
+        found["flash flops"] / 4, rel=0.1
+    )
+    assert found["flash"]["backward_work"]["flops"] == pytest.approx(
+        2 * found["flash flops"] / 4, rel=0.15
+    )
 
 
 def test_a_tpu_compiles_the_kernel_and_its_operations_count():
@@ -361,11 +437,18 @@ def test_a_gpu_compiles_the_kernel_and_splitting_it_costs_nothing():
 
 def test_a_target_without_the_kernel_says_so():
     found = measured("v100-32g", "flash")["flash"]
-    assert found.startswith("the model cannot be compiled for target='v100-32g': ") and "[target-refused]" in found
+    assert (
+        found.startswith("the model cannot be compiled for target='v100-32g': ")
+        and "[target-refused]" in found
+    )
 
 
 @pytest.mark.parametrize(
-    ("query", "message"), [("attention=fast", "choose dot_product or flash"), ("attention=flash&dropout=0.1", "dropout=0")]
+    ("query", "message"),
+    [
+        ("attention=fast", "choose dot_product or flash"),
+        ("attention=flash&dropout=0.1", "dropout=0"),
+    ],
 )
 def test_options_that_no_model_can_have(query, message):
     with pytest.raises(ValueError, match=rf"{message}.*\[workload-option\]"):

@@ -23,14 +23,31 @@ def test_json_round_trip(graph):
 def test_an_unknown_schema_version_is_refused():
     with pytest.raises(ProfileError) as caught:
         LayerGraph.from_json({**chain(2).to_json(), "schema_version": 7})
-    assert str(caught.value) == "layer graph has schema_version=7; this version reads 1. Profile the model again. [graph-schema]"
+    assert str(caught.value) == (
+        "layer graph has schema_version=7; this version reads 1. Profile the model again. "
+        "[graph-schema]"
+    )
 
 
 @pytest.mark.parametrize(
     ("dtype", "expected"),
     [
-        *[("float32", 4), ("bfloat16", 2), ("complex64", 8), ("int8", 1), ("bool", 1), ("int4", 1), ("uint2", 1), ("key<fry>", 8)],
-        *[("float8_e4m3fn", 1), ("float8_e4m3b11fnuz", 1), ("float8_e5m2fnuz", 1), ("float4_e2m1fn", 1)],
+        *[
+            ("float32", 4),
+            ("bfloat16", 2),
+            ("complex64", 8),
+            ("int8", 1),
+            ("bool", 1),
+            ("int4", 1),
+            ("uint2", 1),
+            ("key<fry>", 8),
+        ],
+        *[
+            ("float8_e4m3fn", 1),
+            ("float8_e4m3b11fnuz", 1),
+            ("float8_e5m2fnuz", 1),
+            ("float4_e2m1fn", 1),
+        ],
     ],
 )
 def test_bytes_per_element(dtype, expected):
@@ -38,7 +55,11 @@ def test_bytes_per_element(dtype, expected):
 
 
 def test_a_tensor_is_split_only_where_that_is_even():
-    split, odd, whole = Tensor("a", (3, 8), "float32", 1), Tensor("b", (3, 8), "float32", 0), Tensor("c", (8,), "float32")
+    split, odd, whole = (
+        Tensor("a", (3, 8), "float32", 1),
+        Tensor("b", (3, 8), "float32", 0),
+        Tensor("c", (8,), "float32"),
+    )
     assert [split.shard_bytes(k) for k in (1, 2, 8, 3)] == [96, 48, 12, 96]
     assert [odd.shard_bytes(k) for k in (1, 2, 3)] == [96, 96, 32]
     assert whole.shard_bytes(8) == 32
@@ -67,8 +88,12 @@ def test_a_stage_is_given_all_it_needs_and_hands_on_all_it_should(graph, data):
     own = {v for layer in inside for v in layer.outputs}
     assert set(used) == {v for layer in inside for v in layer.inputs} - own
     later = {v for layer in graph.layers[stop:] for v in layer.inputs}
-    assert set(outputs) == (own & later if stop < graph.num_layers else set(graph.layers[-1].outputs))
-    assert set(graph.crossing(stop)) == (set(outputs) if stop < graph.num_layers else set()) | (set(graph.crossing(first)) & later)
+    assert set(outputs) == (
+        own & later if stop < graph.num_layers else set(graph.layers[-1].outputs)
+    )
+    assert set(graph.crossing(stop)) == (set(outputs) if stop < graph.num_layers else set()) | (
+        set(graph.crossing(first)) & later
+    )
 
 
 @given(layer_graphs(), st.data())
@@ -88,13 +113,37 @@ def test_owner_and_number_of_parameters():
 
 def test_interface_of_a_stage_turns_positions_into_ids_and_shards_by_its_degree():
     graph = chain(4, skips=[(0, 2), (0, 3)], shared=[(0, 3)])
-    cost = StageCost(10, 20, 30, 40, 50, kept_inputs=(1,), kept_outputs=(), kept_batch=(0,), summarize_bytes=60, summary_bytes=70)
+    cost = StageCost(
+        10,
+        20,
+        30,
+        40,
+        50,
+        kept_inputs=(1,),
+        kept_outputs=(),
+        kept_batch=(0,),
+        summarize_bytes=60,
+        summary_bytes=70,
+    )
     last = stage_interface(graph, 2, 4, [5, 6], 2, [100 + p for p in range(5)], cost)
-    assert (last.devices, last.received, last.used, last.outputs, last.sent) == ((5, 6), (0, 1), (0, 1), (3,), ())
-    assert (last.kept_inputs, last.kept_outputs, last.kept_batch, last.batch) == ((1,), (), (0,), (0,))
+    assert (last.devices, last.received, last.used, last.outputs, last.sent) == (
+        (5, 6),
+        (0, 1),
+        (0, 1),
+        (3,),
+        (),
+    )
+    assert (last.kept_inputs, last.kept_outputs, last.kept_batch, last.batch) == (
+        (1,),
+        (),
+        (0,),
+        (0,),
+    )
     assert (last.owned, last.borrowed, last.params_bytes) == ((2, 3), (4,), 102 + 103)
     assert last.param_bytes == {2: 102, 3: 103, 4: 104}
-    assert last.value_bytes == {0: 8, 1: 16, 3: 4}, "two replicas halve values 0 and 1 of 4 examples; the loss stays whole"
+    assert last.value_bytes == {0: 8, 1: 16, 3: 4}, (
+        "two replicas halve values 0 and 1 of 4 examples; the loss stays whole"
+    )
     assert last.batch_bytes == {0: 24}
     assert last.transient_bytes == {"forward": 20, "backward": 30, "update": 40, "summarize": 60}
     assert (last.residual_bytes, last.optimizer_bytes, last.summary_bytes) == (10, 50, 70)
@@ -106,4 +155,8 @@ def test_cost_json_round_trip():
 
 
 def test_content_hash_does_not_depend_on_the_order_of_keys():
-    assert content_hash({"a": 1, "b": [2]}) == content_hash({"b": [2], "a": 1}) != content_hash({"a": 1, "b": [3]})
+    assert (
+        content_hash({"a": 1, "b": [2]})
+        == content_hash({"b": [2], "a": 1})
+        != content_hash({"a": 1, "b": [3]})
+    )

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from capture.step.ledger import Ledger, Peak
 
 CATEGORIES = ["parameters", "activations", "gradients"]
-entries = st.lists(st.tuples(st.sampled_from(["hold", "drop", "run"]), st.integers(0, 2), st.sampled_from(CATEGORIES), st.integers(0, 99)))
+entries = st.lists(
+    st.tuples(
+        st.sampled_from(["hold", "drop", "run"]),
+        st.integers(0, 2),
+        st.sampled_from(CATEGORIES),
+        st.integers(0, 99),
+    )
+)
 
 
 @given(entries)
@@ -28,7 +35,10 @@ def test_peak_is_the_most_that_was_ever_live_and_its_parts_sum_to_it(entries):
         live = [sum(n for d, _, n in buffers if d == device) for device in range(3)]
         assert ledger.live_bytes_per_device == tuple(live)
         running = nbytes if action == "run" else 0
-        most = [max(m, n + (running if d == device else 0)) for d, (m, n) in enumerate(zip(most, live, strict=True))]
+        most = [
+            max(m, n + (running if d == device else 0))
+            for d, (m, n) in enumerate(zip(most, live, strict=True))
+        ]
         assert ledger.peak_bytes_per_device == tuple(most)
     assert all(sum(peak.parts.values()) == peak.peak_bytes for peak in ledger.peaks)
 
@@ -51,7 +61,9 @@ def test_dropping_more_than_was_held_is_our_bug_even_if_other_categories_would_c
     ledger = Ledger(1)
     ledger.hold([0], 10, "parameters")
     ledger.hold([0], 4, "activations")
-    with pytest.raises(AssertionError, match=r"^activations on device 0 dropped more than was held$"):
+    with pytest.raises(
+        AssertionError, match=r"^activations on device 0 dropped more than was held$"
+    ):
         ledger.drop([0], 5, "activations")
 
 
@@ -62,6 +74,11 @@ def test_timeline_keeps_every_change_if_asked():
         each.execute([0], 4, "forward")
         each.drop([0], 3, "parameters")
         each.execute([0], 1, "update")
-    assert ledger.timeline == [("before", 0, 3), ("forward", 0, 7), ("free parameters", 0, 0), ("update", 0, 1)]
+    assert ledger.timeline == [
+        ("before", 0, 3),
+        ("forward", 0, 7),
+        ("free parameters", 0, 0),
+        ("update", 0, 1),
+    ]
     assert quiet.timeline == []
     assert max(nbytes for _, _, nbytes in ledger.timeline) == ledger.peak_bytes_per_device[0]

@@ -1,4 +1,5 @@
-"""What compiled libraries write to file descriptor 2 goes to a file, what Python writes does not, and the file is named when it matters."""
+"""What compiled libraries write to file descriptor 2 goes to a file, what Python writes does not,
+and the file is named when it matters."""
 
 from __future__ import annotations
 
@@ -16,15 +17,25 @@ from capture.cli.library_log import KEPT_LOGS
 REPOSITORY = Path(__file__).resolve().parent.parent
 USUAL = (
     b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n"
-    b"I0000 00:00:1795.6 29870 cudart_stub.cc:31] Could not find cuda drivers on your machine, GPU will not be used.\n"
+    b"I0000 00:00:1795.6 29870 cudart_stub.cc:31] Could not find cuda drivers on your machine, "
+    b"GPU will not be used.\n"
 )
 
 
 def logged(cache: Path, body: str) -> tuple[subprocess.CompletedProcess[str], list[Path]]:
     """A process that begins a log: how it ended, and the logs that are there then."""
-    code = f"import os, subprocess, sys\nfrom capture.cli.library_log import LibraryLog\nlog = LibraryLog.begin()\n{body}"
+    code = (
+        "import os, subprocess, sys\nfrom capture.cli.library_log import LibraryLog\nlog = "
+        f"LibraryLog.begin()\n{body}"
+    )
     env = os.environ | {"PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": str(cache)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+    )
     return done, sorted(cache.glob("capture/logs/*"))
 
 
@@ -40,7 +51,9 @@ def test_a_failure_names_what_libraries_and_workers_said(tmp_path):
     assert log.read_text() == "XLA of a worker\n"
 
 
-@pytest.mark.parametrize("body", [f"{SPEAKING}log.end(failed=False)", f"os.write(2, {USUAL!r})\nlog.end(failed=True)"])
+@pytest.mark.parametrize(
+    "body", [f"{SPEAKING}log.end(failed=False)", f"os.write(2, {USUAL!r})\nlog.end(failed=True)"]
+)
 def test_nothing_is_left_without_a_failure_or_anything_to_read(tmp_path, body):
     done, logs = logged(tmp_path, body)
     assert logs == [] and done.stderr in ("Python\n", "")
@@ -64,7 +77,11 @@ def test_old_logs_are_removed(tmp_path):
     for day in range(10, 10 + KEPT_LOGS + 5):
         (folder / f"2020-01-{day}T0000000000-1.log").write_text("old")
     _, logs = logged(tmp_path, f"{SPEAKING}log.end(failed=True)")
-    assert len(logs) == KEPT_LOGS and logs[0].name.startswith("2020-01-16") and logs[-1].read_text() == "XLA of a worker\n"
+    assert (
+        len(logs) == KEPT_LOGS
+        and logs[0].name.startswith("2020-01-16")
+        and logs[-1].read_text() == "XLA of a worker\n"
+    )
 
 
 def test_without_a_place_for_a_file_nothing_changes(tmp_path):

@@ -1,4 +1,5 @@
-"""The meters agree with the replay byte for byte, and notice a buffer that outlives its last use."""
+"""The meters agree with the replay byte for byte, and notice a buffer that outlives its last
+use."""
 
 from __future__ import annotations
 
@@ -11,7 +12,15 @@ from pipeline_models import mlp, pipeline, tied
 
 import capture.runtime.meter
 from capture.errors import ExecutionError
-from capture.runtime.meter import AllocatorMeter, HeapMeter, LiveArrayMeter, ResidentSetMeter, buffers, measure_heap, measure_step
+from capture.runtime.meter import (
+    AllocatorMeter,
+    HeapMeter,
+    LiveArrayMeter,
+    ResidentSetMeter,
+    buffers,
+    measure_heap,
+    measure_step,
+)
 from capture.runtime.pipeline import PipelinedStep, pipeshard
 from capture.step.program import Run
 
@@ -19,13 +28,34 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
 
 CASES = {
     "one-device stages": lambda: (mlp(optax.adam(1e-3)), pipeline((1, 1, 1, 1), ((1, 1),) * 4)),
-    "mixed degrees": lambda: (mlp(optax.adam(1e-3)), pipeline((2, 1, 1), ((1, 1), (2, 2), (2, 1)), shard_optimizer=True)),
-    "gpipe, dots": lambda: (mlp(), pipeline((2, 2), ((2, 1), (1, 2)), schedule="gpipe", remat="dots")),
-    "1f1b, full": lambda: (mlp(optax.adafactor(1e-3)), pipeline((2, 2), ((1, 1), (2, 1)), remat="full")),
-    "tied, skip, keys, clipped": lambda: (tied(CLIPPED), pipeline((1, 2, 1), ((2, 1), (1, 1), (2, 1)))),
-    "residuals shaped like gradients": lambda: (mlp(optax.adamw(1e-3)), pipeline((4,), ((1, 1),), global_batch_size=64)),
-    "residuals shaped like parts of gradients": lambda: (mlp(optax.adamw(1e-3)), pipeline((4,), ((1, 4),), global_batch_size=64)),
-    "keys in the optimizer": lambda: (mlp(optax.noisy_sgd(0.1, key=jax.random.key(3))), pipeline((3, 1), ((1, 1), (2, 1)))),
+    "mixed degrees": lambda: (
+        mlp(optax.adam(1e-3)),
+        pipeline((2, 1, 1), ((1, 1), (2, 2), (2, 1)), shard_optimizer=True),
+    ),
+    "gpipe, dots": lambda: (
+        mlp(),
+        pipeline((2, 2), ((2, 1), (1, 2)), schedule="gpipe", remat="dots"),
+    ),
+    "1f1b, full": lambda: (
+        mlp(optax.adafactor(1e-3)),
+        pipeline((2, 2), ((1, 1), (2, 1)), remat="full"),
+    ),
+    "tied, skip, keys, clipped": lambda: (
+        tied(CLIPPED),
+        pipeline((1, 2, 1), ((2, 1), (1, 1), (2, 1))),
+    ),
+    "residuals shaped like gradients": lambda: (
+        mlp(optax.adamw(1e-3)),
+        pipeline((4,), ((1, 1),), global_batch_size=64),
+    ),
+    "residuals shaped like parts of gradients": lambda: (
+        mlp(optax.adamw(1e-3)),
+        pipeline((4,), ((1, 4),), global_batch_size=64),
+    ),
+    "keys in the optimizer": lambda: (
+        mlp(optax.noisy_sgd(0.1, key=jax.random.key(3))),
+        pipeline((3, 1), ((1, 1), (2, 1))),
+    ),
 }
 
 
@@ -57,19 +87,28 @@ def test_a_leaked_buffer_is_noticed(small):
 
     def observer(instruction, environment):
         if isinstance(instruction, Run) and instruction.label == "backward 0 on stage 0":
-            residuals = next(n for n, slot in enumerate(small.program.slots) if slot.name == "residuals0.0@0")
+            residuals = next(
+                n for n, slot in enumerate(small.program.slots) if slot.name == "residuals0.0@0"
+            )
             leaked.extend(environment[residuals])
         meter(instruction, environment)
 
     with pytest.raises(ExecutionError) as error:
-        small(small.init(jax.random.key(0)), tied().batch(jax.random.key(1), 8), jax.random.key(2), observer=observer)
+        small(
+            small.init(jax.random.key(0)),
+            tied().batch(jax.random.key(1), 8),
+            jax.random.key(2),
+            observer=observer,
+        )
     assert error.value.codes == ("run-ledger-mismatch",)
     alive = sum(buffers(leaked).values())
     booked = meter._ledger.live_bytes_per_device[0]
     assert alive > 0
     assert str(error.value) == (
-        f"before 'a release' device 0 holds {booked + alive} bytes of live arrays and the ledger has booked {booked}; an array outlives "
-        "its last use, or dies early: drop references to arrays of the step, or report a defect of the runtime. [run-ledger-mismatch]"
+        f"before 'a release' device 0 holds {booked + alive} bytes of live arrays and the ledger "
+        f"has booked {booked}; an array outlives "
+        "its last use, or dies early: drop references to arrays of the step, or report a defect "
+        "of the runtime. [run-ledger-mismatch]"
     )
 
 
@@ -81,7 +120,12 @@ def test_a_leak_raises_the_measured_peak(small):
         if isinstance(instruction, Run) and instruction.label.startswith("forward 0"):
             leaked.append(jnp.zeros(100_000))
 
-    _state, metrics = small(small.init(jax.random.key(0)), tied().batch(jax.random.key(1), 8), jax.random.key(2), observer=observer)
+    _state, metrics = small(
+        small.init(jax.random.key(0)),
+        tied().batch(jax.random.key(1), 8),
+        jax.random.key(2),
+        observer=observer,
+    )
     del metrics
     meter.finish()
     assert meter.num_checks == 0
@@ -90,7 +134,10 @@ def test_a_leak_raises_the_measured_peak(small):
 
 def test_shards_and_their_views_count_once():
     mesh = jax.make_mesh((4,), ("data",))
-    array = jax.device_put(np.ones((8, 4), np.float32), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
+    array = jax.device_put(
+        np.ones((8, 4), np.float32),
+        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")),
+    )
     views = [shard.data for shard in array.addressable_shards]
     assert sorted(buffers([array, *views]).values()) == [32] * 4
     array.delete()
@@ -122,7 +169,10 @@ def test_resident_set_grows_with_what_is_touched():
     meter = ResidentSetMeter()
     meter.start()
     if meter.before_bytes is None:
-        pytest.skip("this system does not let VmHWM be reset; Linux with a writable /proc/self/clear_refs does")
+        pytest.skip(
+            "this system does not let VmHWM be reset; Linux with a writable /proc/self/clear_refs "
+            "does"
+        )
     np.ones(50_000_000 // 8)
     assert meter.peak_bytes is not None
     assert 45_000_000 < meter.peak_bytes - meter.before_bytes < 100_000_000

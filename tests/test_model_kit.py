@@ -1,6 +1,8 @@
-"""Models that are not in the zoo: predictions of random plans hold what their intervals say, and a step is the one of a single device.
+"""Models that are not in the zoo: predictions of random plans hold what their intervals say, and a
+step is the one of a single device.
 
-A sample of what ``benchmarks/model_kit.py`` does with many draws, on the same code; its results are in benchmarks/results.
+A sample of what ``benchmarks/model_kit.py`` does with many draws, on the same code; its results are
+in benchmarks/results.
 """
 
 from __future__ import annotations
@@ -14,7 +16,15 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.model_kit import KIT, Predicted, Question, ask, errors_of_a_step, summary, workload_of
+from benchmarks.model_kit import (
+    KIT,
+    Predicted,
+    Question,
+    ask,
+    errors_of_a_step,
+    summary,
+    workload_of,
+)
 from capture.machine.cluster import Cluster
 from capture.measured.store import Store
 from capture.model.graph import LayerGraph
@@ -46,10 +56,21 @@ def test_the_kit_has_what_real_models_have():
     graphs = [smallest(model) for model in KIT]
     assert len(graphs) >= 30
     readers = Counter(
-        num for graph in graphs for num in {sum(p in layer.params for layer in graph.layers) for p in range(len(graph.params))}
+        num
+        for graph in graphs
+        for num in {
+            sum(p in layer.params for layer in graph.layers) for p in range(len(graph.params))
+        }
     )
-    assert readers[2] >= 3 and readers[3] >= 2 and sum(count for num, count in readers.items() if num > 3) >= 3
-    crossing = [Counter(v for cut in range(1, graph.num_layers) for v in graph.crossing(cut)) for graph in graphs]
+    assert (
+        readers[2] >= 3
+        and readers[3] >= 2
+        and sum(count for num, count in readers.items() if num > 3) >= 3
+    )
+    crossing = [
+        Counter(v for cut in range(1, graph.num_layers) for v in graph.crossing(cut))
+        for graph in graphs
+    ]
     assert sum(max(cuts.values()) >= 4 for cuts in crossing) >= 5, "values that cross many cuts"
     kinds = {
         np.dtype(graph.values[v].dtype).kind
@@ -60,14 +81,21 @@ def test_the_kit_has_what_real_models_have():
     assert {"f", "i", "b"} <= kinds
     assert sum(any(not layer.params for layer in graph.layers) for graph in graphs) >= 2
     assert sum(takes_key(workload_of(model).load()) for model in KIT) >= 2
-    sizes = [[sum(graph.params[p].nbytes for p in layer.params) for layer in graph.layers] for graph in graphs]
-    assert sum(max(layers) > 10 * sorted(layers)[len(layers) // 2] for layers in sizes) >= 3, "one huge layer"
+    sizes = [
+        [sum(graph.params[p].nbytes for p in layer.params) for layer in graph.layers]
+        for graph in graphs
+    ]
+    assert sum(max(layers) > 10 * sorted(layers)[len(layers) // 2] for layers in sizes) >= 3, (
+        "one huge layer"
+    )
 
 
 def drawn(model: str, data: st.DataObject) -> Question:
     """On two devices without replicas, which is cheap to profile."""
     question = Question.draw(model, lambda values: data.draw(st.sampled_from(list(values))))
-    return replace(question, cluster=Cluster((2,)), degrees=((1, 1),), shard_optimizer=False, microbatch_size=5)
+    return replace(
+        question, cluster=Cluster((2,)), degrees=((1, 1),), shard_optimizer=False, microbatch_size=5
+    )
 
 
 @settings(max_examples=1, phases=NO_SHRINKING)
@@ -79,7 +107,8 @@ def test_no_prediction_is_below_the_truth_by_more_than_its_interval(model, data)
     assert not low, f"{question}: {len(low)} of {len(found)}, the first: {low[0]}"
 
 
-#: Of equal layers, whose update needs nothing beside what it changes: predicted to a tenth of a percent.
+#: Of equal layers, whose update needs nothing beside what it changes: predicted to a tenth of a
+#: percent.
 PLAIN = Question(
     "dense:gated",
     workload_of("dense:gated", width=64, hidden=128, optimizer="sgd"),
@@ -100,31 +129,72 @@ class SaysLess(AdditivePredictor):
     def predict(self, plan):
         prediction = super().predict(plan)
         low = [
-            replace(stage, peak_bytes=int(0.97 * stage.peak_bytes), interval_bytes=tuple(int(0.97 * end) for end in stage.interval_bytes))
+            replace(
+                stage,
+                peak_bytes=int(0.97 * stage.peak_bytes),
+                interval_bytes=tuple(int(0.97 * end) for end in stage.interval_bytes),
+            )
             for stage in prediction.stages
         ]
         return replace(prediction, stages=tuple(low))
 
 
 def test_a_predictor_that_says_3_percent_less_is_found_out():
-    honest, low = (ask(PLAIN, num_plans=3, calibration_plans=3, store=STORE, predictor=p) for p in (AdditivePredictor, SaysLess))
+    honest, low = (
+        ask(PLAIN, num_plans=3, calibration_plans=3, store=STORE, predictor=p)
+        for p in (AdditivePredictor, SaysLess)
+    )
     assert any(row.fresh for row in honest)
     assert not any(row.beyond for row in honest)
-    found = [row for row in low if row.beyond]  # kinds of stages that calibration has not seen have intervals of more than 3 %
+    found = [
+        row for row in low if row.beyond
+    ]  # kinds of stages that calibration has not seen have intervals of more than 3 %
     assert found and all(row.cause for row in found)
     assert summary(low)["num_beyond"] == len(found)
     assert summary(low)["worst_low_fraction"] == pytest.approx(1 / 0.97 - 1, abs=0.005)
 
 
 def test_predictions_are_summed_up_by_the_truth():
-    """A lookup below the truth is as bad as a fresh prediction; coverage is of the fresh ones alone."""
-    inside = Predicted("0-1:1x1", 0, "1f1b", 4, True, False, 100, 95, 105, 104, 0.9, "update", "update on stage 0", "update")
-    above, lookup = replace(inside, truth=110), replace(inside, truth=120, fresh=False, cause="formula")
-    assert (inside.error, inside.beyond, above.beyond, lookup.beyond) == (pytest.approx(0.04), 0, 0.05, 0.15)
+    """A lookup below the truth is as bad as a fresh prediction; coverage is of the fresh ones
+    alone."""
+    inside = Predicted(
+        "0-1:1x1",
+        0,
+        "1f1b",
+        4,
+        True,
+        False,
+        100,
+        95,
+        105,
+        104,
+        0.9,
+        "update",
+        "update on stage 0",
+        "update",
+    )
+    above, lookup = (
+        replace(inside, truth=110),
+        replace(inside, truth=120, fresh=False, cause="formula"),
+    )
+    assert (inside.error, inside.beyond, above.beyond, lookup.beyond) == (
+        pytest.approx(0.04),
+        0,
+        0.05,
+        0.15,
+    )
     assert replace(inside, truth=80).beyond == 0
     found = summary([inside, above, lookup])
-    assert (found["num_predictions"], found["num_fresh"], found["num_beyond"], found["num_fresh_beyond"]) == (3, 2, 2, 1)
-    assert (found["worst_low_fraction"], found["worst_beyond_fraction"]) == (pytest.approx(0.2), 0.15)
+    assert (
+        found["num_predictions"],
+        found["num_fresh"],
+        found["num_beyond"],
+        found["num_fresh_beyond"],
+    ) == (3, 2, 2, 1)
+    assert (found["worst_low_fraction"], found["worst_beyond_fraction"]) == (
+        pytest.approx(0.2),
+        0.15,
+    )
     assert (found["coverage_claimed_fraction"], found["coverage_seen_fraction"]) == (0.9, 0.5)
     assert found["causes_beyond"] == {"update": 1, "formula": 1}
 

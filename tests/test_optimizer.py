@@ -1,4 +1,5 @@
-"""The sliced optimizer against optax on the whole tree, for any partition of the parameters over stages."""
+"""The sliced optimizer against optax on the whole tree, for any partition of the parameters over
+stages."""
 
 from __future__ import annotations
 
@@ -22,7 +23,12 @@ def is_matrix(params):
 
 
 def by_path(params):
-    return {"decoder": {"w": "adam", "bias": "sgd"}, "embed": "adam", "scale": "frozen", "head": "sgd"}
+    return {
+        "decoder": {"w": "adam", "bias": "sgd"},
+        "embed": "adam",
+        "scale": "frozen",
+        "head": "sgd",
+    }
 
 
 OPTIMIZERS = {
@@ -37,10 +43,18 @@ OPTIMIZERS = {
     "noisy-sgd": optax.noisy_sgd(0.1, key=7),
     "schedule": optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-1, 2, 10)),
     "clip-by-global-norm": optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)),
-    "clip-after-adam": optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(0.1), optax.scale(-0.1)),
-    "clip-each": optax.chain(optax.clip_by_block_rms(0.5), optax.adaptive_grad_clip(0.1), optax.sgd(0.1)),
-    "multi-transform": optax.multi_transform({"adam": optax.adam(1e-2), "sgd": optax.sgd(0.1), "frozen": optax.set_to_zero()}, by_path),
-    "injected": optax.inject_hyperparams(optax.adamw)(learning_rate=optax.linear_schedule(1e-2, 1e-3, 5)),
+    "clip-after-adam": optax.chain(
+        optax.scale_by_adam(), optax.clip_by_global_norm(0.1), optax.scale(-0.1)
+    ),
+    "clip-each": optax.chain(
+        optax.clip_by_block_rms(0.5), optax.adaptive_grad_clip(0.1), optax.sgd(0.1)
+    ),
+    "multi-transform": optax.multi_transform(
+        {"adam": optax.adam(1e-2), "sgd": optax.sgd(0.1), "frozen": optax.set_to_zero()}, by_path
+    ),
+    "injected": optax.inject_hyperparams(optax.adamw)(
+        learning_rate=optax.linear_schedule(1e-2, 1e-3, 5)
+    ),
     "average": optax.chain(optax.adam(1e-2), optax.ema(0.9)),
 }
 
@@ -48,9 +62,16 @@ OPTIMIZERS = {
 @pytest.fixture(scope="module")
 def params():
     keys = jax.random.split(jax.random.key(0), 5)
-    shapes = {"decoder": {"w": (8, 12), "bias": (12,)}, "embed": (16, 8), "scale": (12,), "head": (8, 12)}
+    shapes = {
+        "decoder": {"w": (8, 12), "bias": (12,)},
+        "embed": (16, 8),
+        "scale": (12,),
+        "head": (8, 12),
+    }
     leaves, tree = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
-    return tree.unflatten([jax.random.normal(key, shape) for key, shape in zip(keys, leaves, strict=True)])
+    return tree.unflatten(
+        [jax.random.normal(key, shape) for key, shape in zip(keys, leaves, strict=True)]
+    )
 
 
 def gradients(params, step: int):
@@ -68,32 +89,51 @@ def partitions(name: str, num_params: int) -> list[list[tuple[int, ...]]]:
 
 
 def run_stages(sliced: SlicedOptimizer, params, num_steps: int):
-    """Leaves of the parameters and of the state after some steps; what several stages hold must agree."""
+    """Leaves of the parameters and of the state after some steps; what several stages hold must
+    agree."""
     leaves = jax.tree.leaves(params)
     own = [[leaves[p] for p in stage.params] for stage in sliced.stages]
     states = [stage.init(values) for stage, values in zip(sliced.stages, own, strict=True)]
     for step in range(num_steps):
-        whole = jax.tree.leaves(gradients(jax.tree.unflatten(jax.tree.structure(params), collect(sliced, own)), step))
+        whole = jax.tree.leaves(
+            gradients(jax.tree.unflatten(jax.tree.structure(params), collect(sliced, own)), step)
+        )
         grads = [[whole[p] for p in stage.params] for stage in sliced.stages]
-        summaries = [stage.summarize(*args) for stage, *args in zip(sliced.stages, own, states, grads, strict=True)]
+        summaries = [
+            stage.summarize(*args)
+            for stage, *args in zip(sliced.stages, own, states, grads, strict=True)
+        ]
         for stage, summary in zip(sliced.stages, summaries, strict=True):
-            assert [(v.shape, v.dtype) for v in summary] == [(v.shape, v.dtype) for v in stage.summary]
-        results = [stage.update(own[s], states[s], grads[s], summaries[:s] + summaries[s + 1 :]) for s, stage in enumerate(sliced.stages)]
+            assert [(v.shape, v.dtype) for v in summary] == [
+                (v.shape, v.dtype) for v in stage.summary
+            ]
+        results = [
+            stage.update(own[s], states[s], grads[s], summaries[:s] + summaries[s + 1 :])
+            for s, stage in enumerate(sliced.stages)
+        ]
         own, states = [new for new, _ in results], [state for _, state in results]
     state: dict[int, np.ndarray] = {}
     for stage, values in zip(sliced.stages, states, strict=True):
         for k, value in zip(stage.state, values, strict=True):
             np.testing.assert_array_equal(state.setdefault(k, as_numpy(value)), as_numpy(value))
-    assert sorted(state) == list(range(sliced.num_state_leaves)), "every leaf of the state is in some stage"
+    assert sorted(state) == list(range(sliced.num_state_leaves)), (
+        "every leaf of the state is in some stage"
+    )
     return collect(sliced, own), [state[k] for k in sorted(state)]
 
 
 def as_numpy(value) -> np.ndarray:
-    return np.asarray(jax.random.key_data(value) if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value)
+    return np.asarray(
+        jax.random.key_data(value) if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value
+    )
 
 
 def collect(sliced: SlicedOptimizer, own):
-    found = {p: value for stage, values in zip(sliced.stages, own, strict=True) for p, value in zip(stage.params, values, strict=True)}
+    found = {
+        p: value
+        for stage, values in zip(sliced.stages, own, strict=True)
+        for p, value in zip(stage.params, values, strict=True)
+    }
     return [found[p] for p in sorted(found)]
 
 
@@ -114,12 +154,20 @@ def test_stages_together_do_what_optax_does(name, params):
         assert jax.tree.structure(sliced.unflatten_state(found_state)) == jax.tree.structure(state)
 
 
-@pytest.mark.parametrize("name", ["momentum", "adamw", "lamb", "lion", "adafactor", "clip-by-global-norm", "multi-transform"])
+@pytest.mark.parametrize(
+    "name",
+    ["momentum", "adamw", "lamb", "lion", "adafactor", "clip-by-global-norm", "multi-transform"],
+)
 def test_state_lives_with_its_parameter(name, params):
     """By name: the path of a state leaf ends in the path of its parameter."""
     traced = TracedOptimizer(OPTIMIZERS[name], params)
     sliced = SlicedOptimizer(traced, partitions(name, len(traced.params))[0])
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(traced.state_tree.unflatten(traced.state))]
+    paths = [
+        jax.tree_util.keystr(path)
+        for path, _ in jax.tree_util.tree_leaves_with_path(
+            traced.state_tree.unflatten(traced.state)
+        )
+    ]
     for k, (path, struct) in enumerate(zip(paths, traced.state, strict=True)):
         owners = [p for p, name in enumerate(traced.param_names) if path.endswith(name)]
         if owners and struct.size > 1:
@@ -132,30 +180,45 @@ def test_state_lives_with_its_parameter(name, params):
 
 def test_a_step_count_is_in_every_stage_and_moments_in_one(params):
     sliced = SlicedOptimizer(TracedOptimizer(optax.adam(1e-2), params), [(0, 1), (2,), (3, 4)])
-    assert [stage.state for stage in sliced.stages] == [(0, 1, 2, 6, 7), (0, 3, 8), (0, 4, 5, 9, 10)]
+    assert [stage.state for stage in sliced.stages] == [
+        (0, 1, 2, 6, 7),
+        (0, 3, 8),
+        (0, 4, 5, 9, 10),
+    ]
     assert [stage.summary for stage in sliced.stages] == [(), (), ()]
     assert sliced.stages[0].siblings == sliced.stages
 
 
 def test_a_global_norm_travels_as_one_small_value_per_parameter_at_most(params):
-    sliced = SlicedOptimizer(TracedOptimizer(OPTIMIZERS["clip-by-global-norm"], params), [(0, 1), (2, 3), (4,)])
+    sliced = SlicedOptimizer(
+        TracedOptimizer(OPTIMIZERS["clip-by-global-norm"], params), [(0, 1), (2, 3), (4,)]
+    )
     for stage in sliced.stages:
-        assert 1 <= len(stage.summary) <= len(stage.params) and all(value.shape == () for value in stage.summary)
+        assert 1 <= len(stage.summary) <= len(stage.params) and all(
+            value.shape == () for value in stage.summary
+        )
 
 
 @pytest.mark.parametrize(
     "optimizer",
-    [optax.apply_if_finite(optax.adam(1e-2), 3), optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2)],
+    [
+        optax.apply_if_finite(optax.adam(1e-2), 3),
+        optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2),
+    ],
     ids=["finite", "multi"],
 )
 def test_an_update_that_needs_large_tensors_of_another_stage_is_refused(optimizer):
     """Both branch on all parameters at once, in one ``lax.cond``."""
-    traced = TracedOptimizer(optimizer, {"a": jnp.ones((4, 100)), "b": jnp.ones((4, 100)), "c": jnp.ones(2)})
+    traced = TracedOptimizer(
+        optimizer, {"a": jnp.ones((4, 100)), "b": jnp.ones((4, 100)), "c": jnp.ones(2)}
+    )
     with pytest.raises(WorkloadError) as caught:
         SlicedOptimizer(traced, [(0,), (1, 2)])
     assert str(caught.value) == (
-        "the optimizer needs a tensor of shape (4, 100) made from gradients of several pipeline stages (of ['a'], ['b'], ['c'], ...); only "
-        "values of up to 256 elements, such as a global norm, travel between stages. Use a transformation that treats parameters "
+        "the optimizer needs a tensor of shape (4, 100) made from gradients of several pipeline "
+        "stages (of ['a'], ['b'], ['c'], ...); only "
+        "values of up to 256 elements, such as a global norm, travel between stages. Use a "
+        "transformation that treats parameters "
         "separately, or a single stage. [optimizer-cross-stage]"
     )
     assert SlicedOptimizer(traced, [(0, 1, 2)]).stages[0].summary == ()
@@ -165,11 +228,18 @@ def test_a_large_gradient_of_another_stage_is_refused_even_if_no_state_needs_it(
     """Every parameter is moved by the gradient of the other."""
     swap = optax.stateless(lambda updates, params: {"a": updates["b"], "b": updates["a"]})
     with pytest.raises(WorkloadError) as caught:
-        SlicedOptimizer(TracedOptimizer(swap, {"a": jnp.ones(300), "b": jnp.ones(300)}), [(0,), (1,)])
+        SlicedOptimizer(
+            TracedOptimizer(swap, {"a": jnp.ones(300), "b": jnp.ones(300)}), [(0,), (1,)]
+        )
     assert caught.value.codes == ("optimizer-cross-stage",)
     assert "a tensor of shape (300,)" in str(caught.value)
-    small = SlicedOptimizer(TracedOptimizer(swap, {"a": jnp.ones(30), "b": jnp.ones(30)}), [(0,), (1,)])
-    assert [[value.shape for value in stage.summary] for stage in small.stages] == [[(30,)], [(30,)]]
+    small = SlicedOptimizer(
+        TracedOptimizer(swap, {"a": jnp.ones(30), "b": jnp.ones(30)}), [(0,), (1,)]
+    )
+    assert [[value.shape for value in stage.summary] for stage in small.stages] == [
+        [(30,)],
+        [(30,)],
+    ]
 
 
 def test_every_parameter_belongs_to_a_stage(params):
@@ -179,7 +249,13 @@ def test_every_parameter_belongs_to_a_stage(params):
 
 def test_equal_keys_mean_the_same_update(params):
     names = TracedOptimizer(optax.adamw(1e-2), params).param_names
-    assert names == ["['decoder']['bias']", "['decoder']['w']", "['embed']", "['head']", "['scale']"]
+    assert names == [
+        "['decoder']['bias']",
+        "['decoder']['w']",
+        "['embed']",
+        "['head']",
+        "['scale']",
+    ]
 
     def keys(name):
         return dict(zip(names, TracedOptimizer(OPTIMIZERS[name], params).param_keys, strict=True))

@@ -19,7 +19,14 @@ from capture.plan.sharding import DP, ZDP, Mode
 from capture.step.operator_cost import PaperCost, StepCost
 
 PRODUCT = Operator(
-    "product", "matmul", 8_000_000, activation_bytes=3000, input_bytes=1000, output_bytes=2000, workspace_bytes=50, flops=10**9
+    "product",
+    "matmul",
+    8_000_000,
+    activation_bytes=3000,
+    input_bytes=1000,
+    output_bytes=2000,
+    workspace_bytes=50,
+    flops=10**9,
 )
 MODEL = OperatorModel("one", (Block((PRODUCT,)),))
 EIGHT = devices(8e9, alpha=1e-4)
@@ -50,7 +57,9 @@ def test_the_papers_slices_are_operators_of_their_own():
 
 def test_one_device_has_nothing_to_send_or_to_share():
     alone = PaperCost(MODEL, devices(8e9, per_node=1))
-    assert cost_of(alone, DP) == cost_of(alone, ZDP) and cost_of(alone, DP)[2] == pytest.approx(2 * GAMMA)
+    assert cost_of(alone, DP) == cost_of(alone, ZDP) and cost_of(alone, DP)[2] == pytest.approx(
+        2 * GAMMA
+    )
     assert alone.modes(PRODUCT) == StepCost(MODEL, alone.devices).modes(PRODUCT) == (DP,)
 
 
@@ -60,10 +69,16 @@ def test_gathering_is_transient_and_falls_with_the_slices():
     assert cost_of(model, DP)[1] == passing
     assert cost_of(model, ZDP)[1] == passing + 2 * 8_000_000
     assert cost_of(model, Mode(4, 4))[1] == passing + 2 * 2_000_000
-    adding = cost_of(StepCost(MODEL, EIGHT, (1000,)), Mode(1000, 1000), 200)[1]  # forwards: two results, before the gradient of the input
+    adding = cost_of(StepCost(MODEL, EIGHT, (1000,)), Mode(1000, 1000), 200)[
+        1
+    ]  # forwards: two results, before the gradient of the input
     assert adding == 50 + 8000 + 200 * 2 * 2000
-    assert cost_of(replace(model, overlap_fraction=1.0), ZDP)[1] == passing + 3 * 8_000_000  # the next one is gathered meanwhile
-    rematerialised = cost_of(replace(model, remat=True), ZDP)[1]  # where the input's gradient takes the place of the input
+    assert (
+        cost_of(replace(model, overlap_fraction=1.0), ZDP)[1] == passing + 3 * 8_000_000
+    )  # the next one is gathered meanwhile
+    rematerialised = cost_of(replace(model, remat=True), ZDP)[
+        1
+    ]  # where the input's gradient takes the place of the input
     assert rematerialised == 50 + 2 * 8_000_000 + 2 * 2000
 
 
@@ -71,7 +86,9 @@ def test_gathers_of_fewer_bits_are_smaller_and_faster_and_replicated_operands_ma
     model, half = StepCost(MODEL, EIGHT), replace(PRODUCT, gathered_fraction=0.5, fused_bytes=800)
     whole, less = model.cost(PRODUCT, ZDP, 2), model.cost(half, ZDP, 2)
     assert whole.transient_bytes - less.transient_bytes == 4_000_000  # the gradient is as before
-    assert whole.seconds - less.seconds == pytest.approx(14 * 5e5 / 4.5e9)  # of 21 steps, the 14 of two gathers
+    assert whole.seconds - less.seconds == pytest.approx(
+        14 * 5e5 / 4.5e9
+    )  # of 21 steps, the 14 of two gathers
     assert (whole.resident_bytes, model.cost(PRODUCT, DP, 2).resident_bytes) == (
         less.resident_bytes,
         model.cost(half, DP, 2).resident_bytes + 2 * 800,
@@ -92,34 +109,51 @@ def test_slices_pay_latencies_and_additions():
     model = StepCost(MODEL, EIGHT, (1, 4))
     whole, split = cost_of(model, ZDP)[2], cost_of(model, Mode(4, 4))[2]
     assert split - whole == pytest.approx(21 * 3 * 1e-4 + 3 * 3 * 2 * 2000 / 5e11)
-    half = cost_of(model, Mode(4, 2))[2]  # two slices in ZDP mode one by one, the other two together
-    expected = 14 * (1e-4 + 5e5 / 4.5e9) + 2 * 21 * (1e-4 + 2.5e5 / 4.5e9) + 2 * 3 * 2 * 2000 / 5e11 + 2 * GAMMA
+    half = cost_of(model, Mode(4, 2))[
+        2
+    ]  # two slices in ZDP mode one by one, the other two together
+    expected = (
+        14 * (1e-4 + 5e5 / 4.5e9)
+        + 2 * 21 * (1e-4 + 2.5e5 / 4.5e9)
+        + 2 * 3 * 2 * 2000 / 5e11
+        + 2 * GAMMA
+    )
     assert half == pytest.approx(expected)
 
 
 def test_overlap_hides_a_fraction_of_the_lesser():
-    none, some, ideal = (cost_of(StepCost(MODEL, EIGHT, overlap_fraction=f), ZDP, 5)[2] for f in (0, 0.25, 1))
+    none, some, ideal = (
+        cost_of(StepCost(MODEL, EIGHT, overlap_fraction=f), ZDP, 5)[2] for f in (0, 0.25, 1)
+    )
     assert none == pytest.approx(21 * STEP + 5 * GAMMA)
     assert some == pytest.approx(none - 0.25 * 5 * GAMMA) and ideal == pytest.approx(21 * STEP)
 
 
 def test_remat_gathers_once_more_in_zdp_mode_only():
     for mode, gathers in ((DP, 0), (ZDP, 1)):
-        plain, remat = (cost_of(StepCost(MODEL, EIGHT, remat=flag), mode)[2] for flag in (False, True))
+        plain, remat = (
+            cost_of(StepCost(MODEL, EIGHT, remat=flag), mode)[2] for flag in (False, True)
+        )
         assert remat - plain == pytest.approx(gathers * 7 * STEP + 2 * GAMMA / 3)
 
 
 def test_two_nodes():
-    """Rings of four inside, of two between; shared inside a node, gathers never leave it, and gradients are reduced over the nodes."""
+    """Rings of four inside, of two between; shared inside a node, gathers never leave it, and
+    gradients are reduced over the nodes."""
     two = devices(8e9, num_nodes=2, per_node=4)
     model = StepCost(MODEL, two)
     assert model.modes(PRODUCT) == (DP, ZDP, Mode(1, 1, 4))
-    inside, between = 3 * (1e-4 + 2e6 / 4.5e9), 2e-4 + 1e6 / 1.5e9  # a quarter of the array crosses, half of it at a time
+    inside, between = (
+        3 * (1e-4 + 2e6 / 4.5e9),
+        2e-4 + 1e6 / 1.5e9,
+    )  # a quarter of the array crosses, half of it at a time
     assert cost_of(model, DP)[2] == pytest.approx(2 * (inside + between) + 2 * GAMMA)
     assert cost_of(model, ZDP)[2] == pytest.approx(3 * (inside + between) + 2 * GAMMA)
     assert cost_of(model, Mode(1, 1, 4))[2] == pytest.approx(3 * inside + 2 * between + 2 * GAMMA)
     assert cost_of(model, Mode(1, 1, 4))[0] == 8e6 + 6000
-    assert two.ring.bytes_per_second.value == 4.5e9 and two.ring.latency_seconds.value == 2e-4  # of a node: 4 x 1.5 GB/s
+    assert (
+        two.ring.bytes_per_second.value == 4.5e9 and two.ring.latency_seconds.value == 2e-4
+    )  # of a node: 4 x 1.5 GB/s
     assert two.send_seconds(1.5e9, stride=4) == pytest.approx(1 + 2e-4)
 
 
@@ -130,13 +164,17 @@ def test_unknown_operators_are_not_split_and_those_without_parameters_have_nothi
     assert model.modes(PRODUCT) == (DP, ZDP, Mode(2, 1), Mode(2, 2))  # 0 and 1 slices are the same
 
 
-@pytest.mark.parametrize("model", [PaperCost(MODEL, EIGHT, (1, 4), True), StepCost(MODEL, EIGHT, (1, 4), True, 0.4)])
+@pytest.mark.parametrize(
+    "model", [PaperCost(MODEL, EIGHT, (1, 4), True), StepCost(MODEL, EIGHT, (1, 4), True, 0.4)]
+)
 def test_costs_of_many_batch_sizes_are_those_of_each(model):
     for mode in model.modes(PRODUCT):
         together = model.cost(PRODUCT, mode, np.arange(1, 6))
         for i in range(5):
             alone = cost_of(model, mode, i + 1)
-            assert alone == pytest.approx([np.broadcast_to(column, 5)[i] for column in vars(together).values()])
+            assert alone == pytest.approx(
+                [np.broadcast_to(column, 5)[i] for column in vars(together).values()]
+            )
 
 
 def test_measured_gamma_is_used_instead_of_flops():
@@ -164,12 +202,22 @@ def test_a_wrong_description_is_refused_with_all_that_is_wrong():
     wrong = replace(PRODUCT, kind="pooling", flops=-1)
     with pytest.raises(WorkloadError) as caught:
         OperatorModel("wrong", (Block((wrong,), 0),), 0.5)
-    assert caught.value.codes == ("operators-state", "operators-count", "operator-kind", "operator-size")
-    with pytest.raises(WorkloadError, match=r"has no operators; give one at least\. \[operators-none\]$"):
+    assert caught.value.codes == (
+        "operators-state",
+        "operators-count",
+        "operator-kind",
+        "operator-size",
+    )
+    with pytest.raises(
+        WorkloadError, match=r"has no operators; give one at least\. \[operators-none\]$"
+    ):
         OperatorModel("empty", ())
     data = json.loads(json.dumps(MODEL.to_json()))
     del data["blocks"][0]["operators"][0]["input_bytes"]
-    with pytest.raises(WorkloadError, match=r"blocks\[0\]\.operators\[0\]\.input_bytes is missing.*\[operators-corrupt\]$"):
+    with pytest.raises(
+        WorkloadError,
+        match=r"blocks\[0\]\.operators\[0\]\.input_bytes is missing.*\[operators-corrupt\]$",
+    ):
         OperatorModel.from_json(data)
     with pytest.raises(WorkloadError, match=r"schema_version=2; .*\[operators-schema\]$"):
         OperatorModel.from_json({**MODEL.to_json(), "schema_version": 2})
@@ -184,10 +232,14 @@ def test_wrong_devices_are_refused():
     data = EIGHT.to_json()
     with pytest.raises(TargetError, match=r"schema_version=None; .*\[devices-schema\]$"):
         Devices.from_json({})
-    with pytest.raises(TargetError, match=r"devices_per_node 0; both must be 1 or more.*\[devices-corrupt\]$"):
+    with pytest.raises(
+        TargetError, match=r"devices_per_node 0; both must be 1 or more.*\[devices-corrupt\]$"
+    ):
         Devices.from_json({**data, "devices_per_node": 0})
     with pytest.raises(TargetError, match=r"memory_limit_bytes is missing.*\[devices-corrupt\]$"):
-        Devices.from_json({key: value for key, value in data.items() if key != "memory_limit_bytes"})
+        Devices.from_json(
+            {key: value for key, value in data.items() if key != "memory_limit_bytes"}
+        )
     with pytest.raises(TargetError, match=r"\[devices-file\]$"):
         Devices.load("no/such/file.json")
     with pytest.raises(TargetError, match=r"target='cpu' has no rates.*\[devices-no-rates\]$"):
@@ -198,7 +250,10 @@ def test_wrong_devices_are_refused():
 
 def test_devices_of_a_target():
     found = Devices.of_target(Cluster((4, 4), "a100-40g"), "bfloat16")
-    assert (found.num_devices, found.devices_per_node) == (8, 4) and 3e10 < found.memory_limit_bytes.value < 4e10
+    assert (found.num_devices, found.devices_per_node) == (
+        8,
+        4,
+    ) and 3e10 < found.memory_limit_bytes.value < 4e10
     assert found.flops_per_second.value == pytest.approx(312e12 * 0.869)
 
 
@@ -213,13 +268,17 @@ def test_devices_of_a_target():
     ],
 )
 def test_float32_has_the_rate_that_products_compute_it_at(target, precision, flops_per_second):
-    assert Devices.of_target(Cluster((4,), target), "float32", precision).flops_per_second.value == pytest.approx(flops_per_second)
+    assert Devices.of_target(
+        Cluster((4,), target), "float32", precision
+    ).flops_per_second.value == pytest.approx(flops_per_second)
 
 
 def test_a_link_is_recovered_from_noisy_timings():
     planted, generator = link(3e-5, 6e9), np.random.default_rng(0)
     rows = [
-        MeasuredCollective(kind, n, nbytes, (1 + 0.02 * generator.normal()) * steps * planted.seconds(nbytes / n))
+        MeasuredCollective(
+            kind, n, nbytes, (1 + 0.02 * generator.normal()) * steps * planted.seconds(nbytes / n)
+        )
         for kind, factor in (("all-gather", 1), ("all-reduce", 2))
         for n in (2, 4, 8)
         for nbytes in (10**5, 10**6, 10**7, 10**8)
@@ -227,7 +286,10 @@ def test_a_link_is_recovered_from_noisy_timings():
     ]
     found = fit_link(rows, "planted")
     assert found.link.latency_seconds.value == pytest.approx(3e-5, rel=0.05)
-    assert found.link.bytes_per_second.value == pytest.approx(6e9, rel=0.05) and found.mean_error_fraction < 0.03
+    assert (
+        found.link.bytes_per_second.value == pytest.approx(6e9, rel=0.05)
+        and found.mean_error_fraction < 0.03
+    )
 
 
 def test_timings_that_say_nothing_are_refused():
@@ -236,5 +298,8 @@ def test_timings_that_say_nothing_are_refused():
         fit_link([one, replace(one, seconds=2e-3)], "test")
     with pytest.raises(TargetError, match=r"\[fit-no-bandwidth\]$"):
         fit_link([one, replace(one, nbytes=10**6, seconds=0.9e-3)], "test")
-    fast = fit_link([replace(one, nbytes=10**6), replace(one, nbytes=10**7, seconds=11e-3)], "latency below what these sizes tell")
+    fast = fit_link(
+        [replace(one, nbytes=10**6), replace(one, nbytes=10**7, seconds=11e-3)],
+        "latency below what these sizes tell",
+    )
     assert fast.link.latency_seconds.value == 0

@@ -1,4 +1,5 @@
-"""Sharding plans as programs: the same loss and gradients as plain data parallelism, the collectives of the plan, and where arrays lie."""
+"""Sharding plans as programs: the same loss and gradients as plain data parallelism, the
+collectives of the plan, and where arrays lie."""
 
 from __future__ import annotations
 
@@ -29,17 +30,28 @@ ROWS, WIDTH, HIDDEN = 40, 24, 56
 
 
 def mlp(scan: bool = False) -> Workload:
-    """A table, products of uneven sizes, one of them with its weights transposed, biases that eight devices do not divide, a tied head."""
+    """A table, products of uneven sizes, one of them with its weights transposed, biases that eight
+    devices do not divide, a tied head."""
 
     def init(key):
         keys = iter(jax.random.split(key, 8))
         params = {
             "table": jax.random.normal(next(keys), (ROWS, WIDTH)),
-            "up": {"w": jax.random.normal(next(keys), (HIDDEN, WIDTH)), "b": jax.random.normal(next(keys), (HIDDEN,))},
-            "down": {"w": jax.random.normal(next(keys), (HIDDEN, 7, 8)), "b": jax.random.normal(next(keys), (7,))},
+            "up": {
+                "w": jax.random.normal(next(keys), (HIDDEN, WIDTH)),
+                "b": jax.random.normal(next(keys), (HIDDEN,)),
+            },
+            "down": {
+                "w": jax.random.normal(next(keys), (HIDDEN, 7, 8)),
+                "b": jax.random.normal(next(keys), (7,)),
+            },
             "out": jax.random.normal(next(keys), (7, 8, WIDTH)),
         }
-        return {**params, "layers": jax.random.normal(next(keys), (3, WIDTH, WIDTH))} if scan else params
+        return (
+            {**params, "layers": jax.random.normal(next(keys), (3, WIDTH, WIDTH))}
+            if scan
+            else params
+        )
 
     def loss(p, batch):
         x = p["table"][batch["tokens"]]
@@ -50,16 +62,23 @@ def mlp(scan: bool = False) -> Workload:
             x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["layers"])
         scores = x @ p["table"].T / 8
         penalty = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(p))
-        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(scores, batch["labels"])) + 1e-4 * penalty
+        return (
+            jnp.mean(optax.softmax_cross_entropy_with_integer_labels(scores, batch["labels"]))
+            + 1e-4 * penalty
+        )
 
     def batch(key, n):
-        return {name: jax.random.randint(k, (n, 5), 0, ROWS) for name, k in zip(("tokens", "labels"), jax.random.split(key), strict=True)}
+        return {
+            name: jax.random.randint(k, (n, 5), 0, ROWS)
+            for name, k in zip(("tokens", "labels"), jax.random.split(key), strict=True)
+        }
 
     return Workload(loss, init, batch, optax.adamw(1e-2))
 
 
 def convolutions() -> Workload:
-    """Two convolutions, the second in two groups, and a head, the activations between them rematerialised by the model."""
+    """Two convolutions, the second in two groups, and a head, the activations between them
+    rematerialised by the model."""
 
     def init(key):
         a, b, c = jax.random.split(key, 3)
@@ -72,7 +91,12 @@ def convolutions() -> Workload:
     def loss(p, batch):
         def convolved(x, kernel, groups):
             return jax.lax.conv_general_dilated(
-                x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups
+                x,
+                kernel,
+                (1, 1),
+                "SAME",
+                dimension_numbers=("NHWC", "HWIO", "NHWC"),
+                feature_group_count=groups,
             )
 
         @jax.checkpoint
@@ -81,14 +105,18 @@ def convolutions() -> Workload:
 
         return jnp.mean((both(p, batch["x"]).mean((1, 2)) @ p["head"]) ** 2)
 
-    return Workload(loss, init, lambda key, n: {"x": jax.random.normal(key, (n, 6, 6, 3))}, optax.sgd(1e-2))
+    return Workload(
+        loss, init, lambda key, n: {"x": jax.random.normal(key, (n, 6, 6, 3))}, optax.sgd(1e-2)
+    )
 
 
 WORKLOADS = {
     "mlp": mlp,
     "scan": lambda: mlp(scan=True),
     "convolutions": convolutions,
-    "gpt": lambda: WorkloadSpec.parse("models/gpt.py:gpt?size=tiny&num_layers=1&dtype=bfloat16").load(),
+    "gpt": lambda: WorkloadSpec.parse(
+        "models/gpt.py:gpt?size=tiny&num_layers=1&dtype=bfloat16"
+    ).load(),
     "moe": lambda: WorkloadSpec.parse("models/moe.py:moe?size=tiny&num_layers=2").load(),
 }
 
@@ -99,12 +127,24 @@ def operators_of(name: str) -> tuple[Workload, TracedOperators]:
     return workload, traced_operators(workload, name)
 
 
-def emission(name: str, *modes: Mode, mesh: Mesh | None = None, smallest_bytes: int = 0, **options: bool) -> Emission:
+def emission(
+    name: str, *modes: Mode, mesh: Mesh | None = None, smallest_bytes: int = 0, **options: bool
+) -> Emission:
     """Operators in these modes in turn."""
     workload, operators = operators_of(name)
     names = [operator.name for operator in operators.model.blocks[0].operators]
     chosen = tuple(modes[i % len(modes)] for i in range(len(names)))
-    plan = ShardingPlan(2, chosen, 1.0, 1, 1.0, tuple(names), operators.names, smallest_bytes=smallest_bytes, **options)
+    plan = ShardingPlan(
+        2,
+        chosen,
+        1.0,
+        1,
+        1.0,
+        tuple(names),
+        operators.names,
+        smallest_bytes=smallest_bytes,
+        **options,
+    )
     return Emission(plan, mesh or all_devices(), operators, workload.optimizer)
 
 
@@ -127,15 +167,22 @@ def expected(name: str):
 def check(name: str, emitted: Emission, tolerance: float = 2e-5) -> None:
     params, batch, loss, gradients = expected(name)
     held = jax.device_put(emitted.split(params), emitted.shardings())
-    step = jax.jit(jax.value_and_grad(emitted.transform(operators_of(name)[0].loss_fn)), out_shardings=(None, emitted.shardings()))
+    step = jax.jit(
+        jax.value_and_grad(emitted.transform(operators_of(name)[0].loss_fn)),
+        out_shardings=(None, emitted.shardings()),
+    )
     found, of_params = step(held, jax.device_put(batch, emitted.batch_sharding))
     same((found, emitted.join(of_params)), (loss, gradients), tolerance)
 
 
 def same(found, wanted, tolerance: float = 2e-5) -> None:
-    for (path, ours), theirs in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+    for (path, ours), theirs in zip(
+        jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True
+    ):
         scale = max(float(jnp.abs(theirs).max()), 1e-6)
-        np.testing.assert_allclose(ours, theirs, atol=tolerance * scale, err_msg=jax.tree_util.keystr(path))
+        np.testing.assert_allclose(
+            ours, theirs, atol=tolerance * scale, err_msg=jax.tree_util.keystr(path)
+        )
 
 
 @pytest.mark.parametrize("mode", [DP, ZDP, Mode(4, 4), Mode(4, 1), Mode(3, 2)], ids=str)
@@ -148,7 +195,12 @@ def test_loss_and_gradients_are_those_of_plain_data_parallelism(mode):
     [
         ("mlp", (ZDP, DP, Mode(4, 4)), True, 2e-5),
         ("convolutions", (Mode(2, 2), ZDP, DP), True, 2e-5),
-        ("gpt", (Mode(3, 3), DP, ZDP, Mode(4, 1)), False, 0.1),  # in bfloat16, where slices and devices are summed up in another order
+        (
+            "gpt",
+            (Mode(3, 3), DP, ZDP, Mode(4, 1)),
+            False,
+            0.1,
+        ),  # in bfloat16, where slices and devices are summed up in another order
         ("moe", (ZDP, DP, Mode(2, 2)), False, 2e-5),
     ],
 )
@@ -160,9 +212,12 @@ def test_rematerialised_operators():
     check("mlp", emission("mlp", Mode(3, 1), remat=True))
 
 
-@pytest.mark.parametrize(("name", "modes", "remat"), [("scan", (Mode(4, 4),), False), ("mlp", (ZDP, Mode(3, 3)), True)])
+@pytest.mark.parametrize(
+    ("name", "modes", "remat"), [("scan", (Mode(4, 4),), False), ("mlp", (ZDP, Mode(3, 3)), True)]
+)
 def test_auxiliary_results(name, modes, remat):
-    """Of some operators and of none, of the batch alone, parameters as they are held and as they are read, numbers, and a key."""
+    """Of some operators and of none, of the batch alone, parameters as they are held and as they
+    are read, numbers, and a key."""
     workload, _ = operators_of(name)
 
     def loss_fn(p, batch, key):
@@ -182,10 +237,16 @@ def test_auxiliary_results(name, modes, remat):
     emitted, key = emission(name, *modes, remat=remat), jax.random.key(2)
     wanted = jax.jit(loss_fn)(params, batch, key)[1]
     step = jax.jit(jax.value_and_grad(emitted.transform(loss_fn, has_aux=True), has_aux=True))
-    (found, aux), of_params = step(jax.device_put(params, emitted.shardings()), jax.device_put(batch, emitted.batch_sharding), key)
+    (found, aux), of_params = step(
+        jax.device_put(params, emitted.shardings()),
+        jax.device_put(batch, emitted.batch_sharding),
+        key,
+    )
     same((found, of_params), (loss, gradients))
     assert jax.tree.structure(aux) == jax.tree.structure(wanted)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), aux) == jax.tree.map(lambda x: (x.shape, x.dtype), wanted)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), aux) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), wanted
+    )
     assert aux.pop("key") == wanted.pop("key")
     same(aux, wanted)
 
@@ -227,11 +288,14 @@ def test_steps_of_training_are_the_same():
         donate_argnums=(0, 1),
     )
     assert found_losses == pytest.approx(losses, rel=1e-5)
-    for ours, theirs in zip(jax.tree.leaves(emitted.join(found)), jax.tree.leaves(wanted), strict=True):
+    for ours, theirs in zip(
+        jax.tree.leaves(emitted.join(found)), jax.tree.leaves(wanted), strict=True
+    ):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
-# ---- collectives ---------------------------------------------------------------------------------------------------
+# ---- collectives
+# --------------------------------------------------------------------------------------------------
 
 
 def chain() -> Workload:
@@ -258,15 +322,27 @@ WORKLOADS["chain"] = chain
     ("mode", "options", "gathers", "nbytes"),
     [
         (DP, {}, 0, 0),
-        (ZDP, {}, 5, 64 * 64 * 4),  # the first operator's input needs no gradient, so its weights are gathered once
+        (
+            ZDP,
+            {},
+            5,
+            64 * 64 * 4,
+        ),  # the first operator's input needs no gradient, so its weights are gathered once
         (Mode(4, 4), {}, 5 * 4, 64 * 16 * 4),
         (Mode(4, 1), {"look_ahead": True}, 5, 64 * 16 * 4),
-        (ZDP, {"remat": True}, 7, 64 * 64 * 4),  # and once more where the forward pass is repeated, not for the last operator
+        (
+            ZDP,
+            {"remat": True},
+            7,
+            64 * 64 * 4,
+        ),  # and once more where the forward pass is repeated, not for the last operator
     ],
 )
 def test_parameters_are_gathered_as_planned(mode, options, gathers, nbytes):
     workload, _ = operators_of("chain")
-    assert gathered(emission("chain", mode, **options), workload.loss_fn) == ({nbytes: gathers} if gathers else {})
+    assert gathered(emission("chain", mode, **options), workload.loss_fn) == (
+        {nbytes: gathers} if gathers else {}
+    )
 
 
 def test_what_only_auxiliary_results_need_is_not_taken_backwards():
@@ -281,19 +357,32 @@ def test_what_only_auxiliary_results_need_is_not_taken_backwards():
 def gathered(emitted: Emission, loss_fn, has_aux: bool = False) -> dict[int, int]:
     """How many gathers of so many bytes are in the step of ``chain``."""
     workload, _ = operators_of("chain")
-    params, batch = jax.eval_shape(workload.init, jax.random.key(0)), jax.eval_shape(lambda key: workload.batch(key, 16), jax.random.key(0))
+    params, batch = (
+        jax.eval_shape(workload.init, jax.random.key(0)),
+        jax.eval_shape(lambda key: workload.batch(key, 16), jax.random.key(0)),
+    )
     structs = [
         jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), jax.eval_shape(emitted.split, params), emitted.shardings()
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            jax.eval_shape(emitted.split, params),
+            emitted.shardings(),
         ),
-        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=emitted.batch_sharding), batch),
+        jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=emitted.batch_sharding), batch
+        ),
     ]
-    step = jax.jit(jax.value_and_grad(emitted.transform(loss_fn, has_aux), has_aux=has_aux), out_shardings=(None, emitted.shardings()))
+    step = jax.jit(
+        jax.value_and_grad(emitted.transform(loss_fn, has_aux), has_aux=has_aux),
+        out_shardings=(None, emitted.shardings()),
+    )
     (module,) = step.lower(*structs).compile().runtime_executable().hlo_modules()
-    return {c.nbytes: count for c, count in work_of_module(module).collectives if c.kind == "all-gather"}
+    return {
+        c.nbytes: count for c, count in work_of_module(module).collectives if c.kind == "all-gather"
+    }
 
 
-# ---- where arrays lie ----------------------------------------------------------------------------------------------
+# ---- where arrays lie
+# ----------------------------------------------------------------------------------------------
 
 
 def test_shardings_of_parameters_and_of_the_optimizer():
@@ -304,13 +393,17 @@ def test_shardings_of_parameters_and_of_the_optimizer():
         "table": PartitionSpec(axes),
         "up": {"w": PartitionSpec(axes), "b": PartitionSpec(axes)},
         "down": {"w": PartitionSpec(axes), "b": PartitionSpec()},  # 7 elements
-        "out": PartitionSpec(None, axes),  # [7, 8, 24]: its first dimension that eight devices divide
+        "out": PartitionSpec(
+            None, axes
+        ),  # [7, 8, 24]: its first dimension that eight devices divide
     }
     assert emitted.replicated == ("down/b",)
     adam = emitted.opt_state_shardings[0]
     assert adam.mu == adam.nu == shardings and adam.count.spec == PartitionSpec()
     split = emission("mlp", Mode(4, 4)).shardings()
-    assert split["up"]["w"].spec == PartitionSpec(axes) and split["down"]["w"].spec == PartitionSpec(axes)
+    assert split["up"]["w"].spec == PartitionSpec(axes) and split["down"][
+        "w"
+    ].spec == PartitionSpec(axes)
     assert split["table"].spec == PartitionSpec(axes)  # read as a table and as a product: not split
     small = emission("mlp", ZDP, smallest_bytes=WIDTH * HIDDEN * 4 + 1)
     assert set(small.replicated) == {"down/b", "out", "table", "up/b", "up/w"}
@@ -321,7 +414,10 @@ def test_a_leaf_of_which_a_part_is_sharded_is_two():
     params = operators_of("mlp")[0].init(jax.random.key(0))
     split = emitted.split(params)
     assert isinstance(split["up"]["w"], SplitLeaf) and not isinstance(split["table"], SplitLeaf)
-    assert split["up"]["w"].replicated.shape == (HIDDEN, 18) and split["up"]["w"].sharded.shape == (HIDDEN, 6)
+    assert split["up"]["w"].replicated.shape == (HIDDEN, 18) and split["up"]["w"].sharded.shape == (
+        HIDDEN,
+        6,
+    )
     jax.tree.map(np.testing.assert_array_equal, emitted.join(split), params)
     adam = emitted.opt_state_shardings[0]
     assert adam.mu["up"]["w"] == emitted.shardings()["up"]["w"]
@@ -329,32 +425,60 @@ def test_a_leaf_of_which_a_part_is_sharded_is_two():
     assert jax.tree.structure(whole) == jax.tree.structure(params)
 
 
-# ---- from a task ---------------------------------------------------------------------------------------------------
+# ---- from a task
+# --------------------------------------------------------------------------------------------------
 
 
 def test_from_a_task_to_shardings(tmp_path):
     workload = mlp()
     everything = osdp(workload, all_devices(), target="h100", batch_size=2, smallest_bytes=0)
     assert everything.status == "ok" and set(everything.plan.modes) == {DP}
-    tight = osdp(workload, all_devices(), everything.plan.peak_bytes * 0.75, target="h100", batch_size=2, smallest_bytes=0)
+    tight = osdp(
+        workload,
+        all_devices(),
+        everything.plan.peak_bytes * 0.75,
+        target="h100",
+        batch_size=2,
+        smallest_bytes=0,
+    )
     assert tight.plan.peak_bytes <= everything.plan.peak_bytes * 0.75
-    assert tight.plan.sharded_fraction > 0 and tight.plan.step_seconds > everything.plan.step_seconds
+    assert (
+        tight.plan.sharded_fraction > 0 and tight.plan.step_seconds > everything.plan.step_seconds
+    )
     assert all(mode.num_sharded in (0, mode.num_slices) for mode in tight.plan.modes)
-    sharded = [spec for spec in jax.tree.leaves(jax.tree.map(lambda s: s.spec, tight.shardings())) if spec != PartitionSpec()]
+    sharded = [
+        spec
+        for spec in jax.tree.leaves(jax.tree.map(lambda s: s.spec, tight.shardings()))
+        if spec != PartitionSpec()
+    ]
     assert sharded
     assert sum(row.seconds for row in tight.rows) == pytest.approx(tight.plan.step_seconds)
     tight.plan.save(tmp_path / "plan.json")
     assert ShardingPlan.load(tmp_path / "plan.json") == tight.plan
-    cluster = osdp(workload, Cluster((4, 4), "h100"), "80GB", max_batch_size=4, smallest_bytes=0, overlap_fraction=0.5)
+    cluster = osdp(
+        workload,
+        Cluster((4, 4), "h100"),
+        "80GB",
+        max_batch_size=4,
+        smallest_bytes=0,
+        overlap_fraction=0.5,
+    )
     assert cluster.plan.look_ahead and not tight.plan.look_ahead
-    assert dict(cluster.mesh.shape) == {"node": 2, "data": 4} and cluster.batch_sharding.spec == PartitionSpec(("node", "data"))
+    assert dict(cluster.mesh.shape) == {
+        "node": 2,
+        "data": 4,
+    } and cluster.batch_sharding.spec == PartitionSpec(("node", "data"))
 
 
 def test_the_steps_of_a_scan_get_one_mode():
     workload = mlp(scan=True)
-    whole = osdp(workload, all_devices(), target="h100", batch_size=1, smallest_bytes=0).plan.peak_bytes
+    whole = osdp(
+        workload, all_devices(), target="h100", batch_size=1, smallest_bytes=0
+    ).plan.peak_bytes
     for fraction in (0.9, 0.8, 0.7):
-        found = osdp(workload, all_devices(), whole * fraction, target="h100", batch_size=1, smallest_bytes=0)
+        found = osdp(
+            workload, all_devices(), whole * fraction, target="h100", batch_size=1, smallest_bytes=0
+        )
         modes = {found.plan.mode_of_param[f"layers[{i}]"] for i in range(3)}
         assert len(modes) == 1 and found.plan.peak_bytes <= whole * fraction
         found.shardings()
@@ -363,7 +487,9 @@ def test_the_steps_of_a_scan_get_one_mode():
 def test_what_does_not_fit_says_so():
     found = osdp(mlp(), all_devices(), 1000, target="h100", batch_size=3, smallest_bytes=0)
     assert found.status == "infeasible" and found.plan is None and found.rows == []
-    assert found.why.startswith("3 examples per device: ") and str(found).startswith("infeasible: 3 examples")
+    assert found.why.startswith("3 examples per device: ") and str(found).startswith(
+        "infeasible: 3 examples"
+    )
     with pytest.raises(PlanError, match=r"there is no plan to emit: .*\[osdp-infeasible\]$"):
         found.transform(mlp().loss_fn)
 
@@ -377,7 +503,8 @@ def code_of(function) -> str:
 
 @pytest.mark.parametrize(("smallest_bytes", "partly"), [(256, False), (0, False), (0, True)])
 def test_steps_of_a_scan_get_modes_that_can_be_emitted(smallest_bytes, partly):
-    """Arrays of the steps belong to different operators: the normalisation of a step to what comes before its first product."""
+    """Arrays of the steps belong to different operators: the normalisation of a step to what comes
+    before its first product."""
 
     def loss(p, batch):
         def layer(x, own):
@@ -387,9 +514,17 @@ def test_steps_of_a_scan_get_modes_that_can_be_emitted(smallest_bytes, partly):
 
     layers = {"scale": jnp.ones((3, 8)), "up": jnp.ones((3, 8, 64)), "down": jnp.ones((3, 64, 8))}
     workload = Workload(
-        loss, lambda key: {"first": jnp.ones((8, 8)), "layers": layers}, lambda key, n: {"x": jnp.ones((n, 8))}, optax.adam(0.1)
+        loss,
+        lambda key: {"first": jnp.ones((8, 8)), "layers": layers},
+        lambda key, n: {"x": jnp.ones((n, 8))},
+        optax.adam(0.1),
     )
-    options = {"target": "h100", "batch_size": 1, "smallest_bytes": smallest_bytes, "partly": partly}
+    options = {
+        "target": "h100",
+        "batch_size": 1,
+        "smallest_bytes": smallest_bytes,
+        "partly": partly,
+    }
     most = osdp(workload, all_devices(), **options).plan.peak_bytes
     seen = set()
     for fraction in (0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
@@ -402,23 +537,54 @@ def test_steps_of_a_scan_get_modes_that_can_be_emitted(smallest_bytes, partly):
 def test_what_is_refused(tmp_path):
     workload, operators = operators_of("mlp")
     emitted = emission("mlp", ZDP)
-    params, batch = jax.eval_shape(workload.init, jax.random.key(0)), workload.batch(jax.random.key(0), 8)
+    params, batch = (
+        jax.eval_shape(workload.init, jax.random.key(0)),
+        workload.batch(jax.random.key(0), 8),
+    )
     assert code_of(lambda: osdp(workload, all_devices())) == "osdp-target"
     wrong = {"memory_limit": 0, "batch_size": 2.5, "granularities": (), "smallest_bytes": -1}
     with pytest.raises(PlanError) as error:
         osdp(workload, Cluster((8,), "h100"), **wrong)
-    assert error.value.codes == ("osdp-limit", "osdp-batch-size", "osdp-granularity", "osdp-smallest")
+    assert error.value.codes == (
+        "osdp-limit",
+        "osdp-batch-size",
+        "osdp-granularity",
+        "osdp-smallest",
+    )
     assert code_of(lambda: osdp(workload, Cluster((8,), "h100"), dtype="fp8")) == "osdp-dtype"
     assert code_of(lambda: osdp(workload, 8)) == "osdp-where"
-    bare = Workload(lambda p, batch: jnp.mean(batch["labels"] * 1.0), lambda key: {}, workload.batch, workload.optimizer)
+    bare = Workload(
+        lambda p, batch: jnp.mean(batch["labels"] * 1.0),
+        lambda key: {},
+        workload.batch,
+        workload.optimizer,
+    )
     assert code_of(lambda: osdp(bare, Cluster((8,), "h100"))) == "trace-params"
-    assert "smaller than smallest_bytes=1,048,576" in osdp(workload, all_devices(), 1, target="h100", batch_size=1).why
-    assert code_of(lambda: osdp(workload, all_devices(), target="h100", devices_per_node=3)) == "osdp-nodes"
-    assert code_of(lambda: osdp(workload, Cluster((16,), "h100"), max_batch_size=1).shardings()) == "osdp-devices"
+    assert (
+        "smaller than smallest_bytes=1,048,576"
+        in osdp(workload, all_devices(), 1, target="h100", batch_size=1).why
+    )
+    assert (
+        code_of(lambda: osdp(workload, all_devices(), target="h100", devices_per_node=3))
+        == "osdp-nodes"
+    )
+    assert (
+        code_of(lambda: osdp(workload, Cluster((16,), "h100"), max_batch_size=1).shardings())
+        == "osdp-devices"
+    )
     assert code_of(lambda: emission("mlp", Mode(1, 1, 4))) == "osdp-mesh"
     assert code_of(lambda: emission("scan", ZDP, DP)) == "osdp-scan"
-    assert code_of(lambda: Emission(emission("chain", DP).plan, all_devices(), operators, workload.optimizer)) == "osdp-plan-params"
-    with pytest.raises(PlanError, match=r"'down/w' has shape none and should have \(56, 7, 8\); .*\[osdp-params\]$"):
+    assert (
+        code_of(
+            lambda: Emission(
+                emission("chain", DP).plan, all_devices(), operators, workload.optimizer
+            )
+        )
+        == "osdp-plan-params"
+    )
+    with pytest.raises(
+        PlanError, match=r"'down/w' has shape none and should have \(56, 7, 8\); .*\[osdp-params\]$"
+    ):
         emitted.shardings({**params, "down": {"b": params["down"]["b"]}})
     for has_aux, result, message in (
         (
@@ -426,27 +592,78 @@ def test_what_is_refused(tmp_path):
             (0.0, jnp.zeros(3)),
             r"the loss returns 2 arrays of shapes \(\), \(3,\); .* pass has_aux=True to transform\. \[osdp-loss\]",
         ),
-        (True, (jnp.zeros(3), 0.0), r"the loss is 1 array of shape \(3,\); return one scalar\. \[osdp-loss\]"),
-        (True, 0.0, r"has_aux=True, but the loss returns 1 array of shape \(\); return \(loss, aux\)\. \[osdp-loss\]"),
+        (
+            True,
+            (jnp.zeros(3), 0.0),
+            r"the loss is 1 array of shape \(3,\); return one scalar\. \[osdp-loss\]",
+        ),
+        (
+            True,
+            0.0,
+            r"has_aux=True, but the loss returns 1 array of shape \(\); return \(loss, aux\)\. \[osdp-loss\]",
+        ),
     ):
         with pytest.raises(WorkloadError, match=message):
-            jax.eval_shape(emitted.transform(lambda p, b, result=result: result, has_aux), params, batch)
-    with pytest.raises(WorkloadError, match=r"the loss scans over other parameters .*\[osdp-loss\]"):
-        jax.eval_shape(emission("scan", ZDP).transform(workload.loss_fn), operators_of("scan")[1].traced.params_struct, batch)
+            jax.eval_shape(
+                emitted.transform(lambda p, b, result=result: result, has_aux), params, batch
+            )
+    with pytest.raises(
+        WorkloadError, match=r"the loss scans over other parameters .*\[osdp-loss\]"
+    ):
+        jax.eval_shape(
+            emission("scan", ZDP).transform(workload.loss_fn),
+            operators_of("scan")[1].traced.params_struct,
+            batch,
+        )
     data = json.loads(json.dumps(emitted.plan.to_json()))
     assert ShardingPlan.from_json(data) == emitted.plan
-    assert code_of(lambda: ShardingPlan.from_json({**data, "schema_version": 9})) == "osdp-plan-schema"
+    assert (
+        code_of(lambda: ShardingPlan.from_json({**data, "schema_version": 9})) == "osdp-plan-schema"
+    )
     data["operators"][0]["mode"]["num_sharded"] = 5
     assert code_of(lambda: ShardingPlan.from_json(data)) == "osdp-plan-corrupt"
     assert code_of(lambda: ShardingPlan.load(tmp_path / "none.json")) == "osdp-plan-file"
 
 
 def test_from_the_command_line(capsys, tmp_path):
-    command = ["osdp", "models/gpt.py:gpt?size=tiny&num_layers=2", "--cluster", "1x8", "--target", "h100", "--batch", "2"]
-    assert main([*command, "--no-verify", "--memory", "1GB", "--overlap", "0.5", "-o", str(tmp_path / "plan.json")]) == 0
+    command = [
+        "osdp",
+        "models/gpt.py:gpt?size=tiny&num_layers=2",
+        "--cluster",
+        "1x8",
+        "--target",
+        "h100",
+        "--batch",
+        "2",
+    ]
+    assert (
+        main(
+            [
+                *command,
+                "--no-verify",
+                "--memory",
+                "1GB",
+                "--overlap",
+                "0.5",
+                "-o",
+                str(tmp_path / "plan.json"),
+            ]
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
-    assert printed.splitlines()[0].split() == ["operator", "mode", "parameters", "resident", "transient", "time"]
+    assert printed.splitlines()[0].split() == [
+        "operator",
+        "mode",
+        "parameters",
+        "resident",
+        "transient",
+        "time",
+    ]
     plan = ShardingPlan.load(tmp_path / "plan.json")
-    assert f"{len(plan.modes)} operators: {len(plan.modes)} DP; 2 examples per device" in printed and plan.look_ahead
+    assert (
+        f"{len(plan.modes)} operators: {len(plan.modes)} DP; 2 examples per device" in printed
+        and plan.look_ahead
+    )
     assert main([*command, "--no-verify", "--memory", "1kB", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["status"] == "infeasible"

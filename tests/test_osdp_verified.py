@@ -1,4 +1,5 @@
-"""Sharding plans that were compiled before they were promised: the compiler's number is within the limit where the estimate's is not."""
+"""Sharding plans that were compiled before they were promised: the compiler's number is within the
+limit where the estimate's is not."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def test_the_answer_compiles_within_the_limit_where_the_estimate_is_above_it(tmp
     cluster = Cluster((8,), cpu_target(tmp_path))
     workload, options = WorkloadSpec.parse(GPT).load(), {"batch_size": 4, "smallest_bytes": 1024}
     everything = osdp(workload, cluster, 1e9, verify=False, **options)
-    limit = 1.07 * everything.plan.peak_bytes  # the estimate promises it with what is left to the compiler
+    limit = (
+        1.07 * everything.plan.peak_bytes
+    )  # the estimate promises it with what is left to the compiler
     estimated = osdp(workload, cluster, limit, verify=False, **options)
     assert estimated.plan.modes == everything.plan.modes
     assert not estimated.verified and "(estimated, not compiled: verify=False)" in str(estimated)
@@ -47,16 +50,24 @@ def test_the_answer_compiles_within_the_limit_where_the_estimate_is_above_it(tmp
     assert found.verified and found.compiled_peak_bytes <= limit
     assert found.plan.sharded_fraction > 0 and found.estimated_peak_bytes == found.plan.peak_bytes
     assert f"as compiled for {cluster.target} (estimated: " in str(found)
-    assert said[0].startswith("compiling the train step of a plan for 4 examples per device") and "above the limit" in said[1]
+    assert (
+        said[0].startswith("compiling the train step of a plan for 4 examples per device")
+        and "above the limit" in said[1]
+    )
     assert found.compiled_peak_bytes == of_the_users_loop(workload, found, 4)
 
 
 def test_the_answer_for_an_absent_gpu_compiles_within_the_limit():
     """Large enough for the workspace of cuBLAS, 4 MB whatever the step, to be small."""
     if not (find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin")):
-        pytest.skip("the compiler of cuda targets is not installed: pip install 'capture-jax[cuda-targets]'")
+        pytest.skip(
+            "the compiler of cuda targets is not installed: pip install 'capture-jax[cuda-targets]'"
+        )
     size = "activation=erf_gelu&num_blocks=1&width=256&num_heads=4&seq_len=256&vocab_size=1024"
-    workload, cluster = WorkloadSpec.parse(f"benchmarks/plain_gpt.py:gpt?{size}").load(), Cluster((8,), "h100")
+    workload, cluster = (
+        WorkloadSpec.parse(f"benchmarks/plain_gpt.py:gpt?{size}").load(),
+        Cluster((8,), "h100"),
+    )
     limit = 200e6  # replicated, the step compiles to 205 MB
     found = osdp(workload, cluster, limit, batch_size=16, smallest_bytes=1024)
     assert found.verified and found.compiled_peak_bytes <= limit
@@ -64,8 +75,11 @@ def test_the_answer_for_an_absent_gpu_compiles_within_the_limit():
 
 
 def test_a_step_far_above_its_estimate_is_an_answer_too(tmp_path, monkeypatch):
-    """It leaves less than nothing as a budget for another plan, and the search ends all the same."""
-    monkeypatch.setattr(StepCompiler, "measure", lambda self, workload, emission, batch_size: (10**9, None))
+    """It leaves less than nothing as a budget for another plan, and the search ends all the
+    same."""
+    monkeypatch.setattr(
+        StepCompiler, "measure", lambda self, workload, emission, batch_size: (10**9, None)
+    )
     cluster, workload = Cluster((8,), cpu_target(tmp_path)), WorkloadSpec.parse(GPT).load()
     found = osdp(workload, cluster, 3e6, batch_size=4, smallest_bytes=1024)
     assert found.status == "infeasible" and "compiles to 1,000,000,000 bytes" in str(found)
@@ -83,13 +97,27 @@ def of_the_users_loop(workload: Workload, result, batch_size: int) -> int:
     def placed(struct, sharding):
         return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
 
-    params = jax.tree.map(placed, jax.eval_shape(workload.init, jax.random.key(0)), result.shardings())
-    state = jax.tree.map(placed, jax.eval_shape(workload.optimizer.init, params), result.opt_state_shardings)
+    params = jax.tree.map(
+        placed, jax.eval_shape(workload.init, jax.random.key(0)), result.shardings()
+    )
+    state = jax.tree.map(
+        placed, jax.eval_shape(workload.optimizer.init, params), result.opt_state_shardings
+    )
     batch = jax.eval_shape(lambda key: workload.batch(key, 8 * batch_size), jax.random.key(0))
     batch = jax.tree.map(lambda struct: placed(struct, result.batch_sharding), batch)
     out = (result.shardings(), result.opt_state_shardings, None)
-    memory = jax.jit(step, donate_argnums=(0, 1), out_shardings=out).lower(params, state, batch).compile().memory_analysis()
-    sizes = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    memory = (
+        jax.jit(step, donate_argnums=(0, 1), out_shardings=out)
+        .lower(params, state, batch)
+        .compile()
+        .memory_analysis()
+    )
+    sizes = (
+        memory.argument_size_in_bytes
+        + memory.temp_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+    )
     return int(sizes)
 
 
@@ -97,33 +125,65 @@ def test_a_target_whose_compiler_is_missing_gives_an_estimate_and_says_so(monkey
     monkeypatch.setattr(target_devices, "find_spec", lambda name: None)
     found = osdp(WorkloadSpec.parse(GPT).load(), Cluster((8,), "h100"), "1GB", batch_size=1)
     assert found.status == "ok" and not found.verified and found.compiled_peak_bytes is None
-    assert install_command("cuda-targets") in found.unverified_why and "estimated, not compiled: target='h100'" in str(found)
+    assert install_command(
+        "cuda-targets"
+    ) in found.unverified_why and "estimated, not compiled: target='h100'" in str(found)
 
 
 def test_the_command_compiles_unless_told_not_to(tmp_path, capsys):
-    command = ["osdp", GPT, "--cluster", "1x8", "--target", cpu_target(tmp_path), "--batch", "1", "-o", str(tmp_path / "plan.json")]
+    command = [
+        "osdp",
+        GPT,
+        "--cluster",
+        "1x8",
+        "--target",
+        cpu_target(tmp_path),
+        "--batch",
+        "1",
+        "-o",
+        str(tmp_path / "plan.json"),
+    ]
     assert main([*command, "--json"]) == 0
     done = capsys.readouterr()
     document = json.loads(done.out)
-    assert document["verified"] and document["compiled_peak_bytes"] == document["plan"]["compiled_peak_bytes"] > 0
-    assert document["estimated_peak_bytes"] == document["plan"]["peak_bytes"] and "compiling the train step" in done.err
-    assert ShardingPlan.load(tmp_path / "plan.json").compiled_peak_bytes == document["compiled_peak_bytes"]
+    assert (
+        document["verified"]
+        and document["compiled_peak_bytes"] == document["plan"]["compiled_peak_bytes"] > 0
+    )
+    assert (
+        document["estimated_peak_bytes"] == document["plan"]["peak_bytes"]
+        and "compiling the train step" in done.err
+    )
+    assert (
+        ShardingPlan.load(tmp_path / "plan.json").compiled_peak_bytes
+        == document["compiled_peak_bytes"]
+    )
     assert main([*command, "--json", "--no-verify"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert not document["verified"] and document["compiled_peak_bytes"] is None and "compiled_peak_bytes" not in document["plan"]
+    assert (
+        not document["verified"]
+        and document["compiled_peak_bytes"] is None
+        and "compiled_peak_bytes" not in document["plan"]
+    )
 
 
 #: Estimates of plans, slower ones with less memory; the last is the one that needs least.
-PLANS = [ShardingPlan(1, (ZDP,) * i + (DP,) * (4 - i), 1.0 + i, estimate, 1 / (1 + i)) for i, estimate in enumerate((100, 90, 80, 70, 60))]
+PLANS = [
+    ShardingPlan(1, (ZDP,) * i + (DP,) * (4 - i), 1.0 + i, estimate, 1 / (1 + i))
+    for i, estimate in enumerate((100, 90, 80, 70, 60))
+]
 
 
 def answer(limit: float, compiled) -> tuple[ShardingResult, list[int]]:
-    """The answer where a plan compiles to ``compiled(estimate)`` bytes, and the estimates of what was compiled."""
+    """The answer where a plan compiles to ``compiled(estimate)`` bytes, and the estimates of what
+    was compiled."""
     asked: list[int] = []
 
     def question(budget: float) -> ShardingResult:
         plan = next((plan for plan in PLANS if plan.peak_bytes <= budget), None)
-        return ShardingResult("ok" if plan else "infeasible", plan, "", False, 0, 0, why=None if plan else "estimated")
+        return ShardingResult(
+            "ok" if plan else "infeasible", plan, "", False, 0, 0, why=None if plan else "estimated"
+        )
 
     def measure(plan: ShardingPlan) -> int:
         asked.append(plan.peak_bytes)
@@ -140,7 +200,12 @@ def answer(limit: float, compiled) -> tuple[ShardingResult, list[int]]:
         (107, lambda n: n + 25, 80, [100, 80]),  # too low by as many bytes
         (107, lambda n: 5 * n // 4, 80, [100, 80]),  # too low by as large a part
         (100, lambda n: n - 15, 100, [90, 100]),  # too high: what is left is used
-        (100, lambda n: n - 15 if n <= 90 else n + 5, 90, [90, 100]),  # and what does not fit is not
+        (
+            100,
+            lambda n: n - 15 if n <= 90 else n + 5,
+            90,
+            [90, 100],
+        ),  # and what does not fit is not
         (102, lambda n: n - 20 if n <= 60 else n + 60, 60, [100, 60, 90]),
         (55, lambda n: n - 10, 60, [60]),  # the estimate of none fits
     ],
@@ -156,4 +221,6 @@ def test_infeasible_is_said_with_the_compilers_number():
     assert found.status == "infeasible" and found.plan is None and tried == [100, 60]
     assert "compiles to 120 bytes (estimated 60), 18 above the limit of 102." in found.why
     found, tried = answer(30, lambda n: n)
-    assert found.status == "infeasible" and found.why == "estimated" and tried == [], "an estimate of twice the limit is not compiled"
+    assert found.status == "infeasible" and found.why == "estimated" and tried == [], (
+        "an estimate of twice the limit is not compiled"
+    )

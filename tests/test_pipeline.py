@@ -1,4 +1,5 @@
-"""A planned step equals the single-device step: loss, gradients and updated parameters, and refuses what does not belong to it."""
+"""A planned step equals the single-device step: loss, gradients and updated parameters, and refuses
+what does not belong to it."""
 
 from __future__ import annotations
 
@@ -14,13 +15,24 @@ from capture.model.workload import WorkloadSpec
 from capture.runtime.meter import measure_step
 from capture.runtime.pipeline import PipelinedStep, pipeshard, trace_for_plan
 from capture.runtime.programs import shard_bytes
-from capture.runtime.reference import ReferenceStep, max_relative_error, relative_errors, rounding_floor
+from capture.runtime.reference import (
+    ReferenceStep,
+    max_relative_error,
+    relative_errors,
+    rounding_floor,
+)
 
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-6, 1e-5
 
 
 def compare(
-    workload, plan, *, params=None, num_steps: int = 2, gradient_floor: float = 1e-6, params_tolerance: float = 1e-5
+    workload,
+    plan,
+    *,
+    params=None,
+    num_steps: int = 2,
+    gradient_floor: float = 1e-6,
+    params_tolerance: float = 1e-5,
 ) -> PipelinedStep:
     """Run the plan and the reference side by side."""
     step = pipeshard(workload, plan)
@@ -33,12 +45,17 @@ def compare(
     expected_loss, expected_gradients = reference.loss_and_gradients(expected_params, batch, key)
     state, metrics = step.accumulate(step.init_from(params), batch, key)
     assert metrics.loss == pytest.approx(expected_loss, rel=LOSS_TOLERANCE)
-    assert max_relative_error(step.gradients(state), expected_gradients, gradient_floor) < GRADIENT_TOLERANCE
+    assert (
+        max_relative_error(step.gradients(state), expected_gradients, gradient_floor)
+        < GRADIENT_TOLERANCE
+    )
 
     state = step.init_from(params)
     for _ in range(num_steps):
         state, metrics = step(state, batch, key)
-        expected_params, expected_state, expected_loss = reference(expected_params, expected_state, batch, key)
+        expected_params, expected_state, expected_loss = reference(
+            expected_params, expected_state, batch, key
+        )
         assert metrics.loss == pytest.approx(expected_loss, rel=LOSS_TOLERANCE * 10)
     assert state.num_steps == num_steps
     assert max_relative_error(step.params(state), expected_params) < params_tolerance
@@ -67,21 +84,32 @@ def test_fewer_microbatches_than_stages():
 
 def attention(params, x):
     """A head whose keys have a bias, which changes no softmax: its true gradient is zero."""
-    q, k, v = x @ params["q"], x @ params["k"] + params["key bias"], x @ params["v"] * params["scale"]
+    q, k, v = (
+        x @ params["q"],
+        x @ params["k"] + params["key bias"],
+        x @ params["v"] * params["scale"],
+    )
     return jnp.mean(jnp.sin(jax.nn.softmax(q @ k.swapaxes(-1, -2)) @ v) ** 2)
 
 
 def test_errors_of_gradients_see_small_leaves_that_are_wrong_and_no_noise():
     keys = jax.random.split(jax.random.key(0), 4)
-    params = {name: jax.random.normal(key, (WIDTH, WIDTH)) for name, key in zip("qkv", keys, strict=False)}
+    params = {
+        name: jax.random.normal(key, (WIDTH, WIDTH)) for name, key in zip("qkv", keys, strict=False)
+    }
     params |= {"key bias": jnp.ones(WIDTH), "scale": 1e4 * jnp.ones(WIDTH)}
     x = jax.random.normal(keys[3], (8, 4, WIDTH))
-    exact, parts = jax.grad(attention)(params, x), [jax.grad(attention)(params, part) for part in (x[:4], x[4:])]
+    exact, parts = (
+        jax.grad(attention)(params, x),
+        [jax.grad(attention)(params, part) for part in (x[:4], x[4:])],
+    )
     halves = jax.tree.map(lambda a, b: (a + b) / 2, *parts)
     graph = trace_for_plan(mlp(), pipeline((4,), ((1, 1),))).graph
     floor = rounding_floor(graph)
     assert floor == np.finfo(np.float32).eps ** 0.5
-    assert relative_errors(halves, exact, 0.0)["key bias"] > 0.01, "nothing but noise, relative to itself"
+    assert relative_errors(halves, exact, 0.0)["key bias"] > 0.01, (
+        "nothing but noise, relative to itself"
+    )
     assert max_relative_error(halves, exact, floor) < 1e-3
     sizes = {name: float(jnp.abs(leaf).max()) for name, leaf in exact.items()}
     assert sizes["scale"] < 1e-3 * max(sizes.values()), "a small leaf with a gradient"
@@ -91,19 +119,29 @@ def test_errors_of_gradients_see_small_leaves_that_are_wrong_and_no_noise():
     assert lost["scale"] == float("inf")
 
 
-@pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.chain(optax.clip_by_global_norm(0.01), optax.sgd(1.0))], ids=["sgd", "clip"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [optax.sgd(0.1), optax.chain(optax.clip_by_global_norm(0.01), optax.sgd(1.0))],
+    ids=["sgd", "clip"],
+)
 def test_layers_without_parameters(optimizer):
     """They have nothing to update, to summarise or to split, at any degree."""
     step = compare(bare(optimizer), pipeline((1, 1, 1, 1), ((2, 1), (1, 2), (1, 2), (2, 1))))
     assert [len(stage.owned) for stage in step.stages] == [0, 1, 0, 0]
     state = step.init(jax.random.key(0))
-    measured = measure_step(step, state, bare().batch(jax.random.key(1), step.plan.global_batch_size), strict=True)
+    measured = measure_step(
+        step, state, bare().batch(jax.random.key(1), step.plan.global_batch_size), strict=True
+    )
     assert list(measured.peak_bytes_per_device) == list(step.replay().peak_bytes_per_device)
 
 
 def test_tied_embedding_dropout_and_a_skip_that_passes_through():
-    plan = pipeline((1, 1, 1, 1), ((1, 1), (2, 1), (1, 1), (2, 2)), shard_optimizer=True, shard_params=True)
-    step = compare(tied(optax.sgd(0.1)), plan)  # the embedding is whole on one device, and in parts on four
+    plan = pipeline(
+        (1, 1, 1, 1), ((1, 1), (2, 1), (1, 1), (2, 2)), shard_optimizer=True, shard_params=True
+    )
+    step = compare(
+        tied(optax.sgd(0.1)), plan
+    )  # the embedding is whole on one device, and in parts on four
     assert step.stages[3].borrowed == (step.traced.graph.stage_params(0, 1)[0],)
     state = step.init_from(params := tied().init(jax.random.key(0)))
     np.testing.assert_array_equal(step.params(state)["unread"], params["unread"])
@@ -123,22 +161,37 @@ def test_sharded_optimizer_state():
 
 
 def test_sharded_parameters():
-    """Held in parts, gathered by the programs that read them, and their gradients are scattered; a replica holds half of everything."""
+    """Held in parts, gathered by the programs that read them, and their gradients are scattered; a
+    replica holds half of everything."""
     layout, optimizer = ((2, 2), ((2, 1), (2, 2))), optax.adam(1e-2, eps=1e-4)
     plan = pipeline(*layout, remat="full", shard_optimizer=True, shard_params=True)
     step = compare(mlp(optimizer), plan, params_tolerance=1e-4)
     replicated = pipeshard(mlp(optimizer), pipeline(*layout, remat="full", shard_optimizer=True))
     held, whole = (
-        {(slot.stage_id, slot.category): slot.nbytes for slot in map(s.program.slots.__getitem__, s.program.persistent.values())}
+        {
+            (slot.stage_id, slot.category): slot.nbytes
+            for slot in map(s.program.slots.__getitem__, s.program.persistent.values())
+        }
         for s in (step, replicated)
     )
     state = step.init(jax.random.key(0))
     for s in (0, 1):
-        arrays = [sum(map(shard_bytes, state.slots[f"{name}@{s}"])) for name in ("params", "gradients", "optimizer")]
-        assert arrays == [held[s, category] for category in ("parameters", "gradients", "optimizer")]
+        arrays = [
+            sum(map(shard_bytes, state.slots[f"{name}@{s}"]))
+            for name in ("params", "gradients", "optimizer")
+        ]
+        assert arrays == [
+            held[s, category] for category in ("parameters", "gradients", "optimizer")
+        ]
         # The bias of a stage with tensor parallelism has no dimension left to split.
-        assert held[s, "parameters"] == held[s, "gradients"] == whole[s, "parameters"] / 2 + (128 if s else 0)
-    pins = [str(s.stages[0]._traced_forward).count("sharding_constraint") for s in (step, replicated)]
+        assert (
+            held[s, "parameters"]
+            == held[s, "gradients"]
+            == whole[s, "parameters"] / 2 + (128 if s else 0)
+        )
+    pins = [
+        str(s.stages[0]._traced_forward).count("sharding_constraint") for s in (step, replicated)
+    ]
     assert pins == [1, 0], "what passes between the two layers keeps its sharding"
     text = step.stages[0].backward.call.as_text()
     assert "all-gather" in text and "all-gather" not in replicated.stages[0].backward.call.as_text()
@@ -148,33 +201,51 @@ def test_weight_decay_masked_by_path():
     def decays(params):
         return [{name: name != "bias" for name in block} for block in params]
 
-    compare(mlp(optax.adamw(1e-2, weight_decay=1.0, eps=1e-4, mask=decays)), pipeline((3, 1), ((1, 1), (2, 1))), params_tolerance=1e-4)
+    compare(
+        mlp(optax.adamw(1e-2, weight_decay=1.0, eps=1e-4, mask=decays)),
+        pipeline((3, 1), ((1, 1), (2, 1))),
+        params_tolerance=1e-4,
+    )
 
 
 def test_adafactor():
-    compare(mlp(optax.adafactor(1e-2, min_dim_size_to_factor=8)), pipeline((2, 2), ((2, 1), (1, 2))), params_tolerance=1e-4)
+    compare(
+        mlp(optax.adafactor(1e-2, min_dim_size_to_factor=8)),
+        pipeline((2, 2), ((2, 1), (1, 2))),
+        params_tolerance=1e-4,
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "layers", "gradient_floor"),
     [
         ("models/moe.py:moe?size=tiny&num_layers=2", (1, 1), 1e-6),
-        # The next normalisation takes out a shift by the first one, whose bias gets rounding noise: 5e-8, the largest is 0.9.
+        # The next normalisation takes out a shift by the first one, whose bias gets rounding noise:
+        # 5e-8, the largest is 0.9.
         ("models/wide_resnet.py:wide_resnet?size=tiny", (2, 2), 0.1),
     ],
 )
 def test_model_zoo(name, layers, gradient_floor):
-    """Statistics over the batch and the capacity of experts are those of a micro-batch, as in the reference."""
+    """Statistics over the batch and the capacity of experts are those of a micro-batch, as in the
+    reference."""
     workload = WorkloadSpec.parse(name).load()
     random = np.random.default_rng(0)
 
     def weights(leaf):  # compiling the model's own init takes longer than all else here
         if leaf.ndim < 2:
             return np.ones(leaf.shape, leaf.dtype)
-        return (random.normal(size=leaf.shape) * np.prod(leaf.shape[:-1]) ** -0.5).astype(leaf.dtype)
+        return (random.normal(size=leaf.shape) * np.prod(leaf.shape[:-1]) ** -0.5).astype(
+            leaf.dtype
+        )
 
     params = jax.tree.map(weights, jax.eval_shape(workload.init, jax.random.key(0)))
-    compare(workload, pipeline(layers, ((1, 1), (2, 1))), params=params, num_steps=0, gradient_floor=gradient_floor)
+    compare(
+        workload,
+        pipeline(layers, ((1, 1), (2, 1))),
+        params=params,
+        num_steps=0,
+        gradient_floor=gradient_floor,
+    )
 
 
 def test_layers_cut_automatically():
@@ -198,7 +269,9 @@ def test_numpy_batches_of_64_bits_are_taken_as_jax_would():
     step = pipeshard(workload, plan)
     batch = workload.batch(jax.random.key(1), 8)
     _, expected = step(step.init(jax.random.key(0)), batch)
-    _, metrics = step(step.init(jax.random.key(0)), jax.tree.map(lambda leaf: np.asarray(leaf, np.int64), batch))
+    _, metrics = step(
+        step.init(jax.random.key(0)), jax.tree.map(lambda leaf: np.asarray(leaf, np.int64), batch)
+    )
     assert metrics.loss == expected.loss
 
 
@@ -210,7 +283,8 @@ def test_the_callers_parameters_survive():
     assert max_relative_error(params, before) == 0
 
 
-# ---- refusals -------------------------------------------------------------------------------------------------------
+# ---- refusals
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +302,8 @@ def test_too_few_devices():
         pipeshard(mlp(), plan)
     assert message(error) == (
         "the plan uses 12 devices and this process has 8 (cpu); for virtual CPU devices call "
-        "capture.environment.prepare(num_devices=12) before JAX loads (capture run does). [run-devices]"
+        "capture.environment.prepare(num_devices=12) before JAX loads (capture run does). "
+        "[run-devices]"
     )
 
 
@@ -239,21 +314,31 @@ def test_another_models_plan():
     with pytest.raises(PlanError) as error:
         pipeshard(mlp(), theirs)
     assert message(error) == (
-        f"the plan was made for model_hash={theirs.model_hash} and this model has {own}: the model, its shapes or the version of JAX "
+        f"the plan was made for model_hash={theirs.model_hash} and this model has {own}: the "
+        "model, its shapes or the version of JAX "
         "changed. Plan it again with capture plan. [plan-other-model]"
     )
     with pytest.raises(PlanError) as error:
         pipeshard(mlp(num_blocks=3), theirs)
-    assert message(error) == "the plan has num_layers=4 and the model 3; plan this model again. [plan-num-layers]"
+    assert (
+        message(error)
+        == "the plan has num_layers=4 and the model 3; plan this model again. [plan-num-layers]"
+    )
 
 
 def test_another_batch(small):
     state, key = small.init(jax.random.key(0)), jax.random.key(1)
     with pytest.raises(ExecutionError) as error:
-        small(state, {"tokens": np.zeros((6, 4), np.int32), "labels": np.zeros((8, 4), np.float32)}, key)
+        small(
+            state,
+            {"tokens": np.zeros((6, 4), np.int32), "labels": np.zeros((8, 4), np.float32)},
+            key,
+        )
     assert message(error) == (
-        "labels has shape (8, 4) float32; the plan was made for (8, 4) int32 (4 micro-batches). [run-batch]\n"
-        "tokens has shape (6, 4) int32; the plan was made for (8, 4) int32 (4 micro-batches). [run-batch]"
+        "labels has shape (8, 4) float32; the plan was made for (8, 4) int32 (4 micro-batches). "
+        "[run-batch]\n"
+        "tokens has shape (6, 4) int32; the plan was made for (8, 4) int32 (4 micro-batches). "
+        "[run-batch]"
     )
     with pytest.raises(ExecutionError) as error:
         small(state, {"tokens": np.zeros((8, 4), np.int32)}, key)
@@ -262,12 +347,17 @@ def test_another_batch(small):
 
 
 def test_a_state_serves_once(small):
-    state, batch, key = small.init(jax.random.key(0)), tied().batch(jax.random.key(1), 8), jax.random.key(2)
+    state, batch, key = (
+        small.init(jax.random.key(0)),
+        tied().batch(jax.random.key(1), 8),
+        jax.random.key(2),
+    )
     small(state, batch, key)
     with pytest.raises(ExecutionError) as error:
         small(state, batch, key)
     assert message(error) == (
-        "the state was already taken over by a step, which donates its arrays; go on with the state that the step returned. "
+        "the state was already taken over by a step, which donates its arrays; go on with the "
+        "state that the step returned. "
         "[run-state-consumed]"
     )
 
@@ -286,14 +376,23 @@ def test_other_parameters(small):
     params = tied().init(jax.random.key(0)) | {"a": jnp.zeros((WIDTH, 3))}
     with pytest.raises(ExecutionError) as error:
         small.init_from(params)
-    assert message(error) == "leaf 0 of the parameters has shape (16, 3) float32; the model has (16, 16) float32. [run-params]"
+    assert message(error) == (
+        "leaf 0 of the parameters has shape (16, 3) float32; the model has (16, 16) float32. "
+        "[run-params]"
+    )
     with pytest.raises(ExecutionError) as error:
         small.init_from({"a": jnp.zeros((VOCAB, WIDTH))})
-    assert message(error) == "the parameters have 1 leaves and the model's 5; give those of this model. [run-params]"
+    assert (
+        message(error)
+        == "the parameters have 1 leaves and the model's 5; give those of this model. [run-params]"
+    )
 
 
 def test_an_optimizer_that_needs_all_gradients_at_once():
     """It keeps the whole update back, in every stage, if a gradient of any stage is not finite."""
     with pytest.raises(WorkloadError) as error:
-        pipeshard(mlp(optax.apply_if_finite(optax.sgd(0.1), 3)), pipeline((2, 2), ((1, 1), (1, 1)))).program  # noqa: B018
+        step = pipeshard(
+            mlp(optax.apply_if_finite(optax.sgd(0.1), 3)), pipeline((2, 2), ((1, 1), (1, 1)))
+        )
+        assert step.program
     assert error.value.codes == ("optimizer-cross-stage",)

@@ -17,8 +17,20 @@ from capture.plan.stages import REMAT_POLICIES, Plan, StagePlan, batch_violation
 
 
 def two_stages(**changes) -> Plan:
-    stages = (StagePlan((0, 1), (0, 1), data_parallel=2), StagePlan((2, 2), (2, 3), tensor_parallel=2))
-    return Plan(**{"cluster": Cluster((4,)), "num_layers": 3, "stages": stages, "global_batch_size": 16, "num_microbatches": 4} | changes)
+    stages = (
+        StagePlan((0, 1), (0, 1), data_parallel=2),
+        StagePlan((2, 2), (2, 3), tensor_parallel=2),
+    )
+    return Plan(
+        **{
+            "cluster": Cluster((4,)),
+            "num_layers": 3,
+            "stages": stages,
+            "global_batch_size": 16,
+            "num_microbatches": 4,
+        }
+        | changes
+    )
 
 
 def messages(call) -> list[str]:
@@ -33,7 +45,11 @@ def plans(draw) -> Plan:
     num_stages = draw(st.integers(1, 4))
     stages, layer, device = [], 0, 0
     for _ in range(num_stages):
-        num_layers, data_parallel, tensor_parallel = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 3))
+        num_layers, data_parallel, tensor_parallel = (
+            draw(st.integers(1, 3)),
+            draw(st.sampled_from([1, 2, 4])),
+            draw(st.integers(1, 3)),
+        )
         degree = data_parallel * tensor_parallel
         stages.append(
             StagePlan(
@@ -48,9 +64,14 @@ def plans(draw) -> Plan:
         layer, device = layer + num_layers, device + degree
     num_microbatches = draw(st.integers(1, 5))
     split = draw(st.integers(1, device))
-    json_values = st.none() | st.integers() | st.text(max_size=3) | st.lists(st.integers(), max_size=2)
+    json_values = (
+        st.none() | st.integers() | st.text(max_size=3) | st.lists(st.integers(), max_size=2)
+    )
     return Plan(
-        cluster=Cluster((device,) if split == device else (split, device - split), draw(st.sampled_from(["cpu", "a100-40g"]))),
+        cluster=Cluster(
+            (device,) if split == device else (split, device - split),
+            draw(st.sampled_from(["cpu", "a100-40g"])),
+        ),
         num_layers=layer,
         stages=tuple(stages),
         global_batch_size=4 * num_microbatches * draw(st.integers(1, 3)),
@@ -59,7 +80,14 @@ def plans(draw) -> Plan:
         auto_layers=draw(st.booleans()),
         tensor_parallel_rule=draw(st.sampled_from(["auto", "largest"])),
         model_hash=draw(st.text("0123456789abcdef", max_size=16)),
-        workload=draw(st.none() | st.just(WorkloadSpec("models/gpt.py", "gpt", {"size": "tiny", "tied": True, "depth": 3, "rate": 0.1}))),
+        workload=draw(
+            st.none()
+            | st.just(
+                WorkloadSpec(
+                    "models/gpt.py", "gpt", {"size": "tiny", "tied": True, "depth": 3, "rate": 0.1}
+                )
+            )
+        ),
         prediction=draw(st.none() | st.dictionaries(st.text(max_size=3), json_values, max_size=2)),
         why=draw(st.none() | st.dictionaries(st.text(max_size=3), json_values, max_size=2)),
     )
@@ -70,15 +98,21 @@ def test_json_round_trip(plan):
     document = json.loads(json.dumps(plan.to_json()))
     again = Plan.from_json(document)
     assert again == plan
-    assert (again.prediction, again.why) == (plan.prediction, plan.why), "these do not count in the comparison"
+    assert (again.prediction, again.why) == (plan.prediction, plan.why), (
+        "these do not count in the comparison"
+    )
     assert again.to_json() == document
 
 
 @given(plans())
 def test_stages_cover_the_layers_and_the_devices_once(plan):
-    assert [plan.stage_of_layer(i) for i in range(plan.num_layers)] == sorted(plan.stage_of_layer(i) for i in range(plan.num_layers))
+    assert [plan.stage_of_layer(i) for i in range(plan.num_layers)] == sorted(
+        plan.stage_of_layer(i) for i in range(plan.num_layers)
+    )
     assert sum(stage.stop - stage.first for stage in plan.stages) == plan.num_layers
-    assert sorted(d for stage in plan.stages for d in stage.devices) == list(range(plan.cluster.num_devices))
+    assert sorted(d for stage in plan.stages for d in stage.devices) == list(
+        range(plan.cluster.num_devices)
+    )
     assert plan.microbatch_size * plan.num_microbatches == plan.global_batch_size
     assert plan.schedule_table.num_stages == plan.num_stages
 
@@ -98,9 +132,21 @@ def test_the_document_names_its_units_and_what_follows_from_the_fields():
         "schedule": "1f1b",
         "tensor_parallel_rule": "auto",
         "stages": [
-            {"layers": [0, 1], "num_devices": 2, "devices": [0, 1], "data_parallel": 2, "tensor_parallel": 1}
+            {
+                "layers": [0, 1],
+                "num_devices": 2,
+                "devices": [0, 1],
+                "data_parallel": 2,
+                "tensor_parallel": 1,
+            }
             | {"remat": "none", "shard_optimizer": False, "shard_params": False},
-            {"layers": [2, 2], "num_devices": 2, "devices": [2, 3], "data_parallel": 1, "tensor_parallel": 2}
+            {
+                "layers": [2, 2],
+                "num_devices": 2,
+                "devices": [2, 3],
+                "data_parallel": 1,
+                "tensor_parallel": 2,
+            }
             | {"remat": "none", "shard_optimizer": False, "shard_params": False},
         ],
         "prediction": None,
@@ -109,7 +155,8 @@ def test_the_document_names_its_units_and_what_follows_from_the_fields():
     }
 
 
-# ---- broken rules --------------------------------------------------------------------------------------------------
+# ---- broken rules
+# --------------------------------------------------------------------------------------------------
 
 
 def test_all_violations_are_reported_at_once():
@@ -118,18 +165,23 @@ def test_all_violations_are_reported_at_once():
         StagePlan((2, 3), (0,), remat="some"),
         StagePlan((4, 5), (1, 2, 3), data_parallel=3),
     )
-    call = lambda: Plan(Cluster((4,)), 7, stages, 16, 4, schedule="zigzag", tensor_parallel_rule="most")  # noqa: E731
+    call = lambda: Plan(  # noqa: E731
+        Cluster((4,)), 7, stages, 16, 4, schedule="zigzag", tensor_parallel_rule="most"
+    )
     assert messages(call) == [
         "schedule='zigzag' is unknown; choose one of gpipe, 1f1b. [plan-schedule]",
         "tensor_parallel_rule='most' is unknown; choose one of auto, largest. [plan-rule]",
-        "stage 1 has layers=[2, 3] but must begin at layer 1 and hold at least one layer; stages cover the layers once, in order. "
+        "stage 1 has layers=[2, 3] but must begin at layer 1 and hold at least one layer; stages "
+        "cover the layers once, in order. "
         "[plan-layers]",
         "stages end before layer 6 of num_layers=7; they must cover every layer. [plan-layers]",
         "stage 0 uses device 4; a cluster 1x4 has devices 0 to 3. [plan-devices]",
         "device 0 is used by stage 0 and stage 1; once is allowed. [plan-devices]",
-        "stage 0 has data_parallel=3 x tensor_parallel=1 on 2 devices; the product must be the number of devices. [plan-degrees]",
+        "stage 0 has data_parallel=3 x tensor_parallel=1 on 2 devices; the product must be the "
+        "number of devices. [plan-degrees]",
         "stage 1 has remat='some'; choose one of none, dots, full. [plan-remat]",
-        "microbatch_size=4 (global batch 16 / 4 micro-batches) is not divisible by data_parallel=3 of stage 2; lower the degree or the "
+        "microbatch_size=4 (global batch 16 / 4 micro-batches) is not divisible by "
+        "data_parallel=3 of stage 2; lower the degree or the "
         "number of micro-batches. [plan-batch]",
     ]
 
@@ -143,28 +195,47 @@ def test_codes_can_be_read_by_scripts():
 @pytest.mark.parametrize(
     ("global_batch_size", "num_microbatches", "expected"),
     [
-        (16, 3, "global_batch_size=16 is not divisible by num_microbatches=3; 15 would be. [plan-batch]"),
-        (3, 4, "global_batch_size=3 is not divisible by num_microbatches=4; 4 would be. [plan-batch]"),
+        (
+            16,
+            3,
+            "global_batch_size=16 is not divisible by num_microbatches=3; 15 would be. "
+            "[plan-batch]",
+        ),
+        (
+            3,
+            4,
+            "global_batch_size=3 is not divisible by num_microbatches=4; 4 would be. [plan-batch]",
+        ),
         (0, 4, "global_batch_size=0 and num_microbatches=4 must both be at least 1. [plan-batch]"),
-        (16, 0, "global_batch_size=16 and num_microbatches=0 must both be at least 1. [plan-batch]"),
+        (
+            16,
+            0,
+            "global_batch_size=16 and num_microbatches=0 must both be at least 1. [plan-batch]",
+        ),
     ],
 )
 def test_batches(global_batch_size, num_microbatches, expected):
-    assert messages(lambda: two_stages(global_batch_size=global_batch_size, num_microbatches=num_microbatches)) == [expected]
-    assert [str(violation) for violation in batch_violations(global_batch_size, num_microbatches)] == [expected]
+    assert messages(
+        lambda: two_stages(global_batch_size=global_batch_size, num_microbatches=num_microbatches)
+    ) == [expected]
+    assert [
+        str(violation) for violation in batch_violations(global_batch_size, num_microbatches)
+    ] == [expected]
 
 
 def test_more_stages_than_layers():
     stages = tuple(StagePlan((s, s), (s,)) for s in range(3))
     assert messages(lambda: Plan(Cluster((3,)), 2, stages, 4, 4)) == [
-        "num_stages=3 is more than num_layers=2; every stage needs a layer: use fewer stages or cut the model into more layers "
+        "num_stages=3 is more than num_layers=2; every stage needs a layer: use fewer stages or "
+        "cut the model into more layers "
         "(--num-layers). [plan-stages]"
     ]
 
 
 def test_idle_devices():
     assert messages(lambda: two_stages(cluster=Cluster((4, 2)))) == [
-        "devices [4, 5] of the cluster 4+2 are not used; every device must hold a stage. [plan-devices]"
+        "devices [4, 5] of the cluster 4+2 are not used; every device must hold a stage. "
+        "[plan-devices]"
     ]
 
 
@@ -179,22 +250,27 @@ def test_layers_that_are_missing_empty_or_twice(layers):
 def test_no_stages():
     assert messages(lambda: Plan(Cluster((1,)), 2, (), 4, 4)) == [
         "stages end before layer 0 of num_layers=2; they must cover every layer. [plan-layers]",
-        "devices [0] of the cluster 1x1 are not used; every device must hold a stage. [plan-devices]",
+        "devices [0] of the cluster 1x1 are not used; every device must hold a stage. "
+        "[plan-devices]",
     ]
 
 
 def test_negative_degrees_do_not_cancel():
     assert messages(lambda: Plan(Cluster((1,)), 1, (StagePlan((0, 0), (0,), -1, -1),), 4, 4)) == [
-        "stage 0 has data_parallel=-1 x tensor_parallel=-1 on 1 devices; the product must be the number of devices. [plan-degrees]"
+        "stage 0 has data_parallel=-1 x tensor_parallel=-1 on 1 devices; the product must be the "
+        "number of devices. [plan-degrees]"
     ]
 
 
 def test_a_changed_copy_is_validated_again():
     assert two_stages().with_(num_microbatches=8).microbatch_size == 2
-    assert messages(lambda: two_stages().with_(num_microbatches=16))[0].startswith("microbatch_size=1 (global batch 16 / 16 micro-batches)")
+    assert messages(lambda: two_stages().with_(num_microbatches=16))[0].startswith(
+        "microbatch_size=1 (global batch 16 / 16 micro-batches)"
+    )
 
 
-# ---- files ---------------------------------------------------------------------------------------------------------
+# ---- files
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_plan_finds_its_workload_from_another_directory(tmp_path, monkeypatch):
@@ -228,10 +304,13 @@ def test_a_plan_and_its_model_may_move_together(tmp_path, monkeypatch):
 
 def test_files_that_are_no_plan(tmp_path):
     path = tmp_path / "plan.json"
-    assert messages(lambda: Plan.load(path)) == [f"plan file {str(path)!r} does not exist. [plan-file]"]
+    assert messages(lambda: Plan.load(path)) == [
+        f"plan file {str(path)!r} does not exist. [plan-file]"
+    ]
     path.write_text('{"schema_version": 1,')
     assert messages(lambda: Plan.load(path)) == [
-        f"plan file {str(path)!r} is not JSON: Expecting property name enclosed in double quotes: line 1 column 22 (char 21). "
+        f"plan file {str(path)!r} is not JSON: Expecting property name enclosed in double quotes: "
+        "line 1 column 22 (char 21). "
         "[plan-corrupt]"
     ]
     path.write_bytes(b"\xff\xfe\x00")
@@ -239,11 +318,13 @@ def test_files_that_are_no_plan(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("document", "version"), [({"schema_version": 2}, "2"), ({}, "None"), ([], "None"), ("plan", "None"), (None, "None")]
+    ("document", "version"),
+    [({"schema_version": 2}, "2"), ({}, "None"), ([], "None"), ("plan", "None"), (None, "None")],
 )
 def test_another_schema_version(document, version):
     assert messages(lambda: Plan.from_json(document)) == [
-        f"plan has schema_version={version}; this version of capture reads 1. Make the plan again with capture plan. [plan-schema]"
+        f"plan has schema_version={version}; this version of capture reads 1. Make the plan again "
+        "with capture plan. [plan-schema]"
     ]
 
 
@@ -259,7 +340,8 @@ def test_a_missing_field_is_named():
     document = two_stages().to_json()
     del document["stages"][1]["devices"]
     assert messages(lambda: Plan.from_json(document)) == [
-        "the plan is not one: stages[1].devices is missing. Correct it, or make the plan again with capture plan. [plan-corrupt]"
+        "the plan is not one: stages[1].devices is missing. Correct it, or make the plan again "
+        "with capture plan. [plan-corrupt]"
     ]
 
 
@@ -268,22 +350,50 @@ def test_a_missing_field_is_named():
     [
         (("stages", 0, "layers"), [0], "stages[0].layers has 1 items and must have 2"),
         (("stages", 0, "layers"), [0, 1, 2], "stages[0].layers has 3 items and must have 2"),
-        (("stages", 0, "layers"), ["0", "1"], "stages[0].layers[0] is '0' and must be a whole number"),
-        (("stages", 0, "layers"), [0, 1.0], "stages[0].layers[1] is 1.0 and must be a whole number"),
-        (("stages", 0, "devices"), [0, True], "stages[0].devices[1] is True and must be a whole number"),
+        (
+            ("stages", 0, "layers"),
+            ["0", "1"],
+            "stages[0].layers[0] is '0' and must be a whole number",
+        ),
+        (
+            ("stages", 0, "layers"),
+            [0, 1.0],
+            "stages[0].layers[1] is 1.0 and must be a whole number",
+        ),
+        (
+            ("stages", 0, "devices"),
+            [0, True],
+            "stages[0].devices[1] is True and must be a whole number",
+        ),
         (("stages", 0, "devices"), 0, "stages[0].devices is 0 and must be a list"),
-        (("stages", 0, "shard_optimizer"), 1, "stages[0].shard_optimizer is 1 and must be true or false"),
+        (
+            ("stages", 0, "shard_optimizer"),
+            1,
+            "stages[0].shard_optimizer is 1 and must be true or false",
+        ),
         (("stages", 0), None, "stages[0] is None and must be an object"),
         (("stages",), 3, "stages is 3 and must be a list"),
         (("cluster",), None, "cluster is None and must be an object"),
         (("cluster", "nodes"), ["4"], "cluster.nodes[0] is '4' and must be a whole number"),
-        (("cluster", "target_per_node"), [], "cluster.target_per_node is empty and must have a target for every node"),
-        (("cluster", "target_per_node"), [["cpu"]], "cluster.target_per_node[0] is ['cpu'] and must be a text"),
+        (
+            ("cluster", "target_per_node"),
+            [],
+            "cluster.target_per_node is empty and must have a target for every node",
+        ),
+        (
+            ("cluster", "target_per_node"),
+            [["cpu"]],
+            "cluster.target_per_node[0] is ['cpu'] and must be a text",
+        ),
         (("num_microbatches",), None, "num_microbatches is None and must be a whole number"),
         (("num_microbatches",), 4.0, "num_microbatches is 4.0 and must be a whole number"),
         (("num_layers",), "3", "num_layers is '3' and must be a whole number"),
         (("schedule",), [], "schedule is [] and must be a text"),
-        (("workload",), "models/gpt.py:gpt", "workload is 'models/gpt.py:gpt' and must be an object"),
+        (
+            ("workload",),
+            "models/gpt.py:gpt",
+            "workload is 'models/gpt.py:gpt' and must be an object",
+        ),
         (("workload",), {"location": "models/gpt.py"}, "workload.function is missing"),
         (("stages", 0, "remt"), "full", "stages[0].remt is no field; 'remat' is"),
         (("xyz",), "red", "xyz is no field"),
@@ -296,18 +406,28 @@ def test_a_wrong_field_is_named_with_its_path(path, value, wrong):
         inner = inner[key]
     inner[path[-1]] = value
     assert messages(lambda: Plan.from_json(document)) == [
-        f"the plan is not one: {wrong}. Correct it, or make the plan again with capture plan. [plan-corrupt]"
+        f"the plan is not one: {wrong}. Correct it, or make the plan again with capture plan. "
+        "[plan-corrupt]"
     ]
 
 
 def test_parameters_are_split_with_their_optimizer_state():
     with pytest.raises(PlanError, match="plan-shard-params"):
-        two_stages().with_(stages=tuple(replace(stage, shard_params=True) for stage in two_stages().stages))
+        two_stages().with_(
+            stages=tuple(replace(stage, shard_params=True) for stage in two_stages().stages)
+        )
 
 
 def test_a_plan_written_by_hand_may_leave_out_what_has_a_default():
     document = two_stages().to_json()
-    optional = ("schedule", "auto_layers", "tensor_parallel_rule", "model_hash", "workload", "microbatch_size")
+    optional = (
+        "schedule",
+        "auto_layers",
+        "tensor_parallel_rule",
+        "model_hash",
+        "workload",
+        "microbatch_size",
+    )
     for key in (*optional, "prediction", "why", "verification"):
         del document[key]
     for stage in document["stages"]:
@@ -319,15 +439,28 @@ def test_a_plan_written_by_hand_may_leave_out_what_has_a_default():
 def test_sequences_become_tuples_and_a_plan_has_a_hash():
     stage = StagePlan([0, 1], range(2), data_parallel=2)
     assert (stage.layers, stage.devices) == ((0, 1), (0, 1))
-    plan = two_stages(stages=[stage, StagePlan((2, 2), (2, 3), tensor_parallel=2)], workload=WorkloadSpec("net.py", "net", {"depth": 3}))
-    assert hash(plan) == hash(two_stages(workload=plan.workload)) and plan == two_stages(workload=plan.workload)
+    plan = two_stages(
+        stages=[stage, StagePlan((2, 2), (2, 3), tensor_parallel=2)],
+        workload=WorkloadSpec("net.py", "net", {"depth": 3}),
+    )
+    assert hash(plan) == hash(two_stages(workload=plan.workload)) and plan == two_stages(
+        workload=plan.workload
+    )
 
 
 @pytest.mark.parametrize(
     ("layers", "devices", "message"),
     [
-        ((0,), (0,), "a stage has layers=(0,); give (first, last), two whole numbers. [plan-layers]"),
-        ((0, 1.5), (0,), "a stage has layers=(0, 1.5); give (first, last), two whole numbers. [plan-layers]"),
+        (
+            (0,),
+            (0,),
+            "a stage has layers=(0,); give (first, last), two whole numbers. [plan-layers]",
+        ),
+        (
+            (0, 1.5),
+            (0,),
+            "a stage has layers=(0, 1.5); give (first, last), two whole numbers. [plan-layers]",
+        ),
         ((0, 1), 2, "a stage has devices=2; give a sequence of whole numbers. [plan-devices]"),
     ],
 )

@@ -62,9 +62,12 @@ def errors_of(call) -> str:
 
 @pytest.mark.parametrize("version", [2, None, "1"])
 def test_an_unknown_version_is_refused(version):
-    message = errors_of(lambda: Profile.from_json({**a_profile().to_json(), "schema_version": version}))
+    message = errors_of(
+        lambda: Profile.from_json({**a_profile().to_json(), "schema_version": version})
+    )
     assert message == (
-        f"profile has schema_version={version!r}; this version of capture reads 1. Make it again with capture profile. [profile-schema]"
+        f"profile has schema_version={version!r}; this version of capture reads 1. Make it again "
+        "with capture profile. [profile-schema]"
     )
 
 
@@ -79,18 +82,28 @@ def test_json_that_is_no_object_is_refused(data):
     assert errors_of(lambda: Profile.from_json(data)).endswith("[profile-schema]")
 
 
-@pytest.mark.parametrize("key", [key for key in a_profile().to_json() if key not in ("schema_version", "verified")])
+@pytest.mark.parametrize(
+    "key", [key for key in a_profile().to_json() if key not in ("schema_version", "verified")]
+)
 @pytest.mark.parametrize("wrong", ["missing", 5])
 def test_a_missing_or_wrong_field_is_refused_by_name(key, wrong):
     data = a_profile().to_json()
     if wrong == "missing":
         del data[key]
         assert errors_of(lambda: Profile.from_json(data)) == (
-            f"profile is not what capture profile writes: the field {key!r} is missing. Make it again. [profile-corrupt]"
+            f"profile is not what capture profile writes: the field {key!r} is missing. Make it "
+            "again. [profile-corrupt]"
         )
-    elif key not in ("provenance", "auto_layers", "tensor_parallel_rule", "paper"):  # kept as they are
+    elif key not in (
+        "provenance",
+        "auto_layers",
+        "tensor_parallel_rule",
+        "paper",
+    ):  # kept as they are
         data[key] = wrong
-        assert errors_of(lambda: Profile.from_json(data)).endswith("Make it again. [profile-corrupt]")
+        assert errors_of(lambda: Profile.from_json(data)).endswith(
+            "Make it again. [profile-corrupt]"
+        )
 
 
 def test_a_measurement_without_its_cost_is_refused():
@@ -101,17 +114,26 @@ def test_a_measurement_without_its_cost_is_refused():
 
 def test_missing_and_corrupt_files_are_refused(tmp_path):
     path = tmp_path / "profile.json"
-    assert errors_of(lambda: Profile.load(path)) == f"profile {str(path)!r} does not exist. [profile-file]"
-    assert errors_of(lambda: Profile.load(tmp_path)) == f"profile {str(tmp_path)!r} cannot be read: Is a directory. [profile-file]"
+    assert (
+        errors_of(lambda: Profile.load(path))
+        == f"profile {str(path)!r} does not exist. [profile-file]"
+    )
+    assert (
+        errors_of(lambda: Profile.load(tmp_path))
+        == f"profile {str(tmp_path)!r} cannot be read: Is a directory. [profile-file]"
+    )
     a_profile().save(path)
     whole = path.read_bytes()
     for content in (whole[: len(whole) // 2], b"", b"\xff\xfe\0"):
         path.write_bytes(content)
         message = errors_of(lambda: Profile.load(path))
-        assert message.startswith(f"profile {str(path)!r} is not JSON: ") and message.endswith("Make it again. [profile-corrupt]")
+        assert message.startswith(f"profile {str(path)!r} is not JSON: ") and message.endswith(
+            "Make it again. [profile-corrupt]"
+        )
 
 
-# ---- other micro-batch sizes ---------------------------------------------------------------------------------------
+# ---- other micro-batch sizes
+# ---------------------------------------------------------------------------------------
 
 
 @given(layer_graphs(), st.integers(1, 5))
@@ -119,10 +141,14 @@ def test_a_rescaled_graph_scales_what_has_a_batch_dimension(graph, factor):
     size = graph.microbatch_size * factor
     scaled = rescaled(graph, size, "other")
     assert scaled.microbatch_size == size
-    for mine, theirs in zip((*graph.values, *graph.batch), (*scaled.values, *scaled.batch), strict=True):
+    for mine, theirs in zip(
+        (*graph.values, *graph.batch), (*scaled.values, *scaled.batch), strict=True
+    ):
         assert theirs.nbytes == mine.nbytes * (1 if mine.batch_dim is None else factor)
     assert scaled.params == graph.params
-    assert [layer.flops for layer in scaled.layers] == [layer.flops * factor for layer in graph.layers]
+    assert [layer.flops for layer in scaled.layers] == [
+        layer.flops * factor for layer in graph.layers
+    ]
     back = rescaled(scaled, graph.microbatch_size, graph.model_hash)
     assert back == graph
 
@@ -134,12 +160,18 @@ def test_the_graph_at_a_profiled_size_carries_the_hash_of_that_size():
     assert profile.graph_at(12).model_hash == ""
 
 
-# ---- the interval --------------------------------------------------------------------------------------------------
+# ---- the interval
+# --------------------------------------------------------------------------------------------------
 
 
-def calibration(*errors: float, choice: StageChoice = ONE, layers: tuple[int, int] | None = None) -> Calibration:
+def calibration(
+    *errors: float, choice: StageChoice = ONE, layers: tuple[int, int] | None = None
+) -> Calibration:
     """Of a model of ten layers: error i is that of a stage of its own inside it."""
-    configs = [StageConfig(*(layers or (1 + i % 4, 6 + i // 4 % 3)), choice, 16 + i // 12) for i in range(len(errors))]
+    configs = [
+        StageConfig(*(layers or (1 + i % 4, 6 + i // 4 % 3)), choice, 16 + i // 12)
+        for i in range(len(errors))
+    ]
     return Calibration(tuple(map(StageError, configs, errors)), 0, 1)
 
 
@@ -163,7 +195,13 @@ def test_many_errors_stretch_less():
 
 @pytest.mark.parametrize(
     "choice, layers",
-    [(StageChoice(2, 1), (2, 5)), (ONE, (0, 5)), (ONE, (5, 10)), (ONE, (0, 10)), (StageChoice(remat="full"), (2, 5))],
+    [
+        (StageChoice(2, 1), (2, 5)),
+        (ONE, (0, 5)),
+        (ONE, (5, 10)),
+        (ONE, (0, 10)),
+        (StageChoice(remat="full"), (2, 5)),
+    ],
     ids=str,
 )
 def test_a_kind_that_was_not_seen_has_a_floor(choice, layers):
@@ -183,7 +221,9 @@ def test_a_kind_that_was_not_seen_has_a_floor(choice, layers):
 def test_a_kind_that_is_worse_than_the_rest_has_an_interval_of_its_own(kind, config):
     worse = Calibration((StageError(StageConfig(0, 3, StageChoice(2, 2), 16), 0.05),), 0, 1)
     both = Calibration((*calibration(*[0.0] * 400).errors, *worse.errors), 0, 2)
-    assert both.interval(INNER, 10)[1] == pytest.approx(1 + 0.05 * (1 + 2 / math.sqrt(both.num_stages)))
+    assert both.interval(INNER, 10)[1] == pytest.approx(
+        1 + 0.05 * (1 + 2 / math.sqrt(both.num_stages))
+    )
     assert both.interval(config, 10)[1] == pytest.approx(1.15), kind
 
 
@@ -196,7 +236,9 @@ def test_errors_of_one_stage_at_several_positions_count_once():
 
 @pytest.mark.parametrize("num_errors, coverage", [(1, None), (2, 1 / 3), (19, 0.9), (200, 0.98)])
 def test_no_more_coverage_is_claimed_than_the_errors_support(num_errors, coverage):
-    assert calibration(*[0.01] * num_errors).coverage() == (None if coverage is None else pytest.approx(coverage))
+    assert calibration(*[0.01] * num_errors).coverage() == (
+        None if coverage is None else pytest.approx(coverage)
+    )
 
 
 @given(st.lists(st.floats(-0.9, 3), min_size=1, max_size=60), st.integers(0, 8), st.integers(1, 2))
@@ -212,7 +254,8 @@ def test_the_widest_is_that_of_the_least_certain_kind():
 
 
 def test_a_calibration_that_does_not_say_what_of_is_not_believed():
-    """Those of earlier versions were errors of the closed form, which left out what stages exchange."""
+    """Those of earlier versions were errors of the closed form, which left out what stages
+    exchange."""
     document = replace(a_profile(), calibration=calibration(0.25)).to_json()
     assert Profile.from_json(json.loads(json.dumps(document))).calibration == calibration(0.25)
     document["calibration"]["errors"] = [0.25]

@@ -28,7 +28,7 @@ from capture.predictor.same_stages import stage_signature
 from capture.profiler.compile import CompileBackend
 from capture.profiler.windows import choices_to_profile, profiled_microbatch_sizes, window_configs
 from capture.runtime.pipeline import pipeshard
-from profiling_runs import collect as profile
+from profiling_runs import profile
 from profiling_runs.collect import CALIBRATION_SEED, divisor_choices
 from profiling_runs.jobs import Job, Queue
 from profiling_runs.pools.worker import measure_job
@@ -37,7 +37,8 @@ from recommender import recommend
 ONE, TWO, SPLIT = StageChoice(), StageChoice(2, 1), StageChoice(1, 2)
 
 
-# ---- what to measure -----------------------------------------------------------------------------------------------
+# ---- what to measure
+# -----------------------------------------------------------------------------------------------
 
 
 def test_windows_are_all_runs_of_one_to_n_plus_one_layers_and_shorter_at_smaller_sizes():
@@ -49,10 +50,19 @@ def test_windows_are_all_runs_of_one_to_n_plus_one_layers_and_shorter_at_smaller
 
 
 def test_long_windows_are_measured_at_the_largest_size_alone():
-    lengths = {size: {c.num_layers for c in window_configs(20, [ONE], [8, 16]) if c.microbatch_size == size} for size in (8, 16)}
+    lengths = {
+        size: {
+            c.num_layers for c in window_configs(20, [ONE], [8, 16]) if c.microbatch_size == size
+        }
+        for size in (8, 16)
+    }
     assert lengths == {8: {1, 2}, 16: {1, 2, 3, 8, 16}}
     assert {c.num_layers for c in window_configs(9, [ONE], [4])} == {1, 2, 3, 8}
-    assert [c.first for c in window_configs(20, [ONE], [16]) if c.num_layers == 16] == [1, 2, 3]  # without both ends
+    assert [c.first for c in window_configs(20, [ONE], [16]) if c.num_layers == 16] == [
+        1,
+        2,
+        3,
+    ]  # without both ends
     assert [c.first for c in window_configs(17, [ONE], [16]) if c.num_layers == 16] == [0, 1]
 
 
@@ -74,7 +84,9 @@ def test_half_the_microbatch_is_profiled_where_every_choice_splits_it():
 
 def test_choices_are_those_that_a_stage_of_the_cluster_may_have():
     def pairs(cluster, microbatch_size, **options):
-        choices = choices_to_profile(cluster, options.pop("choices", hybrid_choices(8)), microbatch_size, **options)
+        choices = choices_to_profile(
+            cluster, options.pop("choices", hybrid_choices(8)), microbatch_size, **options
+        )
         return [(c.data_parallel, c.tensor_parallel) for c in choices]
 
     assert pairs(Cluster((4, 2)), 8) == [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4)]
@@ -85,7 +97,8 @@ def test_choices_are_those_that_a_stage_of_the_cluster_may_have():
     assert pairs(Cluster((3,)), 3, any_divisor=True, choices=by_three) == [(1, 1), (3, 1), (1, 3)]
 
 
-# ---- measuring -----------------------------------------------------------------------------------------------------
+# ---- measuring
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +131,8 @@ def test_flags_and_versions_are_part_of_the_key(backend, monkeypatch):
 
 
 def test_casts_of_weights_and_masks_are_made_again_and_not_kept_for_every_microbatch():
-    """Two layers of a wide cast weight and a masked product: what is kept is of the size of the examples."""
+    """Two layers of a wide cast weight and a masked product: what is kept is of the size of the
+    examples."""
     width = 64
 
     def loss(params, x):
@@ -132,7 +146,9 @@ def test_casts_of_weights_and_masks_are_made_again_and_not_kept_for_every_microb
     def init(key):
         return list(jax.random.normal(key, (2, width, width)))
 
-    backend = CompileBackend(Workload(loss, init, lambda key, n: jax.random.normal(key, (n, width)), optax.sgd(0.1)))
+    backend = CompileBackend(
+        Workload(loss, init, lambda key, n: jax.random.normal(key, (n, width)), optax.sgd(0.1))
+    )
     one, two = (backend.measure(StageConfig(0, 2, ONE, size)).residual_bytes for size in (1, 2))
     assert 0 < two == 2 * one < 2 * width * width
 
@@ -164,12 +180,18 @@ def test_too_few_devices_and_compiler_errors_are_reported(backend, monkeypatch):
     monkeypatch.setattr(backend, "programs", fail)
     second = measure_job(backend, Job("b", broken))
     assert first.value is None and first.error.endswith("[target-devices]")
-    assert second.value is None and second.error.endswith("for target='cpu': out of registers [target-refused]")
+    assert second.value is None and second.error.endswith(
+        "for target='cpu': out of registers [target-refused]"
+    )
 
 
 def test_the_end_of_a_step_is_shared_by_replicas_and_micro_batches(backend):
     inner = backend.update_key(StageConfig(1, 3, ONE, 4))
-    same = [StageConfig(0, 2, ONE, 4), StageConfig(1, 3, TWO, 4), StageConfig(1, 3, StageChoice(2, 1, "full"), 8)]
+    same = [
+        StageConfig(0, 2, ONE, 4),
+        StageConfig(1, 3, TWO, 4),
+        StageConfig(1, 3, StageChoice(2, 1, "full"), 8),
+    ]
     other = [
         StageConfig(1, 4, ONE, 4),
         StageConfig(1, 3, SPLIT, 4),
@@ -179,7 +201,10 @@ def test_the_end_of_a_step_is_shared_by_replicas_and_micro_batches(backend):
     assert len({inner, *map(backend.update_key, other)}) == 1 + len(other)
 
 
-@pytest.mark.parametrize("optimizer", [optax.adamw(1e-3), optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, 0.9))])
+@pytest.mark.parametrize(
+    "optimizer",
+    [optax.adamw(1e-3), optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, 0.9))],
+)
 @pytest.mark.parametrize("choice", [StageChoice(2, 1), StageChoice(2, 2), StageChoice(4, 1)])
 def test_replicas_end_a_step_as_one_device_does(optimizer, choice):
     backend = CompileBackend(replace(mlp(num_blocks=5), optimizer=optimizer))
@@ -190,7 +215,9 @@ def test_replicas_end_a_step_as_one_device_does(optimizer, choice):
 
 @given(groups=st.lists(st.integers(0, 3), max_size=12), num_workers=st.integers(1, 3))
 def test_workers_stay_with_a_group_and_leave_no_job(groups, num_workers):
-    waiting = Queue([Job(str(i), StageConfig(0, 1, ONE, 2**group)) for i, group in enumerate(groups)])
+    waiting = Queue(
+        [Job(str(i), StageConfig(0, 1, ONE, 2**group)) for i, group in enumerate(groups)]
+    )
     left = Counter(job.group for jobs in waiting._groups.values() for job in jobs)
     at: list[Any] = [None] * num_workers
     for turn in range(len(groups)):
@@ -202,7 +229,8 @@ def test_workers_stay_with_a_group_and_leave_no_job(groups, num_workers):
     assert waiting.take(None) is None and not any(left.values())
 
 
-# ---- the profile of a model ----------------------------------------------------------------------------------------
+# ---- the profile of a model
+# ----------------------------------------------------------------------------------------
 
 
 def test_a_profile_in_this_process_measures_and_calibrates_by_another_seed():
@@ -216,18 +244,35 @@ def test_a_profile_in_this_process_measures_and_calibrates_by_another_seed():
         store=store,
         progress=lambda what, done, total: seen.append((what, done, total)),
     )
-    assert result.choices == (ONE,) and result.microbatch_sizes == (1, 2) and result.workload is None
+    assert (
+        result.choices == (ONE,) and result.microbatch_sizes == (1, 2) and result.workload is None
+    )
     assert len(result.measurements) == (5 + 4) * 2 and result.failures == ()
     assert result.model_hashes[2] == result.graph.model_hash != result.model_hashes[1]
     assert result.calibration.seed == CALIBRATION_SEED and 0 < len(result.calibration.errors) <= 12
-    assert 0 < len(result.calibration.size_errors) <= 6 and all(e.octaves == 1 for e in result.calibration.size_errors)
+    assert 0 < len(result.calibration.size_errors) <= 6 and all(
+        e.octaves == 1 for e in result.calibration.size_errors
+    )
     totals = {what: total for what, _, total in seen}
     assert list(totals) == ["optimizer updates", "layer windows", "calibration", "other sizes"]
     assert all((what, done, total) in seen for what, total in totals.items() for done in (0, total))
     rows = len(store)
-    assert rows == sum(totals.values()) and totals["optimizer updates"] <= 5  # the end of a step of 1 to 5 equal layers
-    again = profile(mlp(num_blocks=5), Cluster((1, 1)), microbatch_size=2, num_neighbours=1, calibration_plans=3, store=store)
-    assert len(store) == rows and again.measurements == result.measurements and again.calibration == result.calibration
+    assert (
+        rows == sum(totals.values()) and totals["optimizer updates"] <= 5
+    )  # the end of a step of 1 to 5 equal layers
+    again = profile(
+        mlp(num_blocks=5),
+        Cluster((1, 1)),
+        microbatch_size=2,
+        num_neighbours=1,
+        calibration_plans=3,
+        store=store,
+    )
+    assert (
+        len(store) == rows
+        and again.measurements == result.measurements
+        and again.calibration == result.calibration
+    )
 
 
 @pytest.mark.parametrize("task", [mlp(num_blocks=6), tied(dropout=False)], ids=["mlp", "tied"])
@@ -239,18 +284,34 @@ def test_stages_are_taken_for_the_same_program_just_if_they_are(task, choice):
     stages = [(first, stop) for stop in range(1, graph.num_layers + 1) for first in range(stop)]
     signatures = [stage_signature(graph, *stage, sizes) for stage in stages]
     keys = [backend.key(StageConfig(*stage, choice, 4)) for stage in stages]
-    assert all((a == b) == (x == y) for a, x in zip(signatures, keys, strict=True) for b, y in zip(signatures, keys, strict=True))
+    assert all(
+        (a == b) == (x == y)
+        for a, x in zip(signatures, keys, strict=True)
+        for b, y in zip(signatures, keys, strict=True)
+    )
     assert len(set(keys)) < len(keys) or graph.num_layers < 6
 
 
 def test_what_calibration_compiled_is_known_of_equal_stages_too():
-    """Inner blocks are equal; the ends are not, and what the optimizer needs is not taken from elsewhere."""
-    found = profile(mlp(optax.adam(1e-3), num_blocks=6), Cluster((1, 1)), microbatch_size=4, num_neighbours=1, calibration_plans=4)
+    """Inner blocks are equal; the ends are not, and what the optimizer needs is not taken from
+    elsewhere."""
+    found = profile(
+        mlp(optax.adam(1e-3), num_blocks=6),
+        Cluster((1, 1)),
+        microbatch_size=4,
+        num_neighbours=1,
+        calibration_plans=4,
+    )
     assert found.verified and not set(found.verified) & set(found.measurements)
     assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
     compiled = StageConfig(1, 4, ONE, 4)
     cost = replace(
-        next(iter(found.verified.values())), backward_bytes=10**7, update_bytes=10**8, kept_inputs=(0,), kept_outputs=(), kept_batch=()
+        next(iter(found.verified.values())),
+        backward_bytes=10**7,
+        update_bytes=10**8,
+        kept_inputs=(0,),
+        kept_outputs=(),
+        kept_batch=(),
     )
     planted = AdditivePredictor(replace(found, verified={compiled: cost})).memory(ONE, 4)
     without = AdditivePredictor(replace(found, verified={})).memory(ONE, 4)
@@ -262,7 +323,8 @@ def test_what_calibration_compiled_is_known_of_equal_stages_too():
 
 
 def test_a_shared_parameter_is_predicted_as_the_runtime_needs_it():
-    """The embedding is by far the largest tensor: its gradient comes back to the first stage, which then updates it."""
+    """The embedding is by far the largest tensor: its gradient comes back to the first stage, which
+    then updates it."""
     task = tied(optax.sgd(0.1), dropout=False)
     found = profile(task, Cluster((1, 1)), microbatch_size=2, num_neighbours=3, calibration_plans=0)
     for cut in (1, 3):
@@ -270,20 +332,29 @@ def test_a_shared_parameter_is_predicted_as_the_runtime_needs_it():
         predicted = AdditivePredictor(found).predict(plan)
         compiled = pipeshard(task, plan).replay()
         assert predicted.peak_bytes_per_device == compiled.peak_bytes_per_device
-        assert "received gradients" in predicted.stages[0].parts or predicted.stages[0].instant != "update"
+        assert (
+            "received gradients" in predicted.stages[0].parts
+            or predicted.stages[0].instant != "update"
+        )
 
 
-@pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)], ids=["sgd", "momentum"])
+@pytest.mark.parametrize(
+    "optimizer", [optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)], ids=["sgd", "momentum"]
+)
 def test_clearing_gradients_costs_no_copy_of_them(optimizer):
-    """Of six blocks the update needs next to nothing: parameters, state and gradients are overwritten where they are."""
+    """Of six blocks the update needs next to nothing: parameters, state and gradients are
+    overwritten where they are."""
     backend = CompileBackend(mlp(optimizer, num_blocks=6))
     parameters = sum(backend.sharding(4).param_bytes((1, 1)))
     assert backend.measure_update(StageConfig(0, 6, ONE, 4)).update_bytes < 0.05 * parameters
 
 
 def test_a_stage_that_the_profile_holds_calibrates_nothing():
-    """Of two layers, every stage is a window: looking it up again says nothing of how far predictions are off."""
-    result = profile(mlp(num_blocks=2), Cluster((1,)), microbatch_size=1, num_neighbours=1, calibration_plans=2)
+    """Of two layers, every stage is a window: looking it up again says nothing of how far
+    predictions are off."""
+    result = profile(
+        mlp(num_blocks=2), Cluster((1,)), microbatch_size=1, num_neighbours=1, calibration_plans=2
+    )
     assert result.failures == () and result.calibration is not None
     assert result.calibration.errors == () and result.calibration.coverage() is None
 
@@ -292,15 +363,27 @@ def test_stages_may_split_their_parameters_and_a_plan_is_never_the_worse_for_it(
     """By prediction and by replay of the compiled plans; and the profile survives its document."""
     task, cluster = mlp(optax.adam(1e-3), num_blocks=2), Cluster((2,))
     question = {"global_batch_size": 8, "num_microbatches": 2, "schedule": "1f1b"}
-    found = profile(task, cluster, microbatch_size=4, num_neighbours=1, calibration_plans=0, shard_params=True)
+    found = profile(
+        task, cluster, microbatch_size=4, num_neighbours=1, calibration_plans=0, shard_params=True
+    )
     assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
-    without = replace(found, measurements={c: cost for c, cost in found.measurements.items() if not c.choice.shard_params})
+    without = replace(
+        found,
+        measurements={
+            c: cost for c, cost in found.measurements.items() if not c.choice.shard_params
+        },
+    )
     free, bound = (recommend(one, cluster, **question) for one in (found, without))
     assert free.plan is not None and bound.plan is not None
     assert [stage.shard_params for stage in free.plan.stages] == [True]
-    replayed = [max(pipeshard(task, plan).replay().peak_bytes_per_device) for plan in (free.plan, bound.plan)]
+    replayed = [
+        max(pipeshard(task, plan).replay().peak_bytes_per_device)
+        for plan in (free.plan, bound.plan)
+    ]
     assert replayed[0] < replayed[1]
-    assert free.peak_bytes < bound.peak_bytes and free.peak_bytes == pytest.approx(replayed[0], rel=0.1)
+    assert free.peak_bytes < bound.peak_bytes and free.peak_bytes == pytest.approx(
+        replayed[0], rel=0.1
+    )
 
 
 def test_what_fails_is_named_and_the_rest_is_kept(monkeypatch):
@@ -312,13 +395,18 @@ def test_what_fails_is_named_and_the_rest_is_kept(monkeypatch):
         return programs_of(self, config)
 
     monkeypatch.setattr(CompileBackend, "programs", fail_on_pairs)
-    result = profile(mlp(num_blocks=2), Cluster((1,)), microbatch_size=1, num_neighbours=1, calibration_plans=0)
+    result = profile(
+        mlp(num_blocks=2), Cluster((1,)), microbatch_size=1, num_neighbours=1, calibration_plans=0
+    )
     pair = "layers 0 to 1, data parallel 1, tensor parallel 1, micro-batch size 1"
-    assert result.failures == (f"{pair}: the model cannot be compiled for target='cpu': no [target-refused]",)
+    assert result.failures == (
+        f"{pair}: the model cannot be compiled for target='cpu': no [target-refused]",
+    )
     with pytest.raises(ProfileError) as error:
         recommend(result, Cluster((1,)), global_batch_size=1, num_microbatches=1)
     assert str(error.value) == (
-        f"the profile lacks {pair}, which predictions are built from:\nfailed: {pair}: the model cannot be compiled for target='cpu': no "
+        f"the profile lacks {pair}, which predictions are built from:\nfailed: {pair}: the model "
+        "cannot be compiled for target='cpu': no "
         "[profile-missing]"
     )
     assert {(c.first, c.stop) for c in result.measurements} == {(0, 1), (1, 2)}
@@ -332,7 +420,9 @@ def test_what_fails_alike_is_named_once(monkeypatch):
         raise RuntimeError("no" if config.stop == 2 else "never")
 
     monkeypatch.setattr(CompileBackend, "programs", fail_on_the_last)
-    result = profile(mlp(num_blocks=2), Cluster((2,)), microbatch_size=4, num_neighbours=1, calibration_plans=0)
+    result = profile(
+        mlp(num_blocks=2), Cluster((2,)), microbatch_size=4, num_neighbours=1, calibration_plans=0
+    )
     said = "the model cannot be compiled for target='cpu'"
     degrees = "data parallel 1, 2, tensor parallel 1, 2; micro-batch sizes 2, 4"
     assert result.failures == (
@@ -342,9 +432,15 @@ def test_what_fails_alike_is_named_once(monkeypatch):
     assert len(result.warnings) == 1
     with pytest.raises(ProfileError) as error:
         recommend(result, Cluster((2,)), global_batch_size=8, num_microbatches=2)
-    assert error.value.codes == ("profile-failed",) and "all with layer 1" in str(error.value) and "refused" not in str(error.value)
+    assert (
+        error.value.codes == ("profile-failed",)
+        and "all with layer 1" in str(error.value)
+        and "refused" not in str(error.value)
+    )
 
 
 def test_an_unknown_backend_is_refused():
-    with pytest.raises(TargetError, match=r"^backend='abacus' is unknown; .*compile:TARGET.* \[target-unknown\]$"):
+    with pytest.raises(
+        TargetError, match=r"^backend='abacus' is unknown; .*compile:TARGET.* \[target-unknown\]$"
+    ):
         profile(mlp(), Cluster((1,)), microbatch_size=4, backend="abacus")

@@ -41,7 +41,8 @@ def test_what_is_no_size_is_refused_and_the_nearest_offered(text, meant):
     with pytest.raises(PlanError) as error:
         parse_bytes(text)
     assert str(error.value) == (
-        f"memory={text!r} is no size; write bytes, or a number with KB, MB, GB, TB, KiB, MiB, GiB or TiB.{meant} [memory-syntax]"
+        f"memory={text!r} is no size; write bytes, or a number with KB, MB, GB, TB, KiB, MiB, GiB "
+        f"or TiB.{meant} [memory-syntax]"
     )
 
 

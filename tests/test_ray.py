@@ -1,4 +1,5 @@
-"""Jobs on Ray clusters of several nodes, all of them on this machine: nodes die and join, drivers are killed, kinds of devices differ.
+"""Jobs on Ray clusters of several nodes, all of them on this machine: nodes die and join, drivers
+are killed, kinds of devices differ.
 
 ``make ray`` runs this file: starting the nodes takes most of its time.
 """
@@ -48,11 +49,22 @@ def model(widths="8,12,16,20,24"):
 
     return SimpleNamespace(loss_fn=loss_fn, init=init, batch=lambda key, n: jnp.ones((n, 16)), optimizer=optax.sgd(0.1))
 """
-QUESTION = ["model.py:model", "--cluster", "1x1", "--global-batch", "4", "--microbatches", "2", "--calibration-plans", "0"]
+QUESTION = [
+    "model.py:model",
+    "--cluster",
+    "1x1",
+    "--global-batch",
+    "4",
+    "--microbatches",
+    "2",
+    "--calibration-plans",
+    "0",
+]
 SPEC = WorkloadSpec("model.py", "model")
 
 
-# ---- without a cluster -----------------------------------------------------------------------------------------------
+# ---- without a cluster
+# -----------------------------------------------------------------------------------------------
 
 
 def test_a_worker_that_compiles_needs_a_processor_and_memory():
@@ -68,7 +80,12 @@ def test_a_run_for_a_kind_of_device_fits_nowhere_else():
     assert demand.room({**node, "accelerator_type:A100": 1}) == 2
     assert demand.room({**node, "accelerator_type:H100": 1}) == demand.room(node) == 0
     assert demand.options()["resources"] == {"accelerator_type:A100": 0.001}
-    assert Demand.of(Setting(SPEC, num_devices=2, backend="run", target="h100"), "H100-SXM").accelerator_type == "H100-SXM"
+    assert (
+        Demand.of(
+            Setting(SPEC, num_devices=2, backend="run", target="h100"), "H100-SXM"
+        ).accelerator_type
+        == "H100-SXM"
+    )
 
 
 def test_what_does_not_travel_is_refused(tmp_path, monkeypatch):
@@ -76,14 +93,21 @@ def test_what_does_not_travel_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "here")
     inside = Setting(WorkloadSpec(str(tmp_path / "here" / "model.py"), "model"))
     assert travelling(inside).workload.location == "model.py"
-    assert travelling(Setting(WorkloadSpec("package.module", "model"))).workload.location == "package.module"
-    for outside in (Setting(WorkloadSpec("../model.py", "model")), Setting(SPEC, target=str(tmp_path / "mine.json"))):
+    assert (
+        travelling(Setting(WorkloadSpec("package.module", "model"))).workload.location
+        == "package.module"
+    )
+    for outside in (
+        Setting(WorkloadSpec("../model.py", "model")),
+        Setting(SPEC, target=str(tmp_path / "mine.json")),
+    ):
         with pytest.raises(ProfileError) as error:
             travelling(outside)
         assert error.value.codes == ("ray-workload",)
 
 
-# ---- on a cluster ----------------------------------------------------------------------------------------------------
+# ---- on a cluster
+# --------------------------------------------------------------------------------------------------
 
 
 def patiently(start_node, attempts: int = 3):
@@ -99,7 +123,8 @@ def patiently(start_node, attempts: int = 3):
 
 @pytest.fixture(scope="module")
 def ray_cluster():
-    """A head without processors, so that it is given no work, and functions that add and kill nodes."""
+    """A head without processors, so that it is given no work, and functions that add and kill
+    nodes."""
     os.environ.update({"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"})
     cluster_utils = pytest.importorskip("ray.cluster_utils", reason="needs the extra [ray]")
     node = {"object_store_memory": 80_000_000, "include_log_monitor": False}
@@ -107,7 +132,9 @@ def ray_cluster():
     cluster = patiently(lambda: cluster_utils.Cluster(initialize_head=True, head_node_args=head))
     yield SimpleNamespace(
         address=cluster.address,
-        add=lambda **resources: patiently(lambda: cluster.add_node(**{**node, "num_cpus": 1, **resources})),
+        add=lambda **resources: patiently(
+            lambda: cluster.add_node(**{**node, "num_cpus": 1, **resources})
+        ),
         kill=lambda added: cluster.remove_node(added, allow_graceful=False),
         kill_head=lambda: cluster.head_node.kill_gcs_server(check_alive=False),
     )
@@ -125,7 +152,9 @@ def start(directory: Path, *options: str) -> subprocess.Popen:
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     env |= {"PYTHONPATH": str(REPOSITORY), "SOURCE_DATE_EPOCH": "0", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "capture", "profile", *QUESTION, "--quiet", *options]
-    return subprocess.Popen(command, cwd=directory, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command, cwd=directory, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def finish(process: subprocess.Popen) -> str:
@@ -136,7 +165,11 @@ def finish(process: subprocess.Popen) -> str:
 def events(path: Path, state: str) -> list[dict]:
     """Whole lines that say that a job is in a state."""
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [event for line in lines if (event := json.loads(line)).get("state") == state and event["event"] == "job"]
+    return [
+        event
+        for line in lines
+        if (event := json.loads(line)).get("state") == state and event["event"] == "job"
+    ]
 
 
 def wait_for(path: Path, count: int, process: subprocess.Popen) -> None:
@@ -156,10 +189,21 @@ def undisturbed(directory) -> bytes:
 
 
 @pytest.mark.ray
-def test_nodes_that_die_and_join_and_a_driver_that_is_killed_change_nothing(ray_cluster, directory, undisturbed):
+def test_nodes_that_die_and_join_and_a_driver_that_is_killed_change_nothing(
+    ray_cluster, directory, undisturbed
+):
     (directory / "profile.json").unlink()
     happened = directory / "events.jsonl"
-    command = ("--store", "ray.sqlite", "--ray", ray_cluster.address, "--events", str(happened), "-o", "profile.json")
+    command = (
+        "--store",
+        "ray.sqlite",
+        "--ray",
+        ray_cluster.address,
+        "--events",
+        str(happened),
+        "-o",
+        "profile.json",
+    )
     first = ray_cluster.add()
     driver = start(directory, *command)
     wait_for(happened, 2, driver)
@@ -178,14 +222,18 @@ def test_nodes_that_die_and_join_and_a_driver_that_is_killed_change_nothing(ray_
 
 
 @pytest.mark.ray
-def test_a_job_for_a_kind_of_device_lands_on_it_and_is_refused_without(ray_cluster, directory, monkeypatch):
+def test_a_job_for_a_kind_of_device_lands_on_it_and_is_refused_without(
+    ray_cluster, directory, monkeypatch
+):
     monkeypatch.chdir(directory)
     setting = setting_of(Setting(SPEC, num_devices=2, backend="run", target="a100-40g"))
     other = ray_cluster.add(num_gpus=2, resources={"accelerator_type:H100": 1})
     with pytest.raises(ProfileError) as error:
         Where(ray=ray_cluster.address).open(setting, None, 1)
     assert error.value.codes == ("ray-resources",)
-    assert "2 GPU of type A100" in str(error.value) and "accelerator_type:H100 1" in str(error.value)
+    assert "2 GPU of type A100" in str(error.value) and "accelerator_type:H100 1" in str(
+        error.value
+    )
     wanted = ray_cluster.add(num_gpus=2, resources={"accelerator_type:A100": 1})
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     runner = Where(ray=ray_cluster.address).open(setting, None, 5)
@@ -201,7 +249,9 @@ def test_a_job_for_a_kind_of_device_lands_on_it_and_is_refused_without(ray_clust
         assert outcomes[0].failure is None
     finally:
         runner.close()
-    refused = Where(ray=ray_cluster.address).open(replace(setting, versions={"jax": "0.0.1"}), None, 1)
+    refused = Where(ray=ray_cluster.address).open(
+        replace(setting, versions={"jax": "0.0.1"}), None, 1
+    )
     with pytest.raises(ProfileError) as error:
         while time.monotonic() < deadline:
             refused.idle()

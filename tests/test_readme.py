@@ -1,6 +1,8 @@
-"""What the README shows works: its blocks run, each in a directory of its own that holds links to the model zoo and the benchmarks.
+"""What the README shows works: its blocks run, each in a directory of its own that holds links to
+the model zoo and the benchmarks.
 
-Every ```` ```python ```` block runs, unless it is opened by ```` ```python no-test ````; a ```` ```bash ```` block runs if it is opened by
+Every ```` ```python ```` block runs, unless it is opened by ```` ```python no-test ````; a ````
+```bash ```` block runs if it is opened by
 ```` ```bash test ````. Readers see neither word.
 """
 
@@ -27,7 +29,11 @@ class Block(NamedTuple):
 
 def blocks_to_run(text: str) -> list[Block]:
     """The blocks that must run, in order, each with the line (from 1) of its opening fence."""
-    fenced = re.finditer(r"^(?P<fence>```+)(?P<language>\w*)[ \t]*(?P<mark>[^\n]*)\n(?P<code>.*?)^(?P=fence)[ \t]*$", text, re.M | re.S)
+    fenced = re.finditer(
+        r"^(?P<fence>```+)(?P<language>\w*)[ \t]*(?P<mark>[^\n]*)\n(?P<code>.*?)^(?P=fence)[ \t]*$",
+        text,
+        re.M | re.S,
+    )
     return [
         Block(text.count("\n", 0, match.start()) + 1, match["language"], match["code"])
         for match in fenced
@@ -36,15 +42,24 @@ def blocks_to_run(text: str) -> list[Block]:
 
 
 def run(block: Block, directory: Path) -> subprocess.CompletedProcess[str]:
-    """Run a block as a new user would: the package's commands on the path, and no flags of this test process."""
+    """Run a block as a new user would: the package's commands on the path, and no flags of this
+    test process."""
     for name in ("models", "benchmarks"):
         (directory / name).symlink_to(REPOSITORY / name)
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), env.get("PYTHONPATH")]))
-    shell = {"python": [sys.executable, "-c"], "bash": ["bash", "-euo", "pipefail", "-c"]}[block.language]
+    shell = {"python": [sys.executable, "-c"], "bash": ["bash", "-euo", "pipefail", "-c"]}[
+        block.language
+    ]
     return subprocess.run(
-        [*shell, block.code], cwd=directory, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+        [*shell, block.code],
+        cwd=directory,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
     )
 
 
@@ -53,18 +68,29 @@ def readme_blocks() -> list[Block]:
     return blocks_to_run(readme.read_text()) if readme.is_file() else []
 
 
-@pytest.mark.parametrize("block", readme_blocks(), ids=lambda block: f"line-{block.line}-{block.language}")
+@pytest.mark.parametrize(
+    "block", readme_blocks(), ids=lambda block: f"line-{block.line}-{block.language}"
+)
 def test_block_of_the_readme_runs(block, tmp_path):
     result = run(block, tmp_path)
-    assert result.returncode == 0, f"README.md:{block.line} ended with {result.returncode}\n{result.stdout}\n{result.stderr}"
+    assert result.returncode == 0, (
+        f"README.md:{block.line} ended with {result.returncode}\n{result.stdout}\n{result.stderr}"
+    )
 
 
 def test_only_the_marked_blocks_run():
-    text = "a\n```python\nx = 1\n```\n```bash\nmake\n```\n```bash test\ntrue\n```\n```python no-test\nimport alpa\n```\n```\nplain\n```\n"
+    text = (
+        "a\n```python\nx = 1\n```\n```bash\nmake\n```\n```bash test\ntrue\n```\n```python "
+        "no-test\nimport alpa\n```\n```\nplain\n```\n"
+    )
     assert blocks_to_run(text) == [Block(2, "python", "x = 1\n"), Block(8, "bash", "true\n")]
 
 
-@pytest.mark.parametrize("block", [Block(1, "python", "assert False"), Block(1, "bash", "false | cat\n")], ids=["python", "bash"])
+@pytest.mark.parametrize(
+    "block",
+    [Block(1, "python", "assert False"), Block(1, "bash", "false | cat\n")],
+    ids=["python", "bash"],
+)
 def test_a_block_that_fails_is_seen(block, tmp_path):
     assert run(block, tmp_path).returncode != 0
 

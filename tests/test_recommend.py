@@ -1,4 +1,5 @@
-"""From a profile to a plan: the search's answer is the best of all plans as the predictor sees them."""
+"""From a profile to a plan: the search's answer is the best of all plans as the predictor sees
+them."""
 
 from __future__ import annotations
 
@@ -21,11 +22,25 @@ from capture.plan.schedule import SCHEDULES
 from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
 from capture.predictor.paper import PaperPredictor
-from capture.profiler.paper import PaperStatistics, layer_statistics, merge_layers, paper_runs, run_paper_profile
+from capture.profiler.paper import (
+    PaperStatistics,
+    layer_statistics,
+    merge_layers,
+    paper_runs,
+    run_paper_profile,
+)
 from profiling_runs.collect import divisor_choices, plan_of
 from recommender import baseline_plan, recommend
 from recommender.capture.autostage import LABEL
-from recommender.capture.recommendation import MODES, OBJECTIVES, SEARCH_NAMES, SEARCHES, search_names, search_of, search_problem
+from recommender.capture.recommendation import (
+    MODES,
+    OBJECTIVES,
+    SEARCH_NAMES,
+    SEARCHES,
+    search_names,
+    search_of,
+    search_problem,
+)
 
 BATCH = {"global_batch_size": 128, "num_microbatches": 8}
 
@@ -38,7 +53,14 @@ def with_paper(num_layers: int = 8, schedule: str = "gpipe", num_devices: int = 
     planted = Planted(num_layers, 5)
     profile = planted.profile(hybrid(num_devices))
     param_bytes = dict.fromkeys([(tp, 1) for tp in (1, 2, 4)], profile.param_bytes[1, 1])
-    runs = run_paper_profile(paper_runs(num_layers, num_devices, 16), planted.graph, param_bytes, schedule, 8, planted.cost)
+    runs = run_paper_profile(
+        paper_runs(num_layers, num_devices, 16),
+        planted.graph,
+        param_bytes,
+        schedule,
+        8,
+        planted.cost,
+    )
     return replace(profile, paper=runs.to_json())
 
 
@@ -51,16 +73,26 @@ def codes_of(call) -> tuple[str, ...]:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("seed", range(4))
 def test_the_recommendation_is_the_best_of_all_plans(seed, schedule):
-    """The sorted per-device peaks are the least of every plan, by brute force and by the paper's enumeration."""
+    """The sorted per-device peaks are the least of every plan, by brute force and by the paper's
+    enumeration."""
     profile, cluster = a_profile(seed=seed), (Cluster((4,)), Cluster((2, 2)))[seed % 2]
     result = recommend(profile, cluster, **BATCH, schedule=schedule)
     best = brute_force(search_problem(profile, cluster, **BATCH, schedule=schedule))
     assert result.search.sorted_peaks == best
-    assert recommend(profile, cluster, **BATCH, schedule=schedule, algorithm="enumerate").search.sorted_peaks == best
+    assert (
+        recommend(
+            profile, cluster, **BATCH, schedule=schedule, algorithm="enumerate"
+        ).search.sorted_peaks
+        == best
+    )
     assert tuple(sorted(result.prediction.peak_bytes_per_device, reverse=True)) == best
 
 
-@pytest.mark.parametrize("cluster", [Cluster((4, 2)), Cluster((4,) * 4), Cluster((2,)), Cluster((8,)), Cluster((1, 1))], ids=str)
+@pytest.mark.parametrize(
+    "cluster",
+    [Cluster((4, 2)), Cluster((4,) * 4), Cluster((2,)), Cluster((8,)), Cluster((1, 1))],
+    ids=str,
+)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_no_random_plan_is_predicted_to_need_less(cluster, schedule):
     """Six devices as 4 + 2, sixteen, and fewer than were profiled."""
@@ -68,24 +100,34 @@ def test_no_random_plan_is_predicted_to_need_less(cluster, schedule):
     result = recommend(profile, cluster, **BATCH, schedule=schedule)
     plan = result.plan
     assert result.status == "ok" and plan.cluster == cluster
-    assert sorted(d for stage in plan.stages for d in stage.devices) == list(range(cluster.num_devices))
+    assert sorted(d for stage in plan.stages for d in stage.devices) == list(
+        range(cluster.num_devices)
+    )
     predictor = AdditivePredictor(profile)
     draws = random_plans(cluster, 18, hybrid_choices(8), 3)
     for drawn in islice(draws, 100):
         other = plan_of(drawn, profile, cluster, 128, 8, schedule)
-        mine, theirs = (tuple(sorted(predictor.predict(p).peak_bytes_per_device, reverse=True)) for p in (plan, other))
+        mine, theirs = (
+            tuple(sorted(predictor.predict(p).peak_bytes_per_device, reverse=True))
+            for p in (plan, other)
+        )
         assert mine <= theirs
 
 
-@pytest.mark.parametrize("shared", [[{0, 4}], [{0, 2, 4}], [{0, 1, 3, 4}, {1, 4}], [{0, 1, 2, 3, 4}]], ids=str)
+@pytest.mark.parametrize(
+    "shared", [[{0, 4}], [{0, 2, 4}], [{0, 1, 3, 4}, {1, 4}], [{0, 1, 2, 3, 4}]], ids=str
+)
 @pytest.mark.parametrize("seed", range(4))
 def test_what_shared_parameters_exchange_is_seen_by_the_search(seed, shared):
-    """By brute force over whole plans: with two readers each the best is found; with more, nothing is called best that is not."""
+    """By brute force over whole plans: with two readers each the best is found; with more, nothing
+    is called best that is not."""
     planted, cluster = Planted(5, seed, largest=200, shared=shared), Cluster((4,))
     if seed % 2:
         planted.summarizes(seed)
     generator = np.random.default_rng(seed)
-    large = tuple(replace(p, shape=(int(generator.integers(1, 2000)),)) for p in planted.graph.params)
+    large = tuple(
+        replace(p, shape=(int(generator.integers(1, 2000)),)) for p in planted.graph.params
+    )
     planted.graph = replace(planted.graph, params=large)
     profile = planted.profile(hybrid(2))
     result = recommend(profile, cluster, **BATCH)
@@ -94,7 +136,10 @@ def test_what_shared_parameters_exchange_is_seen_by_the_search(seed, shared):
     for cuts in every_plan(problem):
         for chosen in product(*(problem.choices[d] for _, _, d in cuts)):
             starts = accumulate((d for _, _, d in cuts), initial=0)
-            drawn = [DrawnStage(first, stop, at, choice) for (first, stop, _), at, choice in zip(cuts, starts, chosen, strict=False)]
+            drawn = [
+                DrawnStage(first, stop, at, choice)
+                for (first, stop, _), at, choice in zip(cuts, starts, chosen, strict=False)
+            ]
             prediction = predictor.predict(plan_of(drawn, profile, cluster, 128, 8, "1f1b"))
             peaks.append(tuple(sorted(prediction.peak_bytes_per_device, reverse=True)))
     found = tuple(sorted(result.prediction.peak_bytes_per_device, reverse=True))
@@ -119,14 +164,24 @@ def test_the_prediction_in_the_plan_is_the_searchs_peak(schedule):
 def test_the_document_has_what_scripts_rely_on():
     document = json.loads(json.dumps(recommend(a_profile(), Cluster((4,)), **BATCH).to_json()))
     assert document["status"] == "ok"
-    assert {"layers", "num_devices", "data_parallel", "tensor_parallel"} <= set(document["plan"]["stages"][0])
+    assert {"layers", "num_devices", "data_parallel", "tensor_parallel"} <= set(
+        document["plan"]["stages"][0]
+    )
     assert len(document["prediction"]["peak_bytes_per_device"]) == 4
-    assert document["search"]["algorithm"] == "minmax" and document["search"]["optimal"] is True and document["search"]["seconds"] > 0
+    assert (
+        document["search"]["algorithm"] == "minmax"
+        and document["search"]["optimal"] is True
+        and document["search"]["seconds"] > 0
+    )
     assert document["why"]["summary"].startswith("1 stage; the peak is ")
-    assert document["why"]["bottleneck_category"] in document["prediction"]["stages"][document["why"]["bottleneck_stage"]]["parts_bytes"]
+    assert (
+        document["why"]["bottleneck_category"]
+        in document["prediction"]["stages"][document["why"]["bottleneck_stage"]]["parts_bytes"]
+    )
 
 
-# ---- limits and spaces ---------------------------------------------------------------------------------------------
+# ---- limits and spaces
+# ---------------------------------------------------------------------------------------------
 
 
 def test_a_memory_limit_that_nothing_fits_is_a_result_with_a_reason():
@@ -138,9 +193,16 @@ def test_a_memory_limit_that_nothing_fits_is_a_result_with_a_reason():
     assert result.status == "infeasible"
     assert result.plan == free.plan  # the least-peak plan, to look at
     why = result.why
-    assert (why["code"], why["least_peak_bytes"], why["memory_limit_bytes"]) == ("memory-limit", least, least - 1)
+    assert (why["code"], why["least_peak_bytes"], why["memory_limit_bytes"]) == (
+        "memory-limit",
+        least,
+        least - 1,
+    )
     assert result.search.stages[why["stage_id"]].peak_bytes == least
-    assert why["summary"].startswith(f"The least peak of any plan is {least:,} bytes, 1 above memory_limit_bytes={least - 1:,}: stage_id=")
+    assert why["summary"].startswith(
+        f"The least peak of any plan is {least:,} bytes, 1 above "
+        f"memory_limit_bytes={least - 1:,}: stage_id="
+    )
 
 
 def test_too_few_layers_for_the_devices_is_a_result_without_a_plan():
@@ -159,7 +221,9 @@ def test_whole_nodes_and_any_divisor_widen_the_space():
     wide = recommend(profile, Cluster((3, 3)), **batch, any_divisor=True, whole_nodes=True).search
     assert {s.choice.num_devices for s in narrow.stages} <= {1, 2}
     assert wide.sorted_peaks <= narrow.sorted_peaks
-    problem = search_problem(profile, Cluster((3, 3)), **batch, schedule="1f1b", any_divisor=True, whole_nodes=True)
+    problem = search_problem(
+        profile, Cluster((3, 3)), **batch, schedule="1f1b", any_divisor=True, whole_nodes=True
+    )
     assert wide.sorted_peaks == brute_force(problem)
     assert {d for here in problem.degrees for d in here} == {1, 3, 6}
 
@@ -169,8 +233,12 @@ def test_the_paper_mode_searches_data_or_tensor_parallelism_by_the_papers_number
     result = recommend(profile, cluster, **BATCH, schedule="gpipe", mode="paper")
     assert all(1 in (stage.data_parallel, stage.tensor_parallel) for stage in result.plan.stages)
     predictor = PaperPredictor(PaperStatistics.from_json(profile.paper))
-    assert result.search.peak_bytes_per_device == tuple(np.ceil(predictor.predict(result.plan)).astype(int))
-    assert result.search.sorted_peaks == brute_force(search_problem(profile, cluster, **BATCH, schedule="gpipe", mode="paper"))
+    assert result.search.peak_bytes_per_device == tuple(
+        np.ceil(predictor.predict(result.plan)).astype(int)
+    )
+    assert result.search.sorted_peaks == brute_force(
+        search_problem(profile, cluster, **BATCH, schedule="gpipe", mode="paper")
+    )
 
 
 @pytest.mark.parametrize("mode", ["default", "paper"])
@@ -179,78 +247,125 @@ def test_merged_layers_are_never_cut(num_merged, num_devices, mode):
     profile, cluster = with_paper(), Cluster((1,) * num_devices)  # as many stages as devices
     problem = search_problem(profile, cluster, **BATCH, schedule="gpipe", mode=mode)
     windows = [(first, first + n) for n in (1, 2) for first in range(8 - n + 1)]
-    merged = merge_layers(layer_statistics({w: int(problem.bytes_per_choice(1, 1, *w)[0]) for w in windows}, 8), num_merged)
+    merged = merge_layers(
+        layer_statistics({w: int(problem.bytes_per_choice(1, 1, *w)[0]) for w in windows}, 8),
+        num_merged,
+    )
     assert len(merged) == num_merged
     cuts = {first for first, _ in merged}
     allowed = [
-        tuple(sorted((int(problem.bytes_per_choice(1, 1, first, stop)[0]) for first, stop, _ in plan), reverse=True))
+        tuple(
+            sorted(
+                (int(problem.bytes_per_choice(1, 1, first, stop)[0]) for first, stop, _ in plan),
+                reverse=True,
+            )
+        )
         for plan in every_plan(problem)
         if {first for first, _, _ in plan} <= cuts
     ]
-    result = recommend(profile, cluster, **BATCH, schedule="gpipe", mode=mode, merge_layers=num_merged)
+    result = recommend(
+        profile, cluster, **BATCH, schedule="gpipe", mode=mode, merge_layers=num_merged
+    )
     assert {stage.first for stage in result.plan.stages} <= cuts
     assert result.search.sorted_peaks == min(allowed)
     free = recommend(profile, cluster, **BATCH, schedule="gpipe", mode=mode)
     assert free.search.sorted_peaks <= result.search.sorted_peaks
-    assert recommend(profile, cluster, **BATCH, schedule="gpipe", mode=mode, merge_layers=8).plan == free.plan
+    assert (
+        recommend(profile, cluster, **BATCH, schedule="gpipe", mode=mode, merge_layers=8).plan
+        == free.plan
+    )
 
 
 def test_a_choice_that_does_not_split_the_microbatch_is_not_used():
     profile = a_profile()
-    problem = search_problem(profile, Cluster((4,)), global_batch_size=16, num_microbatches=8, schedule="1f1b")
-    assert {choice.data_parallel for choices in problem.choices.values() for choice in choices} == {1, 2}
-    assert recommend(profile, Cluster((4,)), global_batch_size=16, num_microbatches=8).plan.microbatch_size == 2
+    problem = search_problem(
+        profile, Cluster((4,)), global_batch_size=16, num_microbatches=8, schedule="1f1b"
+    )
+    assert {choice.data_parallel for choices in problem.choices.values() for choice in choices} == {
+        1,
+        2,
+    }
+    assert (
+        recommend(
+            profile, Cluster((4,)), global_batch_size=16, num_microbatches=8
+        ).plan.microbatch_size
+        == 2
+    )
 
 
-# ---- what is refused -----------------------------------------------------------------------------------------------
+# ---- what is refused
+# -----------------------------------------------------------------------------------------------
 
 
 def test_all_broken_rules_are_named_at_once():
     profile, cluster = a_profile(2, 1), Cluster((1,))
     batch = {"global_batch_size": 10, "num_microbatches": 4}
-    assert codes_of(lambda: recommend(profile, cluster, **batch, schedule="zigzag", mode="fast")) == (
+    assert codes_of(
+        lambda: recommend(profile, cluster, **batch, schedule="zigzag", mode="fast")
+    ) == (
         "plan-batch",
         "plan-schedule",
         "recommend-mode",
     )
     with pytest.raises(CaptureError) as error:
         recommend(profile, cluster, **batch)
-    assert str(error.value) == "global_batch_size=10 is not divisible by num_microbatches=4; 8 would be. [plan-batch]"
+    assert (
+        str(error.value)
+        == "global_batch_size=10 is not divisible by num_microbatches=4; 8 would be. [plan-batch]"
+    )
 
 
 def test_what_the_profile_lacks_is_named():
     profile, cluster = a_profile(4, 2), Cluster((2,))
-    assert codes_of(lambda: recommend(profile, cluster, **BATCH, mode="paper")) == ("profile-paper",)
-    assert codes_of(lambda: recommend(profile, cluster, **BATCH, algorithm="guess")) == ("search-algorithm",)
+    assert codes_of(lambda: recommend(profile, cluster, **BATCH, mode="paper")) == (
+        "profile-paper",
+    )
+    assert codes_of(lambda: recommend(profile, cluster, **BATCH, algorithm="guess")) == (
+        "search-algorithm",
+    )
     fours = Planted(4).profile([StageChoice(4, 1)])
     assert codes_of(lambda: recommend(fours, cluster, **BATCH)) == ("profile-degrees",)
 
 
 def test_an_algorithm_answers_its_own_objectives_alone():
-    """No algorithm is left out silently: every pair is in the table, or refused with the names of those that answer."""
+    """No algorithm is left out silently: every pair is in the table, or refused with the names of
+    those that answer."""
     profile, cluster = with_paper(), Cluster((4,))
     for objective in (*OBJECTIVES, None):
         for mode in MODES:
             for algorithm in SEARCH_NAMES:
-                if any((m, name) == (mode, algorithm) and objective in (None, of) for of, m, name in SEARCHES):
+                if any(
+                    (m, name) == (mode, algorithm) and objective in (None, of)
+                    for of, m, name in SEARCHES
+                ):
                     continue
                 asked = {"objective": objective, "mode": mode, "algorithm": algorithm}
                 codes = codes_of(lambda asked=asked: recommend(profile, cluster, **BATCH, **asked))
-                assert codes == (("recommend-objective",) if objective and not search_names(objective, mode) else ("plan-algorithm",))
+                assert codes == (
+                    ("recommend-objective",)
+                    if objective and not search_names(objective, mode)
+                    else ("plan-algorithm",)
+                )
     with pytest.raises(CaptureError) as error:
         recommend(profile, cluster, **BATCH, objective="throughput", algorithm="mcap")
     assert str(error.value) == (
-        "algorithm='mcap' does not search for objective='throughput' in mode='default'; choose throughput or autostage. [plan-algorithm]"
+        "algorithm='mcap' does not search for objective='throughput' in mode='default'; choose "
+        "throughput or autostage. [plan-algorithm]"
     )
     options = {"algorithm": "autostage", "merge_layers": 2, "any_divisor": True}
-    assert codes_of(lambda: recommend(profile, cluster, **BATCH, **options)) == ("plan-algorithm", "plan-algorithm")
+    assert codes_of(lambda: recommend(profile, cluster, **BATCH, **options)) == (
+        "plan-algorithm",
+        "plan-algorithm",
+    )
     assert search_of("memory", "paper", None) == ("memory", "paper", "minmax")
 
 
 def test_the_algorithm_that_is_named_is_the_one_that_answers():
     profile, cluster = a_profile(4, 2), Cluster((2,))
     for algorithm in ("minmax", "enumerate", "mcap", "mcap-bf"):
-        assert recommend(profile, cluster, **BATCH, algorithm=algorithm).search.algorithm == algorithm
+        assert (
+            recommend(profile, cluster, **BATCH, algorithm=algorithm).search.algorithm == algorithm
+        )
     timed, nodes = planted_profile(8, max_devices=2), Cluster((2, 2))
     for options, name in (
         ({"objective": "throughput"}, "throughput"),
@@ -258,15 +373,26 @@ def test_the_algorithm_that_is_named_is_the_one_that_answers():
         ({"objective": "throughput", "algorithm": "autostage"}, f"autostaging ({LABEL})"),
         ({"algorithm": "autostage"}, f"autostaging ({LABEL})"),
     ):
-        assert recommend(timed, Cluster(nodes.nodes, timed.target), **BATCH, **options).search.algorithm == name
+        assert (
+            recommend(
+                timed, Cluster(nodes.nodes, timed.target), **BATCH, **options
+            ).search.algorithm
+            == name
+        )
 
 
 def test_every_plan_that_may_be_written_has_its_prediction():
     """So that ``run`` can show it beside what it measures."""
     timed = planted_profile(8, max_devices=2)
     cluster = Cluster((2, 2), timed.target)
-    plans = [recommend(timed, cluster, **BATCH, **of).plan for of in ({"objective": "pareto"}, {"algorithm": "autostage"})]
-    plans += [recommend(with_paper(), Cluster((4,)), **BATCH, schedule="gpipe", mode=mode).plan for mode in MODES]
+    plans = [
+        recommend(timed, cluster, **BATCH, **of).plan
+        for of in ({"objective": "pareto"}, {"algorithm": "autostage"})
+    ]
+    plans += [
+        recommend(with_paper(), Cluster((4,)), **BATCH, schedule="gpipe", mode=mode).plan
+        for mode in MODES
+    ]
     executed = replace(with_paper(), measurements={})  # runs alone
     plans += [recommend(executed, Cluster((4,)), **BATCH, schedule="gpipe", mode="paper").plan]
     plans += [baseline_plan(timed, cluster, **BATCH, schedule="1f1b")]
@@ -274,7 +400,8 @@ def test_every_plan_that_may_be_written_has_its_prediction():
         assert len(plan.prediction["peak_bytes_per_device"]) == plan.cluster.num_devices == 4
 
 
-# ---- baselines -----------------------------------------------------------------------------------------------------
+# ---- baselines
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("weigh", ["flops", "params", "layers"])
@@ -291,4 +418,6 @@ def test_the_baseline_shares_layers_out_evenly_and_never_beats_the_search(weigh)
 def test_with_too_few_layers_the_baseline_takes_a_larger_degree():
     plan = baseline_plan(a_profile(3), Cluster((4, 4)), **BATCH, schedule="gpipe")
     assert [stage.num_devices for stage in plan.stages] == [4, 4]
-    assert codes_of(lambda: baseline_plan(a_profile(1, 1), Cluster((2,)), **BATCH, schedule="gpipe")) == ("baseline-degree",)
+    assert codes_of(
+        lambda: baseline_plan(a_profile(1, 1), Cluster((2,)), **BATCH, schedule="gpipe")
+    ) == ("baseline-degree",)

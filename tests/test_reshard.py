@@ -1,4 +1,5 @@
-"""Moves between every pair of layouts: values, donation of the source, and no way through the host."""
+"""Moves between every pair of layouts: values, donation of the source, and no way through the
+host."""
 
 from __future__ import annotations
 
@@ -23,10 +24,17 @@ from capture.runtime.reshard import plan_reshard, reshard
 SHAPE = (8, 4)
 
 
-def layout(first: int, mesh_shape: tuple[int, int], spec: P, reverse: bool = False) -> NamedSharding:
+def layout(
+    first: int, mesh_shape: tuple[int, int], spec: P, reverse: bool = False
+) -> NamedSharding:
     """A sharding on the devices from ``first`` on, with mesh axes data and model."""
     devices = jax.devices()[first : first + int(np.prod(mesh_shape))]
-    return NamedSharding(Mesh(np.array(devices[::-1] if reverse else devices).reshape(mesh_shape), ("data", "model")), spec)
+    return NamedSharding(
+        Mesh(
+            np.array(devices[::-1] if reverse else devices).reshape(mesh_shape), ("data", "model")
+        ),
+        spec,
+    )
 
 
 LAYOUTS = {
@@ -51,7 +59,9 @@ def source(sharding: NamedSharding, dtype: str = "float32") -> jax.Array:
 
 @lru_cache
 def _fill(sharding: NamedSharding, dtype: str):
-    return jax.jit(lambda: jnp.arange(np.prod(SHAPE)).reshape(SHAPE).astype(dtype), out_shardings=sharding)
+    return jax.jit(
+        lambda: jnp.arange(np.prod(SHAPE)).reshape(SHAPE).astype(dtype), out_shardings=sharding
+    )
 
 
 _increment_in_place = jax.jit(lambda v: v + 1, donate_argnums=0)
@@ -85,7 +95,8 @@ def test_the_check_for_host_reads_sees_the_host_path_of_device_put():
 
 
 def _no_host_value():
-    """The transfer guard lets CPU buffers be read in place, so the property that reads them is made to fail as well."""
+    """The transfer guard lets CPU buffers be read in place, so the property that reads them is made
+    to fail as well."""
 
     def fail(self):
         raise AssertionError("an array was read on the host")
@@ -111,7 +122,9 @@ def test_scalars_and_empty_arrays():
 def test_arrays_of_three_dimensions_cut_in_two():
     values = np.arange(4 * 2 * 8).reshape(4, 2, 8)
     x = jax.device_put(values, layout(0, (2, 2), P("data", None, "model")))
-    np.testing.assert_array_equal(np.array(reshard(x, layout(2, (4, 1), P(None, None, "data")))), values)
+    np.testing.assert_array_equal(
+        np.array(reshard(x, layout(2, (4, 1), P(None, None, "data")))), values
+    )
 
 
 def test_typed_random_keys():
@@ -123,7 +136,9 @@ def test_typed_random_keys():
 
 def test_a_source_on_a_single_device_sharding():
     x = jax.device_put(np.arange(8.0), SingleDeviceSharding(jax.devices()[3]))
-    np.testing.assert_array_equal(np.array(reshard(x, layout(0, (4, 1), P("data")))), np.arange(8.0))
+    np.testing.assert_array_equal(
+        np.array(reshard(x, layout(0, (4, 1), P("data")))), np.arange(8.0)
+    )
 
 
 def test_alias_is_used_only_when_allowed():
@@ -158,17 +173,24 @@ def test_replicas_share_the_sending():
 
 
 @pytest.mark.parametrize("has_function", [True, False])
-def test_copies_are_whole_independent_and_also_made_without_the_private_function(monkeypatch, has_function):
+def test_copies_are_whole_independent_and_also_made_without_the_private_function(
+    monkeypatch, has_function
+):
     if not has_function:
         monkeypatch.setattr(array_copy, "xla_client", SimpleNamespace())
-    x, to = source(layout(0, (2, 1), P("data"))), [layout(4, (2, 1), P("data")), layout(0, (2, 1), P("data"))]
+    x, to = (
+        source(layout(0, (2, 1), P("data"))),
+        [layout(4, (2, 1), P("data")), layout(0, (2, 1), P("data"))],
+    )
     away, here = plan_copies(to)([x, x])
     for copy, sharding in ((away, to[0]), (here, to[1])):
         assert copy.sharding == sharding
         np.testing.assert_array_equal(np.array(copy), np.array(x))
     assert not pointers(here) & pointers(x)
     x.delete()
-    assert np.isfinite(np.array(away)).all() and np.isfinite(np.array(here)).all(), "they outlive what they were copied from"
+    assert np.isfinite(np.array(away)).all() and np.isfinite(np.array(here)).all(), (
+        "they outlive what they were copied from"
+    )
 
 
 def test_devices_of_another_process_are_refused():
@@ -176,5 +198,6 @@ def test_devices_of_another_process_are_refused():
     with pytest.raises(ExecutionError) as refused:
         plan_reshard(SHAPE, jnp.dtype("float32"), LAYOUTS["one-0"](), far)
     assert str(refused.value) == (
-        "the destination sharding far away has devices of another process; reshard moves arrays within one process. [reshard-addressable]"
+        "the destination sharding far away has devices of another process; reshard moves arrays "
+        "within one process. [reshard-addressable]"
     )

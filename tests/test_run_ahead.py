@@ -1,4 +1,5 @@
-"""The host waits where devices would else hold more than the step books: by a model of the worst devices, and by what malloc gives out."""
+"""The host waits where devices would else hold more than the step books: by a model of the worst
+devices, and by what malloc gives out."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from tests.test_step import steps
 
 
 class LazyDevices:
-    """Devices that finish nothing before somebody waits for it, take memory at once, and free a slot when all that use it have ended."""
+    """Devices that finish nothing before somebody waits for it, take memory at once, and free a
+    slot when all that use it have ended."""
 
     def __init__(self, program: StepProgram):
         self.program = program
@@ -36,7 +38,9 @@ class LazyDevices:
         self.users: defaultdict[int, set[int]] = defaultdict(set)
         self.needs: dict[int, set[int]] = {}
         self.unfinished: set[int] = set()
-        self.releases: list[tuple[set[int], int, int]] = []  # once all of these have finished, on this stage so many bytes
+        self.releases: list[
+            tuple[set[int], int, int]
+        ] = []  # once all of these have finished, on this stage so many bytes
         self.num_issued = 0
         for slot in program.persistent.values():
             self.held[program.slots[slot].stage_id] += program.slots[slot].nbytes
@@ -61,7 +65,9 @@ class LazyDevices:
         match instruction:
             case Free():
                 for slot in instruction.slots:
-                    self.releases.append((self._end(slot), slots[slot].stage_id, slots[slot].nbytes))
+                    self.releases.append(
+                        (self._end(slot), slots[slot].stage_id, slots[slot].nbytes)
+                    )
                 return
             case Feed(slot=slot):
                 read, donated, made, takes = [], (), (slot,), 0
@@ -69,14 +75,20 @@ class LazyDevices:
                 read, donated, made, takes = [source], (), (target,), 0
             case Run(donated=donated, outputs=made):
                 read = [slot for group in instruction.inputs for slot in group]
-                takes = self.program.stages[instruction.stage_id].transient_bytes[instruction.program]
+                takes = self.program.stages[instruction.stage_id].transient_bytes[
+                    instruction.program
+                ]
         stage_id = slots[made[0]].stage_id
         self.needs[number] = {self.maker[slot] for slot in read}
         for slot in read:
             self.users[slot].add(number)
-        change = sum(slots[slot].nbytes for slot in made) - sum(slots[slot].nbytes for slot in donated)
+        change = sum(slots[slot].nbytes for slot in made) - sum(
+            slots[slot].nbytes for slot in donated
+        )
         takes = max(takes, change)
-        self.releases.append(({number}.union(*(self._end(slot) for slot in donated)), stage_id, takes - change))
+        self.releases.append(
+            ({number}.union(*(self._end(slot) for slot in donated)), stage_id, takes - change)
+        )
         for slot in made:
             self.maker[slot] = number
             self.users[slot].add(number)
@@ -101,11 +113,21 @@ def most_held(program: StepProgram, waiting: list[tuple[int, ...]]) -> list[int]
 
 
 def booked(program: StepProgram) -> tuple[int, ...]:
-    return replay(program, sum(len(stage.devices) for stage in program.stages)).peak_bytes_per_device
+    return replay(
+        program, sum(len(stage.devices) for stage in program.stages)
+    ).peak_bytes_per_device
 
 
 #: One parameter, an input of four bytes, and residuals and temporaries that are much larger.
-STAGE = stage_interface(chain(1), 0, 1, (0,), 1, [8], StageCost(100, 104, 100, 0, 0, kept_inputs=(), kept_outputs=(), kept_batch=()))
+STAGE = stage_interface(
+    chain(1),
+    0,
+    1,
+    (0,),
+    1,
+    [8],
+    StageCost(100, 104, 100, 0, 0, kept_inputs=(), kept_outputs=(), kept_batch=()),
+)
 
 
 @given(steps())
@@ -113,14 +135,18 @@ def test_the_laziest_devices_hold_no_more_than_the_replay_books(step):
     program = build_step(*step)
     budget = booked(program)
     most = most_held(program, waits(program, budget))
-    assert all(held <= budget[stage.devices[0]] for held, stage in zip(most, program.stages, strict=True))
+    assert all(
+        held <= budget[stage.devices[0]] for held, stage in zip(most, program.stages, strict=True)
+    )
 
 
 def test_devices_that_are_not_waited_for_hold_more():
     """The model of the worst devices can tell: what each micro-batch makes piles up."""
     program = build_step([STAGE], make_schedule("1f1b", 1, 8))
     (budget,) = booked(program)
-    assert budget == 2 * 8 + 100 + 100 + 8 * 4  # parameter and gradient, residuals, temporaries of the backward pass, losses
+    assert (
+        budget == 2 * 8 + 100 + 100 + 8 * 4
+    )  # parameter and gradient, residuals, temporaries of the backward pass, losses
     assert most_held(program, waits(program, [budget])) == [budget]
     (without,) = most_held(program, [()] * len(program.instructions))
     assert without > 8 * 200
@@ -130,19 +156,24 @@ def test_more_memory_means_fewer_waits():
     program = build_step([STAGE], make_schedule("1f1b", 1, 8))
     counts = [sum(map(len, waits(program, [booked(program)[0] * n]))) for n in (1, 2, 4, 100)]
     assert counts == sorted(counts, reverse=True)
-    assert counts[-1] == len(program.persistent) - 1  # the state of the step before; its optimizer has none
+    assert (
+        counts[-1] == len(program.persistent) - 1
+    )  # the state of the step before; its optimizer has none
 
 
-# ---- on devices ----------------------------------------------------------------------------------------------------
+# ---- on devices
+# --------------------------------------------------------------------------------------------------
 
 WIDTH, MICROBATCH_SIZE, NUM_MICROBATCHES = 256, 512, 12
 
-#: What a step takes beside arrays: objects of JAX, and some 300 kB while a program runs that do not grow with its arrays.
+#: What a step takes beside arrays: objects of JAX, and some 300 kB while a program runs that do not
+#: grow with its arrays.
 OVERHEAD_BYTES = 400_000
 
 
 def pointwise(num_blocks: int = 4) -> Workload:
-    """Large arrays and no products: XLA's CPU kernels for those take scratch that no report names."""
+    """Large arrays and no products: XLA's CPU kernels for those take scratch that no report
+    names."""
 
     def loss(params, x):
         for i, scale in enumerate(params):
@@ -161,13 +192,21 @@ def pointwise(num_blocks: int = 4) -> Workload:
 def compiled(layers: Sequence[int]) -> PipelinedStep:
     batch_size = NUM_MICROBATCHES * MICROBATCH_SIZE
     return pipeshard(
-        pointwise(), pipeline(layers, ((1, 1),) * len(layers), global_batch_size=batch_size, num_microbatches=NUM_MICROBATCHES)
+        pointwise(),
+        pipeline(
+            layers,
+            ((1, 1),) * len(layers),
+            global_batch_size=batch_size,
+            num_microbatches=NUM_MICROBATCHES,
+        ),
     )
 
 
 def heaps(step: PipelinedStep, num_steps: int) -> tuple[int, list[int], list[float]]:
     """Bytes booked, and added by each step; and the losses."""
-    batch = np.linspace(-1, 1, step.plan.global_batch_size * WIDTH, dtype=np.float32).reshape(-1, WIDTH)
+    batch = np.linspace(-1, 1, step.plan.global_batch_size * WIDTH, dtype=np.float32).reshape(
+        -1, WIDTH
+    )
     state = step.init(jax.random.key(0))
     state, _ = step(state, batch)  # the first makes what lasts: threads, compiled transfers
     added, losses, booked_bytes = [], [], 0
@@ -182,8 +221,9 @@ def heaps(step: PipelinedStep, num_steps: int) -> tuple[int, list[int], list[flo
 
 
 def test_the_allocator_gives_out_no_more_than_the_ledger_books():
-    """Other work on the machine may hold up the thread that frees what a program used, so the least of some steps counts; and it may hold
-    up the host, which then does not run ahead, so the most of some without the bound."""
+    """Other work on the machine may hold up the thread that frees what a program used, so the least
+    of some steps counts; and it may hold up the host, which then does not run ahead, so the most of
+    some without the bound."""
     step = compiled((4,))
     assert step.bound_run_ahead
     booked_bytes, added, losses = heaps(step, 4)

@@ -1,4 +1,5 @@
-"""The backend ``run``: executed profiling runs give the statistics that compiled ones do, once each."""
+"""The backend ``run``: executed profiling runs give the statistics that compiled ones do, once
+each."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from capture.predictor.paper import PaperPredictor
 from capture.profiler.execution import Executed, Machine, ProfilingRun
 from capture.profiler.paper import PaperStatistics
 from capture.profiler.run import RunBackend
-from profiling_runs import collect as profile
+from profiling_runs import profile
 from profiling_runs.batch import MAX_ATTEMPTS, Batch
 from profiling_runs.jobs import Job, Setting
 from profiling_runs.pools.where import Where, setting_of
@@ -30,7 +31,8 @@ from recommender import recommend
 
 CLUSTER, MICROBATCH_SIZE, TARGET = Cluster((2,)), 2, ("1f1b", 8)
 TARGETS = {"microbatch_size": MICROBATCH_SIZE, "paper": TARGET}
-#: Sets: one device, 2-way data, 2-way tensor parallel; 4 layers on 3 stages: 3 partitionings, at 2 and at 4 micro-batches.
+#: Sets: one device, 2-way data, 2-way tensor parallel; 4 layers on 3 stages: 3 partitionings, at 2
+#: and at 4 micro-batches.
 NUM_RUNS = 18
 TINY = mlp()
 ONE_RUN = ProfilingRun((2, 1, 1), StageChoice(), MICROBATCH_SIZE, 2, "gpipe")
@@ -100,7 +102,11 @@ def test_executed_statistics_are_the_compiled_ones(executed, compiled):
     mine, theirs = statistics(executed), statistics(compiled)
     for found in (mine, theirs):
         assert (found.num_runs, found.num_failed_runs, found.failed) == (NUM_RUNS, 0, ())
-    assert mine.statistics.keys() == theirs.statistics.keys() == {StageChoice(), StageChoice(2, 1), StageChoice(1, 2)}
+    assert (
+        mine.statistics.keys()
+        == theirs.statistics.keys()
+        == {StageChoice(), StageChoice(2, 1), StageChoice(1, 2)}
+    )
     for choice, by_batch in mine.statistics.items():
         assert sorted(by_batch) == [2, 4]
         for m, layers in by_batch.items():
@@ -131,7 +137,11 @@ def test_a_second_call_executes_nothing(executed, store, executions):
 
 def test_an_interrupted_profile_goes_on_where_it_stopped(monkeypatch):
     half, made = Store(), []
-    monkeypatch.setattr(RunBackend, "execute", lambda self, run: made.append(run) or Executed((1, 2, 3), "a meter of this test"))
+    monkeypatch.setattr(
+        RunBackend,
+        "execute",
+        lambda self, run: made.append(run) or Executed((1, 2, 3), "a meter of this test"),
+    )
 
     def stop(what, done, total):
         if done == 5:
@@ -163,7 +173,9 @@ def test_repeats_measure_as_many_steps_and_count_the_largest_peaks(monkeypatch, 
 
     def measured(step, state, batch, key):
         steps.append(state.num_steps)
-        return replace(measure(step, state, batch, key), live_peak_bytes_per_device=peaks[len(steps) - 1])
+        return replace(
+            measure(step, state, batch, key), live_peak_bytes_per_device=peaks[len(steps) - 1]
+        )
 
     monkeypatch.setattr(capture.profiler.run, "measure_step", measured)
     run = replace(ONE_RUN, repeats=3)
@@ -195,27 +207,46 @@ def test_the_default_mode_refuses_executed_runs(executed):
     assert error.value.codes == ("profile-windows",)
 
 
-def test_runs_above_the_limit_are_named_and_what_they_alone_give_is_missing(executed, store, executions):
+def test_runs_above_the_limit_are_named_and_what_they_alone_give_is_missing(
+    executed, store, executions
+):
     """What is in the store already is judged by the limit as if it were made now."""
     limit = limit_of_one_layer(executed)
-    limited = profile(TINY, CLUSTER, backend="run", store=store, memory_limit_bytes=limit, **TARGETS)
+    limited = profile(
+        TINY, CLUSTER, backend="run", store=store, memory_limit_bytes=limit, **TARGETS
+    )
     assert executions == []
     found = statistics(limited)
     assert (found.num_runs, found.num_failed_runs) == (NUM_RUNS, len(found.failed))
-    assert len([failure for failure in found.failed if "data_parallel=1 x tensor_parallel=1" in failure]) == 6
+    assert (
+        len(
+            [
+                failure
+                for failure in found.failed
+                if "data_parallel=1 x tensor_parallel=1" in failure
+            ]
+        )
+        == 6
+    )
     assert limited.failures == found.failed
-    assert limited.failures[0].startswith("run of [1, 1, 2] layers, data_parallel=1 x tensor_parallel=1, 2 micro-batches: needs ")
+    assert limited.failures[0].startswith(
+        "run of [1, 1, 2] layers, data_parallel=1 x tensor_parallel=1, 2 micro-batches: needs "
+    )
     assert np.isnan(found.statistics[StageChoice()][4].isolated).all()
     plan = recommend(limited, CLUSTER, global_batch_size=16, num_microbatches=8, mode="paper").plan
     assert plan is not None
-    assert [stage.num_devices for stage in plan.stages] == [2]  # stages on one device have no statistics
+    assert [stage.num_devices for stage in plan.stages] == [
+        2
+    ]  # stages on one device have no statistics
     with pytest.raises(ProfileError) as error:
         profile(TINY, CLUSTER, backend="run", store=store, memory_limit_bytes=10, **TARGETS)
     assert error.value.codes == ("profile-runs",)
 
 
 def test_a_run_above_the_limit_is_not_made_and_compiled_once(executed, monkeypatch, executions):
-    monkeypatch.setattr(capture.profiler.run, "measure_step", None)  # calling it would fail in another way
+    monkeypatch.setattr(
+        capture.profiler.run, "measure_step", None
+    )  # calling it would fail in another way
     backend = RunBackend(TINY, memory_limit_bytes=limit_of_one_layer(executed))
     first = backend.measure(ONE_RUN)
     assert "needs " in first.failures[0]
@@ -227,7 +258,9 @@ def test_a_run_above_the_limit_is_not_made_and_compiled_once(executed, monkeypat
     assert backend.measure(ONE_RUN).failures == ()
 
 
-@pytest.mark.parametrize("failure", [MemoryError("no room"), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room")])
+@pytest.mark.parametrize(
+    "failure", [MemoryError("no room"), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room")]
+)
 def test_out_of_memory_is_a_result_and_tried_again(monkeypatch, backend, failure):
     def fail(*args):
         raise failure
@@ -236,7 +269,8 @@ def test_out_of_memory_is_a_result_and_tried_again(monkeypatch, backend, failure
     run = replace(ONE_RUN, num_microbatches=2 if isinstance(failure, MemoryError) else 3)
     (message,) = backend.measure(run).failures
     assert message == (
-        f"run of [2, 1, 1] layers, data_parallel=1 x tensor_parallel=1, {run.num_microbatches} micro-batches: out of memory: {failure}"
+        f"run of [2, 1, 1] layers, data_parallel=1 x tensor_parallel=1, {run.num_microbatches} "
+        f"micro-batches: out of memory: {failure}"
     )
     monkeypatch.undo()
     assert backend.measure(run).failures == ()
@@ -244,7 +278,11 @@ def test_out_of_memory_is_a_result_and_tried_again(monkeypatch, backend, failure
 
 def test_a_run_that_needs_more_devices_than_there_are_is_named():
     backend = RunBackend(TINY, machine=Machine("cpu", "cpu", 4))
-    assert backend.measure(replace(ONE_RUN, choice=StageChoice(2, 1))).failures[0].endswith("needs 6 devices and there are 4 (cpu)")
+    assert (
+        backend.measure(replace(ONE_RUN, choice=StageChoice(2, 1)))
+        .failures[0]
+        .endswith("needs 6 devices and there are 4 (cpu)")
+    )
 
 
 def test_a_killed_process_fails_its_run_alone(tmp_path, monkeypatch):
@@ -253,10 +291,16 @@ def test_a_killed_process_fails_its_run_alone(tmp_path, monkeypatch):
     file = tmp_path / "killed.py"
     file.write_text(KILLED)
     setting = setting_of(Setting(WorkloadSpec(str(file), "killed"), num_devices=3, backend="run"))
-    jobs = [Job("killed", replace(ONE_RUN, num_microbatches=16), "run"), Job("made", ONE_RUN, "run")]
+    jobs = [
+        Job("killed", replace(ONE_RUN, num_microbatches=16), "run"),
+        Job("made", ONE_RUN, "run"),
+    ]
     store, events = Store(), []
     batch = Batch(jobs, store, {"backend": "run"}, watch=events.append)
-    outcomes = {outcome.job.key: outcome for outcome in batch.run(lambda: Where(1).open(setting, None, len(jobs)))}
+    outcomes = {
+        outcome.job.key: outcome
+        for outcome in batch.run(lambda: Where(1).open(setting, None, len(jobs)))
+    }
     assert outcomes["killed"].error == "its process ended with exit code 9 (out of memory?)"
     assert outcomes["made"].value == store.get(["made"])["made"]
     assert outcomes["made"].value["meter"].startswith("live arrays + XLA buffer assignment")
@@ -281,20 +325,51 @@ def test_arguments_without_use_are_refused(changes):
 
 
 def test_the_command_runs_in_workers_and_resumes(tmp_path, capsys, executed):
-    """The numbers of the workers are those of this process; a plan follows from the written profile."""
+    """The numbers of the workers are those of this process; a plan follows from the written
+    profile."""
     path, plan = tmp_path / "profile.json", tmp_path / "plan.json"
-    batch = ["pipeline_models:mlp", "--json", "--quiet", "--cluster", "1x1", "--global-batch", "16", "--microbatches", "8"]
-    command = ["profile", *batch, "--backend", "run", "--store", str(tmp_path / "store.sqlite"), "-o", str(path)]
+    batch = [
+        "pipeline_models:mlp",
+        "--json",
+        "--quiet",
+        "--cluster",
+        "1x1",
+        "--global-batch",
+        "16",
+        "--microbatches",
+        "8",
+    ]
+    command = [
+        "profile",
+        *batch,
+        "--backend",
+        "run",
+        "--store",
+        str(tmp_path / "store.sqlite"),
+        "-o",
+        str(path),
+    ]
     for _ in range(2):
         assert main([*command, "--mode", "paper"]) == 0
         document = json.loads(capsys.readouterr().out)
-        assert (document["num_runs"], document["num_failed_runs"], document["num_measurements"]) == (6, 0, 0)
+        assert (
+            document["num_runs"],
+            document["num_failed_runs"],
+            document["num_measurements"],
+        ) == (6, 0, 0)
     found = Profile.load(path)
     assert found.workload == WorkloadSpec("pipeline_models", "mlp")
     for m, layers in statistics(found).statistics[StageChoice()].items():
-        np.testing.assert_array_equal(layers.isolated, statistics(executed).statistics[StageChoice()][m].isolated)
-        np.testing.assert_array_equal(layers.added, statistics(executed).statistics[StageChoice()][m].added)
+        np.testing.assert_array_equal(
+            layers.isolated, statistics(executed).statistics[StageChoice()][m].isolated
+        )
+        np.testing.assert_array_equal(
+            layers.added, statistics(executed).statistics[StageChoice()][m].added
+        )
     assert main(["plan", *batch, "--mode", "paper", "--profile", str(path), "-o", str(plan)]) == 0
     assert json.loads(capsys.readouterr().out)["prediction"]["source"]["predictor"] == "paper"
     assert main(command) == 2
-    assert capsys.readouterr().err == "error: --backend run makes the runs of the paper's mode alone; add --mode paper. [profile-backend]\n"
+    assert capsys.readouterr().err == (
+        "error: --backend run makes the runs of the paper's mode alone; add --mode paper. "
+        "[profile-backend]\n"
+    )

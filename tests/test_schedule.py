@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from capture.errors import PlanError
 from capture.plan.schedule import Occupancy, Schedule, Task, make_schedule, occupancy_by_position
 
-schedules = st.builds(make_schedule, st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 7), st.integers(1, 9))
+schedules = st.builds(
+    make_schedule, st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 7), st.integers(1, 9)
+)
 
 GPIPE_3_4 = """\
 0: F0 F1 F2 F3 B0 B1 B2 B3
@@ -58,14 +60,20 @@ B3@0"""
 
 @pytest.mark.parametrize(
     ("name", "num_stages", "num_microbatches", "table"),
-    [("gpipe", 3, 4, GPIPE_3_4), ("1f1b", 4, 6, ONE_F_ONE_B_4_6), ("1f1b", 4, 2, ONE_F_ONE_B_4_2), ("1f1b", 1, 2, "0: F0 B0 F1 B1")],
+    [
+        ("gpipe", 3, 4, GPIPE_3_4),
+        ("1f1b", 4, 6, ONE_F_ONE_B_4_6),
+        ("1f1b", 4, 2, ONE_F_ONE_B_4_2),
+        ("1f1b", 1, 2, "0: F0 B0 F1 B1"),
+    ],
 )
 def test_table(name, num_stages, num_microbatches, table):
     assert make_schedule(name, num_stages, num_microbatches).as_text() == table
 
 
 @pytest.mark.parametrize(
-    ("name", "num_stages", "num_microbatches", "clocks"), [("gpipe", 3, 2, GPIPE_CLOCKS_3_2), ("1f1b", 3, 4, ONE_F_ONE_B_CLOCKS_3_4)]
+    ("name", "num_stages", "num_microbatches", "clocks"),
+    [("gpipe", 3, 2, GPIPE_CLOCKS_3_2), ("1f1b", 3, 4, ONE_F_ONE_B_CLOCKS_3_4)],
 )
 def test_clocks(name, num_stages, num_microbatches, clocks):
     schedule = make_schedule(name, num_stages, num_microbatches)
@@ -75,7 +83,10 @@ def test_clocks(name, num_stages, num_microbatches, clocks):
 @given(schedules)
 def test_every_stage_does_every_task_once(schedule):
     for s, order in enumerate(schedule.orders):
-        assert sorted(order) == sorted(Task(s, kind, m) for kind, m in product(("forward", "backward"), range(schedule.num_microbatches)))
+        assert sorted(order) == sorted(
+            Task(s, kind, m)
+            for kind, m in product(("forward", "backward"), range(schedule.num_microbatches))
+        )
 
 
 @given(schedules)
@@ -85,7 +96,9 @@ def test_the_clocks_are_the_orders_and_respect_what_a_task_needs(schedule):
         assert len({task.stage_id for task in clock}) == len(clock)
         for task in clock:
             done[task] = at
-    assert [[t for t in done if t.stage_id == s] for s in range(schedule.num_stages)] == [list(order) for order in schedule.orders]
+    assert [[t for t in done if t.stage_id == s] for s in range(schedule.num_stages)] == [
+        list(order) for order in schedule.orders
+    ]
     for task, at in done.items():
         s, m = task.stage_id, task.microbatch
         needed = [Task(s, "forward", m)] if task.kind == "backward" else []
@@ -104,7 +117,11 @@ def test_as_many_microbatches_in_flight_as_the_schedule_promises(schedule):
             in_flight += 1 if task.kind == "forward" else -1
             most = max(most, in_flight)
             assert in_flight >= 0
-        promised = schedule.num_microbatches if schedule.name == "gpipe" else min(schedule.num_stages - s, schedule.num_microbatches)
+        promised = (
+            schedule.num_microbatches
+            if schedule.name == "gpipe"
+            else min(schedule.num_stages - s, schedule.num_microbatches)
+        )
         assert most == promised
 
 
@@ -122,7 +139,11 @@ def test_occupancies_cover_every_moment_and_none_another(schedule):
             s, forward = task.stage_id, task.kind == "forward"
             kept = done(s, "forward") - done(s, "backward")
             inputs = done(s - 1, "forward") - done(s, "forward") - forward if s else 0
-            gradients = done(s + 1, "backward") - done(s, "backward") - (not forward) if s + 1 < schedule.num_stages else 0
+            gradients = (
+                done(s + 1, "backward") - done(s, "backward") - (not forward)
+                if s + 1 < schedule.num_stages
+                else 0
+            )
             losses = done(s, "forward") if s == schedule.num_stages - 1 else 0
             reached[s].add(Occupancy(task.kind, kept, inputs, gradients, losses))
         before += clock
@@ -142,22 +163,35 @@ def test_only_an_input_ever_waits_and_only_one_under_1f1b(schedule):
 
 @given(schedules, st.integers(0, 3))
 def test_occupancy_by_position_is_that_of_any_pipeline(schedule, more):
-    """The last entry stands for all longer distances; the first stage of a pipeline receives nothing, and only the last has losses."""
-    table = occupancy_by_position(schedule.name, schedule.num_microbatches, schedule.num_stages + more)
+    """The last entry stands for all longer distances; the first stage of a pipeline receives
+    nothing, and only the last has losses."""
+    table = occupancy_by_position(
+        schedule.name, schedule.num_microbatches, schedule.num_stages + more
+    )
     for s, occupancies in enumerate(schedule.occupancies):
         expected = table[min(schedule.num_stages - s, len(table)) - 1]
         here = {
-            replace(o, num_waiting_inputs=o.num_waiting_inputs if s else 0, num_losses=o.num_losses if s == schedule.num_stages - 1 else 0)
+            replace(
+                o,
+                num_waiting_inputs=o.num_waiting_inputs if s else 0,
+                num_losses=o.num_losses if s == schedule.num_stages - 1 else 0,
+            )
             for o in expected
         }
-        assert occupancies == tuple(sorted(o for o in here if not any(other != o and other.dominates(o) for other in here)))
+        assert occupancies == tuple(
+            sorted(o for o in here if not any(other != o and other.dominates(o) for other in here))
+        )
 
 
 def test_occupancy_by_position_is_no_longer_than_it_must_be():
     assert [len(occupancy_by_position(name, 3, 8)) for name in ("gpipe", "1f1b")] == [1, 3]
     assert len(occupancy_by_position("1f1b", 8, 3)) == 3
     assert occupancy_by_position("1f1b", 3, 8) == (
-        (Occupancy("backward", 1, 0, 0, 3), Occupancy("backward", 1, 1, 0, 1), Occupancy("forward", 0, 0, 0, 2)),
+        (
+            Occupancy("backward", 1, 0, 0, 3),
+            Occupancy("backward", 1, 1, 0, 1),
+            Occupancy("forward", 0, 0, 0, 2),
+        ),
         (Occupancy("backward", 2, 1, 0), Occupancy("forward", 1, 0, 0)),
         (Occupancy("backward", 3, 0, 0), Occupancy("forward", 2, 0, 0)),
     )
@@ -172,4 +206,7 @@ def test_a_cycle_is_our_bug():
 def test_an_unknown_name_is_refused():
     with pytest.raises(PlanError) as caught:
         make_schedule("zigzag", 2, 2)
-    assert str(caught.value) == "schedule='zigzag' is unknown; choose one of gpipe, 1f1b. [plan-schedule]"
+    assert (
+        str(caught.value)
+        == "schedule='zigzag' is unknown; choose one of gpipe, 1f1b. [plan-schedule]"
+    )

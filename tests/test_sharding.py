@@ -1,4 +1,5 @@
-"""Parameters split over the mesh axis ``model``: every stage agrees, shared parameters follow their first layer, bytes add up."""
+"""Parameters split over the mesh axis ``model``: every stage agrees, shared parameters follow their
+first layer, bytes add up."""
 
 from __future__ import annotations
 
@@ -26,11 +27,19 @@ def mark(x):
 
 
 def tied_mlp() -> Workload:
-    """Equal residual blocks; the matrix that the first layer cuts by columns is one that the last layer would cut by rows."""
+    """Equal residual blocks; the matrix that the first layer cuts by columns is one that the last
+    layer would cut by rows."""
 
     def init(key):
-        shapes = {f"in{i}": (WIDTH, HIDDEN) for i in range(NUM_BLOCKS)} | {f"out{i}": (HIDDEN, WIDTH) for i in range(NUM_BLOCKS)}
-        shapes |= {"tied": (WIDTH, HIDDEN), "back": (HIDDEN, WIDTH), "square": (WIDTH, WIDTH), "gain": (WIDTH,)}
+        shapes = {f"in{i}": (WIDTH, HIDDEN) for i in range(NUM_BLOCKS)} | {
+            f"out{i}": (HIDDEN, WIDTH) for i in range(NUM_BLOCKS)
+        }
+        shapes |= {
+            "tied": (WIDTH, HIDDEN),
+            "back": (HIDDEN, WIDTH),
+            "square": (WIDTH, WIDTH),
+            "gain": (WIDTH,),
+        }
         return {name: jnp.ones(shape) for name, shape in shapes.items()}
 
     def loss(params, x):
@@ -75,14 +84,20 @@ def test_equal_layers_are_split_equally_and_walked_once(traced, monkeypatch):
     specs = dict(zip([p.name for p in traced.graph.params], model.specs(4), strict=True))
     for i in range(NUM_BLOCKS):
         assert specs[f"in{i}"] == P(None, "model") and specs[f"out{i}"] == P("model", None)
-    assert len(walked) == len({layer.key for layer in traced.graph.layers}) < traced.graph.num_layers
+    assert (
+        len(walked) == len({layer.key for layer in traced.graph.layers}) < traced.graph.num_layers
+    )
     model.specs(4)
     assert len(walked) == len({layer.key for layer in traced.graph.layers})
 
 
 def test_specs_by_name_reach_one_of_several_equal_layers(traced):
     specs = specs_by_name(traced, 4, {r"in1": P("model", None)})
-    assert (specs["in0"], specs["in1"], specs["in2"]) == (P(None, "model"), P("model", None), P(None, "model"))
+    assert (specs["in0"], specs["in1"], specs["in2"]) == (
+        P(None, "model"),
+        P("model", None),
+        P(None, "model"),
+    )
 
 
 @pytest.mark.parametrize("rule", ["auto", "largest"])
@@ -90,11 +105,17 @@ def test_specs_by_name_reach_one_of_several_equal_layers(traced):
 def test_bytes_are_those_of_the_shards(traced, rule, degree):
     model, params = ModelSharding(traced, rule), traced.graph.params
     cut = [any(spec) for spec in model.specs(degree)]
-    assert model.param_bytes((degree, 1)) == tuple(p.nbytes // (degree if c else 1) for p, c in zip(params, cut, strict=True))
+    assert model.param_bytes((degree, 1)) == tuple(
+        p.nbytes // (degree if c else 1) for p, c in zip(params, cut, strict=True)
+    )
     matrices = [len(p.shape) == 2 for p in params]
     assert cut == (matrices if degree > 1 else [False] * len(params))
     assert sum(model.param_bytes((1, 1))) == 4 * traced.graph.num_parameters
-    assert all(math.prod(p.shape) >= MIN_SHARDED_SIZE for p, matrix in zip(params, matrices, strict=True) if matrix)
+    assert all(
+        math.prod(p.shape) >= MIN_SHARDED_SIZE
+        for p, matrix in zip(params, matrices, strict=True)
+        if matrix
+    )
 
 
 def test_structures_of_tensors():

@@ -15,7 +15,16 @@ from capture.measured.stage_cost import StageCost
 from capture.plan.schedule import Occupancy, Schedule, make_schedule
 from capture.predictor.formula import of_interfaces, peak_of, peak_parts, peaks_by_position
 from capture.step.interface import stage_interface
-from capture.step.program import Feed, Free, Move, Run, StageInterface, StepProgram, build_step, replay
+from capture.step.program import (
+    Feed,
+    Free,
+    Move,
+    Run,
+    StageInterface,
+    StepProgram,
+    build_step,
+    replay,
+)
 from tests.synthetic_graphs import LOSS_BYTES, chain, layer_graphs, stage_interfaces
 
 schedules = st.sampled_from(["gpipe", "1f1b"])
@@ -28,7 +37,8 @@ def steps(draw) -> tuple[list[StageInterface], Schedule]:
     return stages, make_schedule(draw(schedules), len(stages), draw(microbatches))
 
 
-# ---- the count -----------------------------------------------------------------------------------------------------
+# ---- the count
+# --------------------------------------------------------------------------------------------------
 
 
 class StageBytes:
@@ -44,9 +54,13 @@ class StageBytes:
         self.gradient_out = sum(values[v] for v in stage.received if v in stage.differentiable)
         self.batch = sum(stage.batch_bytes[b] for b in stage.batch)
         self.made = sum(values[v] for v in stage.outputs) + stage.residual_bytes
-        self.kept = stage.residual_bytes + sum(values[v] for v in (*stage.kept_inputs, *stage.kept_outputs))
+        self.kept = stage.residual_bytes + sum(
+            values[v] for v in (*stage.kept_inputs, *stage.kept_outputs)
+        )
         self.kept += sum(stage.batch_bytes[b] for b in stage.kept_batch)
-        self.arrived = sum(stage.param_bytes[p] * sum(p in other.borrowed for other in stages) for p in stage.owned)
+        self.arrived = sum(
+            stage.param_bytes[p] * sum(p in other.borrowed for other in stages) for p in stage.owned
+        )
         self.summaries = sum(other.summary_bytes for other in stages)
         self.has_summaries = any(other.summary_bytes for other in stages)
 
@@ -65,8 +79,14 @@ class StageBytes:
         return num_forward * LOSS_BYTES if self.is_last else 0
 
     def updating(self, num_microbatches: int) -> int:
-        transient, base = self.stage.transient_bytes, self.state + self.losses(num_microbatches) + self.arrived
-        return max(base + self.summaries + transient["update"], base + transient["summarize"] if self.has_summaries else 0)
+        transient, base = (
+            self.stage.transient_bytes,
+            self.state + self.losses(num_microbatches) + self.arrived,
+        )
+        return max(
+            base + self.summaries + transient["update"],
+            base + transient["summarize"] if self.has_summaries else 0,
+        )
 
 
 def counted_peaks(stages: list[StageInterface], schedule: Schedule) -> list[int]:
@@ -86,12 +106,20 @@ def counted_peaks(stages: list[StageInterface], schedule: Schedule) -> list[int]
     return peaks
 
 
-def predicted_peak(stage: StageBytes, occupancies: tuple[Occupancy, ...], num_microbatches: int) -> int:
+def predicted_peak(
+    stage: StageBytes, occupancies: tuple[Occupancy, ...], num_microbatches: int
+) -> int:
     """The closed form over the undominated occupancies of a stage."""
     peak = stage.updating(num_microbatches)
     for o in occupancies:
-        peak = max(peak, stage.running(replace(o, num_waiting_inputs=0)) + stage.losses(num_microbatches - (o.kind == "forward")))
-        if o.num_waiting_inputs:  # the last stage has an input waiting only during its first backward pass, so it has one loss
+        peak = max(
+            peak,
+            stage.running(replace(o, num_waiting_inputs=0))
+            + stage.losses(num_microbatches - (o.kind == "forward")),
+        )
+        # the last stage has an input waiting only during its first backward pass, so it has one
+        # loss
+        if o.num_waiting_inputs:
             peak = max(peak, stage.running(o) + stage.losses(o.num_kept))
     return peak
 
@@ -114,15 +142,20 @@ def test_replay_equals_the_count_byte_for_byte(step):
 def test_the_closed_form_over_occupancies_equals_the_replay_byte_for_byte(step):
     """What arrives between two programs never shows: the next program finds it waiting."""
     stages, schedule = step
-    expected = [predicted_peak(StageBytes(stages, s), schedule.occupancies[s], schedule.num_microbatches) for s in range(len(stages))]
+    expected = [
+        predicted_peak(StageBytes(stages, s), schedule.occupancies[s], schedule.num_microbatches)
+        for s in range(len(stages))
+    ]
     assert replayed_peaks(stages, schedule) == expected
 
 
-# ---- the rules of the list -----------------------------------------------------------------------------------------
+# ---- the rules of the list
+# -----------------------------------------------------------------------------------------
 
 
 def check_lifetimes(program: StepProgram) -> None:
-    """Every slot is written before it is read, freed once, and only the persistent ones are left."""
+    """Every slot is written before it is read, freed once, and only the persistent ones are
+    left."""
     alive = set(program.persistent.values())
     created = Counter(alive)
 
@@ -132,7 +165,9 @@ def check_lifetimes(program: StepProgram) -> None:
         created[slot] += 1
 
     def end(slots: tuple[int, ...]) -> None:
-        assert len(set(slots)) == len(slots) and alive.issuperset(slots), f"{[program.slots[x] for x in slots]} freed twice"
+        assert len(set(slots)) == len(slots) and alive.issuperset(slots), (
+            f"{[program.slots[x] for x in slots]} freed twice"
+        )
         alive.difference_update(slots)
 
     for instruction in program.instructions:
@@ -146,7 +181,9 @@ def check_lifetimes(program: StepProgram) -> None:
                 read = [slot for group in instruction.inputs for slot in group]
                 assert alive.issuperset(read) and len(set(read)) == len(read)
                 assert set(instruction.donated) <= set(read)
-                assert {program.slots[slot].stage_id for slot in (*read, *instruction.outputs)} <= {instruction.stage_id}
+                assert {program.slots[slot].stage_id for slot in (*read, *instruction.outputs)} <= {
+                    instruction.stage_id
+                }
                 end(instruction.donated)
                 for slot in instruction.outputs:
                     create(slot)
@@ -183,12 +220,19 @@ def test_values_travel_to_the_next_stage_and_gradients_back(step):
     stages, schedule = step
     hops = hops_of(stages, build_step(stages, schedule))
     expected = {(v, s, s + 1) for s, stage in enumerate(stages) for v in stage.sent}
-    expected |= {(v, s, s - 1) for s, stage in enumerate(stages) for v in stage.received if v in stage.differentiable}
+    expected |= {
+        (v, s, s - 1)
+        for s, stage in enumerate(stages)
+        for v in stage.received
+        if v in stage.differentiable
+    }
     assert hops == dict.fromkeys(expected, schedule.num_microbatches)
 
 
 @given(steps())
-def test_in_alpas_runtime_values_travel_from_their_maker_to_each_reader_and_gradients_from_reader_to_reader(step):
+def test_in_alpas_runtime_values_travel_from_their_maker_to_each_reader_and_gradients_from_reader_to_reader(
+    step,
+):
     stages, schedule = step
     expected = set()
     for maker, stage in enumerate(stages[:-1]):
@@ -209,7 +253,10 @@ def scaled(stages: list[StageInterface], factor: int) -> list[StageInterface]:
             value_bytes={v: factor * n for v, n in stage.value_bytes.items()},
             batch_bytes={b: factor * n for b, n in stage.batch_bytes.items()},
             residual_bytes=factor * stage.residual_bytes,
-            transient_bytes={k: n if k in ("update", "summarize") else factor * n for k, n in stage.transient_bytes.items()},
+            transient_bytes={
+                k: n if k in ("update", "summarize") else factor * n
+                for k, n in stage.transient_bytes.items()
+            },
         )
         for stage in stages
     ]
@@ -218,7 +265,11 @@ def scaled(stages: list[StageInterface], factor: int) -> list[StageInterface]:
 @given(steps(), st.integers(2, 3))
 def test_peak_never_falls_when_a_microbatch_grows(step, factor):
     stages, schedule = step
-    pairs = zip(replayed_peaks(stages, schedule), replayed_peaks(scaled(stages, factor), schedule), strict=True)
+    pairs = zip(
+        replayed_peaks(stages, schedule),
+        replayed_peaks(scaled(stages, factor), schedule),
+        strict=True,
+    )
     assert all(small <= large for small, large in pairs)
 
 
@@ -226,18 +277,29 @@ def test_peak_never_falls_when_a_microbatch_grows(step, factor):
 def test_peak_never_falls_with_another_microbatch(step):
     stages, schedule = step
     more = make_schedule(schedule.name, len(stages), schedule.num_microbatches + 1)
-    assert all(few <= many for few, many in zip(replayed_peaks(stages, schedule), replayed_peaks(stages, more), strict=True))
+    assert all(
+        few <= many
+        for few, many in zip(
+            replayed_peaks(stages, schedule), replayed_peaks(stages, more), strict=True
+        )
+    )
 
 
 @given(stage_interfaces(chain(4, skips=[(0, 3)], shared=[(0, 2)])), microbatches)
 def test_1f1b_never_needs_more_than_gpipe_but_for_what_waits(stages, num_microbatches):
-    gpipe, one = (replayed_peaks(stages, make_schedule(name, len(stages), num_microbatches)) for name in ("gpipe", "1f1b"))
+    gpipe, one = (
+        replayed_peaks(stages, make_schedule(name, len(stages), num_microbatches))
+        for name in ("gpipe", "1f1b")
+    )
     for s, (every, few) in enumerate(zip(gpipe, one, strict=True)):
         stage = StageBytes(stages, s)
-        assert few <= every + 2 * stage.received  # an input may wait, and another arrive while gradients leave
+        assert (
+            few <= every + 2 * stage.received
+        )  # an input may wait, and another arrive while gradients leave
 
 
-# ---- by hand -------------------------------------------------------------------------------------------------------
+# ---- by hand
+# --------------------------------------------------------------------------------------------------
 
 NOTHING = StageCost(0, 0, 0, 0, 0, (), (), ())
 
@@ -245,7 +307,10 @@ NOTHING = StageCost(0, 0, 0, 0, 0, (), (), ())
 def interfaces(graph, cuts, cost=NOTHING):
     bounds = [0, *cuts, graph.num_layers]
     param_bytes = [p.nbytes for p in graph.params]
-    return [stage_interface(graph, first, stop, [s], 1, param_bytes, cost) for s, (first, stop) in enumerate(pairwise(bounds))]
+    return [
+        stage_interface(graph, first, stop, [s], 1, param_bytes, cost)
+        for s, (first, stop) in enumerate(pairwise(bounds))
+    ]
 
 
 def as_text(program: StepProgram) -> str:
@@ -264,7 +329,9 @@ def as_text(program: StepProgram) -> str:
                 lines.append(f"{instruction.program}({groups}) -> {names(instruction.outputs)}")
             case Move():
                 index = "" if instruction.index is None else f"[{instruction.index}]"
-                lines.append(f"{names([instruction.source])}{index} => {names([instruction.target])}")
+                lines.append(
+                    f"{names([instruction.source])}{index} => {names([instruction.target])}"
+                )
             case Free() if instruction.slots:
                 lines.append(f"free {names(instruction.slots)}")
     return "\n".join(lines)
@@ -304,16 +371,25 @@ free output3.0@2"""
 
 
 def test_instructions_of_a_skip_and_a_shared_parameter():
-    """Value 0 is read by the middle stage and passes through it; the middle keeps it, the last keeps value 2 and the batch."""
+    """Value 0 is read by the middle stage and passes through it; the middle keeps it, the last
+    keeps value 2 and the batch."""
     first, middle, last = interfaces(chain(4, skips=[(0, 3)], shared=[(0, 3)]), [1, 3])
-    stages = [first, replace(middle, kept_inputs=(0,)), replace(last, kept_inputs=(2,), kept_batch=(0,))]
+    stages = [
+        first,
+        replace(middle, kept_inputs=(0,)),
+        replace(last, kept_inputs=(2,), kept_batch=(0,)),
+    ]
     assert as_text(build_step(stages, make_schedule("gpipe", 3, 1))) == GOLDEN_STEP
 
 
 def test_gradients_of_shared_parameters_arrive_in_the_order_of_the_owners_parameters():
     graph = chain(3, shared=[(0, 1, 2), (0, 1, 2)])
     program = build_step(interfaces(graph, [1, 2]), make_schedule("1f1b", 3, 1))
-    (update,) = (i for i in program.instructions if isinstance(i, Run) and i.program == "update" and i.stage_id == 0)
+    (update,) = (
+        i
+        for i in program.instructions
+        if isinstance(i, Run) and i.program == "update" and i.stage_id == 0
+    )
     assert [program.slots[slot].name for slot in update.inputs[4]] == [
         "gradient3 of 1@0",
         "gradient3 of 2@0",
@@ -326,7 +402,11 @@ def test_an_update_takes_the_summaries_of_all_other_stages():
     stages = interfaces(chain(3), [1, 2], replace(NOTHING, summary_bytes=4, summarize_bytes=4))
     program = build_step(stages, make_schedule("1f1b", 3, 1))
     check_lifetimes(program)
-    updates = {i.stage_id: i.inputs[-1] for i in program.instructions if isinstance(i, Run) and i.program == "update"}
+    updates = {
+        i.stage_id: i.inputs[-1]
+        for i in program.instructions
+        if isinstance(i, Run) and i.program == "update"
+    }
     assert {s: [program.slots[slot].name for slot in others] for s, others in updates.items()} == {
         0: ["summary of 1@0", "summary of 2@0"],
         1: ["summary of 0@1", "summary of 2@1"],
@@ -342,17 +422,27 @@ def test_alpas_runtime_has_every_batch_before_the_first_pass():
 
 def test_the_parts_of_a_peak_have_the_names_of_slots_if_asked():
     program = build_step(interfaces(chain(2), [1]), make_schedule("gpipe", 2, 1))
-    by_category, by_slot = (replay(program, 2, by_slot=named).peaks[1].parts for named in (False, True))
-    assert by_category["parameters"] == by_slot["params@1"] > 0 and "params@1" not in by_category and "parameters" not in by_slot
+    by_category, by_slot = (
+        replay(program, 2, by_slot=named).peaks[1].parts for named in (False, True)
+    )
+    assert (
+        by_category["parameters"] == by_slot["params@1"] > 0
+        and "params@1" not in by_category
+        and "parameters" not in by_slot
+    )
 
 
 def test_a_stage_hands_on_before_it_receives():
-    """Without temporaries, the middle stage of a GPipe pipeline never holds the input of two micro-batches."""
+    """Without temporaries, the middle stage of a GPipe pipeline never holds the input of two
+    micro-batches."""
     graph = chain(3)
     stages = interfaces(graph, [1, 2])
     (middle,) = [stage for stage in stages if stage.devices == (1,)]
     state = 2 * graph.params[1].nbytes
-    assert replayed_peaks(stages, make_schedule("gpipe", 3, 4))[1] == state + middle.value_bytes[0] + middle.value_bytes[1]
+    assert (
+        replayed_peaks(stages, make_schedule("gpipe", 3, 4))[1]
+        == state + middle.value_bytes[0] + middle.value_bytes[1]
+    )
 
 
 def test_a_loss_is_not_kept_for_the_backward_pass():
@@ -366,23 +456,42 @@ def test_a_loss_is_not_kept_for_the_backward_pass():
 def test_the_predictors_formula_equals_the_replay_byte_for_byte(step):
     """With losses, summaries and parameters of any size that any number of stages share."""
     stages, schedule = step
-    found = zip(of_interfaces(stages), schedule.occupancies, replayed_peaks(stages, schedule), strict=True)
+    found = zip(
+        of_interfaces(stages), schedule.occupancies, replayed_peaks(stages, schedule), strict=True
+    )
     for memory, occupancies, replayed in found:
         instant, parts = peak_parts(memory, occupancies)
         assert peak_of(memory, occupancies) == sum(parts.values()) == replayed
         assert instant in ("forward", "backward", "update", "summarize")
 
 
-occupancies = st.builds(Occupancy, st.sampled_from(["forward", "backward"]), *[st.integers(0, most) for most in (3, 2, 2, 3)])
+occupancies = st.builds(
+    Occupancy,
+    st.sampled_from(["forward", "backward"]),
+    *[st.integers(0, most) for most in (3, 2, 2, 3)],
+)
 
 
-@given(stage_interfaces(chain(4, skips=[(0, 3)], shared=[(0, 2, 3)])), st.lists(occupancies, min_size=1, max_size=3).map(tuple))
+@given(
+    stage_interfaces(chain(4, skips=[(0, 3)], shared=[(0, 2, 3)])),
+    st.lists(occupancies, min_size=1, max_size=3).map(tuple),
+)
 def test_the_predictors_formula_counts_what_waits_whatever_the_schedule(stages, listed):
-    """No schedule of today lets gradients wait; one that does is counted in all three forms of the formula."""
+    """No schedule of today lets gradients wait; one that does is counted in all three forms of the
+    formula."""
     num_losses = max(o.num_losses for o in listed)
     for s, memory in enumerate(of_interfaces(stages)):
         counted = StageBytes(stages, s)
-        peak = max(counted.updating(num_losses), *(counted.running(o) + counted.losses(o.num_losses) for o in listed))
-        arrays = replace(memory, **{part.name: np.array([getattr(memory, part.name)]) for part in fields(memory)})
-        assert peak_of(memory, listed) == peak == peaks_by_position(arrays, [listed], [arrays.arriving])[0, 0]
+        peak = max(
+            counted.updating(num_losses),
+            *(counted.running(o) + counted.losses(o.num_losses) for o in listed),
+        )
+        arrays = replace(
+            memory, **{part.name: np.array([getattr(memory, part.name)]) for part in fields(memory)}
+        )
+        assert (
+            peak_of(memory, listed)
+            == peak
+            == peaks_by_position(arrays, [listed], [arrays.arriving])[0, 0]
+        )
         assert sum(peak_parts(memory, listed)[1].values()) == peak

@@ -20,7 +20,9 @@ VALUE = {"residual_bytes": 12, "kept_inputs": [0, 2]}
 
 
 def put(store: Store, key: str, value=None) -> None:
-    store.put(key, VALUE if value is None else value, provenance={"backend": "compile:cpu"}, seconds=0.5)
+    store.put(
+        key, VALUE if value is None else value, provenance={"backend": "compile:cpu"}, seconds=0.5
+    )
 
 
 @pytest.fixture
@@ -66,7 +68,9 @@ def test_a_file_that_is_no_database_is_refused_and_left_as_it_is(tmp_path, conte
     with pytest.raises(ProfileError) as error:
         Store(path)
     assert str(error.value).startswith(f"store {str(path)!r} is no database of measurements: ")
-    assert str(error.value).endswith(". Move it away, or name another file with --store. [store-corrupt]")
+    assert str(error.value).endswith(
+        ". Move it away, or name another file with --store. [store-corrupt]"
+    )
     assert path.read_bytes() == content
 
 
@@ -78,7 +82,8 @@ def test_a_store_of_another_version_is_refused(path):
     with pytest.raises(ProfileError) as error:
         Store(path)
     assert str(error.value) == (
-        f"store {str(path)!r} has schema version 3; this version of capture reads up to 2. Name another file with --store. [store-schema]"
+        f"store {str(path)!r} has schema version 3; this version of capture reads up to 2. Name "
+        "another file with --store. [store-schema]"
     )
 
 
@@ -157,7 +162,13 @@ def test_a_store_of_the_first_schema_is_migrated_with_all_that_it_holds(path):
     database.close()
     store = Store(path)
     (row,) = store.rows()
-    assert (row.key, row.state, row.value, row.seconds, row.job) == ("a", "done", {"bytes": 3}, 0.25, {})
+    assert (row.key, row.state, row.value, row.seconds, row.job) == (
+        "a",
+        "done",
+        {"bytes": 3},
+        0.25,
+        {},
+    )
     assert store.enqueue({"b": {"part": "stage"}}) == {}
     assert {found.key: found.state for found in Store(path).rows()} == {"a": "done", "b": "pending"}
 

@@ -1,4 +1,5 @@
-"""Targets: the shipped ones are whole and sourced, a user's file is read strictly, and capacity is what its terms say."""
+"""Targets: the shipped ones are whole and sourced, a user's file is read strictly, and capacity is
+what its terms say."""
 
 from __future__ import annotations
 
@@ -32,9 +33,15 @@ def test_a_file_is_found_from_where_the_plan_and_the_profile_are(tmp_path, monke
     (tmp_path / "plans").mkdir()
     plan = Plan(Cluster((1,), "mine.json"), 1, (StagePlan((0, 0), [0]),), 2, 1)
     plan.save("plans/plan.json")
-    replace(Planted(2).profile([StageChoice()]), provenance={"target": "mine.json"}).save("plans/profile.json")
+    replace(Planted(2).profile([StageChoice()]), provenance={"target": "mine.json"}).save(
+        "plans/profile.json"
+    )
     monkeypatch.chdir(tmp_path / "plans")
-    assert Plan.load("plan.json").cluster.target == "../mine.json" == Profile.load("profile.json").target
+    assert (
+        Plan.load("plan.json").cluster.target
+        == "../mine.json"
+        == Profile.load("profile.json").target
+    )
     assert Target.load(Plan.load("plan.json").cluster.target).memory == Target.load(name).memory
 
 
@@ -60,7 +67,20 @@ def sourced(document) -> list[str]:
 
 
 def test_the_promised_targets_are_shipped():
-    promised = {"a100-40g", "a100-80g", "h100", "h200", "b200", "v100-32g", "v4", "v5e", "v5p", "v6e", "tpu7x", "cpu"}
+    promised = {
+        "a100-40g",
+        "a100-80g",
+        "h100",
+        "h200",
+        "b200",
+        "v100-32g",
+        "v4",
+        "v5e",
+        "v5p",
+        "v6e",
+        "tpu7x",
+        "cpu",
+    }
     assert promised <= set(target_names())
 
 
@@ -70,10 +90,22 @@ def test_every_number_has_a_source_and_the_rates_are_plausible(name):
     found = sourced(_document(name))
     assert len(found) >= 12 and all(len(source) > 8 for source in found)
     assert target.rates.rate_of("bfloat16").value >= target.rates.rate_of("float32").value
-    assert target.rates.rate_of("int7").value == target.rates.rate_of("float32").value, "an unlisted type counts as float32"
-    assert 0.5 < target.rates.compute_efficiency.value <= 1 and 0.5 < target.rates.memory_efficiency.value <= 1
-    assert target.rates.intra_node.bytes_per_second.value >= target.rates.inter_node.bytes_per_second.value
-    assert 0.8 * target.memory.capacity_bytes.value < target.memory.usable_bytes <= target.memory.capacity_bytes.value
+    assert target.rates.rate_of("int7").value == target.rates.rate_of("float32").value, (
+        "an unlisted type counts as float32"
+    )
+    assert (
+        0.5 < target.rates.compute_efficiency.value <= 1
+        and 0.5 < target.rates.memory_efficiency.value <= 1
+    )
+    assert (
+        target.rates.intra_node.bytes_per_second.value
+        >= target.rates.inter_node.bytes_per_second.value
+    )
+    assert (
+        0.8 * target.memory.capacity_bytes.value
+        < target.memory.usable_bytes
+        <= target.memory.capacity_bytes.value
+    )
 
 
 def test_usable_memory_is_capacity_times_fraction_less_the_reserved_parts():
@@ -97,11 +129,27 @@ def test_a_file_of_a_user(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "wrong", "code"),
     [
-        ({"schema_version": 2}, "has schema_version=2; this version of capture reads 1", "target-schema"),
-        ({"platform": "npu"}, "platform is 'npu' and must be one of cpu, cuda, tpu", "target-corrupt"),
+        (
+            {"schema_version": 2},
+            "has schema_version=2; this version of capture reads 1",
+            "target-schema",
+        ),
+        (
+            {"platform": "npu"},
+            "platform is 'npu' and must be one of cpu, cuda, tpu",
+            "target-corrupt",
+        ),
         ({"memory": {}}, "memory.capacity_bytes is missing", "target-corrupt"),
-        ({"compute": {"flops_per_second": {}, "efficiency": 1}}, "compute.flops_per_second.float32 is missing", "target-corrupt"),
-        ({"memory_rate": {"bytes_per_second": 3}}, "memory_rate.bytes_per_second is 3 and must be an object", "target-corrupt"),
+        (
+            {"compute": {"flops_per_second": {}, "efficiency": 1}},
+            "compute.flops_per_second.float32 is missing",
+            "target-corrupt",
+        ),
+        (
+            {"memory_rate": {"bytes_per_second": 3}},
+            "memory_rate.bytes_per_second is 3 and must be an object",
+            "target-corrupt",
+        ),
     ],
 )
 def test_a_wrong_file_is_refused_by_field(tmp_path, changes, wrong, code):
@@ -110,8 +158,12 @@ def test_a_wrong_file_is_refused_by_field(tmp_path, changes, wrong, code):
 
 
 def test_unknown_names_and_files(tmp_path):
-    assert message(lambda: Target.load("h900")).startswith("target='h900' is unknown; choose one of a100-40g, a100-80g, b200, cpu, ")
-    assert message(lambda: Target.load(str(tmp_path / "no.json"))).endswith("cannot be read: No such file or directory. [target-file]")
+    assert message(lambda: Target.load("h900")).startswith(
+        "target='h900' is unknown; choose one of a100-40g, a100-80g, b200, cpu, "
+    )
+    assert message(lambda: Target.load(str(tmp_path / "no.json"))).endswith(
+        "cannot be read: No such file or directory. [target-file]"
+    )
     (tmp_path / "broken.json").write_text("{")
     assert message(lambda: Target.load(str(tmp_path / "broken.json"))).endswith("[target-file]")
 
@@ -121,7 +173,12 @@ def test_unknown_names_and_files(tmp_path):
     [
         (600, 700, "fits", "fits: 150 B of 750 B left, 50 B at worst (interval 98%)"),
         (700, 800, "may not fit", "may not fit: 50 B of 750 B left, -50 B at worst (interval 98%)"),
-        (760, 770, "does not fit", "does not fit: -10 B of 750 B left, -20 B at worst (interval 98%)"),
+        (
+            760,
+            770,
+            "does not fit",
+            "does not fit: -10 B of 750 B left, -20 B at worst (interval 98%)",
+        ),
     ],
 )
 def test_headroom_says_how_much_and_how_sure(peak, high, verdict, text):
@@ -133,26 +190,42 @@ def test_headroom_says_how_much_and_how_sure(peak, high, verdict, text):
 
 def test_headroom_of_a_given_limit_and_of_none():
     assert Headroom.of([5], [(5, 5)], 1.0, 8, None).to_json()["limit_source"] == "given"
-    assert str(Headroom.of([5], [(5, 5)], 1.0, 8, None)) == "fits: 3 B of 8 B left, 3 B at worst (compiled)"
+    assert (
+        str(Headroom.of([5], [(5, 5)], 1.0, 8, None))
+        == "fits: 3 B of 8 B left, 3 B at worst (compiled)"
+    )
     assert Headroom.of([5], [(5, 5)], 1.0, None, None) is None
 
 
-# ---- names ---------------------------------------------------------------------------------------------------------
+# ---- names
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("given", "name"), [("H100", "h100"), ("A100-80GB", "a100-80g"), ("NVIDIA A100 40GB", "a100-40g"), ("tpu-v5e", "v5e"), ("CPU", "cpu")]
+    ("given", "name"),
+    [
+        ("H100", "h100"),
+        ("A100-80GB", "a100-80g"),
+        ("NVIDIA A100 40GB", "a100-40g"),
+        ("tpu-v5e", "v5e"),
+        ("CPU", "cpu"),
+    ],
 )
 def test_a_target_is_known_by_other_spellings_of_its_name(given, name):
     """Everywhere: a plan, a profile and a key hold one name."""
     assert Target.load(given) is Target.load(name)
-    assert Cluster.parse("1x2", given) == Cluster((2,), name) and Cluster((2,), given).target == name
+    assert (
+        Cluster.parse("1x2", given) == Cluster((2,), name) and Cluster((2,), given).target == name
+    )
 
 
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
-        ("a100", " Did you mean a100-40g or a100-80g?"),  # not decided for the user: half the memory, or twice
+        (
+            "a100",
+            " Did you mean a100-40g or a100-80g?",
+        ),  # not decided for the user: half the memory, or twice
         ("v100", " Did you mean v100-32g?"),
         ("H100-80GB", " Did you mean h100?"),
         ("v5ee", " Did you mean v5e?"),
@@ -161,4 +234,6 @@ def test_a_target_is_known_by_other_spellings_of_its_name(given, name):
     ],
 )
 def test_the_nearest_targets_are_offered(given, meant):
-    assert message(lambda: Target.load(given)).endswith(f"or give the path of a target file (.json).{meant} [target-unknown]")
+    assert message(lambda: Target.load(given)).endswith(
+        f"or give the path of a target file (.json).{meant} [target-unknown]"
+    )

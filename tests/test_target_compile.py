@@ -1,7 +1,9 @@
-"""Compiling for targets that are not there: each installed compiler answers, and its answers agree with what is known exactly.
+"""Compiling for targets that are not there: each installed compiler answers, and its answers agree
+with what is known exactly.
 
-Needs the extras [cuda-targets] and [tpu-targets]; what is not installed is skipped with a message. Every target is asked in a process of
-its own, because JAX decides at its start where it looks for devices.
+Needs the extras [cuda-targets] and [tpu-targets]; what is not installed is skipped with a message.
+Every target is asked in a process of its own, because JAX decides at its start where it looks for
+devices.
 """
 
 from __future__ import annotations
@@ -26,7 +28,11 @@ from capture.machine.target import Target
 from capture.measured.work import ProgramWork
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-INSTALLED = {"cuda": find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin"), "tpu": find_spec("libtpu"), "cpu": True}
+INSTALLED = {
+    "cuda": find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin"),
+    "tpu": find_spec("libtpu"),
+    "cpu": True,
+}
 TARGETS = ["cpu", "h100", "v5e"]
 
 SCRIPT = """
@@ -59,7 +65,10 @@ print(json.dumps({"flops": graph.layers[2].flops, "rows": rows, "provenance": ba
 
 def require(platform: str) -> None:
     if not INSTALLED[platform]:
-        pytest.skip(f"the compiler of {platform} targets is not installed: pip install 'capture-jax[{platform}-targets]'")
+        pytest.skip(
+            f"the compiler of {platform} targets is not installed: pip install "
+            f"'capture-jax[{platform}-targets]'"
+        )
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +79,19 @@ def measured():
     def measure(name: str) -> dict:
         require(Target.load(name).platform)
         if name not in found:
-            env = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+            env = {
+                key: value
+                for key, value in os.environ.items()
+                if key not in ("XLA_FLAGS", "JAX_PLATFORMS")
+            }
             env["PYTHONPATH"] = str(REPOSITORY)
             done = subprocess.run(
-                [sys.executable, "-c", SCRIPT, name], cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+                [sys.executable, "-c", SCRIPT, name],
+                cwd=REPOSITORY,
+                env=env,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_SECONDS,
             )
             assert done.returncode == 0, done.stderr
             found[name] = json.loads(done.stdout)
@@ -84,7 +102,8 @@ def measured():
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_kept_activations_are_the_same_arrays_on_every_target(measured, name):
-    """What is kept is decided before a compiler is asked; a TPU pads it to whole tiles, and devices split it."""
+    """What is kept is decided before a compiler is asked; a TPU pads it to whole tiles, and devices
+    split it."""
     cpu, found = measured("cpu")["rows"], measured(name)["rows"]
     for row in ("one", "split"):
         exact, kept = cpu[row]["residual_bytes"], found[row]["residual_bytes"]
@@ -104,7 +123,11 @@ def test_temporaries_are_attributed_to_layers_and_lines(measured, name):
         lines = sum(buffer["bytes"] for buffer in found if buffer["source"].startswith("models/"))
         assert lines > 0.8 * of_layers or padded
     kept = sum(buffer["bytes"] for buffer in document["buffers"]["residuals"])
-    assert kept <= document["cost"]["residual_bytes"] if padded else kept == document["cost"]["residual_bytes"]
+    assert (
+        kept <= document["cost"]["residual_bytes"]
+        if padded
+        else kept == document["cost"]["residual_bytes"]
+    )
 
 
 @pytest.mark.parametrize("name", TARGETS[1:])
@@ -116,17 +139,27 @@ def test_work_is_that_of_the_model_split_over_its_devices(measured, name):
     assert split["forward_work"]["flops"] == pytest.approx(document["flops"] / 4, rel=0.1)
     assert one["forward_work"]["collectives"] == [] and one["forward_work"]["product_bytes"] > 0
     strides = {c["stride"] for c in split["backward_work"]["collectives"]}
-    assert strides == {1, 2}, "activations are summed over tensor-parallel neighbours, gradients over replicas"
+    assert strides == {1, 2}, (
+        "activations are summed over tensor-parallel neighbours, gradients over replicas"
+    )
     assert all(c["group_size"] == 2 for c in split["backward_work"]["collectives"])
     if "replicas" in document["rows"]:
-        assert {c["group_size"] for c in document["rows"]["replicas"]["backward_work"]["collectives"]} == {4}
+        assert {
+            c["group_size"] for c in document["rows"]["replicas"]["backward_work"]["collectives"]
+        } == {4}
 
 
 @pytest.mark.parametrize("name", TARGETS[1:])
 def test_the_provenance_names_the_compiler(measured, name):
     provenance = measured(name)["provenance"]
-    assert provenance["target"] == name and provenance["backend"] == f"compile:{name}" and len(provenance["compiler"]) > 8
-    assert {"cuda": "jax-cuda12-plugin", "tpu": "libtpu"}[Target.load(name).platform] in provenance["versions"]
+    assert (
+        provenance["target"] == name
+        and provenance["backend"] == f"compile:{name}"
+        and len(provenance["compiler"]) > 8
+    )
+    assert {"cuda": "jax-cuda12-plugin", "tpu": "libtpu"}[Target.load(name).platform] in provenance[
+        "versions"
+    ]
 
 
 DUMP = """
@@ -143,7 +176,8 @@ print(memory.argument_size_in_bytes, memory.output_size_in_bytes - memory.alias_
 
 
 def test_the_parser_reads_what_this_version_of_jax_dumps(tmp_path):
-    """Against the numbers of the compiler's own interface, which the CPU compiler gives correctly."""
+    """Against the numbers of the compiler's own interface, which the CPU compiler gives
+    correctly."""
     assert read_report(tmp_path) is None
     done = subprocess.run(
         [sys.executable, "-c", DUMP, str(tmp_path)],
@@ -156,18 +190,25 @@ def test_the_parser_reads_what_this_version_of_jax_dumps(tmp_path):
     arguments, outputs, temporaries = map(int, done.stdout.split())
     report = read_report(tmp_path)
     assert (report.argument_bytes, arguments) == (3 * 256 * 256 * 4, 3 * 256 * 256 * 4)
-    assert report.output_bytes == pytest.approx(outputs, abs=256) and report.output_bytes >= 256 * 256 * 4
+    assert (
+        report.output_bytes == pytest.approx(outputs, abs=256)
+        and report.output_bytes >= 256 * 256 * 4
+    )
     assert report.transient_bytes == pytest.approx(outputs + temporaries, abs=1024)
 
 
-REPORT = "Memory Space: default (color=0)\nTotal bytes: 700 (700B)\n\nMemory Space: vmem (color=1)\nTotal bytes: 9000 (8.8KiB)\n"
+REPORT = (
+    "Memory Space: default (color=0)\nTotal bytes: 700 (700B)\n\nMemory Space: vmem (color=1)\n"
+    "Total bytes: 9000 (8.8KiB)\n"
+)
 
 
 @pytest.mark.parametrize("page", ["", ", page 0"], ids=["0.10", "0.12"])
 def test_other_memory_spaces_and_donated_arguments_do_not_count_as_results(page):
     lines = [
         f"allocation 0: size 256{page}, parameter 0, shape |f32[64]| at ShapeIndex {{}}:",
-        f"allocation 1: size 128{page}, parameter 1, shape |f32[32]| at ShapeIndex {{}}, maybe-live-out:",
+        f"allocation 1: size 128{page}, parameter 1, shape |f32[32]| at ShapeIndex {{}}, "
+        "maybe-live-out:",
         f"allocation 2: size 64{page}, maybe-live-out:",
         f"allocation 3: size 4096, color 1{page}, maybe-live-out:",
         f"allocation 4: size 252{page}, preallocated-temp:",
@@ -176,7 +217,10 @@ def test_other_memory_spaces_and_donated_arguments_do_not_count_as_results(page)
     assert parse_report("nothing", "") is None
 
 
-@pytest.mark.parametrize(("text", "nbytes"), [("f32[]", 4), ("(bf16[2,3]{1,0:T(8,128)}, pred[8])", 20), ("s4[4]", 2), ("token[]", 0)])
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("f32[]", 4), ("(bf16[2,3]{1,0:T(8,128)}, pred[8])", 20), ("s4[4]", 2), ("token[]", 0)],
+)
 def test_sizes_of_shapes(text, nbytes):
     assert shape_bytes(text) == nbytes
 
@@ -207,7 +251,10 @@ def test_the_devices_of_a_collective(text, size, stride):
 def test_a_call_of_a_library_hides_no_other_bytes():
     """XLA's own count has no bytes for it."""
     call = 'custom-call(%p, %p), custom_call_target="__cudnn$convForward"'
-    hlo = f"HloModule m\n\nENTRY %main (p: f32[16]) -> f32[16] {{\n  %p = f32[16]{{0}} parameter(0)\n  %c = f32[16]{{0}} {call}\n"
+    hlo = (
+        "HloModule m\n\nENTRY %main (p: f32[16]) -> f32[16] "
+        f"{{\n  %p = f32[16]{{0}} parameter(0)\n  %c = f32[16]{{0}} {call}\n"
+    )
     work = work_of_text(hlo + "  ROOT %r = f32[16]{0} add(%c, %p)\n}")
     assert (work.product_bytes, work.other_bytes) == (3 * 64, pytest.approx(3 * 64, abs=2))
 
@@ -216,17 +263,35 @@ def test_a_call_of_a_library_hides_no_other_bytes():
     ("product", "expected"),
     [
         ("dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}", ("float32", "default")),
-        ("dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}, operand_precision={high,default}", ("float32", "high")),
-        ("dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}, operand_precision={highest,highest}", ("float32", "highest")),
-        ("dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}, algorithm=dot_tf32_tf32_f32", ("tf32", "highest")),
-        ("dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}, algorithm=dot_tf32_tf32_f32_x3", ("float32", "highest")),
         (
-            'custom-call(%p, %p), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"precision_config":'
+            "dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}, "
+            "operand_precision={high,default}",
+            ("float32", "high"),
+        ),
+        (
+            "dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}, "
+            "operand_precision={highest,highest}",
+            ("float32", "highest"),
+        ),
+        (
+            "dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}, "
+            "algorithm=dot_tf32_tf32_f32",
+            ("tf32", "highest"),
+        ),
+        (
+            "dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}, "
+            "algorithm=dot_tf32_tf32_f32_x3",
+            ("float32", "highest"),
+        ),
+        (
+            'custom-call(%p, %p), custom_call_target="__cublas$gemm", '
+            'backend_config={"gemm_backend_config":{"precision_config":'
             '{"operand_precision":["HIGHEST","HIGHEST"],"algorithm":"ALG_UNSET"},"selected_algorithm":"3"}}',
             ("float32", "highest"),
         ),
         (
-            'custom-call(%p, %p), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"precision_config":'
+            'custom-call(%p, %p), custom_call_target="__cublas$gemm", '
+            'backend_config={"gemm_backend_config":{"precision_config":'
             '{"operand_precision":["DEFAULT","DEFAULT"],"algorithm":"ALG_DOT_TF32_TF32_F32"}}}',
             ("tf32", "highest"),
         ),
@@ -243,13 +308,17 @@ def test_a_missing_compiler_is_said_with_the_command_that_installs_it(monkeypatc
     from capture.compiler import target_devices
 
     monkeypatch.setattr(target_devices, "find_spec", lambda name: None)
-    says = re.escape(f"it needs no device: {install_command(f'{platform}-targets')}. [target-missing]")
+    says = re.escape(
+        f"it needs no device: {install_command(f'{platform}-targets')}. [target-missing]"
+    )
     with pytest.raises(TargetError, match=f"{says}$"):
         target_devices.devices_of(Target.load({"cuda": "h100", "tpu": "v5e"}[platform]), 1)
 
 
 def test_the_end_of_a_step_without_parameters_is_no_program():
     """It has neither arguments nor results, and therefore no mesh; no compiler is asked."""
-    executable = ReportCompiler(Target.load("v5e"))(lambda params, state: (params, state), ([], []), out_shardings=([], []))
+    executable = ReportCompiler(Target.load("v5e"))(
+        lambda params, state: (params, state), ([], []), out_shardings=([], [])
+    )
     assert executable.call([], []) == ([], []) and executable.transient_bytes == 0
     assert executable.work == ProgramWork(0, "float32", 0, 0)

@@ -13,30 +13,37 @@ from search_kit import additive, every_step, known_cases, pipeline_problem, time
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
 from capture.plan.choices import StageChoice
-from recommender import NEVER, InFlightCost, SearchProblem, SearchResult
-from recommender.capture import search
+from recommender import NEVER, InFlightCost, SearchProblem, SearchResult, search
 from recommender.capture.pareto import pareto
 from recommender.capture.throughput import throughput
 from recommender.capture.ticks import step_seconds
 
 
 def assert_valid(problem: SearchProblem, result: SearchResult) -> None:
-    """Layers and devices are covered once, in order, within the limit, by stages whose bytes and time the problem confirms."""
+    """Layers and devices are covered once, in order, within the limit, by stages whose bytes and
+    time the problem confirms."""
     stages = result.stages
     assert [stage.first for stage in stages] == [0] + [stage.stop for stage in stages[:-1]]
     assert stages[-1].stop == problem.num_layers
-    assert [stage.start_device for stage in stages] == [0] + [stage.stop_device for stage in stages[:-1]]
+    assert [stage.start_device for stage in stages] == [0] + [
+        stage.stop_device for stage in stages[:-1]
+    ]
     assert stages[-1].stop_device == problem.cluster.num_devices
     seconds, updates = [], [0.0]
     for stage_id, stage in enumerate(stages):
         d = stage.choice.num_devices
         assert d in problem.degrees[stage.start_device]
         choice = problem.choices[d].index(stage.choice)
-        assert stage.peak_bytes == problem.bytes_per_choice(d, len(stages) - stage_id, stage.first, stage.stop)[choice]
+        assert (
+            stage.peak_bytes
+            == problem.bytes_per_choice(d, len(stages) - stage_id, stage.first, stage.stop)[choice]
+        )
         seconds.append(problem.seconds[d][choice, stage.first, stage.stop])
         if problem.update_seconds is not None:
             updates.append(problem.update_seconds[d][choice, stage.first, stage.stop])
-    assert result.step_seconds == pytest.approx(sum(seconds) + (problem.num_microbatches - 1) * max(seconds) + max(updates), rel=1e-12)
+    assert result.step_seconds == pytest.approx(
+        sum(seconds) + (problem.num_microbatches - 1) * max(seconds) + max(updates), rel=1e-12
+    )
     assert result.peak_bytes == max(result.peak_bytes_per_device)
     assert problem.memory_limit_bytes is None or result.peak_bytes <= problem.memory_limit_bytes
 
@@ -44,7 +51,11 @@ def assert_valid(problem: SearchProblem, result: SearchResult) -> None:
 def limits(steps: list[tuple[float, int, int]]) -> list[int | None]:
     """No limit, limits that bind more and more, the least that fits, and one that nothing fits."""
     peaks = sorted({peak for _, peak, _ in steps})
-    return [None, *{peaks[len(peaks) * part // 4] for part in range(4)}, peaks[0], peaks[0] - 1] if peaks else [None]
+    return (
+        [None, *{peaks[len(peaks) * part // 4] for part in range(4)}, peaks[0], peaks[0] - 1]
+        if peaks
+        else [None]
+    )
 
 
 def front_of(steps: list[tuple[float, int, int]]) -> list[tuple[int, float]]:
@@ -57,7 +68,8 @@ def front_of(steps: list[tuple[float, int, int]]) -> list[tuple[int, float]]:
 
 @pytest.mark.parametrize("seed", range(160))
 def test_throughput_equals_brute_force(seed):
-    """Time, then peak, then number of stages, under limits that bind; without a plan, the reason of the search for least peak."""
+    """Time, then peak, then number of stages, under limits that bind; without a plan, the reason of
+    the search for least peak."""
     problem = timed_problem(seed)
     steps = list(every_step(problem))
     for limit in limits(steps):
@@ -66,8 +78,12 @@ def test_throughput_equals_brute_force(seed):
         best = min((step for step in steps if limit is None or step[1] <= limit), default=None)
         if best is None:
             assert result.status == "infeasible"
-            assert result.why.code == ("memory-limit" if steps else search(possible_in_time(here)).why.code)
-            assert result.why.least_peak_bytes == (min(peak for _, peak, _ in steps) if steps else None)
+            assert result.why.code == (
+                "memory-limit" if steps else search(possible_in_time(here)).why.code
+            )
+            assert result.why.least_peak_bytes == (
+                min(peak for _, peak, _ in steps) if steps else None
+            )
         else:
             assert_valid(here, result)
             assert (result.step_seconds, result.peak_bytes, len(result.stages)) == best
@@ -77,7 +93,9 @@ def test_throughput_equals_brute_force(seed):
 def possible_in_time(problem: SearchProblem) -> SearchProblem:
     cost = {}
     for d, seconds in problem.seconds.items():
-        rows = np.stack([problem.bytes_of_choice(d, choice) for choice in range(len(problem.choices[d]))])
+        rows = np.stack(
+            [problem.bytes_of_choice(d, choice) for choice in range(len(problem.choices[d]))]
+        )
         cost[d] = np.where(np.isinf(seconds)[:, None], NEVER, rows)
     return replace(problem, cost=cost)
 
@@ -106,7 +124,10 @@ def test_sampled_front_holds_both_ends(seed):
     for max_searches in (2, 4, 9):
         front = pareto(problem, max_searches=max_searches, max_programmes=1000)
         points = [(point.peak_bytes, point.step_seconds) for point in front.points]
-        assert all(seconds == next(s for p, s in reversed(expected) if p <= peak) for peak, seconds in points)
+        assert all(
+            seconds == next(s for p, s in reversed(expected) if p <= peak)
+            for peak, seconds in points
+        )
         assert points == front_of([(seconds, peak, 0) for peak, seconds in points])
         assert points[:1] + points[-1:] == expected[:1] + expected[-1:]
         assert front.num_searches <= max_searches
@@ -120,8 +141,12 @@ def test_throughput_of_fractions_of_seconds(seed, scale):
     generator, problem = np.random.default_rng(seed), timed_problem(seed)
     problem = replace(
         problem,
-        seconds={d: t * scale * generator.uniform(0.5, 1, t.shape) for d, t in problem.seconds.items()},
-        update_seconds=None if seed % 2 else {d: generator.uniform(0, scale, t.shape) for d, t in problem.seconds.items()},
+        seconds={
+            d: t * scale * generator.uniform(0.5, 1, t.shape) for d, t in problem.seconds.items()
+        },
+        update_seconds=None
+        if seed % 2
+        else {d: generator.uniform(0, scale, t.shape) for d, t in problem.seconds.items()},
     )
     result, best = throughput(problem), min(every_step(problem), default=None)
     if best is None:
@@ -134,7 +159,8 @@ def test_throughput_of_fractions_of_seconds(seed, scale):
 @pytest.mark.parametrize("seed", range(0, 160, 2))
 @pytest.mark.parametrize(("gap_fraction", "max_programmes"), [(0.1, 1000), (0.0, 1), (0.0, 3)])
 def test_stated_bound_holds(seed, gap_fraction, max_programmes):
-    """A search that stops early says how far its plan can be from the best, and is not wrong about it."""
+    """A search that stops early says how far its plan can be from the best, and is not wrong about
+    it."""
     problem = timed_problem(seed)
     best = min(every_step(problem), default=None)
     result = throughput(problem, gap_fraction=gap_fraction, max_programmes=max_programmes)
@@ -151,10 +177,13 @@ def test_stated_bound_holds(seed, gap_fraction, max_programmes):
 @pytest.mark.parametrize("seed", range(160))
 @pytest.mark.parametrize(("gap_fraction", "max_programmes"), [(0.2, 1000), (0.0, 1), (0.0, 3)])
 def test_stated_bounds_of_a_front_hold(seed, gap_fraction, max_programmes):
-    """Points that are not proven are real plans, none is worse than another, and each is as near to the best as it says."""
+    """Points that are not proven are real plans, none is worse than another, and each is as near to
+    the best as it says."""
     problem = timed_problem(seed)
     steps = list(every_step(problem))
-    front = pareto(problem, max_searches=1000, gap_fraction=gap_fraction, max_programmes=max_programmes)
+    front = pareto(
+        problem, max_searches=1000, gap_fraction=gap_fraction, max_programmes=max_programmes
+    )
     points = [(point.peak_bytes, point.step_seconds) for point in front.points]
     assert points == front_of([(seconds, peak, 0) for peak, seconds in points])
     assert bool(points) == bool(steps)
@@ -167,12 +196,24 @@ def test_stated_bounds_of_a_front_hold(seed, gap_fraction, max_programmes):
 
 
 def two_stage_problem(num_microbatches: int) -> SearchProblem:
-    """Two layers: one stage on both devices takes 7 s, one on each device 4 s; the first of two keeps two micro-batches."""
+    """Two layers: one stage on both devices takes 7 s, one on each device 4 s; the first of two
+    keeps two micro-batches."""
     table = additive([10, 10], [10, 10])
-    own = InFlightCost(np.where(table < NEVER, 0, NEVER)[None], np.where(table < NEVER, table, 0)[None], np.array([1, 2]))
+    own = InFlightCost(
+        np.where(table < NEVER, 0, NEVER)[None],
+        np.where(table < NEVER, table, 0)[None],
+        np.array([1, 2]),
+    )
     seconds = {1: np.full((1, 2, 3), 4.0), 2: np.full((1, 2, 3), 7.0)}
     choices = {1: (StageChoice(),), 2: (StageChoice(1, 2),)}
-    return SearchProblem(Cluster((2,)), 2, choices, {1: own, 2: own}, seconds=seconds, num_microbatches=num_microbatches)
+    return SearchProblem(
+        Cluster((2,)),
+        2,
+        choices,
+        {1: own, 2: own},
+        seconds=seconds,
+        num_microbatches=num_microbatches,
+    )
 
 
 def test_many_microbatches_make_pipelines_worth_their_bubble():
@@ -186,37 +227,51 @@ def test_many_microbatches_make_pipelines_worth_their_bubble():
 
 def test_slowest_update_ends_the_step():
     """The pipeline's sum is least, but the update of its second stage takes 20 s."""
-    problem = replace(two_stage_problem(5), update_seconds={1: np.full((1, 2, 3), 20.0), 2: np.full((1, 2, 3), 1.0)})
+    problem = replace(
+        two_stage_problem(5),
+        update_seconds={1: np.full((1, 2, 3), 20.0), 2: np.full((1, 2, 3), 1.0)},
+    )
     result = throughput(problem)
     assert (result.step_seconds, len(result.stages)) == (36.0, 1)
 
 
 def test_positions_count_against_the_limit():
-    """The first of two stages keeps two micro-batches of 10 bytes; one stage keeps one of 20: the limit takes both or neither."""
+    """The first of two stages keeps two micro-batches of 10 bytes; one stage keeps one of 20: the
+    limit takes both or neither."""
     assert throughput(replace(two_stage_problem(5), memory_limit_bytes=20)).step_seconds == 24.0
     result = throughput(replace(two_stage_problem(5), memory_limit_bytes=19))
-    assert (result.status, result.why.code, result.why.least_peak_bytes) == ("infeasible", "memory-limit", 20)
+    assert (result.status, result.why.code, result.why.least_peak_bytes) == (
+        "infeasible",
+        "memory-limit",
+        20,
+    )
     assert (result.algorithm, len(result.stages), result.optimal) == ("throughput", 2, False)
     assert result.step_seconds == step_seconds(two_stage_problem(5), result.stages)
 
 
 def test_of_plans_as_fast_the_one_of_least_peak_is_taken():
-    """Both cuts of three layers take 2 and 4 s; the first has stages of 12 and 3 bytes, the second of 9 and 8."""
+    """Both cuts of three layers take 2 and 4 s; the first has stages of 12 and 3 bytes, the second
+    of 9 and 8."""
     table, seconds = np.full((3, 4), NEVER), np.full((1, 3, 4), np.inf)
     for first, stop, own, time in [(0, 1, 12, 2), (1, 3, 3, 4), (0, 2, 9, 4), (2, 3, 8, 2)]:
         table[first, stop], seconds[0, first, stop] = own, time
-    result = throughput(replace(pipeline_problem(table, 2), seconds={1: seconds}, num_microbatches=3))
+    result = throughput(
+        replace(pipeline_problem(table, 2), seconds={1: seconds}, num_microbatches=3)
+    )
     assert (result.step_seconds, result.peak_bytes, result.stages[0].stop) == (14.0, 9, 2)
 
 
 def test_front_trades_memory_for_time():
-    """Three cuts of three layers over two devices: (9 bytes, 14 s), (12, 12), and one that is worse in both."""
+    """Three cuts of three layers over two devices: (9 bytes, 14 s), (12, 12), and one that is worse
+    in both."""
     table, seconds = np.full((3, 4), NEVER), np.full((1, 3, 4), np.inf)
     for first, stop, own, time in [(0, 1, 9, 2), (1, 3, 8, 4), (0, 2, 12, 3), (2, 3, 3, 3)]:
         table[first, stop], seconds[0, first, stop] = own, time
     problem = replace(pipeline_problem(table, 2), seconds={1: seconds}, num_microbatches=3)
     front = pareto(problem)
-    assert [(point.peak_bytes, point.step_seconds, point.stages[0].stop) for point in front.points] == [(9, 14.0, 1), (12, 12.0, 2)]
+    assert [
+        (point.peak_bytes, point.step_seconds, point.stages[0].stop) for point in front.points
+    ] == [(9, 14.0, 1), (12, 12.0, 2)]
     assert front.complete
     only = pareto(replace(problem, memory_limit_bytes=11))
     assert [(point.peak_bytes, point.step_seconds) for point in only.points] == [(9, 14.0)]
@@ -224,10 +279,15 @@ def test_front_trades_memory_for_time():
     assert (none.points, none.why.code, none.why.least_peak_bytes) == ((), "memory-limit", 9)
 
 
-@pytest.mark.parametrize("case", [case for case in known_cases() if not case.best], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [case for case in known_cases() if not case.best], ids=lambda case: case.name
+)
 def test_no_plan_for_the_reasons_of_the_least_peak(case):
     problem = case.problem
-    shapes = {d: (len(choices), problem.num_layers, problem.num_layers + 1) for d, choices in problem.choices.items()}
+    shapes = {
+        d: (len(choices), problem.num_layers, problem.num_layers + 1)
+        for d, choices in problem.choices.items()
+    }
     timed = replace(problem, seconds={d: np.ones(shape) for d, shape in shapes.items()})
     assert throughput(timed).why == pareto(timed).why == search(problem).why
 
@@ -235,13 +295,22 @@ def test_no_plan_for_the_reasons_of_the_least_peak(case):
 def test_wrong_times_are_all_reported():
     problem = pipeline_problem(additive([1] * 3, [1] * 3), 2)
     with pytest.raises(PlanError) as error:
-        replace(problem, seconds={1: np.full((1, 3, 4), np.nan)}, update_seconds={1: np.ones((1, 3, 3))}, num_microbatches=0)
+        replace(
+            problem,
+            seconds={1: np.full((1, 3, 4), np.nan)},
+            update_seconds={1: np.ones((1, 3, 3))},
+            num_microbatches=0,
+        )
     assert str(error.value) == (
         "num_microbatches=0 is no number of micro-batches; give 1 or more. [search-microbatches]\n"
-        "seconds[1] holds a negative number or none at all; a time is 0 or more, and infinite where impossible. [search-seconds]\n"
-        "update_seconds[1] is float64 of shape (1, 3, 3); 1 choices and 3 layers need float64 of shape (1, 3, 4). [search-seconds]"
+        "seconds[1] holds a negative number or none at all; a time is 0 or more, and infinite "
+        "where impossible. [search-seconds]\n"
+        "update_seconds[1] is float64 of shape (1, 3, 3); 1 choices and 3 layers need float64 of "
+        "shape (1, 3, 4). [search-seconds]"
     )
-    with pytest.raises(PlanError, match=r"seconds has no entry for stages on 1 devices.*\[search-seconds\]"):
+    with pytest.raises(
+        PlanError, match=r"seconds has no entry for stages on 1 devices.*\[search-seconds\]"
+    ):
         replace(problem, seconds={})
     with pytest.raises(PlanError, match=r"no times of stages.*\[search-seconds\]"):
         throughput(problem)

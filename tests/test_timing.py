@@ -38,16 +38,33 @@ def alpha_beta(link, steps: int, nbytes: float) -> float:
         ("collective-permute", 2, 1, alpha_beta(FAST, 1, NBYTES)),
         ("collective-permute", 2, 4, alpha_beta(SLOW, 1, NBYTES)),
         ("all-reduce", 2, 4, alpha_beta(SLOW, 2, NBYTES / 2)),  # one member in each node
-        ("all-reduce", 8, 1, 2 * alpha_beta(FAST, 3, NBYTES / 4) + alpha_beta(SLOW, 2, NBYTES / 4 / 2)),  # four in each of two nodes
-        ("all-reduce", 4, 2, 2 * alpha_beta(FAST, 1, NBYTES / 2) + alpha_beta(SLOW, 2, NBYTES / 2 / 2)),  # two in each of two
+        (
+            "all-reduce",
+            8,
+            1,
+            2 * alpha_beta(FAST, 3, NBYTES / 4) + alpha_beta(SLOW, 2, NBYTES / 4 / 2),
+        ),  # four in each of two nodes
+        (
+            "all-reduce",
+            4,
+            2,
+            2 * alpha_beta(FAST, 1, NBYTES / 2) + alpha_beta(SLOW, 2, NBYTES / 2 / 2),
+        ),  # two in each of two
         ("all-gather", 8, 1, alpha_beta(FAST, 3, NBYTES / 4) + alpha_beta(SLOW, 1, NBYTES / 4 / 2)),
-        ("reduce-scatter", 4, 2, alpha_beta(FAST, 1, NBYTES / 2) + alpha_beta(SLOW, 1, NBYTES / 2 / 2)),
+        (
+            "reduce-scatter",
+            4,
+            2,
+            alpha_beta(FAST, 1, NBYTES / 2) + alpha_beta(SLOW, 1, NBYTES / 2 / 2),
+        ),
         ("all-to-all", 8, 1, alpha_beta(FAST, 3, NBYTES / 4) + alpha_beta(SLOW, 1, NBYTES / 2)),
         ("all-reduce", 1, 1, 0),
     ],
 )
 def test_collectives_have_their_closed_form(kind, group_size, stride, expected):
-    assert MODEL.collective_seconds(Collective(kind, NBYTES, group_size, stride)) == pytest.approx(expected, rel=1e-12)
+    assert MODEL.collective_seconds(Collective(kind, NBYTES, group_size, stride)) == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,7 +85,9 @@ def test_collectives_have_their_closed_form(kind, group_size, stride, expected):
 )
 def test_products_have_the_rate_of_what_they_compute_in(target, dtype, precision, flops_per_second):
     model = TimeModel(Target.load(target).rates, devices_per_node=8)
-    assert model.program_seconds(ProgramWork(10**15, dtype, 0, 0, (), precision)) == pytest.approx(1e15 / flops_per_second)
+    assert model.program_seconds(ProgramWork(10**15, dtype, 0, 0, (), precision)) == pytest.approx(
+        1e15 / flops_per_second
+    )
 
 
 def test_products_hide_their_own_bytes_and_no_others():
@@ -77,11 +96,15 @@ def test_products_hide_their_own_bytes_and_no_others():
         RATES.bytes_per_second.value * RATES.memory_efficiency.value,
     )
     bound_by_flops = ProgramWork(10**13, "bfloat16", 10**9, 5 * 10**9)
-    assert MODEL.program_seconds(bound_by_flops) == pytest.approx(10**13 / flops + 5 * 10**9 / memory)
+    assert MODEL.program_seconds(bound_by_flops) == pytest.approx(
+        10**13 / flops + 5 * 10**9 / memory
+    )
     bound_by_memory = ProgramWork(10**9, "bfloat16", 10**10, 0)
     assert MODEL.program_seconds(bound_by_memory) == pytest.approx(10**10 / memory)
     reduced = replace(bound_by_memory, collectives=((Collective("all-reduce", NBYTES, 4, 1), 3),))
-    assert MODEL.program_seconds(reduced) == pytest.approx(10**10 / memory + 3 * alpha_beta(FAST, 6, NBYTES / 4))
+    assert MODEL.program_seconds(reduced) == pytest.approx(
+        10**10 / memory + 3 * alpha_beta(FAST, 6, NBYTES / 4)
+    )
 
 
 def test_work_survives_json():
@@ -93,14 +116,25 @@ def timed(planted: Planted, profile: Profile) -> Profile:
     """The profile of an accelerator: layer l computes (l + 1) units per example and device."""
 
     def work(config: StageConfig, scale: int) -> ProgramWork:
-        units = sum(range(config.first + 1, config.stop + 1)) * config.microbatch_size // config.choice.num_devices
+        units = (
+            sum(range(config.first + 1, config.stop + 1))
+            * config.microbatch_size
+            // config.choice.num_devices
+        )
         return ProgramWork(scale * units * 10**9, "bfloat16", 0, 0)
 
     measurements = {
-        config: replace(cost, forward_work=work(config, 1), backward_work=work(config, 2), update_work=ProgramWork(0, "float32", 0, 10**6))
+        config: replace(
+            cost,
+            forward_work=work(config, 1),
+            backward_work=work(config, 2),
+            update_work=ProgramWork(0, "float32", 0, 10**6),
+        )
         for config, cost in profile.measurements.items()
     }
-    return replace(profile, measurements=measurements, provenance={**profile.provenance, "target": "a100-40g"})
+    return replace(
+        profile, measurements=measurements, provenance={**profile.provenance, "target": "a100-40g"}
+    )
 
 
 def test_stage_times_are_the_sums_of_their_layers():
@@ -111,8 +145,14 @@ def test_stage_times_are_the_sums_of_their_layers():
     times = TimePredictor(profile, 4)
     unit = 10**9 / (RATES.rate_of("bfloat16").value * RATES.compute_efficiency.value)
     for found, config in zip(times.stage_times(plan), configs_of(plan), strict=True):
-        units = sum(range(config.first + 1, config.stop + 1)) * config.microbatch_size / config.choice.num_devices
-        assert (found.forward_seconds, found.backward_seconds) == pytest.approx((units * unit, 2 * units * unit))
+        units = (
+            sum(range(config.first + 1, config.stop + 1))
+            * config.microbatch_size
+            / config.choice.num_devices
+        )
+        assert (found.forward_seconds, found.backward_seconds) == pytest.approx(
+            (units * unit, 2 * units * unit)
+        )
     table = times.table(StageChoice(1, 1), 12)  # a micro-batch size that was not profiled
     assert table.forward[0, 6] == pytest.approx(21 * 12 * unit)
 
@@ -122,16 +162,23 @@ def test_a_step_takes_at_least_its_busiest_stage():
     profile = timed(planted, planted.profile(hybrid(4)))
     plan = make_plan([4, 2], [StageChoice(2, 1), StageChoice(1, 2)], num_microbatches=8)
     plan = plan.with_(cluster=Cluster(plan.cluster.nodes, "a100-40g"))
-    busiest = max(t.microbatch_seconds * 8 + t.update_seconds for t in TimePredictor(profile, 4).stage_times(plan))
+    busiest = max(
+        t.microbatch_seconds * 8 + t.update_seconds
+        for t in TimePredictor(profile, 4).stage_times(plan)
+    )
     timeline = predicted_timeline(plan, profile)
     summary = time_summary(timeline, plan, profile.graph_at(plan.microbatch_size))
     assert busiest <= summary["step_seconds"] < 1.5 * busiest
-    assert summary["simulated"] and min(summary["bubble_fraction_per_stage"]) == pytest.approx(1 - busiest / summary["step_seconds"])
+    assert summary["simulated"] and min(summary["bubble_fraction_per_stage"]) == pytest.approx(
+        1 - busiest / summary["step_seconds"]
+    )
     assert np.isfinite(summary["model_flops_per_second_per_device"])
 
 
 def test_virtual_cpu_devices_have_no_times():
     profile = Planted(6).profile(hybrid(2))
     assert not has_times(profile)
-    with pytest.raises(ProfileError, match=r"target='cpu' says nothing about time.*\[profile-no-times\]$"):
+    with pytest.raises(
+        ProfileError, match=r"target='cpu' says nothing about time.*\[profile-no-times\]$"
+    ):
         TimePredictor(profile, 4)

@@ -1,4 +1,5 @@
-"""Tiny models that cut in every way a real one may: skips, ties, scans, keys, constants, custom rules, three ways to write a module."""
+"""Tiny models that cut in every way a real one may: skips, ties, scans, keys, constants, custom
+rules, three ways to write a module."""
 
 from __future__ import annotations
 
@@ -44,14 +45,27 @@ def cross_entropy(logits, labels):
 
 def normals(key, **shapes):
     keys = jax.random.split(key, len(shapes))
-    return {name: jax.random.normal(k, shape) * 0.5 for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
+    return {
+        name: jax.random.normal(k, shape) * 0.5
+        for k, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
 
 
 def unet() -> Workload:
     """Long skips and a tied embedding."""
 
     def init(key):
-        return normals(key, emb=(V, D), pos=(T, D), d0=(D, D), d1=(D, D), mid=(D, D), u1=(2 * D, D), u0=(2 * D, D), gain=(D,))
+        return normals(
+            key,
+            emb=(V, D),
+            pos=(T, D),
+            d0=(D, D),
+            d1=(D, D),
+            mid=(D, D),
+            u1=(2 * D, D),
+            u0=(2 * D, D),
+            gain=(D,),
+        )
 
     def loss(p, batch):
         h = p["emb"][batch["tokens"]] + p["pos"]
@@ -102,7 +116,9 @@ def clipped(x):
     return jnp.clip(x, -1.0, 1.0)
 
 
-clipped.defvjp(lambda x: (clipped(x), None), lambda _, g: (0.5 * g,))  # not the true gradient, so that losing the rule shows
+clipped.defvjp(
+    lambda x: (clipped(x), None), lambda _, g: (0.5 * g,)
+)  # not the true gradient, so that losing the rule shows
 
 
 @jax.custom_vjp
@@ -118,7 +134,9 @@ def convnet(second_rule=clipped) -> Workload:
         return normals(key, stem=(3, 3, 2, D), c1=(3, 3, D, D), c2=(3, 3, D, D), head=(D, 3))
 
     def conv(x, w):
-        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return lax.conv_general_dilated(
+            x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
 
     def loss(p, batch):
         h = mark(conv(batch["image"], p["stem"]))
@@ -162,7 +180,9 @@ class Transformer(nn.Module):
         block = nn.remat(Block) if self.remat else Block
         if self.stacked:
             split = {"params": True, "dropout": True}
-            block = nn.scan(block, variable_axes={"params": 0}, split_rngs=split, length=self.num_blocks)
+            block = nn.scan(
+                block, variable_axes={"params": 0}, split_rngs=split, length=self.num_blocks
+            )
             x, _ = block(self.dropout, self.mark_inside)(x, None)
         else:
             for _ in range(self.num_blocks):
@@ -181,7 +201,9 @@ def linen(**options) -> Workload:
         return cross_entropy(model.apply({"params": p}, batch["tokens"]), batch["labels"])
 
     def loss_with_key(p, batch, key):
-        return cross_entropy(model.apply({"params": p}, batch["tokens"], rngs={"dropout": key}), batch["labels"])
+        return cross_entropy(
+            model.apply({"params": p}, batch["tokens"], rngs={"dropout": key}), batch["labels"]
+        )
 
     return workload(loss_with_key if options.get("dropout") else loss, init, tokens_batch)
 
@@ -205,10 +227,13 @@ def nnx_mlp() -> Workload:
     return workload(loss, lambda key: nnx.state(Mlp(nnx.Rngs(key))), vectors_batch)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "steps"], meta_fields=["scale"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["weight", "steps"], meta_fields=["scale"]
+)
 @dataclass
 class Dense:
-    """A module that is a pytree, as in Equinox; ``steps`` is an integer leaf among the parameters."""
+    """A module that is a pytree, as in Equinox; ``steps`` is an integer leaf among the
+    parameters."""
 
     weight: jax.Array
     steps: jax.Array
@@ -220,7 +245,10 @@ class Dense:
 
 def pytree_module() -> Workload:
     def init(key):
-        return [Dense(jax.random.normal(k, (D, D)), jnp.int32(i), 0.5) for i, k in enumerate(jax.random.split(key, 3))]
+        return [
+            Dense(jax.random.normal(k, (D, D)), jnp.int32(i), 0.5)
+            for i, k in enumerate(jax.random.split(key, 3))
+        ]
 
     def loss(model, batch):
         h = mark(model[0](batch[0]))
@@ -231,10 +259,14 @@ def pytree_module() -> Workload:
 
 
 def scanned(num_layers=4, marked=True, dtype=jnp.float32, penalty=0.0) -> Workload:
-    """``lax.scan`` over stacked layers, weights cast on the way, one leaf stacked along its last dimension, per-layer results collected."""
+    """``lax.scan`` over stacked layers, weights cast on the way, one leaf stacked along its last
+    dimension, per-layer results collected."""
 
     def init(key):
-        return {"layers": normals(key, w=(num_layers, D, D), b=(D, num_layers)), "head": jax.random.normal(key, (D, 3))}
+        return {
+            "layers": normals(key, w=(num_layers, D, D), b=(D, num_layers)),
+            "head": jax.random.normal(key, (D, 3)),
+        }
 
     def loss(p, batch):
         def body(x, w_b):
@@ -246,7 +278,11 @@ def scanned(num_layers=4, marked=True, dtype=jnp.float32, penalty=0.0) -> Worklo
         w, b = p["layers"]["w"].astype(dtype), jnp.moveaxis(p["layers"]["b"].astype(dtype), -1, 0)
         x, norms = lax.scan(body, batch[0].astype(dtype), (w, b))
         decay = penalty * jnp.sum(p["layers"]["w"] ** 2) if penalty else 0.0
-        return cross_entropy(x.astype(jnp.float32) @ p["head"], batch[1]) + 0.1 * norms.astype(jnp.float32).sum() + decay
+        return (
+            cross_entropy(x.astype(jnp.float32) @ p["head"], batch[1])
+            + 0.1 * norms.astype(jnp.float32).sum()
+            + decay
+        )
 
     return workload(loss, init, vectors_batch)
 
@@ -255,7 +291,10 @@ def repeated(num_blocks=6, marked=False, width=16) -> Workload:
     """Identical blocks of two matrix products."""
 
     def init(key):
-        return [normals(k, up=(width, 4 * width), down=(4 * width, width)) for k in jax.random.split(key, num_blocks)]
+        return [
+            normals(k, up=(width, 4 * width), down=(4 * width, width))
+            for k in jax.random.split(key, num_blocks)
+        ]
 
     def loss(p, x):
         for block in p:
@@ -267,7 +306,8 @@ def repeated(num_blocks=6, marked=False, width=16) -> Workload:
 
 
 def routed() -> Workload:
-    """Integers, a key and a constant table cross boundaries; a mask is used by every layer; a remat region holds a mark."""
+    """Integers, a key and a constant table cross boundaries; a mask is used by every layer; a remat
+    region holds a mark."""
     table = np.linspace(0.0, 1.0, T * D, dtype=np.float32).reshape(T, D)
 
     def init(key):
@@ -297,14 +337,20 @@ def scaled_noise(x, key, scale):
     return x + scale * jax.random.normal(key, x.shape)
 
 
-scaled_noise.defvjp(lambda x, key, scale: (scaled_noise(x, key, scale), None), lambda scale, _, g: (g, None))
+scaled_noise.defvjp(
+    lambda x, key, scale: (scaled_noise(x, key, scale), None), lambda scale, _, g: (g, None)
+)
 
 
 def control() -> Workload:
-    """Scans in a scan and in reverse, marks in pairs and at both ends, branches, loops, jit in jit, effects, a rule with a key."""
+    """Scans in a scan and in reverse, marks in pairs and at both ends, branches, loops, jit in jit,
+    effects, a rule with a key."""
 
     def init(key):
-        return {**normals(key, groups=(2, 2, D, D), back=(1, D, D), w=(D, D), head=(D, 3)), "gain": jnp.float32(1.0)}
+        return {
+            **normals(key, groups=(2, 2, D, D), back=(1, D, D), w=(D, D), head=(D, 3)),
+            "gain": jnp.float32(1.0),
+        }
 
     @jax.jit
     def inner(x, w):
@@ -317,7 +363,12 @@ def control() -> Workload:
             return lax.scan(lambda x, w: (mark(x + jnp.sin(x @ w)), None), x, ws)[0], x.mean()
 
         x, means = lax.scan(group, x, p["groups"])
-        x, _ = lax.scan(lambda x, w: (lax.cond(x.mean() > 0, jnp.sin, jnp.cos, x @ w), None), x, p["back"], reverse=True)
+        x, _ = lax.scan(
+            lambda x, w: (lax.cond(x.mean() > 0, jnp.sin, jnp.cos, x @ w), None),
+            x,
+            p["back"],
+            reverse=True,
+        )
         x, means = mark((x, means))  # one boundary
         x = lax.fori_loop(0, 2, lambda _, x: jnp.tanh(x), x)
         jax.debug.callback(lambda _: None, x.mean())

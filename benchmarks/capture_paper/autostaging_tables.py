@@ -1,8 +1,10 @@
-"""The tables of Alpa's autostaging, filled by our profiles: what ``tests/alpa_conformance`` gives to Alpa's own search.
+"""The tables of Alpa's autostaging, filled by our profiles: what ``tests/alpa_conformance`` gives
+to Alpa's own search.
 
     python -m benchmarks.capture_paper.autostaging_tables tests/alpa_conformance/data
 
-One file per family. The recorded ones were made before master copies were counted: with the memory of float32 parameters.
+One file per family. The recorded ones were made before master copies were counted: with the memory
+of float32 parameters.
 """
 
 from __future__ import annotations
@@ -12,7 +14,15 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.capture_paper.scenarios import CLUSTER, MODELS, arguments, is_chosen, prepare, profiled, usable_bytes
+from benchmarks.capture_paper.scenarios import (
+    CLUSTER,
+    MODELS,
+    arguments,
+    is_chosen,
+    prepare,
+    profiled,
+    usable_bytes,
+)
 from recommender.capture.autostage import autostaging_tables
 
 
@@ -33,7 +43,9 @@ def main() -> int:
             memory_limit_bytes=usable_bytes(),
             master_copy=model.master_copy,
         )
-        degrees = [[(c.data_parallel, c.tensor_parallel) for c in choices] for choices in tables.choices]
+        degrees = [
+            [(c.data_parallel, c.tensor_parallel) for c in choices] for choices in tables.choices
+        ]
         most = max(map(len, degrees))
         np.savez_compressed(
             options.into / f"autostaging-{model.slug}.npz",

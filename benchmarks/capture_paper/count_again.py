@@ -1,10 +1,13 @@
-"""The plans of a recorded figure, compiled and counted again: when the account of memory has changed and the choice of plans has not.
+"""The plans of a recorded figure, compiled and counted again: when the account of memory has
+changed and the choice of plans has not.
 
-    python -m benchmarks.capture_paper.count_again benchmarks/results/2026-01-31-paper-figure-6.json --only "GPT-3 6.7B" -o again.json
+    python -m benchmarks.capture_paper.count_again benchmarks/results/2026-01-31-paper-figure-6.json
+    --only "GPT-3 6.7B" -o again.json
 
-Needs no profile: only the stages of the plans are compiled, a few minutes per model. Rows of other models stay as they were recorded, and
-keep their date. Whether Alpa would choose another plan is not asked. Where memory does not bind its choice it would not: so for GPT-3 6.7B,
-MoE 7.1B and Wide-ResNet 1B (``tests/test_alpa.py``, on the tables of these profiles).
+Needs no profile: only the stages of the plans are compiled, a few minutes per model. Rows of other
+models stay as they were recorded, and keep their date. Whether Alpa would choose another plan is
+not asked. Where memory does not bind its choice it would not: so for GPT-3 6.7B, MoE 7.1B and
+Wide-ResNet 1B (``tests/test_alpa.py``, on the tables of these profiles).
 """
 
 from __future__ import annotations
@@ -38,14 +41,21 @@ FIGURES: dict[str, ModuleType] = {"paper_figure_6": figure_6, "paper_figure_8": 
 def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("record", type=Path, help="the document of figure_6.py or figure_8.py")
-    parser.add_argument("--hybrid", action=argparse.BooleanOptionalAction, help="only the rows with, or without, hybrid parallelism")
+    parser.add_argument(
+        "--hybrid",
+        action=argparse.BooleanOptionalAction,
+        help="only the rows with, or without, hybrid parallelism",
+    )
     options = parser.parse_args()
     prepare()
     document = json.loads(options.record.read_text())
     figure = FIGURES[document["benchmark"]]
     for i, row in enumerate(document["rows"]):
         scenario = scenario_of(row)
-        if not is_chosen(scenario.model, options) or options.hybrid not in (None, scenario.is_hybrid):
+        if not is_chosen(scenario.model, options) or options.hybrid not in (
+            None,
+            scenario.is_hybrid,
+        ):
             continue
         print(f"({scenario.panel}) {scenario.name}", file=sys.stderr)
         document["rows"][i] = again(row, scenario, measurements_of(scenario.model, options))
@@ -69,13 +79,25 @@ def again(row: dict[str, Any], scenario: Scenario, measurements: Measurements) -
         recorded = row[who]
         stages = tuple(map(StagePlan.from_json, recorded["stages"]))
         model = scenario.model
-        plan = Plan(CLUSTER, stages[-1].stop, stages, model.global_batch, model.num_microbatches, scenario.schedule)
+        plan = Plan(
+            CLUSTER,
+            stages[-1].stop,
+            stages,
+            model.global_batch,
+            model.num_microbatches,
+            scenario.schedule,
+        )
         # What was predicted of Alpa's plan was of our runtime.
         predicted = None if who == "alpa" else recorded["predicted_peak_bytes_per_device"]
         return counted(plan, model, measurements, predicted, is_alpas=who == "alpa")
 
     alpa, ours = planned("alpa"), planned("ours")
-    found = {**row, "counted": date.today().isoformat(), "alpa": alpa.to_json(), "ours": ours.to_json()}
+    found = {
+        **row,
+        "counted": date.today().isoformat(),
+        "alpa": alpa.to_json(),
+        "ours": ours.to_json(),
+    }
     if "gain_fraction" in row:
         return {**found, **figure_6.gains(ours, alpa)}
     found |= figure_8.against(ours, alpa)

@@ -1,12 +1,16 @@
-"""Figure 7: how far predicted peaks are off for 500 random plans of Wide-ResNet 1B, GPipe, by our predictor and by the paper's.
+"""Figure 7: how far predicted peaks are off for 500 random plans of Wide-ResNet 1B, GPipe, by our
+predictor and by the paper's.
 
     python -m benchmarks.capture_paper.figure_7 -o benchmarks/results/2026-01-31-paper-figure-7.json
 
-One ``capture evaluate`` of plans that are predicted to fit. As in the paper every GPU of every plan counts; because equal stages are
-compiled once, many of those stages were compiled for the profile, so the shares of stages that neither predictor had seen stand beside.
-A predictor without the layer pair or the degrees of a stage has no prediction for it: those of the paper's mode are counted apart.
+One ``capture evaluate`` of plans that are predicted to fit. As in the paper every GPU of every plan
+counts; because equal stages are compiled once, many of those stages were compiled for the profile,
+so the shares of stages that neither predictor had seen stand beside. A predictor without the layer
+pair or the degrees of a stage has no prediction for it: those of the paper's mode are counted
+apart.
 
-Paper: 44.8, 65.5 and 97.1 % of 8,000 predictions within 2, 5 and 11 %; per plan 45.4, 69.6 and 97.8 %.
+Paper: 44.8, 65.5 and 97.1 % of 8,000 predictions within 2, 5 and 11 %; per plan 45.4, 69.6 and 97.8
+%.
 """
 
 from __future__ import annotations
@@ -21,7 +25,15 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.capture_paper.scenarios import CLUSTER, MODELS, TARGET, arguments, finish, percent, usable_bytes
+from benchmarks.capture_paper.scenarios import (
+    CLUSTER,
+    MODELS,
+    TARGET,
+    arguments,
+    finish,
+    percent,
+    usable_bytes,
+)
 from benchmarks.drawing import ALPA, OURS, Panel, draw
 from capture.cli.main import main as capture
 
@@ -39,18 +51,56 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         found = evaluated(options, Path(scratch) / "evaluation.json")
     rows = [row(mode, found["predictions"]) for mode in MODES]
-    more = {"model": MODEL.name, "num_plans": options.plans, "seed": options.seed, "memory_limit_bytes": found["memory_limit_bytes"]}
-    return finish("paper_figure_7", rows, options, as_text(rows), figure(rows), **more, paper=PAPER_SHARES)
+    more = {
+        "model": MODEL.name,
+        "num_plans": options.plans,
+        "seed": options.seed,
+        "memory_limit_bytes": found["memory_limit_bytes"],
+    }
+    return finish(
+        "paper_figure_7", rows, options, as_text(rows), figure(rows), **more, paper=PAPER_SHARES
+    )
 
 
 def evaluated(options: Any, file: Path) -> dict[str, Any]:
     """The document of ``capture evaluate``, with all predictions."""
     folder = options.folder / MODEL.slug
     folder.mkdir(parents=True, exist_ok=True)
-    asked = ["evaluate", MODEL.workload, "--cluster", "4x4", "--target", TARGET, "--remat", "full", "--shard-optimizer"]
-    asked += ["--global-batch", str(MODEL.global_batch), "--microbatches", str(MODEL.num_microbatches), "--schedule", "gpipe"]
-    asked += ["--plans", str(options.plans), "--seed", str(options.seed), "--memory", f"{usable_bytes()}B"]
-    asked += ["--workers", str(options.workers), "--store", str(folder / "store.sqlite"), "-o", str(file)]
+    asked = [
+        "evaluate",
+        MODEL.workload,
+        "--cluster",
+        "4x4",
+        "--target",
+        TARGET,
+        "--remat",
+        "full",
+        "--shard-optimizer",
+    ]
+    asked += [
+        "--global-batch",
+        str(MODEL.global_batch),
+        "--microbatches",
+        str(MODEL.num_microbatches),
+        "--schedule",
+        "gpipe",
+    ]
+    asked += [
+        "--plans",
+        str(options.plans),
+        "--seed",
+        str(options.seed),
+        "--memory",
+        f"{usable_bytes()}B",
+    ]
+    asked += [
+        "--workers",
+        str(options.workers),
+        "--store",
+        str(folder / "store.sqlite"),
+        "-o",
+        str(file),
+    ]
     with contextlib.redirect_stdout(io.StringIO()):
         code = capture(asked)
     if code:
@@ -59,7 +109,8 @@ def evaluated(options: Any, file: Path) -> dict[str, Any]:
 
 
 def row(mode: str, predictions: list[dict[str, Any]]) -> dict[str, Any]:
-    """Shares and a histogram of one mode: per GPU, per plan, and per GPU of stages that were not compiled before."""
+    """Shares and a histogram of one mode: per GPU, per plan, and per GPU of stages that were not
+    compiled before."""
     key = MODES[mode]
     known = [p for p in predictions if p[key] is not None]
     peaks: dict[int, list[float]] = {}
@@ -72,19 +123,29 @@ def row(mode: str, predictions: list[dict[str, Any]]) -> dict[str, Any]:
         "mode": mode,
         "num_not_predictable": len(predictions) - len(known),
         "per_gpu": distribution([p[key] / p["measured_bytes"] - 1 for p in known]),
-        "per_plan": distribution([predicted / measured - 1 for predicted, measured in peaks.values()]),
-        "per_gpu_not_compiled_before": distribution([p[key] / p["measured_bytes"] - 1 for p in known if not p["compiled_before"]]),
+        "per_plan": distribution(
+            [predicted / measured - 1 for predicted, measured in peaks.values()]
+        ),
+        "per_gpu_not_compiled_before": distribution(
+            [p[key] / p["measured_bytes"] - 1 for p in known if not p["compiled_before"]]
+        ),
     }
 
 
 def distribution(errors: list[float]) -> dict[str, Any]:
-    """Shares within some errors, and counts per percent: bin 0 holds what is below -24.5 %, the last what is above 24.5 %."""
+    """Shares within some errors, and counts per percent: bin 0 holds what is below -24.5 %, the
+    last what is above 24.5 %."""
     found = np.array(errors)
     edges = np.arange(-24.5, 25.5)
-    counts, _ = np.histogram(np.clip(100 * found, -25, 25), np.concatenate([[-25.5], edges, [25.5]]))
+    counts, _ = np.histogram(
+        np.clip(100 * found, -25, 25), np.concatenate([[-25.5], edges, [25.5]])
+    )
     return {
         "num_predictions": len(found),
-        **{f"within_{p}pct": float((np.abs(found) <= p / 100).mean()) if len(found) else None for p in WITHIN},
+        **{
+            f"within_{p}pct": float((np.abs(found) <= p / 100).mean()) if len(found) else None
+            for p in WITHIN
+        },
         "mean_abs_error_fraction": float(np.abs(found).mean()) if len(found) else None,
         "max_abs_error_fraction": float(np.abs(found).max()) if len(found) else None,
         "count_per_percent_from_minus_25": counts.tolist(),
@@ -94,16 +155,24 @@ def distribution(errors: list[float]) -> dict[str, Any]:
 def as_text(rows: list[dict[str, Any]]) -> str:
     from capture.cli.output import table
 
-    lines = [["the paper, " + kind.replace("_", " "), "", *map(percent, shares), "", ""] for kind, shares in PAPER_SHARES.items()]
+    lines = [
+        ["the paper, " + kind.replace("_", " "), "", *map(percent, shares), "", ""]
+        for kind, shares in PAPER_SHARES.items()
+    ]
     for r in rows:
         for kind in ("per_gpu", "per_plan", "per_gpu_not_compiled_before"):
             d = r[kind]
             shares = [percent(d[f"within_{p}pct"]) for p in WITHIN]
             errors = [percent(d["mean_abs_error_fraction"]), percent(d["max_abs_error_fraction"])]
-            lines.append([f"{r['mode']}, {kind.replace('_', ' ')}", d["num_predictions"], *shares, *errors])
+            lines.append(
+                [f"{r['mode']}, {kind.replace('_', ' ')}", d["num_predictions"], *shares, *errors]
+            )
     text = table(["what", "predictions", *(f"within {p} %" for p in WITHIN), "mean", "max"], lines)
     missing = rows[1]["num_not_predictable"]
-    return f"{text}\nwithout a prediction in the paper's mode: {missing} (data and tensor parallelism together, or a missing statistic)"
+    return (
+        f"{text}\nwithout a prediction in the paper's mode: {missing} (data and tensor "
+        "parallelism together, or a missing statistic)"
+    )
 
 
 def figure(rows: list[dict[str, Any]]) -> str:
@@ -114,7 +183,8 @@ def figure(rows: list[dict[str, Any]]) -> str:
             total = max(1, d["num_predictions"])
             shares = [100 * count / total for count in d["count_per_percent_from_minus_25"]]
             panel = Panel(
-                f"{r['mode']}, {kind.replace('_', ' ').replace('gpu', 'GPU')} ({d['num_predictions']:,})",
+                f"{r['mode']}, {kind.replace('_', ' ').replace('gpu', 'GPU')} "
+                f"({d['num_predictions']:,})",
                 "error (%); the outermost bars hold all beyond",
                 "share (%)",
                 (-26, 26),
@@ -124,9 +194,17 @@ def figure(rows: list[dict[str, Any]]) -> str:
             for error, share in zip(range(-25, 26), shares, strict=True):
                 panel.bar(error - 0.45, error + 0.45, share, color, f"{error} %: {share:.1f} %")
             for line, (p, theirs) in enumerate(zip(WITHIN, PAPER_SHARES[kind], strict=True)):
-                panel.note(26, 92 - 9 * line, f"within {p} %: {percent(d[f'within_{p}pct'])} (paper {percent(theirs)})", anchor="end")
+                panel.note(
+                    26,
+                    92 - 9 * line,
+                    f"within {p} %: {percent(d[f'within_{p}pct'])} (paper {percent(theirs)})",
+                    anchor="end",
+                )
             panels.append(panel)
-    note = f"{MODEL.name}, GPipe, random plans for {CLUSTER} A100 40 GB; against compiled stages, where the paper measured."
+    note = (
+        f"{MODEL.name}, GPipe, random plans for {CLUSTER} A100 40 GB; against compiled stages, "
+        "where the paper measured."
+    )
     return draw("Errors of predicted peaks (CAPTURE, Figure 7)", note, panels, 2)
 
 

@@ -1,11 +1,14 @@
-"""Figure 8: memory gained against throughput lost, for the hybrid scenarios; and the plan that keeps 90 % of Alpa's throughput.
+"""Figure 8: memory gained against throughput lost, for the hybrid scenarios; and the plan that
+keeps 90 % of Alpa's throughput.
 
     python -m benchmarks.capture_paper.figure_8 -o benchmarks/results/2026-01-31-paper-figure-8.json
 
-Throughput is simulated from the compiled stages of both plans. Beside the plan of least memory stands the one of least memory on the front
-of memory and time that keeps at least 90 % of Alpa's throughput. See ``scenarios.py`` for what is compared.
+Throughput is simulated from the compiled stages of both plans. Beside the plan of least memory
+stands the one of least memory on the front of memory and time that keeps at least 90 % of Alpa's
+throughput. See ``scenarios.py`` for what is compared.
 
-Paper: 1F1B 11.5 to 42.4 % lost for 18.4 to 43.9 % gained; GPipe over 60 % for 5.6 % (MoE 7.1B), 26.2 % for 20.3 % (GPT-3).
+Paper: 1F1B 11.5 to 42.4 % lost for 18.4 to 43.9 % gained; GPipe over 60 % for 5.6 % (MoE 7.1B),
+26.2 % for 20.3 % (GPT-3).
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from benchmarks.capture_paper.scenarios import (
 )
 from benchmarks.drawing import ALPA, OURS, PAPER, Panel, draw
 
-#: (schedule, model, memory gained, throughput lost) as far as the paper's text says them, and its ranges for 1F1B.
+#: (schedule, model, memory gained, throughput lost) as far as the paper's text says them, and its
+#: ranges for 1F1B.
 PAPER_POINTS = (("gpipe", "MoE 7.1B", 0.056, 0.60), ("gpipe", "GPT-3", 0.203, 0.262))
 PAPER_RANGES = {"1f1b": ((0.184, 0.439), (0.115, 0.424))}
 
@@ -51,7 +55,13 @@ def row(scenario: Scenario, options: Any) -> dict[str, Any]:
     planner = Planner(profiled(scenario.model, options), scenario)
     alpa, _ = fitting(planner, planner.alpa())
     ours, _ = planner.ours()
-    document = {"model": scenario.model.name, "schedule": scenario.schedule, "alpa": None, "ours": ours.to_json(), "keeps": None}
+    document = {
+        "model": scenario.model.name,
+        "schedule": scenario.schedule,
+        "alpa": None,
+        "ours": ours.to_json(),
+        "keeps": None,
+    }
     if alpa is None:
         return document
     keeps = planner.fast_enough(alpa)
@@ -81,18 +91,34 @@ def as_text(rows: list[dict[str, Any]]) -> str:
             [
                 f"{r['model']}, {r['schedule']}",
                 *(
-                    "-" if plan is None else f"{plan['peak_bytes'] / GIB:.2f}, {plan['step_seconds']:.1f} s"
+                    "-"
+                    if plan is None
+                    else f"{plan['peak_bytes'] / GIB:.2f}, {plan['step_seconds']:.1f} s"
                     for plan in (r["alpa"], r["ours"])
                 ),
                 percent(r.get("memory_gained_fraction")),
                 percent(r.get("throughput_lost_fraction")),
-                "-" if keeps is None else f"{keeps['peak_bytes'] / GIB:.2f}, {keeps['step_seconds']:.1f} s",
+                "-"
+                if keeps is None
+                else f"{keeps['peak_bytes'] / GIB:.2f}, {keeps['step_seconds']:.1f} s",
                 "-" if keeps is None else percent(keeps["memory_gained_fraction"]),
                 "-" if keeps is None else percent(keeps["throughput_lost_fraction"]),
             ]
         )
     kept = f">= {KEPT_THROUGHPUT:.0%} of it"
-    return table(["scenario", "Alpa GiB, step", "ours GiB, step", "gained", "lost", f"plan with {kept}", "gained", "lost"], lines)
+    return table(
+        [
+            "scenario",
+            "Alpa GiB, step",
+            "ours GiB, step",
+            "gained",
+            "lost",
+            f"plan with {kept}",
+            "gained",
+            "lost",
+        ],
+        lines,
+    )
 
 
 def figure(rows: list[dict[str, Any]]) -> str | None:
@@ -115,24 +141,50 @@ def figure(rows: list[dict[str, Any]]) -> str | None:
                 ]
             for k, (what, fraction, color, opacity) in enumerate(bars):
                 left, percents = i - 0.42 + 0.21 * k, 100 * max(fraction, 0)
-                panel.bar(left, left + 0.19, percents, color, f"{r['model']}, {what}: {fraction:.1%}", opacity)
+                panel.bar(
+                    left,
+                    left + 0.19,
+                    percents,
+                    color,
+                    f"{r['model']}, {what}: {fraction:.1%}",
+                    opacity,
+                )
                 panel.note(left + 0.095, percents + 1.5, f"{100 * fraction:.1f}")
             for known, model, *fractions in PAPER_POINTS:
                 if known == schedule and r["model"].startswith(model):
                     for k, fraction in enumerate(fractions):
                         left = i - 0.42 + 0.21 * k
-                        panel.box((left, left + 0.19), (100 * fraction - 0.5, 100 * fraction + 0.5), PAPER, f"paper: {fraction:.1%}", 1.0)
+                        panel.box(
+                            (left, left + 0.19),
+                            (100 * fraction - 0.5, 100 * fraction + 0.5),
+                            PAPER,
+                            f"paper: {fraction:.1%}",
+                            1.0,
+                        )
         for k, (low, high) in enumerate(PAPER_RANGES.get(schedule, ())):
             color = (OURS, ALPA)[k]
-            panel.box((-0.58 + 0.06 * k, -0.53 + 0.06 * k), (100 * low, 100 * high), color, f"paper: {low:.1%} to {high:.1%}", 0.6)
+            panel.box(
+                (-0.58 + 0.06 * k, -0.53 + 0.06 * k),
+                (100 * low, 100 * high),
+                color,
+                f"paper: {low:.1%} to {high:.1%}",
+                0.6,
+            )
         panels.append(panel)
     legend = [
         (OURS, "memory gained"),
         (ALPA, f"throughput lost (pale: the plan that keeps {KEPT_THROUGHPUT:.0%} of it)"),
         (PAPER, "the paper, where its text has a number; at the left its ranges"),
     ]
-    note = "Against Alpa's algorithm on our cost model; compiled memory, simulated throughput, A100 40 GB, 4 x 4."
-    return draw("Memory gained against throughput lost (CAPTURE, Figure 8)", note, panels, 2, legend) if panels else None
+    note = (
+        "Against Alpa's algorithm on our cost model; compiled memory, simulated throughput, A100 "
+        "40 GB, 4 x 4."
+    )
+    return (
+        draw("Memory gained against throughput lost (CAPTURE, Figure 8)", note, panels, 2, legend)
+        if panels
+        else None
+    )
 
 
 if __name__ == "__main__":

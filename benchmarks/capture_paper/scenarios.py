@@ -1,21 +1,28 @@
-"""The setting of the paper's evaluation, which the scripts beside this one share: models, cluster, profiles, and the two planners.
+"""The setting of the paper's evaluation, which the scripts beside this one share: models, cluster,
+profiles, and the two planners.
 
-Everything is for 4 nodes of 4 A100 40 GB, compiled here for that GPU; nothing runs on one. "Alpa" is Alpa's algorithm on our cost model:
-for hybrid parallelism its autostaging (``recommender.capture.autostage``), for pipelining alone 16 stages of equal FLOPs, one per GPU. "Ours" is
-what ``capture plan --verify 5`` recommends in the same space. The stages of both plans are compiled, and their steps simulated alike.
+Everything is for 4 nodes of 4 A100 40 GB, compiled here for that GPU; nothing runs on one. "Alpa"
+is Alpa's algorithm on our cost model: for hybrid parallelism its autostaging
+(``recommender.capture.autostage``), for pipelining alone 16 stages of equal FLOPs, one per GPU.
+"Ours" is what ``capture plan --verify 5`` recommends in the same space. The stages of both plans
+are compiled, and their steps simulated alike.
 
-Each plan's memory is counted as its runtime needs it, from the same compiled stages: ours by this library's, Alpa's by Alpa's
-(``capture.alpa.memory``: its placement, its lifetimes of buffers, and for GPT-3 and MoE parameters and gradients in 16 bits with a float32
-master copy that replicas split). That is how Alpa's own search counts as well. What our plan would need in Alpa's runtime is recorded too.
+Each plan's memory is counted as its runtime needs it, from the same compiled stages: ours by this
+library's, Alpa's by Alpa's (``capture.alpa.memory``: its placement, its lifetimes of buffers, and
+for GPT-3 and MoE parameters and gradients in 16 bits with a float32 master copy that replicas
+split). That is how Alpa's own search counts as well. What our plan would need in Alpa's runtime is
+recorded too.
 
-What differs from the paper: the compiler's report in the place of an allocator's; simulated seconds; jax of today in the place of 0.3.22;
-bfloat16 in the place of float16 (GPT-3, MoE); one layer per transformer or residual block, so 16 for Wide-ResNet where Table I says 32
-(pipelining alone cuts it into 32 automatically); every layer is recomputed in the backward pass and replicas share the optimizer state, as
-in Alpa's own suites, of which the paper says nothing.
+What differs from the paper: the compiler's report in the place of an allocator's; simulated
+seconds; jax of today in the place of 0.3.22; bfloat16 in the place of float16 (GPT-3, MoE); one
+layer per transformer or residual block, so 16 for Wide-ResNet where Table I says 32 (pipelining
+alone cuts it into 32 automatically); every layer is recomputed in the backward pass and replicas
+share the optimizer state, as in Alpa's own suites, of which the paper says nothing.
 
-Source: CAPTURE IV, Table I. The paper's figure has five configurations of three models, and its text does not say which stands in which
-panel. Here 1F1B has those of Table II; GPipe, which needs more, has the smaller GPT-3 and Wide-ResNet (Figures 7 and 9 have GPipe with
-that one), and MoE 7.1B, as the text says.
+Source: CAPTURE IV, Table I. The paper's figure has five configurations of three models, and its
+text does not say which stands in which panel. Here 1F1B has those of Table II; GPipe, which needs
+more, has the smaller GPT-3 and Wide-ResNet (Figures 7 and 9 have GPipe with that one), and MoE
+7.1B, as the text says.
 """
 
 from __future__ import annotations
@@ -114,7 +121,8 @@ MODELS = {
 LARGEST = ("GPT-3 6.7B", "MoE 7.1B", "Wide-ResNet 2B")
 
 
-# ---- profiles -------------------------------------------------------------------------------------------------------
+# ---- profiles
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -122,8 +130,8 @@ class Profiled:
     """A model with its profile and what compiles its plans.
 
     Attributes:
-        seconds: That the profile took with an empty store. Of one that was made in parts, those of its measurements, shared out evenly
-            over the processes.
+        seconds: That the profile took with an empty store. Of one that was made in parts, those of
+            its measurements, shared out evenly over the processes.
         is_whole: Whether it was made in one go.
     """
 
@@ -135,7 +143,8 @@ class Profiled:
 
 
 def stage_choices(microbatch_size: int, max_devices: int) -> list[StageChoice]:
-    """The space of both planners: Alpa's default, tensor parallelism inside nodes and data parallelism across them."""
+    """The space of both planners: Alpa's default, tensor parallelism inside nodes and data
+    parallelism across them."""
     hybrid = hybrid_choices(max_devices, remat="full", shard_optimizer=True)
     found = choices_to_profile(CLUSTER, hybrid, microbatch_size, whole_nodes=True)
     return [choice for choice in found if choice.tensor_parallel <= CLUSTER.nodes[0]]
@@ -185,10 +194,16 @@ def measurements_of(model: Model, options: argparse.Namespace) -> Measurements:
 def say(name: str, what: str, done: int, total: int) -> None:
     """Progress on standard error: a line that is written over."""
     if total:
-        print(f"\r{name}: {what} {done}/{total} ", end="" if done < total else "\n", file=sys.stderr, flush=True)
+        print(
+            f"\r{name}: {what} {done}/{total} ",
+            end="" if done < total else "\n",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
-# ---- plans ----------------------------------------------------------------------------------------------------------
+# ---- plans
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -211,14 +226,18 @@ class Scenario:
 
     @property
     def name(self) -> str:
-        return f"{self.model.name}, {'hybrid' if self.is_hybrid else 'pipelining only'}, {SCHEDULE_NAMES[self.schedule]}"
+        return (
+            f"{self.model.name}, {'hybrid' if self.is_hybrid else 'pipelining only'}, "
+            f"{SCHEDULE_NAMES[self.schedule]}"
+        )
 
 
 SCHEDULE_NAMES = {"1f1b": "1F1B", "gpipe": "GPipe"}
 
 
 def pipelining_model(model: Model) -> Model:
-    """The model that pipelining alone cuts: Wide-ResNet needs more than its 16 blocks to leave a choice."""
+    """The model that pipelining alone cuts: Wide-ResNet needs more than its 16 blocks to leave a
+    choice."""
     if model.family != "Wide-ResNet":
         return model
     return replace(model, name=f"{model.name}, 32 layers", num_layers=32, max_stage_devices=1)
@@ -259,7 +278,8 @@ class Planned:
         verification: Its stages, compiled, and their step in our runtime.
         in_alpa: Its step in Alpa's; None where Alpa cannot place the stages.
         is_alpas: Whether Alpa chose it: its memory is then that of its own runtime.
-        predicted_bytes: Per device, from what was known when it was chosen; None if that was not kept.
+        predicted_bytes: Per device, from what was known when it was chosen; None if that was not
+            kept.
     """
 
     plan: Plan
@@ -290,11 +310,15 @@ class Planned:
             "stages": [stage.to_json() for stage in self.plan.stages],
             "counted_as": "alpa" if self.is_alpas else "ours",
             "peak_bytes_per_device": list(self.peak_bytes_per_device),
-            "predicted_peak_bytes_per_device": None if self.predicted_bytes is None else list(self.predicted_bytes),
+            "predicted_peak_bytes_per_device": None
+            if self.predicted_bytes is None
+            else list(self.predicted_bytes),
             "peak_bytes": self.peak_bytes,
             "total_bytes": sum(self.peak_bytes_per_device),
             "our_runtime_peak_bytes": max(self.verification.peak_bytes_per_device),
-            "alpa_runtime_peak_bytes": None if self.in_alpa is None else max(self.in_alpa.peak_bytes_per_device),
+            "alpa_runtime_peak_bytes": None
+            if self.in_alpa is None
+            else max(self.in_alpa.peak_bytes_per_device),
             "fits": self.peak_bytes <= usable_bytes(),
             "step_seconds": self.step_seconds,
             "examples_per_second": self.plan.global_batch_size / self.step_seconds,
@@ -308,7 +332,8 @@ def usable_bytes() -> int:
 
 
 class Planner:
-    """Both planners for one scenario. Compiled stages join the profile, so that each is predicted as it is from then on."""
+    """Both planners for one scenario. Compiled stages join the profile, so that each is predicted
+    as it is from then on."""
 
     def __init__(self, found: Profiled, scenario: Scenario, cluster: Cluster = CLUSTER):
         self.scenario, self.cluster, self.measurements = scenario, cluster, found.measurements
@@ -327,7 +352,13 @@ class Planner:
             **options: Of ``autostage``.
         """
         if self.scenario.is_hybrid:
-            plan = autostage(self.profile, self.cluster, **self.question, master_copy=self.scenario.model.master_copy, **options).plan
+            plan = autostage(
+                self.profile,
+                self.cluster,
+                **self.question,
+                master_copy=self.scenario.model.master_copy,
+                **options,
+            ).plan
         else:
             plan = baseline_plan(self.profile, self.cluster, **self.question, weigh="flops")
         return None if plan is None else self.compiled(plan, is_alpas=True)
@@ -341,26 +372,42 @@ class Planner:
             return found.to_json(), self.profile
 
         result = recommend_verified(self.profile, self.recommended, compiled, MAX_VERIFIED)
-        assert result.plan is not None, "every cluster here has a plan, if only one that does not fit"
+        assert result.plan is not None, (
+            "every cluster here has a plan, if only one that does not fit"
+        )
         return self.compiled(result.plan), result
 
-    def recommended(self, known: Profile, cluster: Cluster | None = None, **options: Any) -> Recommendation:
-        return recommend(known, cluster or self.cluster, **self.question, whole_nodes=self.scenario.is_hybrid, **options)
+    def recommended(
+        self, known: Profile, cluster: Cluster | None = None, **options: Any
+    ) -> Recommendation:
+        return recommend(
+            known,
+            cluster or self.cluster,
+            **self.question,
+            whole_nodes=self.scenario.is_hybrid,
+            **options,
+        )
 
     def least_bytes(self) -> tuple[int, bool]:
-        """Least predicted peak when stages may stand anywhere, since Alpa packs them after it chose; and whether that is proven."""
+        """Least predicted peak when stages may stand anywhere, since Alpa packs them after it
+        chose; and whether that is proven."""
         row = Cluster((self.cluster.num_devices,), TARGET)
         found = self.recommended(self.profile, row)
         return found.search.peak_bytes, found.search.optimal
 
     def fast_enough(self, alpa: Planned) -> Planned | None:
-        """The plan of least memory on the front that keeps 90 % of Alpa's throughput; None if none of those compiled does."""
+        """The plan of least memory on the front that keeps 90 % of Alpa's throughput; None if none
+        of those compiled does."""
         found = self.recommended(self.profile, objective="pareto")
         longest = alpa.step_seconds / KEPT_THROUGHPUT
         for point in found.why.get("front", {"points": ()})["points"]:
             assert found.plan is not None, "a front has plans"
-            plan = self._predicted(found.plan.with_(stages=tuple(map(StagePlan.from_json, point["stages"]))))
-            if float(predicted_timeline(plan, self.profile).step_seconds) > 1.02 * longest:  # the prediction may be a little off
+            plan = self._predicted(
+                found.plan.with_(stages=tuple(map(StagePlan.from_json, point["stages"])))
+            )
+            if (
+                float(predicted_timeline(plan, self.profile).step_seconds) > 1.02 * longest
+            ):  # the prediction may be a little off
                 continue
             planned = self.compiled(plan)
             if planned.step_seconds <= longest:
@@ -369,7 +416,9 @@ class Planner:
 
     def compiled(self, plan: Plan, *, is_alpas: bool = False) -> Planned:
         if is_alpas:
-            predicted = alpa_memory(plan, self.profile, master_copy=self.scenario.model.master_copy).peak_bytes_per_device
+            predicted = alpa_memory(
+                plan, self.profile, master_copy=self.scenario.model.master_copy
+            ).peak_bytes_per_device
         else:
             assert plan.prediction is not None, "our planners predict"
             predicted = plan.prediction["peak_bytes_per_device"]
@@ -381,7 +430,13 @@ class Planner:
         return plan.with_(prediction=AdditivePredictor(self.profile).predict(plan).to_json())
 
 
-def counted(plan: Plan, model: Model, measurements: Measurements, predicted_bytes: Sequence[int] | None, is_alpas: bool) -> Planned:
+def counted(
+    plan: Plan,
+    model: Model,
+    measurements: Measurements,
+    predicted_bytes: Sequence[int] | None,
+    is_alpas: bool,
+) -> Planned:
     """Compile the stages of a plan and count what a step needs, in our runtime and in Alpa's."""
     found = verify(plan, measurements)
     try:
@@ -393,28 +448,51 @@ def counted(plan: Plan, model: Model, measurements: Measurements, predicted_byte
 
 def _of_one_device(whole: Profile) -> Profile:
     """What the profile knows of stages of one device."""
-    measurements = {config: cost for config, cost in whole.measurements.items() if config.choice.num_devices == 1}
+    measurements = {
+        config: cost
+        for config, cost in whole.measurements.items()
+        if config.choice.num_devices == 1
+    }
     return replace(whole, measurements=measurements)
 
 
-# ---- command lines and documents ------------------------------------------------------------------------------------
+# ---- command lines and documents
+# ------------------------------------------------------------------------------------
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
     """The options that all scripts have."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--folder",
         type=Path,
         default=Path.home() / ".cache" / "capture" / "paper",
-        help="of profiles and compiled stages, which the scripts share; interrupted, they resume there (default: %(default)s)",
+        help=(
+            "of profiles and compiled stages, which the scripts share; interrupted, they resume "
+            "there (default: %(default)s)"
+        ),
     )
     parser.add_argument(
-        "--only", nargs="+", type=part_of_name, default=[""], metavar="TEXT", help="of the models those whose name contains one of these"
+        "--only",
+        nargs="+",
+        type=part_of_name,
+        default=[""],
+        metavar="TEXT",
+        help="of the models those whose name contains one of these",
     )
-    parser.add_argument("--workers", type=int, default=2, help="processes that compile (default: %(default)s)")
+    parser.add_argument(
+        "--workers", type=int, default=2, help="processes that compile (default: %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print the document on standard output")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the document here, and its figure beside it as .svg")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write the document here, and its figure beside it as .svg",
+    )
     return parser
 
 
@@ -434,7 +512,14 @@ def is_chosen(model: Model, options: argparse.Namespace) -> bool:
     return any(text in model.name for text in options.only)
 
 
-def finish(name: str, rows: list[dict[str, Any]], options: argparse.Namespace, text: str, svg: str | None, **more: Any) -> int:
+def finish(
+    name: str,
+    rows: list[dict[str, Any]],
+    options: argparse.Namespace,
+    text: str,
+    svg: str | None,
+    **more: Any,
+) -> int:
     """Write and print the document of a script."""
     document: Mapping[str, Any] = {
         "benchmark": name,

@@ -1,14 +1,19 @@
-"""The choice of Figures 5 and 6 for devices of today, with the memory of the compiled train step beside it.
+"""The choice of Figures 5 and 6 for devices of today, with the memory of the compiled train step
+beside it.
 
-    python -m benchmarks.osdp_paper.compiled --target h100 -o benchmarks/results/2026-01-31-osdp-compiled.json
-    python -m benchmarks.osdp_paper.compiled --target v5e -o benchmarks/results/2026-01-31-osdp-compiled.json
+    python -m benchmarks.osdp_paper.compiled --target h100 -o
+    benchmarks/results/2026-01-31-osdp-compiled.json python -m benchmarks.osdp_paper.compiled
+    --target v5e -o benchmarks/results/2026-01-31-osdp-compiled.json
 
-Models are the paper's, at their sizes (``models/mingpt.py``), on eight devices of the target, one server, of which 16 GB each may be used.
-``osdp`` chooses batch size and modes for the traced loss; the step of its plan is compiled by the target's compiler and not run. Beside it
-stands fully sharded data parallelism at its best batch within the same memory. Throughput is simulated. Links are faster here than the
-paper's, and models are traced: what is compared with the paper is the choice, not the numbers.
+Models are the paper's, at their sizes (``models/mingpt.py``), on eight devices of the target, one
+server, of which 16 GB each may be used. ``osdp`` chooses batch size and modes for the traced loss;
+the step of its plan is compiled by the target's compiler and not run. Beside it stands fully
+sharded data parallelism at its best batch within the same memory. Throughput is simulated. Links
+are faster here than the paper's, and models are traced: what is compared with the paper is the
+choice, not the numbers.
 
-A run adds to what the file has; models of the target that are in it already are left out. The deep ones compile for minutes.
+A run adds to what the file has; models of the target that are in it already are left out. The deep
+ones compile for minutes.
 """
 
 from __future__ import annotations
@@ -39,7 +44,11 @@ def main() -> int:
     options = parser.parse_args()
     target = Target.load(options.target)
     environment.prepare(num_devices=NUM_DEVICES, platform=target.platform)
-    rows = json.loads(options.output.read_text())["rows"] if options.output and options.output.exists() else []
+    rows = (
+        json.loads(options.output.read_text())["rows"]
+        if options.output and options.output.exists()
+        else []
+    )
     done = {(row["target"], row["model"]) for row in rows}
     order = [setting.name for setting in SETTINGS]
     from capture.profiler.sharded_step import StepCompiler
@@ -62,7 +71,12 @@ def row(setting: Setting, target: Target, compiler: Any) -> dict[str, Any]:
     from recommender.osdp.over_step import reserved_fraction
 
     limit = min(LIMIT_GIB * GIB, target.memory.usable_bytes)
-    found: dict[str, Any] = {"target": target.name, "family": setting.family, "model": setting.name, "limit_bytes": limit}
+    found: dict[str, Any] = {
+        "target": target.name,
+        "family": setting.family,
+        "model": setting.name,
+        "limit_bytes": limit,
+    }
     workload = WorkloadSpec.parse(f"models/mingpt.py:mingpt?size={setting.name}").load()
     start = time.perf_counter()
     result = osdp(workload, compiler.mesh, limit, target=target.name, verify=False)
@@ -87,12 +101,16 @@ def row(setting: Setting, target: Target, compiler: Any) -> dict[str, Any]:
 
 
 def fully_sharded(cost: StepCost, limit: float) -> float:
-    """Examples per second at the best batch size with every operator in ZDP mode, whole; 0 if none fits."""
+    """Examples per second at the best batch size with every operator in ZDP mode, whole; 0 if none
+    fits."""
     operators = cost.model.operators
     modes = [ZDP if operator.parameter_bytes else DP for operator in operators]
     best, batch_size = 0.0, 1
     while peak_bytes(cost, operators, modes, batch_size) <= limit:
-        seconds = sum(float(cost.cost(operator, mode, batch_size).seconds) for operator, mode in zip(operators, modes, strict=True))
+        seconds = sum(
+            float(cost.cost(operator, mode, batch_size).seconds)
+            for operator, mode in zip(operators, modes, strict=True)
+        )
         best = max(best, cost.devices.num_devices * batch_size / seconds)
         batch_size += 1
     return best
@@ -102,8 +120,14 @@ def claims(rows: list[dict[str, Any]]) -> dict[str, Any]:
     ok = [row for row in rows if row["status"] == "ok"]
     found: dict[str, Any] = {"memory": summary(ok)} if ok else {}
     for target in dict.fromkeys(row["target"] for row in rows):
-        found[f"{target} over FSDP"] = gain_statistics([row["over_fsdp"] for row in ok if row["target"] == target])
-        found[f"{target}, only OSDP fits"] = [row["model"] for row in ok if row["target"] == target and not row["fsdp_examples_per_second"]]
+        found[f"{target} over FSDP"] = gain_statistics(
+            [row["over_fsdp"] for row in ok if row["target"] == target]
+        )
+        found[f"{target}, only OSDP fits"] = [
+            row["model"]
+            for row in ok
+            if row["target"] == target and not row["fsdp_examples_per_second"]
+        ]
     return found
 
 
@@ -121,12 +145,32 @@ def picture(rows: list[dict[str, Any]]) -> str:
         groups = []
         for row in rows:
             if row["target"] == target:
-                bars = {"planned": row["plan_bytes"] / 1e9, "compiled": row["compiled_bytes"] / 1e9} if row["status"] == "ok" else {}
-                groups.append((f"{row['family']}\n" + row["model"].replace("+", "\n"), bars or {"planned": "OOM", "compiled": "OOM"}))
+                bars = (
+                    {"planned": row["plan_bytes"] / 1e9, "compiled": row["compiled_bytes"] / 1e9}
+                    if row["status"] == "ok"
+                    else {}
+                )
+                groups.append(
+                    (
+                        f"{row['family']}\n" + row["model"].replace("+", "\n"),
+                        bars or {"planned": "OOM", "compiled": "OOM"},
+                    )
+                )
         limit = next(row["limit_bytes"] for row in rows if row["target"] == target) / 1e9
-        panels.append(grouped_bars(f"{target}, limit {limit:.1f} GB", "GB per device", groups, 1250, 310))
-    note = "Eight devices that are not there: the plan's estimate, and the target's compiler on its train step."
-    return draw("Memory of the chosen plans", note, panels, 1, list(zip(COLORS, ("planned", "compiled"), strict=False)))
+        panels.append(
+            grouped_bars(f"{target}, limit {limit:.1f} GB", "GB per device", groups, 1250, 310)
+        )
+    note = (
+        "Eight devices that are not there: the plan's estimate, and the target's compiler on its "
+        "train step."
+    )
+    return draw(
+        "Memory of the chosen plans",
+        note,
+        panels,
+        1,
+        list(zip(COLORS, ("planned", "compiled"), strict=False)),
+    )
 
 
 if __name__ == "__main__":

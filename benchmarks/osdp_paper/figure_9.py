@@ -2,8 +2,9 @@
 
     python -m benchmarks.osdp_paper.figure_9 -o benchmarks/results/2026-01-31-osdp-figure-9.json
 
-What is sharded is gathered once more for the repeated forward pass, what is replicated is not, so a replica is worth half as much again.
-Against that, batches grow until communication is a small part of a step; gains at FSDP's best power of two are given beside.
+What is sharded is gathered once more for the repeated forward pass, what is replicated is not, so a
+replica is worth half as much again. Against that, batches grow until communication is a small part
+of a step; gains at FSDP's best power of two are given beside.
 
 Paper: up to 108.3 %, 52.9 % on average.
 """
@@ -14,7 +15,16 @@ import sys
 from typing import Any
 
 from benchmarks.osdp_paper.figure_5_6 import at_powers_of_two
-from benchmarks.osdp_paper.settings import arguments, chosen, costs, finish, gain, gain_statistics, throughput_picture, titan
+from benchmarks.osdp_paper.settings import (
+    arguments,
+    chosen,
+    costs,
+    finish,
+    gain,
+    gain_statistics,
+    throughput_picture,
+    titan,
+)
 from recommender.osdp.baselines import STRATEGIES
 
 NAMES = ("FSDP", "OSDP-base", "OSDP")
@@ -37,13 +47,21 @@ def main() -> int:
                 "over_fsdp": {"own_batch": own, **at_powers_of_two(cost)},
             }
         )
-    claims = {batch: gain_statistics([r["over_fsdp"][batch] for r in rows]) for batch in ("own_batch", "powers_of_two", "same_batch")}
+    claims = {
+        batch: gain_statistics([r["over_fsdp"][batch] for r in rows])
+        for batch in ("own_batch", "powers_of_two", "same_batch")
+    }
     return finish("osdp_figure_9", rows, options, picture(rows), claims=claims, paper=PAPER)
 
 
 def picture(rows: list[dict[str, Any]]) -> str:
-    note = "Simulated: 8 RTX TITAN, all activations but the operators' inputs computed again; examples of 128 tokens."
-    return throughput_picture("With rematerialisation (OSDP, Figure 9)", note, rows, "strategies", NAMES)
+    note = (
+        "Simulated: 8 RTX TITAN, all activations but the operators' inputs computed again; "
+        "examples of 128 tokens."
+    )
+    return throughput_picture(
+        "With rematerialisation (OSDP, Figure 9)", note, rows, "strategies", NAMES
+    )
 
 
 if __name__ == "__main__":

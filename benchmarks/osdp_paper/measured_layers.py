@@ -1,11 +1,14 @@
-"""The searches on the authors' own measurements: beside the answers of their released search, and OSDP over FSDP without any cost model.
+"""The searches on the authors' own measurements: beside the answers of their released search, and
+OSDP over FSDP without any cost model.
 
-    python -m benchmarks.osdp_paper.measured_layers -o benchmarks/results/2026-01-31-osdp-measured-layers.json
+    python -m benchmarks.osdp_paper.measured_layers -o
+    benchmarks/results/2026-01-31-osdp-measured-layers.json
 
-The released code chooses one of four modes per layer (all DP, attention ZDP, feed-forward ZDP, all ZDP; O-e) from tables of seconds and MB,
-one per batch row; it counts memory in whole MB. Its answers are for three rows. The gain over FSDP, all layers in the last mode, is taken
-over rows 1 to 4: each at its best row, both at FSDP's best row, and at every row. Only the answers are ours: every second was measured by
-the authors.
+The released code chooses one of four modes per layer (all DP, attention ZDP, feed-forward ZDP, all
+ZDP; O-e) from tables of seconds and MB, one per batch row; it counts memory in whole MB. Its
+answers are for three rows. The gain over FSDP, all layers in the last mode, is taken over rows 1 to
+4: each at its best row, both at FSDP's best row, and at every row. Only the answers are ours: every
+second was measured by the authors.
 
 Paper: over FSDP 22 % on average in N&D; in W&S 32 % over all pure strategies.
 """
@@ -20,7 +23,16 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.osdp_paper.settings import LIMITS_GIB, MIB, arguments, finish, gain, gain_statistics, measured, titan
+from benchmarks.osdp_paper.settings import (
+    LIMITS_GIB,
+    MIB,
+    arguments,
+    finish,
+    gain,
+    gain_statistics,
+    measured,
+    titan,
+)
 from capture.machine.devices import Devices
 from capture.model.operators import Block, Operator, OperatorModel
 from capture.plan.sharding import Mode
@@ -40,7 +52,8 @@ MODELS = {
 
 @dataclass(frozen=True)
 class MeasuredCost:
-    """Costs of whole layers in the released code's modes, a batch row for a batch size; k of 3 slices stands for mode k."""
+    """Costs of whole layers in the released code's modes, a batch row for a batch size; k of 3
+    slices stands for mode k."""
 
     model: OperatorModel
     devices: Devices
@@ -52,19 +65,31 @@ class MeasuredCost:
     def cost(self, operator: Operator, mode: Mode, batch_size) -> Cost:
         size = measured()["hidden_sizes"].index(self.hidden)
         rows = np.minimum(batch_size, ROWS[-1])
-        seconds, megabytes = (np.array(measured()[key][size])[rows, mode.num_sharded] for key in ("seconds", "megabytes"))
-        return Cost(np.floor(megabytes) * MIB, 0 * rows, seconds)  # whole MB, as the released search counts
+        seconds, megabytes = (
+            np.array(measured()[key][size])[rows, mode.num_sharded]
+            for key in ("seconds", "megabytes")
+        )
+        return Cost(
+            np.floor(megabytes) * MIB, 0 * rows, seconds
+        )  # whole MB, as the released search counts
 
 
 def main() -> int:
     options = arguments(__doc__).parse_args()
-    rows = [gains(family, *model, limit) for family, models in MODELS.items() for model in models for limit in LIMITS_GIB]
+    rows = [
+        gains(family, *model, limit)
+        for family, models in MODELS.items()
+        for model in models
+        for limit in LIMITS_GIB
+    ]
     released = [released_row(answer) for answer in measured()["answers"]]
     ratios = [row["ours"] / row["released"] for row in released if row["ours"] and row["released"]]
     claims: dict[str, Any] = {
         "answers of the released search": {
             "compared": len(released),
-            "feasible alike": all((row["ours"] is None) == (row["released"] is None) for row in released),
+            "feasible alike": all(
+                (row["ours"] is None) == (row["released"] is None) for row in released
+            ),
             "seconds, ours over theirs": [min(ratios), max(ratios)],
             "cpu seconds, theirs": sum(row["released_cpu_seconds"] for row in released),
             "cpu seconds, ours": sum(row["cpu_seconds"] for row in released),
@@ -72,10 +97,20 @@ def main() -> int:
     }
     for family in MODELS:
         of_family = [row for row in rows if row["family"] == family]
-        claims[f"{family} over FSDP, own row"] = gain_statistics([row["over_fsdp"] for row in of_family])
-        claims[f"{family} over FSDP, same row"] = gain_statistics([row["over_fsdp_same_row"] for row in of_family])
-        claims[f"{family} over FSDP, any row"] = gain_statistics([value for row in of_family for value in row["over_fsdp_per_row"]])
-    more = {"claims": claims, "paper": {"N&D over FSDP": {"mean": 0.22, "max": 0.23}}, "released": released}
+        claims[f"{family} over FSDP, own row"] = gain_statistics(
+            [row["over_fsdp"] for row in of_family]
+        )
+        claims[f"{family} over FSDP, same row"] = gain_statistics(
+            [row["over_fsdp_same_row"] for row in of_family]
+        )
+        claims[f"{family} over FSDP, any row"] = gain_statistics(
+            [value for row in of_family for value in row["over_fsdp_per_row"]]
+        )
+    more = {
+        "claims": claims,
+        "paper": {"N&D over FSDP": {"mean": 0.22, "max": 0.23}},
+        "released": released,
+    }
     return finish("osdp_measured_layers", rows, options, **more)
 
 

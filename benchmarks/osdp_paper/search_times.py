@@ -1,10 +1,11 @@
 """Search times: the exact search over all batch sizes, and nodes of the paper's depth-first search.
 
-    python -m benchmarks.osdp_paper.search_times -o benchmarks/results/2026-01-31-osdp-search-times.json
+    python -m benchmarks.osdp_paper.search_times -o
+    benchmarks/results/2026-01-31-osdp-search-times.json
 
-Seconds of the exact search for every model of the grid, with the granularity chosen per operator, and for a model of 70B on 64 H100; nodes
-of the depth-first search with each pruning off, for models small enough to finish. Times are of the processor, since the machine may be
-shared.
+Seconds of the exact search for every model of the grid, with the granularity chosen per operator,
+and for a model of 70B on 64 H100; nodes of the depth-first search with each pruning off, for models
+small enough to finish. Times are of the processor, since the machine may be shared.
 
 Paper: 9 to 307 seconds.
 """
@@ -15,7 +16,15 @@ import sys
 import time
 from typing import Any
 
-from benchmarks.osdp_paper.settings import SEQ_LEN, VOCAB_SIZE, arguments, chosen, costs, finish, titan
+from benchmarks.osdp_paper.settings import (
+    SEQ_LEN,
+    VOCAB_SIZE,
+    arguments,
+    chosen,
+    costs,
+    finish,
+    titan,
+)
 from capture.machine.cluster import Cluster
 from capture.machine.devices import Devices
 from capture.model.transformer import transformer
@@ -28,12 +37,35 @@ GRANULARITIES = (1, 2, 4, 8, 16)
 def main() -> int:
     options = arguments(__doc__).parse_args()
     rows = [
-        exact_row(f"{setting.family} {setting.name}", costs(setting, titan(limit), granularities=GRANULARITIES))
+        exact_row(
+            f"{setting.family} {setting.name}",
+            costs(setting, titan(limit), granularities=GRANULARITIES),
+        )
         for setting, limit in chosen(options)
     ]
-    large = transformer("70B", [(80, 8192)], seq_len=4096, vocab_size=32000, item_bytes=2, state_bytes_per_parameter_byte=8)
-    rows.append(exact_row("70B", StepCost(large, Devices.of_target(Cluster((8,) * 8, "h100"), "bfloat16"), GRANULARITIES, remat=True)))
-    claims = {"exact, most seconds": max(row["cpu_seconds"] for row in rows), "70B on 64 devices, seconds": rows[-1]["cpu_seconds"]}
+    large = transformer(
+        "70B",
+        [(80, 8192)],
+        seq_len=4096,
+        vocab_size=32000,
+        item_bytes=2,
+        state_bytes_per_parameter_byte=8,
+    )
+    rows.append(
+        exact_row(
+            "70B",
+            StepCost(
+                large,
+                Devices.of_target(Cluster((8,) * 8, "h100"), "bfloat16"),
+                GRANULARITIES,
+                remat=True,
+            ),
+        )
+    )
+    claims = {
+        "exact, most seconds": max(row["cpu_seconds"] for row in rows),
+        "70B on 64 devices, seconds": rows[-1]["cpu_seconds"],
+    }
     more = {"claims": claims, "paper": {"seconds": [9, 307]}, "depth_first": depth_first_rows()}
     return finish("osdp_search_times", rows, options, **more)
 
@@ -57,13 +89,17 @@ def depth_first_rows() -> list[dict[str, Any]]:
     """Nodes of the paper's search over the first batch sizes, with each of its prunings off."""
     rows = []
     for num_layers in (2, 4, 6):
-        model = transformer(f"{num_layers} layers", [(num_layers, 1024)], seq_len=SEQ_LEN, vocab_size=VOCAB_SIZE)
+        model = transformer(
+            f"{num_layers} layers", [(num_layers, 1024)], seq_len=SEQ_LEN, vocab_size=VOCAB_SIZE
+        )
         devices = titan(8).with_limit(model.parameter_bytes * 4 * 0.55)
         problem = ShardingProblem(PaperCost(model, devices), max_batch_size=3)
         nodes = {}
         for memory, seconds in ((True, True), (False, True), (True, False), (False, False)):
             found = search(problem, "depth-first", prune_memory=memory, prune_time=seconds)
-            nodes[f"memory {'on' if memory else 'off'}, time {'on' if seconds else 'off'}"] = found.num_explored
+            nodes[f"memory {'on' if memory else 'off'}, time {'on' if seconds else 'off'}"] = (
+                found.num_explored
+            )
         rows.append({"operators": model.num_operators, "nodes": nodes})
     return rows
 

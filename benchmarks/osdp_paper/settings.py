@@ -1,11 +1,14 @@
-"""What the scripts of OSDP's evaluation share: models of Table 1's families, the two machines, and how results are written.
+"""What the scripts of OSDP's evaluation share: models of Table 1's families, the two machines, and
+how results are written.
 
-The machine of eight RTX TITAN is what the authors' own measurements say (``measured_layers.json``, from their released code): alpha and
-beta are fitted to the seconds of a data-parallel layer at a batch of next to nothing, the FLOP rate to its growth with the batch, the
-hidden fraction of communication to layers in ZDP mode. All throughput here is simulated from these numbers; nothing was run.
+The machine of eight RTX TITAN is what the authors' own measurements say (``measured_layers.json``,
+from their released code): alpha and beta are fitted to the seconds of a data-parallel layer at a
+batch of next to nothing, the FLOP rate to its growth with the batch, the hidden fraction of
+communication to layers in ZDP mode. All throughput here is simulated from these numbers; nothing
+was run.
 
-The paper prints its throughputs as bars without numbers, and Table 1 as ranges; so models are chosen within the ranges, and what can be
-compared are the statistics of its text.
+The paper prints its throughputs as bars without numbers, and Table 1 as ranges; so models are
+chosen within the ranges, and what can be compared are the statistics of its text.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ from capture.step.operator_cost import PAPER_GRANULARITY, StepCost
 
 MIB, GIB = 2**20, 2**30
 FOLDER = Path(__file__).parent
-#: Tokens of an example: 4 of them make the activations and the FLOPs of a row of the measurements (``measured_layers.json``).
+#: Tokens of an example: 4 of them make the activations and the FLOPs of a row of the measurements
+#: (``measured_layers.json``).
 SEQ_LEN, EXAMPLES_PER_ROW = 128, 4
 VOCAB_SIZE = 50257  # of GPT-2, as in minGPT
 LIMITS_GIB = (8, 16)
@@ -53,7 +57,9 @@ class Setting:
 
     @property
     def model(self) -> OperatorModel:
-        return transformer(f"{self.family} {self.name}", self.layers, seq_len=SEQ_LEN, vocab_size=VOCAB_SIZE)
+        return transformer(
+            f"{self.family} {self.name}", self.layers, seq_len=SEQ_LEN, vocab_size=VOCAB_SIZE
+        )
 
 
 #: Within Table 1: N&D 48-96 layers of 1024-1536, W&S 2-4 of 6144-12288, I&C 24-96 of 1024-4096.
@@ -75,13 +81,15 @@ SETTINGS = (
 
 @cache
 def measured() -> Mapping[str, Any]:
-    """The authors' seconds and MB per layer, [hidden size][batch row][strategy], and the answers of their released search."""
+    """The authors' seconds and MB per layer, [hidden size][batch row][strategy], and the answers of
+    their released search."""
     return json.loads((FOLDER / "measured_layers.json").read_text())
 
 
 @cache
 def fitted_link() -> FittedLink:
-    """Alpha and beta of the eight RTX TITAN, from data-parallel layers without a batch: one all-reduce of 12 h^2 parameters."""
+    """Alpha and beta of the eight RTX TITAN, from data-parallel layers without a batch: one
+    all-reduce of 12 h^2 parameters."""
     rows = [
         MeasuredCollective("all-reduce", measured()["devices"], 12 * h * h * 4, seconds[0][0])
         for h, seconds in zip(measured()["hidden_sizes"], measured()["seconds"], strict=True)
@@ -91,16 +99,22 @@ def fitted_link() -> FittedLink:
 
 def layer_flops(width: int) -> int:
     """Forward FLOPs of one example in one layer."""
-    return sum(operator.flops for operator in transformer("", [(1, width)], seq_len=SEQ_LEN, vocab_size=1).operators[1:3])
+    return sum(
+        operator.flops
+        for operator in transformer("", [(1, width)], seq_len=SEQ_LEN, vocab_size=1).operators[1:3]
+    )
 
 
 @cache
 def fitted_flops_per_second() -> float:
-    """Median over hidden sizes of what a data-parallel layer computes per second more for two further rows."""
+    """Median over hidden sizes of what a data-parallel layer computes per second more for two
+    further rows."""
     found = []
     for h, seconds in zip(measured()["hidden_sizes"], measured()["seconds"], strict=True):
         if h >= 1024:
-            found.append(3 * layer_flops(h) * EXAMPLES_PER_ROW * 2 / (seconds[3][0] - seconds[1][0]))
+            found.append(
+                3 * layer_flops(h) * EXAMPLES_PER_ROW * 2 / (seconds[3][0] - seconds[1][0])
+            )
     return float(np.median(found))
 
 
@@ -118,13 +132,17 @@ def fitted_overlap() -> float:
 
 
 def titan(limit_gib: float) -> Devices:
-    """One server of eight RTX TITAN with PCIe 3, less the overhead that the released code takes off the limit."""
+    """One server of eight RTX TITAN with PCIe 3, less the overhead that the released code takes off
+    the limit."""
     link = fitted_link().link
     return Devices(
         "8x RTX TITAN",
         1,
         8,
-        Sourced(limit_gib * GIB - measured()["overhead_MB"] * MIB, "limit of the paper, less 800 MB as in the released code"),
+        Sourced(
+            limit_gib * GIB - measured()["overhead_MB"] * MIB,
+            "limit of the paper, less 800 MB as in the released code",
+        ),
         Sourced(fitted_flops_per_second(), "fitted to the authors' measured layers"),
         Sourced(0.8 * 672e9, "NVIDIA TITAN RTX datasheet; 80 % of it is assumed to be reached"),
         link,
@@ -134,15 +152,31 @@ def titan(limit_gib: float) -> Devices:
 
 def servers(limit_gib: float) -> Devices:
     """Two servers of eight A100 joined by 100 Gb/s, which eight GPUs share."""
-    found = Devices.of_target(Cluster((8, 8), "a100-40g"), precision="highest")  # PyTorch has no TF32 in products unless asked
-    network = Link(found.inter_node.latency_seconds, Sourced(100e9 / 8 / 8, "paper 4.1: 100 Gb/s between the servers, over eight GPUs"))
+    found = Devices.of_target(
+        Cluster((8, 8), "a100-40g"), precision="highest"
+    )  # PyTorch has no TF32 in products unless asked
+    network = Link(
+        found.inter_node.latency_seconds,
+        Sourced(100e9 / 8 / 8, "paper 4.1: 100 Gb/s between the servers, over eight GPUs"),
+    )
     limit = limit_gib * GIB - measured()["overhead_MB"] * MIB
-    return replace(found, inter_node=network).with_limit(limit, "limit of the paper, less 800 MB as in the released code")
+    return replace(found, inter_node=network).with_limit(
+        limit, "limit of the paper, less 800 MB as in the released code"
+    )
 
 
 def costs(setting: Setting, devices: Devices, **options: Any) -> StepCost:
-    """Our cost model with the paper's granularity and the measured overlap, unless other options are given."""
-    return StepCost(setting.model, devices, **{"granularities": (1, PAPER_GRANULARITY), "overlap_fraction": fitted_overlap(), **options})
+    """Our cost model with the paper's granularity and the measured overlap, unless other options
+    are given."""
+    return StepCost(
+        setting.model,
+        devices,
+        **{
+            "granularities": (1, PAPER_GRANULARITY),
+            "overlap_fraction": fitted_overlap(),
+            **options,
+        },
+    )
 
 
 def chosen(options: argparse.Namespace) -> Iterator[tuple[Setting, int]]:
@@ -154,26 +188,42 @@ def chosen(options: argparse.Namespace) -> Iterator[tuple[Setting, int]]:
 
 
 def throughput_picture(
-    title: str, note: str, rows: Sequence[Mapping[str, Any]], key: str, series: Sequence[str], width: int = 1250, height: int = 310
+    title: str,
+    note: str,
+    rows: Sequence[Mapping[str, Any]],
+    key: str,
+    series: Sequence[str],
+    width: int = 1250,
+    height: int = 310,
 ) -> str:
-    """A panel per memory limit: examples per second of every model by what ``row[key]`` has outcomes of, or why there are none."""
+    """A panel per memory limit: examples per second of every model by what ``row[key]`` has
+    outcomes of, or why there are none."""
     panels = []
     for limit in LIMITS_GIB:
         groups = []
         for row in rows:
             if row["limit_gib"] == limit:
-                bars = {name: o["examples_per_second"] if o["status"] == "ok" else o["status"].upper() for name, o in row[key].items()}
+                bars = {
+                    name: o["examples_per_second"] if o["status"] == "ok" else o["status"].upper()
+                    for name, o in row[key].items()
+                }
                 groups.append((f"{row['family']}\n" + row["model"].replace("+", "\n"), bars))
         panels.append(grouped_bars(f"{limit} GB", "examples / s", groups, width, height))
     return draw(title, note, panels, 1, list(zip(COLORS, series, strict=False)))
 
 
 def gain_statistics(gains: Sequence[float | None]) -> dict[str, Any]:
-    """Mean, median and maximum over the grid, settings where one of the two does not fit left out (O-p)."""
+    """Mean, median and maximum over the grid, settings where one of the two does not fit left out
+    (O-p)."""
     found = [gain for gain in gains if gain is not None]
     if not found:
         return {"settings": 0}
-    return {"mean": float(np.mean(found)), "median": float(np.median(found)), "max": max(found), "settings": len(found)}
+    return {
+        "mean": float(np.mean(found)),
+        "median": float(np.median(found)),
+        "max": max(found),
+        "settings": len(found),
+    }
 
 
 def gain(ours: float, theirs: float) -> float | None:
@@ -183,13 +233,29 @@ def gain(ours: float, theirs: float) -> float | None:
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
     """The options that all scripts have."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", metavar="TEXT", help="of the models those whose family and name contain this")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the document here, and its figure beside it as .svg")
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", metavar="TEXT", help="of the models those whose family and name contain this"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write the document here, and its figure beside it as .svg",
+    )
     return parser
 
 
-def finish(name: str, rows: list[dict[str, Any]], options: argparse.Namespace, svg: str | None = None, **more: Any) -> int:
+def finish(
+    name: str,
+    rows: list[dict[str, Any]],
+    options: argparse.Namespace,
+    svg: str | None = None,
+    **more: Any,
+) -> int:
     """Write the document of a script, or print it."""
     document = {
         "benchmark": name,

@@ -1,20 +1,26 @@
-"""What a plan needs on every device when Alpa runs it: its placement, and the lifetimes of buffers in its runtime.
+"""What a plan needs on every device when Alpa runs it: its placement, and the lifetimes of buffers
+in its runtime.
 
-Four habits differ from the native runtime's: all micro-batches' inputs of a stage are on its devices from the start of the step, each
-until its last use; a tensor between stages stays with the one that made it until the other is about to read it; it goes there past the
-stages between; and stages stand where ``alpa_placement`` says.
+Four habits differ from the native runtime's: all micro-batches' inputs of a stage are on its
+devices from the start of the step, each until its last use; a tensor between stages stays with the
+one that made it until the other is about to read it; it goes there past the stages between; and
+stages stand where ``alpa_placement`` says.
 
-What replicas split. ``prefer_reduce_scatter``, the default, splits over them what only the update reads. Gradients stay whole: the solver
-leaves accumulators alone when there is more than one micro-batch. What only the update reads is the optimizer's state and, where Alpa's
-suites train in 16 bits (GPT, mixture of experts), a float32 *master copy* of the parameters; parameters and gradients then have 16 bits.
-Where the optimizer has s bytes per parameter, that is 4 + (4 + s) / dp bytes on each of dp replicas; the native runtime, whose parameters
-are of float32, needs 8 + s / dp. A plan that is exported with such a workload is run without a master copy.
+What replicas split. ``prefer_reduce_scatter``, the default, splits over them what only the update
+reads. Gradients stay whole: the solver leaves accumulators alone when there is more than one
+micro-batch. What only the update reads is the optimizer's state and, where Alpa's suites train in
+16 bits (GPT, mixture of experts), a float32 *master copy* of the parameters; parameters and
+gradients then have 16 bits. Where the optimizer has s bytes per parameter, that is 4 + (4 + s) / dp
+bytes on each of dp replicas; the native runtime, whose parameters are of float32, needs 8 + s / dp.
+A plan that is exported with such a workload is run without a master copy.
 
-Not booked: Alpa's copies of the optimizer's state for a parameter that several stages read, and what depends on parameters alone (weights
-cast to float16) and the one-hot tokens of an embedding, which Alpa keeps once per micro-batch in flight where it does not rematerialise.
+Not booked: Alpa's copies of the optimizer's state for a parameter that several stages read, and
+what depends on parameters alone (weights cast to float16) and the one-hot tokens of an embedding,
+which Alpa keeps once per micro-batch in flight where it does not rematerialise.
 
-Source: Alpa 0.2.3, its emitted instructions (``tests/alpa_conformance`` replays them beside this); of what is split,
-``reduce_scatter_grad_acc_friendly`` in its auto-sharding pass (``UseAllReduceForGradAcc``); of 16 bits, ``TrainState`` in its models.
+Source: Alpa 0.2.3, its emitted instructions (``tests/alpa_conformance`` replays them beside this);
+of what is split, ``reduce_scatter_grad_acc_friendly`` in its auto-sharding pass
+(``UseAllReduceForGradAcc``); of 16 bits, ``TrainState`` in its models.
 """
 
 from __future__ import annotations
@@ -49,14 +55,23 @@ class AlpaMemory:
     @property
     def peak_bytes_per_device(self) -> tuple[int, ...]:
         """By device id."""
-        of_device = {device: peak.peak_bytes for devices, peak in zip(self.placement, self.stages, strict=True) for device in devices}
+        of_device = {
+            device: peak.peak_bytes
+            for devices, peak in zip(self.placement, self.stages, strict=True)
+            for device in devices
+        }
         return tuple(of_device[device] for device in sorted(of_device))
 
     def to_json(self) -> dict[str, Any]:
         return {
             "peak_bytes_per_device": list(self.peak_bytes_per_device),
             "stages": [
-                {"devices": list(devices), "peak_bytes": peak.peak_bytes, "parts_bytes": dict(peak.parts), "at": peak.instant}
+                {
+                    "devices": list(devices),
+                    "peak_bytes": peak.peak_bytes,
+                    "parts_bytes": dict(peak.parts),
+                    "at": peak.instant,
+                }
                 for devices, peak in zip(self.placement, self.stages, strict=True)
             ],
         }
@@ -68,7 +83,8 @@ def alpa_memory(plan: Plan, profile: Profile, *, master_copy: bool = False) -> A
     Args:
         plan: That ``to_alpa`` takes.
         profile: Of the plan's model and target.
-        master_copy: Whether the model is trained in 16 bits as in Alpa's suites; the profile has its parameters in float32.
+        master_copy: Whether the model is trained in 16 bits as in Alpa's suites; the profile has
+            its parameters in float32.
 
     Raises:
         PlanError: as ``alpa_placement``.
@@ -81,7 +97,9 @@ def alpa_memory(plan: Plan, profile: Profile, *, master_copy: bool = False) -> A
     return alpa_replay(plan, predictor.interfaces(plan), master_copy=master_copy)
 
 
-def alpa_replay(plan: Plan, stages: Sequence[StageInterface], *, master_copy: bool = False) -> AlpaMemory:
+def alpa_replay(
+    plan: Plan, stages: Sequence[StageInterface], *, master_copy: bool = False
+) -> AlpaMemory:
     """Book a step as Alpa runs it.
 
     Args:
@@ -90,18 +108,27 @@ def alpa_replay(plan: Plan, stages: Sequence[StageInterface], *, master_copy: bo
         master_copy: As ``alpa_memory``; all parameters of the stages are of float32.
     """
     placement = alpa_placement(plan.cluster, [stage.num_devices for stage in plan.stages])
-    placed = [replace(stage, devices=devices) for stage, devices in zip(stages, placement, strict=True)]
+    placed = [
+        replace(stage, devices=devices) for stage, devices in zip(stages, placement, strict=True)
+    ]
     if master_copy:
-        placed = [_in_16_bits(stage, StageChoice.of(of_plan)) for stage, of_plan in zip(placed, plan.stages, strict=True)]
+        placed = [
+            _in_16_bits(stage, StageChoice.of(of_plan))
+            for stage, of_plan in zip(placed, plan.stages, strict=True)
+        ]
     ledger = replay(build_step(placed, plan.schedule_table, as_alpa=True), plan.cluster.num_devices)
     return AlpaMemory(placement, tuple(ledger.peaks[devices[0]] for devices in placement))
 
 
-def with_master_copy(params_bytes: Any, optimizer_bytes: Any, choice: StageChoice) -> tuple[Any, Any]:
-    """Parameters and optimizer state per device in 16 bits with a float32 master copy; integers or arrays of them.
+def with_master_copy(
+    params_bytes: Any, optimizer_bytes: Any, choice: StageChoice
+) -> tuple[Any, Any]:
+    """Parameters and optimizer state per device in 16 bits with a float32 master copy; integers or
+    arrays of them.
 
     Args:
-        params_bytes: In float32; accumulated gradients take as much as parameters, before and after.
+        params_bytes: In float32; accumulated gradients take as much as parameters, before and
+            after.
         optimizer_bytes: Of the optimizer's own state.
         choice: Of the stage.
 
@@ -122,7 +149,8 @@ def require_float32(graph: LayerGraph) -> None:
     others = [param for param in graph.params if param.dtype != "float32"]
     if others:
         raise ProfileError.of(
-            f"parameter {others[0].name} is of {others[0].dtype}, and Alpa's master copies are the float32 parameters of a model that "
+            f"parameter {others[0].name} is of {others[0].dtype}, and Alpa's master copies are "
+            "the float32 parameters of a model that "
             "computes in 16 bits; leave out master_copy.",
             "alpa-master-copy",
         )

@@ -1,12 +1,17 @@
-"""A plan as the arguments of Alpa's ``PipeshardParallel`` (alpa 0.2.3): plain data, a file that makes the real object, or the object.
+"""A plan as the arguments of Alpa's ``PipeshardParallel`` (alpa 0.2.3): plain data, a file that
+makes the real object, or the object.
 
-What Alpa means by its arguments, and what it silently accepts, was found by running it (``tests/alpa_conformance``):
+What Alpa means by its arguments, and what it silently accepts, was found by running it
+(``tests/alpa_conformance``):
 
-* A stage's logical shape is (data parallel, tensor parallel). Without ``force_batch_dim_to_mesh_dim`` Alpa's solver chooses between the
-  two on a one-dimensional mesh, so the key is always written above one device.
-* Optimizer state is split over replicas where ``prefer_reduce_scatter`` is true; so that key says what the plan says.
+* A stage's logical shape is (data parallel, tensor parallel). Without
+  ``force_batch_dim_to_mesh_dim`` Alpa's solver chooses between the two on a one-dimensional mesh,
+  so the key is always written above one device.
+* Optimizer state is split over replicas where ``prefer_reduce_scatter`` is true; so that key says
+  what the plan says.
 * Rematerialisation is an option of all layers together.
-* A stage without layers, and a micro-batch that the replicas do not divide, are accepted by Alpa; ``Plan`` refuses both.
+* A stage without layers, and a micro-batch that the replicas do not divide, are accepted by Alpa;
+  ``Plan`` refuses both.
 """
 
 from __future__ import annotations
@@ -33,12 +38,14 @@ class AlpaOptions:
         num_hosts, num_devices_per_host: Of the mesh that it is for.
         num_micro_batches: As in Alpa.
         pipeline_schedule: ``"1f1b"`` or ``"gpipe"``.
-        layer_option: Class of the layer option (``ManualLayerOption`` at marks, ``AutoLayerOption``) and its arguments.
+        layer_option: Class of the layer option (``ManualLayerOption`` at marks,
+            ``AutoLayerOption``) and its arguments.
         default_auto_sharding_option: Arguments of ``AutoShardingOption``, for every stage.
         forward_stage_layer_ids: Layers of every stage.
         submesh_physical_shapes: (hosts, devices per host) of every stage.
         submesh_logical_shapes: (data parallel, tensor parallel) of every stage.
-        submesh_autosharding_option_dicts: What of ``AutoShardingOption`` is different in each stage.
+        submesh_autosharding_option_dicts: What of ``AutoShardingOption`` is different in each
+            stage.
         placement: Device ids of every stage as Alpa places them; no argument.
     """
 
@@ -70,27 +77,35 @@ class AlpaOptions:
             alpa = import_module("alpa")
         except ImportError as error:
             raise ExecutionError.of(
-                f"alpa cannot be imported here (Python {sys.version_info.major}.{sys.version_info.minor}: {error}); it needs jax 0.3.22 "
-                "and an environment of its own. Take the plan there: capture export PLAN --to alpa -o method.py.",
+                "alpa cannot be imported here (Python "
+                f"{sys.version_info.major}.{sys.version_info.minor}: {error}); it needs jax "
+                "0.3.22 "
+                "and an environment of its own. Take the plan there: capture export PLAN --to "
+                "alpa -o method.py.",
                 "alpa-missing",
             ) from None
         layer_class, layer_arguments = self.layer_option
         return alpa.PipeshardParallel(
             devices=devices,
             num_micro_batches=self.num_micro_batches,
-            default_auto_sharding_option=alpa.AutoShardingOption(**self.default_auto_sharding_option),
+            default_auto_sharding_option=alpa.AutoShardingOption(
+                **self.default_auto_sharding_option
+            ),
             pipeline_schedule=self.pipeline_schedule,
             layer_option=getattr(alpa, layer_class)(**layer_arguments),
             stage_option=alpa.ManualStageOption(
                 forward_stage_layer_ids=[list(ids) for ids in self.forward_stage_layer_ids],
                 submesh_physical_shapes=list(self.submesh_physical_shapes),
                 submesh_logical_shapes=list(self.submesh_logical_shapes),
-                submesh_autosharding_option_dicts=[dict(d) for d in self.submesh_autosharding_option_dicts],
+                submesh_autosharding_option_dicts=[
+                    dict(d) for d in self.submesh_autosharding_option_dicts
+                ],
             ),
         )
 
     def source(self, about: str = "") -> str:
-        """One Python 3.8 file that imports alpa alone; its ``method()`` returns the real ``PipeshardParallel``.
+        """One Python 3.8 file that imports alpa alone; its ``method()`` returns the real
+        ``PipeshardParallel``.
 
         Args:
             about: What it is of: a line of its docstring.
@@ -98,9 +113,15 @@ class AlpaOptions:
         layer_class, layer_arguments = self.layer_option
         num_layers = sum(map(len, self.forward_stage_layer_ids))
         if layer_class == "ManualLayerOption":
-            layers = f"The loss must call alpa.mark_pipeline_boundary() {num_layers - 1} times, between its {num_layers} layers."
+            layers = (
+                f"The loss must call alpa.mark_pipeline_boundary() {num_layers - 1} times, "
+                f"between its {num_layers} layers."
+            )
         else:
-            layers = f"Alpa cuts the loss into {num_layers} layers itself; its cuts may differ from those that were planned for."
+            layers = (
+                f"Alpa cuts the loss into {num_layers} layers itself; its cuts may differ from "
+                "those that were planned for."
+            )
         return _FILE.format(
             about=f"{about}\n\n" if about else "",
             version=__version__,
@@ -158,14 +179,16 @@ def _listed(items: list[Any]) -> str:
 
 
 def to_alpa(plan: Plan) -> AlpaOptions:
-    """The arguments of ``alpa.PipeshardParallel`` that mean the plan; neither alpa nor JAX is imported.
+    """The arguments of ``alpa.PipeshardParallel`` that mean the plan; neither alpa nor JAX is
+    imported.
 
     Args:
         plan: On equal nodes.
 
     Raises:
-        PlanError: every rule of Alpa's that the plan breaks: ``alpa-cluster``, ``alpa-submesh``, ``alpa-packing``, ``alpa-remat`` (one mode
-            for all stages, none or full), ``alpa-shard-params``.
+        PlanError: every rule of Alpa's that the plan breaks: ``alpa-cluster``, ``alpa-submesh``,
+            ``alpa-packing``, ``alpa-remat`` (one mode for all stages, none or full),
+            ``alpa-shard-params``.
 
     Example:
         >>> from capture.machine.cluster import Cluster
@@ -179,7 +202,13 @@ def to_alpa(plan: Plan) -> AlpaOptions:
     per_node = plan.cluster.nodes[0]
     recomputes = plan.stages[0].remat == "full"
     if plan.auto_layers:
-        layer_option = ("AutoLayerOption", {"layer_num": plan.num_layers, "remat_mode": "coarse_grained_remat" if recomputes else "none"})
+        layer_option = (
+            "AutoLayerOption",
+            {
+                "layer_num": plan.num_layers,
+                "remat_mode": "coarse_grained_remat" if recomputes else "none",
+            },
+        )
     else:
         layer_option = ("ManualLayerOption", {"remat_layer": recomputes})
     replicated = [stage for stage in plan.stages if stage.data_parallel > 1]
@@ -198,8 +227,12 @@ def to_alpa(plan: Plan) -> AlpaOptions:
         layer_option=layer_option,
         default_auto_sharding_option={"prefer_reduce_scatter": default},
         forward_stage_layer_ids=[list(range(stage.first, stage.stop)) for stage in plan.stages],
-        submesh_physical_shapes=[physical_shape(stage.num_devices, per_node) for stage in plan.stages],
-        submesh_logical_shapes=[(stage.data_parallel, stage.tensor_parallel) for stage in plan.stages],
+        submesh_physical_shapes=[
+            physical_shape(stage.num_devices, per_node) for stage in plan.stages
+        ],
+        submesh_logical_shapes=[
+            (stage.data_parallel, stage.tensor_parallel) for stage in plan.stages
+        ],
         submesh_autosharding_option_dicts=dicts,
         placement=list(placement),
     )
@@ -215,7 +248,8 @@ def _violations(plan: Plan) -> list[Violation]:
     if len(modes) > 1 or modes == ["dots"]:
         found.append(
             Violation(
-                f"the stages have remat {', '.join(modes)}; Alpa recomputes all layers or none. Plan with --remat none or full.",
+                f"the stages have remat {', '.join(modes)}; Alpa recomputes all layers or none. "
+                "Plan with --remat none or full.",
                 "alpa-remat",
             )
         )
@@ -223,7 +257,8 @@ def _violations(plan: Plan) -> list[Violation]:
     if split:
         found.append(
             Violation(
-                f"stages {split} split their parameters over replicas, which Alpa's solver decides itself; plan without --shard-params.",
+                f"stages {split} split their parameters over replicas, which Alpa's solver "
+                "decides itself; plan without --shard-params.",
                 "alpa-shard-params",
             )
         )

@@ -1,7 +1,8 @@
 """Which devices Alpa gives to which stage.
 
-Alpa packs submeshes itself: the largest first, those of equal size in reverse order of the stages, hosts filled from the first to the last
-without gaps. So of equal stages the first stands on the last host, and reports per device must follow this rule, not the plan's ids.
+Alpa packs submeshes itself: the largest first, those of equal size in reverse order of the stages,
+hosts filled from the first to the last without gaps. So of equal stages the first stands on the
+last host, and reports per device must follow this rule, not the plan's ids.
 
 Source: Alpa 0.2.3, ``get_sliced_virtual_submeshes``, by its behaviour.
 """
@@ -30,7 +31,8 @@ def physical_shape(num_devices: int, devices_per_node: int) -> Shape:
         return 1, num_devices
     if num_devices % devices_per_node:
         raise PlanError.of(
-            f"a stage on {num_devices} devices is neither a part of a node of {devices_per_node} nor whole nodes, which is all that Alpa "
+            f"a stage on {num_devices} devices is neither a part of a node of {devices_per_node} "
+            "nor whole nodes, which is all that Alpa "
             "takes; give the stage another number of devices.",
             "alpa-submesh",
         )
@@ -45,8 +47,8 @@ def alpa_placement(cluster: Cluster, sizes: Sequence[int]) -> tuple[tuple[int, .
         sizes: Devices of each stage, in pipeline order; all of the cluster together.
 
     Raises:
-        PlanError: ``alpa-cluster`` for unequal nodes, ``alpa-submesh`` for a size that Alpa has no submesh for, ``alpa-packing`` if the
-            sizes do not fill the nodes in Alpa's order.
+        PlanError: ``alpa-cluster`` for unequal nodes, ``alpa-submesh`` for a size that Alpa has no
+            submesh for, ``alpa-packing`` if the sizes do not fill the nodes in Alpa's order.
 
     Example:
         >>> alpa_placement(Cluster((4, 4)), [2, 4, 2])
@@ -54,11 +56,17 @@ def alpa_placement(cluster: Cluster, sizes: Sequence[int]) -> tuple[tuple[int, .
     """
     per_node = cluster.nodes[0]
     if len(set(cluster.nodes)) > 1:
-        raise PlanError.of(f"cluster {cluster} has unequal nodes, and Alpa's hosts all have as many devices; plan for NxG.", "alpa-cluster")
+        raise PlanError.of(
+            f"cluster {cluster} has unequal nodes, and Alpa's hosts all have as many devices; "
+            "plan for NxG.",
+            "alpa-cluster",
+        )
     shapes = [physical_shape(size, per_node) for size in sizes]
     if sum(sizes) != cluster.num_devices:
         raise PlanError.of(
-            f"the stages have {sum(sizes)} devices and the cluster {cluster.num_devices}; Alpa uses every device.", "alpa-packing"
+            f"the stages have {sum(sizes)} devices and the cluster {cluster.num_devices}; Alpa "
+            "uses every device.",
+            "alpa-packing",
         )
     placed: dict[int, tuple[int, ...]] = {}
     start = 0
@@ -66,7 +74,8 @@ def alpa_placement(cluster: Cluster, sizes: Sequence[int]) -> tuple[tuple[int, .
         room = per_node - start % per_node
         if shapes[stage][0] == 1 and sizes[stage] > room:
             raise PlanError.of(
-                f"stages of {list(sizes)} devices do not fill nodes of {per_node}: Alpa packs the largest first, and stage {stage} "
+                f"stages of {list(sizes)} devices do not fill nodes of {per_node}: Alpa packs the "
+                f"largest first, and stage {stage} "
                 f"(of {sizes[stage]}) finds {room} left in its node; use powers of two.",
                 "alpa-packing",
             )

@@ -1,7 +1,8 @@
-"""Alpa's own plans, read back: its pickled ``ParallelPlan``, or the arguments of a ``ManualStageOption``.
+"""Alpa's own plans, read back: its pickled ``ParallelPlan``, or the arguments of a
+``ManualStageOption``.
 
-A pickle is read without alpa, and without running anything of it: every class that it names becomes an empty shell that only takes
-attributes, so a file that somebody else made can do no harm.
+A pickle is read without alpa, and without running anything of it: every class that it names becomes
+an empty shell that only takes attributes, so a file that somebody else made can do no harm.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from capture.errors import PlanError
 from capture.machine.cluster import Cluster
 from capture.plan.stages import Plan, StagePlan
 
-_SAFE = {("collections", "OrderedDict"), ("builtins", "list"), ("builtins", "tuple"), ("builtins", "dict"), ("builtins", "set")}
+_SAFE = {
+    ("collections", "OrderedDict"),
+    ("builtins", "list"),
+    ("builtins", "tuple"),
+    ("builtins", "dict"),
+    ("builtins", "set"),
+}
 
 
 class _Shell:
@@ -53,20 +60,25 @@ def plan_from_alpa(
     """The plan that Alpa means.
 
     Args:
-        source: A ``ParallelPlan``, or the path or the bytes of a pickled one; or a mapping with the arguments of
-            ``ManualStageOption``, for which ``cluster``, ``num_micro_batches`` and ``pipeline_schedule`` are needed.
+        source: A ``ParallelPlan``, or the path or the bytes of a pickled one; or a mapping with the
+            arguments of ``ManualStageOption``, for which ``cluster``, ``num_micro_batches`` and
+            ``pipeline_schedule`` are needed.
         global_batch_size: Examples in a step, which Alpa's plan does not say.
         cluster: Instead of that of the ``ParallelPlan``.
         target: Device kind of the cluster, where the ``ParallelPlan`` has it.
-        undecided: What a stage counts as whose options leave the choice to Alpa's solver: ``"data_parallel"`` or ``"tensor_parallel"``.
+        undecided: What a stage counts as whose options leave the choice to Alpa's solver:
+            ``"data_parallel"`` or ``"tensor_parallel"``.
         num_micro_batches, pipeline_schedule: Of manual options.
 
     Raises:
-        PlanError: ``alpa-plan`` if it is no plan of Alpa's, ``alpa-undecided`` for a stage whose parallelism its options leave open, and
-            the codes of ``Plan``.
+        PlanError: ``alpa-plan`` if it is no plan of Alpa's, ``alpa-undecided`` for a stage whose
+            parallelism its options leave open, and the codes of ``Plan``.
     """
     if undecided not in (None, "data_parallel", "tensor_parallel"):
-        raise PlanError.of(f"undecided={undecided!r} is unknown; choose 'data_parallel' or 'tensor_parallel'.", "alpa-undecided")
+        raise PlanError.of(
+            f"undecided={undecided!r} is unknown; choose 'data_parallel' or 'tensor_parallel'.",
+            "alpa-undecided",
+        )
     try:
         found = _loaded(source)
         options, nodes, auto_sharding = source if isinstance(source, Mapping) else None, cluster, {}
@@ -74,29 +86,58 @@ def plan_from_alpa(
         if options is None:
             pipeline = found.pipeline_plan
             options = dict(vars(pipeline.manual_stage_option))
-            num_micro_batches, pipeline_schedule = found.num_micro_batches, pipeline.pipeline_schedule
-            nodes = cluster or Cluster((int(found.cluster_info.num_devices_per_host),) * int(found.cluster_info.num_hosts), target)
-            auto_sharding = {} if found.auto_sharding_option is None else dict(vars(found.auto_sharding_option))
+            num_micro_batches, pipeline_schedule = (
+                found.num_micro_batches,
+                pipeline.pipeline_schedule,
+            )
+            nodes = cluster or Cluster(
+                (int(found.cluster_info.num_devices_per_host),) * int(found.cluster_info.num_hosts),
+                target,
+            )
+            auto_sharding = (
+                {} if found.auto_sharding_option is None else dict(vars(found.auto_sharding_option))
+            )
             layer_option = vars(pipeline.layer_option)
             auto_layers = type(pipeline.layer_option).__name__ == "AutoLayerOption"
-            remat = bool(layer_option.get("remat_layer")) or layer_option.get("remat_mode", "none") != "none"
+            remat = (
+                bool(layer_option.get("remat_layer"))
+                or layer_option.get("remat_mode", "none") != "none"
+            )
         if nodes is None or num_micro_batches is None or pipeline_schedule is None:
-            raise ValueError("manual options need cluster, num_micro_batches and pipeline_schedule beside them")
+            raise ValueError(
+                "manual options need cluster, num_micro_batches and pipeline_schedule beside them"
+            )
         layer_ids = [list(map(int, ids)) for ids in options["forward_stage_layer_ids"]]
         shapes = [(int(h), int(g)) for h, g in options["submesh_physical_shapes"]]
         logical = options.get("submesh_logical_shapes") or shapes
         dicts = options.get("submesh_autosharding_option_dicts") or [{}] * len(layer_ids)
         if not all(layer_ids) or {len(shapes), len(logical), len(dicts)} != {len(layer_ids)}:
-            raise ValueError("every stage needs layers, a physical and a logical shape, and options")
+            raise ValueError(
+                "every stage needs layers, a physical and a logical shape, and options"
+            )
         devices = alpa_placement(nodes, [h * g for h, g in shapes])
-    except (AttributeError, KeyError, TypeError, ValueError, pickle.UnpicklingError, EOFError, OSError) as error:
-        raise PlanError.of(f"{_name(source)} is no plan of Alpa's: {type(error).__name__}: {error}.", "alpa-plan") from None
+    except (
+        AttributeError,
+        KeyError,
+        TypeError,
+        ValueError,
+        pickle.UnpicklingError,
+        EOFError,
+        OSError,
+    ) as error:
+        raise PlanError.of(
+            f"{_name(source)} is no plan of Alpa's: {type(error).__name__}: {error}.", "alpa-plan"
+        ) from None
     stages = []
-    for s, (ids, shape, own, where) in enumerate(zip(layer_ids, logical, dicts, devices, strict=True)):
+    for s, (ids, shape, own, where) in enumerate(
+        zip(layer_ids, logical, dicts, devices, strict=True)
+    ):
         settings = {**auto_sharding, **own}
         dp, tp = _degrees(s, (int(shape[0]), int(shape[1])), settings, undecided)
         split = bool(settings.get("prefer_reduce_scatter")) and dp > 1
-        stages.append(StagePlan((ids[0], ids[-1]), where, dp, tp, "full" if remat else "none", split))
+        stages.append(
+            StagePlan((ids[0], ids[-1]), where, dp, tp, "full" if remat else "none", split)
+        )
     return Plan(
         nodes,
         sum(map(len, layer_ids)),
@@ -108,7 +149,9 @@ def plan_from_alpa(
     )
 
 
-def _degrees(stage: int, logical: Shape, settings: Mapping[str, Any], undecided: str | None) -> tuple[int, int]:
+def _degrees(
+    stage: int, logical: Shape, settings: Mapping[str, Any], undecided: str | None
+) -> tuple[int, int]:
     """(data parallel, tensor parallel) of a stage."""
     size = logical[0] * logical[1]
     if settings.get("force_data_parallel"):
@@ -120,7 +163,8 @@ def _degrees(stage: int, logical: Shape, settings: Mapping[str, Any], undecided:
         return logical[1], logical[0]
     if undecided is None:
         raise PlanError.of(
-            f"stage {stage} has logical shape {logical} without force_batch_dim_to_mesh_dim, so Alpa's solver chooses its parallelism; say "
+            f"stage {stage} has logical shape {logical} without force_batch_dim_to_mesh_dim, so "
+            "Alpa's solver chooses its parallelism; say "
             "what to count it as: undecided='data_parallel' or 'tensor_parallel'.",
             "alpa-undecided",
         )

@@ -1,4 +1,5 @@
-"""What verbs do so that no answer rests on an extrapolation: the stages of the plan in question are compiled, when one is first needed."""
+"""What verbs do so that no answer rests on an extrapolation: the stages of the plan in question are
+compiled, when one is first needed."""
 
 from __future__ import annotations
 
@@ -15,12 +16,16 @@ def add_no_compile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-compile",
         action="store_true",
-        help="where an answer is of a micro-batch size that was not profiled: extrapolate, and say so, instead of compiling its stages",
+        help=(
+            "where an answer is of a micro-batch size that was not profiled: extrapolate, and say "
+            "so, instead of compiling its stages"
+        ),
     )
 
 
 class PlanCompiler:
-    """Compiles plans (``recommender.capture.verified.Compile``); the workload is loaded with the first.
+    """Compiles plans (``recommender.capture.verified.Compile``); the workload is loaded with the
+    first.
 
     Args:
         options: Of the verb.
@@ -28,7 +33,9 @@ class PlanCompiler:
         open_measurements: Opens those of the workload.
     """
 
-    def __init__(self, options: argparse.Namespace, profile: Profile, open_measurements: Callable[[], Any]):
+    def __init__(
+        self, options: argparse.Namespace, profile: Profile, open_measurements: Callable[[], Any]
+    ):
         self._options, self._profile, self._open = options, profile, open_measurements
         self._measurements: Any = None
 
@@ -52,7 +59,8 @@ class PlanCompiler:
             profiled = " and ".join(map(str, sizes))
             say(
                 self._options,
-                f"micro-batch size {plan.microbatch_size} was not profiled ({profiled} were): compiling the stages of the best plans "
+                f"micro-batch size {plan.microbatch_size} was not profiled ({profiled} were): "
+                "compiling the stages of the best plans "
                 "(--no-compile extrapolates)",
             )
         measurements = self.open()

@@ -1,7 +1,9 @@
-"""The whole path on a small GPT and eight virtual CPU devices (2 nodes of 4): profile, recommend, run, compare.
+"""The whole path on a small GPT and eight virtual CPU devices (2 nodes of 4): profile, recommend,
+run, compare.
 
-Two plans are run: the recommended one, and a baseline with equal FLOPs per stage. For both, the table shows what was predicted for
-every device and what was measured while it ran, and the loss against one device.
+Two plans are run: the recommended one, and a baseline with equal FLOPs per stage. For both, the
+table shows what was predicted for every device and what was measured while it ran, and the loss
+against one device.
 """
 
 from __future__ import annotations
@@ -27,14 +29,20 @@ MICROBATCHES, MICROBATCH_SIZE, SCHEDULE = 8, 4, "1f1b"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=shared.at_least(1), default=3, metavar="N", help="updates (default: %(default)s)")
+    parser.add_argument(
+        "--steps",
+        type=shared.at_least(1),
+        default=3,
+        metavar="N",
+        help="updates (default: %(default)s)",
+    )
     shared.add_store(parser)
 
 
 def main(options: argparse.Namespace) -> int:
     cluster = Cluster.parse(CLUSTER)
     environment.prepare(num_devices=cluster.num_devices)
-    from profiling_runs import collect as profile
+    from profiling_runs import profile
     from recommender import baseline_plan, recommend
 
     spec = WorkloadSpec.parse(WORKLOAD)
@@ -49,7 +57,11 @@ def main(options: argparse.Namespace) -> int:
         where=shared.where_of(options),
         progress=progress(options),
     )
-    batch: dict[str, Any] = {"global_batch_size": MICROBATCHES * MICROBATCH_SIZE, "num_microbatches": MICROBATCHES, "schedule": SCHEDULE}
+    batch: dict[str, Any] = {
+        "global_batch_size": MICROBATCHES * MICROBATCH_SIZE,
+        "num_microbatches": MICROBATCHES,
+        "schedule": SCHEDULE,
+    }
     recommended = recommend(measured, cluster, **batch)
     assert recommended.plan is not None, "a plan without a memory limit exists"
     baseline = baseline_plan(measured, cluster, **batch)
@@ -64,7 +76,12 @@ def main(options: argparse.Namespace) -> int:
     for name, plan in plans.items():
         say(options, f"running the {name} plan on {cluster.num_devices} virtual devices")
         ran = execute(
-            plan, spec.load(), num_steps=options.steps, check=True, fast_compile=True, report=lambda text: say(options, f"  {text}")
+            plan,
+            spec.load(),
+            num_steps=options.steps,
+            check=True,
+            fast_compile=True,
+            report=lambda text: say(options, f"  {text}"),
         )
         document[name] = {
             "stages": [stage.to_json() for stage in plan.stages],
@@ -78,7 +95,9 @@ def main(options: argparse.Namespace) -> int:
             "max_relative_loss_error": ran["max_relative_loss_error"],
             "max_relative_gradient_error": ran["max_relative_gradient_error"],
         }
-    document["max_relative_loss_error"] = max(document[name]["max_relative_loss_error"] for name in plans)
+    document["max_relative_loss_error"] = max(
+        document[name]["max_relative_loss_error"] for name in plans
+    )
     document["versions"] = environment.versions()
     emit(options, document, as_text(document))
     return 0
@@ -87,14 +106,22 @@ def main(options: argparse.Namespace) -> int:
 def as_text(document: dict[str, Any]) -> str:
     """One table: per device, predicted and measured peak of both plans."""
     names = ("recommended", "baseline")
-    columns = [document[name][f"{kind}_peak_bytes_per_device"] for name in names for kind in ("predicted", "measured")]
+    columns = [
+        document[name][f"{kind}_peak_bytes_per_device"]
+        for name in names
+        for kind in ("predicted", "measured")
+    ]
     rows = [[d, *map(format_bytes, peaks)] for d, peaks in enumerate(zip(*columns, strict=True))]
     rows.append(["peak", *(format_bytes(max(column)) for column in columns)])
     header = ["device", *(f"{name} {kind}" for name in names for kind in ("predicted", "measured"))]
     best, other = (max(document[name]["measured_peak_bytes_per_device"]) for name in names)
     layout = {
         name: ", ".join(
-            f"{s['layers'][0]}-{s['layers'][1]} (dp {s['data_parallel']}, tp {s['tensor_parallel']})" for s in document[name]["stages"]
+            (
+                f"{s['layers'][0]}-{s['layers'][1]} (dp {s['data_parallel']}, tp "
+                f"{s['tensor_parallel']})"
+            )
+            for s in document[name]["stages"]
         )
         for name in names
     }
@@ -104,7 +131,9 @@ def as_text(document: dict[str, Any]) -> str:
             f"measured by {document['recommended']['meter']}",
             f"recommended: layers {layout['recommended']}",
             f"baseline (equal FLOPs): layers {layout['baseline']}",
-            f"the recommended plan needs {1 - best / other:.1%} less at its peak; loss differs from one device by at most "
-            f"{document['max_relative_loss_error']:.1e} (relative) over {len(document['recommended']['loss'])} steps",
+            f"the recommended plan needs {1 - best / other:.1%} less at its peak; loss differs "
+            "from one device by at most "
+            f"{document['max_relative_loss_error']:.1e} (relative) over "
+            f"{len(document['recommended']['loss'])} steps",
         ]
     )

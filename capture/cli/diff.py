@@ -1,6 +1,7 @@
 """What differs between two plans, and peaks per device, headroom and step time side by side.
 
-A plan without a prediction, such as one written by hand, is predicted, and for that profiled unless --profile is given.
+A plan without a prediction, such as one written by hand, is predicted, and for that profiled unless
+--profile is given.
 """
 
 from __future__ import annotations
@@ -33,9 +34,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="measurements of the model, for step times; give it twice where the plans need different ones",
+        help=(
+            "measurements of the model, for step times; give it twice where the plans need "
+            "different ones"
+        ),
     )
-    parser.add_argument("--memory", metavar="SIZE", help="limit per device (default: what each target's devices can use)")
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="limit per device (default: what each target's devices can use)",
+    )
     shared.add_plan_workload(parser)
     shared.add_store(parser)
     shared.add_profiling(parser)
@@ -45,25 +53,40 @@ def main(options: argparse.Namespace) -> int:
     from capture.report.difference import compare
 
     limit = None if options.memory is None else parse_bytes(options.memory)
-    first, second = _facts(options, (options.first, options.second), _profiles(options.profile), limit)
+    first, second = _facts(
+        options, (options.first, options.second), _profiles(options.profile), limit
+    )
     document = compare(first, second)
     emit(options, document, as_text(first, second))
     return 0
 
 
-def _facts(options: argparse.Namespace, paths: Sequence[Path], profiles: Sequence[Profile | None], limit: int | None) -> list[ReportFacts]:
+def _facts(
+    options: argparse.Namespace,
+    paths: Sequence[Path],
+    profiles: Sequence[Profile | None],
+    limit: int | None,
+) -> list[ReportFacts]:
     """Of both plans; what is wrong with either is raised at once, under the name of its file."""
     from capture.report.data import report_facts
 
     found, violations = [], []
     plans = [Plan.load(path) for path in paths]
-    if any(plan.prediction is None and profile is None for plan, profile in zip(plans, profiles, strict=True)):
-        shared.prepare(*(plan.cluster for plan in plans))  # once: the first of them would decide for both
+    if any(
+        plan.prediction is None and profile is None
+        for plan, profile in zip(plans, profiles, strict=True)
+    ):
+        shared.prepare(
+            *(plan.cluster for plan in plans)
+        )  # once: the first of them would decide for both
     for path, plan, profile in zip(paths, plans, profiles, strict=True):
         try:
             found.append(report_facts(*shared.with_prediction(options, plan, profile), limit))
         except CaptureError as error:
-            violations += [Violation(f"{str(path)!r}: {violation.message}", violation.code) for violation in error.violations]
+            violations += [
+                Violation(f"{str(path)!r}: {violation.message}", violation.code)
+                for violation in error.violations
+            ]
     CaptureError.check(violations)
     return found
 
@@ -76,7 +99,9 @@ def _profiles(paths: list[Path]) -> list[Profile | None]:
     """
     if len(paths) > 2:
         raise ProfileError.of(
-            f"--profile was given {len(paths)} times; give it once for both plans, or twice: first for A, then for B.", "diff-profiles"
+            f"--profile was given {len(paths)} times; give it once for both plans, or twice: "
+            "first for A, then for B.",
+            "diff-profiles",
         )
     profiles: list[Profile | None] = [Profile.load(path) for path in paths]
     return profiles if len(paths) == 2 else (profiles or [None]) * 2
@@ -84,14 +109,25 @@ def _profiles(paths: list[Path]) -> list[Profile | None]:
 
 def as_text(first: ReportFacts, second: ReportFacts) -> str:
     """A table of what differs, one of the devices, and one of the plans' totals."""
-    from capture.report.difference import describe_name, describe_value, device_groups, differences, totals
+    from capture.report.difference import (
+        describe_name,
+        describe_value,
+        device_groups,
+        differences,
+        totals,
+    )
 
     found = differences(first.plan, second.plan)
-    rows = [[describe_name(d.name), describe_value(d.name, d.first), describe_value(d.name, d.second)] for d in found]
+    rows = [
+        [describe_name(d.name), describe_value(d.name, d.first), describe_value(d.name, d.second)]
+        for d in found
+    ]
     lines = [table(["differs", "A", "B"], rows) if rows else "the plans decide alike", ""]
     devices = [
         [
-            str(group.devices[0]) if group.devices[0] == group.devices[1] else f"{group.devices[0]}-{group.devices[1]}",
+            str(group.devices[0])
+            if group.devices[0] == group.devices[1]
+            else f"{group.devices[0]}-{group.devices[1]}",
             *(_or_dash(stage) for stage in group.stages),
             *("-" if peak is None else format_bytes(peak) for peak in group.peak_bytes),
             "-" if group.change_bytes is None else _change(group.change_bytes),

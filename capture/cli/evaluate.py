@@ -1,8 +1,10 @@
-"""How good are the predictions? Random plans, predicted from the profile alone, against their own compiled stages.
+"""How good are the predictions? Random plans, predicted from the profile alone, against their own
+compiled stages.
 
-Plans are drawn uniformly over stage count, then cuts, degrees and kind. The truth is the replay of the plan over its compiled
-stages. A stage whose programs were compiled for the profile or the calibration is counted apart: a lookup is no prediction. The
-statistics are those of the paper's Figure 7. Interrupted, the same command resumes: compiled stages are in the store.
+Plans are drawn uniformly over stage count, then cuts, degrees and kind. The truth is the replay of
+the plan over its compiled stages. A stage whose programs were compiled for the profile or the
+calibration is counted apart: a lookup is no prediction. The statistics are those of the paper's
+Figure 7. Interrupted, the same command resumes: compiled stages are in the store.
 """
 
 from __future__ import annotations
@@ -32,10 +34,24 @@ HELP = "compare predictions of random plans with compiled truth"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_question(parser, schedules=(*SCHEDULES, "both"), schedule="both")
-    parser.add_argument("--plans", type=shared.at_least(1), default=200, metavar="N", help="random plans (default: %(default)s)")
-    parser.add_argument("--memory", metavar="SIZE", help="draw only plans that are predicted to fit this limit per device, such as 40GB")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the plans (default: %(default)s)")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write every prediction, as JSON")
+    parser.add_argument(
+        "--plans",
+        type=shared.at_least(1),
+        default=200,
+        metavar="N",
+        help="random plans (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="draw only plans that are predicted to fit this limit per device, such as 40GB",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="of the plans (default: %(default)s)"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="also write every prediction, as JSON"
+    )
 
 
 @dataclass(frozen=True)
@@ -105,25 +121,50 @@ def main(options: argparse.Namespace) -> int:
     by_degree: dict[int, tuple[Any, ...]] = {}
     for choice in result.choices:
         by_degree[choice.num_devices] = (*by_degree.get(choice.num_devices, ()), choice)
-    # Calibration draws with a seed of its own; this keeps the two streams apart whatever seed is given.
+    # Calibration draws with a seed of its own; this keeps the two streams apart whatever seed is
+    # given.
     generator = np.random.default_rng([options.seed, 1])
     draws = random_plans(
-        cluster, result.graph.num_layers, by_degree, generator, whole_nodes=options.whole_nodes, any_divisor=options.any_divisor
+        cluster,
+        result.graph.num_layers,
+        by_degree,
+        generator,
+        whole_nodes=options.whole_nodes,
+        any_divisor=options.any_divisor,
     )
     known = {measurements.key(config) for config in measurements.costs}
     schedules = tuple(SCHEDULES) if options.schedule == "both" else (options.schedule,)
     papers = {
         schedule: paper_profile(
-            measurements, cluster, microbatch_size, schedule, num_microbatches, remat=options.remat, shard_optimizer=options.shard_optimizer
+            measurements,
+            cluster,
+            microbatch_size,
+            schedule,
+            num_microbatches,
+            remat=options.remat,
+            shard_optimizer=options.shard_optimizer,
         )
         for schedule in schedules
     }
     known_to_paper = {measurements.key(config) for config in measurements.costs}
     limit = None if options.memory is None else parse_bytes(options.memory)
-    drawn = ({s: plan_of(stages, result, cluster, global_batch, num_microbatches, s) for s in schedules} for stages in draws)
+    drawn = (
+        {s: plan_of(stages, result, cluster, global_batch, num_microbatches, s) for s in schedules}
+        for stages in draws
+    )
     fitting = drawn if limit is None else _fitting(drawn, AdditivePredictor(result), limit)
-    plans = {(i, s): plan for i, both in enumerate(islice(fitting, options.plans)) for s, plan in both.items()}
-    measurements.require({"stages of the plans": [stage_config(s, microbatch_size) for plan in plans.values() for s in plan.stages]})
+    plans = {
+        (i, s): plan
+        for i, both in enumerate(islice(fitting, options.plans))
+        for s, plan in both.items()
+    }
+    measurements.require(
+        {
+            "stages of the plans": [
+                stage_config(s, microbatch_size) for plan in plans.values() for s in plan.stages
+            ]
+        }
+    )
     say(options, "replaying the plans")
     default, paper = outcomes(plans, result, measurements, papers, known, known_to_paper)
     document = {
@@ -137,22 +178,32 @@ def main(options: argparse.Namespace) -> int:
         "remat": options.remat,
         "global_batch_size": global_batch,
         "num_microbatches": num_microbatches,
-        "interval_factors": list(result.calibration.widest(result.choices, result.graph.num_layers)) if result.calibration else None,
+        "interval_factors": list(result.calibration.widest(result.choices, result.graph.num_layers))
+        if result.calibration
+        else None,
         "default": statistics(default),
         "paper": statistics(paper),
         "default_where_paper_predicts": statistics(_matching(default, paper)),
-        "by_schedule": {s: {"default": statistics(_of(default, s)), "paper": statistics(_of(paper, s))} for s in schedules},
+        "by_schedule": {
+            s: {"default": statistics(_of(default, s)), "paper": statistics(_of(paper, s))}
+            for s in schedules
+        },
         "num_failed_stages": len(measurements.failures),
         "provenance": dict(result.provenance),
     }
     if options.output is not None:
-        predictions = [{**o.to_json(), "paper_predicted_bytes": finite(p.predicted)} for o, p in zip(default, paper, strict=True)]
+        predictions = [
+            {**o.to_json(), "paper_predicted_bytes": finite(p.predicted)}
+            for o, p in zip(default, paper, strict=True)
+        ]
         options.output.write_text(json.dumps({**document, "predictions": predictions}))
     emit(options, document, as_text(document))
     return 0
 
 
-def _fitting(drawn: Iterable[Mapping[str, Plan]], predictor: Any, limit: int) -> Iterator[Mapping[str, Plan]]:
+def _fitting(
+    drawn: Iterable[Mapping[str, Plan]], predictor: Any, limit: int
+) -> Iterator[Mapping[str, Plan]]:
     """Of drawn plans those that fit under every schedule.
 
     Raises:
@@ -165,12 +216,19 @@ def _fitting(drawn: Iterable[Mapping[str, Plan]], predictor: Any, limit: int) ->
             yield both
         if not found and tried == 1000:
             raise PlanError.of(
-                f"none of {tried} random plans is predicted to need at most {limit:,} bytes; raise --memory.", "evaluate-memory"
+                f"none of {tried} random plans is predicted to need at most {limit:,} bytes; "
+                "raise --memory.",
+                "evaluate-memory",
             )
 
 
 def outcomes(
-    plans: Any, result: Any, measurements: Any, papers: Any, known: set[str], known_to_paper: set[str]
+    plans: Any,
+    result: Any,
+    measurements: Any,
+    papers: Any,
+    known: set[str],
+    known_to_paper: set[str],
 ) -> tuple[list[Outcome], list[Outcome]]:
     """Per device and plan, the outcome of the default mode and of the paper's."""
     from capture.errors import ProfileError
@@ -181,31 +239,62 @@ def outcomes(
     from profiling_runs.collect import stage_config
 
     predictor = AdditivePredictor(result)
-    paper_predictors = {schedule: PaperPredictor(statistics) for schedule, statistics in papers.items()}
+    paper_predictors = {
+        schedule: PaperPredictor(statistics) for schedule, statistics in papers.items()
+    }
     default, paper = [], []
     for key, plan in plans.items():
         configs = [stage_config(stage, plan.microbatch_size) for stage in plan.stages]
         if any(config not in measurements.costs for config in configs):
             continue
         graph = measurements.backend.traced(plan.microbatch_size).graph
-        interfaces = plan_interfaces(plan, graph, result.param_bytes, [measurements.costs[config] for config in configs])
-        truth = replay(build_step(interfaces, plan.schedule_table), plan.cluster.num_devices).peak_bytes_per_device
+        interfaces = plan_interfaces(
+            plan, graph, result.param_bytes, [measurements.costs[config] for config in configs]
+        )
+        truth = replay(
+            build_step(interfaces, plan.schedule_table), plan.cluster.num_devices
+        ).peak_bytes_per_device
         predicted = predictor.predict(plan)
         for s, (stage, config) in enumerate(zip(plan.stages, configs, strict=True)):
             seen = measurements.key(config)
             try:
-                by_paper = float(paper_predictors[plan.schedule].peaks(config.choice, plan.num_microbatches)[stage.first, stage.stop])
+                by_paper = float(
+                    paper_predictors[plan.schedule].peaks(config.choice, plan.num_microbatches)[
+                        stage.first, stage.stop
+                    ]
+                )
             except ProfileError:  # data and tensor parallelism together: not in the paper's space
                 by_paper = float("nan")
             for device in stage.devices:
                 low, high = predicted.interval_bytes_per_device[device]
-                default.append(Outcome(key, s, predicted.peak_bytes_per_device[device], low, high, truth[device], seen in known))
-                paper.append(Outcome(key, s, by_paper, float("nan"), float("nan"), truth[device], seen in known_to_paper))
+                default.append(
+                    Outcome(
+                        key,
+                        s,
+                        predicted.peak_bytes_per_device[device],
+                        low,
+                        high,
+                        truth[device],
+                        seen in known,
+                    )
+                )
+                paper.append(
+                    Outcome(
+                        key,
+                        s,
+                        by_paper,
+                        float("nan"),
+                        float("nan"),
+                        truth[device],
+                        seen in known_to_paper,
+                    )
+                )
     return default, paper
 
 
 def statistics(found: Sequence[Outcome]) -> dict[str, Any]:
-    """The statistics of Figure 7 over the stages that were not compiled before, then over all devices and over plans.
+    """The statistics of Figure 7 over the stages that were not compiled before, then over all
+    devices and over plans.
 
     Source: CAPTURE IV-B.
     """
@@ -249,7 +338,10 @@ def _of_devices(found: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def _shares(errors: np.ndarray) -> dict[str, float | None]:
-    return {f"within_{p}pct": float((np.abs(errors) <= p / 100).mean()) if len(errors) else None for p in (2, 5, 11)}
+    return {
+        f"within_{p}pct": float((np.abs(errors) <= p / 100).mean()) if len(errors) else None
+        for p in (2, 5, 11)
+    }
 
 
 def _of(found: Sequence[Outcome], schedule: str) -> list[Outcome]:
@@ -257,33 +349,64 @@ def _of(found: Sequence[Outcome], schedule: str) -> list[Outcome]:
 
 
 def _matching(default: Sequence[Outcome], paper: Sequence[Outcome]) -> list[Outcome]:
-    return [mine for mine, theirs in zip(default, paper, strict=True) if not np.isnan(theirs.predicted)]
+    return [
+        mine for mine, theirs in zip(default, paper, strict=True) if not np.isnan(theirs.predicted)
+    ]
 
 
 def as_text(document: dict[str, Any]) -> str:
     """Both modes side by side; the paper's, which does not know schedules, also per schedule."""
     default, paper = document["default"], document["paper"]
     skipped = default["num_compiled_before"]
-    rows = [("default, not compiled before", default), ("default, all devices", default["all_devices"])]
+    rows = [
+        ("default, not compiled before", default),
+        ("default, all devices", default["all_devices"]),
+    ]
     rows.append(("default, where the paper predicts", document["default_where_paper_predicts"]))
     rows += [("paper, not compiled before", paper), ("paper, all devices", paper["all_devices"])]
     if len(document["by_schedule"]) > 1:
-        rows += [(f"paper, {schedule}", modes["paper"]) for schedule, modes in document["by_schedule"].items()]
-    columns = ["within 2 %", "within 5 %", "within 11 %", "mean |error|", "max |error|", "mean error", "lowest", "in interval", "above it"]
+        rows += [
+            (f"paper, {schedule}", modes["paper"])
+            for schedule, modes in document["by_schedule"].items()
+        ]
+    columns = [
+        "within 2 %",
+        "within 5 %",
+        "within 11 %",
+        "mean |error|",
+        "max |error|",
+        "mean error",
+        "lowest",
+        "in interval",
+        "above it",
+    ]
     return "\n".join(
         [
-            f"{document['num_plans']} random plans of {document['workload']} on {document['cluster']}, target {document['target']}, "
-            f"{' and '.join(document['schedules'])}; {skipped} device predictions are of stages compiled before",
-            table(["mode", "predictions", *columns], [[name, *_cells(found)] for name, found in rows]),
+            f"{document['num_plans']} random plans of {document['workload']} on "
+            f"{document['cluster']}, target {document['target']}, "
+            f"{' and '.join(document['schedules'])}; {skipped} device predictions are of stages "
+            "compiled before",
+            table(
+                ["mode", "predictions", *columns], [[name, *_cells(found)] for name, found in rows]
+            ),
         ]
     )
 
 
 def _cells(found: dict[str, Any]) -> list[Any]:
     shares = [_percent(found[f"within_{p}pct"]) for p in (2, 5, 11)]
-    errors = [_percent(found[f"{which}_error_fraction"]) for which in ("mean_abs", "max_abs", "mean", "lowest")]
+    errors = [
+        _percent(found[f"{which}_error_fraction"])
+        for which in ("mean_abs", "max_abs", "mean", "lowest")
+    ]
     covered = found["interval_coverage_fraction"]
-    return [found["num_predictions"], *shares, *errors, _percent(covered), "-" if covered is None else found["num_above_interval"]]
+    return [
+        found["num_predictions"],
+        *shares,
+        *errors,
+        _percent(covered),
+        "-" if covered is None else found["num_above_interval"],
+    ]
 
 
 def _percent(value: float | None) -> str:

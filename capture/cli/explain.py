@@ -1,4 +1,5 @@
-"""Who needs the memory of a plan, and which single change saves most. The plan's own stages are compiled, so nothing is guessed."""
+"""Who needs the memory of a plan, and which single change saves most. The plan's own stages are
+compiled, so nothing is guessed."""
 
 from __future__ import annotations
 
@@ -41,16 +42,21 @@ def main(options: argparse.Namespace) -> int:
 
 
 def explain(plan: Plan, measurements: Any) -> dict[str, Any]:
-    """The document of ``capture explain --json``: peaks with their parts, and every single change with what it saves."""
+    """The document of ``capture explain --json``: peaks with their parts, and every single change
+    with what it saves."""
     from profiling_runs.collect import stage_config
     from profiling_runs.verify import verify
 
     verified = verify(plan, measurements)
     ledger = verified.ledger
     peak = max(ledger.peak_bytes_per_device)
-    buffers = measurements.buffers([stage_config(stage, plan.microbatch_size) for stage in plan.stages])
+    buffers = measurements.buffers(
+        [stage_config(stage, plan.microbatch_size) for stage in plan.stages]
+    )
     graph = measurements.backend.traced(plan.microbatch_size).graph
-    attributions = attribute(verified.program, [(stage.first, stage.stop) for stage in plan.stages], graph, buffers)
+    attributions = attribute(
+        verified.program, [(stage.first, stage.stop) for stage in plan.stages], graph, buffers
+    )
     stages = [
         {
             "stage_id": s,
@@ -91,18 +97,34 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
     policies: tuple[Remat, ...] = ("dots", "full")
     for remat in policies:
         if any(stage.remat != remat for stage in plan.stages):
-            yield f"remat {remat}", plan.with_(stages=tuple(replace(stage, remat=remat) for stage in plan.stages))
+            yield (
+                f"remat {remat}",
+                plan.with_(stages=tuple(replace(stage, remat=remat) for stage in plan.stages)),
+            )
     if any(stage.data_parallel > 1 and not stage.shard_optimizer for stage in plan.stages):
-        yield "shard the optimizer", plan.with_(stages=tuple(replace(stage, shard_optimizer=True) for stage in plan.stages))
+        yield (
+            "shard the optimizer",
+            plan.with_(stages=tuple(replace(stage, shard_optimizer=True) for stage in plan.stages)),
+        )
     if any(stage.data_parallel > 1 and not stage.shard_params for stage in plan.stages):
         yield (
             "shard the parameters",
-            plan.with_(stages=tuple(replace(stage, shard_optimizer=True, shard_params=stage.data_parallel > 1) for stage in plan.stages)),
+            plan.with_(
+                stages=tuple(
+                    replace(stage, shard_optimizer=True, shard_params=stage.data_parallel > 1)
+                    for stage in plan.stages
+                )
+            ),
         )
     doubled = 2 * plan.num_microbatches
     fits = plan.global_batch_size % doubled == 0
-    if fits and all((plan.global_batch_size // doubled) % stage.data_parallel == 0 for stage in plan.stages):
-        yield f"{doubled} micro-batches of half the size", plan.with_(num_microbatches=doubled, model_hash="")
+    if fits and all(
+        (plan.global_batch_size // doubled) % stage.data_parallel == 0 for stage in plan.stages
+    ):
+        yield (
+            f"{doubled} micro-batches of half the size",
+            plan.with_(num_microbatches=doubled, model_hash=""),
+        )
 
 
 def as_text(document: dict[str, Any]) -> str:
@@ -121,11 +143,19 @@ def as_text(document: dict[str, Any]) -> str:
     ]
     lines = [table(header, rows)]
     worst = max(document["stages"], key=lambda stage: stage["peak_bytes"])
-    lines.append(f"stage {worst['stage_id']} at its peak ({worst['attributed_fraction']:.1%} of it is known to be of a layer):")
+    lines.append(
+        f"stage {worst['stage_id']} at its peak ({worst['attributed_fraction']:.1%} of it is "
+        "known to be of a layer):"
+    )
     lines += [_heaviest_layers(worst), _largest_buffers(worst)]
     saving = [change for change in document["changes"] if change["saves_bytes"] > 0]
     if saving:
-        lines.append(table(["one change", "peak per device", "saves"], [_change_row(change) for change in saving]))
+        lines.append(
+            table(
+                ["one change", "peak per device", "saves"],
+                [_change_row(change) for change in saving],
+            )
+        )
     tried = [change["change"] for change in document["changes"] if change not in saving]
     if tried:
         lines.append(f"no saving: {', '.join(tried)}")
@@ -133,10 +163,16 @@ def as_text(document: dict[str, Any]) -> str:
 
 
 def _heaviest_layers(stage: dict[str, Any]) -> str:
-    by_layer = sorted(stage["layers_bytes"].items(), key=lambda item: -sum(item[1].values()))[:NUM_SHOWN]
+    by_layer = sorted(stage["layers_bytes"].items(), key=lambda item: -sum(item[1].values()))[
+        :NUM_SHOWN
+    ]
     categories = sorted({category for _, parts in by_layer for category in parts})
     rows = [
-        [layer, format_bytes(sum(parts.values())), *(format_bytes(parts.get(category, 0)) for category in categories)]
+        [
+            layer,
+            format_bytes(sum(parts.values())),
+            *(format_bytes(parts.get(category, 0)) for category in categories),
+        ]
         for layer, parts in by_layer
     ]
     return table(["heaviest layers", "together", *categories], rows)
@@ -173,4 +209,8 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _change_row(change: dict[str, Any]) -> list[str]:
-    return [change["change"], format_bytes(change["peak_bytes"]), format_bytes(change["saves_bytes"])]
+    return [
+        change["change"],
+        format_bytes(change["peak_bytes"]),
+        format_bytes(change["saves_bytes"]),
+    ]

@@ -1,4 +1,5 @@
-"""Hand a plan to another system: Alpa's PipeshardParallel options, as one Python file for Alpa's own environment."""
+"""Hand a plan to another system: Alpa's PipeshardParallel options, as one Python file for Alpa's
+own environment."""
 
 from __future__ import annotations
 
@@ -19,9 +20,18 @@ HELP = "hand a plan to Alpa"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_plan(parser)
     parser.add_argument("--to", choices=("alpa",), required=True, help="whose options")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write a Python 3.8 file whose method() returns them (method.py)")
     parser.add_argument(
-        "--profile", type=Path, metavar="FILE", help="measurements of the model: adds what each device needs in Alpa's runtime"
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write a Python 3.8 file whose method() returns them (method.py)",
+    )
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="measurements of the model: adds what each device needs in Alpa's runtime",
     )
 
 
@@ -38,10 +48,20 @@ def main(options: argparse.Namespace) -> int:
     for s, stage in enumerate(plan.stages):
         where = exported.placement[s]
         hosts = sorted({plan.cluster.node_of_device[d] for d in where})
-        local = f"0-{exported.num_devices_per_host - 1}" if len(hosts) > 1 else _span([d % exported.num_devices_per_host for d in where])
+        local = (
+            f"0-{exported.num_devices_per_host - 1}"
+            if len(hosts) > 1
+            else _span([d % exported.num_devices_per_host for d in where])
+        )
         shapes = exported.submesh_physical_shapes[s], exported.submesh_logical_shapes[s]
         rows.append(
-            [s, f"{stage.layers[0]}-{stage.layers[1]}", f"{_span(hosts)}:{local}", *shapes, exported.submesh_autosharding_option_dicts[s]]
+            [
+                s,
+                f"{stage.layers[0]}-{stage.layers[1]}",
+                f"{_span(hosts)}:{local}",
+                *shapes,
+                exported.submesh_autosharding_option_dicts[s],
+            ]
         )
         if memory is not None:
             rows[-1].append(format_bytes(memory.stages[s].peak_bytes))
@@ -51,7 +71,10 @@ def main(options: argparse.Namespace) -> int:
         document["memory"] = memory.to_json()
     lines.append(table(header, rows))
     if options.output is not None:
-        about = f"{plan.workload} on {plan.cluster}, {plan.global_batch_size} examples in {plan.num_microbatches} micro-batches."
+        about = (
+            f"{plan.workload} on {plan.cluster}, {plan.global_batch_size} examples in "
+            f"{plan.num_microbatches} micro-batches."
+        )
         options.output.write_text(exported.source(about if plan.workload else ""))
         document["written"] = str(options.output)
         lines.append(f"alpa.PipeshardParallel -> {options.output}")

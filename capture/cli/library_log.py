@@ -1,8 +1,10 @@
-"""What compiled libraries say (XLA, its plugins, absl), in a file: C++ writes to file descriptor 2, where it would break what people read.
+"""What compiled libraries say (XLA, its plugins, absl), in a file: C++ writes to file descriptor 2,
+where it would break what people read.
 
-Only the ``capture`` command does this, for its process; its workers inherit the descriptor. Python's ``sys.stderr`` stays where it was, and
-so does the trace of a process that is ended by a fatal signal. A file is removed when its command ends without a failure, so that those
-that are there are of commands that failed, crashed or still run.
+Only the ``capture`` command does this, for its process; its workers inherit the descriptor.
+Python's ``sys.stderr`` stays where it was, and so does the trace of a process that is ended by a
+fatal signal. A file is removed when its command ends without a failure, so that those that are
+there are of commands that failed, crashed or still run.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from capture import environment
 #: Of those that failed, so many are left.
 KEPT_LOGS = 20
 #: Said by every process that loads JAX, whatever it does.
-_NOTHING = re.compile(r"^(WARNING: All log messages before absl::InitializeLog|.*Could not find cuda drivers|\s*$)")
+_NOTHING = re.compile(
+    r"^(WARNING: All log messages before absl::InitializeLog|.*Could not find cuda drivers|\s*$)"
+)
 
 
 class LibraryLog:
@@ -48,10 +52,15 @@ class LibraryLog:
             terminal = os.dup(sys.stderr.fileno())
         except (OSError, AttributeError, io.UnsupportedOperation):
             return cls(None)
-        sys.stderr = os.fdopen(terminal, "w", buffering=1, encoding=sys.stderr.encoding, errors="backslashreplace")
+        sys.stderr = os.fdopen(
+            terminal, "w", buffering=1, encoding=sys.stderr.encoding, errors="backslashreplace"
+        )
         faulthandler.enable(sys.stderr)
-        # What it writes of a fatal signal are the files of all threads: this one waits, and so names the log.
-        names_it = FunctionType(_wait.__code__.replace(co_filename=str(path), co_name="what_libraries_said"), globals())
+        # What it writes of a fatal signal are the files of all threads: this one waits, and so
+        # names the log.
+        names_it = FunctionType(
+            _wait.__code__.replace(co_filename=str(path), co_name="what_libraries_said"), globals()
+        )
         Thread(target=names_it, daemon=True).start()
         os.dup2(file, 2)
         os.close(file)

@@ -1,6 +1,7 @@
 """The command line: one file per verb.
 
-Exit code 0 on success, 1 for an infeasible or incomplete result, 2 for bad input, 3 where the machines fail and the same command resumes.
+Exit code 0 on success, 1 for an infeasible or incomplete result, 2 for bad input, 3 where the
+machines fail and the same command resumes.
 """
 
 from __future__ import annotations
@@ -13,36 +14,85 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from capture import __version__, environment
-from capture.cli import demo, diff, evaluate, explain, export, jobs, osdp, plan, predict, profile, report, run, store, verify
+from capture.cli import (
+    demo,
+    diff,
+    evaluate,
+    explain,
+    export,
+    jobs,
+    osdp,
+    plan,
+    predict,
+    profile,
+    report,
+    run,
+    store,
+    verify,
+)
 from capture.cli import options as shared
 from capture.cli.library_log import LibraryLog
 from capture.cli.progress import clear_line
-from capture.errors import CaptureError, Violation, raised_at, users_file, users_traceback, violations_of
+from capture.errors import (
+    CaptureError,
+    Violation,
+    raised_at,
+    users_file,
+    users_traceback,
+    violations_of,
+)
 
-VERBS = (demo, profile, jobs, store, plan, predict, verify, run, osdp, explain, report, diff, export, evaluate)
+VERBS = (
+    demo,
+    profile,
+    jobs,
+    store,
+    plan,
+    predict,
+    verify,
+    run,
+    osdp,
+    explain,
+    report,
+    diff,
+    export,
+    evaluate,
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """All verbs; each module has ``NAME``, ``HELP``, ``add_arguments`` and ``main``."""
     parser = argparse.ArgumentParser(
         prog="capture",
-        description="Plans of least peak memory for training JAX models on many devices: predicted, proven and run.",
-        epilog="A WORKLOAD is path/to/file.py:function?key=value or package.module:function?key=value. What compiled libraries say while a "
+        description=(
+            "Plans of least peak memory for training JAX models on many devices: predicted, "
+            "proven and run."
+        ),
+        epilog="A WORKLOAD is path/to/file.py:function?key=value or "
+        "package.module:function?key=value. What compiled libraries say while a "
         f"command runs is in {environment.log_folder()} if it fails.",
     )
     parser.add_argument("--version", action="version", version=f"capture {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     for verb in VERBS:
-        sub = verbs.add_parser(verb.NAME, help=verb.HELP, description=verb.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        sub = verbs.add_parser(
+            verb.NAME,
+            help=verb.HELP,
+            description=verb.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         verb.add_arguments(sub)
-        sub.add_argument("--json", action="store_true", help="print one JSON document on standard output")
+        sub.add_argument(
+            "--json", action="store_true", help="print one JSON document on standard output"
+        )
         sub.add_argument("--quiet", action="store_true", help="no progress on standard error")
         sub.set_defaults(main=verb.main)
     return parser
 
 
 def console() -> int:
-    """The command: runs a verb in a process of its own, whose compiled libraries speak to a file."""
+    """The command: runs a verb in a process of its own, whose compiled libraries speak to a
+    file."""
     options = build_parser().parse_args()
     log, code = LibraryLog.begin(), 2
     warnings.showwarning = _show_warning
@@ -52,7 +102,8 @@ def console() -> int:
         code = end.code if isinstance(end.code, int) else 2
         raise
     finally:
-        # 1 is an answer, that nothing fits, but of ``profile``; and who interrupts a command knows why it ended.
+        # 1 is an answer, that nothing fits, but of ``profile``; and who interrupts a command knows
+        # why it ended.
         log.end(failed=code in (2, 3) or (code == 1 and options.main is profile.main))
     return code
 
@@ -63,7 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_verb(options: argparse.Namespace) -> int:
-    """The exit code of a verb; a broken rule of the user's input, or a file that cannot be used, is printed with its code alone."""
+    """The exit code of a verb; a broken rule of the user's input, or a file that cannot be used, is
+    printed with its code alone."""
     try:
         return options.main(options)
     except CaptureError as error:
@@ -71,31 +123,46 @@ def run_verb(options: argparse.Namespace) -> int:
         return 3 if shared.ENDED_EARLY & set(error.codes) else 2
     except KeyboardInterrupt:
         clear_line()
-        print("interrupted; finished measurements are kept, the same command resumes", file=sys.stderr)
+        print(
+            "interrupted; finished measurements are kept, the same command resumes", file=sys.stderr
+        )
         return 130
     except Exception as error:
         violations: tuple[Violation, ...] = violations_of(error)
         if isinstance(error, OSError) and error.filename is not None and not raised_at(error):
             violations = (Violation(f"{error.filename!r}: {error.strerror}.", "file"),)
         _report(options, violations)
-        if [violation.code for violation in violations] == ["exception"]:  # of the user's model, most likely
+        if [violation.code for violation in violations] == [
+            "exception"
+        ]:  # of the user's model, most likely
             print(users_traceback(error), end="", file=sys.stderr)
         return 2
 
 
 def _show_warning(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None, line: str | None = None
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
 ) -> None:
     """A line, as other messages are; where it is of the user's files it says so."""
     where = users_file(filename)
     clear_line()
-    print(f"warning: {where}:{lineno}: {message}" if where else f"warning: {message}", file=file or sys.stderr)
+    print(
+        f"warning: {where}:{lineno}: {message}" if where else f"warning: {message}",
+        file=file or sys.stderr,
+    )
 
 
 def _report(options: argparse.Namespace, violations: Sequence[Violation]) -> None:
-    """Every broken rule on standard error; with ``--json`` a document on standard output as well."""
+    """Every broken rule on standard error; with ``--json`` a document on standard output as
+    well."""
     clear_line()
     print("\n".join(f"error: {violation}" for violation in violations), file=sys.stderr)
     if options.json:
-        errors = [{"code": violation.code, "message": violation.message} for violation in violations]
+        errors = [
+            {"code": violation.code, "message": violation.message} for violation in violations
+        ]
         print(json.dumps({"status": "error", "errors": errors}, indent=2))

@@ -18,7 +18,14 @@ from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import StageChoice
 from capture.plan.schedule import SCHEDULES
-from capture.plan.stages import REMAT_POLICIES, TENSOR_PARALLEL_RULES, Plan, Remat, TensorParallelRule, batch_violations
+from capture.plan.stages import (
+    REMAT_POLICIES,
+    TENSOR_PARALLEL_RULES,
+    Plan,
+    Remat,
+    TensorParallelRule,
+    batch_violations,
+)
 
 BACKENDS = ("compile", "run", "alpa")
 #: What the backward pass recomputes is chosen per stage, by the search.
@@ -35,34 +42,57 @@ DEFAULT_MICROBATCH_SIZE = 16
 
 def add_workload(parser: argparse.ArgumentParser, required: bool = True) -> None:
     parser.add_argument(
-        "workload", metavar="WORKLOAD", nargs=None if required else "?", help="path/to/file.py:function?key=value or module:function"
+        "workload",
+        metavar="WORKLOAD",
+        nargs=None if required else "?",
+        help="path/to/file.py:function?key=value or module:function",
     )
     parser.add_argument(
         "--num-layers",
         type=int,
         metavar="L",
-        help="cut into L layers of nearly equal work (default: at the model's marks; without marks a number is chosen, and said)",
+        help=(
+            "cut into L layers of nearly equal work (default: at the model's marks; without marks "
+            "a number is chosen, and said)"
+        ),
     )
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", type=Path, metavar="PLAN", help="plan file, of capture plan or written by hand")
+    parser.add_argument(
+        "plan", type=Path, metavar="PLAN", help="plan file, of capture plan or written by hand"
+    )
 
 
 def add_plan_workload(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workload", metavar="WORKLOAD", help="of the plan, if it names none or the file has moved")
+    parser.add_argument(
+        "--workload", metavar="WORKLOAD", help="of the plan, if it names none or the file has moved"
+    )
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cluster", metavar="NxG", help="N nodes of G devices, or a list of nodes such as 4+2 (default: one device)")
+    parser.add_argument(
+        "--cluster",
+        metavar="NxG",
+        help="N nodes of G devices, or a list of nodes such as 4+2 (default: one device)",
+    )
     parser.add_argument(
         "--target",
         default="cpu",
         metavar="NAME",
-        help=f"device kind: {', '.join(target_names())}, or a target file (.json); it need not be there (default: %(default)s)",
+        help=(
+            f"device kind: {', '.join(target_names())}, or a target file (.json); it need not be "
+            "there (default: %(default)s)"
+        ),
     )
-    parser.add_argument("--whole-nodes", action="store_true", help="stages may span 2, 4, 8, ... whole nodes")
-    parser.add_argument("--any-divisor", action="store_true", help="degrees may be any divisor of a node, not only powers of two")
+    parser.add_argument(
+        "--whole-nodes", action="store_true", help="stages may span 2, 4, 8, ... whole nodes"
+    )
+    parser.add_argument(
+        "--any-divisor",
+        action="store_true",
+        help="degrees may be any divisor of a node, not only powers of two",
+    )
 
 
 def add_question(
@@ -72,7 +102,8 @@ def add_question(
     remats: Sequence[str] = REMAT_POLICIES,
     required: bool = True,
 ) -> None:
-    """What is asked (model, cluster, batch, schedule), and how its measurements are made; ``required`` is of the model."""
+    """What is asked (model, cluster, batch, schedule), and how its measurements are made;
+    ``required`` is of the model."""
     add_workload(parser, required)
     add_cluster(parser)
     add_batch(parser, schedules, schedule, remats)
@@ -80,54 +111,102 @@ def add_question(
     add_profiling(parser)
 
 
-def add_batch(parser: argparse.ArgumentParser, schedules: Sequence[str], schedule: str, remats: Sequence[str]) -> None:
+def add_batch(
+    parser: argparse.ArgumentParser, schedules: Sequence[str], schedule: str, remats: Sequence[str]
+) -> None:
     parser.add_argument(
-        "--global-batch", type=int, metavar="B", help=f"examples in a step (default: {DEFAULT_MICROBATCH_SIZE} per micro-batch)"
+        "--global-batch",
+        type=int,
+        metavar="B",
+        help=f"examples in a step (default: {DEFAULT_MICROBATCH_SIZE} per micro-batch)",
     )
     parser.add_argument(
-        "--microbatches", type=int, default=DEFAULT_MICROBATCHES, metavar="M", help="micro-batches in a step (default: %(default)s)"
+        "--microbatches",
+        type=int,
+        default=DEFAULT_MICROBATCHES,
+        metavar="M",
+        help="micro-batches in a step (default: %(default)s)",
     )
-    parser.add_argument("--schedule", choices=tuple(schedules), default=schedule, help="pipeline schedule (default: %(default)s)")
+    parser.add_argument(
+        "--schedule",
+        choices=tuple(schedules),
+        default=schedule,
+        help="pipeline schedule (default: %(default)s)",
+    )
     parser.add_argument(
         "--remat",
         choices=remats,
         default="none",
-        help="what the backward pass recomputes" + ("; auto: chosen per stage" if AUTO in remats else "") + " (default: %(default)s)",
+        help="what the backward pass recomputes"
+        + ("; auto: chosen per stage" if AUTO in remats else "")
+        + " (default: %(default)s)",
     )
-    parser.add_argument("--shard-optimizer", action="store_true", help="split optimizer state over data-parallel replicas")
+    parser.add_argument(
+        "--shard-optimizer",
+        action="store_true",
+        help="split optimizer state over data-parallel replicas",
+    )
     if AUTO in remats:
         parser.add_argument(
             "--shard-params",
             action="store_true",
-            help="let stages also split parameters, gradients and optimizer state over replicas where that is better (ZeRO stage 3)",
+            help=(
+                "let stages also split parameters, gradients and optimizer state over replicas "
+                "where that is better (ZeRO stage 3)"
+            ),
         )
     parser.add_argument(
-        "--tensor-parallel-rule", choices=TENSOR_PARALLEL_RULES, default="auto", help="how parameters are split (default: %(default)s)"
+        "--tensor-parallel-rule",
+        choices=TENSOR_PARALLEL_RULES,
+        default="auto",
+        help="how parameters are split (default: %(default)s)",
     )
 
 
 def add_store(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--store", type=Path, metavar="FILE", help="measurements, kept and reused (default: ~/.cache/capture/store.sqlite)")
     parser.add_argument(
-        "--workers", type=at_least(0), metavar="N", help="worker processes that measure, at most; 0: this one (default: 2, on Ray all)"
+        "--store",
+        type=Path,
+        metavar="FILE",
+        help="measurements, kept and reused (default: ~/.cache/capture/store.sqlite)",
     )
     parser.add_argument(
-        "--ray", metavar="ADDRESS", help="measure on a Ray cluster: auto (the one this machine is a part of), local, or an address"
+        "--workers",
+        type=at_least(0),
+        metavar="N",
+        help="worker processes that measure, at most; 0: this one (default: 2, on Ray all)",
     )
     parser.add_argument(
-        "--accelerator", metavar="TYPE", help="with --ray and --backend run: Ray's name of the target's devices, such as A100"
+        "--ray",
+        metavar="ADDRESS",
+        help=(
+            "measure on a Ray cluster: auto (the one this machine is a part of), local, or an "
+            "address"
+        ),
+    )
+    parser.add_argument(
+        "--accelerator",
+        metavar="TYPE",
+        help="with --ray and --backend run: Ray's name of the target's devices, such as A100",
     )
     parser.add_argument(
         "--job-timeout",
         type=at_least(1),
         metavar="S",
-        help="seconds after which a worker is ended that is not done, more where the machine is busy (default: 3600)",
+        help=(
+            "seconds after which a worker is ended that is not done, more where the machine is "
+            "busy (default: 3600)"
+        ),
     )
 
 
 def add_profiling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--neighbours", type=at_least(1), default=DEFAULT_NEIGHBOURS, metavar="N", help="most neighbours of M_a (default: %(default)s)"
+        "--neighbours",
+        type=at_least(1),
+        default=DEFAULT_NEIGHBOURS,
+        metavar="N",
+        help="most neighbours of M_a (default: %(default)s)",
     )
     parser.add_argument(
         "--calibration-plans",
@@ -149,7 +228,9 @@ def at_least(least: int) -> Callable[[str], int]:
 
     def read(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}. [option-number]")
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is no whole number of at least {least}. [option-number]"
+            )
         return int(text)
 
     return read
@@ -174,15 +255,20 @@ def read_cluster(options: argparse.Namespace) -> Cluster:
     Target.load(options.target)
     if options.cluster is None:
         options.cluster = ONE_DEVICE
-        say(options, f"for one device (--cluster {ONE_DEVICE}); --cluster NxG is for N nodes of G devices")
+        say(
+            options,
+            f"for one device (--cluster {ONE_DEVICE}); --cluster NxG is for N nodes of G devices",
+        )
     return Cluster.parse(options.cluster, resolved_target(options.target, Path()))
 
 
 def prepare(*clusters: Cluster) -> None:
-    """Make this process one that compiles for the clusters: as many virtual devices, and no search for devices that need not be there."""
+    """Make this process one that compiles for the clusters: as many virtual devices, and no search
+    for devices that need not be there."""
     platforms = {Target.load(cluster.target).platform for cluster in clusters}
     environment.prepare(
-        num_devices=max(cluster.num_devices for cluster in clusters), platform=max(platforms, key=lambda platform: platform != "cpu")
+        num_devices=max(cluster.num_devices for cluster in clusters),
+        platform=max(platforms, key=lambda platform: platform != "cpu"),
     )
 
 
@@ -192,7 +278,11 @@ def read_batch(options: argparse.Namespace) -> tuple[int, int]:
     Raises:
         PlanError: ``plan-batch``.
     """
-    global_batch = options.global_batch if options.global_batch is not None else DEFAULT_MICROBATCH_SIZE * max(1, options.microbatches)
+    global_batch = (
+        options.global_batch
+        if options.global_batch is not None
+        else DEFAULT_MICROBATCH_SIZE * max(1, options.microbatches)
+    )
     PlanError.check(batch_violations(global_batch, options.microbatches))
     return global_batch, options.microbatches
 
@@ -205,11 +295,17 @@ def where_of(options: argparse.Namespace) -> Any:
     """Where jobs run (``profiling_runs.Where``); ``options`` are those of ``add_store``."""
     from profiling_runs.pools.where import DEFAULT_TIMEOUT_SECONDS, Where
 
-    return Where(options.workers, options.ray, options.accelerator, options.job_timeout or DEFAULT_TIMEOUT_SECONDS)
+    return Where(
+        options.workers,
+        options.ray,
+        options.accelerator,
+        options.job_timeout or DEFAULT_TIMEOUT_SECONDS,
+    )
 
 
 def open_plan_measurements(options: argparse.Namespace, plan: Plan, progress: Any) -> Any:
-    """Measurements of a plan's workload, for its target; ``options`` are those of ``add_plan_workload`` and ``add_store``."""
+    """Measurements of a plan's workload, for its target; ``options`` are those of
+    ``add_plan_workload`` and ``add_store``."""
     return _open_measurements(
         options,
         workload_of(plan, options.workload),
@@ -221,8 +317,11 @@ def open_plan_measurements(options: argparse.Namespace, plan: Plan, progress: An
     )
 
 
-def with_prediction(options: argparse.Namespace, plan: Plan, profile: Profile | None) -> tuple[Plan, Profile | None]:
-    """A plan with a prediction, and the profile that is known by then: one by hand is predicted, and profiled for that if need be.
+def with_prediction(
+    options: argparse.Namespace, plan: Plan, profile: Profile | None
+) -> tuple[Plan, Profile | None]:
+    """A plan with a prediction, and the profile that is known by then: one by hand is predicted,
+    and profiled for that if need be.
 
     ``options`` are those of ``add_plan_workload``, ``add_store`` and ``add_profiling``.
 
@@ -233,7 +332,9 @@ def with_prediction(options: argparse.Namespace, plan: Plan, profile: Profile | 
         return plan, profile
     if profile is None:
         say(
-            options, f"the plan has no prediction and there is no --profile: profiling {workload_of(plan, options.workload)} for its stages"
+            options,
+            "the plan has no prediction and there is no --profile: profiling "
+            f"{workload_of(plan, options.workload)} for its stages",
         )
         profile = _profile_of(options, plan)
     from recommender.capture.recommendation import predict_plan
@@ -244,7 +345,7 @@ def with_prediction(options: argparse.Namespace, plan: Plan, profile: Profile | 
 def _profile_of(options: argparse.Namespace, plan: Plan) -> Profile:
     """A profile of the degrees that a plan's stages have."""
     measurements = open_plan_measurements(options, plan, progress(options))
-    from profiling_runs import collect as profile
+    from profiling_runs import profile
     from profiling_runs.verify import check_model
 
     check_model(plan, measurements)
@@ -259,19 +360,33 @@ def _profile_of(options: argparse.Namespace, plan: Plan) -> Profile:
     )
 
 
-def open_profile_measurements(options: argparse.Namespace, profile: Profile, cluster: Cluster, progress: Any) -> Any:
-    """Measurements of a profile's workload, cut and split as there; ``options`` are those of ``add_store``."""
+def open_profile_measurements(
+    options: argparse.Namespace, profile: Profile, cluster: Cluster, progress: Any
+) -> Any:
+    """Measurements of a profile's workload, cut and split as there; ``options`` are those of
+    ``add_store``."""
     num_layers = profile.graph.num_layers if profile.auto_layers else None
     spec = WorkloadSpec.parse(options.workload) if options.workload else profile.workload
     if spec is None:
-        raise PlanError.of("the profile was made from Python objects and names no workload; give --workload.", "plan-workload")
-    return _open_measurements(options, spec, cluster, num_layers, profile.tensor_parallel_rule, progress)
+        raise PlanError.of(
+            "the profile was made from Python objects and names no workload; give --workload.",
+            "plan-workload",
+        )
+    return _open_measurements(
+        options, spec, cluster, num_layers, profile.tensor_parallel_rule, progress
+    )
 
 
 def open_question_measurements(options: argparse.Namespace, cluster: Cluster, progress: Any) -> Any:
-    """Measurements of the workload that is asked about; ``options`` are those of ``add_question``."""
+    """Measurements of the workload that is asked about; ``options`` are those of
+    ``add_question``."""
     return _open_measurements(
-        options, WorkloadSpec.parse(options.workload), cluster, options.num_layers, options.tensor_parallel_rule, progress
+        options,
+        WorkloadSpec.parse(options.workload),
+        cluster,
+        options.num_layers,
+        options.tensor_parallel_rule,
+        progress,
     )
 
 
@@ -309,7 +424,10 @@ def workload_of(plan: Plan, named: str | None) -> WorkloadSpec:
     if named is not None:
         return WorkloadSpec.parse(named)
     if plan.workload is None:
-        raise PlanError.of("the plan was made from Python objects and names no workload; give --workload.", "plan-workload")
+        raise PlanError.of(
+            "the plan was made from Python objects and names no workload; give --workload.",
+            "plan-workload",
+        )
     return plan.workload
 
 
@@ -318,13 +436,22 @@ def add_backend(parser: argparse.ArgumentParser) -> None:
         "--backend",
         choices=BACKENDS,
         default=BACKENDS[0],
-        help="compile compiles for the target and runs nothing; run executes the paper's profiling runs here, and alpa has them "
+        help="compile compiles for the target and runs nothing; run executes the paper's profiling "
+        "runs here, and alpa has them "
         "executed by Alpa on its Ray cluster, both with --mode paper (default: %(default)s)",
     )
     parser.add_argument(
-        "--repeats", type=at_least(1), default=1, metavar="N", help="with --backend run: steps measured in every run (default: %(default)s)"
+        "--repeats",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="with --backend run: steps measured in every run (default: %(default)s)",
     )
-    parser.add_argument("--alpa-python", metavar="PATH", help="the interpreter of Alpa's environment, for --backend alpa")
+    parser.add_argument(
+        "--alpa-python",
+        metavar="PATH",
+        help="the interpreter of Alpa's environment, for --backend alpa",
+    )
 
 
 def check_backend(options: argparse.Namespace) -> None:
@@ -338,12 +465,20 @@ def check_backend(options: argparse.Namespace) -> None:
     violations = []
     if options.mode != "paper":
         violations.append(
-            Violation(f"--backend {options.backend} makes the runs of the paper's mode alone; add --mode paper.", "profile-backend")
+            Violation(
+                f"--backend {options.backend} makes the runs of the paper's mode alone; add "
+                "--mode paper.",
+                "profile-backend",
+            )
         )
-    if (options.neighbours, options.calibration_plans) != (DEFAULT_NEIGHBOURS, DEFAULT_CALIBRATION_PLANS):
+    if (options.neighbours, options.calibration_plans) != (
+        DEFAULT_NEIGHBOURS,
+        DEFAULT_CALIBRATION_PLANS,
+    ):
         violations.append(
             Violation(
-                "--neighbours and --calibration-plans are of compiled windows; leave them out with --backend run or alpa.",
+                "--neighbours and --calibration-plans are of compiled windows; leave them out "
+                "with --backend run or alpa.",
                 "profile-backend",
             )
         )
@@ -359,7 +494,10 @@ def remat_policies(options: argparse.Namespace) -> tuple[Remat, ...]:
     if options.remat != AUTO:
         return (options.remat,)
     if options.mode == "paper":
-        raise ProfileError.of("--remat auto: the paper's runs recompute the same in every stage; name one policy.", "profile-remat")
+        raise ProfileError.of(
+            "--remat auto: the paper's runs recompute the same in every stage; name one policy.",
+            "profile-remat",
+        )
     return REMAT_POLICIES
 
 
@@ -369,11 +507,21 @@ def check_profiles_nothing(options: argparse.Namespace) -> None:
     Raises:
         ProfileError: ``profile-measured``.
     """
-    defaults = {"backend": BACKENDS[0], "neighbours": DEFAULT_NEIGHBOURS, "calibration_plans": DEFAULT_CALIBRATION_PLANS}
-    given = [f"--{name.replace('_', '-')}" for name, default in defaults.items() if getattr(options, name) != default]
+    defaults = {
+        "backend": BACKENDS[0],
+        "neighbours": DEFAULT_NEIGHBOURS,
+        "calibration_plans": DEFAULT_CALIBRATION_PLANS,
+    }
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name, default in defaults.items()
+        if getattr(options, name) != default
+    ]
     if given:
         raise ProfileError.of(
-            f"{', '.join(given)}: with --profile no layer is profiled; leave out what is about profiling, or --profile.", "profile-measured"
+            f"{', '.join(given)}: with --profile no layer is profiled; leave out what is about "
+            "profiling, or --profile.",
+            "profile-measured",
         )
 
 
@@ -386,7 +534,8 @@ def asked(
     shard_optimizer: bool | None = None,
     calibration_plans: int | None = None,
 ) -> dict[str, Any]:
-    """What a profile is asked for: arguments of ``profiling_runs.profile``; what is not None overrides the options."""
+    """What a profile is asked for: arguments of ``profiling_runs.profile``; what is not None
+    overrides the options."""
     return {
         "microbatch_size": microbatch_size,
         "backend": options.backend,
@@ -398,7 +547,9 @@ def asked(
         "any_divisor": options.any_divisor,
         "num_neighbours": options.neighbours,
         "tensor_parallel_rule": options.tensor_parallel_rule,
-        "calibration_plans": options.calibration_plans if calibration_plans is None else calibration_plans,
+        "calibration_plans": options.calibration_plans
+        if calibration_plans is None
+        else calibration_plans,
         "paper": paper,
         "repeats": options.repeats,
         "alpa_python": options.alpa_python,
@@ -406,13 +557,23 @@ def asked(
 
 
 def prepare_backends(profiles: Sequence[argparse.Namespace]) -> None:
-    """Make this process one that can make all these profiles: their options decide its devices, once, before JAX is loaded."""
+    """Make this process one that can make all these profiles: their options decide its devices,
+    once, before JAX is loaded."""
     from capture.profiler.paper import most_run_devices
 
     clusters = [(options, read_cluster(options)) for options in profiles]
-    num_devices = [c.num_devices if options.backend == "compile" else most_run_devices(c.num_devices) for options, c in clusters]
-    platforms = {Target.load(c.target).platform if options.backend == "compile" else "cpu" for options, c in clusters}
-    environment.prepare(num_devices=max(num_devices), platform=max(platforms, key=lambda platform: platform != "cpu"))
+    num_devices = [
+        c.num_devices if options.backend == "compile" else most_run_devices(c.num_devices)
+        for options, c in clusters
+    ]
+    platforms = {
+        Target.load(c.target).platform if options.backend == "compile" else "cpu"
+        for options, c in clusters
+    }
+    environment.prepare(
+        num_devices=max(num_devices),
+        platform=max(platforms, key=lambda platform: platform != "cpu"),
+    )
 
 
 def make_profile(
@@ -430,13 +591,14 @@ def make_profile(
 
     Args:
         options: Of a question.
-        cluster, microbatch_size, progress, memory_limit_bytes, watch: As for ``profiling_runs.profile``.
+        cluster, microbatch_size, progress, memory_limit_bytes, watch: As for
+        ``profiling_runs.profile``.
         measurements: Open already.
         **changes: Those of ``asked``.
     """
     spec = WorkloadSpec.parse(options.workload)
     prepare_backends([options])
-    from profiling_runs import collect as profile
+    from profiling_runs import profile
 
     return profile(
         spec,
@@ -455,13 +617,21 @@ def layers_note(options: argparse.Namespace, profile: Profile) -> list[str]:
     """A line about layers that nobody chose."""
     if options.num_layers is not None or not profile.auto_layers:
         return []
-    return [f"cut into {profile.graph.num_layers} layers of nearly equal work; --num-layers or marks in the model choose others"]
+    return [
+        f"cut into {profile.graph.num_layers} layers of nearly equal work; --num-layers or marks "
+        "in the model choose others"
+    ]
 
 
-def list_jobs(options: argparse.Namespace, cluster: Cluster, microbatch_size: int, **changes: Any) -> Any:
-    """The jobs of ``make_profile`` with the same arguments (``profiling_runs.listing``); nothing is measured."""
+def list_jobs(
+    options: argparse.Namespace, cluster: Cluster, microbatch_size: int, **changes: Any
+) -> Any:
+    """The jobs of ``make_profile`` with the same arguments (``profiling_runs.listing``); nothing is
+    measured."""
     spec = WorkloadSpec.parse(options.workload)
     prepare_backends([options])
     from profiling_runs.listing import list_jobs
 
-    return list_jobs(spec, cluster, open_store(options), **asked(options, microbatch_size, **changes))
+    return list_jobs(
+        spec, cluster, open_store(options), **asked(options, microbatch_size, **changes)
+    )

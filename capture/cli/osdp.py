@@ -1,4 +1,5 @@
-"""Choose for every operator of a model whether to replicate, shard or split its parameters over data-parallel devices (OSDP)."""
+"""Choose for every operator of a model whether to replicate, shard or split its parameters over
+data-parallel devices (OSDP)."""
 
 from __future__ import annotations
 
@@ -15,12 +16,33 @@ HELP = "shard a model's operators over data-parallel devices"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("workload", metavar="WORKLOAD", help="path/to/file.py:function?key=value or module:function")
+    parser.add_argument(
+        "workload", metavar="WORKLOAD", help="path/to/file.py:function?key=value or module:function"
+    )
     parser.add_argument("--cluster", required=True, metavar="NxG", help="N nodes of G devices")
-    parser.add_argument("--target", required=True, metavar="NAME", help="device kind, such as h100, or a target file (.json)")
-    parser.add_argument("--memory", metavar="SIZE", help="limit per device, such as 30GiB (default: what the target can use)")
-    parser.add_argument("--batch", type=shared.at_least(1), metavar="B", help="examples per device (default: that of largest throughput)")
-    parser.add_argument("--most", type=shared.at_least(1), metavar="B", help="the largest batch per device to choose from")
+    parser.add_argument(
+        "--target",
+        required=True,
+        metavar="NAME",
+        help="device kind, such as h100, or a target file (.json)",
+    )
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="limit per device, such as 30GiB (default: what the target can use)",
+    )
+    parser.add_argument(
+        "--batch",
+        type=shared.at_least(1),
+        metavar="B",
+        help="examples per device (default: that of largest throughput)",
+    )
+    parser.add_argument(
+        "--most",
+        type=shared.at_least(1),
+        metavar="B",
+        help="the largest batch per device to choose from",
+    )
     parser.add_argument(
         "--slices",
         type=shared.several(1),
@@ -28,19 +50,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="G,G,...",
         help="slices per operator to choose from (default: %(default)s)",
     )
-    parser.add_argument("--partly", action="store_true", help="some slices of an operator may be replicated, others sharded")
-    parser.add_argument("--remat", action="store_true", help="compute every operator again from its inputs in the backward pass")
+    parser.add_argument(
+        "--partly",
+        action="store_true",
+        help="some slices of an operator may be replicated, others sharded",
+    )
+    parser.add_argument(
+        "--remat",
+        action="store_true",
+        help="compute every operator again from its inputs in the backward pass",
+    )
     parser.add_argument(
         "--overlap",
         type=float,
         default=0.0,
         metavar="F",
-        help="of computation and communication, the fraction of the lesser that is hidden; above 0, gathers look ahead (default: 0)",
+        help=(
+            "of computation and communication, the fraction of the lesser that is hidden; above "
+            "0, gathers look ahead (default: 0)"
+        ),
     )
     parser.add_argument(
-        "--no-verify", action="store_true", help="do not compile the plan's train step for the target: faster, and memory is an estimate"
+        "--no-verify",
+        action="store_true",
+        help=(
+            "do not compile the plan's train step for the target: faster, and memory is an estimate"
+        ),
     )
-    parser.add_argument("-o", "--output", type=Path, default=Path("sharding.json"), metavar="FILE", help="default: %(default)s")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("sharding.json"),
+        metavar="FILE",
+        help="default: %(default)s",
+    )
 
 
 def main(options: argparse.Namespace) -> int:

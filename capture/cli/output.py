@@ -1,4 +1,5 @@
-"""What verbs print: one JSON document, or tables for people; progress (``capture.cli.progress``) goes to standard error."""
+"""What verbs print: one JSON document, or tables for people; progress (``capture.cli.progress``)
+goes to standard error."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from capture.quantities import format_bytes
 
 
 def emit(options: argparse.Namespace, document: Mapping[str, Any], text: str) -> None:
-    """The document with ``--json``, else the text. A number that is none (the loss of a training that diverged) becomes null."""
+    """The document with ``--json``, else the text. A number that is none (the loss of a training
+    that diverged) becomes null."""
     print(json.dumps(_finite(document), indent=2, allow_nan=False) if options.json else text)
 
 
@@ -36,7 +38,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """
     cells = [list(map(str, row)) for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))) for row in cells]
+    lines = [
+        "  ".join(
+            c.ljust(w) if i == 0 else c.rjust(w)
+            for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in cells
+    ]
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -47,34 +55,50 @@ def say(options: argparse.Namespace, text: str) -> None:
 
 
 def stage_table(plan: Any, stages: Sequence[Any]) -> str:
-    """One line per stage of a plan with its prediction, and with what the compiler says where the plan was compiled."""
+    """One line per stage of a plan with its prediction, and with what the compiler says where the
+    plan was compiled."""
     compiled = plan.verification and plan.verification["peak_bytes_per_device"]
     rows = [
         [
             s,
             f"{stage.layers[0]}-{stage.layers[1]}",
-            f"{stage.devices[0]}-{stage.devices[-1]}" if stage.num_devices > 1 else stage.devices[0],
+            f"{stage.devices[0]}-{stage.devices[-1]}"
+            if stage.num_devices > 1
+            else stage.devices[0],
             stage.replicas_text,
             stage.tensor_parallel,
             format_bytes(predicted.peak_bytes),
             *([format_bytes(compiled[stage.devices[0]])] if compiled else []),
-            f"{format_bytes(predicted.interval_bytes[0])} to {format_bytes(predicted.interval_bytes[1])}",
+            f"{format_bytes(predicted.interval_bytes[0])} to "
+            f"{format_bytes(predicted.interval_bytes[1])}",
             max(predicted.parts, key=lambda category: predicted.parts[category]),
         ]
         for s, (stage, predicted) in enumerate(zip(plan.stages, stages, strict=True))
     ]
     peaks = ["predicted", "compiled"] if compiled else ["peak per device"]
-    lines = [table(["stage", "layers", "devices", "dp", "tp", *peaks, "interval", "most of it"], rows)]
+    lines = [
+        table(["stage", "layers", "devices", "dp", "tp", *peaks, "interval", "most of it"], rows)
+    ]
     guessed = [str(s) for s, predicted in enumerate(stages) if predicted.extrapolated]
     if guessed:
-        lines.append(f"predictions of stages {', '.join(guessed)} are extrapolated: degrees or a micro-batch size that were not profiled")
+        lines.append(
+            f"predictions of stages {', '.join(guessed)} are extrapolated: degrees or a "
+            "micro-batch size that were not profiled"
+        )
     return "\n".join(lines)
 
 
 def peak_line(plan: Any, prediction: Any) -> str:
     """The peak per device, and whether it is the compiler's or extrapolated."""
     if plan.verification is not None:
-        return f"peak {format_bytes(max(plan.verification['peak_bytes_per_device']))} per device, compiled"
+        return (
+            f"peak {format_bytes(max(plan.verification['peak_bytes_per_device']))} per device, "
+            "compiled"
+        )
     high = max(high for _, high in prediction.interval_bytes_per_device)
-    doubt = f", extrapolated: up to {format_bytes(high)}; compile it to know (capture verify)" if prediction.extrapolated else ""
+    doubt = (
+        f", extrapolated: up to {format_bytes(high)}; compile it to know (capture verify)"
+        if prediction.extrapolated
+        else ""
+    )
     return f"peak {format_bytes(prediction.peak_bytes)} per device{doubt}"

@@ -1,4 +1,5 @@
-"""Predict what a plan needs on every device, from a profile; compile its stages where that would be an extrapolation."""
+"""Predict what a plan needs on every device, from a profile; compile its stages where that would be
+an extrapolation."""
 
 from __future__ import annotations
 
@@ -20,9 +21,25 @@ HELP = "predict a plan's memory from a profile"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_plan(parser)
-    parser.add_argument("--profile", type=Path, required=True, metavar="FILE", help="measurements of the model, of capture profile")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan with its prediction, for capture run")
-    parser.add_argument("--extrapolate", action="store_true", help="also predict degrees that were not profiled, with a wider interval")
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="measurements of the model, of capture profile",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write the plan with its prediction, for capture run",
+    )
+    parser.add_argument(
+        "--extrapolate",
+        action="store_true",
+        help="also predict degrees that were not profiled, with a wider interval",
+    )
     add_no_compile(parser)
     shared.add_plan_workload(parser)
     shared.add_store(parser)
@@ -35,10 +52,18 @@ def main(options: argparse.Namespace) -> int:
     prediction = AdditivePredictor(profile, allow_extrapolation=options.extrapolate).predict(plan)
     plan = plan.with_(prediction=prediction.to_json())
     shown = plan.with_(verification=None)
-    document: dict[str, Any] = {"prediction": prediction.to_json(), "extrapolated": prediction.extrapolated, "verification": None}
+    document: dict[str, Any] = {
+        "prediction": prediction.to_json(),
+        "extrapolated": prediction.extrapolated,
+        "verification": None,
+    }
     lines = []
     if prediction.extrapolated and not options.no_compile:
-        compiler = PlanCompiler(options, profile, lambda: shared.open_plan_measurements(options, plan, progress(options)))
+        compiler = PlanCompiler(
+            options,
+            profile,
+            lambda: shared.open_plan_measurements(options, plan, progress(options)),
+        )
         try:
             compiler.open()
         except (WorkloadError, PlanError) as error:

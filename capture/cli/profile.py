@@ -1,9 +1,11 @@
 """Measure a model's layers (M_i, M_a) for every way in which a stage may use the cluster's devices.
 
-The same command resumes after an interruption: finished measurements are in the store. A file of jobs (--jobs) names several profiles.
+The same command resumes after an interruption: finished measurements are in the store. A file of
+jobs (--jobs) names several profiles.
 
-Exit codes: 0 complete; 1 written, but some jobs failed again and again and were set aside; 2 bad input; 3 ended early by the machines (a
-full disk, a lost cluster, workers that cannot start), 130 and 143 interrupted: the same command resumes.
+Exit codes: 0 complete; 1 written, but some jobs failed again and again and were set aside; 2 bad
+input; 3 ended early by the machines (a full disk, a lost cluster, workers that cannot start), 130
+and 143 interrupted: the same command resumes.
 """
 
 from __future__ import annotations
@@ -29,14 +31,40 @@ HELP = "measure a model's layers"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_question(parser, remats=shared.REMATS_OF_A_SEARCH, required=False)
     shared.add_backend(parser)
-    parser.add_argument("--memory", metavar="SIZE", help="with --backend run: runs that need more on a device, such as 40GB, are left out")
-    parser.add_argument("--mode", choices=("default", "paper"), default="default", help="paper: make the paper's profiling runs as well")
-    parser.add_argument("-o", "--output", type=Path, default=Path("profile.json"), metavar="FILE", help="default: %(default)s")
     parser.add_argument(
-        "--jobs", type=Path, metavar="FILE", help="the profiles of a TOML file, such as profiling_runs/configs/example.toml"
+        "--memory",
+        metavar="SIZE",
+        help="with --backend run: runs that need more on a device, such as 40GB, are left out",
     )
-    parser.add_argument("--dry-run", action="store_true", help="list the jobs and what they cost; measure nothing")
-    parser.add_argument("--events", type=Path, metavar="FILE", help="add what happens to this file, one JSON document per line")
+    parser.add_argument(
+        "--mode",
+        choices=("default", "paper"),
+        default="default",
+        help="paper: make the paper's profiling runs as well",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("profile.json"),
+        metavar="FILE",
+        help="default: %(default)s",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=Path,
+        metavar="FILE",
+        help="the profiles of a TOML file, such as profiling_runs/configs/example.toml",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="list the jobs and what they cost; measure nothing"
+    )
+    parser.add_argument(
+        "--events",
+        type=Path,
+        metavar="FILE",
+        help="add what happens to this file, one JSON document per line",
+    )
     parser.set_defaults(parser=parser)
 
 
@@ -66,7 +94,11 @@ def main(options: argparse.Namespace) -> int:
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
-        events.say("end", exit_code=code, errors=[{"code": violation.code, "message": violation.message} for violation in errors])
+        events.say(
+            "end",
+            exit_code=code,
+            errors=[{"code": violation.code, "message": violation.message} for violation in errors],
+        )
     document = {"profiles": documents} if options.jobs else documents[0]
     emit(options, document, "\n".join(_as_text(one) for one in documents))
     return code
@@ -76,21 +108,41 @@ def _profiles(options: argparse.Namespace) -> list[argparse.Namespace]:
     """The options of every profile of the command."""
     if options.jobs is not None:
         if options.workload is not None or options.cluster is not None:
-            raise ProfileError.of("--jobs names workloads and clusters in its file; leave WORKLOAD and --cluster out.", "jobs-option")
+            raise ProfileError.of(
+                "--jobs names workloads and clusters in its file; leave WORKLOAD and --cluster "
+                "out.",
+                "jobs-option",
+            )
         if given := job_file.of_profiles(options.parser, options):
-            raise ProfileError.of(f"{', '.join(given)} beside --jobs would hold for no profile; write it in the file.", "jobs-option")
+            raise ProfileError.of(
+                f"{', '.join(given)} beside --jobs would hold for no profile; write it in the "
+                "file.",
+                "jobs-option",
+            )
         return job_file.read_job_file(options.jobs, options.parser, options)
     if options.workload is None:
-        raise ProfileError.of("WORKLOAD is missing; say what to profile, or name a file with --jobs.", "jobs-option")
+        raise ProfileError.of(
+            "WORKLOAD is missing; say what to profile, or name a file with --jobs.", "jobs-option"
+        )
     return [options]
 
 
 def _dry_run(options: argparse.Namespace, profiles: list[argparse.Namespace]) -> int:
     listings = [(profile, jobs.jobs_of(profile)) for profile in profiles]
-    rows = [{"workload": p.workload, "cluster": p.cluster, "output": str(p.output), **listing.to_json()} for p, listing in listings]
-    text = "\n\n".join(f"{p.workload} on {p.cluster} of {p.target} -> {p.output}\n{jobs.as_text(listing)}" for p, listing in listings)
+    rows = [
+        {"workload": p.workload, "cluster": p.cluster, "output": str(p.output), **listing.to_json()}
+        for p, listing in listings
+    ]
+    text = "\n\n".join(
+        f"{p.workload} on {p.cluster} of {p.target} -> {p.output}\n{jobs.as_text(listing)}"
+        for p, listing in listings
+    )
     total = sum(listing.seconds for _, listing in listings)
-    emit(options, {"profiles": rows, "worker_seconds": total}, f"{text}\n\none worker needs about {jobs.duration(total)}")
+    emit(
+        options,
+        {"profiles": rows, "worker_seconds": total},
+        f"{text}\n\none worker needs about {jobs.duration(total)}",
+    )
     return 0
 
 
@@ -105,7 +157,12 @@ def _one(options: argparse.Namespace, events: Events) -> dict[str, Any]:
     cluster = shared.read_cluster(options)
     global_batch, num_microbatches = shared.read_batch(options)
     shared.check_backend(options)
-    named = {"output": str(options.output), "workload": options.workload, "cluster": str(cluster), "target": cluster.target}
+    named = {
+        "output": str(options.output),
+        "workload": options.workload,
+        "cluster": str(cluster),
+        "target": cluster.target,
+    }
     events.say("profile", state="started", **named)
     shown, set_aside = progress(options), set[str]()
 
@@ -131,7 +188,11 @@ def _one(options: argparse.Namespace, events: Events) -> dict[str, Any]:
     result.save(options.output)
     events.say("profile", state="done", num_set_aside=len(set_aside), **named)
     graph = result.graph
-    low, high = result.calibration.widest(result.choices, graph.num_layers) if result.calibration else (None, None)
+    low, high = (
+        result.calibration.widest(result.choices, graph.num_layers)
+        if result.calibration
+        else (None, None)
+    )
     return {
         "profile": str(options.output),
         "workload": options.workload,
@@ -155,12 +216,16 @@ def _one(options: argparse.Namespace, events: Events) -> dict[str, Any]:
 def _as_text(document: dict[str, Any]) -> str:
     sizes = ", ".join(map(str, document["microbatch_sizes"]))
     lines = [
-        f"{document['num_layers']} layers, {document['num_parameters']:,} parameters: {document['num_measurements']} measurements at "
+        f"{document['num_layers']} layers, {document['num_parameters']:,} parameters: "
+        f"{document['num_measurements']} measurements at "
         f"micro-batch sizes {sizes} -> {document['profile']}"
     ]
     if document["num_runs"] is not None:
         how = "compiled and replayed" if document["backend"] == "compile" else "executed"
-        lines.append(f"the paper's profiling runs, {how}: {document['num_runs']}, of which {document['num_failed_runs']} failed")
+        lines.append(
+            f"the paper's profiling runs, {how}: {document['num_runs']}, of which "
+            f"{document['num_failed_runs']} failed"
+        )
     lines += document["notes"]
     lines += [f"warning: {warning}" for warning in document["warnings"]]
     return "\n".join(lines + [f"failed: {failure}" for failure in document["failures"]])

@@ -31,7 +31,8 @@ class Tally:
     _began: float = 0.0
 
     def note(self, kind: str, done: int, total: int) -> None:
-        """A kind has come so far. When all that was known is done, what follows is counted from the start again."""
+        """A kind has come so far. When all that was known is done, what follows is counted from the
+        start again."""
         if self.done == self.total:
             self.kinds.clear()
         if not self.kinds:
@@ -88,7 +89,8 @@ _DETAILS = {
 
 
 def progress(options: argparse.Namespace) -> Progress:
-    """One line on standard error that is written again and again; where that is no terminal, a line now and then."""
+    """One line on standard error that is written again and again; where that is no terminal, a line
+    now and then."""
     if options.quiet:
         return lambda kind, done, total: None
     return _progress_line() if sys.stderr.isatty() else _progress_lines()
@@ -105,8 +107,11 @@ def _did(kind: str, tally: Tally) -> str:
 
 
 def _left(tally: Tally) -> str:
-    """The time left, once there are jobs enough to tell: the first one waits for its worker to start."""
-    return f", about {tally.seconds_left:.0f} s left" if tally.done >= 5 and tally.seconds_left else ""
+    """The time left, once there are jobs enough to tell: the first one waits for its worker to
+    start."""
+    return (
+        f", about {tally.seconds_left:.0f} s left" if tally.done >= 5 and tally.seconds_left else ""
+    )
 
 
 def _progress_line() -> Progress:
@@ -118,7 +123,9 @@ def _progress_line() -> Progress:
         if tally.done == tally.total:
             print(_did(kind, tally), file=sys.stderr, flush=True)
             return
-        text = _doing(kind, tally) + _left(tally) + (f": {_DETAILS[kind]}" if kind in _DETAILS else "")
+        text = (
+            _doing(kind, tally) + _left(tally) + (f": {_DETAILS[kind]}" if kind in _DETAILS else "")
+        )
         # The cursor goes back to where it was: whoever writes next writes over it.
         print(text[: _width() - 1], end="\r", file=sys.stderr, flush=True)
 
@@ -148,7 +155,9 @@ def _progress_lines(pause_seconds: float = 15.0) -> Progress:
         if tally.done == tally.total:
             print(_did(kind, tally), file=sys.stderr, flush=True)
             said = float("-inf")
-        elif tally.done and now - said >= pause_seconds:  # when the first is done all kinds are known
+        elif (
+            tally.done and now - said >= pause_seconds
+        ):  # when the first is done all kinds are known
             print(_doing(kind, tally) + _left(tally), file=sys.stderr, flush=True)
             said = now
 
@@ -160,9 +169,12 @@ class Events:
 
     Every line has ``event`` and ``time`` (seconds since 1970):
 
-        profile    state (started, done), output, workload, cluster, target; when done also num_set_aside
-        job        key, kind, state (running, done, failed, pending, set aside), worker, seconds, error
-        progress   done, total, kinds, seconds, jobs_per_minute, seconds_left; at most one every few seconds
+        profile    state (started, done), output, workload, cluster, target; when done also
+                   num_set_aside
+        job        key, kind, state (running, done, failed, pending, set aside), worker, seconds,
+                   error
+        progress   done, total, kinds, seconds, jobs_per_minute, seconds_left; at most one every few
+                   seconds
         end        exit_code, errors
 
     Args:

@@ -1,6 +1,8 @@
-"""Show a plan: a table for an issue, one HTML page with figures that needs no network, and a trace of the schedule for Perfetto.
+"""Show a plan: a table for an issue, one HTML page with figures that needs no network, and a trace
+of the schedule for Perfetto.
 
-A plan without a prediction, such as one written by hand, is predicted, and for that profiled unless --profile is given.
+A plan without a prediction, such as one written by hand, is predicted, and for that profiled unless
+--profile is given.
 """
 
 from __future__ import annotations
@@ -21,11 +23,26 @@ HELP = "show a plan: a table, a page with figures, a trace of the schedule"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_plan(parser)
     parser.add_argument(
-        "--profile", type=Path, metavar="FILE", help="measurements of the model: adds memory over time, and times where it has them"
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="measurements of the model: adds memory over time, and times where it has them",
     )
-    parser.add_argument("--memory", metavar="SIZE", help="limit per device (default: what the target's devices can use)")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the page (.html); without it, a table is printed")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the schedule for ui.perfetto.dev (.json)")
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="limit per device (default: what the target's devices can use)",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write the page (.html); without it, a table is printed",
+    )
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write the schedule for ui.perfetto.dev (.json)"
+    )
     shared.add_plan_workload(parser)
     shared.add_store(parser)
     shared.add_profiling(parser)
@@ -49,7 +66,20 @@ def main(options: argparse.Namespace) -> int:
 
         save_trace(facts.schedule.simulation, options.trace, facts.schedule.processes)
         written["trace"] = str(options.trace)
-    document = {"title": title(facts), "summary": paragraph(facts), **facts.to_json(), "written": written}
-    said = [paragraph(facts)] if options.output else [title(facts), table(HEADER, rows(facts)), *last_lines(facts)]
-    emit(options, document, "\n".join([*said, *(f"{what} -> {path}" for what, path in written.items())]))
+    document = {
+        "title": title(facts),
+        "summary": paragraph(facts),
+        **facts.to_json(),
+        "written": written,
+    }
+    said = (
+        [paragraph(facts)]
+        if options.output
+        else [title(facts), table(HEADER, rows(facts)), *last_lines(facts)]
+    )
+    emit(
+        options,
+        document,
+        "\n".join([*said, *(f"{what} -> {path}" for what, path in written.items())]),
+    )
     return 0

@@ -1,8 +1,9 @@
-"""Execute a plan here, on virtual CPU devices or accelerators: measured memory beside predicted, loss beside that of one device.
+"""Execute a plan here, on virtual CPU devices or accelerators: measured memory beside predicted,
+loss beside that of one device.
 
-Measured is only what was executed: live arrays of this process and the buffer assignment of the running program (on CPU), or
-the allocator (on GPU). On CPU, two counters that know neither ledger nor compiler stand beside the sum: malloc during an ordinary step,
-and the process's resident set.
+Measured is only what was executed: live arrays of this process and the buffer assignment of the
+running program (on CPU), or the allocator (on GPU). On CPU, two counters that know neither ledger
+nor compiler stand beside the sum: malloc during an ordinary step, and the process's resident set.
 """
 
 from __future__ import annotations
@@ -25,12 +26,31 @@ HELP = "execute a plan on the devices of this machine"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_plan(parser)
-    parser.add_argument("--steps", type=shared.at_least(1), default=3, metavar="N", help="updates (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of parameters and data (default: %(default)s)")
-    parser.add_argument("--check", action="store_true", help="compare loss and gradients with one device, and the ledger with live arrays")
+    parser.add_argument(
+        "--steps",
+        type=shared.at_least(1),
+        default=3,
+        metavar="N",
+        help="updates (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of parameters and data (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="compare loss and gradients with one device, and the ledger with live arrays",
+    )
     shared.add_plan_workload(parser)
-    parser.add_argument("--save", type=Path, metavar="DIR", help="save the state with Orbax at the end")
-    parser.add_argument("--restore", type=Path, metavar="DIR", help="continue from a saved state, also of another plan of the model")
+    parser.add_argument(
+        "--save", type=Path, metavar="DIR", help="save the state with Orbax at the end"
+    )
+    parser.add_argument(
+        "--restore",
+        type=Path,
+        metavar="DIR",
+        help="continue from a saved state, also of another plan of the model",
+    )
 
 
 def main(options: argparse.Namespace) -> int:
@@ -63,7 +83,8 @@ def execute(
     restore: Path | None = None,
     fast_compile: bool = False,
 ) -> dict[str, Any]:
-    """Run some steps, the first under the meters and, of several, the last under malloc's; the document of ``capture run --json``."""
+    """Run some steps, the first under the meters and, of several, the last under malloc's; the
+    document of ``capture run --json``."""
     import jax
     import numpy as np
 
@@ -75,7 +96,8 @@ def execute(
 
     if check and restore is not None:
         raise PlanError.of(
-            "--check compares a training from its beginning with one device, and --restore continues one; give one of them.",
+            "--check compares a training from its beginning with one device, and --restore "
+            "continues one; give one of them.",
             "run-check-restored",
         )
     report("compiling the stages")
@@ -83,9 +105,17 @@ def execute(
     keys = jax.random.split(jax.random.key(seed), 3)
     params = workload.init(keys[0])
     restored = None if restore is None else checkpoint.restore(step, restore)
-    done = 0 if restored is None else restored.num_steps  # a restored training goes on with the data that come next
-    batches = [workload.batch(jax.random.fold_in(keys[1], done + i), plan.global_batch_size) for i in range(num_steps)]
-    step_keys = [jax.random.fold_in(keys[2], done + i) if takes_key(workload) else None for i in range(num_steps)]
+    done = (
+        0 if restored is None else restored.num_steps
+    )  # a restored training goes on with the data that come next
+    batches = [
+        workload.batch(jax.random.fold_in(keys[1], done + i), plan.global_batch_size)
+        for i in range(num_steps)
+    ]
+    step_keys = [
+        jax.random.fold_in(keys[2], done + i) if takes_key(workload) else None
+        for i in range(num_steps)
+    ]
     document: dict[str, Any] = {}
     if check:
         report("comparing with one device")
@@ -110,11 +140,17 @@ def execute(
         report(f"step {done + i}: loss {loss:.6f}")
     if save is not None:
         document["saved"] = str(checkpoint.save(step, state, save))
-    predicted = plan.prediction or plan.verification  # of a plan by hand that was verified alone, what its compiler says
+    predicted = (
+        plan.prediction or plan.verification
+    )  # of a plan by hand that was verified alone, what its compiler says
     document |= {
-        "predicted_peak_bytes_per_device": None if predicted is None else predicted["peak_bytes_per_device"],
+        "predicted_peak_bytes_per_device": None
+        if predicted is None
+        else predicted["peak_bytes_per_device"],
         "replayed_peak_bytes_per_device": list(step.replay().peak_bytes_per_device),
-        "measured_peak_bytes_per_device": None if measured is None else list(measured.peak_bytes_per_device),
+        "measured_peak_bytes_per_device": None
+        if measured is None
+        else list(measured.peak_bytes_per_device),
         "meter": None if measured is None else measured.meter,
         "ledger_checks": 0 if measured is None else measured.num_checks,
         "allocator": None
@@ -127,13 +163,16 @@ def execute(
             "booked_bytes": heap.booked_bytes,
         },
         "resident_set_peak_bytes": None if measured is None else measured.resident_set_peak_bytes,
-        "resident_set_before_bytes": None if measured is None else measured.resident_set_before_bytes,
+        "resident_set_before_bytes": None
+        if measured is None
+        else measured.resident_set_before_bytes,
         "loss": [float(np.float64(loss)) for loss in losses],
         "step_seconds": seconds,
         "num_devices": plan.cluster.num_devices,
         "target": plan.cluster.target,
         "platform": jax.devices()[0].platform,
-        # What one compiler reports says little about another's: such numbers stand beside each other, and are not compared.
+        # What one compiler reports says little about another's: such numbers stand beside each
+        # other, and are not compared.
         "is_target": (plan.cluster.target == "cpu") == (jax.devices()[0].platform == "cpu"),
         "versions": environment.versions(),
     }
@@ -143,7 +182,9 @@ def execute(
     return document
 
 
-def _check(step: Any, reference: Any, params: Any, batches: list[Any], keys: list[Any]) -> dict[str, Any]:
+def _check(
+    step: Any, reference: Any, params: Any, batches: list[Any], keys: list[Any]
+) -> dict[str, Any]:
     """Loss of every step and gradients of the first, on one device."""
     from capture.runtime.reference import relative_errors, rounding_floor
 
@@ -158,31 +199,58 @@ def _check(step: Any, reference: Any, params: Any, batches: list[Any], keys: lis
         losses.append(float(loss))
     errors = relative_errors(mine, gradients, rounding_floor(step.traced.graph))
     worst = max(errors, key=errors.__getitem__)
-    return {"reference_loss": losses, "max_relative_gradient_error": errors[worst], "worst_gradient": worst}
+    return {
+        "reference_loss": losses,
+        "max_relative_gradient_error": errors[worst],
+        "worst_gradient": worst,
+    }
 
 
 def as_text(document: dict[str, Any]) -> str:
     """A table of devices and the losses."""
-    predicted, measured = document["predicted_peak_bytes_per_device"], document["measured_peak_bytes_per_device"] or []
+    predicted, measured = (
+        document["predicted_peak_bytes_per_device"],
+        document["measured_peak_bytes_per_device"] or [],
+    )
     compared = predicted and document["is_target"]
     rows = [
-        [d, format_bytes(predicted[d]) if predicted else "-", format_bytes(peak), f"{predicted[d] / peak - 1:+.2%}" if compared else "-"]
+        [
+            d,
+            format_bytes(predicted[d]) if predicted else "-",
+            format_bytes(peak),
+            f"{predicted[d] / peak - 1:+.2%}" if compared else "-",
+        ]
         for d, peak in enumerate(measured)
     ]
-    lines = [table(["device", "predicted peak", "measured peak", "prediction off by"], rows), f"measured by {document['meter']}"]
+    lines = [
+        table(["device", "predicted peak", "measured peak", "prediction off by"], rows),
+        f"measured by {document['meter']}",
+    ]
     if (heap := document["allocator"]) is not None:
         added, booked = format_bytes(heap["step_bytes"]), format_bytes(heap["booked_bytes"])
-        lines.append(f"an ordinary step added {added} to malloc's bytes, all devices together; at most {booked} are booked")
+        lines.append(
+            f"an ordinary step added {added} to malloc's bytes, all devices together; at most "
+            f"{booked} are booked"
+        )
     if not document["is_target"]:
-        lines.append(f"predicted for target {document['target']}, measured on {document['platform']}: not to be compared")
+        lines.append(
+            f"predicted for target {document['target']}, measured on {document['platform']}: not "
+            "to be compared"
+        )
     if not predicted:
         lines.append(
-            "the plan has no prediction; capture predict PLAN --profile FILE -o PLAN adds one, capture verify PLAN -o PLAN the peaks"
+            "the plan has no prediction; capture predict PLAN --profile FILE -o PLAN adds one, "
+            "capture verify PLAN -o PLAN the peaks"
         )
     lines.append("loss " + " ".join(f"{loss:.6f}" for loss in document["loss"]))
     if "reference_loss" in document:
         lines.append("one device " + " ".join(f"{loss:.6f}" for loss in document["reference_loss"]))
         if "max_relative_loss_error" in document:
-            lines.append(f"largest relative error: loss {document['max_relative_loss_error']:.1e}, ")
-            lines[-1] += f"gradients {document['max_relative_gradient_error']:.1e} ({document['worst_gradient']})"
+            lines.append(
+                f"largest relative error: loss {document['max_relative_loss_error']:.1e}, "
+            )
+            lines[-1] += (
+                f"gradients {document['max_relative_gradient_error']:.1e} "
+                f"({document['worst_gradient']})"
+            )
     return "\n".join(lines)

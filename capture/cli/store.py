@@ -46,25 +46,50 @@ HELP = "look after the store of measurements"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--store", type=Path, metavar="FILE", help="default: ~/.cache/capture/store.sqlite")
+    parser.add_argument(
+        "--store", type=Path, metavar="FILE", help="default: ~/.cache/capture/store.sqlite"
+    )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
 
-    def add(name: str, action: Callable[[argparse.Namespace, Store], None], text: str) -> argparse.ArgumentParser:
+    def add(
+        name: str, action: Callable[[argparse.Namespace, Store], None], text: str
+    ) -> argparse.ArgumentParser:
         sub = actions.add_parser(name, help=text, description=text)
         for option in ("--json", "--quiet"):  # as before the action
-            sub.add_argument(option, action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+            sub.add_argument(
+                option, action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+            )
         sub.set_defaults(action=action)
         return sub
 
-    add("ls", _ls, "count jobs, or list those in a state").add_argument("--state", choices=STATES, help="list the jobs in this state")
-    add("show", _show, "show one measurement or job").add_argument("key", metavar="KEY", help="or its beginning")
-    add("retry", _retry, "let jobs that were set aside be tried again").add_argument("keys", nargs="*", metavar="KEY", help="default: all")
-    add("export", _export, "write everything, one JSON document per line").add_argument("file", type=Path, metavar="FILE")
+    add("ls", _ls, "count jobs, or list those in a state").add_argument(
+        "--state", choices=STATES, help="list the jobs in this state"
+    )
+    add("show", _show, "show one measurement or job").add_argument(
+        "key", metavar="KEY", help="or its beginning"
+    )
+    add("retry", _retry, "let jobs that were set aside be tried again").add_argument(
+        "keys", nargs="*", metavar="KEY", help="default: all"
+    )
+    add("export", _export, "write everything, one JSON document per line").add_argument(
+        "file", type=Path, metavar="FILE"
+    )
     add("import", _import, "read what export wrote").add_argument("file", type=Path, metavar="FILE")
-    add("merge", _merge, "take what another store has").add_argument("file", type=Path, metavar="FILE")
+    add("merge", _merge, "take what another store has").add_argument(
+        "file", type=Path, metavar="FILE"
+    )
     gc = add("gc", _gc, "forget jobs that were not done, and with options also measurements")
-    gc.add_argument("--older-than", type=shared.at_least(0), metavar="DAYS", help="also measurements that were made before")
-    gc.add_argument("--other-versions", action="store_true", help="also measurements of other versions of JAX or capture's programs")
+    gc.add_argument(
+        "--older-than",
+        type=shared.at_least(0),
+        metavar="DAYS",
+        help="also measurements that were made before",
+    )
+    gc.add_argument(
+        "--other-versions",
+        action="store_true",
+        help="also measurements of other versions of JAX or capture's programs",
+    )
     gc.add_argument("--dry-run", action="store_true", help="only say how much that would be")
 
 
@@ -72,27 +97,57 @@ def main(options: argparse.Namespace) -> int:
     path = options.store or environment.default_store_path()
     if options.action in (_import, _merge):
         if not options.file.exists():  # before the store is made
-            raise ProfileError.of(f"{str(options.file)!r} does not exist; name what to read.", "store-file")
+            raise ProfileError.of(
+                f"{str(options.file)!r} does not exist; name what to read.", "store-file"
+            )
     elif not path.exists():
-        raise ProfileError.of(f"store {str(path)!r} does not exist; name one with --store, or make it with capture profile.", "store-file")
+        raise ProfileError.of(
+            f"store {str(path)!r} does not exist; name one with --store, or make it with capture "
+            "profile.",
+            "store-file",
+        )
     options.action(options, Store(path))
     return 0
 
 
 def _ls(options: argparse.Namespace, store: Store) -> None:
     rows = list(store.rows(options.state))
-    counts = Counter((row.state, row.job.get("kind", "unknown"), row.provenance.get("target", row.job.get("backend", ""))) for row in rows)
+    counts = Counter(
+        (
+            row.state,
+            row.job.get("kind", "unknown"),
+            row.provenance.get("target", row.job.get("backend", "")),
+        )
+        for row in rows
+    )
     document: dict[str, Any] = {
         "store": str(store.path),
         "num_measurements": len(store),
-        "jobs": [{"state": s, "kind": k, "target": t, "count": n} for (s, k, t), n in sorted(counts.items())],
+        "jobs": [
+            {"state": s, "kind": k, "target": t, "count": n}
+            for (s, k, t), n in sorted(counts.items())
+        ],
     }
-    text = table(["kind", "state", "target", "jobs"], [[k, s, t, n] for (s, k, t), n in sorted(counts.items())])
+    text = table(
+        ["kind", "state", "target", "jobs"],
+        [[k, s, t, n] for (s, k, t), n in sorted(counts.items())],
+    )
     if options.state:
-        document["keys"] = {row.key: {**row.job, "attempts": row.attempts, "error": row.error} for row in rows}
+        document["keys"] = {
+            row.key: {**row.job, "attempts": row.attempts, "error": row.error} for row in rows
+        }
         text = table(
             ["key", "kind", "attempts", "workload", "error"],
-            [[row.key, row.job.get("kind", ""), row.attempts, row.job.get("workload"), row.error.partition("\n")[0][:60]] for row in rows],
+            [
+                [
+                    row.key,
+                    row.job.get("kind", ""),
+                    row.attempts,
+                    row.job.get("workload"),
+                    row.error.partition("\n")[0][:60],
+                ]
+                for row in rows
+            ],
         )
     emit(options, document, text if rows else "nothing")
 
@@ -100,10 +155,18 @@ def _ls(options: argparse.Namespace, store: Store) -> None:
 def _show(options: argparse.Namespace, store: Store) -> None:
     rows = list(store.rows(key_prefix=options.key))
     if len(rows) != 1:
-        raise ProfileError.of(f"{len(rows)} keys of store {str(store.path)!r} begin with {options.key!r}; name one.", "store-key")
+        raise ProfileError.of(
+            f"{len(rows)} keys of store {str(store.path)!r} begin with {options.key!r}; name one.",
+            "store-key",
+        )
     document = asdict(rows[0])
     traceback = document["traceback"]
-    emit(options, document, json.dumps({**document, "traceback": bool(traceback)}, indent=2) + (f"\n{traceback}" if traceback else ""))
+    emit(
+        options,
+        document,
+        json.dumps({**document, "traceback": bool(traceback)}, indent=2)
+        + (f"\n{traceback}" if traceback else ""),
+    )
 
 
 def _retry(options: argparse.Namespace, store: Store) -> None:
@@ -112,7 +175,9 @@ def _retry(options: argparse.Namespace, store: Store) -> None:
         found = [row.key for row in store.rows("set aside", prefix)]
         if not found:
             raise ProfileError.of(
-                f"no job that was set aside in store {str(store.path)!r} has a key that begins with {prefix!r}.", "store-key"
+                f"no job that was set aside in store {str(store.path)!r} has a key that begins "
+                f"with {prefix!r}.",
+                "store-key",
             )
         keys += found
     count = store.retry(keys or None)
@@ -132,14 +197,19 @@ def _import(options: argparse.Namespace, store: Store) -> None:
 def _read(path: Path) -> Iterator[Row]:
     with path.open(errors="replace") as file:
         if file.read(len(_STORE_BEGINS)) == _STORE_BEGINS:
-            raise ProfileError.of(f"{str(path)!r} is a store; take what it has with capture store merge.", "store-import")
+            raise ProfileError.of(
+                f"{str(path)!r} is a store; take what it has with capture store merge.",
+                "store-import",
+            )
         file.seek(0)
         for number, line in enumerate(file, start=1):
             try:
                 yield _row(json.loads(line))
             except (json.JSONDecodeError, TypeError) as error:
                 raise ProfileError.of(
-                    f"{str(path)!r}, line {number}, is not what capture store export writes: {error}. Nothing was imported.", "store-import"
+                    f"{str(path)!r}, line {number}, is not what capture store export writes: "
+                    f"{error}. Nothing was imported.",
+                    "store-import",
                 ) from None
 
 
@@ -151,9 +221,16 @@ def _row(data: Any) -> Row:
     """
     if not isinstance(data, dict) or data.keys() != _FIELDS.keys():
         raise TypeError(f"it needs the fields {', '.join(_FIELDS)}")
-    wrong = [name for name, kinds in _FIELDS.items() if not isinstance(data[name], kinds) or isinstance(data[name], bool)]
+    wrong = [
+        name
+        for name, kinds in _FIELDS.items()
+        if not isinstance(data[name], kinds) or isinstance(data[name], bool)
+    ]
     if wrong or data["state"] not in STATES:
-        raise TypeError(f"{', '.join(wrong) or 'state'} cannot be {', '.join(repr(data[name]) for name in wrong) or repr(data['state'])}")
+        raise TypeError(
+            f"{', '.join(wrong) or 'state'} cannot be "
+            f"{', '.join(repr(data[name]) for name in wrong) or repr(data['state'])}"
+        )
     return Row(**data)
 
 
@@ -166,14 +243,19 @@ def _merge(options: argparse.Namespace, store: Store) -> None:
 def _say_added(options: argparse.Namespace, added: int, different: list[str]) -> None:
     text = f"{added} measurements added"
     if different:
-        text += f"; {len(different)} are here with another value, which stays: {', '.join(different[:5])}"
+        text += (
+            f"; {len(different)} are here with another value, which stays: "
+            f"{', '.join(different[:5])}"
+        )
     emit(options, {"num_added": added, "different": different}, text)
 
 
 def _gc(options: argparse.Namespace, store: Store) -> None:
     limit = None
     if options.older_than is not None:
-        limit = (datetime.now(UTC) - timedelta(days=options.older_than)).strftime("%Y-%m-%dT%H:%M:%SZ")
+        limit = (datetime.now(UTC) - timedelta(days=options.older_than)).strftime(
+            "%Y-%m-%dT%H:%M:%SZ"
+        )
 
     def unwanted(row: Row) -> bool:
         if row.created is None:
@@ -186,4 +268,8 @@ def _gc(options: argparse.Namespace, store: Store) -> None:
         return limit is not None and row.created < limit
 
     count = sum(map(unwanted, store.rows())) if options.dry_run else store.remove(unwanted)
-    emit(options, {"num_removed": count, "dry_run": options.dry_run}, f"{count} rows {'would be ' if options.dry_run else ''}removed")
+    emit(
+        options,
+        {"num_removed": count, "dry_run": options.dry_run},
+        f"{count} rows {'would be ' if options.dry_run else ''}removed",
+    )

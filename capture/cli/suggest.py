@@ -1,9 +1,12 @@
-"""When nothing fits: the cheapest single change that does, found by planning again, not by guessing.
+"""When nothing fits: the cheapest single change that does, found by planning again, not by
+guessing.
 
-Changes are tried in the order of what they cost a user: another schedule, more and smaller micro-batches, a split optimizer state,
-rematerialisation (recomputing takes time), then more nodes. One is passed over if not even the state fits (``recommender.capture.least_state``), or
-what is measured already says that it cannot save enough; of the others, those that need new measurements make them through the store, and
-one that fits by an extrapolation alone is compiled before it is named.
+Changes are tried in the order of what they cost a user: another schedule, more and smaller
+micro-batches, a split optimizer state, rematerialisation (recomputing takes time), then more nodes.
+One is passed over if not even the state fits (``recommender.capture.least_state``), or what is
+measured already says that it cannot save enough; of the others, those that need new measurements
+make them through the store, and one that fits by an extrapolation alone is compiled before it is
+named.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ class Change:
     Attributes:
         text: What a user would do.
         cluster, num_microbatches, schedule: Of the changed question.
-        asks: Of a profile that is not there, as ``reprofile`` takes it; empty if the profile that is there serves.
+        asks: Of a profile that is not there, as ``reprofile`` takes it; empty if the profile that
+            is there serves.
     """
 
     text: str
@@ -53,28 +57,40 @@ def cheapest_change(
 
     Args:
         options: Of ``capture plan``.
-        knowledge: Under which nothing fits (``recommender.capture.verified.Knowledge``); None if nothing was measured, because not even the state
-            fits. Then nothing is measured for a change either, and the first under which the state fits is named, with that.
+        knowledge: Under which nothing fits (``recommender.capture.verified.Knowledge``); None if
+            nothing was measured, because not even the state fits. Then nothing is measured for a
+            change either, and the first under which the state fits is named, with that.
         num_layers: Of the model.
         cluster, global_batch, limit: Of the question.
         num_microbatches: The most that were asked for.
-        reprofile: ``reprofile(remat=..., shard_optimizer=..., microbatch_size=...)`` measures what is missing; None leaves out changes
-            that need it.
-        least_state: ``least_state(cluster, remat=..., ...)`` is the least that plans of the changed question need for parameters, gradients
-            and optimizer state; None where that is not known.
+        reprofile: ``reprofile(remat=..., shard_optimizer=..., microbatch_size=...)`` measures what
+            is missing; None leaves out changes that need it.
+        least_state: ``least_state(cluster, remat=..., ...)`` is the least that plans of the changed
+            question need for parameters, gradients and optimizer state; None where that is not
+            known.
     """
     from recommender.capture.recommendation import recommend
 
     profile = None if knowledge is None else knowledge.profile
-    for change in _changes(options, profile, num_layers, cluster, global_batch, num_microbatches, reprofile is not None):
+    for change in _changes(
+        options, profile, num_layers, cluster, global_batch, num_microbatches, reprofile is not None
+    ):
         least = least_state(change.cluster, **change.asks)
         if least is not None and least > limit:
             continue
         if knowledge is None:
             if least is None:
                 continue
-            text = f"{change.text}: may fit, with at least {format_bytes(least)} per device of parameters, gradients and optimizer state"
-            return {"change": change.text, "peak_bytes": None, "least_state_bytes": least, "summary": text}
+            text = (
+                f"{change.text}: may fit, with at least {format_bytes(least)} per device of "
+                "parameters, gradients and optimizer state"
+            )
+            return {
+                "change": change.text,
+                "peak_bytes": None,
+                "least_state_bytes": least,
+                "summary": text,
+            }
         asked: dict[str, Any] = {
             "global_batch_size": global_batch,
             "num_microbatches": change.num_microbatches,
@@ -82,12 +98,16 @@ def cheapest_change(
             "whole_nodes": options.whole_nodes,
             "any_divisor": options.any_divisor,
         }
-        # A stage on several of the added nodes may take more devices than this process was prepared for.
+        # A stage on several of the added nodes may take more devices than this process was prepared
+        # for.
         can_compile = change.cluster == cluster or not options.whole_nodes
         known = replace(knowledge, compiled=knowledge.compiled if can_compile else None)
         if change.asks:
             assert reprofile is not None, "such changes are left out without it"
-            if "microbatch_size" not in change.asks and _least_peak(knowledge.profile, change, asked) > limit:
+            if (
+                "microbatch_size" not in change.asks
+                and _least_peak(knowledge.profile, change, asked) > limit
+            ):
                 continue
             known = replace(known, profile=reprofile(**change.asks))
         question = partial(recommend, cluster=change.cluster, memory_limit_bytes=limit, **asked)
@@ -104,17 +124,22 @@ def cheapest_change(
 
 
 def _least_peak(profile: Profile, change: Change, asked: Mapping[str, Any]) -> int:
-    """The least peak of any plan if the change saved all that it could of what is measured without it.
+    """The least peak of any plan if the change saved all that it could of what is measured without
+    it.
 
-    A split optimizer state is a part of what each replica holds, and its update needs nothing more; of what recomputing saves, and of what
-    programs need meanwhile, nothing is left.
+    A split optimizer state is a part of what each replica holds, and its update needs nothing more;
+    of what recomputing saves, and of what programs need meanwhile, nothing is left.
     """
     from recommender.capture.minmax import minmax
     from recommender.capture.recommendation import search_problem
 
     def at_best(config: StageConfig, cost: StageCost) -> StageCost:
         if "shard_optimizer" in change.asks:
-            return replace(cost, optimizer_bytes=cost.optimizer_bytes // config.choice.data_parallel, update_bytes=0)
+            return replace(
+                cost,
+                optimizer_bytes=cost.optimizer_bytes // config.choice.data_parallel,
+                update_bytes=0,
+            )
         nothing: dict[str, Any] = {
             "residual_bytes": 0,
             "forward_bytes": 0,
@@ -126,7 +151,9 @@ def _least_peak(profile: Profile, change: Change, asked: Mapping[str, Any]) -> i
         return replace(cost, **nothing)
 
     costs = {config: at_best(config, cost) for config, cost in profile.measurements.items()}
-    problem = search_problem(replace(profile, measurements=costs, verified={}), change.cluster, **asked, least=True)
+    problem = search_problem(
+        replace(profile, measurements=costs, verified={}), change.cluster, **asked, least=True
+    )
     return minmax(problem, tie_break="none").peak_bytes
 
 
@@ -147,7 +174,9 @@ def _changes(
         if profile is not None and (size in profile.microbatch_sizes or not may_measure):
             yield Change(f"--microbatches {2 * m}", cluster, 2 * m, schedule)
         elif may_measure:
-            yield Change(f"--microbatches {2 * m}", cluster, 2 * m, schedule, {"microbatch_size": size})
+            yield Change(
+                f"--microbatches {2 * m}", cluster, 2 * m, schedule, {"microbatch_size": size}
+            )
     if may_measure:
         if not options.shard_optimizer:
             yield Change("--shard-optimizer", cluster, m, schedule, {"shard_optimizer": True})

@@ -1,4 +1,5 @@
-"""The demo's own model: a small GPT in plain JAX, with layer marks. ``capture demo`` works outside a checkout with it."""
+"""The demo's own model: a small GPT in plain JAX, with layer marks. ``capture demo`` works outside
+a checkout with it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ VOCABULARY, SEQUENCE, WIDTH, HEADS = 512, 64, 64, 4
 
 
 def gpt(num_blocks: int = 8) -> Workload:
-    """Eight blocks make eight layers: the embedding goes with the first, the head and the loss with the last."""
+    """Eight blocks make eight layers: the embedding goes with the first, the head and the loss with
+    the last."""
 
     def init(key: jax.Array) -> dict[str, Any]:
         keys = jax.random.split(key, num_blocks + 3)
@@ -43,7 +45,10 @@ def gpt(num_blocks: int = 8) -> Workload:
 
 def _init_block(key: jax.Array) -> dict[str, jax.Array]:
     keys = jax.random.split(key, 6)
-    kernels = {name: 0.02 * jax.random.normal(k, (WIDTH, WIDTH)) for name, k in zip("qkvo", keys, strict=False)}
+    kernels = {
+        name: 0.02 * jax.random.normal(k, (WIDTH, WIDTH))
+        for name, k in zip("qkvo", keys, strict=False)
+    }
     return {
         **kernels,
         "up": 0.02 * jax.random.normal(keys[4], (WIDTH, 4 * WIDTH)),

@@ -1,4 +1,5 @@
-"""Compile every stage of a plan for its target: the exact peak of every device, beside the prediction. Nothing is run."""
+"""Compile every stage of a plan for its target: the exact peak of every device, beside the
+prediction. Nothing is run."""
 
 from __future__ import annotations
 
@@ -23,8 +24,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_plan(parser)
     shared.add_plan_workload(parser)
     shared.add_store(parser)
-    parser.add_argument("--memory", metavar="SIZE", help="limit per device (default: what the target's devices can use)")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan with its verification")
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="limit per device (default: what the target's devices can use)",
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="write the plan with its verification"
+    )
 
 
 def main(options: argparse.Namespace) -> int:
@@ -35,13 +42,18 @@ def main(options: argparse.Namespace) -> int:
 
     found = verify(plan, measurements)
     peaks = found.peak_bytes_per_device
-    headroom = Headroom.of(peaks, [(peak, peak) for peak in peaks], 1.0, limit, Target.load(plan.cluster.target).memory)
+    headroom = Headroom.of(
+        peaks, [(peak, peak) for peak in peaks], 1.0, limit, Target.load(plan.cluster.target).memory
+    )
     if options.output is not None:
         plan.with_(verification=found.to_json()).save(options.output)
     document = {
         "status": "ok" if headroom is None or headroom.verdict == "fits" else "infeasible",
         **found.to_json(),
-        "stages": [{"stage_id": s, **_stage(found.ledger.peaks[stage.devices[0]])} for s, stage in enumerate(plan.stages)],
+        "stages": [
+            {"stage_id": s, **_stage(found.ledger.peaks[stage.devices[0]])}
+            for s, stage in enumerate(plan.stages)
+        ],
         "headroom": None if headroom is None else headroom.to_json(),
     }
     timeline = found.timeline()
@@ -64,7 +76,9 @@ def as_text(plan: Plan, document: dict[str, Any], headroom: Headroom | None) -> 
             [
                 found["stage_id"],
                 f"{stage.layers[0]}-{stage.layers[1]}",
-                f"{stage.devices[0]}-{stage.devices[-1]}" if stage.num_devices > 1 else stage.devices[0],
+                f"{stage.devices[0]}-{stage.devices[-1]}"
+                if stage.num_devices > 1
+                else stage.devices[0],
                 "-" if guess is None else format_bytes(guess),
                 format_bytes(peak),
                 "-" if guess is None else f"{guess / peak - 1:+.2%}",
@@ -72,8 +86,21 @@ def as_text(plan: Plan, document: dict[str, Any], headroom: Headroom | None) -> 
                 max(found["parts_bytes"], key=found["parts_bytes"].__getitem__),
             ]
         )
-    header = ["stage", "layers", "devices", "predicted", "compiled", "prediction off by", "at", "most of it"]
-    lines = [table(header, rows), f"peak {format_bytes(max(document['peak_bytes_per_device']))} per device, target {plan.cluster.target}"]
+    header = [
+        "stage",
+        "layers",
+        "devices",
+        "predicted",
+        "compiled",
+        "prediction off by",
+        "at",
+        "most of it",
+    ]
+    lines = [
+        table(header, rows),
+        f"peak {format_bytes(max(document['peak_bytes_per_device']))} per device, target "
+        f"{plan.cluster.target}",
+    ]
     lines += [str(headroom)] if headroom else []
     lines += [describe_time(document["time"])] if "time" in document else []
     return "\n".join(lines)

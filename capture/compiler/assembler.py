@@ -1,8 +1,9 @@
 """A stand-in for NVIDIA's assembler that assembles nothing.
 
-XLA makes PTX of every kernel and, where it finds a ``ptxas``, has it make machine code: half of the time of a compile, for programs that
-are never run, and an error where the toolkit that happens to be installed no longer knows the target. Where it finds none it goes on
-without. Buffers are assigned long before. With this stand-in first on its path, every machine does the same, and fast.
+XLA makes PTX of every kernel and, where it finds a ``ptxas``, has it make machine code: half of the
+time of a compile, for programs that are never run, and an error where the toolkit that happens to
+be installed no longer knows the target. Where it finds none it goes on without. Buffers are
+assigned long before. With this stand-in first on its path, every machine does the same, and fast.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ done
 
 
 def write_assembler(folder: Path) -> Path:
-    """Put the stand-in below a folder, and return what XLA is to be told is its CUDA toolkit (``xla_gpu_cuda_data_dir``)."""
+    """Put the stand-in below a folder, and return what XLA is to be told is its CUDA toolkit
+    (``xla_gpu_cuda_data_dir``)."""
     toolkit = folder / "toolkit"
     (toolkit / "bin").mkdir(parents=True)
     script = toolkit / "bin" / "ptxas"

@@ -1,8 +1,10 @@
-"""Which buffers a compiled program holds at its peak, and which layer and line of the model each comes from, read from XLA's dump.
+"""Which buffers a compiled program holds at its peak, and which layer and line of the model each
+comes from, read from XLA's dump.
 
-``*-live-range.txt`` says from which instruction to which a value lives, ``*-buffer-assignment.txt`` which values are temporaries, and the
-optimised HLO carries the name scopes and the source lines of the instructions that define them. A value whose instruction names
-no layer (a copy, a bitcast that XLA made) belongs to the nearest instruction that does.
+``*-live-range.txt`` says from which instruction to which a value lives, ``*-buffer-assignment.txt``
+which values are temporaries, and the optimised HLO carries the name scopes and the source lines of
+the instructions that define them. A value whose instruction names no layer (a copy, a bitcast that
+XLA made) belongs to the nearest instruction that does.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from pathlib import Path
 from capture.step.attribution import Buffer
 from capture.tracing.source import layer_of_scope, model_line, operation_name
 
-_ALLOCATION = re.compile(r"^allocation \d+:(?: 0x\w+,)? size (\d+)(?:, color (\d+))?(?:, page \d+)?, (.*)$")
+_ALLOCATION = re.compile(
+    r"^allocation \d+:(?: 0x\w+,)? size (\d+)(?:, color (\d+))?(?:, page \d+)?, (.*)$"
+)
 _VALUE = re.compile(r"^ value: <\d+ (\S+?)(\{[\d,]*\})? @\d+> \(size=(\d+),offset=(\d+)\)")
 _RANGE = re.compile(r"^    (\S+?)(\{[\d,]*\})?:(\d+)-(\d+)$", re.M)
 _INSTRUCTION = re.compile(r"^  (?:ROOT )?%?([\w.\-]+) = (.*)$", re.M)
@@ -39,12 +43,16 @@ class _Instruction:
     operands: tuple[str, ...]
 
 
-def read_buffers(folder: Path, layer_of: Callable[[str], int | None] = layer_of_scope) -> tuple[Buffer, ...]:
-    """The temporaries and results of the one program that is dumped in a folder, where they need most, largest first; no arguments.
+def read_buffers(
+    folder: Path, layer_of: Callable[[str], int | None] = layer_of_scope
+) -> tuple[Buffer, ...]:
+    """The temporaries and results of the one program that is dumped in a folder, where they need
+    most, largest first; no arguments.
 
     Args:
         folder: Given to the compiler as ``xla_dump_to``.
-        layer_of: The layer that an ``op_name`` tells of; for an argument that is its name in the program.
+        layer_of: The layer that an ``op_name`` tells of; for an argument that is its name in the
+            program.
     """
     (assignment,), (live,), (program,) = (
         [path.read_text(errors="replace") for path in folder.glob(pattern)]
@@ -53,11 +61,20 @@ def read_buffers(folder: Path, layer_of: Callable[[str], int | None] = layer_of_
     return parse_buffers(assignment, live, program, layer_of)
 
 
-def parse_buffers(assignment: str, live: str, program: str, layer_of: Callable[[str], int | None] = layer_of_scope) -> tuple[Buffer, ...]:
+def parse_buffers(
+    assignment: str, live: str, program: str, layer_of: Callable[[str], int | None] = layer_of_scope
+) -> tuple[Buffer, ...]:
     """The same from the texts of the files."""
     temporaries, results = _allocated(assignment)
-    ranges = [(match[1], match[2] or "{}", int(match[3]), int(match[4])) for match in _RANGE.finditer(live)]
-    lives = [_Life(name, *temporaries[name, index], start, end) for name, index, start, end in ranges if (name, index) in temporaries]
+    ranges = [
+        (match[1], match[2] or "{}", int(match[3]), int(match[4]))
+        for match in _RANGE.finditer(live)
+    ]
+    lives = [
+        _Life(name, *temporaries[name, index], start, end)
+        for name, index, start, end in ranges
+        if (name, index) in temporaries
+    ]
     held = [(life.name, life.size) for life in _at_peak(lives)] + results
     origin = _Origins(program, layer_of)
     buffers = [Buffer(size, "temporaries", *origin.of(name)) for name, size in held if size]
@@ -79,11 +96,16 @@ class _Life:
 
 
 def _at_peak(lives: Sequence[_Life]) -> list[_Life]:
-    """Those that are live where they need most together. An instruction may write its result over an operand: that counts once."""
+    """Those that are live where they need most together. An instruction may write its result over
+    an operand: that counts once."""
     starting: dict[int, list[_Life]] = {}
     for life in lives:
         starting.setdefault(life.start, []).append(life)
-    ends = {life: life.end - any(life.overlaps(new) for new in starting.get(life.end, ()) if new is not life) for life in lives}
+    ends = {
+        life: life.end
+        - any(life.overlaps(new) for new in starting.get(life.end, ()) if new is not life)
+        for life in lives
+    }
     change: Counter[int] = Counter()
     for life, end in ends.items():
         change[life.start] += life.size
@@ -94,8 +116,11 @@ def _at_peak(lives: Sequence[_Life]) -> list[_Life]:
     return [life for life, end in ends.items() if life.start <= peak <= end]
 
 
-def _allocated(assignment: str) -> tuple[dict[tuple[str, str], tuple[int, int]], list[tuple[str, int]]]:
-    """(values among the temporaries with their size and offset, results that have an allocation of their own with its size)."""
+def _allocated(
+    assignment: str,
+) -> tuple[dict[tuple[str, str], tuple[int, int]], list[tuple[str, int]]]:
+    """(values among the temporaries with their size and offset, results that have an allocation of
+    their own with its size)."""
     temporaries: dict[tuple[str, str], tuple[int, int]] = {}
     results: list[tuple[str, int]] = []
     kind = ""
@@ -103,7 +128,13 @@ def _allocated(assignment: str) -> tuple[dict[tuple[str, str], tuple[int, int]],
         if header := _ALLOCATION.match(line):
             size, color, text = int(header[1]), header[2] or "0", header[3]
             in_memory = color == "0" and not text.startswith("parameter")
-            kind = "temporary" if in_memory and "preallocated-temp" in text else "result" if in_memory and "live-out" in text else ""
+            kind = (
+                "temporary"
+                if in_memory and "preallocated-temp" in text
+                else "result"
+                if in_memory and "live-out" in text
+                else ""
+            )
         elif kind and (value := _VALUE.match(line)):
             if kind == "temporary":
                 temporaries[value[1], value[2] or "{}"] = int(value[3]), int(value[4])
@@ -119,7 +150,10 @@ class _Origins:
     def __init__(self, program: str, layer_of: Callable[[str], int | None]):
         frames = _Frames(program)
         self._layer_of = layer_of
-        self._instructions = {match[1]: _instruction(match[1], match[2], frames) for match in _INSTRUCTION.finditer(program)}
+        self._instructions = {
+            match[1]: _instruction(match[1], match[2], frames)
+            for match in _INSTRUCTION.finditer(program)
+        }
 
     @cached_property
     def _users(self) -> Mapping[str, list[str]]:
@@ -138,7 +172,11 @@ class _Origins:
             here = self._layer_of(instruction.op_name)
             if here is None or layer not in (None, here):
                 continue
-            layer, what, source = here, what or operation_name(instruction.op_name), source or instruction.source
+            layer, what, source = (
+                here,
+                what or operation_name(instruction.op_name),
+                source or instruction.source,
+            )
             if source:
                 break
         return layer, what or name, source
@@ -153,7 +191,11 @@ class _Origins:
                 if instruction is None:
                     continue
                 yield instruction
-                following += [other for other in (*instruction.operands, *self._users.get(one, ())) if other not in seen]
+                following += [
+                    other
+                    for other in (*instruction.operands, *self._users.get(one, ()))
+                    if other not in seen
+                ]
                 seen.update(following)
             ring = following
 
@@ -161,7 +203,10 @@ class _Origins:
 def _instruction(name: str, rest: str, frames: _Frames) -> _Instruction:
     op_name = _OP_NAME.search(rest)
     return _Instruction(
-        name, op_name[1].replace("\\'", "'") if op_name else "", frames.source(rest), tuple(re.findall(r"%([\w.\-]+)", rest))
+        name,
+        op_name[1].replace("\\'", "'") if op_name else "",
+        frames.source(rest),
+        tuple(re.findall(r"%([\w.\-]+)", rest)),
     )
 
 
@@ -174,7 +219,9 @@ class _Frames:
 
     def __post_init__(self) -> None:
         header = self.program[: self.program.find("\n%")]
-        parts = re.split(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n", header, flags=re.M)
+        parts = re.split(
+            r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n", header, flags=re.M
+        )
         self._tables = {
             name: {int(match[1]): match[2] for match in _ENTRIES.finditer(text)}
             for name, text in zip(parts[1::2], parts[2::2], strict=False)
@@ -197,10 +244,17 @@ class _Frames:
         frames, seen = self._tables.get("StackFrames", {}), set()
         while frame_id in frames and frame_id not in seen:
             seen.add(frame_id)
-            location = self._tables["FileLocations"].get(_number(frames[frame_id], "file_location_id"), "")
-            yield self._tables["FileNames"].get(_number(location, "file_name_id"), "").strip('"'), _number(location, "line")
+            location = self._tables["FileLocations"].get(
+                _number(frames[frame_id], "file_location_id"), ""
+            )
+            yield (
+                self._tables["FileNames"].get(_number(location, "file_name_id"), "").strip('"'),
+                _number(location, "line"),
+            )
             parent = _number(frames[frame_id], "parent_frame_id")
-            frame_id = parent - 1 if parent >= frame_id else parent  # printed one too high by some versions
+            frame_id = (
+                parent - 1 if parent >= frame_id else parent
+            )  # printed one too high by some versions
 
 
 def _number(text: str, key: str) -> int:

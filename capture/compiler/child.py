@@ -1,4 +1,5 @@
-"""The child process of ``ReportCompiler``: compiles one exported program for a target and dumps what the compiler writes."""
+"""The child process of ``ReportCompiler``: compiles one exported program for a target and dumps
+what the compiler writes."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ def main(job_file: str, dump: str) -> None:
         return NamedSharding(mesh, PartitionSpec(*spec))
 
     exported = jax.export.deserialize(bytearray(job["program"]))
-    given = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(spec)) for shape, dtype, spec in job["arguments"]]
+    given = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(spec))
+        for shape, dtype, spec in job["arguments"]
+    ]
     results = [sharding(spec) for spec in job["results"]]
 
     def program(*leaves):
@@ -36,7 +40,9 @@ def main(job_file: str, dump: str) -> None:
         return jax.tree.leaves(exported.call(*args, **kwargs))
 
     jitted = jax.jit(program, donate_argnums=tuple(job["donated"]), out_shardings=results)
-    jitted.lower(*given).compile(compiler_options={"xla_dump_to": dump, "xla_dump_hlo_as_text": True, **job["options"]})
+    jitted.lower(*given).compile(
+        compiler_options={"xla_dump_to": dump, "xla_dump_hlo_as_text": True, **job["options"]}
+    )
 
 
 def _end_with(parent: int) -> None:

@@ -1,4 +1,5 @@
-"""A function, compiled for devices that are there: what it needs while it runs, and on request what it computes and whose bytes it holds."""
+"""A function, compiled for devices that are there: what it needs while it runs, and on request what
+it computes and whose bytes it holds."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ from capture.measured.work import ProgramWork
 from capture.step.attribution import Buffer
 
 #: Leave out optimisations of machine code: half the compile time, byte-identical buffer assignment.
-_MEASURING_OPTIONS: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+_MEASURING_OPTIONS: dict[str, Any] = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +34,8 @@ class Executable:
         outputs: Structure of its results, with shardings.
         transient_bytes: Per device, temporaries + outputs - aliased inputs.
         work: What it computes, reads and sends, if asked for.
-        output_bytes: Per device, of all results as they are allocated, where that is more than their elements (padded tiles of a TPU).
+        output_bytes: Per device, of all results as they are allocated, where that is more than
+            their elements (padded tiles of a TPU).
         buffers: Temporaries and results at the program's peak, if asked for.
     """
 
@@ -65,19 +70,29 @@ def compile_program(
         args: ``ShapeDtypeStruct`` pytrees with shardings.
         donate: Positions of donated arguments.
         out_shardings: As for ``jax.jit``; None lets the compiler choose.
-        fast_compile: Skip what takes the compiler long and changes no buffer: the program runs, but slowly.
+        fast_compile: Skip what takes the compiler long and changes no buffer: the program runs, but
+            slowly.
         count_work: Also find out what the program computes, reads and sends.
         options: Of XLA.
-        layer_of: Also find out what buffers the program holds at its peak, and of which layer they are.
+        layer_of: Also find out what buffers the program holds at its peak, and of which layer they
+            are.
         local_flops: Of the operations that run on each device's part.
     """
-    jitted = jax.jit(function, donate_argnums=tuple(donate), **({} if out_shardings is None else {"out_shardings": out_shardings}))
+    jitted = jax.jit(
+        function,
+        donate_argnums=tuple(donate),
+        **({} if out_shardings is None else {"out_shardings": out_shardings}),
+    )
     with warnings.catch_warnings():
         # Residuals are donated to be freed, whether or not an output fits into them.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         lowered = jitted.lower(*args)
         chosen = {**(_MEASURING_OPTIONS if fast_compile else {}), **(options or {})}
-        with tempfile.TemporaryDirectory(prefix="capture-dump-") if layer_of else nullcontext("") as folder:
+        with (
+            tempfile.TemporaryDirectory(prefix="capture-dump-")
+            if layer_of
+            else nullcontext("") as folder
+        ):
             if layer_of is not None:
                 chosen |= {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
             compiled = lowered.compile(compiler_options=chosen or None)
@@ -86,9 +101,15 @@ def compile_program(
     assert memory is not None, "XLA reports the memory of a program on CPU, GPU and TPU"
     transient = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     outputs = jax.tree.map(
-        lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding), lowered.out_info, compiled.output_shardings
+        lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding),
+        lowered.out_info,
+        compiled.output_shardings,
     )
-    # A layer without parameters has nothing to update: such a program has neither arguments nor results, and computes nothing.
-    num_devices = max((len(leaf.sharding.device_set) for leaf in jax.tree.leaves((tuple(args), outputs))), default=1)
+    # A layer without parameters has nothing to update: such a program has neither arguments nor
+    # results, and computes nothing.
+    num_devices = max(
+        (len(leaf.sharding.device_set) for leaf in jax.tree.leaves((tuple(args), outputs))),
+        default=1,
+    )
     work = work_of(compiled, lowered, num_devices, local_flops) if count_work else None
     return Executable(compiled, outputs, int(transient), work, buffers=buffers)

@@ -1,12 +1,17 @@
-"""XLA's memory report, read from its dump: complete seconds before a TPU program is, and all that a planner asks for.
+"""XLA's memory report, read from its dump: complete seconds before a TPU program is, and all that a
+planner asks for.
 
-With ``xla_dump_to`` and ``xla_dump_hlo_as_text`` the compiler writes, when buffers are assigned and before machine code is made,
+With ``xla_dump_to`` and ``xla_dump_hlo_as_text`` the compiler writes, when buffers are assigned and
+before machine code is made,
 
-    *-memory-usage-report.txt     per memory space its ``Total bytes``; space 0 is the device's main memory
-    *-buffer-assignment.txt       every allocation: parameter, maybe-live-out (a result), preallocated-temp, ...
+    *-memory-usage-report.txt     per memory space its ``Total bytes``; space 0 is the device's main
+    memory
+    *-buffer-assignment.txt       every allocation: parameter, maybe-live-out (a result),
+        preallocated-temp, ...
     *after_optimizations.txt      the optimised program
 
-The format is no stable interface: jax 0.12 adds ``page`` to the lines of allocations, and there is a test for every supported version.
+The format is no stable interface: jax 0.12 adds ``page`` to the lines of allocations, and there is
+a test for every supported version.
 """
 
 from __future__ import annotations
@@ -16,8 +21,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-_TOTAL = re.compile(r"^Memory Space: default \(color=0\)\s*\nTotal bytes: (\d+)|^Total bytes: (\d+)", re.M)
-_ALLOCATION = re.compile(r"^allocation \d+:(?: 0x\w+,)? size (\d+)(?:, color (\d+))?(?:, page \d+)?, (.*)$", re.M)
+_TOTAL = re.compile(
+    r"^Memory Space: default \(color=0\)\s*\nTotal bytes: (\d+)|^Total bytes: (\d+)", re.M
+)
+_ALLOCATION = re.compile(
+    r"^allocation \d+:(?: 0x\w+,)? size (\d+)(?:, color (\d+))?(?:, page \d+)?, (.*)$", re.M
+)
 
 
 @dataclass(frozen=True)
@@ -25,7 +34,8 @@ class MemoryReport:
     """Bytes per device in main memory.
 
     Attributes:
-        total_bytes: Arguments, results, temporaries and constants; a donated argument that holds a result counts once.
+        total_bytes: Arguments, results, temporaries and constants; a donated argument that holds a
+            result counts once.
         argument_bytes: As allocated: on TPU padded to whole tiles.
         output_bytes: Of results that have no donated argument to live in, likewise.
     """
@@ -46,11 +56,15 @@ def read_report(folder: Path) -> MemoryReport | None:
     Args:
         folder: Given to the compiler as ``xla_dump_to``.
     """
-    report, assignment = _one(folder.glob("*-memory-usage-report.txt")), _one(folder.glob("*-buffer-assignment.txt"))
+    report, assignment = (
+        _one(folder.glob("*-memory-usage-report.txt")),
+        _one(folder.glob("*-buffer-assignment.txt")),
+    )
     live, program = _one(folder.glob("*-live-range.txt")), read_program(folder)
     if report is None or assignment is None or live is None or program is None:
         return None
-    # Of these files the live ranges or the program are written last; they end with this tree and with this brace.
+    # Of these files the live ranges or the program are written last; they end with this tree and
+    # with this brace.
     if "Stack trace breakdown" not in live or not program.rstrip().endswith("}"):
         return None
     return parse_report(report, assignment)

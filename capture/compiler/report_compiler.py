@@ -1,7 +1,8 @@
 """Compile for a target in a child process that is stopped at the memory report.
 
-A TPU compiler knows the memory of a program after one to three seconds and makes its machine code for minutes. A compile cannot be
-cancelled inside a process, so every program gets a child of its own, which ends when the report is there.
+A TPU compiler knows the memory of a program after one to three seconds and makes its machine code
+for minutes. A compile cannot be cancelled inside a process, so every program gets a child of its
+own, which ends when the report is there.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class ReportCompiler:
 
     Args:
         target: With ``stop_at_report`` in its compiler settings.
-        timeout_seconds: After which a program without a report is given up, on an idle machine (``environment.patience``).
+        timeout_seconds: After which a program without a report is given up, on an idle machine
+            (``environment.patience``).
     """
 
     def __init__(self, target: Target, timeout_seconds: float = 600.0):
@@ -56,22 +58,30 @@ class ReportCompiler:
         layer_of: LayerOf | None = None,
         local_flops: LocalFlops = NO_LOCAL_FLOPS,
     ) -> Executable:
-        """Compile for abstract arguments on a mesh of virtual CPU devices, which stand for the target's.
+        """Compile for abstract arguments on a mesh of virtual CPU devices, which stand for the
+        target's.
 
-        Where the compiler is to choose the shardings of results, those that it chooses for the CPU are taken: they are propagated before
-        anything depends on the target.
+        Where the compiler is to choose the shardings of results, those that it chooses for the CPU
+        are taken: they are propagated before anything depends on the target.
 
         Raises:
-            TargetError: ``target-report`` if the compiler ends without a report; its last words are in the message.
+            TargetError: ``target-report`` if the compiler ends without a report; its last words are
+                in the message.
         """
-        on_cpu = compile_program(function, args, donate=donate, out_shardings=out_shardings, fast_compile=True)
+        on_cpu = compile_program(
+            function, args, donate=donate, out_shardings=out_shardings, fast_compile=True
+        )
         outputs = on_cpu.outputs
-        if not jax.tree.leaves((tuple(args), outputs)):  # computes nothing on any target, and has no mesh
+        if not jax.tree.leaves(
+            (tuple(args), outputs)
+        ):  # computes nothing on any target, and has no mesh
             return replace(on_cpu, work=ProgramWork(0, "float32", 0, 0))
         chosen = jax.tree.map(lambda struct: struct.sharding, outputs)
         jitted = jax.jit(function, donate_argnums=tuple(donate), out_shardings=chosen)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")  # as in ``compile_program``
+            warnings.filterwarnings(
+                "ignore", message="Some donated buffers were not usable"
+            )  # as in ``compile_program``
             exported = jax.export.export(jitted, platforms=(self.target.platform,))(*args)
         leaves = jax.tree.leaves(tuple(args))
         mesh = jax.tree.leaves((tuple(args), outputs))[0].sharding.mesh
@@ -87,15 +97,30 @@ class ReportCompiler:
         }
         report, program, buffers = self._run(job, layer_of)
         work = work_of_text(program, local_flops) if program is not None else None
-        return Executable(_cannot_run, outputs, report.transient_bytes, work, report.output_bytes, buffers)
+        return Executable(
+            _cannot_run, outputs, report.transient_bytes, work, report.output_bytes, buffers
+        )
 
-    def _run(self, job: dict[str, Any], layer_of: LayerOf | None) -> tuple[MemoryReport, str | None, tuple[Buffer, ...]]:
+    def _run(
+        self, job: dict[str, Any], layer_of: LayerOf | None
+    ) -> tuple[MemoryReport, str | None, tuple[Buffer, ...]]:
         with tempfile.TemporaryDirectory(prefix="capture-report-") as name:
             folder = Path(name)
             (folder / "job").write_bytes(pickle.dumps(job))
-            command = [sys.executable, "-m", "capture.compiler.child", str(folder / "job"), str(folder / "dump")]
+            command = [
+                sys.executable,
+                "-m",
+                "capture.compiler.child",
+                str(folder / "job"),
+                str(folder / "dump"),
+            ]
             with open(folder / "errors", "wb") as errors:
-                child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, env=environment.of_child(self.target.platform))
+                child = subprocess.Popen(
+                    command,
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                    env=environment.of_child(self.target.platform),
+                )
             try:
                 report = self._wait(child, folder / "dump")
                 program = read_program(folder / "dump") if report else None
@@ -106,15 +131,20 @@ class ReportCompiler:
             if report is None:
                 said = (folder / "errors").read_text(errors="replace").strip().splitlines()
                 raise TargetError.of(
-                    f"the compiler of target={self.target.name!r} ended without a memory report: {said[-1] if said else 'no message'}.",
+                    f"the compiler of target={self.target.name!r} ended without a memory report: "
+                    f"{said[-1] if said else 'no message'}.",
                     "target-report",
                 )
             return report, program, buffers
 
     def _wait(self, child: subprocess.Popen[bytes], folder: Path) -> MemoryReport | None:
         start, allowed = time.monotonic(), self._timeout_seconds
-        while time.monotonic() - start < (allowed := max(allowed, environment.patience(self._timeout_seconds))):
-            ended = child.poll() is not None  # before the look: the report may be written in between
+        while time.monotonic() - start < (
+            allowed := max(allowed, environment.patience(self._timeout_seconds))
+        ):
+            ended = (
+                child.poll() is not None
+            )  # before the look: the report may be written in between
             report = read_report(folder)
             if report is not None or ended:
                 return report

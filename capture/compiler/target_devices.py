@@ -1,11 +1,13 @@
 """Devices of a target to compile for; they need not be there, and nothing can be put on them.
 
-CUDA targets need the CUDA plugin of JAX and TPU targets libtpu: wheels without a driver, a toolkit or a device. The process must have
-been prepared (``environment.prepare(..., platform=...)``): JAX otherwise looks for the devices themselves.
+CUDA targets need the CUDA plugin of JAX and TPU targets libtpu: wheels without a driver, a toolkit
+or a device. The process must have been prepared (``environment.prepare(..., platform=...)``): JAX
+otherwise looks for the devices themselves.
 
-CUDA devices that are not there know no memory kinds: a sharding with ``memory_kind="pinned_host"`` loses it without a word, and XLA counts
-that argument in the device's ``argument_size_in_bytes``. Nothing here reads that number: what a program is given is booked by the ledger
-from shapes and shardings, and of the compiler only temporaries, results and aliases are taken.
+CUDA devices that are not there know no memory kinds: a sharding with ``memory_kind="pinned_host"``
+loses it without a word, and XLA counts that argument in the device's ``argument_size_in_bytes``.
+Nothing here reads that number: what a program is given is booked by the ledger from shapes and
+shardings, and of the compiler only temporaries, results and aliases are taken.
 """
 
 from __future__ import annotations
@@ -32,50 +34,73 @@ def devices_of(target: Target, num_devices: int) -> Sequence[Any]:
         num_devices: How many.
 
     Raises:
-        TargetError: ``target-devices`` if this process has fewer virtual CPU devices, or a TPU target names no topology of that many;
-            ``target-missing`` if the compiler of the target is not installed; ``target-compiler`` if it refuses the target.
+        TargetError: ``target-devices`` if this process has fewer virtual CPU devices, or a TPU
+            target names no topology of that many; ``target-missing`` if the compiler of the target
+            is not installed; ``target-compiler`` if it refuses the target.
     """
     if target.platform == "cpu":
         devices = jax.devices("cpu")
         if len(devices) < num_devices:
             raise TargetError.of(
-                f"a stage on {num_devices} devices cannot be compiled in a process with {len(devices)} virtual CPU devices; call "
-                f"capture.environment.prepare(num_devices={num_devices}) before JAX loads (the capture command does).",
+                f"a stage on {num_devices} devices cannot be compiled in a process with "
+                f"{len(devices)} virtual CPU devices; call "
+                f"capture.environment.prepare(num_devices={num_devices}) before JAX loads (the "
+                "capture command does).",
                 "target-devices",
             )
         return devices[:num_devices]
     extra = f"{target.platform}-targets"
-    modules = [module for module, brings in EXTRA_OF.items() if brings == extra and module != "flatbuffers"]
+    modules = [
+        module for module, brings in EXTRA_OF.items() if brings == extra and module != "flatbuffers"
+    ]
     if not any(find_spec(module) for module in modules):
         raise TargetError.of(
-            f"target={target.name!r} is compiled by the {target.platform.upper()} plugin of JAX, which is not installed; it needs no "
+            f"target={target.name!r} is compiled by the {target.platform.upper()} plugin of JAX, "
+            "which is not installed; it needs no "
             f"device: {install_command(extra)}.",
             "target-missing",
         )
     try:
-        found = _cuda_devices(target, num_devices) if target.platform == "cuda" else _tpu_devices(target, num_devices)
+        found = (
+            _cuda_devices(target, num_devices)
+            if target.platform == "cuda"
+            else _tpu_devices(target, num_devices)
+        )
     except (RuntimeError, NotImplementedError, ValueError) as error:
         message = str(error).strip().splitlines()[0]
         raise TargetError.of(
-            f"target={target.name!r} cannot be compiled for with {environment.versions(target.platform)}: {message}.", "target-compiler"
+            f"target={target.name!r} cannot be compiled for with "
+            f"{environment.versions(target.platform)}: {message}.",
+            "target-compiler",
         ) from error
     return found[:num_devices]
 
 
 @lru_cache(maxsize=32)
 def _cuda_topology(config: str, num_devices: int) -> tuple[Any, ...]:
-    return tuple(topologies.get_topology_desc(platform="cuda", target_config=config, topology=f"1x1x{num_devices}").devices)
+    return tuple(
+        topologies.get_topology_desc(
+            platform="cuda", target_config=config, topology=f"1x1x{num_devices}"
+        ).devices
+    )
 
 
 def _cuda_devices(target: Target, num_devices: int) -> tuple[Any, ...]:
-    # One topology for all stages of up to a node, so that equal programs are equal whatever stage they are of.
+    # One topology for all stages of up to a node, so that equal programs are equal whatever stage
+    # they are of.
     return _cuda_topology(target_config(target), max(16, num_devices))
 
 
 def target_config(target: Target) -> str:
     """The GPU description that XLA plans with, as a text proto (``GpuTargetConfigProto``)."""
-    fields = {key: value for key, value in target.compiler.items() if not key.startswith("options") and key != "source"}
-    return _text_proto({**fields, "platform_name": "CUDA", "device_description_str": target.description})
+    fields = {
+        key: value
+        for key, value in target.compiler.items()
+        if not key.startswith("options") and key != "source"
+    }
+    return _text_proto(
+        {**fields, "platform_name": "CUDA", "device_description_str": target.description}
+    )
 
 
 def _text_proto(fields: Mapping[str, Any]) -> str:
@@ -91,13 +116,19 @@ def _text_proto(fields: Mapping[str, Any]) -> str:
 @lru_cache(maxsize=32)
 def _tpu_topology(name: str, chip_config: str | None) -> tuple[Any, ...]:
     options: dict[str, Any] = {} if chip_config is None else {"chip_config_name": chip_config}
-    return tuple(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)
+    return tuple(
+        topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
+    )
 
 
 def _tpu_devices(target: Target, num_devices: int) -> tuple[Any, ...]:
-    """The smallest topology of the target that is large enough: a program on a part of a larger one may be refused."""
+    """The smallest topology of the target that is large enough: a program on a part of a larger one
+    may be refused."""
     for name in target.compiler["topologies"]:
         devices = _tpu_topology(name, target.compiler.get("chip_config_name"))
         if len(devices) >= num_devices:
             return devices
-    raise ValueError(f"its largest topology {target.compiler['topologies'][-1]!r} has fewer than {num_devices} devices")
+    raise ValueError(
+        f"its largest topology {target.compiler['topologies'][-1]!r} has fewer than {num_devices} "
+        "devices"
+    )

@@ -17,7 +17,8 @@ class Cluster:
 
     Attributes:
         nodes: Devices per node; stages fill the nodes in this order.
-        target: Name of the device kind, for example ``"cpu"``; another spelling of a shipped one's becomes its name (``known_name``).
+        target: Name of the device kind, for example ``"cpu"``; another spelling of a shipped one's
+            becomes its name (``known_name``).
 
     Example:
         >>> Cluster.parse("2x4").nodes, Cluster.parse("4+2").num_devices, Cluster.parse("2 * 8", "H100")
@@ -31,24 +32,33 @@ class Cluster:
         object.__setattr__(self, "target", known_name(self.target))
         if not self.nodes or any(size < 1 for size in self.nodes):
             raise ClusterError.of(
-                f"nodes={self.nodes} needs at least one node of at least one device; write NxG or a list such as 4+2.", "cluster-nodes"
+                f"nodes={self.nodes} needs at least one node of at least one device; write NxG or "
+                "a list such as 4+2.",
+                "cluster-nodes",
             )
 
     @classmethod
     def parse(cls, text: str, target: str = "cpu") -> Cluster:
-        """``"NxG"``, also ``"N*G"`` (N nodes of G devices), or ``"4+2"`` (a list of nodes); spaces and capitals do not matter.
+        """``"NxG"``, also ``"N*G"`` (N nodes of G devices), or ``"4+2"`` (a list of nodes); spaces
+        and capitals do not matter.
 
         Raises:
-            ClusterError: ``cluster-syntax`` if the text is neither, ``cluster-nodes`` if a node is empty.
+            ClusterError: ``cluster-syntax`` if the text is neither, ``cluster-nodes`` if a node is
+                empty.
         """
-        spelled = re.sub(r"\s*([x*×+])\s*", r"\1", text.strip().lower()).replace("*", "x").replace("×", "x")
+        spelled = (
+            re.sub(r"\s*([x*×+])\s*", r"\1", text.strip().lower())
+            .replace("*", "x")
+            .replace("×", "x")
+        )
         if match := re.fullmatch(r"(\d+)x(\d+)", spelled):
             num_nodes, size = map(int, match.groups())
             return cls((size,) * num_nodes, target)
         if re.fullmatch(r"\d+(\+\d+)*", spelled):
             return cls(tuple(map(int, spelled.split("+"))), target)
         raise ClusterError.of(
-            f"cluster={text!r} is neither NxG (4x4: 4 nodes of 4 devices) nor a list of nodes (4+2).{_did_you_mean(spelled)}",
+            f"cluster={text!r} is neither NxG (4x4: 4 nodes of 4 devices) nor a list of nodes "
+            f"(4+2).{_did_you_mean(spelled)}",
             "cluster-syntax",
         )
 
@@ -65,14 +75,17 @@ class Cluster:
     def node_of_device(self) -> tuple[int, ...]:
         return tuple(node for node, size in enumerate(self.nodes) for _ in range(size))
 
-    def stage_degrees(self, *, any_divisor: bool = False, whole_nodes: bool = False) -> list[list[int]]:
+    def stage_degrees(
+        self, *, any_divisor: bool = False, whole_nodes: bool = False
+    ) -> list[list[int]]:
         """Numbers of devices that a stage starting at device p may take, for every p.
 
-        A stage stays inside the rest of its node. With ``whole_nodes`` it may also take 2, 4, 8, ... whole equal
-        nodes, as Alpa's submeshes do; with ``any_divisor`` its degree may be any divisor of the node's size, not
-        only a power of two.
+        A stage stays inside the rest of its node. With ``whole_nodes`` it may also take 2, 4, 8,
+        ... whole equal nodes, as Alpa's submeshes do; with ``any_divisor`` its degree may be any
+        divisor of the node's size, not only a power of two.
 
-        Source: CAPTURE III-C (degrees are powers of two up to the devices of a node: READINGS.md, C-j and C-k).
+        Source: CAPTURE III-C (degrees are powers of two up to the devices of a node: READINGS.md,
+        C-j and C-k).
 
         Example:
             >>> Cluster((4,)).stage_degrees()
@@ -87,7 +100,11 @@ class Cluster:
                 else:
                     here = [1 << bit for bit in range(room.bit_length()) if 1 << bit <= room]
                 num_nodes = 2
-                while whole_nodes and offset == 0 and self.nodes[node : node + num_nodes] == (size,) * num_nodes:
+                while (
+                    whole_nodes
+                    and offset == 0
+                    and self.nodes[node : node + num_nodes] == (size,) * num_nodes
+                ):
                     here.append(size * num_nodes)
                     num_nodes *= 2
                 degrees.append(here)

@@ -1,4 +1,5 @@
-"""The device information of OSDP: how many devices, how much memory, and alpha, beta, gamma; from JSON or from a target file.
+"""The device information of OSDP: how many devices, how much memory, and alpha, beta, gamma; from
+JSON or from a target file.
 
 JSON, every measured number with its source, as in target files:
 
@@ -8,14 +9,17 @@ JSON, every measured number with its source, as in target files:
     memory_limit_bytes   {"value", "source"}
     flops_per_second     {"value", "source"}: 1 / gamma per FLOP, as reached in practice
     memory_bytes_per_second   {"value", "source"}
-    on_chip_bytes        {"value", "source"}, optional: memory beside the limit that holds what is in use
-    intra_node, inter_node    latency_seconds (alpha) and bytes_per_second (1 / beta), each {"value", "source"}: in one direction, per
+    on_chip_bytes        {"value", "source"}, optional: memory beside the limit that holds what is
+                         in use
+    intra_node, inter_node    latency_seconds (alpha) and bytes_per_second (1 / beta), each
+                              {"value", "source"}: in one direction, per
                               device; one node needs no ``inter_node``
 
-A collective of n devices takes n - 1 steps around a ring, each alpha + beta bytes / n. One that leaves the node runs in two levels:
+A collective of n devices takes n - 1 steps around a ring, each alpha + beta bytes / n. One that
+leaves the node runs in two levels:
 
-    all-gather = reduce-scatter = ring(bytes, devices of a node, inside) + ring(bytes / devices of a node, nodes, between)
-    all-reduce = reduce-scatter + all-gather
+    all-gather = reduce-scatter = ring(bytes, devices of a node, inside) + ring(bytes / devices of a
+    node, nodes, between) all-reduce = reduce-scatter + all-gather
 
 Source: paper 2.1 and 3.1 (rings); Thakur, Rabenseifner, Gropp 2005.
 """
@@ -47,7 +51,8 @@ class Devices:
         flops_per_second: That products reach.
         memory_bytes_per_second: That element-wise kernels reach.
         intra_node, inter_node: Links in one direction, per device.
-        on_chip_bytes: Of a memory beside the limit, in which the compiler holds arrays that are in use.
+        on_chip_bytes: Of a memory beside the limit, in which the compiler holds arrays that are in
+            use.
 
     Example:
         >>> fast = Link(Sourced(1e-5, ""), Sourced(1e9, ""))
@@ -73,7 +78,8 @@ class Devices:
 
     @property
     def ring(self) -> Link:
-        """The slowest link of one ring through all devices: between nodes, it has the bandwidth of a whole node (O-q)."""
+        """The slowest link of one ring through all devices: between nodes, it has the bandwidth of
+        a whole node (O-q)."""
         if self.num_nodes == 1:
             return self.intra_node
         inside, between = self.intra_node.bytes_per_second, self.inter_node.bytes_per_second
@@ -99,7 +105,9 @@ class Devices:
         """
         inside = max(1, min(group_size, self.devices_per_node // stride))
         nodes = -(-group_size // inside)
-        return _ring(nbytes, inside, self.intra_node) + _ring(nbytes / inside, nodes, self.inter_node)
+        return _ring(nbytes, inside, self.intra_node) + _ring(
+            nbytes / inside, nodes, self.inter_node
+        )
 
     def reduce_seconds(self, nbytes: float, group_size: int, stride: int = 1) -> float:
         """An all-reduce: a reduce-scatter, then an all-gather."""
@@ -107,7 +115,9 @@ class Devices:
 
     def send_seconds(self, nbytes: float, stride: int) -> float:
         """One message to the device so far ahead."""
-        return (self.intra_node if stride < self.devices_per_node else self.inter_node).seconds(nbytes)
+        return (self.intra_node if stride < self.devices_per_node else self.inter_node).seconds(
+            nbytes
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {"schema_version": DEVICES_SCHEMA_VERSION, **asdict(self)}
@@ -117,19 +127,23 @@ class Devices:
         """The devices that ``to_json`` wrote, or a description written by hand.
 
         Raises:
-            TargetError: ``devices-schema`` for an unknown version, ``devices-corrupt`` for a missing or wrong field.
+            TargetError: ``devices-schema`` for an unknown version, ``devices-corrupt`` for a
+                missing or wrong field.
         """
         version = data.get("schema_version") if isinstance(data, Mapping) else None
         if version != DEVICES_SCHEMA_VERSION:
             raise TargetError.of(
-                f"the device information has schema_version={version!r}; this version of capture reads {DEVICES_SCHEMA_VERSION}.",
+                f"the device information has schema_version={version!r}; this version of capture "
+                f"reads {DEVICES_SCHEMA_VERSION}.",
                 "devices-schema",
             )
         try:
             return _read(Fields(data))
         except FieldError as error:
             raise TargetError.of(
-                f"the device information is not one: {error}; capture/machine/devices.py says what it holds.", "devices-corrupt"
+                f"the device information is not one: {error}; capture/machine/devices.py says "
+                "what it holds.",
+                "devices-corrupt",
             ) from None
 
     @classmethod
@@ -137,36 +151,45 @@ class Devices:
         """The devices of a JSON file.
 
         Raises:
-            TargetError: ``devices-file`` if it cannot be read or is no JSON, and those of ``from_json``.
+            TargetError: ``devices-file`` if it cannot be read or is no JSON, and those of
+                ``from_json``.
         """
         try:
             data = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:
-            raise TargetError.of(f"device information {str(path)!r} cannot be read: {error}.", "devices-file") from None
+            raise TargetError.of(
+                f"device information {str(path)!r} cannot be read: {error}.", "devices-file"
+            ) from None
         return cls.from_json(data)
 
     @classmethod
-    def of_target(cls, cluster: Cluster, dtype: str = "float32", precision: str = "default") -> Devices:
+    def of_target(
+        cls, cluster: Cluster, dtype: str = "float32", precision: str = "default"
+    ) -> Devices:
         """The devices of a cluster, by the rates and the usable memory of its target.
 
         Args:
             cluster: With its target.
             dtype: Of what products read.
-            precision: That they ask for; ``"highest"`` for the rate of ``dtype`` itself (``Rates.computed_in``).
+            precision: That they ask for; ``"highest"`` for the rate of ``dtype`` itself
+                (``Rates.computed_in``).
 
         Raises:
-            TargetError: ``devices-no-rates`` for a target without rates or memory (``cpu``), ``devices-uneven`` for nodes of several sizes,
-                and those of ``Target.load``.
+            TargetError: ``devices-no-rates`` for a target without rates or memory (``cpu``),
+                ``devices-uneven`` for nodes of several sizes, and those of ``Target.load``.
         """
         target = Target.load(cluster.target)
         if target.rates is None or target.memory is None:
             raise TargetError.of(
-                f"target={cluster.target!r} has no rates or no memory, so no time or limit follows from it; name an accelerator.",
+                f"target={cluster.target!r} has no rates or no memory, so no time or limit "
+                "follows from it; name an accelerator.",
                 "devices-no-rates",
             )
         if len(set(cluster.nodes)) > 1:
             raise TargetError.of(
-                f"cluster {cluster} has nodes of several sizes; collectives of two levels need equal nodes.", "devices-uneven"
+                f"cluster {cluster} has nodes of several sizes; collectives of two levels need "
+                "equal nodes.",
+                "devices-uneven",
             )
         rates, memory = target.rates, target.memory
         flops, reached = rates.rate_of(dtype, precision), rates.compute_efficiency
@@ -176,7 +199,10 @@ class Devices:
             cluster.nodes[0],
             Sourced(memory.usable_bytes, f"usable memory of target {cluster.target}"),
             Sourced(flops.value * reached.value, f"{flops.source}; {reached.source}"),
-            Sourced(rates.bytes_per_second.value * rates.memory_efficiency.value, rates.bytes_per_second.source),
+            Sourced(
+                rates.bytes_per_second.value * rates.memory_efficiency.value,
+                rates.bytes_per_second.source,
+            ),
             rates.intra_node,
             rates.inter_node,
             target.on_chip_bytes,
@@ -191,15 +217,25 @@ def _read(document: Fields) -> Devices:
     def sourced(fields: Fields) -> Sourced:
         found = Sourced(fields.number("value"), fields.text("source"))
         if found.value < 0:
-            raise FieldError(f"a value of {document.text('name')!r} is {found.value:g} and must be 0 or more")
+            raise FieldError(
+                f"a value of {document.text('name')!r} is {found.value:g} and must be 0 or more"
+            )
         return found
 
     def link(fields: Fields) -> Link:
-        return Link(sourced(fields.object("latency_seconds")), sourced(fields.object("bytes_per_second")))
+        return Link(
+            sourced(fields.object("latency_seconds")), sourced(fields.object("bytes_per_second"))
+        )
 
-    num_nodes, devices_per_node = document.integer("num_nodes", 1), document.integer("devices_per_node")
+    num_nodes, devices_per_node = (
+        document.integer("num_nodes", 1),
+        document.integer("devices_per_node"),
+    )
     if min(num_nodes, devices_per_node) < 1:
-        raise FieldError(f"num_nodes is {num_nodes} and devices_per_node {devices_per_node}; both must be 1 or more")
+        raise FieldError(
+            f"num_nodes is {num_nodes} and devices_per_node {devices_per_node}; both must be 1 or "
+            "more"
+        )
     intra = link(document.object("intra_node"))
     return Devices(
         document.text("name"),
@@ -210,5 +246,7 @@ def _read(document: Fields) -> Devices:
         sourced(document.object("memory_bytes_per_second")),
         intra,
         intra if num_nodes == 1 else link(document.object("inter_node")),
-        Devices.on_chip_bytes if document.optional_object("on_chip_bytes") is None else sourced(document.object("on_chip_bytes")),
+        Devices.on_chip_bytes
+        if document.optional_object("on_chip_bytes") is None
+        else sourced(document.object("on_chip_bytes")),
     )

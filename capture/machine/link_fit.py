@@ -1,4 +1,5 @@
-"""Alpha and beta of a link from measured collectives, and how much of a step's communication was hidden."""
+"""Alpha and beta of a link from measured collectives, and how much of a step's communication was
+hidden."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def fit_link(measured: Sequence[MeasuredCollective], source: str) -> FittedLink:
         source: What was measured, for the numbers' record.
 
     Raises:
-        TargetError: ``fit-too-few`` if the sizes do not tell alpha from beta, ``fit-no-bandwidth`` if time does not grow with the bytes.
+        TargetError: ``fit-too-few`` if the sizes do not tell alpha from beta, ``fit-no-bandwidth``
+            if time does not grow with the bytes.
 
     Example:
         >>> planted = Link(Sourced(1e-5, ""), Sourced(4e9, ""))
@@ -70,27 +72,35 @@ def fit_link(measured: Sequence[MeasuredCollective], source: str) -> FittedLink:
         )
     used = [row for row in measured if row.num_steps]
     seconds = np.array([row.seconds for row in used])
-    columns = np.array([[row.num_steps, row.num_steps * row.nbytes / row.group_size] for row in used])
+    columns = np.array(
+        [[row.num_steps, row.num_steps * row.nbytes / row.group_size] for row in used]
+    )
     relative, ones = columns / seconds[:, None], np.ones(len(used))
     alpha, beta = np.linalg.lstsq(relative, ones, rcond=None)[0]
     if alpha < 0:  # noise below the resolution of the sizes: the best fit on the boundary
         alpha, beta = 0.0, np.linalg.lstsq(relative[:, 1:], ones, rcond=None)[0][0]
     if beta <= 0:
         raise TargetError.of(
-            "the measured times do not grow with the bytes, so no bandwidth follows from them; measure larger arrays.", "fit-no-bandwidth"
+            "the measured times do not grow with the bytes, so no bandwidth follows from them; "
+            "measure larger arrays.",
+            "fit-no-bandwidth",
         )
     errors = np.abs(relative @ [alpha, beta] - 1)
     link = Link(Sourced(float(alpha), source), Sourced(float(1 / beta), source))
     return FittedLink(link, float(errors.mean()), float(errors.max()))
 
 
-def fit_overlap(compute_seconds: Sequence[float], sent_seconds: Sequence[float], step_seconds: Sequence[float]) -> float:
+def fit_overlap(
+    compute_seconds: Sequence[float], sent_seconds: Sequence[float], step_seconds: Sequence[float]
+) -> float:
     """The fraction of  min(compute, communication)  that steps hid: least squares of  compute + sent - fraction x min, kept in [0, 1].
 
     Example:
         >>> fit_overlap([4.0, 2.0], [3.0, 5.0], [7.0 - 1.5, 7.0 - 1.0])
         0.5
     """
-    compute, sent, step = (np.asarray(column, float) for column in (compute_seconds, sent_seconds, step_seconds))
+    compute, sent, step = (
+        np.asarray(column, float) for column in (compute_seconds, sent_seconds, step_seconds)
+    )
     most = np.minimum(compute, sent)
     return float(np.clip(most @ (compute + sent - step) / (most @ most), 0, 1))

@@ -1,17 +1,22 @@
-"""A kind of device to plan for: its memory, rates and links, each number with its source, and how to compile for it.
+"""A kind of device to plan for: its memory, rates and links, each number with its source, and how
+to compile for it.
 
-Targets are JSON files: those of ``capture/machine/targets`` by name, a user's own by path. Every number is an object of ``value`` and
-``source``, except in ``compiler``, which goes to the compiler as it is:
+Targets are JSON files: those of ``capture/machine/targets`` by name, a user's own by path. Every
+number is an object of ``value`` and ``source``, except in ``compiler``, which goes to the compiler
+as it is:
 
     schema_version   1
     name, description, platform ("cuda", "tpu" or "cpu")
     memory           capacity_bytes, allocator_fraction, context_bytes, collective_bytes
-    on_chip_bytes    optional: memory beside the main one, in which the compiler holds what is in use
+    on_chip_bytes    optional: memory beside the main one, in which the compiler holds what is in
+                     use
     compute          flops_per_second by data type, efficiency (fraction of that rate which large matrix products reach)
     products         optional: dtypes, fuse_operands and their source, see ``Products``
     memory_rate      bytes_per_second, efficiency
-    links            intra_node, inter_node, host: latency_seconds, bytes_per_second in one direction per device
-    compiler         cuda: the device description that XLA plans with; tpu: topologies by name, ascending. Both: ``options`` of XLA
+    links            intra_node, inter_node, host: latency_seconds, bytes_per_second in one
+                     direction per device
+    compiler         cuda: the device description that XLA plans with; tpu: topologies by name,
+                     ascending. Both: ``options`` of XLA
 
 ``cpu`` has no rates and no capacity: virtual devices measure memory, and nothing else.
 """
@@ -95,19 +100,27 @@ class DeviceMemory:
 
     @property
     def pool_fraction(self) -> float:
-        """``usable_bytes`` over capacity: the value of ``XLA_PYTHON_CLIENT_MEM_FRACTION`` that gives a GPU's pool this size."""
+        """``usable_bytes`` over capacity: the value of ``XLA_PYTHON_CLIENT_MEM_FRACTION`` that
+        gives a GPU's pool this size."""
         return self.usable_bytes / self.capacity_bytes.value
 
     def to_json(self) -> dict[str, Any]:
-        terms = {name: {"value": getattr(self, name).value, "source": getattr(self, name).source} for name in self.__dataclass_fields__}
+        terms = {
+            name: {"value": getattr(self, name).value, "source": getattr(self, name).source}
+            for name in self.__dataclass_fields__
+        }
         return {"usable_bytes": self.usable_bytes, **terms}
 
     def __str__(self) -> str:
         capacity, context, collective = (
-            format_bytes(int(term.value)) for term in (self.capacity_bytes, self.context_bytes, self.collective_bytes)
+            format_bytes(int(term.value))
+            for term in (self.capacity_bytes, self.context_bytes, self.collective_bytes)
         )
         claimed = f"{capacity} x {self.allocator_fraction.value:g}"
-        return f"{format_bytes(self.usable_bytes)} usable: {claimed} - {context} context - {collective} collectives"
+        return (
+            f"{format_bytes(self.usable_bytes)} usable: {claimed} - {context} context - "
+            f"{collective} collectives"
+        )
 
 
 @dataclass(frozen=True)
@@ -120,7 +133,8 @@ class Rates:
         bytes_per_second: Specified, of the device's memory.
         memory_efficiency: Fraction of it that streaming reaches.
         intra_node, inter_node, host: Links.
-        default_dtypes: By data type, the one in which products at default precision compute (``Products.dtypes``).
+        default_dtypes: By data type, the one in which products at default precision compute
+            (``Products.dtypes``).
     """
 
     flops_per_second: Mapping[str, Sourced]
@@ -137,8 +151,9 @@ class Rates:
 
         Args:
             dtype: Of their operands.
-            precision: That they ask for (``jax.lax.Precision``). ``high`` is TF32, too, on GPUs that have it, and on TPUs three passes in
-                bfloat16, which count as the six of ``highest``.
+            precision: That they ask for (``jax.lax.Precision``). ``high`` is TF32, too, on GPUs
+                that have it, and on TPUs three passes in bfloat16, which count as the six of
+                ``highest``.
 
         Example:
             >>> rates = Target.load("h100").rates
@@ -146,11 +161,18 @@ class Rates:
             ['tf32', 'tf32', 'float32']
         """
         narrow = self.default_dtypes.get(dtype, dtype)
-        return narrow if precision == "default" or (precision == "high" and narrow == "tf32") else dtype
+        return (
+            narrow
+            if precision == "default" or (precision == "high" and narrow == "tf32")
+            else dtype
+        )
 
     def rate_of(self, dtype: str, precision: str = "highest") -> Sourced:
-        """Specified FLOPs per second of products of a data type at a precision; an unlisted type counts as float32."""
-        return self.flops_per_second.get(self.computed_in(dtype, precision), self.flops_per_second["float32"])
+        """Specified FLOPs per second of products of a data type at a precision; an unlisted type
+        counts as float32."""
+        return self.flops_per_second.get(
+            self.computed_in(dtype, precision), self.flops_per_second["float32"]
+        )
 
 
 @dataclass(frozen=True)
@@ -158,9 +180,11 @@ class Products:
     """What the compiler makes of matrix products and convolutions.
 
     Attributes:
-        dtypes: By data type, the one in which products at default precision compute with it, where that is another: its rate is theirs,
-            and what only they read is gathered and kept in its bytes.
-        fuse_operands: Whether element-wise operations are computed inside the product that reads their result, which is then in no memory.
+        dtypes: By data type, the one in which products at default precision compute with it, where
+            that is another: its rate is theirs, and what only they read is gathered and kept in its
+            bytes.
+        fuse_operands: Whether element-wise operations are computed inside the product that reads
+            their result, which is then in no memory.
     """
 
     dtypes: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -198,18 +222,24 @@ class Target:
 
     @classmethod
     def load(cls, name: str) -> Target:
-        """A shipped target by name (in any spelling that ``known_name`` knows), or the file at a path that ends in ``.json``.
+        """A shipped target by name (in any spelling that ``known_name`` knows), or the file at a
+        path that ends in ``.json``.
 
         Raises:
-            TargetError: ``target-unknown``, ``target-file`` if a path does not exist or is no JSON, ``target-schema`` for an unknown schema
-                version, ``target-corrupt`` for a missing or wrong field.
+            TargetError: ``target-unknown``, ``target-file`` if a path does not exist or is no JSON,
+                ``target-schema`` for an unknown schema version, ``target-corrupt`` for a missing or
+                wrong field.
         """
         return _load(known_name(name))
 
     @property
     def key(self) -> dict[str, Any]:
-        """What of the target can change a compiled program's memory: part of the key of every measurement."""
-        return {"platform": self.platform, "compiler": {k: v for k, v in self.compiler.items() if not k.endswith("source")}}
+        """What of the target can change a compiled program's memory: part of the key of every
+        measurement."""
+        return {
+            "platform": self.platform,
+            "compiler": {k: v for k, v in self.compiler.items() if not k.endswith("source")},
+        }
 
     @property
     def compiler_options(self) -> dict[str, Any]:
@@ -218,8 +248,13 @@ class Target:
 
 
 def relative_target(name: str, directory: Path) -> str:
-    """The same target, the path of a file written relative to a directory (that of a plan or a profile)."""
-    return os.path.relpath(Path(name).resolve(), directory.resolve()) if name.endswith(".json") else name
+    """The same target, the path of a file written relative to a directory (that of a plan or a
+    profile)."""
+    return (
+        os.path.relpath(Path(name).resolve(), directory.resolve())
+        if name.endswith(".json")
+        else name
+    )
 
 
 def resolved_target(name: str, directory: Path) -> str:
@@ -229,7 +264,11 @@ def resolved_target(name: str, directory: Path) -> str:
 
 def same_target(one: str, other: str) -> bool:
     """Whether two names mean the same target, however the path of a file is written."""
-    return one == other or (one.endswith(".json") and other.endswith(".json") and Path(one).resolve() == Path(other).resolve())
+    return one == other or (
+        one.endswith(".json")
+        and other.endswith(".json")
+        and Path(one).resolve() == Path(other).resolve()
+    )
 
 
 def known_name(name: str) -> str:
@@ -251,7 +290,11 @@ def _did_you_mean(name: str) -> str:
     kind, colon, count = name.lower().partition(":")
     if colon and count.isdecimal() and known_name(kind) in target_names():
         return f" Did you mean --target {known_name(kind)} --cluster 1x{count}?"
-    near = [known for known in target_names() if kind and (known.startswith(kind) or kind.startswith(known))]
+    near = [
+        known
+        for known in target_names()
+        if kind and (known.startswith(kind) or kind.startswith(known))
+    ]
     near = near or difflib.get_close_matches(kind, target_names(), cutoff=0.7)
     return f" Did you mean {' or '.join(sorted(near))}?" if near else ""
 
@@ -267,7 +310,8 @@ def _load(name: str) -> Target:
     is_file = name.endswith(".json")
     if not is_file and name not in target_names():
         raise TargetError.of(
-            f"target={name!r} is unknown; choose one of {', '.join(target_names())}, or give the path of a target file (.json)."
+            f"target={name!r} is unknown; choose one of {', '.join(target_names())}, or give the "
+            "path of a target file (.json)."
             f"{_did_you_mean(name)}",
             "target-unknown",
         )
@@ -275,19 +319,25 @@ def _load(name: str) -> Target:
     try:
         data = json.loads(path.read_text())
     except OSError as error:
-        raise TargetError.of(f"target file {name!r} cannot be read: {error.strerror}.", "target-file") from None
+        raise TargetError.of(
+            f"target file {name!r} cannot be read: {error.strerror}.", "target-file"
+        ) from None
     except ValueError as error:
         raise TargetError.of(f"target file {name!r} is not JSON: {error}.", "target-file") from None
     version = data.get("schema_version") if isinstance(data, Mapping) else None
     if version != TARGET_SCHEMA_VERSION:
         raise TargetError.of(
-            f"target file {name!r} has schema_version={version!r}; this version of capture reads {TARGET_SCHEMA_VERSION}.", "target-schema"
+            f"target file {name!r} has schema_version={version!r}; this version of capture reads "
+            f"{TARGET_SCHEMA_VERSION}.",
+            "target-schema",
         )
     try:
         return _read(Fields(data), name)
     except FieldError as error:
         raise TargetError.of(
-            f"target file {name!r} is not one: {error}; capture/machine/target.py says what it holds.", "target-corrupt"
+            f"target file {name!r} is not one: {error}; capture/machine/target.py says what it "
+            "holds.",
+            "target-corrupt",
         ) from None
 
 
@@ -297,12 +347,20 @@ def _read(fields: Fields, name: str) -> Target:
         raise FieldError(f"platform is {platform!r} and must be one of {', '.join(PLATFORMS)}")
     memory, compute = fields.optional_object("memory"), fields.optional_object("compute")
     on_chip, described = fields.optional_object("on_chip_bytes"), fields.optional_object("products")
-    products = Products() if described is None else Products(described.object("dtypes").data, described.flag("fuse_operands"))
+    products = (
+        Products()
+        if described is None
+        else Products(described.object("dtypes").data, described.flag("fuse_operands"))
+    )
     return Target(
         name,
         fields.text("description", ""),
         platform,
-        None if memory is None else DeviceMemory(*(_sourced(memory.object(key)) for key in DeviceMemory.__dataclass_fields__)),
+        None
+        if memory is None
+        else DeviceMemory(
+            *(_sourced(memory.object(key)) for key in DeviceMemory.__dataclass_fields__)
+        ),
         None if compute is None else _read_rates(fields, compute, products),
         fields.object("compiler").data,
         Target.on_chip_bytes if on_chip is None else _sourced(on_chip),
@@ -311,12 +369,19 @@ def _read(fields: Fields, name: str) -> Target:
 
 
 def _read_rates(fields: Fields, compute: Fields, products: Products) -> Rates:
-    flops, memory, links = compute.object("flops_per_second"), fields.object("memory_rate"), fields.object("links")
+    flops, memory, links = (
+        compute.object("flops_per_second"),
+        fields.object("memory_rate"),
+        fields.object("links"),
+    )
     found = {dtype: _sourced(flops.object(dtype)) for dtype in flops.data}
     if "float32" not in found:
         raise FieldError("compute.flops_per_second.float32 is missing")
     intra_node, inter_node, host = (
-        Link(_sourced(links.object(kind).object("latency_seconds")), _sourced(links.object(kind).object("bytes_per_second")))
+        Link(
+            _sourced(links.object(kind).object("latency_seconds")),
+            _sourced(links.object(kind).object("bytes_per_second")),
+        )
         for kind in ("intra_node", "inter_node", "host")
     )
     return Rates(

@@ -1,7 +1,8 @@
 """Several profiles of one model put together: of other batch sizes, other degrees, other targets.
 
-What tracing says is the same for every target, and shared: the layers, the bytes of parameters at each degree, the hashes of the model at
-each micro-batch size. What a compiler or a run says is of its target, its versions and its flags alone, and never mixed.
+What tracing says is the same for every target, and shared: the layers, the bytes of parameters at
+each degree, the hashes of the model at each micro-batch size. What a compiler or a run says is of
+its target, its versions and its flags alone, and never mixed.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from capture.measured.profile import Calibration, Profile
 def merge_profiles(profiles: Sequence[Profile], target: str) -> Profile:
     """One profile of a target from several.
 
-    Measurements are those of the profiles of the target; of the others what does not depend on a target. Of two that measured the same
-    stage config the first counts; the errors of all calibrations together make the interval.
+    Measurements are those of the profiles of the target; of the others what does not depend on a
+    target. Of two that measured the same stage config the first counts; the errors of all
+    calibrations together make the interval.
 
     Args:
         profiles: Of the same model, at least one.
@@ -34,54 +36,102 @@ def merge_profiles(profiles: Sequence[Profile], target: str) -> Profile:
     calibrations = [profile.calibration for profile in of_target if profile.calibration is not None]
     return replace(
         widest,
-        measurements={c: cost for profile in reversed(of_target) for c, cost in profile.measurements.items()},
-        verified={c: cost for profile in reversed(of_target) for c, cost in profile.verified.items()},
-        param_bytes={tp: sizes for profile in reversed(profiles) for tp, sizes in profile.param_bytes.items()},
-        microbatch_sizes=tuple(sorted({size for profile in of_target for size in profile.microbatch_sizes})),
-        model_hashes={size: model_hash for profile in reversed(profiles) for size, model_hash in profile.model_hashes.items()},
+        measurements={
+            c: cost for profile in reversed(of_target) for c, cost in profile.measurements.items()
+        },
+        verified={
+            c: cost for profile in reversed(of_target) for c, cost in profile.verified.items()
+        },
+        param_bytes={
+            tp: sizes for profile in reversed(profiles) for tp, sizes in profile.param_bytes.items()
+        },
+        microbatch_sizes=tuple(
+            sorted({size for profile in of_target for size in profile.microbatch_sizes})
+        ),
+        model_hashes={
+            size: model_hash
+            for profile in reversed(profiles)
+            for size, model_hash in profile.model_hashes.items()
+        },
         paper=papers[0] if papers else None,
         calibration=_together(calibrations) if calibrations else None,
-        warnings=tuple(dict.fromkeys(warning for profile in of_target for warning in profile.warnings)),
-        failures=tuple(dict.fromkeys(failure for profile in of_target for failure in profile.failures)),
+        warnings=tuple(
+            dict.fromkeys(warning for profile in of_target for warning in profile.warnings)
+        ),
+        failures=tuple(
+            dict.fromkeys(failure for profile in of_target for failure in profile.failures)
+        ),
     )
 
 
 def _together(calibrations: Sequence[Calibration]) -> Calibration:
     errors = tuple(error for calibration in calibrations for error in calibration.errors)
     sizes = tuple(error for calibration in calibrations for error in calibration.size_errors)
-    return Calibration(errors, calibrations[0].seed, sum(calibration.num_plans for calibration in calibrations), sizes)
+    return Calibration(
+        errors,
+        calibrations[0].seed,
+        sum(calibration.num_plans for calibration in calibrations),
+        sizes,
+    )
 
 
-def _violations(profiles: Sequence[Profile], of_target: Sequence[Profile], target: str) -> Iterator[Violation]:
+def _violations(
+    profiles: Sequence[Profile], of_target: Sequence[Profile], target: str
+) -> Iterator[Violation]:
     if not of_target:
         there = ", ".join(sorted({profile.target for profile in profiles})) or "none"
-        yield Violation(f"no profile is of target={target!r} (there is {there}); profile for it.", "profile-mixture")
+        yield Violation(
+            f"no profile is of target={target!r} (there is {there}); profile for it.",
+            "profile-mixture",
+        )
         return
     first = profiles[0]
     for number, profile in enumerate(profiles[1:], start=2):
         for what in _differences(first, profile):
-            yield Violation(f"profile {number} is of another model than the first: {what}; plan each by itself.", "profile-mixture")
+            yield Violation(
+                f"profile {number} is of another model than the first: {what}; plan each by "
+                "itself.",
+                "profile-mixture",
+            )
     for profile in of_target[1:]:
-        mine, theirs = ({k: v for k, v in p.provenance.items() if k not in ("created", "target")} for p in (of_target[0], profile))
-        different = sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
+        mine, theirs = (
+            {k: v for k, v in p.provenance.items() if k not in ("created", "target")}
+            for p in (of_target[0], profile)
+        )
+        different = sorted(
+            key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key)
+        )
         if different:
             values = "; ".join(f"{key}: {mine.get(key)} and {theirs.get(key)}" for key in different)
             yield Violation(
-                f"two profiles of target={target!r} were not measured alike ({values}); make one of them again.", "profile-mixture"
+                f"two profiles of target={target!r} were not measured alike ({values}); make one "
+                "of them again.",
+                "profile-mixture",
             )
     if sum(profile.paper is not None for profile in of_target) > 1:
-        yield Violation("two profiles hold runs of the paper's kind, which are of one batch size; leave one out.", "profile-mixture")
+        yield Violation(
+            "two profiles hold runs of the paper's kind, which are of one batch size; leave one "
+            "out.",
+            "profile-mixture",
+        )
 
 
 def _differences(one: Profile, other: Profile) -> Iterator[str]:
     """In what two profiles are not of the same model."""
     for size in sorted(one.model_hashes.keys() & other.model_hashes.keys()):
         if one.model_hashes[size] != other.model_hashes[size]:
-            yield f"model_hash at micro-batch size {size} is {other.model_hashes[size]}, not {one.model_hashes[size]}"
+            yield (
+                f"model_hash at micro-batch size {size} is {other.model_hashes[size]}, not "
+                f"{one.model_hashes[size]}"
+            )
     mine, theirs = one.graph, other.graph
     if mine.num_layers != theirs.num_layers:
         yield f"num_layers={theirs.num_layers}, not {mine.num_layers}"
-    elif [layer.params for layer in mine.layers] != [layer.params for layer in theirs.layers] or mine.params != theirs.params:
+    elif [layer.params for layer in mine.layers] != [
+        layer.params for layer in theirs.layers
+    ] or mine.params != theirs.params:
         yield "its layers have other parameters"
     if one.tensor_parallel_rule != other.tensor_parallel_rule:
-        yield f"tensor_parallel_rule={other.tensor_parallel_rule!r}, not {one.tensor_parallel_rule!r}"
+        yield (
+            f"tensor_parallel_rule={other.tensor_parallel_rule!r}, not {one.tensor_parallel_rule!r}"
+        )

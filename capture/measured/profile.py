@@ -1,8 +1,10 @@
-"""Measured facts about a model's layers, with provenance; never edited. Framework-free, JSON with a schema version.
+"""Measured facts about a model's layers, with provenance; never edited. Framework-free, JSON with a
+schema version.
 
-Every measurement is the compiler's report on the programs of one *stage config* (CAPTURE III-B): layers, degrees, micro-batch size
-and what is recomputed. M_i of a layer is the measurement of that layer alone; M_a is the difference between two measurements whose
-layers differ by one (III-A1). Statistics are formed where they are needed; the profile keeps what was measured.
+Every measurement is the compiler's report on the programs of one *stage config* (CAPTURE III-B):
+layers, degrees, micro-batch size and what is recomputed. M_i of a layer is the measurement of that
+layer alone; M_a is the difference between two measurements whose layers differ by one (III-A1).
+Statistics are formed where they are needed; the profile keeps what was measured.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ PROFILE_SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, order=True)
 class StageConfig:
-    """What a measurement is of: layers [first, stop) under a choice, for a micro-batch size over all replicas."""
+    """What a measurement is of: layers [first, stop) under a choice, for a micro-batch size over
+    all replicas."""
 
     first: int
     stop: int
@@ -38,7 +41,10 @@ class StageConfig:
     microbatch_size: int
 
     def __str__(self) -> str:
-        return f"{layers_in_words(self.first, self.stop)}, {self.choice}, micro-batch size {self.microbatch_size}"
+        return (
+            f"{layers_in_words(self.first, self.stop)}, {self.choice}, micro-batch size "
+            f"{self.microbatch_size}"
+        )
 
     @property
     def num_layers(self) -> int:
@@ -50,13 +56,15 @@ def layers_in_words(first: int, stop: int) -> str:
     return f"layer {first}" if stop - first == 1 else f"layers {first} to {stop - 1}"
 
 
-#: No interval is narrower than this on either side, and so many times wider for a kind of stage of which none was seen.
+#: No interval is narrower than this on either side, and so many times wider for a kind of stage of
+#: which none was seen.
 _FLOOR, _UNSEEN = 0.005, 8
 
 
 @dataclass(frozen=True)
 class StageError:
-    """How far the prediction of one stage was off: measured / predicted - 1 of its peak; above 0 it was too low."""
+    """How far the prediction of one stage was off: measured / predicted - 1 of its peak; above 0 it
+    was too low."""
 
     config: StageConfig
     error: float
@@ -80,27 +88,38 @@ class Calibration:
 
     @cached_property
     def num_stages(self) -> int:
-        """Different stages that were seen: errors of one stage at several positions say little more than one."""
+        """Different stages that were seen: errors of one stage at several positions say little more
+        than one."""
         return len({e.config for e in self.errors})
 
     def coverage(self, wanted: float = 0.98) -> float | None:
-        """The probability that the errors support: (n - 1) / (n + 1) of n stages where they are too few for the wanted one; None if 0."""
+        """The probability that the errors support: (n - 1) / (n + 1) of n stages where they are too
+        few for the wanted one; None if 0."""
         supported = (self.num_stages - 1) / (self.num_stages + 1)
         return min(wanted, supported) if supported > 0 else None
 
-    def interval_off_sizes(self, config: StageConfig, num_layers: int, octaves: float) -> tuple[float, float]:
-        """As ``interval``, for a prediction at a size so many octaves from the profiled ones: wider by what held-out sizes say."""
+    def interval_off_sizes(
+        self, config: StageConfig, num_layers: int, octaves: float
+    ) -> tuple[float, float]:
+        """As ``interval``, for a prediction at a size so many octaves from the profiled ones: wider
+        by what held-out sizes say."""
         low, high = self.interval(config, num_layers)
-        width = extrapolation_width(self.size_errors, octaves)[0] if self.size_errors else UNCALIBRATED_FRACTION * max(1.0, octaves)
+        width = (
+            extrapolation_width(self.size_errors, octaves)[0]
+            if self.size_errors
+            else UNCALIBRATED_FRACTION * max(1.0, octaves)
+        )
         return max(0.0, low - width), high + width
 
     def interval(self, config: StageConfig, num_layers: int) -> tuple[float, float]:
-        """Factors (low, high) on the prediction of a stage that hold the measured peak with the probability ``coverage()``.
+        """Factors (low, high) on the prediction of a stage that hold the measured peak with the
+        probability ``coverage()``.
 
-        On each side the largest error of all, of stages at the same end of the model that recompute the same, and of stages of the
-        same degrees; each stretched by 1 + 2 / sqrt(n), because the largest of n is not the largest there is. So the two sides are
-        those of split conformal prediction over n stages, and wider. A kind of which few stages were seen has a floor:
-        0.5 % * (1 + 8 / (1 + n)).
+        On each side the largest error of all, of stages at the same end of the model that recompute
+        the same, and of stages of the same degrees; each stretched by 1 + 2 / sqrt(n), because the
+        largest of n is not the largest there is. So the two sides are those of split conformal
+        prediction over n stages, and wider. A kind of which few stages were seen has a floor: 0.5 %
+        * (1 + 8 / (1 + n)).
         """
         if not self.errors:
             return 0.75, 1.25
@@ -120,8 +139,17 @@ class Calibration:
 
     def widest(self, choices: Iterable[StageChoice], num_layers: int) -> tuple[float, float]:
         """The interval of the least certain kind of stage with one of the choices."""
-        ends = {(0, 1), (0, num_layers), (num_layers - 1, num_layers), (num_layers // 2, num_layers // 2 + 1)}
-        found = [self.interval(StageConfig(*layers, choice, 1), num_layers) for layers in ends for choice in choices]
+        ends = {
+            (0, 1),
+            (0, num_layers),
+            (num_layers - 1, num_layers),
+            (num_layers // 2, num_layers // 2 + 1),
+        }
+        found = [
+            self.interval(StageConfig(*layers, choice, 1), num_layers)
+            for layers in ends
+            for choice in choices
+        ]
         return min(low for low, _ in found), max(high for _, high in found)
 
 
@@ -141,7 +169,8 @@ class Profile:
         workload: By name; None for one made from Python objects.
         auto_layers: Whether the layers were cut automatically.
         tensor_parallel_rule: How parameters are split.
-        microbatch_sizes: Profiled, ascending; ``model_hashes`` are those of the graphs at these sizes, and at those of ``verified``.
+        microbatch_sizes: Profiled, ascending; ``model_hashes`` are those of the graphs at these
+            sizes, and at those of ``verified``.
         paper: Statistics of the paper's profiling runs (``PaperStatistics.to_json``), if made.
         calibration: Errors on held-out plans, if made.
         warnings: What a user should know, such as a loss that does not split over micro-batches.
@@ -188,11 +217,15 @@ class Profile:
             "microbatch_sizes": list(self.microbatch_sizes),
             "model_hashes": {str(b): h for b, h in self.model_hashes.items()},
             "graph": self.graph.to_json(),
-            "param_bytes_by_tensor_parallel": {_split_name(split): list(sizes) for split, sizes in self.param_bytes.items()},
+            "param_bytes_by_tensor_parallel": {
+                _split_name(split): list(sizes) for split, sizes in self.param_bytes.items()
+            },
             "measurements": _rows(self.measurements),
             "verified": _rows(self.verified),
             "paper": self.paper,
-            "calibration": None if self.calibration is None else _calibration_to_json(self.calibration),
+            "calibration": None
+            if self.calibration is None
+            else _calibration_to_json(self.calibration),
             "warnings": list(self.warnings),
             "failures": list(self.failures),
         }
@@ -202,12 +235,14 @@ class Profile:
         """The profile that ``to_json`` wrote.
 
         Raises:
-            ProfileError: ``profile-schema`` for an unknown schema version, ``profile-corrupt`` for missing or wrong fields.
+            ProfileError: ``profile-schema`` for an unknown schema version, ``profile-corrupt`` for
+                missing or wrong fields.
         """
         version = data.get("schema_version") if isinstance(data, Mapping) else None
         if version != PROFILE_SCHEMA_VERSION:
             raise ProfileError.of(
-                f"profile has schema_version={version!r}; this version of capture reads {PROFILE_SCHEMA_VERSION}. "
+                f"profile has schema_version={version!r}; this version of capture reads "
+                f"{PROFILE_SCHEMA_VERSION}. "
                 "Make it again with capture profile.",
                 "profile-schema",
             )
@@ -217,9 +252,14 @@ class Profile:
                 graph=LayerGraph.from_json(data["graph"]),
                 measurements=_read_rows(data["measurements"]),
                 verified=_read_rows(data.get("verified", [])),
-                param_bytes={_read_split(name): tuple(sizes) for name, sizes in data["param_bytes_by_tensor_parallel"].items()},
+                param_bytes={
+                    _read_split(name): tuple(sizes)
+                    for name, sizes in data["param_bytes_by_tensor_parallel"].items()
+                },
                 provenance=data["provenance"],
-                workload=None if data["workload"] is None else WorkloadSpec.from_json(Fields(data).object("workload")),
+                workload=None
+                if data["workload"] is None
+                else WorkloadSpec.from_json(Fields(data).object("workload")),
                 auto_layers=data["auto_layers"],
                 tensor_parallel_rule=data["tensor_parallel_rule"],
                 microbatch_sizes=tuple(data["microbatch_sizes"]),
@@ -231,13 +271,17 @@ class Profile:
             )
         except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             raise ProfileError.of(
-                f"profile is not what capture profile writes: {describe(error)}. Make it again.", "profile-corrupt"
+                f"profile is not what capture profile writes: {describe(error)}. Make it again.",
+                "profile-corrupt",
             ) from error
 
     def save(self, path: Path | str) -> None:
         """Write JSON; the path of a target's file is stored relative to the file."""
         path = Path(path)
-        stored = replace(self, provenance={**self.provenance, "target": relative_target(self.target, path.parent)})
+        stored = replace(
+            self,
+            provenance={**self.provenance, "target": relative_target(self.target, path.parent)},
+        )
         path.write_text(json.dumps(stored.to_json()) + "\n")
 
     @classmethod
@@ -245,20 +289,31 @@ class Profile:
         """Read what ``save`` wrote.
 
         Raises:
-            ProfileError: ``profile-file`` if there is no such file, ``profile-corrupt`` if it is no JSON, and the codes of ``from_json``.
+            ProfileError: ``profile-file`` if there is no such file, ``profile-corrupt`` if it is no
+                JSON, and the codes of ``from_json``.
         """
         path = Path(path)
         try:
             data = json.loads(path.read_text())
         except FileNotFoundError:
-            raise ProfileError.of(f"profile {str(path)!r} does not exist.", "profile-file") from None
+            raise ProfileError.of(
+                f"profile {str(path)!r} does not exist.", "profile-file"
+            ) from None
         except OSError as error:
-            raise ProfileError.of(f"profile {str(path)!r} cannot be read: {error.strerror}.", "profile-file") from None
+            raise ProfileError.of(
+                f"profile {str(path)!r} cannot be read: {error.strerror}.", "profile-file"
+            ) from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ProfileError.of(f"profile {str(path)!r} is not JSON: {error}. Make it again.", "profile-corrupt") from None
+            raise ProfileError.of(
+                f"profile {str(path)!r} is not JSON: {error}. Make it again.", "profile-corrupt"
+            ) from None
         profile = cls.from_json(data)
         target = resolved_target(profile.target, path.parent)
-        return profile if target == profile.target else replace(profile, provenance={**profile.provenance, "target": target})
+        return (
+            profile
+            if target == profile.target
+            else replace(profile, provenance={**profile.provenance, "target": target})
+        )
 
 
 def _split_name(split: ParamSplit) -> str:
@@ -274,19 +329,33 @@ def _read_split(name: str) -> ParamSplit:
 def _calibration_to_json(calibration: Calibration) -> dict[str, Any]:
     errors = [{**_config_to_json(e.config), "error_fraction": e.error} for e in calibration.errors]
     sizes = [e.to_json() for e in calibration.size_errors]
-    return {"errors": errors, "seed": calibration.seed, "num_plans": calibration.num_plans, "size_errors": sizes}
+    return {
+        "errors": errors,
+        "seed": calibration.seed,
+        "num_plans": calibration.num_plans,
+        "size_errors": sizes,
+    }
 
 
 def _read_calibration(data: Mapping[str, Any]) -> Calibration | None:
-    """None for a calibration of earlier versions, whose errors do not say what they are of and leave out what stages exchange."""
+    """None for a calibration of earlier versions, whose errors do not say what they are of and
+    leave out what stages exchange."""
     if any(isinstance(row, (int, float)) for row in data["errors"]):
         return None
     errors = tuple(StageError(_read_config(row), row["error_fraction"]) for row in data["errors"])
-    return Calibration(errors, data["seed"], data["num_plans"], tuple(map(SizeError.from_json, data.get("size_errors", ()))))
+    return Calibration(
+        errors,
+        data["seed"],
+        data["num_plans"],
+        tuple(map(SizeError.from_json, data.get("size_errors", ()))),
+    )
 
 
 def _rows(measurements: Mapping[StageConfig, StageCost]) -> list[dict[str, Any]]:
-    return [{**_config_to_json(config), "cost": cost.to_json()} for config, cost in sorted(measurements.items())]
+    return [
+        {**_config_to_json(config), "cost": cost.to_json()}
+        for config, cost in sorted(measurements.items())
+    ]
 
 
 def _read_rows(rows: Sequence[Mapping[str, Any]]) -> dict[StageConfig, StageCost]:
@@ -294,11 +363,17 @@ def _read_rows(rows: Sequence[Mapping[str, Any]]) -> dict[StageConfig, StageCost
 
 
 def _config_to_json(config: StageConfig) -> dict[str, Any]:
-    return {"layers": [config.first, config.stop - 1], **asdict(config.choice), "microbatch_size": config.microbatch_size}
+    return {
+        "layers": [config.first, config.stop - 1],
+        **asdict(config.choice),
+        "microbatch_size": config.microbatch_size,
+    }
 
 
 def _read_config(row: Mapping[str, Any]) -> StageConfig:
-    return StageConfig(row["layers"][0], row["layers"][1] + 1, StageChoice.of_row(row), row["microbatch_size"])
+    return StageConfig(
+        row["layers"][0], row["layers"][1] + 1, StageChoice.of_row(row), row["microbatch_size"]
+    )
 
 
 def rescaled(graph: LayerGraph, microbatch_size: int, model_hash: str = "") -> LayerGraph:
@@ -309,13 +384,26 @@ def rescaled(graph: LayerGraph, microbatch_size: int, model_hash: str = "") -> L
     def tensor(t: Tensor) -> Tensor:
         if t.batch_dim is None:
             return t
-        shape = tuple(size * microbatch_size // graph.microbatch_size if d == t.batch_dim else size for d, size in enumerate(t.shape))
+        shape = tuple(
+            size * microbatch_size // graph.microbatch_size if d == t.batch_dim else size
+            for d, size in enumerate(t.shape)
+        )
         return Tensor(t.name, shape, t.dtype, t.batch_dim, t.differentiable)
 
     def tensors(group: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return tuple(map(tensor, group))
 
     layers = tuple(
-        type(layer)(**{**asdict(layer), "flops": layer.flops * microbatch_size // graph.microbatch_size}) for layer in graph.layers
+        type(layer)(
+            **{**asdict(layer), "flops": layer.flops * microbatch_size // graph.microbatch_size}
+        )
+        for layer in graph.layers
     )
-    return LayerGraph(model_hash, microbatch_size, layers, graph.params, tensors(graph.values), tensors(graph.batch))
+    return LayerGraph(
+        model_hash,
+        microbatch_size,
+        layers,
+        graph.params,
+        tensors(graph.values),
+        tensors(graph.batch),
+    )

@@ -1,4 +1,5 @@
-"""How far predictions are off at micro-batch sizes that were not profiled: errors at a few of them, and the interval that they support."""
+"""How far predictions are off at micro-batch sizes that were not profiled: errors at a few of them,
+and the interval that they support."""
 
 from __future__ import annotations
 
@@ -43,12 +44,16 @@ def octaves_away(microbatch_size: int, profiled: Sequence[int]) -> float:
     return min(abs(log2(microbatch_size / size)) for size in profiled)
 
 
-def extrapolation_width(errors: Sequence[SizeError], octaves: float, coverage: float = 0.98) -> tuple[float, float]:
-    """Half the width of the interval of a prediction so far from the profiled sizes, as a fraction of it, and the coverage that is claimed.
+def extrapolation_width(
+    errors: Sequence[SizeError], octaves: float, coverage: float = 0.98
+) -> tuple[float, float]:
+    """Half the width of the interval of a prediction so far from the profiled sizes, as a fraction
+    of it, and the coverage that is claimed.
 
-    Split conformal over |error| / octaves: an error is taken to grow with the number of octaves, and counts as one octave's at least,
-    because between profiled sizes, too, the compiler may change its algorithm. With few errors it is the largest and half of itself, and
-    the coverage is n / (n + 1).
+    Split conformal over |error| / octaves: an error is taken to grow with the number of octaves,
+    and counts as one octave's at least, because between profiled sizes, too, the compiler may
+    change its algorithm. With few errors it is the largest and half of itself, and the coverage is
+    n / (n + 1).
 
     Args:
         errors: At least one.
@@ -62,4 +67,6 @@ def extrapolation_width(errors: Sequence[SizeError], octaves: float, coverage: f
     ranked = sorted(abs(e.error) / max(1.0, e.octaves) for e in errors)
     rank = int(-(-(len(ranked) + 1) * coverage // 1))
     width = ranked[rank - 1] if rank <= len(ranked) else 1.5 * ranked[-1]
-    return max(1.0, octaves) * max(width, FLOOR_FRACTION), min(coverage, len(ranked) / (len(ranked) + 1))
+    return max(1.0, octaves) * max(width, FLOOR_FRACTION), min(
+        coverage, len(ranked) / (len(ranked) + 1)
+    )

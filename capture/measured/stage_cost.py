@@ -1,4 +1,5 @@
-"""What only the compiler knows of a stage: bytes that its programs keep and need, and the work that they do."""
+"""What only the compiler knows of a stage: bytes that its programs keep and need, and the work that
+they do."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from capture.measured.work import ProgramWork
 
 @dataclass(frozen=True)
 class UpdateCost:
-    """The part of ``StageCost`` that depends on parameters and optimizer alone: the end of a step; see there."""
+    """The part of ``StageCost`` that depends on parameters and optimizer alone: the end of a step;
+    see there."""
 
     update_bytes: int
     optimizer_bytes: int
@@ -32,13 +34,17 @@ class StageCost:
     """What only the compiler knows of a stage: bytes per device for one micro-batch.
 
     Attributes:
-        residual_bytes: Activations kept for the backward pass, other than inputs, outputs and batch leaves.
-        forward_bytes, backward_bytes, update_bytes: While the program runs: temporaries + outputs - aliased inputs.
+        residual_bytes: Activations kept for the backward pass, other than inputs, outputs and batch
+            leaves.
+        forward_bytes, backward_bytes, update_bytes: While the program runs: temporaries + outputs -
+            aliased inputs.
         optimizer_bytes: State of the optimizer for the owned parameters.
-        kept_inputs, kept_outputs, kept_batch: Positions among the stage's inputs, outputs and batch leaves of what the backward pass
-            reads again.
-        summarize_bytes, summary_bytes: Of the program and its result where an update needs values of other stages.
-        forward_work, backward_work, update_work: What the programs compute, read and send; None where no times are wanted (``cpu``).
+        kept_inputs, kept_outputs, kept_batch: Positions among the stage's inputs, outputs and batch
+            leaves of what the backward pass reads again.
+        summarize_bytes, summary_bytes: Of the program and its result where an update needs values
+            of other stages.
+        forward_work, backward_work, update_work: What the programs compute, read and send; None
+            where no times are wanted (``cpu``).
     """
 
     residual_bytes: int
@@ -78,5 +84,10 @@ def _to_json(cost: StageCost | UpdateCost) -> dict[str, Any]:
 
 
 def _arguments(data: Mapping[str, Any]) -> dict[str, Any]:
-    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
-    return {**fields, **{key: ProgramWork.from_json(fields[key]) for key in _WORK if fields.get(key) is not None}}
+    fields: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in data.items()
+    }
+    return {
+        **fields,
+        **{key: ProgramWork.from_json(fields[key]) for key in _WORK if fields.get(key) is not None},
+    }

@@ -1,7 +1,8 @@
 """The one store of measurements: SQLite, content-addressed, written once per finished measurement.
 
-A key is the hash of everything that can change the result (program, degrees, versions, flags), so nothing is ever edited, a
-measurement that is there is never made again, and an interrupted profile resumes where it stopped, also after ``kill -9``.
+A key is the hash of everything that can change the result (program, degrees, versions, flags), so
+nothing is ever edited, a measurement that is there is never made again, and an interrupted profile
+resumes where it stopped, also after ``kill -9``.
 
 Beside the measurements stand the jobs that make them, which do change:
 
@@ -10,8 +11,9 @@ Beside the measurements stand the jobs that make them, which do change:
                    ↓    ╲
                 failed ──→ running ...  ──→ set aside      (failed again and again; not tried until ``retry``)
 
-One process owns the connection and writes: workers hand their results to it and never open the store. Others may read at any time, and
-several owners may share a file (write-ahead log); a measurement that two of them make is kept once. The log needs a local disk.
+One process owns the connection and writes: workers hand their results to it and never open the
+store. Others may read at any time, and several owners may share a file (write-ahead log); a
+measurement that two of them make is kept once. The log needs a local disk.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
         f"""CREATE TABLE jobs (
             key TEXT PRIMARY KEY,
-            job TEXT NOT NULL,                    -- JSON: workload, kind, layers or partitioning, degrees, batch
+            job TEXT NOT NULL,                    -- JSON: workload, kind, layers, degrees, batch
             state TEXT NOT NULL DEFAULT 'pending',
             attempts INTEGER NOT NULL DEFAULT 0,  -- that ended, well or not
             error TEXT NOT NULL DEFAULT '',       -- of the last attempt that failed
@@ -95,8 +97,9 @@ class Store:
         path: Of the database; its folder is made. None keeps it in memory.
 
     Raises:
-        ProfileError: ``store-corrupt`` if the file is no SQLite database, ``store-schema`` if a newer version wrote it, ``store-file`` if
-            its folder cannot be made. Every method that writes raises ``store-write`` where the disk does not take it.
+        ProfileError: ``store-corrupt`` if the file is no SQLite database, ``store-schema`` if a
+            newer version wrote it, ``store-file`` if its folder cannot be made. Every method that
+            writes raises ``store-write`` where the disk does not take it.
     """
 
     def __init__(self, path: Path | None = None):
@@ -106,22 +109,29 @@ class Store:
                 path.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise ProfileError.of(
-                    f"the folder of store {str(path)!r} cannot be made: {error}. Name another file with --store.", "store-file"
+                    f"the folder of store {str(path)!r} cannot be made: {error}. Name another "
+                    "file with --store.",
+                    "store-file",
                 ) from error
         try:
             self._database = sqlite3.connect(
-                ":memory:" if path is None else path, timeout=_SECONDS_TO_LOCK, isolation_level=None, check_same_thread=False
+                ":memory:" if path is None else path,
+                timeout=_SECONDS_TO_LOCK,
+                isolation_level=None,
+                check_same_thread=False,
             )
             self._database.execute("PRAGMA journal_mode=WAL")
             self._migrate()
         except sqlite3.DatabaseError as error:
             raise ProfileError.of(
-                f"store {str(path)!r} is no database of measurements: {error}. Move it away, or name another file with --store.",
+                f"store {str(path)!r} is no database of measurements: {error}. Move it away, or "
+                "name another file with --store.",
                 "store-corrupt",
             ) from error
 
     def _migrate(self) -> None:
-        """Bring the schema up to date. Another process may do so at the same time: whoever comes second finds it done."""
+        """Bring the schema up to date. Another process may do so at the same time: whoever comes
+        second finds it done."""
         if self._version() == STORE_SCHEMA_VERSION:
             return
         self._database.execute("BEGIN IMMEDIATE")
@@ -129,11 +139,14 @@ class Store:
         if version > STORE_SCHEMA_VERSION:
             self._database.execute("ROLLBACK")
             raise ProfileError.of(
-                f"store {str(self.path)!r} has schema version {version}; this version of capture reads up to {STORE_SCHEMA_VERSION}. "
+                f"store {str(self.path)!r} has schema version {version}; this version of capture "
+                f"reads up to {STORE_SCHEMA_VERSION}. "
                 "Name another file with --store.",
                 "store-schema",
             )
-        for statement in (statement for migration in _MIGRATIONS[version:] for statement in migration):
+        for statement in (
+            statement for migration in _MIGRATIONS[version:] for statement in migration
+        ):
             self._database.execute(statement)
         self._database.execute(f"PRAGMA user_version={STORE_SCHEMA_VERSION}")
         self._database.execute("COMMIT")
@@ -155,19 +168,23 @@ class Store:
                 raise
         except sqlite3.OperationalError as error:
             raise ProfileError.of(
-                f"store {str(self.path)!r} cannot be written: {error}. What was kept before stands: make room, or let the file be written, "
+                f"store {str(self.path)!r} cannot be written: {error}. What was kept before "
+                "stands: make room, or let the file be written, "
                 "and run the same command again.",
                 "store-write",
             ) from error
 
-    # ---- measurements ----------------------------------------------------------------------------------------------
+    # ---- measurements
+    # ----------------------------------------------------------------------------------------------
 
     def get(self, keys: Iterable[str]) -> dict[str, Any]:
         """The values of those keys that are there."""
         found = {}
         with closing(self._database.cursor()) as cursor:
             for key in keys:
-                row = cursor.execute("SELECT value FROM measurements WHERE key = ?", (key,)).fetchone()
+                row = cursor.execute(
+                    "SELECT value FROM measurements WHERE key = ?", (key,)
+                ).fetchone()
                 if row is not None:
                     found[key] = json.loads(row[0])
         return found
@@ -184,22 +201,28 @@ class Store:
     def typical_seconds(self) -> dict[tuple[str, str], float]:
         """What a measurement took on average, by (backend, kind of job)."""
         query = (
-            "SELECT json_extract(m.provenance, '$.backend'), json_extract(j.job, '$.part'), AVG(m.seconds) "
+            "SELECT json_extract(m.provenance, '$.backend'), json_extract(j.job, '$.part'), "
+            "AVG(m.seconds) "
             "FROM measurements m JOIN jobs j USING (key) GROUP BY 1, 2"
         )
-        return {(backend, part): seconds for backend, part, seconds in self._database.execute(query)}
+        return {
+            (backend, part): seconds for backend, part, seconds in self._database.execute(query)
+        }
 
-    # ---- jobs ------------------------------------------------------------------------------------------------------
+    # ---- jobs
+    # ----------------------------------------------------------------------------------------------
 
     def enqueue(self, jobs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-        """Note jobs that are to be done, by key; what an owner that was killed left running waits again.
+        """Note jobs that are to be done, by key; what an owner that was killed left running waits
+        again.
 
         Returns:
             Those that were set aside, which are not to be done, with their last error.
         """
         with self._writing() as database:
             database.executemany(
-                f"INSERT INTO jobs (key, job) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET state = 'pending', updated = {_NOW} "
+                "INSERT INTO jobs (key, job) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET state "
+                f"= 'pending', updated = {_NOW} "
                 "WHERE state != 'set aside'",
                 [(key, json.dumps(job)) for key, job in jobs.items()],
             )
@@ -211,7 +234,14 @@ class Store:
         self._update(key, "state = 'running', worker = ?", worker)
 
     def finish(
-        self, key: str, value: Any, *, provenance: Mapping[str, Any], seconds: float, worker: str = "", stored_key: str = ""
+        self,
+        key: str,
+        value: Any,
+        *,
+        provenance: Mapping[str, Any],
+        seconds: float,
+        worker: str = "",
+        stored_key: str = "",
     ) -> None:
         """Keep the measurement of a job and mark it done, in one transaction.
 
@@ -224,70 +254,116 @@ class Store:
         with self._writing() as database:
             _insert(database, stored_key or key, value, provenance, seconds)
             database.execute(
-                f"UPDATE jobs SET state = 'done', attempts = attempts + 1, worker = ?, updated = {_NOW} WHERE key = ?", (worker, key)
+                "UPDATE jobs SET state = 'done', attempts = attempts + 1, worker = ?, updated = "
+                f"{_NOW} WHERE key = ?",
+                (worker, key),
             )
 
     def fail(self, key: str, error: str, traceback: str = "", *, set_aside: bool) -> None:
         """An attempt has failed: the job is tried again, or set aside."""
         state = "set aside" if set_aside else "failed"
-        self._update(key, "state = ?, attempts = attempts + 1, error = ?, traceback = ?", state, error, traceback)
+        self._update(
+            key,
+            "state = ?, attempts = attempts + 1, error = ?, traceback = ?",
+            state,
+            error,
+            traceback,
+        )
 
     def release(self, keys: Iterable[str]) -> None:
         """Jobs that were taken and not done, through no fault of theirs, wait again."""
         with self._writing() as database:
-            database.executemany(f"UPDATE jobs SET state = 'pending', updated = {_NOW} WHERE key = ?", [(key,) for key in keys])
+            database.executemany(
+                f"UPDATE jobs SET state = 'pending', updated = {_NOW} WHERE key = ?",
+                [(key,) for key in keys],
+            )
 
     def retry(self, keys: Iterable[str] | None = None) -> int:
-        """Let jobs that were set aside be tried again: those of some keys, or all. Returns how many."""
+        """Let jobs that were set aside be tried again: those of some keys, or all. Returns how
+        many."""
         wanted = [row.key for row in self.rows("set aside")] if keys is None else list(keys)
         with self._writing() as database:
             return sum(
                 database.execute(
-                    f"UPDATE jobs SET state = 'pending', updated = {_NOW} WHERE key = ? AND state = 'set aside'", (k,)
+                    f"UPDATE jobs SET state = 'pending', updated = {_NOW} WHERE key = ? AND state "
+                    "= 'set aside'",
+                    (k,),
                 ).rowcount
                 for k in wanted
             )
 
     def _update(self, key: str, changes: str, *values: str) -> None:
         with self._writing() as database:
-            database.execute(f"UPDATE jobs SET {changes}, updated = {_NOW} WHERE key = ?", (*values, key))
+            database.execute(
+                f"UPDATE jobs SET {changes}, updated = {_NOW} WHERE key = ?", (*values, key)
+            )
 
-    # ---- everything ------------------------------------------------------------------------------------------------
+    # ---- everything
+    # ----------------------------------------------------------------------------------------------
 
     def rows(self, state: str | None = None, key_prefix: str = "") -> Iterator[Row]:
-        """Jobs and measurements, ascending by key: those in a state, those whose key begins as given."""
+        """Jobs and measurements, ascending by key: those in a state, those whose key begins as
+        given."""
         query = (
-            "SELECT key, COALESCE(j.state, 'done') AS state, COALESCE(j.job, '{}'), m.value, COALESCE(m.provenance, '{}'), "
-            "COALESCE(m.seconds, 0), m.created, COALESCE(j.attempts, 1), COALESCE(j.error, ''), COALESCE(j.traceback, ''), "
+            "SELECT key, COALESCE(j.state, 'done') AS state, COALESCE(j.job, '{}'), m.value, "
+            "COALESCE(m.provenance, '{}'), "
+            "COALESCE(m.seconds, 0), m.created, COALESCE(j.attempts, 1), COALESCE(j.error, ''), "
+            "COALESCE(j.traceback, ''), "
             "COALESCE(j.worker, '') FROM (SELECT key FROM measurements UNION SELECT key FROM jobs) "
             "LEFT JOIN measurements m USING (key) LEFT JOIN jobs j USING (key) "
-            "WHERE (?1 IS NULL OR COALESCE(j.state, 'done') = ?1) AND substr(key, 1, length(?2)) = ?2 ORDER BY key"
+            "WHERE (?1 IS NULL OR COALESCE(j.state, 'done') = ?1) AND substr(key, 1, length(?2)) "
+            "= ?2 ORDER BY key"
         )
-        for key, found, job, value, provenance, *rest in self._database.execute(query, (state, key_prefix)).fetchall():
-            yield Row(key, found, json.loads(job), None if value is None else json.loads(value), json.loads(provenance), *rest)
+        for key, found, job, value, provenance, *rest in self._database.execute(
+            query, (state, key_prefix)
+        ).fetchall():
+            yield Row(
+                key,
+                found,
+                json.loads(job),
+                None if value is None else json.loads(value),
+                json.loads(provenance),
+                *rest,
+            )
 
     def add(self, rows: Iterable[Row]) -> tuple[int, list[str]]:
-        """Take rows of another store. What is here stays; a job that was done there is done here too.
+        """Take rows of another store. What is here stays; a job that was done there is done here
+        too.
 
         Returns:
-            How many measurements were added, and the keys of those that are here with another value.
+            How many measurements were added, and the keys of those that are here with another
+            value.
         """
         added, different = 0, list[str]()
         with self._writing() as database:
             for row in rows:
                 if row.value is not None:
-                    known = database.execute("SELECT value FROM measurements WHERE key = ?", (row.key,)).fetchone()
+                    known = database.execute(
+                        "SELECT value FROM measurements WHERE key = ?", (row.key,)
+                    ).fetchone()
                     if known is None:
-                        _insert(database, row.key, row.value, row.provenance, row.seconds, row.created)
+                        _insert(
+                            database, row.key, row.value, row.provenance, row.seconds, row.created
+                        )
                         added += 1
                     elif json.loads(known[0]) != row.value:
                         different.append(row.key)
                 if row.job:
                     state = row.state if row.state in ("done", "set aside") else "pending"
                     database.execute(
-                        "INSERT INTO jobs (key, job, state, attempts, error, traceback, worker) VALUES (?, ?, ?, ?, ?, ?, ?) "
-                        "ON CONFLICT (key) DO UPDATE SET state = 'done' WHERE excluded.state = 'done'",
-                        (row.key, json.dumps(row.job), state, row.attempts, row.error, row.traceback, row.worker),
+                        "INSERT INTO jobs (key, job, state, attempts, error, traceback, worker) "
+                        "VALUES (?, ?, ?, ?, ?, ?, ?) "
+                        "ON CONFLICT (key) DO UPDATE SET state = 'done' WHERE excluded.state = "
+                        "'done'",
+                        (
+                            row.key,
+                            json.dumps(row.job),
+                            state,
+                            row.attempts,
+                            row.error,
+                            row.traceback,
+                            row.worker,
+                        ),
                     )
         return added, different
 
@@ -305,9 +381,15 @@ class Store:
 
 
 def _insert(
-    database: sqlite3.Connection, key: str, value: Any, provenance: Mapping[str, Any], seconds: float, created: str | None = None
+    database: sqlite3.Connection,
+    key: str,
+    value: Any,
+    provenance: Mapping[str, Any],
+    seconds: float,
+    created: str | None = None,
 ) -> None:
     database.execute(
-        f"INSERT OR IGNORE INTO measurements (key, value, provenance, seconds, created) VALUES (?, ?, ?, ?, COALESCE(?, {_NOW}))",
+        "INSERT OR IGNORE INTO measurements (key, value, provenance, seconds, created) VALUES "
+        f"(?, ?, ?, ?, COALESCE(?, {_NOW}))",
         (key, json.dumps(value), json.dumps(provenance, sort_keys=True), seconds, created),
     )

@@ -1,4 +1,5 @@
-"""What a compiled program computes, reads and sends: framework-free facts of the compiler, from which times are estimated."""
+"""What a compiled program computes, reads and sends: framework-free facts of the compiler, from
+which times are estimated."""
 
 from __future__ import annotations
 
@@ -12,10 +13,12 @@ class Collective:
     """One collective operation of a program.
 
     Attributes:
-        kind: ``all-reduce``, ``all-gather``, ``reduce-scatter``, ``all-to-all`` or ``collective-permute``.
+        kind: ``all-reduce``, ``all-gather``, ``reduce-scatter``, ``all-to-all`` or
+            ``collective-permute``.
         nbytes: Per device, of the larger of what goes in and what comes out.
         group_size: Devices that take part.
-        stride: Distance of neighbours in the stage's device order: 1 for tensor-parallel groups, the tensor-parallel degree for replicas.
+        stride: Distance of neighbours in the stage's device order: 1 for tensor-parallel groups,
+            the tensor-parallel degree for replicas.
     """
 
     kind: str
@@ -34,7 +37,8 @@ class ProgramWork:
         product_bytes: That kernels with matrix products or convolutions read and write.
         other_bytes: That all other kernels do.
         collectives: With their numbers.
-        precision: That most of its products ask for: ``default``, ``high`` or ``highest`` (``jax.lax.Precision``).
+        precision: That most of its products ask for: ``default``, ``high`` or ``highest``
+            (``jax.lax.Precision``).
     """
 
     flops: int
@@ -45,12 +49,20 @@ class ProgramWork:
     precision: str = "default"
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "collectives": [{**asdict(collective), "count": count} for collective, count in self.collectives]}
+        return {
+            **asdict(self),
+            "collectives": [
+                {**asdict(collective), "count": count} for collective, count in self.collectives
+            ],
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ProgramWork:
         collectives = tuple(
-            (Collective(row["kind"], row["nbytes"], row["group_size"], row["stride"]), row["count"]) for row in data["collectives"]
+            (Collective(row["kind"], row["nbytes"], row["group_size"], row["stride"]), row["count"])
+            for row in data["collectives"]
         )
         sizes = (data["product_bytes"], data["other_bytes"])
-        return cls(data["flops"], data["dtype"], *sizes, collectives, data.get("precision", "default"))
+        return cls(
+            data["flops"], data["dtype"], *sizes, collectives, data.get("precision", "default")
+        )

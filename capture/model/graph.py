@@ -1,8 +1,9 @@
 """A model as layers, tensors and bytes: framework-free, so planning never loads JAX.
 
-The *loss* is traced for one micro-batch and cut into L layers (``capture.tracing``). What is left here is what every planner
-needs: which parameters, batch leaves and tensors of earlier layers a layer reads, which tensors it hands to later
-layers, how large they are at any micro-batch size, and how much it computes.
+The *loss* is traced for one micro-batch and cut into L layers (``capture.tracing``). What is left
+here is what every planner needs: which parameters, batch leaves and tensors of earlier layers a
+layer reads, which tensors it hands to later layers, how large they are at any micro-batch size, and
+how much it computes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from capture.errors import ProfileError
 
 GRAPH_SCHEMA_VERSION = 1
 
-#: Bytes per element by dtype name, for dtypes that NumPy does not know or that JAX stores differently.
+#: Bytes per element by dtype name, for dtypes that NumPy does not know or that JAX stores
+#: differently.
 _ITEM_BYTES = {
     "bfloat16": 2,
     "bool": 1,
@@ -43,7 +45,9 @@ def item_bytes(dtype: str) -> int:
     """
     if dtype in _ITEM_BYTES:
         return _ITEM_BYTES[dtype]
-    return max(1, int(re.findall(r"\d+", dtype)[0]) // 8)  # the first number: float8_e4m3fnuz has 8 bits
+    return max(
+        1, int(re.findall(r"\d+", dtype)[0]) // 8
+    )  # the first number: float8_e4m3fnuz has 8 bits
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,8 @@ class Tensor:
         return self.size * item_bytes(self.dtype)
 
     def shard_bytes(self, data_parallel: int) -> int:
-        """Bytes per device when the batch dimension is split; whole where it cannot be split evenly."""
+        """Bytes per device when the batch dimension is split; whole where it cannot be split
+        evenly."""
         if self.batch_dim is None or self.shape[self.batch_dim] % data_parallel:
             return self.nbytes
         return self.nbytes // data_parallel
@@ -89,7 +94,8 @@ class Layer:
         name: For people: the scope of its first equation, or ``layer_3``.
         params: Indices into ``LayerGraph.params``; a shared parameter stands in several layers.
         inputs: Indices into ``LayerGraph.values`` of what earlier layers made and this layer reads.
-        outputs: Indices into ``LayerGraph.values`` of what this layer makes and later layers (or the caller: the loss) read.
+        outputs: Indices into ``LayerGraph.values`` of what this layer makes and later layers (or
+            the caller: the loss) read.
         batch: Indices into ``LayerGraph.batch`` of the batch leaves it reads.
         flops: Forward floating-point operations for one micro-batch (2 per multiply-add).
         key: Content hash: equal keys mean the same program on other parameters.
@@ -113,7 +119,8 @@ class LayerGraph:
         model_hash: Content hash of the traced program, its shapes and its layer boundaries.
         microbatch_size: Examples in the traced micro-batch (over all data-parallel replicas).
         layers: In program order.
-        params: Trainable parameters. A parameter stacked over scanned layers appears once per layer.
+        params: Trainable parameters. A parameter stacked over scanned layers appears once per
+            layer.
         values: Tensors that cross at least one layer boundary, and the loss.
         batch: Batch leaves, then the random key if the loss takes one.
     """
@@ -144,19 +151,25 @@ class LayerGraph:
     def crossing(self, cut: int) -> tuple[int, ...]:
         """Values made by layers before ``cut`` and read by layers from ``cut`` on, ascending.
 
-        A skip connection over several layers crosses every cut in between: it passes through the stages there.
+        A skip connection over several layers crosses every cut in between: it passes through the
+        stages there.
         """
         return self._crossings[cut]
 
     @cached_property
     def _crossings(self) -> tuple[tuple[int, ...], ...]:
         spans = sorted((v, self._producer[v], reader) for v, reader in self._last_reader.items())
-        return tuple(tuple(v for v, made, read in spans if made < cut <= read) for cut in range(self.num_layers + 1))
+        return tuple(
+            tuple(v for v, made, read in spans if made < cut <= read)
+            for cut in range(self.num_layers + 1)
+        )
 
     def stage_params(self, first: int, stop: int) -> tuple[int, ...]:
-        """Parameters of layers [first, stop), each once, in the order in which the layers first read them.
+        """Parameters of layers [first, stop), each once, in the order in which the layers first
+        read them.
 
-        Not by index: a tree sorts ``block_10`` before ``block_9``, and equal stages should see equal orders.
+        Not by index: a tree sorts ``block_10`` before ``block_9``, and equal stages should see
+        equal orders.
         """
         return tuple(dict.fromkeys(p for layer in self.layers[first:stop] for p in layer.params))
 
@@ -200,7 +213,8 @@ class LayerGraph:
         """
         if data.get("schema_version") != GRAPH_SCHEMA_VERSION:
             raise ProfileError.of(
-                f"layer graph has schema_version={data.get('schema_version')!r}; this version reads {GRAPH_SCHEMA_VERSION}. "
+                f"layer graph has schema_version={data.get('schema_version')!r}; this version "
+                f"reads {GRAPH_SCHEMA_VERSION}. "
                 "Profile the model again.",
                 "graph-schema",
             )
@@ -209,7 +223,9 @@ class LayerGraph:
             return tuple(Tensor(**{**row, "shape": tuple(row["shape"])}) for row in rows)
 
         def layer(row):
-            fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
+            fields: dict[str, Any] = {
+                k: tuple(v) if isinstance(v, list) else v for k, v in row.items()
+            }
             return Layer(**fields)
 
         return cls(
@@ -224,4 +240,6 @@ class LayerGraph:
 
 def content_hash(data: Any) -> str:
     """Short hash of a JSON-serialisable value, stable over processes and versions."""
-    return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()[:16]

@@ -1,10 +1,12 @@
-"""A model as operators, in plain data: what a choice of sharding per operator needs to know, and nothing of any framework.
+"""A model as operators, in plain data: what a choice of sharding per operator needs to know, and
+nothing of any framework.
 
 A description is JSON; sizes are those of one example, on one device, unsharded:
 
     schema_version                    1
     name
-    state_bytes_per_parameter_byte    parameters, gradients and optimizer state over parameters: 4 for Adam in one precision
+    state_bytes_per_parameter_byte    parameters, gradients and optimizer state over parameters: 4
+                                      for Adam in one precision
     blocks                            in program order: ``count`` times in a row these ``operators``
 
 ``capture.tracing.operators`` reads the same from a traced loss.
@@ -34,23 +36,32 @@ class Operator:
 
     Attributes:
         name: For people.
-        kind: Products (``matmul``, ``conv``) and tables (``embedding``) can be split into slices whose results are added: of inputs, or of
-            rows, where a row that is in another slice counts as zero. Whatever is ``other`` cannot.
+        kind: Products (``matmul``, ``conv``) and tables (``embedding``) can be split into slices
+            whose results are added: of inputs, or of rows, where a row that is in another slice
+            counts as zero. Whatever is ``other`` cannot.
         parameter_bytes: S_i of the paper: those that may be sharded.
         activation_bytes: What its forward pass keeps for the backward pass, per example.
-        input_bytes: Of its activations' inputs, per example: what is kept where it is rematerialised.
+        input_bytes: Of its activations' inputs, per example: what is kept where it is
+            rematerialised.
         output_bytes: Of its result, per example: what slices are added up in.
         workspace_bytes: M_extra of the paper: temporaries, whatever the batch.
         flops: Of the forward pass of one example, 2 per multiply-add.
-        gamma_seconds: Measured seconds per example, forward and backward (gamma_i of the paper); None to take them from ``flops``.
-        replicated_bytes: Of further parameters, replicated in every mode: too small, or of a shape that the devices do not divide.
+        gamma_seconds: Measured seconds per example, forward and backward (gamma_i of the paper);
+            None to take them from ``flops``.
+        replicated_bytes: Of further parameters, replicated in every mode: too small, or of a shape
+            that the devices do not divide.
         tail_bytes: Of ``activation_bytes``, what is kept of the operations after the product.
-        crossing_bytes: Of what later operators read of it and of those before, per example; None: as much as its input.
-        gathered_fraction: Of ``parameter_bytes``, what a gather of all of them brings: less than 1 where products read them in fewer bits.
-        fused_bytes: Of ``activation_bytes``, operands that a replicated product computes again from what is kept; a sharded one, which may
-            be computed while slices arrive, reads them as they were.
-        again_bytes: What the model's own remat region has computed again when it goes backwards, up to the operations after its product.
-        backward_bytes: While the operations after its product go backwards, the most that comes and goes beside what is kept, per example.
+        crossing_bytes: Of what later operators read of it and of those before, per example; None:
+            as much as its input.
+        gathered_fraction: Of ``parameter_bytes``, what a gather of all of them brings: less than 1
+            where products read them in fewer bits.
+        fused_bytes: Of ``activation_bytes``, operands that a replicated product computes again from
+            what is kept; a sharded one, which may be computed while slices arrive, reads them as
+            they were.
+        again_bytes: What the model's own remat region has computed again when it goes backwards, up
+            to the operations after its product.
+        backward_bytes: While the operations after its product go backwards, the most that comes and
+            goes beside what is kept, per example.
     """
 
     name: str
@@ -78,11 +89,18 @@ class Operator:
     def violations(self) -> Iterator[Violation]:
         """What is wrong with it."""
         if self.kind not in get_args(Kind):
-            yield Violation(f"operator {self.name!r} has kind={self.kind!r}; use one of {', '.join(get_args(Kind))}.", "operator-kind")
+            yield Violation(
+                f"operator {self.name!r} has kind={self.kind!r}; use one of "
+                f"{', '.join(get_args(Kind))}.",
+                "operator-kind",
+            )
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, (int, float)) and value < 0:
-                yield Violation(f"operator {self.name!r} has {field.name}={value}; give 0 or more.", "operator-size")
+                yield Violation(
+                    f"operator {self.name!r} has {field.name}={value}; give 0 or more.",
+                    "operator-size",
+                )
 
 
 @dataclass(frozen=True)
@@ -103,7 +121,8 @@ class OperatorModel:
         state_bytes_per_parameter_byte: (parameters + gradients + optimizer state) / parameters.
 
     Raises:
-        WorkloadError: ``operators-none``, ``operators-count``, ``operators-state``, ``operator-kind``, ``operator-size``, all at once.
+        WorkloadError: ``operators-none``, ``operators-count``, ``operators-state``,
+            ``operator-kind``, ``operator-size``, all at once.
 
     Example:
         >>> product = Operator("product", "matmul", 4000, 400, 200, 200, flops=2000)
@@ -121,16 +140,22 @@ class OperatorModel:
 
     def _violations(self) -> Iterator[Violation]:
         if not any(block.operators for block in self.blocks):
-            yield Violation(f"model {self.name!r} has no operators; give one at least.", "operators-none")
+            yield Violation(
+                f"model {self.name!r} has no operators; give one at least.", "operators-none"
+            )
         if self.state_bytes_per_parameter_byte < 1:
             yield Violation(
-                f"model {self.name!r} has state_bytes_per_parameter_byte={self.state_bytes_per_parameter_byte:g}; "
+                f"model {self.name!r} has "
+                f"state_bytes_per_parameter_byte={self.state_bytes_per_parameter_byte:g}; "
                 "the parameters alone are 1.",
                 "operators-state",
             )
         for block in self.blocks:
             if block.count < 1:
-                yield Violation(f"model {self.name!r} has a block with count={block.count}; give 1 or more.", "operators-count")
+                yield Violation(
+                    f"model {self.name!r} has a block with count={block.count}; give 1 or more.",
+                    "operators-count",
+                )
             for operator in block.operators:
                 yield from operator.violations()
 
@@ -151,7 +176,8 @@ class OperatorModel:
 
     @cached_property
     def counts(self) -> tuple[tuple[int, int], ...]:
-        """(first position, number) of each kind of equal operators: searches decide how many of them, not which."""
+        """(first position, number) of each kind of equal operators: searches decide how many of
+        them, not which."""
         first: dict[Operator, int] = {}
         for position, operator in enumerate(self.operators):
             first.setdefault(operator, position)
@@ -160,7 +186,9 @@ class OperatorModel:
 
     @cached_property
     def parameter_bytes(self) -> int:
-        return sum(operator.parameter_bytes + operator.replicated_bytes for operator in self.operators)
+        return sum(
+            operator.parameter_bytes + operator.replicated_bytes for operator in self.operators
+        )
 
     @cached_property
     def flops(self) -> int:
@@ -175,25 +203,35 @@ class OperatorModel:
         """The model that ``to_json`` wrote, or one written by hand.
 
         Raises:
-            WorkloadError: ``operators-schema`` for an unknown version, ``operators-corrupt`` for a missing or wrong field, and those of the
-                class.
+            WorkloadError: ``operators-schema`` for an unknown version, ``operators-corrupt`` for a
+                missing or wrong field, and those of the class.
         """
         version = data.get("schema_version") if isinstance(data, Mapping) else None
         if version != OPERATORS_SCHEMA_VERSION:
             raise WorkloadError.of(
-                f"the model description has schema_version={version!r}; this version of capture reads {OPERATORS_SCHEMA_VERSION}.",
+                f"the model description has schema_version={version!r}; this version of capture "
+                f"reads {OPERATORS_SCHEMA_VERSION}.",
                 "operators-schema",
             )
         try:
             document = Fields(data)
             blocks = tuple(
-                Block(tuple(map(_read_operator, block.objects("operators"))), block.integer("count", 1))
+                Block(
+                    tuple(map(_read_operator, block.objects("operators"))),
+                    block.integer("count", 1),
+                )
                 for block in document.objects("blocks")
             )
-            return cls(document.text("name"), blocks, document.number("state_bytes_per_parameter_byte", 4.0))
+            return cls(
+                document.text("name"),
+                blocks,
+                document.number("state_bytes_per_parameter_byte", 4.0),
+            )
         except FieldError as error:
             raise WorkloadError.of(
-                f"the model description is not one: {error}; capture/model/operators.py says what it holds.", "operators-corrupt"
+                f"the model description is not one: {error}; capture/model/operators.py says what "
+                "it holds.",
+                "operators-corrupt",
             ) from None
 
     @classmethod
@@ -201,12 +239,15 @@ class OperatorModel:
         """The model of a JSON file.
 
         Raises:
-            WorkloadError: ``operators-file`` if it cannot be read or is no JSON, and those of ``from_json``.
+            WorkloadError: ``operators-file`` if it cannot be read or is no JSON, and those of
+                ``from_json``.
         """
         try:
             data = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:
-            raise WorkloadError.of(f"model description {str(path)!r} cannot be read: {error}.", "operators-file") from None
+            raise WorkloadError.of(
+                f"model description {str(path)!r} cannot be read: {error}.", "operators-file"
+            ) from None
         return cls.from_json(data)
 
 

@@ -1,12 +1,15 @@
-"""Operators of GPT-like Transformers from their sizes alone: two per layer, attention and feed-forward, an embedding and a head.
+"""Operators of GPT-like Transformers from their sizes alone: two per layer, attention and
+feed-forward, an embedding and a head.
 
-What the backward pass needs of a layer of width h, for a sequence of s tokens and a heads, in elements:
+What the backward pass needs of a layer of width h, for a sequence of s tokens and a heads, in
+elements:
 
     attention     6 s h + 2 a s^2    its input before and after normalisation, queries, keys, values, the mixture; scores before and
                                      after the softmax
     feed-forward  10 s h             its input before and after normalisation, 4 s h before and after the non-linearity
 
-Source: the paper's Table 1 counts 2 operators per layer and 2 more; Korthikanti et al. 2022, section 4.1 (what is kept).
+Source: the paper's Table 1 counts 2 operators per layer and 2 more; Korthikanti et al. 2022,
+section 4.1 (what is kept).
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ def transformer(
 
     Args:
         name: For people.
-        layers: (number of layers, width) in order; between two widths, the first layer's products change the width for free.
+        layers: (number of layers, width) in order; between two widths, the first layer's products
+            change the width for free.
         seq_len: Tokens of an example, s.
         vocab_size: Rows of the embedding, columns of the untied head.
         head_width: Features of an attention head.
@@ -61,8 +65,12 @@ def transformer(
         output_bytes=logits,
         flops=2 * seq_len * vocab_size * last,
     )
-    blocks = (Block(_layer(width, seq_len, head_width, item_bytes), count) for count, width in layers)
-    return OperatorModel(name, (Block((embedding,)), *blocks, Block((head,))), state_bytes_per_parameter_byte)
+    blocks = (
+        Block(_layer(width, seq_len, head_width, item_bytes), count) for count, width in layers
+    )
+    return OperatorModel(
+        name, (Block((embedding,)), *blocks, Block((head,))), state_bytes_per_parameter_byte
+    )
 
 
 def _layer(h: int, s: int, head_width: int, item_bytes: int) -> tuple[Operator, Operator]:
@@ -71,7 +79,8 @@ def _layer(h: int, s: int, head_width: int, item_bytes: int) -> tuple[Operator, 
     attention = Operator(
         "attention",
         "matmul",
-        (4 * h * h + 6 * h) * item_bytes,  # four projections, their biases, the scale and offset of the normalisation
+        (4 * h * h + 6 * h)
+        * item_bytes,  # four projections, their biases, the scale and offset of the normalisation
         activation_bytes=6 * stream + 2 * scores * item_bytes,
         input_bytes=stream,
         output_bytes=stream,

@@ -1,7 +1,9 @@
-"""What to train: a loss, its parameters, its data and its optimizer, named on the command line or built in Python.
+"""What to train: a loss, its parameters, its data and its optimizer, named on the command line or
+built in Python.
 
-The library imports no model framework: Flax Linen, Flax NNX, Equinox, Haiku or hand-written JAX all reduce to
-``loss_fn(params, batch)``. Nothing is allocated to plan; shapes come from ``jax.eval_shape``.
+The library imports no model framework: Flax Linen, Flax NNX, Equinox, Haiku or hand-written JAX all
+reduce to ``loss_fn(params, batch)``. Nothing is allocated to plan; shapes come from
+``jax.eval_shape``.
 """
 
 from __future__ import annotations
@@ -40,9 +42,11 @@ class Workload:
     """A training task; any object with the same four members serves as well.
 
     Attributes:
-        loss_fn: ``loss_fn(params, batch)`` or ``loss_fn(params, batch, key)``: a scalar, the mean over the examples of the batch.
+        loss_fn: ``loss_fn(params, batch)`` or ``loss_fn(params, batch, key)``: a scalar, the mean
+            over the examples of the batch.
         init: ``init(key)`` makes the parameters, a pytree of arrays.
-        batch: ``batch(key, batch_size)`` makes a batch, a pytree whose leaves carry the examples in one dimension.
+        batch: ``batch(key, batch_size)`` makes a batch, a pytree whose leaves carry the examples in
+            one dimension.
         optimizer: Any optax gradient transformation.
     """
 
@@ -55,7 +59,11 @@ class Workload:
 def takes_key(workload: WorkloadProtocol) -> bool:
     """Whether the loss has a third positional parameter: the random key of a micro-batch."""
     parameters = inspect.signature(workload.loss_fn).parameters.values()
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
+    positional = [
+        p
+        for p in parameters
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
+    ]
     return len(positional) >= 3
 
 
@@ -63,11 +71,13 @@ def check_workload(workload: Any, source: str) -> WorkloadProtocol:
     """The workload itself, if it has the four members.
 
     Raises:
-        WorkloadError: ``workload-members`` naming what is missing, ``workload-optimizer`` if the optimizer has no ``init`` and ``update``.
+        WorkloadError: ``workload-members`` naming what is missing, ``workload-optimizer`` if the
+            optimizer has no ``init`` and ``update``.
     """
     violations = [
         Violation(
-            f"{source} returned {type(workload).__name__} without {name!r}; a workload has loss_fn, init, batch and optimizer.",
+            f"{source} returned {type(workload).__name__} without {name!r}; a workload has "
+            "loss_fn, init, batch and optimizer.",
             "workload-members",
         )
         for name in ("loss_fn", "init", "batch", "optimizer")
@@ -77,7 +87,9 @@ def check_workload(workload: Any, source: str) -> WorkloadProtocol:
     if not violations and not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         violations = [
             Violation(
-                f"{source} has optimizer={optimizer!r}; give an optax transformation, which has init and update.", "workload-optimizer"
+                f"{source} has optimizer={optimizer!r}; give an optax transformation, which has "
+                "init and update.",
+                "workload-optimizer",
             )
         ]
     WorkloadError.check(violations)
@@ -86,12 +98,14 @@ def check_workload(workload: Any, source: str) -> WorkloadProtocol:
 
 @dataclass(frozen=True)
 class WorkloadSpec:
-    """A workload by name: ``path/to/file.py:function?key=value&...`` or ``package.module:function?key=value``.
+    """A workload by name: ``path/to/file.py:function?key=value&...`` or
+    ``package.module:function?key=value``.
 
     Attributes:
         location: A path that ends in ``.py``, or a module name.
         function: Name of the function in it.
-        arguments: Keyword arguments, still as given; read as bool, int or float where they look like one.
+        arguments: Keyword arguments, still as given; read as bool, int or float where they look
+            like one.
 
     Example:
         >>> WorkloadSpec.parse("models/gpt.py:gpt?size=tiny&tied=true").arguments
@@ -100,31 +114,47 @@ class WorkloadSpec:
 
     location: str
     function: str
-    arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)  # a mapping has no hash; equal names still have equal ones
+    arguments: Mapping[str, Any] = field(
+        default_factory=dict, hash=False
+    )  # a mapping has no hash; equal names still have equal ones
 
     @classmethod
     def parse(cls, text: str) -> WorkloadSpec:
         """Read a name.
 
         Raises:
-            WorkloadError: ``workload-name`` if it has no ``:function``, or an argument without ``=``.
+            WorkloadError: ``workload-name`` if it has no ``:function``, or an argument without
+                ``=``.
         """
         head, _, query = text.partition("?")
         location, colon, function = head.rpartition(":")
         arguments = [item.partition("=") for item in query.split("&") if item]
-        if not colon or not location or not function.isidentifier() or any(not sep or not key.isidentifier() for key, sep, _ in arguments):
+        if (
+            not colon
+            or not location
+            or not function.isidentifier()
+            or any(not sep or not key.isidentifier() for key, sep, _ in arguments)
+        ):
             raise WorkloadError.of(
-                f"workload={text!r} is no workload name; write path/to/file.py:function?key=value&key=value or module:function.",
+                f"workload={text!r} is no workload name; write "
+                "path/to/file.py:function?key=value&key=value or module:function.",
                 "workload-name",
             )
         return cls(location, function, {key: _read_value(value) for key, _, value in arguments})
 
     def __str__(self) -> str:
-        query = "&".join(f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in self.arguments.items())
+        query = "&".join(
+            f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+            for key, value in self.arguments.items()
+        )
         return f"{self.location}:{self.function}" + (f"?{query}" if query else "")
 
     def to_json(self) -> dict[str, Any]:
-        return {"location": self.location, "function": self.function, "arguments": dict(self.arguments)}
+        return {
+            "location": self.location,
+            "function": self.function,
+            "arguments": dict(self.arguments),
+        }
 
     @classmethod
     def from_json(cls, fields: Fields) -> WorkloadSpec:
@@ -133,7 +163,9 @@ class WorkloadSpec:
         Raises:
             FieldError: naming the field that is missing or wrong.
         """
-        return cls(fields.text("location"), fields.text("function"), fields.object("arguments").data)
+        return cls(
+            fields.text("location"), fields.text("function"), fields.object("arguments").data
+        )
 
     @property
     def is_file(self) -> bool:
@@ -143,42 +175,61 @@ class WorkloadSpec:
         """The same workload, its path written relative to a directory (that of the plan file)."""
         if not self.is_file:
             return self
-        return WorkloadSpec(os.path.relpath(Path(self.location).resolve(), directory.resolve()), self.function, self.arguments)
+        return WorkloadSpec(
+            os.path.relpath(Path(self.location).resolve(), directory.resolve()),
+            self.function,
+            self.arguments,
+        )
 
     def resolved_from(self, directory: Path) -> WorkloadSpec:
         """The inverse of ``relative_to``."""
         if not self.is_file or Path(self.location).is_absolute():
             return self
-        return WorkloadSpec(os.path.relpath((directory / self.location).resolve()), self.function, self.arguments)
+        return WorkloadSpec(
+            os.path.relpath((directory / self.location).resolve()), self.function, self.arguments
+        )
 
     def load(self) -> WorkloadProtocol:
         """Import the file or module and call the function.
 
         Raises:
-            WorkloadError: ``workload-file``, ``workload-module``, ``workload-function`` or ``workload-arguments`` naming what does not
-                exist, ``workload-extra`` naming the command that installs what the model imports, and the codes of ``check_workload``.
+            WorkloadError: ``workload-file``, ``workload-module``, ``workload-function`` or
+                ``workload-arguments`` naming what does not exist, ``workload-extra`` naming the
+                command that installs what the model imports, and the codes of ``check_workload``.
         """
         try:
             return self._loaded()
         except ModuleNotFoundError as error:
             if (text := missing_extra(error)) is None:
                 raise
-            raise WorkloadError.of(f"workload {str(self)!r} cannot be loaded: {text}.", "workload-extra") from None
+            raise WorkloadError.of(
+                f"workload {str(self)!r} cannot be loaded: {text}.", "workload-extra"
+            ) from None
 
     def _loaded(self) -> WorkloadProtocol:
-        module = _import_file(Path(self.location)) if self.is_file else _import_module(self.location)
+        module = (
+            _import_file(Path(self.location)) if self.is_file else _import_module(self.location)
+        )
         function = getattr(module, self.function, None)
         if not callable(function):
-            own = [name for name, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
+            own = [
+                name
+                for name, value in vars(module).items()
+                if inspect.isfunction(value) and value.__module__ == module.__name__
+            ]
             public = ", ".join(name for name in own if not name.startswith("_"))
             raise WorkloadError.of(
-                f"{self.location} has no function {self.function!r}; it has {public or 'no public function'}.", "workload-function"
+                f"{self.location} has no function {self.function!r}; it has "
+                f"{public or 'no public function'}.",
+                "workload-function",
             )
         try:
             inspect.signature(function).bind(**self.arguments)
         except TypeError as error:
             raise WorkloadError.of(
-                f"{self.function}{inspect.signature(function)} does not take {dict(self.arguments)}: {error}.", "workload-arguments"
+                f"{self.function}{inspect.signature(function)} does not take "
+                f"{dict(self.arguments)}: {error}.",
+                "workload-arguments",
             ) from None
         return check_workload(function(**self.arguments), str(self))
 
@@ -195,10 +246,12 @@ def _read_value(text: str) -> Any:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a file under a name of its own, so that a user's ``models`` package is never mistaken for another."""
+    """Import a file under a name of its own, so that a user's ``models`` package is never mistaken
+    for another."""
     if not path.is_file():
         raise WorkloadError.of(
-            f"workload file {str(path)!r} does not exist (looked in {str(Path.cwd())!r}); a plan remembers the path relative to its own "
+            f"workload file {str(path)!r} does not exist (looked in {str(Path.cwd())!r}); a plan "
+            "remembers the path relative to its own "
             "file, and --workload names another.",
             "workload-file",
         )
@@ -228,4 +281,6 @@ def _import_module(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if missing_extra(error):
             raise
-        raise WorkloadError.of(f"workload module {name!r} cannot be imported: {error}.", "workload-module") from None
+        raise WorkloadError.of(
+            f"workload module {name!r} cannot be imported: {error}.", "workload-module"
+        ) from None

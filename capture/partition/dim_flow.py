@@ -1,4 +1,5 @@
-"""Where each dimension of an operand goes in the result of a jaxpr equation: what a sharding follows."""
+"""Where each dimension of an operand goes in the result of a jaxpr equation: what a sharding
+follows."""
 
 from __future__ import annotations
 
@@ -9,28 +10,50 @@ from typing import Any
 #: For each dimension of an operand, the dimension of the result that holds it, or None.
 DimFlow = tuple[int | None, ...]
 
-#: Parameters that name the dimensions along which a primitive mixes elements; the other dimensions stay.
+#: Parameters that name the dimensions along which a primitive mixes elements; the other dimensions
+#: stay.
 _MIXED_DIMS = ("axes", "axis", "dimension", "dimensions")
-_MIXING = {"sort", "top_k", "rev", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "squeeze", "argmax", "argmin"}
-#: XLA realigns the shards by permutes between neighbours. For the thirds of a fused query-key-value product (4 devices) that took
-#: 160 kB of permutes and 96 kB of all-to-all beside Megatron's 128 kB of all-reduces, and temporaries of 371 kB; whole, they are 839 kB.
-_REALIGNED = {"slice", "split", "concatenate", "pad"}
-#: Losing a sharded dimension here costs at most one collective that XLA does well, so the sharding that came in was worth it.
-_CHEAP_LOSS = {"gather", "scatter", "scatter-add", "dynamic_slice", "dynamic_update_slice", *_REALIGNED} | {
-    f"reduce_{operation}" for operation in ("and", "max", "min", "or", "prod", "sum")
+_MIXING = {
+    "sort",
+    "top_k",
+    "rev",
+    "cumsum",
+    "cumprod",
+    "cummax",
+    "cummin",
+    "cumlogsumexp",
+    "squeeze",
+    "argmax",
+    "argmin",
 }
+#: XLA realigns the shards by permutes between neighbours. For the thirds of a fused query-key-value
+#: product (4 devices) that took 160 kB of permutes and 96 kB of all-to-all beside Megatron's 128 kB
+#: of all-reduces, and temporaries of 371 kB; whole, they are 839 kB.
+_REALIGNED = {"slice", "split", "concatenate", "pad"}
+#: Losing a sharded dimension here costs at most one collective that XLA does well, so the sharding
+#: that came in was worth it.
+_CHEAP_LOSS = {
+    "gather",
+    "scatter",
+    "scatter-add",
+    "dynamic_slice",
+    "dynamic_update_slice",
+    *_REALIGNED,
+} | {f"reduce_{operation}" for operation in ("and", "max", "min", "or", "prod", "sum")}
 
 
 def dim_flow(eqn: Any, operand: int, degree: int) -> DimFlow:
     """Follow the dimensions of one operand into the first result.
 
-    Element-wise equations keep them; a transpose, broadcast, reshape, reduction, slice or gather moves or drops them. An
-    unknown primitive keeps the dimensions of equal size, as nearly all that mix elements are known here.
+    Element-wise equations keep them; a transpose, broadcast, reshape, reduction, slice or gather
+    moves or drops them. An unknown primitive keeps the dimensions of equal size, as nearly all that
+    mix elements are known here.
 
     Args:
         eqn: Any equation but products, convolutions and those that call a jaxpr.
         operand: Which of its inputs.
-        degree: Ways in which a followed dimension is cut: a reshape keeps it whole only if the new dimension divides.
+        degree: Ways in which a followed dimension is cut: a reshape keeps it whole only if the new
+            dimension divides.
 
     Returns:
         One entry per dimension of the operand.
@@ -41,16 +64,24 @@ def dim_flow(eqn: Any, operand: int, degree: int) -> DimFlow:
         return tuple(params["permutation"].index(dim) for dim in range(len(shape)))
     if name == "broadcast_in_dim":
         targets = params["broadcast_dimensions"] if operand == 0 else ()
-        return tuple(target if result[target] == size else None for target, size in zip(targets, shape, strict=False))
+        return tuple(
+            target if result[target] == size else None
+            for target, size in zip(targets, shape, strict=False)
+        )
     if name == "reshape":
         return tuple(reshaped_dim(shape, result, dim, degree) for dim in range(len(shape)))
     if name == "gather":
         return _gathered(eqn, operand)
     if name.startswith(("reduce_window", "select_and")):
         window = params.get("window_dimensions", ())
-        return tuple(dim if dim < len(window) and window[dim] == 1 else None for dim in range(len(shape)))
+        return tuple(
+            dim if dim < len(window) and window[dim] == 1 else None for dim in range(len(shape))
+        )
     if name in _REALIGNED and len(shape) == len(result):
-        return tuple(dim if result[dim] == size or result[dim] % degree == 0 else None for dim, size in enumerate(shape))
+        return tuple(
+            dim if result[dim] == size or result[dim] % degree == 0 else None
+            for dim, size in enumerate(shape)
+        )
     if name in _MIXING or name.startswith("reduce_"):
         mixed = _mixed_dims(params, len(shape))
         kept = [dim for dim in range(len(shape)) if dim not in mixed]
@@ -58,16 +89,23 @@ def dim_flow(eqn: Any, operand: int, degree: int) -> DimFlow:
         places = dict(zip(kept, positions, strict=True))
         return tuple(places.get(dim) for dim in range(len(shape)))
     if name == "fft":
-        return tuple(dim if dim < len(shape) - len(params["fft_lengths"]) else None for dim in range(len(shape)))
+        return tuple(
+            dim if dim < len(shape) - len(params["fft_lengths"]) else None
+            for dim in range(len(shape))
+        )
     if len(shape) != len(result):
         return (None,) * len(shape)
-    return tuple(dim if size == result[dim] else None for dim, size in enumerate(shape))  # size 1 is broadcast
+    return tuple(
+        dim if size == result[dim] else None for dim, size in enumerate(shape)
+    )  # size 1 is broadcast
 
 
 def loss_is_cheap(eqn: Any) -> bool:
-    """Whether XLA drops a sharded dimension with a masked lookup, or an all-reduce of the small result.
+    """Whether XLA drops a sharded dimension with a masked lookup, or an all-reduce of the small
+    result.
 
-    A reshape that cuts through the shards, a sort or a top-k instead gathers the whole tensor on every device.
+    A reshape that cuts through the shards, a sort or a top-k instead gathers the whole tensor on
+    every device.
     """
     return eqn.primitive.name in _CHEAP_LOSS
 
@@ -75,7 +113,8 @@ def loss_is_cheap(eqn: Any) -> bool:
 def reshaped_dim(shape: Sequence[int], result: Sequence[int], dim: int, degree: int) -> int | None:
     """The dimension of a reshaped array whose contiguous blocks are those of ``dim``.
 
-    ``dim`` must be the first of the dimensions that it is merged with, and the block it becomes must divide by ``degree``.
+    ``dim`` must be the first of the dimensions that it is merged with, and the block it becomes
+    must divide by ``degree``.
 
     Example:
         >>> reshaped_dim((8, 16, 64), (8, 16, 4, 16), 2, degree=2)  # split into heads
@@ -122,9 +161,14 @@ def _mixed_dims(params: dict[str, Any], ndim: int) -> set[int]:
 
 
 def _gathered(eqn: Any, operand: int) -> DimFlow:
-    """Dimensions taken whole stay as offset dimensions, batching dimensions meet those of the indices."""
+    """Dimensions taken whole stay as offset dimensions, batching dimensions meet those of the
+    indices."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    table, indices, result = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape, eqn.outvars[0].aval.shape
+    table, indices, result = (
+        eqn.invars[0].aval.shape,
+        eqn.invars[1].aval.shape,
+        eqn.outvars[0].aval.shape,
+    )
     batch = [dim for dim in range(len(result)) if dim not in numbers.offset_dims]
     if operand == 1:  # the last dimension of the indices holds coordinates
         return (*batch, None)[: len(indices)]
@@ -133,6 +177,8 @@ def _gathered(eqn: Any, operand: int) -> DimFlow:
     windows = [dim for dim in range(len(table)) if dim not in gone]
     for dim, target in zip(windows, numbers.offset_dims, strict=True):
         flow[dim] = target if sizes[dim] == table[dim] else None
-    for dim, index_dim in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
+    for dim, index_dim in zip(
+        numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True
+    ):
         flow[dim] = batch[index_dim]
     return tuple(flow)

@@ -1,9 +1,10 @@
 """Run ``custom_partitioning`` operations on the local parts of their arguments.
 
-A partitioner would ask the operation, through a callback, how to run on its part. A program that is exported for another process to
-compile cannot carry a callback, and a stage knows its mesh: so each operation is run by ``shard_map``, split as its rule allows. The
-dimension in front of its first operand is taken for the examples, and goes over the mesh axis ``data``; the next that the rule may split
-and the degree divides goes over ``model``. What arrives otherwise is resharded on the way in.
+A partitioner would ask the operation, through a callback, how to run on its part. A program that is
+exported for another process to compile cannot carry a callback, and a stage knows its mesh: so each
+operation is run by ``shard_map``, split as its rule allows. The dimension in front of its first
+operand is taken for the examples, and goes over the mesh axis ``data``; the next that the rule may
+split and the degree divides goes over ``model``. What arrives otherwise is resharded on the way in.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from capture.tracing.flops import equation_flops, sub_jaxprs
 from capture.tracing.split_rule import PRIMITIVE, Factors, split_rule
 
 
-def localize(function: Callable[..., Any], args: Sequence[Any], mesh: Mesh) -> tuple[Callable[..., Any], LocalFlops]:
-    """Bind the ``custom_partitioning`` operations of a function to a mesh with the axes ``data`` and ``model``.
+def localize(
+    function: Callable[..., Any], args: Sequence[Any], mesh: Mesh
+) -> tuple[Callable[..., Any], LocalFlops]:
+    """Bind the ``custom_partitioning`` operations of a function to a mesh with the axes ``data``
+    and ``model``.
 
     Args:
         function: Traced here, once.
@@ -39,9 +43,14 @@ def localize(function: Callable[..., Any], args: Sequence[Any], mesh: Mesh) -> t
 
     @wraps(function)
     def localized(*arrays: Any) -> Any:
-        return jax.tree.unflatten(jax.tree.structure(shape), _evaluate(closed, jax.tree.leaves(arrays), mesh))
+        return jax.tree.unflatten(
+            jax.tree.structure(shape), _evaluate(closed, jax.tree.leaves(arrays), mesh)
+        )
 
-    return localized, LocalFlops(_call_flops(closed.jaxpr, mesh, kernels=False), _call_flops(closed.jaxpr, mesh, kernels=True))
+    return localized, LocalFlops(
+        _call_flops(closed.jaxpr, mesh, kernels=False),
+        _call_flops(closed.jaxpr, mesh, kernels=True),
+    )
 
 
 def _call_flops(jaxpr: Any, mesh: Mesh, kernels: bool) -> int:
@@ -50,10 +59,16 @@ def _call_flops(jaxpr: Any, mesh: Mesh, kernels: bool) -> int:
     for equation in jaxpr.eqns:
         if equation.primitive.name == PRIMITIVE:
             if _holds(equation, "pallas_call") == kernels:
-                total += equation_flops(equation) // math.prod(mesh.shape[axis] for axis in _axes(equation, mesh).values())
+                total += equation_flops(equation) // math.prod(
+                    mesh.shape[axis] for axis in _axes(equation, mesh).values()
+                )
         else:
             bodies = [_call_flops(body, mesh, kernels) for body in sub_jaxprs(equation.params)]
-            total += max(bodies, default=0) if equation.primitive.name == "cond" else equation.params.get("length", 1) * sum(bodies)
+            total += (
+                max(bodies, default=0)
+                if equation.primitive.name == "cond"
+                else equation.params.get("length", 1) * sum(bodies)
+            )
     return total
 
 
@@ -69,14 +84,19 @@ def _axes(equation: Any, mesh: Mesh) -> dict[str, str]:
     rule = split_rule(equation)
     for factor, operand, dim in rule.factors if rule else ():
         axis = "data" if (operand, dim) == (0, 0) else "model"
-        if axis not in axes.values() and equation.invars[operand].aval.shape[dim] % mesh.shape[axis] == 0:
+        if (
+            axis not in axes.values()
+            and equation.invars[operand].aval.shape[dim] % mesh.shape[axis] == 0
+        ):
             axes[factor] = axis
     return axes
 
 
 def _evaluate(body: Any, args: Sequence[Any], mesh: Mesh) -> list[Any]:
     jaxpr, consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
-    values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
+    values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(
+        zip(jaxpr.invars, args, strict=True)
+    )
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, jex_core.Literal) else values[atom]
@@ -86,16 +106,24 @@ def _evaluate(body: Any, args: Sequence[Any], mesh: Mesh) -> list[Any]:
         params = {}
         for key, value in equation.params.items():
             params[key], hoisted = _localized(value, mesh)
-            operands = [*hoisted, *operands]  # of an open body (jax.checkpoint), whose constants are operands
+            operands = [
+                *hoisted,
+                *operands,
+            ]  # of an open body (jax.checkpoint), whose constants are operands
         call = _local_call(equation, mesh) if equation.primitive.name == PRIMITIVE else None
         bind(equation.replace(params=params), operands, values, call=call)
     return [read(v) for v in jaxpr.outvars]
 
 
 def _localized(value: Any, mesh: Mesh) -> tuple[Any, Sequence[Any]]:
-    """A parameter of an equation with the operations in its bodies replaced, and the operands that an open body takes before its own."""
+    """A parameter of an equation with the operations in its bodies replaced, and the operands that
+    an open body takes before its own."""
     if isinstance(value, (tuple, list)):
-        return (type(value)(_localized(item, mesh)[0] for item in value) if any(map(_holds_call, value)) else value), ()
+        return (
+            type(value)(_localized(item, mesh)[0] for item in value)
+            if any(map(_holds_call, value))
+            else value
+        ), ()
     if not _holds_call(value):
         return value, ()
     jaxpr = getattr(value, "jaxpr", value)
@@ -106,7 +134,9 @@ def _localized(value: Any, mesh: Mesh) -> tuple[Any, Sequence[Any]]:
     if not closed.consts:
         return closed.jaxpr, ()
     shapes = [jax.ShapeDtypeStruct(jnp.shape(c), jnp.result_type(c)) for c in closed.consts]
-    hoisted = jax.make_jaxpr(lambda consts, args: jax.core.eval_jaxpr(closed.jaxpr, consts, *args))(shapes, avals)
+    hoisted = jax.make_jaxpr(lambda consts, args: jax.core.eval_jaxpr(closed.jaxpr, consts, *args))(
+        shapes, avals
+    )
     assert not hoisted.consts, "constants are arguments now"
     return hoisted.jaxpr, closed.consts
 
@@ -126,15 +156,25 @@ def _local_call(equation: Any, mesh: Mesh) -> Callable[..., Any] | None:
 
     def sharded(factors: Factors, atom: Any) -> jax.ShapeDtypeStruct:
         spec = PartitionSpec(*(axes.get(factor) if factor else None for factor in factors))
-        return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, sharding=NamedSharding(mesh, spec))
+        return jax.ShapeDtypeStruct(
+            atom.aval.shape, atom.aval.dtype, sharding=NamedSharding(mesh, spec)
+        )
 
     arguments = params["in_tree"].unflatten(list(map(sharded, rule.operands, equation.invars)))
     results = params["out_tree"].unflatten(list(map(sharded, rule.results, equation.outvars)))
     # The operation's author has the last word on shardings, and says what runs on a part.
-    _, local, result_shardings, argument_shardings = params["partition"](*params["static_args"], mesh, arguments, results)
+    _, local, result_shardings, argument_shardings = params["partition"](
+        *params["static_args"], mesh, arguments, results
+    )
 
     def specs(shardings: Any) -> Any:
         return jax.tree.map(lambda sharding: sharding.spec, shardings)
 
-    call = jax.shard_map(local, mesh=mesh, in_specs=specs(tuple(argument_shardings)), out_specs=specs(result_shardings), check_vma=False)
+    call = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=specs(tuple(argument_shardings)),
+        out_specs=specs(result_shardings),
+        check_vma=False,
+    )
     return lambda *args: jax.tree.leaves(call(*params["in_tree"].unflatten(args)))

@@ -1,4 +1,5 @@
-"""How the parameters of a model are split at a tensor-parallel degree: decided layer by layer, so that any stage agrees."""
+"""How the parameters of a model are split at a tensor-parallel degree: decided layer by layer, so
+that any stage agrees."""
 
 from __future__ import annotations
 
@@ -15,14 +16,21 @@ from capture.plan.choices import ParamSplit
 from capture.tracing import TracedModel
 
 
-def struct_of(tensor: Tensor, sharding: jax.sharding.Sharding | None = None) -> jax.ShapeDtypeStruct:
+def struct_of(
+    tensor: Tensor, sharding: jax.sharding.Sharding | None = None
+) -> jax.ShapeDtypeStruct:
     """A tensor of the layer graph as JAX's structure."""
-    dtype = jax.eval_shape(lambda: jax.random.key(0)).dtype if tensor.dtype.startswith("key<") else jnp.dtype(tensor.dtype)
+    dtype = (
+        jax.eval_shape(lambda: jax.random.key(0)).dtype
+        if tensor.dtype.startswith("key<")
+        else jnp.dtype(tensor.dtype)
+    )
     return jax.ShapeDtypeStruct(tensor.shape, dtype, sharding=sharding)
 
 
 class ModelSharding:
-    """Specs of all parameters per tensor-parallel degree; a shared parameter is split as its first layer wants it.
+    """Specs of all parameters per tensor-parallel degree; a shared parameter is split as its first
+    layer wants it.
 
     Args:
         traced: The model.
@@ -40,7 +48,9 @@ class ModelSharding:
             graph = self._traced.graph
             specs: dict[int, PartitionSpec] = {}
             for layer in graph.layers:
-                for p, spec in zip(layer.params, self._layer_specs(layer.layer_id, degree), strict=True):
+                for p, spec in zip(
+                    layer.params, self._layer_specs(layer.layer_id, degree), strict=True
+                ):
                     specs.setdefault(p, spec)
             self._specs[degree] = [specs.get(p, PartitionSpec()) for p in range(len(graph.params))]
         return self._specs[degree]
@@ -52,7 +62,9 @@ class ModelSharding:
         by_name = isinstance(self._rule, Mapping)  # names differ between equal layers
         if key not in self._by_key or by_name:
             params = [struct_of(graph.params[p]) for p in one.params]
-            args = [struct_of(graph.values[v]) for v in one.inputs] + [struct_of(graph.batch[b]) for b in one.batch]
+            args = [struct_of(graph.values[v]) for v in one.inputs] + [
+                struct_of(graph.batch[b]) for b in one.batch
+            ]
             count = len(one.inputs)
             found = parameter_specs(
                 lambda p, a: one(p, a[:count], a[count:]),
@@ -68,15 +80,23 @@ class ModelSharding:
 
     def param_bytes(self, split: ParamSplit) -> tuple[int, ...]:
         """Bytes per device of every parameter of the graph."""
-        return tuple(_shard_bytes(p, spec, split) for p, spec in zip(self._traced.graph.params, self.specs(split[0]), strict=True))
+        return tuple(
+            _shard_bytes(p, spec, split)
+            for p, spec in zip(self._traced.graph.params, self.specs(split[0]), strict=True)
+        )
 
 
 def over_replicas(spec: PartitionSpec, shape: Sequence[int], data_parallel: int) -> PartitionSpec:
-    """A spec that also splits the largest dimension that is whole and even over the replicas; the same where there is none."""
+    """A spec that also splits the largest dimension that is whole and even over the replicas; the
+    same where there is none."""
     if data_parallel == 1:
         return spec
     axes = [*spec, *[None] * (len(shape) - len(spec))]
-    free = [d for d, axis in enumerate(axes) if axis is None and shape[d] % data_parallel == 0 and shape[d]]
+    free = [
+        d
+        for d, axis in enumerate(axes)
+        if axis is None and shape[d] % data_parallel == 0 and shape[d]
+    ]
     if free:
         axes[max(free, key=lambda d: shape[d])] = DATA_AXIS
     return PartitionSpec(*axes)
@@ -85,5 +105,8 @@ def over_replicas(spec: PartitionSpec, shape: Sequence[int], data_parallel: int)
 def _shard_bytes(tensor: Tensor, spec: PartitionSpec, split: ParamSplit) -> int:
     degrees = {MODEL_AXIS: split[0], DATA_AXIS: split[1]}
     spec = over_replicas(spec, tensor.shape, split[1])
-    shape = [size // degrees[spec[d]] if d < len(spec) and spec[d] else size for d, size in enumerate(tensor.shape)]
+    shape = [
+        size // degrees[spec[d]] if d < len(spec) and spec[d] else size
+        for d, size in enumerate(tensor.shape)
+    ]
     return math.prod(shape) * item_bytes(tensor.dtype)

@@ -1,7 +1,9 @@
-"""One walk over a jaxpr that decides which dimension of every parameter is cut over the devices of a tensor-parallel group.
+"""One walk over a jaxpr that decides which dimension of every parameter is cut over the devices of
+a tensor-parallel group.
 
-There is no rule per layer type. The traced function is walked once from inputs to outputs, remembering which dimension of
-each value is sharded; the first product that meets a parameter decides how that parameter is cut:
+There is no rule per layer type. The traced function is walked once from inputs to outputs,
+remembering which dimension of each value is sharded; the first product that meets a parameter
+decides how that parameter is cut:
 
     input whole                  cut an output dimension; the result is sharded there            (column; Megatron-LM, section 3)
     input cut where it contracts cut the same dimension of the parameter; the result is summed    (row)
@@ -9,8 +11,9 @@ each value is sharded; the first product that meets a parameter decides how that
     element-wise, such as a bias follow the value that it meets
     table that is looked up      cut the vocabulary                                               (see ``_Walk._gather``)
 
-A column that leads nowhere is undone: if XLA would have to gather the whole activation (a reshape across shards, routing by top-k), or sum
-scores over it (heads that the degree does not divide), the parameter stays whole and the walk starts again.
+A column that leads nowhere is undone: if XLA would have to gather the whole activation (a reshape
+across shards, routing by top-k), or sum scores over it (heads that the degree does not divide), the
+parameter stays whole and the walk starts again.
 """
 
 from __future__ import annotations
@@ -25,11 +28,14 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from capture.partition.dim_flow import dim_flow, loss_is_cheap
 from capture.tracing import split_rule
 
-#: Elements below which a parameter is not worth a collective of its own; it may still follow another.
+#: Elements below which a parameter is not worth a collective of its own; it may still follow
+#: another.
 MIN_SHARDED_SIZE = 1024
 
 
-def cut_parameters(jaxpr: Jaxpr, shapes: Sequence[tuple[int, ...]], degree: int, fixed: Mapping[int, int | None]) -> dict[int, int | None]:
+def cut_parameters(
+    jaxpr: Jaxpr, shapes: Sequence[tuple[int, ...]], degree: int, fixed: Mapping[int, int | None]
+) -> dict[int, int | None]:
     """Decide the parameters of a program.
 
     Args:
@@ -39,18 +45,28 @@ def cut_parameters(jaxpr: Jaxpr, shapes: Sequence[tuple[int, ...]], degree: int,
         fixed: Decisions that the walk must follow: a dimension, or None to stay whole.
 
     Returns:
-        The dimension of each parameter that was decided; the others stay whole. Every dimension divides by ``degree``.
+        The dimension of each parameter that was decided; the others stay whole. Every dimension
+        divides by ``degree``.
 
-    Source: Shoeybi et al., Megatron-LM, section 3 (columns and rows); Lepikhin et al., GShard, section 3 (experts).
+    Source: Shoeybi et al., Megatron-LM, section 3 (columns and rows); Lepikhin et al., GShard,
+    section 3 (experts).
     """
     whole: set[int] = set()
     while True:
         walk = _Walk(shapes, degree, dict(fixed), frozenset(whole))
-        walk.run(jaxpr, [_Value(param=index, param_dims=tuple(range(len(shape))), static=True) for index, shape in enumerate(shapes)])
+        walk.run(
+            jaxpr,
+            [
+                _Value(param=index, param_dims=tuple(range(len(shape))), static=True)
+                for index, shape in enumerate(shapes)
+            ],
+        )
         if not walk.undone:
             walk.place_tables()
             return walk.cuts
-        whole |= walk.undone  # each round adds one at least: only parameters outside it start a column
+        whole |= (
+            walk.undone
+        )  # each round adds one at least: only parameters outside it start a column
 
 
 @dataclass(frozen=True)
@@ -60,7 +76,8 @@ class _Value:
     Attributes:
         dim: Its sharded dimension.
         column: The parameter whose column cut made it so; that cut may be undone.
-        lost: The parameter whose column cut was lost on the way, at the price of gathering the activation.
+        lost: The parameter whose column cut was lost on the way, at the price of gathering the
+            activation.
         param: The undecided parameter that it is a view of (transposed, cast, broadcast, ...).
         param_dims: The dimension of that parameter, for each dimension of the value.
         static: Made of parameters and constants only.
@@ -85,14 +102,23 @@ class _Walk:
     """One walk over a jaxpr.
 
     Attributes:
-        cuts: The decision per parameter: its sharded dimension, or None to stay whole. Who has none yet is undecided.
+        cuts: The decision per parameter: its sharded dimension, or None to stay whole. Who has none
+            yet is undecided.
         undone: Parameters whose column cut turned out to lead nowhere.
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], degree: int, cuts: dict[int, int | None], whole: frozenset[int]):
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        degree: int,
+        cuts: dict[int, int | None],
+        whole: frozenset[int],
+    ):
         self.shapes, self.degree, self.cuts, self.whole = shapes, degree, cuts, whole
         self.undone: set[int] = set()
-        self._tables: dict[int, tuple[int, ...]] = {}  # looked up only: dimensions to cut, best first
+        self._tables: dict[
+            int, tuple[int, ...]
+        ] = {}  # looked up only: dimensions to cut, best first
 
     def run(self, jaxpr: Jaxpr, inputs: Sequence[_Value]) -> list[_Value]:
         """Follow the inputs (parameters first; what is missing is whole) to the outputs."""
@@ -103,7 +129,13 @@ class _Walk:
             return _STATIC if isinstance(atom, Literal) else self._decided(env.get(atom, _WHOLE))
 
         for eqn in jaxpr.eqns:
-            env.update(zip(eqn.outvars, self._equation(eqn, [read(atom) for atom in eqn.invars]), strict=True))
+            env.update(
+                zip(
+                    eqn.outvars,
+                    self._equation(eqn, [read(atom) for atom in eqn.invars]),
+                    strict=True,
+                )
+            )
         return [read(atom) for atom in jaxpr.outvars]
 
     def place_tables(self) -> None:
@@ -118,15 +150,29 @@ class _Walk:
         if value.param is None or value.param not in self.cuts:
             return value
         cut = self.cuts[value.param]
-        return _Value(dim=value.param_dims.index(cut) if cut is not None and cut in value.param_dims else None, static=True)
+        return _Value(
+            dim=value.param_dims.index(cut)
+            if cut is not None and cut in value.param_dims
+            else None,
+            static=True,
+        )
 
     def _may_start(self, param: int) -> bool:
-        return param not in self.whole and param not in self.cuts and math.prod(self.shapes[param]) >= MIN_SHARDED_SIZE
+        return (
+            param not in self.whole
+            and param not in self.cuts
+            and math.prod(self.shapes[param]) >= MIN_SHARDED_SIZE
+        )
 
     def _cut(self, value: _Value, dim: int) -> bool:
         """Decide a parameter at a dimension of its view, if it divides."""
         param_dim = value.param_dims[dim]
-        if value.param is None or value.param in self.cuts or param_dim is None or self.shapes[value.param][param_dim] % self.degree:
+        if (
+            value.param is None
+            or value.param in self.cuts
+            or param_dim is None
+            or self.shapes[value.param][param_dim] % self.degree
+        ):
             return False
         self.cuts[value.param] = param_dim
         return True
@@ -175,7 +221,14 @@ class _Walk:
                 return replace(result, dim=dim)  # experts by now: their sum is due anyway
             if other.dim is None and weight.param is not None and self._may_start(weight.param):
                 shape = eqn.invars[side].aval.shape
-                for dim in (*batch[side], *(d for d in range(len(shape)) if d not in contract[side] and d not in batch[side])):
+                for dim in (
+                    *batch[side],
+                    *(
+                        d
+                        for d in range(len(shape))
+                        if d not in contract[side] and d not in batch[side]
+                    ),
+                ):
                     if shape[dim] % self.degree == 0 and self._cut(weight, dim):
                         column = None if dim in batch[side] else weight.param
                         return replace(result, dim=_product_dim(eqn, side, dim), column=column)
@@ -184,21 +237,30 @@ class _Walk:
             if value.dim is None:
                 continue
             if value.dim in contract[side]:
-                if not other.static:  # scores summed over the devices: worse than not sharding their factors
+                if (
+                    not other.static
+                ):  # scores summed over the devices: worse than not sharding their factors
                     self._undo(value.column)
             elif result.dim is None:
-                result = replace(result, dim=_product_dim(eqn, side, value.dim), column=value.column)
+                result = replace(
+                    result, dim=_product_dim(eqn, side, value.dim), column=value.column
+                )
         return result
 
     def _keep_table_whole_on_features(self, weight: _Value) -> None:
-        """A head that is tied to a table contracts its features: cut there, whole logits would be summed over the devices."""
+        """A head that is tied to a table contracts its features: cut there, whole logits would be
+        summed over the devices."""
         if weight.param in self._tables:
             self._tables[weight.param] = self._tables[weight.param][:1]
 
     def _convolution(self, eqn: Any, inputs: list[_Value]) -> _Value:
-        """As a product over features: an output channel is a column, an input channel a row, a depthwise filter follows."""
+        """As a product over features: an output channel is a column, an input channel a row, a
+        depthwise filter follows."""
         numbers, image, kernel = eqn.params["dimension_numbers"], *inputs
-        (image_batch, image_features), (out_features, in_features) = numbers.lhs_spec[:2], numbers.rhs_spec[:2]
+        (image_batch, image_features), (out_features, in_features) = (
+            numbers.lhs_spec[:2],
+            numbers.rhs_spec[:2],
+        )
         result_batch, result_features = numbers.out_spec[:2]
         self._undo(image.lost)
         result = _Value(static=image.static and kernel.static)
@@ -224,13 +286,16 @@ class _Walk:
         return result
 
     def _gather(self, eqn: Any, inputs: list[_Value]) -> None:
-        """Note a table that is looked up by values of the data: it is cut by vocabulary, as in Megatron.
+        """Note a table that is looked up by values of the data: it is cut by vocabulary, as in
+        Megatron.
 
-        Measured on 4 devices (V=256, D=64, 256 ids; the same on jax 0.10.2 and 0.12). Alone in a stage, a table cut by
-        features would cost an all-gather of the rows, half the traffic of the all-reduce of a vocabulary cut. But XLA then
-        carries the cut into the residual stream: with one GPT block behind it, 12 all-reduces (394 kB) and 8 all-gathers (264 kB),
-        against 5 all-reduces (448 kB) for the vocabulary. A tied head decides it: 10 all-reduces (516 kB), logits and softmax
-        sharded, against 13 (650 kB), 8 all-gathers and 1.4 times the temporaries. Features remain for a vocabulary that does not divide.
+        Measured on 4 devices (V=256, D=64, 256 ids; the same on jax 0.10.2 and 0.12). Alone in a
+        stage, a table cut by features would cost an all-gather of the rows, half the traffic of the
+        all-reduce of a vocabulary cut. But XLA then carries the cut into the residual stream: with
+        one GPT block behind it, 12 all-reduces (394 kB) and 8 all-gathers (264 kB), against 5
+        all-reduces (448 kB) for the vocabulary. A tied head decides it: 10 all-reduces (516 kB),
+        logits and softmax sharded, against 13 (650 kB), 8 all-gathers and 1.4 times the
+        temporaries. Features remain for a vocabulary that does not divide.
         """
         table, indices = inputs[0], inputs[1]
         self._undo(indices.lost)
@@ -238,30 +303,53 @@ class _Walk:
             return
         looked_up = eqn.params["dimension_numbers"].start_index_map
         dims = sorted(range(len(table.param_dims)), key=lambda dim: dim not in looked_up)
-        self._tables.setdefault(table.param, tuple(d for dim in dims if (d := table.param_dims[dim]) is not None))
+        self._tables.setdefault(
+            table.param, tuple(d for dim in dims if (d := table.param_dims[dim]) is not None)
+        )
 
     def _scan(self, eqn: Any, inputs: list[_Value]) -> list[_Value]:
-        """The body, once; what is stacked over the iterations loses its first dimension inside and has it back outside."""
+        """The body, once; what is stacked over the iterations loses its first dimension inside and
+        has it back outside."""
         body = _opened(eqn.params["jaxpr"])
         # The names of the counts differ between versions of JAX; shapes tell them as well.
-        num_carry = sum(_ndim(outer) == _ndim(inner) for outer, inner in zip(eqn.outvars, body.outvars, strict=True))
-        first_stacked = sum(_ndim(outer) == _ndim(inner) for outer, inner in zip(eqn.invars, body.invars, strict=True))
+        num_carry = sum(
+            _ndim(outer) == _ndim(inner)
+            for outer, inner in zip(eqn.outvars, body.outvars, strict=True)
+        )
+        first_stacked = sum(
+            _ndim(outer) == _ndim(inner)
+            for outer, inner in zip(eqn.invars, body.invars, strict=True)
+        )
         stacked = [_shifted(value, -1) for value in inputs[first_stacked:]]
-        results = self._loop(body, [*inputs[:first_stacked], *stacked], first_stacked - num_carry, num_carry)
+        results = self._loop(
+            body, [*inputs[:first_stacked], *stacked], first_stacked - num_carry, num_carry
+        )
         return [*results[:num_carry], *(_shifted(value, 1) for value in results[num_carry:])]
 
-    def _loop(self, body: Jaxpr, inputs: list[_Value], num_consts: int, num_carry: int | None = None) -> list[_Value]:
+    def _loop(
+        self, body: Jaxpr, inputs: list[_Value], num_consts: int, num_carry: int | None = None
+    ) -> list[_Value]:
         """The body of a loop; a carry stays sharded only if it leaves the body as it came."""
         stop = len(inputs) if num_carry is None else num_consts + num_carry
         carries = [value.as_activation() for value in inputs[num_consts:stop]]
-        results = [value.as_activation() for value in self.run(body, [*inputs[:num_consts], *carries, *inputs[stop:]])]
-        kept = [out if out.dim == carry.dim else replace(out, dim=None) for carry, out in zip(carries, results, strict=False)]
+        results = [
+            value.as_activation()
+            for value in self.run(body, [*inputs[:num_consts], *carries, *inputs[stop:]])
+        ]
+        kept = [
+            out if out.dim == carry.dim else replace(out, dim=None)
+            for carry, out in zip(carries, results, strict=False)
+        ]
         return [*kept, *results[len(carries) :]]
 
     def _follow(self, eqn: Any, inputs: list[_Value]) -> _Value:
-        """Everything else: the result is sharded where an operand is, and undecided parameters follow."""
+        """Everything else: the result is sharded where an operand is, and undecided parameters
+        follow."""
         flows = [dim_flow(eqn, operand, self.degree) for operand in range(len(inputs))]
-        result = _Value(static=all(value.static for value in inputs), lost=next((v.lost for v in inputs if v.lost is not None), None))
+        result = _Value(
+            static=all(value.static for value in inputs),
+            lost=next((v.lost for v in inputs if v.lost is not None), None),
+        )
         for value, flow in zip(inputs, flows, strict=True):
             if value.dim is None:
                 continue
@@ -270,7 +358,11 @@ class _Walk:
                     result = replace(result, lost=value.column)
             elif result.dim is None:
                 result = replace(result, dim=flow[value.dim], column=value.column)
-        views = [(value, flow) for value, flow in zip(inputs, flows, strict=True) if value.param is not None]
+        views = [
+            (value, flow)
+            for value, flow in zip(inputs, flows, strict=True)
+            if value.param is not None
+        ]
         if result.dim is not None:
             for value, flow in views:
                 if result.dim in flow:
@@ -278,7 +370,8 @@ class _Walk:
         elif result.static and len({value.param for value, _ in views}) == 1:
             value, flow = max(views, key=lambda view: sum(target is not None for target in view[1]))
             dims = [
-                next((value.param_dims[d] for d, target in enumerate(flow) if target == dim), None) for dim in range(_ndim(eqn.outvars[0]))
+                next((value.param_dims[d] for d, target in enumerate(flow) if target == dim), None)
+                for dim in range(_ndim(eqn.outvars[0]))
             ]
             return replace(result, param=value.param, param_dims=tuple(dims))
         return result
@@ -296,7 +389,11 @@ def _by_rule(rule: split_rule.SplitRule, inputs: Sequence[_Value]) -> list[_Valu
     results = []
     for factors in rule.results:
         dim = next((dim for dim, factor in enumerate(factors) if factor in columns), None)
-        results.append(_Value(lost=lost) if dim is None else _Value(dim=dim, column=columns[str(factors[dim])], lost=lost))
+        results.append(
+            _Value(lost=lost)
+            if dim is None
+            else _Value(dim=dim, column=columns[str(factors[dim])], lost=lost)
+        )
     return results
 
 
@@ -310,23 +407,32 @@ def _opened(body: Any) -> Jaxpr:
 
 
 def _product_dim(eqn: Any, side: int, dim: int) -> int:
-    """Where a dimension of an operand that is not contracted stands in the result of a product: batch, left, right."""
+    """Where a dimension of an operand that is not contracted stands in the result of a product:
+    batch, left, right."""
     (contract, batch) = ((dims[0], dims[1]) for dims in eqn.params["dimension_numbers"])
     if dim in batch[side]:
         return tuple(batch[side]).index(dim)
-    free = [[d for d in range(_ndim(eqn.invars[s])) if d not in contract[s] and d not in batch[s]] for s in (0, 1)]
+    free = [
+        [d for d in range(_ndim(eqn.invars[s])) if d not in contract[s] and d not in batch[s]]
+        for s in (0, 1)
+    ]
     return len(batch[side]) + (len(free[0]) if side == 1 else 0) + free[side].index(dim)
 
 
 def _called_jaxpr(eqn: Any) -> Jaxpr | None:
-    """The body of a call (jit, remat, custom derivative): a jaxpr with the inputs and outputs of the equation."""
+    """The body of a call (jit, remat, custom derivative): a jaxpr with the inputs and outputs of
+    the equation."""
 
     def shapes(atoms: Iterable[Any]) -> list[Any]:
         return [getattr(atom.aval, "shape", None) for atom in atoms]
 
     for value in eqn.params.values():
         body = _opened(value)
-        if isinstance(body, Jaxpr) and shapes(body.invars) == shapes(eqn.invars) and shapes(body.outvars) == shapes(eqn.outvars):
+        if (
+            isinstance(body, Jaxpr)
+            and shapes(body.invars) == shapes(eqn.invars)
+            and shapes(body.outvars) == shapes(eqn.outvars)
+        ):
             return body
     return None
 

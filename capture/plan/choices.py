@@ -1,4 +1,5 @@
-"""The ways in which a stage may use its devices, and the sets of them that searches and profiles go through."""
+"""The ways in which a stage may use its devices, and the sets of them that searches and profiles go
+through."""
 
 from __future__ import annotations
 
@@ -33,19 +34,33 @@ class StageChoice:
     @classmethod
     def of(cls, stage: StagePlan) -> StageChoice:
         """That of a plan's stage."""
-        return cls(stage.data_parallel, stage.tensor_parallel, stage.remat, stage.shard_optimizer, stage.shard_params)
+        return cls(
+            stage.data_parallel,
+            stage.tensor_parallel,
+            stage.remat,
+            stage.shard_optimizer,
+            stage.shard_params,
+        )
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> StageChoice:
         """That of a row of a document."""
-        return cls(row["data_parallel"], row["tensor_parallel"], row["remat"], row["shard_optimizer"], row.get("shard_params", False))
+        return cls(
+            row["data_parallel"],
+            row["tensor_parallel"],
+            row["remat"],
+            row["shard_optimizer"],
+            row.get("shard_params", False),
+        )
 
     def __str__(self) -> str:
         said = [f"data parallel {self.data_parallel}", f"tensor parallel {self.tensor_parallel}"]
         said += [f"remat {self.remat}"] * (self.remat != "none")
-        said += ["parameters split over replicas" if self.shard_params else "optimizer split over replicas"] * (
-            self.shard_optimizer or self.shard_params
-        )
+        said += [
+            "parameters split over replicas"
+            if self.shard_params
+            else "optimizer split over replicas"
+        ] * (self.shard_optimizer or self.shard_params)
         return ", ".join(said)
 
     @property
@@ -54,24 +69,36 @@ class StageChoice:
 
     @property
     def param_split(self) -> ParamSplit:
-        """How many ways parameters are split by tensor parallelism, and beyond that over replicas."""
+        """How many ways parameters are split by tensor parallelism, and beyond that over
+        replicas."""
         return self.tensor_parallel, self.data_parallel if self.shard_params else 1
 
 
-def paper_choices(max_devices: int, *, remat: Remat = "none", shard_optimizer: bool = False) -> dict[int, tuple[StageChoice, ...]]:
+def paper_choices(
+    max_devices: int, *, remat: Remat = "none", shard_optimizer: bool = False
+) -> dict[int, tuple[StageChoice, ...]]:
     """Data *or* tensor parallelism, in powers of two: 2 log2(k) + 1 choices for at most k devices.
 
-    Source: CAPTURE III-C; its count 2 log2(k) - 1 leaves out two choices (READINGS.md, C-j, C-k, C-r).
+    Source: CAPTURE III-C; its count 2 log2(k) - 1 leaves out two choices (READINGS.md, C-j, C-k,
+    C-r).
 
     Example:
         >>> sum(len(choices) for choices in paper_choices(4).values())
         5
     """
     degrees = [1 << bit for bit in range(max_devices.bit_length())]
-    return {d: tuple(StageChoice(dp, tp, remat, shard_optimizer) for dp, tp in ([(d, 1), (1, d)] if d > 1 else [(1, 1)])) for d in degrees}
+    return {
+        d: tuple(
+            StageChoice(dp, tp, remat, shard_optimizer)
+            for dp, tp in ([(d, 1), (1, d)] if d > 1 else [(1, 1)])
+        )
+        for d in degrees
+    }
 
 
-def hybrid_choices(max_devices: int, *, remat: Remat = "none", shard_optimizer: bool = False) -> dict[int, tuple[StageChoice, ...]]:
+def hybrid_choices(
+    max_devices: int, *, remat: Remat = "none", shard_optimizer: bool = False
+) -> dict[int, tuple[StageChoice, ...]]:
     """Data *and* tensor parallelism, in powers of two: log2(d) + 1 choices on d devices.
 
     Example:
@@ -79,16 +106,26 @@ def hybrid_choices(max_devices: int, *, remat: Remat = "none", shard_optimizer: 
         [(4, 1), (2, 2), (1, 4)]
     """
     return {
-        1 << bit: tuple(StageChoice(1 << bit - tp, 1 << tp, remat, shard_optimizer) for tp in range(bit + 1))
+        1 << bit: tuple(
+            StageChoice(1 << bit - tp, 1 << tp, remat, shard_optimizer) for tp in range(bit + 1)
+        )
         for bit in range(max_devices.bit_length())
     }
 
 
 def with_sharded_params(choices: Sequence[StageChoice]) -> list[StageChoice]:
-    """The choices, and those with replicas also with the parameters split over them: whoever chooses among these is never worse off.
+    """The choices, and those with replicas also with the parameters split over them: whoever
+    chooses among these is never worse off.
 
     Example:
         >>> [choice.shard_params for choice in with_sharded_params([StageChoice(1, 2), StageChoice(2, 1)])]
         [False, False, True]
     """
-    return [*choices, *(replace(choice, shard_optimizer=True, shard_params=True) for choice in choices if choice.data_parallel > 1)]
+    return [
+        *choices,
+        *(
+            replace(choice, shard_optimizer=True, shard_params=True)
+            for choice in choices
+            if choice.data_parallel > 1
+        ),
+    ]

@@ -21,8 +21,10 @@ class Headroom:
         source: Where the limit is from: the user, or the terms of the target.
         peak_bytes: Of the device that needs most.
         high_bytes: Upper end of the interval of the device whose upper end is highest.
-        coverage: Calibrated probability that a device stays within its interval; None without calibration, 1 for compiled peaks.
-        extrapolated: Whether the peaks are of a micro-batch size or degrees that were not profiled, and not compiled either.
+        coverage: Calibrated probability that a device stays within its interval; None without
+            calibration, 1 for compiled peaks.
+        extrapolated: Whether the peaks are of a micro-batch size or degrees that were not profiled,
+            and not compiled either.
     """
 
     limit_bytes: int
@@ -54,13 +56,22 @@ class Headroom:
         """
         if limit_bytes is None and memory is None:
             return None
-        limit = limit_bytes if limit_bytes is not None else memory.usable_bytes if memory is not None else 0
+        limit = (
+            limit_bytes
+            if limit_bytes is not None
+            else memory.usable_bytes
+            if memory is not None
+            else 0
+        )
         source = "given" if limit_bytes is not None else str(memory)
-        return cls(limit, source, max(peaks), max(high for _, high in intervals), coverage, extrapolated)
+        return cls(
+            limit, source, max(peaks), max(high for _, high in intervals), coverage, extrapolated
+        )
 
     @property
     def verdict(self) -> Verdict:
-        """``fits`` if the whole interval is within the limit; what is extrapolated never just fits."""
+        """``fits`` if the whole interval is within the limit; what is extrapolated never just
+        fits."""
         if self.high_bytes <= self.limit_bytes:
             return "fits by extrapolation" if self.extrapolated else "fits"
         return "may not fit" if self.peak_bytes <= self.limit_bytes else "does not fit"
@@ -78,9 +89,18 @@ class Headroom:
 
     def __str__(self) -> str:
         spare, worst = self.limit_bytes - self.peak_bytes, self.limit_bytes - self.high_bytes
-        sure = "interval not calibrated" if self.coverage is None else "compiled" if self.coverage == 1 else f"interval {self.coverage:.0%}"
+        sure = (
+            "interval not calibrated"
+            if self.coverage is None
+            else "compiled"
+            if self.coverage == 1
+            else f"interval {self.coverage:.0%}"
+        )
         sure = f"extrapolated, {sure}" if self.extrapolated else sure
-        return f"{self.verdict}: {_signed(spare)} of {format_bytes(self.limit_bytes)} left, {_signed(worst)} at worst ({sure})"
+        return (
+            f"{self.verdict}: {_signed(spare)} of {format_bytes(self.limit_bytes)} left, "
+            f"{_signed(worst)} at worst ({sure})"
+        )
 
 
 def _signed(nbytes: int) -> str:

@@ -19,7 +19,8 @@ class StagePrediction:
         interval_bytes: (low, high) that holds the measured peak with the calibrated probability.
         instant: What runs at the peak: forward, backward or update.
         parts: Bytes by category; they sum to ``peak_bytes``.
-        layers: Per layer of the stage, the same by category; they sum to ``parts`` but for what passes between stages.
+        layers: Per layer of the stage, the same by category; they sum to ``parts`` but for what
+            passes between stages.
         extrapolated: Whether a degree or a micro-batch size was not profiled.
         verified: Whether the stage was compiled as it is: its peak is the compiler's.
     """
@@ -68,18 +69,28 @@ class Prediction:
 
     @property
     def extrapolated(self) -> bool:
-        """Whether some stage has a degree or a micro-batch size that was not profiled, and was not compiled as it is."""
+        """Whether some stage has a degree or a micro-batch size that was not profiled, and was not
+        compiled as it is."""
         return any(stage.extrapolated for stage in self.stages)
 
     def headroom(self, limit_bytes: int | None, memory: DeviceMemory | None) -> Headroom | None:
         """What it leaves of a limit, or of the target's memory; None where neither is known."""
         intervals = self.interval_bytes_per_device
-        return Headroom.of(self.peak_bytes_per_device, intervals, self.coverage, limit_bytes, memory, extrapolated=self.extrapolated)
+        return Headroom.of(
+            self.peak_bytes_per_device,
+            intervals,
+            self.coverage,
+            limit_bytes,
+            memory,
+            extrapolated=self.extrapolated,
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {
             "peak_bytes_per_device": list(self.peak_bytes_per_device),
-            "interval_bytes_per_device": [list(interval) for interval in self.interval_bytes_per_device],
+            "interval_bytes_per_device": [
+                list(interval) for interval in self.interval_bytes_per_device
+            ],
             "interval_coverage": self.coverage,
             "extrapolated": self.extrapolated,
             "source": dict(self.source),

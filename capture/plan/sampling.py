@@ -1,4 +1,5 @@
-"""Random valid plans, for judging predictions: uniform over stage count, then cuts, degrees and kinds."""
+"""Random valid plans, for judging predictions: uniform over stage count, then cuts, degrees and
+kinds."""
 
 from __future__ import annotations
 
@@ -13,8 +14,11 @@ from capture.machine.cluster import Cluster
 from capture.plan.choices import StageChoice
 
 
-def count_fillings(degrees: Sequence[Sequence[int]], weights: Mapping[int, int] | None = None) -> list[list[int]]:
-    """counts[p][s]: ordered sequences of s stage sizes that fill exactly the devices from p on; exact integers.
+def count_fillings(
+    degrees: Sequence[Sequence[int]], weights: Mapping[int, int] | None = None
+) -> list[list[int]]:
+    """counts[p][s]: ordered sequences of s stage sizes that fill exactly the devices from p on;
+    exact integers.
 
     Args:
         degrees: Per device p, the sizes that a stage starting there may have.
@@ -56,8 +60,9 @@ def random_plans(
 ) -> Iterator[tuple[DrawnStage, ...]]:
     """Valid plans without end; take as many as needed with ``itertools.islice``.
 
-    Each plan draws, uniformly: the number of stages among those that some plan has; an ordered filling of the devices with that many
-    stages; the layer boundaries; a choice per stage. Drawing over all plans instead would give almost only the largest stage counts.
+    Each plan draws, uniformly: the number of stages among those that some plan has; an ordered
+    filling of the devices with that many stages; the layer boundaries; a choice per stage. Drawing
+    over all plans instead would give almost only the largest stage counts.
 
     Args:
         cluster: Devices to fill, all of them.
@@ -70,7 +75,8 @@ def random_plans(
     Raises:
         PlanError: ``sampling-empty`` if there is no valid plan.
 
-    Source: CAPTURE IV-B evaluates 500 random plans and does not say how they were drawn; the order of draws is ours.
+    Source: CAPTURE IV-B evaluates 500 random plans and does not say how they were drawn; the order
+    of draws is ours.
 
     Example:
         >>> from capture.plan.choices import paper_choices
@@ -84,7 +90,8 @@ def random_plans(
     stage_counts = [s for s, count in enumerate(fillings[0]) if count and 0 < s <= num_layers]
     if not stage_counts:
         raise PlanError.of(
-            f"No plan places num_layers={num_layers} on all {cluster.num_devices} devices of cluster {cluster} with stages on "
+            f"No plan places num_layers={num_layers} on all {cluster.num_devices} devices of "
+            f"cluster {cluster} with stages on "
             f"{sorted(choices)} devices; use more layers, other degrees or another cluster.",
             "sampling-empty",
         )
@@ -106,7 +113,11 @@ def _draws(
         cuts = [0, *boundaries.tolist(), num_layers]
         plan, device = [], 0
         for stage_id, (first, stop) in enumerate(pairwise(cuts)):
-            d = _draw_degree(degrees[device], [fillings[device + d][num_stages - stage_id - 1] for d in degrees[device]], generator)
+            d = _draw_degree(
+                degrees[device],
+                [fillings[device + d][num_stages - stage_id - 1] for d in degrees[device]],
+                generator,
+            )
             choice = choices[d][int(generator.integers(len(choices[d])))]
             plan.append(DrawnStage(first, stop, device, choice))
             device += d
@@ -114,6 +125,7 @@ def _draws(
 
 
 def _draw_degree(degrees: list[int], counts: list[int], generator: np.random.Generator) -> int:
-    """A degree in proportion to the fillings that follow it. The counts may exceed 64 bits, so only their ratios become floats."""
+    """A degree in proportion to the fillings that follow it. The counts may exceed 64 bits, so only
+    their ratios become floats."""
     total = sum(counts)
     return int(generator.choice(degrees, p=[count / total for count in counts]))

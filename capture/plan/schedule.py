@@ -1,4 +1,5 @@
-"""Pipeline schedules as data: a table of tasks per stage, which simulator, predictor and runtime only interpret."""
+"""Pipeline schedules as data: a table of tasks per stage, which simulator, predictor and runtime
+only interpret."""
 
 from __future__ import annotations
 
@@ -29,11 +30,16 @@ class Occupancy:
     """What a stage holds beside its own state while it executes one task.
 
     Attributes:
-        kind: The pass being executed; its own input (forward) or gradient (backward) is not counted as waiting.
-        num_kept: Micro-batches whose activations are kept for their backward pass; the executing backward pass included.
-        num_waiting_inputs: Micro-batches received from the stage before, whose forward pass has not begun.
-        num_waiting_gradients: Micro-batches whose gradient came from the stage after, whose backward pass has not begun.
-        num_losses: On the last stage, micro-batches whose loss is there; they stay until the end of the step.
+        kind: The pass being executed; its own input (forward) or gradient (backward) is not counted
+            as waiting.
+        num_kept: Micro-batches whose activations are kept for their backward pass; the executing
+            backward pass included.
+        num_waiting_inputs: Micro-batches received from the stage before, whose forward pass has not
+            begun.
+        num_waiting_gradients: Micro-batches whose gradient came from the stage after, whose
+            backward pass has not begun.
+        num_losses: On the last stage, micro-batches whose loss is there; they stay until the end of
+            the step.
     """
 
     kind: TaskKind
@@ -79,16 +85,20 @@ class Schedule:
 
     @cached_property
     def clocks(self) -> tuple[tuple[Task, ...], ...]:
-        """The lock-step execution: per clock, the tasks that run at the same time, at most one per stage.
+        """The lock-step execution: per clock, the tasks that run at the same time, at most one per
+        stage.
 
-        A stage runs its next task as soon as what it needs was finished in an earlier clock; transfers happen between
-        clocks. Flattened, it is a valid order of dispatch for a single controller.
+        A stage runs its next task as soon as what it needs was finished in an earlier clock;
+        transfers happen between clocks. Flattened, it is a valid order of dispatch for a single
+        controller.
         """
         position, done, clocks = [0] * self.num_stages, set[Task](), []
         while len(done) < sum(map(len, self.orders)):
             ready = []
             for order, at in zip(self.orders, position, strict=True):
-                if at < len(order) and ((needed := self._requirement(order[at])) is None or needed in done):
+                if at < len(order) and (
+                    (needed := self._requirement(order[at])) is None or needed in done
+                ):
                     ready.append(order[at])
             assert ready, f"schedule {self.name} has a dependency cycle"
             for task in ready:
@@ -99,14 +109,17 @@ class Schedule:
 
     def _requirement(self, task: Task) -> Task | None:
         if task.kind == "forward":
-            return None if task.stage_id == 0 else Task(task.stage_id - 1, "forward", task.microbatch)
+            return (
+                None if task.stage_id == 0 else Task(task.stage_id - 1, "forward", task.microbatch)
+            )
         if task.stage_id == self.num_stages - 1:
             return Task(task.stage_id, "forward", task.microbatch)
         return Task(task.stage_id + 1, "backward", task.microbatch)
 
     @cached_property
     def occupancies(self) -> tuple[tuple[Occupancy, ...], ...]:
-        """Per stage, its undominated states over all its tasks: a prediction of its peak is a maximum over them."""
+        """Per stage, its undominated states over all its tasks: a prediction of its peak is a
+        maximum over them."""
         kept, inputs, gradients = ([0] * (self.num_stages + 1) for _ in range(3))
         last, losses = self.num_stages - 1, 0
         states = [set[Occupancy]() for _ in range(self.num_stages)]
@@ -117,7 +130,11 @@ class Schedule:
                     inputs[s] -= 1
                 if not forward and s < self.num_stages - 1:
                     gradients[s] -= 1
-                states[s].add(Occupancy(task.kind, kept[s], inputs[s], gradients[s], losses if s == last else 0))
+                states[s].add(
+                    Occupancy(
+                        task.kind, kept[s], inputs[s], gradients[s], losses if s == last else 0
+                    )
+                )
                 kept[s] += 1 if forward else -1
                 losses += forward and s == last
             for task in clock:
@@ -125,35 +142,48 @@ class Schedule:
                     inputs[task.stage_id + 1] += 1
                 elif task.stage_id > 0:
                     gradients[task.stage_id - 1] += 1
-        return tuple(tuple(sorted(s for s in seen if not any(o != s and o.dominates(s) for o in seen))) for seen in states)
+        return tuple(
+            tuple(sorted(s for s in seen if not any(o != s and o.dominates(s) for o in seen)))
+            for seen in states
+        )
 
     def as_text(self) -> str:
         """One line per stage, for golden tests and people."""
-        return "\n".join(f"{s}: " + " ".join(str(task).partition("@")[0] for task in order) for s, order in enumerate(self.orders))
+        return "\n".join(
+            f"{s}: " + " ".join(str(task).partition("@")[0] for task in order)
+            for s, order in enumerate(self.orders)
+        )
 
 
 def _gpipe(num_stages: int, num_microbatches: int) -> list[list[Task]]:
     """All forward passes, then all backward passes (GPipe; CAPTURE Fig. 2a)."""
     return [
-        [Task(s, "forward", m) for m in range(num_microbatches)] + [Task(s, "backward", m) for m in range(num_microbatches)]
+        [Task(s, "forward", m) for m in range(num_microbatches)]
+        + [Task(s, "backward", m) for m in range(num_microbatches)]
         for s in range(num_stages)
     ]
 
 
 def _one_forward_one_backward(num_stages: int, num_microbatches: int) -> list[list[Task]]:
-    """Stage s keeps at most min(S - s, M) micro-batches in flight (PipeDream-Flush; CAPTURE Fig. 2b; READINGS.md, C-w)."""
+    """Stage s keeps at most min(S - s, M) micro-batches in flight (PipeDream-Flush; CAPTURE Fig.
+    2b; READINGS.md, C-w)."""
     orders = []
     for s in range(num_stages):
         warmup = min(num_stages - s - 1, num_microbatches)
         order = [Task(s, "forward", m) for m in range(warmup)]
         for m in range(warmup, num_microbatches):
             order += [Task(s, "forward", m), Task(s, "backward", m - warmup)]
-        order += [Task(s, "backward", m) for m in range(num_microbatches - warmup, num_microbatches)]
+        order += [
+            Task(s, "backward", m) for m in range(num_microbatches - warmup, num_microbatches)
+        ]
         orders.append(order)
     return orders
 
 
-SCHEDULES: Mapping[str, Callable[[int, int], list[list[Task]]]] = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward}
+SCHEDULES: Mapping[str, Callable[[int, int], list[list[Task]]]] = {
+    "gpipe": _gpipe,
+    "1f1b": _one_forward_one_backward,
+}
 
 
 @lru_cache(maxsize=256)
@@ -164,17 +194,25 @@ def make_schedule(name: str, num_stages: int, num_microbatches: int) -> Schedule
         PlanError: ``plan-schedule`` for an unknown name.
     """
     if name not in SCHEDULES:
-        raise PlanError.of(f"schedule={name!r} is unknown; choose one of {', '.join(SCHEDULES)}.", "plan-schedule")
-    return Schedule(name, num_microbatches, tuple(map(tuple, SCHEDULES[name](num_stages, num_microbatches))))
+        raise PlanError.of(
+            f"schedule={name!r} is unknown; choose one of {', '.join(SCHEDULES)}.", "plan-schedule"
+        )
+    return Schedule(
+        name, num_microbatches, tuple(map(tuple, SCHEDULES[name](num_stages, num_microbatches)))
+    )
 
 
 @lru_cache(maxsize=64)
-def occupancy_by_position(name: str, num_microbatches: int, max_stages: int) -> tuple[tuple[Occupancy, ...], ...]:
-    """Occupancies by position: entry j - 1 is that of a stage with j stages from itself to the end, itself included.
+def occupancy_by_position(
+    name: str, num_microbatches: int, max_stages: int
+) -> tuple[tuple[Occupancy, ...], ...]:
+    """Occupancies by position: entry j - 1 is that of a stage with j stages from itself to the end,
+    itself included.
 
-    The last entry stands for every longer distance too: GPipe keeps all M micro-batches anywhere, and under 1F1B at most
-    min(j, M) are in flight. The first stage of a pipeline differs only in that nothing is ever received for it, and every stage
-    but the last in that no loss is: their bytes of these are zero.
+    The last entry stands for every longer distance too: GPipe keeps all M micro-batches anywhere,
+    and under 1F1B at most min(j, M) are in flight. The first stage of a pipeline differs only in
+    that nothing is ever received for it, and every stage but the last in that no loss is: their
+    bytes of these are zero.
     """
     num_positions = 1 if name == "gpipe" else min(num_microbatches, max_stages)
     schedule = make_schedule(name, num_positions + 1, num_microbatches)

@@ -1,14 +1,18 @@
-"""What a search of OSDP decides, in plain data: the contract between the searches and the emission of programs.
+"""What a search of OSDP decides, in plain data: the contract between the searches and the emission
+of programs.
 
 A plan is JSON:
 
     schema_version            1
     batch_size                examples per device
     step_seconds, peak_bytes, examples_per_second
-    compiled_peak_bytes       of the target's compiler, for the whole train step; left out of a plan that was not compiled
-    remat                     whether the backward pass computes every operator again from its inputs
+    compiled_peak_bytes       of the target's compiler, for the whole train step; left out of a plan
+                              that was not compiled
+    remat                     whether the backward pass computes every operator again from its
+                              inputs
     smallest_bytes            of a parameter that is sharded
-    look_ahead                whether the forward pass may gather parameters while the operator before them runs
+    look_ahead                whether the forward pass may gather parameters while the operator
+                              before them runs
     operators                 in program order: name, mode (num_slices, num_sharded, group_size), params (names of its parameter leaves)
 """
 
@@ -31,9 +35,11 @@ class Mode:
     """How the parameters of one operator are held.
 
     Attributes:
-        num_slices: g, slices of its input dimension, worked through one after the other; 1 where it is not split.
+        num_slices: g, slices of its input dimension, worked through one after the other; 1 where it
+            is not split.
         num_sharded: k, those of them in ZDP mode; the others are replicated (DP).
-        group_size: Devices that share a sharded slice; groups are replicas of each other. None: all devices.
+        group_size: Devices that share a sharded slice; groups are replicas of each other. None: all
+            devices.
     """
 
     num_slices: int = 1
@@ -53,13 +59,14 @@ ZDP = Mode(1, 1)
 
 @dataclass(frozen=True)
 class ParameterLeaf:
-    """A parameter leaf as the choice of its sharding sees it; of a leaf stacked over the steps of a scan, one of its parts.
+    """A parameter leaf as the choice of its sharding sees it; of a leaf stacked over the steps of a
+    scan, one of its parts.
 
     Attributes:
         name: Path of the leaf in the user's tree; of a part, with its index.
         shape, item_bytes: Of the array.
-        split_dim: The dimension that all products that read it contract (of a table: its rows), so that they can be split into slices
-            along it; None if there is none.
+        split_dim: The dimension that all products that read it contract (of a table: its rows), so
+            that they can be split into slices along it; None if there is none.
     """
 
     name: str
@@ -77,8 +84,8 @@ class ParameterLeaf:
     def shard_dim(self, num_devices: int) -> int | None:
         """The first dimension that the devices divide.
 
-        Shards of the first one lie one after the other in memory: what is gathered from them need not be transposed, nor what is
-        reduced to them.
+        Shards of the first one lie one after the other in memory: what is gathered from them need
+        not be transposed, nor what is reduced to them.
 
         Example:
             >>> ParameterLeaf("kernel", (64, 512, 7), 4).shard_dim(8), ParameterLeaf("scale", (7,), 4).shard_dim(8)
@@ -105,8 +112,10 @@ class ShardingPlan:
         params: By operator, the names of the parameter leaves that belong to it; likewise.
         remat: Whether the backward pass computes every operator again from its inputs.
         smallest_bytes: Smaller parameters are replicated whatever the mode of their operator.
-        look_ahead: Whether the forward pass may gather parameters while the operator before them runs. Where it is repeated, it may not.
-        compiled_peak_bytes: As ``peak_bytes``, which is an estimate, by the target's compiler; None if it was not asked.
+        look_ahead: Whether the forward pass may gather parameters while the operator before them
+            runs. Where it is repeated, it may not.
+        compiled_peak_bytes: As ``peak_bytes``, which is an estimate, by the target's compiler; None
+            if it was not asked.
     """
 
     batch_size: int
@@ -139,7 +148,11 @@ class ShardingPlan:
     @property
     def mode_of_param(self) -> dict[str, Mode]:
         """By name of a parameter leaf."""
-        return {name: mode for mode, names in zip(self.modes, self.params, strict=True) for name in names}
+        return {
+            name: mode
+            for mode, names in zip(self.modes, self.params, strict=True)
+            for name in names
+        }
 
     def summary(self) -> dict[str, Any]:
         """In numbers: what results of experiments hold."""
@@ -153,18 +166,30 @@ class ShardingPlan:
         }
 
     def to_json(self) -> dict[str, Any]:
-        rows = zip(self.names or [""] * len(self.modes), self.modes, self.params or [()] * len(self.modes), strict=True)
+        rows = zip(
+            self.names or [""] * len(self.modes),
+            self.modes,
+            self.params or [()] * len(self.modes),
+            strict=True,
+        )
         return {
             "schema_version": SHARDING_PLAN_SCHEMA_VERSION,
             "batch_size": self.batch_size,
             "step_seconds": self.step_seconds,
             "peak_bytes": self.peak_bytes,
             "examples_per_second": self.examples_per_second,
-            **({} if self.compiled_peak_bytes is None else {"compiled_peak_bytes": self.compiled_peak_bytes}),
+            **(
+                {}
+                if self.compiled_peak_bytes is None
+                else {"compiled_peak_bytes": self.compiled_peak_bytes}
+            ),
             "remat": self.remat,
             "smallest_bytes": self.smallest_bytes,
             "look_ahead": self.look_ahead,
-            "operators": [{"name": name, "mode": asdict(mode), "params": list(params)} for name, mode, params in rows],
+            "operators": [
+                {"name": name, "mode": asdict(mode), "params": list(params)}
+                for name, mode, params in rows
+            ],
         }
 
     @classmethod
@@ -172,12 +197,14 @@ class ShardingPlan:
         """The plan that ``to_json`` wrote.
 
         Raises:
-            PlanError: ``osdp-plan-schema`` for an unknown version, ``osdp-plan-corrupt`` for a missing or wrong field.
+            PlanError: ``osdp-plan-schema`` for an unknown version, ``osdp-plan-corrupt`` for a
+                missing or wrong field.
         """
         version = data.get("schema_version") if isinstance(data, Mapping) else None
         if version != SHARDING_PLAN_SCHEMA_VERSION:
             raise PlanError.of(
-                f"the sharding plan has schema_version={version!r}; this version of capture reads {SHARDING_PLAN_SCHEMA_VERSION}.",
+                f"the sharding plan has schema_version={version!r}; this version of capture reads "
+                f"{SHARDING_PLAN_SCHEMA_VERSION}.",
                 "osdp-plan-schema",
             )
         try:
@@ -194,11 +221,15 @@ class ShardingPlan:
                 document.flag("remat"),
                 document.integer("smallest_bytes"),
                 document.flag("look_ahead"),
-                document.integer("compiled_peak_bytes") if "compiled_peak_bytes" in document.data else None,
+                document.integer("compiled_peak_bytes")
+                if "compiled_peak_bytes" in document.data
+                else None,
             )
         except FieldError as error:
             raise PlanError.of(
-                f"the sharding plan is not one: {error}; capture/plan/sharding.py says what it holds.", "osdp-plan-corrupt"
+                f"the sharding plan is not one: {error}; capture/plan/sharding.py says what it "
+                "holds.",
+                "osdp-plan-corrupt",
             ) from None
 
     def save(self, path: str | Path) -> None:
@@ -209,18 +240,28 @@ class ShardingPlan:
         """The plan of a JSON file.
 
         Raises:
-            PlanError: ``osdp-plan-file`` if it cannot be read or is no JSON, and those of ``from_json``.
+            PlanError: ``osdp-plan-file`` if it cannot be read or is no JSON, and those of
+                ``from_json``.
         """
         try:
             data = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:
-            raise PlanError.of(f"sharding plan {str(path)!r} cannot be read: {error}.", "osdp-plan-file") from None
+            raise PlanError.of(
+                f"sharding plan {str(path)!r} cannot be read: {error}.", "osdp-plan-file"
+            ) from None
         return cls.from_json(data)
 
 
 def _read_mode(document: Fields) -> Mode:
     slices, sharded = document.integer("num_slices"), document.integer("num_sharded")
-    group = document.integer("group_size", None) if document.data.get("group_size") is not None else None
+    group = (
+        document.integer("group_size", None)
+        if document.data.get("group_size") is not None
+        else None
+    )
     if slices < 1 or not 0 <= sharded <= slices or (group is not None and group < 1):
-        raise FieldError(f"a mode has {sharded} of {slices} slices sharded by {group}; give 0 <= num_sharded <= num_slices")
+        raise FieldError(
+            f"a mode has {sharded} of {slices} slices sharded by {group}; give 0 <= num_sharded "
+            "<= num_slices"
+        )
     return Mode(slices, sharded, group)

@@ -1,7 +1,8 @@
 """A complete decision, enough to run: which layers on which devices, split how, in which schedule.
 
-Frozen, validated, JSON with a schema version. A plan remembers its workload, so that ``run``, ``predict`` and ``explain`` need
-nothing else. The fields of the JSON document are those of the classes below; ``stages[].layers`` is ``[first, last]``.
+Frozen, validated, JSON with a schema version. A plan remembers its workload, so that ``run``,
+``predict`` and ``explain`` need nothing else. The fields of the JSON document are those of the
+classes below; ``stages[].layers`` is ``[first, last]``.
 """
 
 from __future__ import annotations
@@ -36,13 +37,17 @@ class StagePlan:
 
     Attributes:
         layers: First and last layer, both included.
-        devices: Device ids of the submesh in node-major order; device ``devices[r * tensor_parallel + c]`` is replica r, shard c.
+        devices: Device ids of the submesh in node-major order; device ``devices[r * tensor_parallel
+            + c]`` is replica r, shard c.
         data_parallel: Replicas among which a micro-batch is split.
         tensor_parallel: Ways in which parameters are split.
-        remat: What the backward pass recomputes: ``"none"`` keeps all activations, ``"dots"`` keeps the results of matrix products
-            with parameters, ``"full"`` keeps the inputs of the layers.
-        shard_optimizer: Optimizer state split over the data-parallel replicas instead of replicated (ZeRO stage 1).
-        shard_params: Parameters and accumulated gradients as well (ZeRO stage 3): gathered where they are used, gradients scattered.
+        remat: What the backward pass recomputes: ``"none"`` keeps all activations, ``"dots"`` keeps
+            the results of matrix products with parameters, ``"full"`` keeps the inputs of the
+            layers.
+        shard_optimizer: Optimizer state split over the data-parallel replicas instead of replicated
+            (ZeRO stage 1).
+        shard_params: Parameters and accumulated gradients as well (ZeRO stage 3): gathered where
+            they are used, gradients scattered.
 
     Raises:
         PlanError: ``plan-layers`` or ``plan-devices`` if those are no sequences of whole numbers.
@@ -58,7 +63,9 @@ class StagePlan:
 
     def __post_init__(self):
         # Lists and ranges are welcome; what is kept can be hashed and written as JSON.
-        object.__setattr__(self, "layers", _whole_numbers(self.layers, "layers", "plan-layers", length=2))
+        object.__setattr__(
+            self, "layers", _whole_numbers(self.layers, "layers", "plan-layers", length=2)
+        )
         object.__setattr__(self, "devices", _whole_numbers(self.devices, "devices", "plan-devices"))
 
     @property
@@ -125,17 +132,22 @@ class Plan:
         global_batch_size: Examples in a step.
         num_microbatches: Micro-batches that a step accumulates, M.
         schedule: ``"gpipe"`` or ``"1f1b"``.
-        auto_layers: Layers were cut automatically into ``num_layers``; otherwise at the model's marks.
+        auto_layers: Layers were cut automatically into ``num_layers``; otherwise at the model's
+            marks.
         tensor_parallel_rule: How parameters are split: ``"auto"`` or ``"largest"``.
-        model_hash: Content hash of the traced program at the plan's micro-batch size; empty if never traced.
+        model_hash: Content hash of the traced program at the plan's micro-batch size; empty if
+            never traced.
         workload: The workload by name; None for a plan made from Python objects.
-        prediction: Predicted bytes per device with their parts (``Prediction.to_json``), if predicted.
+        prediction: Predicted bytes per device with their parts (``Prediction.to_json``), if
+            predicted.
         why: What the search has to say about its choice, if searched.
-        verification: What the compiler of the target says of the plan's own stages (``Verification.to_json``), if verified.
+        verification: What the compiler of the target says of the plan's own stages
+            (``Verification.to_json``), if verified.
 
     Raises:
-        PlanError: every rule that is broken, with its code: ``plan-stages``, ``plan-layers``, ``plan-devices``, ``plan-degrees``,
-            ``plan-batch``, ``plan-schedule``, ``plan-remat``, ``plan-shard-params``, ``plan-rule``.
+        PlanError: every rule that is broken, with its code: ``plan-stages``, ``plan-layers``,
+            ``plan-devices``, ``plan-degrees``, ``plan-batch``, ``plan-schedule``, ``plan-remat``,
+            ``plan-shard-params``, ``plan-rule``.
     """
 
     cluster: Cluster
@@ -170,7 +182,9 @@ class Plan:
         return make_schedule(self.schedule, self.num_stages, self.num_microbatches)
 
     def stage_of_layer(self, layer_id: int) -> int:
-        return next(s for s, stage in enumerate(self.stages) if stage.first <= layer_id < stage.stop)
+        return next(
+            s for s, stage in enumerate(self.stages) if stage.first <= layer_id < stage.stop
+        )
 
     def with_(self, **changes: Any) -> Plan:
         """A copy with other fields, validated again."""
@@ -181,7 +195,10 @@ class Plan:
             "schema_version": PLAN_SCHEMA_VERSION,
             "workload": None if self.workload is None else self.workload.to_json(),
             "model_hash": self.model_hash,
-            "cluster": {"nodes": list(self.cluster.nodes), "target_per_node": [self.cluster.target] * len(self.cluster.nodes)},
+            "cluster": {
+                "nodes": list(self.cluster.nodes),
+                "target_per_node": [self.cluster.target] * len(self.cluster.nodes),
+            },
             "num_layers": self.num_layers,
             "auto_layers": self.auto_layers,
             "global_batch_size": self.global_batch_size,
@@ -200,13 +217,15 @@ class Plan:
         """The plan that ``to_json`` wrote.
 
         Raises:
-            PlanError: ``plan-schema`` for an unknown schema version, ``plan-corrupt`` for missing or wrong fields, ``plan-mixed-targets``
-                for nodes of different targets, and the codes of the constructor.
+            PlanError: ``plan-schema`` for an unknown schema version, ``plan-corrupt`` for missing
+                or wrong fields, ``plan-mixed-targets`` for nodes of different targets, and the
+                codes of the constructor.
         """
         if not isinstance(data, Mapping) or data.get("schema_version") != PLAN_SCHEMA_VERSION:
             version = data.get("schema_version") if isinstance(data, Mapping) else None
             raise PlanError.of(
-                f"plan has schema_version={version!r}; this version of capture reads {PLAN_SCHEMA_VERSION}. "
+                f"plan has schema_version={version!r}; this version of capture reads "
+                f"{PLAN_SCHEMA_VERSION}. "
                 "Make the plan again with capture plan.",
                 "plan-schema",
             )
@@ -214,7 +233,9 @@ class Plan:
             return cls._read(Fields(data))
         except FieldError as error:
             raise PlanError.of(
-                f"the plan is not one: {error}. Correct it, or make the plan again with capture plan.", "plan-corrupt"
+                f"the plan is not one: {error}. Correct it, or make the plan again with capture "
+                "plan.",
+                "plan-corrupt",
             ) from None
 
     @classmethod
@@ -222,11 +243,18 @@ class Plan:
         cluster = fields.object("cluster")
         targets = set(cluster.texts("target_per_node"))
         if len(targets) > 1:
-            raise PlanError.of(f"plan mixes the targets {sorted(targets)}; one target per plan for now.", "plan-mixed-targets")
+            raise PlanError.of(
+                f"plan mixes the targets {sorted(targets)}; one target per plan for now.",
+                "plan-mixed-targets",
+            )
         if not targets:
-            raise FieldError("cluster.target_per_node is empty and must have a target for every node")
+            raise FieldError(
+                "cluster.target_per_node is empty and must have a target for every node"
+            )
         workload = fields.optional_object("workload")
-        notes = {name: fields.optional_object(name) for name in ("prediction", "why", "verification")}
+        notes = {
+            name: fields.optional_object(name) for name in ("prediction", "why", "verification")
+        }
         plan = cls(
             cluster=Cluster(cluster.integers("nodes"), targets.pop()),
             num_layers=fields.integer("num_layers"),
@@ -235,7 +263,9 @@ class Plan:
             num_microbatches=fields.integer("num_microbatches"),
             schedule=fields.text("schedule", "1f1b"),
             auto_layers=fields.flag("auto_layers", False),
-            tensor_parallel_rule=cast(TensorParallelRule, fields.text("tensor_parallel_rule", "auto")),
+            tensor_parallel_rule=cast(
+                TensorParallelRule, fields.text("tensor_parallel_rule", "auto")
+            ),
             model_hash=fields.text("model_hash", ""),
             workload=None if workload is None else WorkloadSpec.from_json(workload),
             **{name: None if note is None else note.data for name, note in notes.items()},
@@ -244,9 +274,13 @@ class Plan:
         return plan
 
     def save(self, path: Path | str) -> None:
-        """Write JSON; the paths of the workload and of a target's file are stored relative to the file."""
+        """Write JSON; the paths of the workload and of a target's file are stored relative to the
+        file."""
         path = Path(path)
-        plan = replace(self, cluster=replace(self.cluster, target=relative_target(self.cluster.target, path.parent)))
+        plan = replace(
+            self,
+            cluster=replace(self.cluster, target=relative_target(self.cluster.target, path.parent)),
+        )
         if plan.workload is not None:
             plan = replace(plan, workload=plan.workload.relative_to(path.parent))
         path.write_text(json.dumps(plan.to_json(), indent=2) + "\n")
@@ -256,7 +290,8 @@ class Plan:
         """Read what ``save`` wrote, also from another working directory.
 
         Raises:
-            PlanError: ``plan-file`` if there is no such file, ``plan-corrupt`` if it is no JSON, and the codes of ``from_json``.
+            PlanError: ``plan-file`` if there is no such file, ``plan-corrupt`` if it is no JSON,
+                and the codes of ``from_json``.
         """
         path = Path(path)
         try:
@@ -264,10 +299,19 @@ class Plan:
         except FileNotFoundError:
             raise PlanError.of(f"plan file {str(path)!r} does not exist.", "plan-file") from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise PlanError.of(f"plan file {str(path)!r} is not JSON: {error}.", "plan-corrupt") from None
+            raise PlanError.of(
+                f"plan file {str(path)!r} is not JSON: {error}.", "plan-corrupt"
+            ) from None
         plan = cls.from_json(data)
-        plan = replace(plan, cluster=replace(plan.cluster, target=resolved_target(plan.cluster.target, path.parent)))
-        return plan if plan.workload is None else replace(plan, workload=plan.workload.resolved_from(path.parent))
+        plan = replace(
+            plan,
+            cluster=replace(plan.cluster, target=resolved_target(plan.cluster.target, path.parent)),
+        )
+        return (
+            plan
+            if plan.workload is None
+            else replace(plan, workload=plan.workload.resolved_from(path.parent))
+        )
 
 
 def batch_violations(global_batch_size: int, num_microbatches: int) -> list[Violation]:
@@ -275,13 +319,16 @@ def batch_violations(global_batch_size: int, num_microbatches: int) -> list[Viol
     if num_microbatches < 1 or global_batch_size < 1:
         return [
             Violation(
-                f"global_batch_size={global_batch_size} and num_microbatches={num_microbatches} must both be at least 1.", "plan-batch"
+                f"global_batch_size={global_batch_size} and num_microbatches={num_microbatches} "
+                "must both be at least 1.",
+                "plan-batch",
             )
         ]
     if global_batch_size % num_microbatches:
         return [
             Violation(
-                f"global_batch_size={global_batch_size} is not divisible by num_microbatches={num_microbatches}; "
+                f"global_batch_size={global_batch_size} is not divisible by "
+                f"num_microbatches={num_microbatches}; "
                 f"{num_microbatches * (global_batch_size // num_microbatches or 1)} would be.",
                 "plan-batch",
             )
@@ -303,36 +350,63 @@ def _whole_numbers(given: Any, name: str, code: str, length: int | None = None) 
 def _violations(plan: Plan) -> list[Violation]:
     found = batch_violations(plan.global_batch_size, plan.num_microbatches)
     if plan.schedule not in SCHEDULES:
-        found.append(Violation(f"schedule={plan.schedule!r} is unknown; choose one of {', '.join(SCHEDULES)}.", "plan-schedule"))
+        found.append(
+            Violation(
+                f"schedule={plan.schedule!r} is unknown; choose one of {', '.join(SCHEDULES)}.",
+                "plan-schedule",
+            )
+        )
     if plan.tensor_parallel_rule not in TENSOR_PARALLEL_RULES:
         rules = ", ".join(TENSOR_PARALLEL_RULES)
-        found.append(Violation(f"tensor_parallel_rule={plan.tensor_parallel_rule!r} is unknown; choose one of {rules}.", "plan-rule"))
+        found.append(
+            Violation(
+                f"tensor_parallel_rule={plan.tensor_parallel_rule!r} is unknown; choose one of "
+                f"{rules}.",
+                "plan-rule",
+            )
+        )
     found += _layer_violations(plan.stages, plan.num_layers)
     found += _device_violations(plan.stages, plan.cluster)
     for s, stage in enumerate(plan.stages):
-        if stage.data_parallel * stage.tensor_parallel != stage.num_devices or min(stage.data_parallel, stage.tensor_parallel) < 1:
+        if (
+            stage.data_parallel * stage.tensor_parallel != stage.num_devices
+            or min(stage.data_parallel, stage.tensor_parallel) < 1
+        ):
             found.append(
                 Violation(
-                    f"stage {s} has data_parallel={stage.data_parallel} x tensor_parallel={stage.tensor_parallel} "
+                    f"stage {s} has data_parallel={stage.data_parallel} x "
+                    f"tensor_parallel={stage.tensor_parallel} "
                     f"on {stage.num_devices} devices; the product must be the number of devices.",
                     "plan-degrees",
                 )
             )
-        elif not batch_violations(plan.global_batch_size, plan.num_microbatches) and plan.microbatch_size % stage.data_parallel:
+        elif (
+            not batch_violations(plan.global_batch_size, plan.num_microbatches)
+            and plan.microbatch_size % stage.data_parallel
+        ):
             found.append(
                 Violation(
-                    f"microbatch_size={plan.microbatch_size} (global batch {plan.global_batch_size} / {plan.num_microbatches} "
-                    f"micro-batches) is not divisible by data_parallel={stage.data_parallel} of stage {s}; lower the degree or the "
+                    f"microbatch_size={plan.microbatch_size} (global batch "
+                    f"{plan.global_batch_size} / {plan.num_microbatches} "
+                    f"micro-batches) is not divisible by data_parallel={stage.data_parallel} of "
+                    f"stage {s}; lower the degree or the "
                     "number of micro-batches.",
                     "plan-batch",
                 )
             )
         if stage.remat not in REMAT_POLICIES:
-            found.append(Violation(f"stage {s} has remat={stage.remat!r}; choose one of {', '.join(REMAT_POLICIES)}.", "plan-remat"))
+            found.append(
+                Violation(
+                    f"stage {s} has remat={stage.remat!r}; choose one of "
+                    f"{', '.join(REMAT_POLICIES)}.",
+                    "plan-remat",
+                )
+            )
         if stage.shard_params and not stage.shard_optimizer:
             found.append(
                 Violation(
-                    f"stage {s} has shard_params without shard_optimizer; optimizer state is split with its parameters: set both.",
+                    f"stage {s} has shard_params without shard_optimizer; optimizer state is "
+                    "split with its parameters: set both.",
                     "plan-shard-params",
                 )
             )
@@ -343,7 +417,8 @@ def _layer_violations(stages: Sequence[StagePlan], num_layers: int) -> list[Viol
     if len(stages) > num_layers:
         return [
             Violation(
-                f"num_stages={len(stages)} is more than num_layers={num_layers}; every stage needs a layer: use fewer stages "
+                f"num_stages={len(stages)} is more than num_layers={num_layers}; every stage "
+                "needs a layer: use fewer stages "
                 "or cut the model into more layers (--num-layers).",
                 "plan-stages",
             )
@@ -353,7 +428,8 @@ def _layer_violations(stages: Sequence[StagePlan], num_layers: int) -> list[Viol
         if stage.first != expected or stage.stop <= stage.first:
             found.append(
                 Violation(
-                    f"stage {s} has layers={list(stage.layers)} but must begin at layer {expected} and hold at least one layer; "
+                    f"stage {s} has layers={list(stage.layers)} but must begin at layer "
+                    f"{expected} and hold at least one layer; "
                     "stages cover the layers once, in order.",
                     "plan-layers",
                 )
@@ -361,7 +437,11 @@ def _layer_violations(stages: Sequence[StagePlan], num_layers: int) -> list[Viol
         expected = stage.stop
     if expected != num_layers:
         found.append(
-            Violation(f"stages end before layer {expected} of num_layers={num_layers}; they must cover every layer.", "plan-layers")
+            Violation(
+                f"stages end before layer {expected} of num_layers={num_layers}; they must cover "
+                "every layer.",
+                "plan-layers",
+            )
         )
     return found
 
@@ -373,14 +453,28 @@ def _device_violations(stages: Sequence[StagePlan], cluster: Cluster) -> list[Vi
             if not 0 <= device < cluster.num_devices:
                 found.append(
                     Violation(
-                        f"stage {s} uses device {device}; a cluster {cluster} has devices 0 to {cluster.num_devices - 1}.", "plan-devices"
+                        f"stage {s} uses device {device}; a cluster {cluster} has devices 0 to "
+                        f"{cluster.num_devices - 1}.",
+                        "plan-devices",
                     )
                 )
             elif device in user:
-                found.append(Violation(f"device {device} is used by stage {user[device]} and stage {s}; once is allowed.", "plan-devices"))
+                found.append(
+                    Violation(
+                        f"device {device} is used by stage {user[device]} and stage {s}; once is "
+                        "allowed.",
+                        "plan-devices",
+                    )
+                )
             else:
                 user[device] = s
     idle = sorted(set(range(cluster.num_devices)) - set(user))
     if idle and not found:
-        found.append(Violation(f"devices {idle} of the cluster {cluster} are not used; every device must hold a stage.", "plan-devices"))
+        found.append(
+            Violation(
+                f"devices {idle} of the cluster {cluster} are not used; every device must hold a "
+                "stage.",
+                "plan-devices",
+            )
+        )
     return found

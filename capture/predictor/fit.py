@@ -1,4 +1,5 @@
-"""The regressions: a straight line over the micro-batch, a + b / k over the degree, and the paper's logarithm.
+"""The regressions: a straight line over the micro-batch, a + b / k over the degree, and the paper's
+logarithm.
 
 Each fits all stages and components at once (scikit-learn's multi-output least squares).
 """
@@ -10,9 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 
-def _regress(features: Sequence[Sequence[float]], targets: Sequence[np.ndarray], at: Sequence[float]) -> np.ndarray:
-    """Least squares with an intercept, sampled at one point; of the shape of a target. NaN stays NaN."""
-    from sklearn.linear_model import LinearRegression  # a second to import, and most plans need no fit
+def _regress(
+    features: Sequence[Sequence[float]], targets: Sequence[np.ndarray], at: Sequence[float]
+) -> np.ndarray:
+    """Least squares with an intercept, sampled at one point; of the shape of a target. NaN stays
+    NaN."""
+    from sklearn.linear_model import (
+        LinearRegression,
+    )  # a second to import, and most plans need no fit
 
     shape = targets[0].shape
     flat = np.stack([np.asarray(t, np.float64).ravel() for t in targets])
@@ -35,7 +41,12 @@ def fit_line(sizes: Sequence[float], tables: Sequence[np.ndarray], at: float) ->
     return _regress([[size] for size in sizes], tables, [at])
 
 
-def fit_degree(degrees: Sequence[float], values: Sequence[np.ndarray], at: float, transform: Callable[[float], float]) -> np.ndarray:
+def fit_degree(
+    degrees: Sequence[float],
+    values: Sequence[np.ndarray],
+    at: float,
+    transform: Callable[[float], float],
+) -> np.ndarray:
     """a + b * transform(k) through values at some degrees, sampled at another.
 
     Args:
@@ -61,11 +72,13 @@ def inverse(k: float) -> float:
 def fit_degrees(tables: Mapping[tuple[int, int], np.ndarray], at: tuple[int, int]) -> np.ndarray:
     """A table for a (data, tensor) degree pair that was not profiled, from those that were.
 
-    Along one axis where two degrees of at least 2 are known on it (a single device is not on the curve: it has no buffer for the
-    sum of gradients); else over both axes with a product term.
+    Along one axis where two degrees of at least 2 are known on it (a single device is not on the
+    curve: it has no buffer for the sum of gradients); else over both axes with a product term.
     """
     for axis in (0, 1):
-        line = {k[axis]: t for k, t in tables.items() if k[1 - axis] == at[1 - axis] and k[axis] >= 2}
+        line = {
+            k[axis]: t for k, t in tables.items() if k[1 - axis] == at[1 - axis] and k[axis] >= 2
+        }
         if len(line) >= 2:
             return fit_degree(list(line), list(line.values()), at[axis], inverse)
     if len(tables) == 1:

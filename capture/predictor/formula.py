@@ -4,8 +4,9 @@
     backward    state + k kept + x received + (g + 1) gradients_in + n losses + backward
     update      state + n losses + arriving + max(summaries + update, summarize)
 
-with k micro-batches kept (the one whose backward pass runs included), x waiting inputs, g waiting gradients and n losses, from the
-schedule's table (``Schedule.occupancies``). It equals the replay of the step byte for byte when the parts do.
+with k micro-batches kept (the one whose backward pass runs included), x waiting inputs, g waiting
+gradients and n losses, from the schedule's table (``Schedule.occupancies``). It equals the replay
+of the step byte for byte when the parts do.
 """
 
 from __future__ import annotations
@@ -33,10 +34,13 @@ class StageMemory:
         received: Values from the stage before, those that pass through included, per micro-batch.
         gradients_in: Gradients from the stage after, per micro-batch.
         batch: Leaves of the batch that the forward pass reads.
-        forward, backward, update: What the running program needs: temporaries + outputs - aliased inputs.
+        forward, backward, update: What the running program needs: temporaries + outputs - aliased
+            inputs.
         losses: On the last stage, of one micro-batch.
-        arriving: Gradients of parameters that later stages share, one from each of them, all there before the update.
-        summarize: As ``update``, of the program that sums gradients up for other stages; 0 where the optimizer needs none.
+        arriving: Gradients of parameters that later stages share, one from each of them, all there
+            before the update.
+        summarize: As ``update``, of the program that sums gradients up for other stages; 0 where
+            the optimizer needs none.
         summaries: What that program makes, of all stages: each has all of them for its update.
     """
 
@@ -81,7 +85,12 @@ def of_interfaces(stages: Sequence[StageInterface]) -> list[StageMemory]:
             backward=stage.transient_bytes["backward"],
             update=stage.transient_bytes["update"],
             losses=0 if s < len(stages) - 1 else sum(stage.value_bytes[v] for v in stage.outputs),
-            arriving=sum(stage.param_bytes[p] for later in stages[s + 1 :] for p in later.borrowed if p in stage.owned),
+            arriving=sum(
+                stage.param_bytes[p]
+                for later in stages[s + 1 :]
+                for p in later.borrowed
+                if p in stage.owned
+            ),
             summarize=stage.transient_bytes["summarize"] if summaries else 0,
             summaries=summaries,
         )
@@ -91,11 +100,15 @@ def of_interfaces(stages: Sequence[StageInterface]) -> list[StageMemory]:
 
 def kept_of(stage: StageInterface) -> int:
     """What one micro-batch keeps for its backward pass, per device."""
-    kept = stage.residual_bytes + sum(stage.value_bytes[v] for v in (*stage.kept_inputs, *stage.kept_outputs))
+    kept = stage.residual_bytes + sum(
+        stage.value_bytes[v] for v in (*stage.kept_inputs, *stage.kept_outputs)
+    )
     return kept + sum(stage.batch_bytes[b] for b in stage.kept_batch)
 
 
-def kept_bytes(graph: LayerGraph, first: int, stop: int, data_parallel: int, cost: StageCost) -> int:
+def kept_bytes(
+    graph: LayerGraph, first: int, stop: int, data_parallel: int, cost: StageCost
+) -> int:
     """What one micro-batch of layers [first, stop) keeps for its backward pass, per device."""
     total = cost.residual_bytes
     if cost.kept_inputs or cost.kept_outputs:
@@ -111,16 +124,25 @@ def kept_bytes(graph: LayerGraph, first: int, stop: int, data_parallel: int, cos
 def peak_of(memory: StageMemory, occupancies: Sequence[Occupancy]) -> Any:
     """The peak in bytes per device; of the shape of the parts."""
     instants = [_instant(memory, occupancy) for occupancy in occupancies]
-    return np.maximum.reduce([*instants, memory.state + _num_losses(occupancies) * memory.losses + memory.arriving + memory.end])
+    return np.maximum.reduce(
+        [
+            *instants,
+            memory.state + _num_losses(occupancies) * memory.losses + memory.arriving + memory.end,
+        ]
+    )
 
 
-def peaks_by_position(memory: StageMemory, positions: Sequence[Sequence[Occupancy]], arriving: Sequence[Any]) -> np.ndarray:
-    """``peak_of`` for many positions at once, stacked along a new first dimension; for arrays, without temporary ones.
+def peaks_by_position(
+    memory: StageMemory, positions: Sequence[Sequence[Occupancy]], arriving: Sequence[Any]
+) -> np.ndarray:
+    """``peak_of`` for many positions at once, stacked along a new first dimension; for arrays,
+    without temporary ones.
 
     Args:
         memory: All but ``arriving``.
         positions: Per position, its occupancies.
-        arriving: Per position, as in ``StageMemory``: how many stages share a parameter depends on how many follow.
+        arriving: Per position, as in ``StageMemory``: how many stages share a parameter depends on
+            how many follow.
     """
     shape = np.shape(memory.kept)
     fixed = {
@@ -151,19 +173,40 @@ def _num_losses(occupancies: Sequence[Occupancy]) -> int:
 
 
 def _instant(memory: StageMemory, occupancy: Occupancy) -> Any:
-    held = memory.state + occupancy.num_kept * memory.kept + occupancy.num_waiting_inputs * memory.received
+    held = (
+        memory.state
+        + occupancy.num_kept * memory.kept
+        + occupancy.num_waiting_inputs * memory.received
+    )
     held = held + occupancy.num_losses * memory.losses
     if occupancy.kind == "forward":
-        return held + occupancy.num_waiting_gradients * memory.gradients_in + memory.received + memory.batch + memory.forward
+        return (
+            held
+            + occupancy.num_waiting_gradients * memory.gradients_in
+            + memory.received
+            + memory.batch
+            + memory.forward
+        )
     return held + (occupancy.num_waiting_gradients + 1) * memory.gradients_in + memory.backward
 
 
 def peak_parts(memory: StageMemory, occupancies: Sequence[Occupancy]) -> tuple[str, dict[str, int]]:
     """The instant of the peak, and the bytes by category at it; they sum to the peak."""
-    state = {"parameters": memory.params, "gradients": memory.gradients, "optimizer": memory.optimizer}
-    end = {**state, "received gradients": memory.arriving, "loss": _num_losses(occupancies) * memory.losses}
+    state = {
+        "parameters": memory.params,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+    }
+    end = {
+        **state,
+        "received gradients": memory.arriving,
+        "loss": _num_losses(occupancies) * memory.losses,
+    }
     candidates = [
-        ("update", {**end, "optimizer": memory.optimizer + memory.summaries, "temporaries": memory.update}),
+        (
+            "update",
+            {**end, "optimizer": memory.optimizer + memory.summaries, "temporaries": memory.update},
+        ),
         ("summarize", {**end, "temporaries": memory.summarize}),
     ]
     for o in occupancies:

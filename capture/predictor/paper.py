@@ -1,11 +1,12 @@
-"""The paper's predictor, as printed: peaks only, a straight line over the batch, a logarithm over the degree, no schedule.
+"""The paper's predictor, as printed: peaks only, a straight line over the batch, a logarithm over
+the degree, no schedule.
 
     M_p(l, l + n) = M_i(l) + sum of M_a(k), k = l + 1 .. l + n                    (III-B1)
     straight line through the two profiled batch sizes, at the target batch         (Description 2)
     logarithm through 2- and 4-way, at higher degrees                               (III-B3)
 
-Kept to be compared with. Its known errors (READINGS.md, C-h and C-w): no adjustment for 1F1B, and a logarithm that turns negative
-at high degrees.
+Kept to be compared with. Its known errors (READINGS.md, C-h and C-w): no adjustment for 1F1B, and a
+logarithm that turns negative at high degrees.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from capture.predictor.fit import fit_degree, fit_line, inverse
 
 MAX_PROFILED_DEGREE = 4
 
-#: Factors on a prediction. Not calibrated: the straight line over micro-batches was seen to predict 2.0 times what a stage needs under
-#: 1F1B, and the logarithm through 2- and 4-way to miss 8-way by 51 %.
+#: Factors on a prediction. Not calibrated: the straight line over micro-batches was seen to predict
+#: 2.0 times what a stage needs under 1F1B, and the logarithm through 2- and 4-way to miss 8-way by
+#: 51 %.
 INTERVAL_FACTORS = (0.25, 2.0)
 
 #: The category of a peak whose parts no run tells.
@@ -46,10 +48,12 @@ class PaperPredictor:
         self._tables: dict[tuple[StageChoice, int], np.ndarray] = {}
 
     def peaks(self, choice: StageChoice, num_microbatches: int) -> np.ndarray:
-        """Predicted peaks of every stage: float64 (L, L + 1), NaN where a statistic is missing or stop <= first.
+        """Predicted peaks of every stage: float64 (L, L + 1), NaN where a statistic is missing or
+        stop <= first.
 
         Raises:
-            ProfileError: ``profile-choice`` for data and tensor parallelism together, or a degree that cannot be fitted.
+            ProfileError: ``profile-choice`` for data and tensor parallelism together, or a degree
+                that cannot be fitted.
         """
         key = (choice, num_microbatches)
         if key not in self._tables:
@@ -64,13 +68,21 @@ class PaperPredictor:
             return fit_line(sizes, tables, num_microbatches)
         degree = choice.num_devices
         profiled = _fitted_from(choice)
-        if min(choice.data_parallel, choice.tensor_parallel) > 1 or degree <= MAX_PROFILED_DEGREE or any(c not in known for c in profiled):
+        if (
+            min(choice.data_parallel, choice.tensor_parallel) > 1
+            or degree <= MAX_PROFILED_DEGREE
+            or any(c not in known for c in profiled)
+        ):
             raise ProfileError.of(
-                f"the paper's profile has no runs for data_parallel={choice.data_parallel} x tensor_parallel={choice.tensor_parallel} with "
-                f"remat={choice.remat!r}: it predicts data or tensor parallelism alone, 1-, 2- and 4-way and higher powers of two.",
+                f"the paper's profile has no runs for data_parallel={choice.data_parallel} x "
+                f"tensor_parallel={choice.tensor_parallel} with "
+                f"remat={choice.remat!r}: it predicts data or tensor parallelism alone, 1-, 2- "
+                "and 4-way and higher powers of two.",
                 "profile-choice",
             )
-        return fit_degree([2, 4], [self.peaks(c, num_microbatches) for c in profiled], degree, self._transform)
+        return fit_degree(
+            [2, 4], [self.peaks(c, num_microbatches) for c in profiled], degree, self._transform
+        )
 
     def choices(self, degrees: Iterable[int]) -> tuple[StageChoice, ...]:
         """The choices on these numbers of devices that can be predicted."""
@@ -78,7 +90,12 @@ class PaperPredictor:
         kinds = {(choice.remat, choice.shard_optimizer) for choice in known}
         pure = {(d, 1) for d in degrees} | {(1, d) for d in degrees}
         every = sorted(StageChoice(dp, tp, *kind) for dp, tp in pure for kind in kinds)
-        return tuple(c for c in every if c in known or (c.num_devices > MAX_PROFILED_DEGREE and all(of in known for of in _fitted_from(c))))
+        return tuple(
+            c
+            for c in every
+            if c in known
+            or (c.num_devices > MAX_PROFILED_DEGREE and all(of in known for of in _fitted_from(c)))
+        )
 
     def prediction(self, plan: Plan, provenance: Mapping[str, Any]) -> Prediction:
         """The peaks of a plan as a prediction: a peak per stage, of which nothing more is known.
@@ -88,12 +105,17 @@ class PaperPredictor:
             provenance: Of the profile.
 
         Raises:
-            ProfileError: ``profile-missing`` naming the stages that lack a statistic, and the codes of ``peaks``.
+            ProfileError: ``profile-missing`` naming the stages that lack a statistic, and the codes
+                of ``peaks``.
         """
-        peaks = [float(self.peaks(StageChoice.of(stage), plan.num_microbatches)[stage.first, stage.stop]) for stage in plan.stages]
+        peaks = [
+            float(self.peaks(StageChoice.of(stage), plan.num_microbatches)[stage.first, stage.stop])
+            for stage in plan.stages
+        ]
         ProfileError.check(
             Violation(
-                f"stage {s} (layers {stage.first} to {stage.stop - 1}) lacks M_i or M_a of the paper's runs; see which runs failed, and "
+                f"stage {s} (layers {stage.first} to {stage.stop - 1}) lacks M_i or M_a of the "
+                "paper's runs; see which runs failed, and "
                 "profile again.",
                 "profile-missing",
             )
@@ -112,7 +134,11 @@ class PaperPredictor:
             )
             for stage, peak in zip(plan.stages, (int(np.ceil(peak)) for peak in peaks), strict=True)
         )
-        of_device = {d: predicted for stage, predicted in zip(plan.stages, stages, strict=True) for d in stage.devices}
+        of_device = {
+            d: predicted
+            for stage, predicted in zip(plan.stages, stages, strict=True)
+            for d in stage.devices
+        }
         order = [of_device[d] for d in range(plan.cluster.num_devices)]
         return Prediction(
             stages,
@@ -128,13 +154,20 @@ class PaperPredictor:
         for stage in plan.stages:
             choice = StageChoice.of(stage)
             for device in stage.devices:
-                peaks[device] = float(self.peaks(choice, plan.num_microbatches)[stage.first, stage.stop])
+                peaks[device] = float(
+                    self.peaks(choice, plan.num_microbatches)[stage.first, stage.stop]
+                )
         return tuple(peaks[d] for d in range(plan.cluster.num_devices))
 
 
 def _fitted_from(choice: StageChoice) -> list[StageChoice]:
     """The 2- and 4-way choices of the same kind."""
-    return [StageChoice(*((k, 1) if choice.data_parallel > 1 else (1, k)), choice.remat, choice.shard_optimizer) for k in (2, 4)]
+    return [
+        StageChoice(
+            *((k, 1) if choice.data_parallel > 1 else (1, k)), choice.remat, choice.shard_optimizer
+        )
+        for k in (2, 4)
+    ]
 
 
 def _sums(isolated: np.ndarray, added: np.ndarray) -> np.ndarray:
@@ -142,5 +175,7 @@ def _sums(isolated: np.ndarray, added: np.ndarray) -> np.ndarray:
     num_layers = len(isolated)
     table = np.full((num_layers, num_layers + 1), np.nan)
     for first in range(num_layers):
-        table[first, first + 1 :] = isolated[first] + np.concatenate([[0.0], np.cumsum(added[first + 1 :])])
+        table[first, first + 1 :] = isolated[first] + np.concatenate(
+            [[0.0], np.cumsum(added[first + 1 :])]
+        )
     return table

@@ -1,7 +1,8 @@
 """Which stages of a model are the same program: what was compiled of one is known of all of them.
 
-In a model of equal blocks, layers [3, 7) and [4, 8) differ in name only. The layer graph is enough to tell: equal layers have equal keys,
-and what is left is how the values, parameters and batch leaves of a stage hang together and go on.
+In a model of equal blocks, layers [3, 7) and [4, 8) differ in name only. The layer graph is enough
+to tell: equal layers have equal keys, and what is left is how the values, parameters and batch
+leaves of a stage hang together and go on.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ from itertools import count
 from capture.model.graph import LayerGraph, Tensor
 
 
-def stage_signature(graph: LayerGraph, first: int, stop: int, param_bytes: Sequence[int]) -> Hashable:
-    """Equal for layers [first, stop) of a model whose forward and backward programs are the same but for names.
+def stage_signature(
+    graph: LayerGraph, first: int, stop: int, param_bytes: Sequence[int]
+) -> Hashable:
+    """Equal for layers [first, stop) of a model whose forward and backward programs are the same
+    but for names.
 
     Args:
         graph: At the micro-batch size of the stages.
@@ -21,8 +25,9 @@ def stage_signature(graph: LayerGraph, first: int, stop: int, param_bytes: Seque
         param_bytes: Per parameter, bytes per device: equal layers may have been split differently.
 
     Returns:
-        Layers by key, each with local numbers for what it reads and makes; what each value and parameter is; whether values are read
-        behind the stage. Nothing is said of the optimizer, which may treat equal layers differently.
+        Layers by key, each with local numbers for what it reads and makes; what each value and
+        parameter is; whether values are read behind the stage. Nothing is said of the optimizer,
+        which may treat equal layers differently.
     """
     onwards = set(graph.crossing(stop))
     numbers: dict[tuple[str, int], int] = {}
@@ -40,7 +45,11 @@ def stage_signature(graph: LayerGraph, first: int, stop: int, param_bytes: Seque
 
     def param(p: int) -> Hashable:
         tensor, readers = graph.params[p], graph.param_readers(p)
-        return local("param", p, ("param", _facts(tensor), param_bytes[p], readers[0] >= first, readers[-1] >= stop))
+        return local(
+            "param",
+            p,
+            ("param", _facts(tensor), param_bytes[p], readers[0] >= first, readers[-1] >= stop),
+        )
 
     def leaf(b: int) -> Hashable:
         return local("batch", b, ("batch", _facts(graph.batch[b])))

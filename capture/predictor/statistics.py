@@ -1,13 +1,17 @@
-"""From measured windows to every stage: M_i plus the sum of M_a, with several neighbour counts and long windows as anchors.
+"""From measured windows to every stage: M_i plus the sum of M_a, with several neighbour counts and
+long windows as anchors.
 
-For a component X (what is kept, temporaries of the backward pass, ...), with N the largest neighbour count measured:
+For a component X (what is kept, temporaries of the backward pass, ...), with N the largest
+neighbour count measured:
 
     X[a, b) = measured                                              b - a <= N + 1
     X[a, b) = X[a, b - 1) + M_a(b - 1),  M_a(l) = X[l - N, l] - X[l - N, l - 1]      beyond
 
-Longer measured windows (anchors) show how far this drifts; the drift is interpolated over the length of the stage.
+Longer measured windows (anchors) show how far this drifts; the drift is interpolated over the
+length of the stage.
 
-Source: CAPTURE III-A1 and III-B1, per component instead of per peak; IV-B on several neighbour counts.
+Source: CAPTURE III-A1 and III-B1, per component instead of per peak; IV-B on several neighbour
+counts.
 """
 
 from __future__ import annotations
@@ -19,18 +23,22 @@ import numpy as np
 
 
 def extend_windows(
-    windows: Mapping[tuple[int, int], np.ndarray], num_layers: int, keys: Sequence[Hashable] | None = None
+    windows: Mapping[tuple[int, int], np.ndarray],
+    num_layers: int,
+    keys: Sequence[Hashable] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """All stages from some windows: the sum of M_a, and the drift to add to it.
 
     Args:
-        windows: Per (first, stop), an array of components; at least every single layer and every pair of neighbours.
+        windows: Per (first, stop), an array of components; at least every single layer and every
+            pair of neighbours.
         num_layers: L.
         keys: Per layer, equal for equal layers; None if all are.
 
     Returns:
-        Two float64 arrays (components, L, L + 1), NaN where stop <= first: their sum is the best prediction; the first alone is
-        comparable between micro-batch sizes that have different anchors.
+        Two float64 arrays (components, L, L + 1), NaN where stop <= first: their sum is the best
+        prediction; the first alone is comparable between micro-batch sizes that have different
+        anchors.
 
     Raises:
         KeyError: for a single layer or a pair that was not measured.
@@ -47,7 +55,9 @@ def extend_windows(
         reach = min(first + most, num_layers)
         for stop in range(first + 1, reach + 1):
             table[:, first, stop] = windows[first, stop]
-        table[:, first, reach + 1 :] = windows[first, reach][:, None] + np.cumsum(added[:, reach:], axis=1)
+        table[:, first, reach + 1 :] = windows[first, reach][:, None] + np.cumsum(
+            added[:, reach:], axis=1
+        )
     return table, _drift(table, windows, most, [None] * num_layers if keys is None else keys)
 
 
@@ -57,21 +67,34 @@ def _contiguous(windows: Mapping[tuple[int, int], np.ndarray], num_layers: int) 
     while most < num_layers and all((a, a + most + 1) in windows for a in range(num_layers - most)):
         most += 1
     if most < min(2, num_layers):
-        raise KeyError(next((a, a + most + 1) for a in range(num_layers - most) if (a, a + most + 1) not in windows))
+        raise KeyError(
+            next(
+                (a, a + most + 1)
+                for a in range(num_layers - most)
+                if (a, a + most + 1) not in windows
+            )
+        )
     return most
 
 
 def inner_starts(length: int, num_layers: int) -> range:
-    """First layers of windows without the first and the last layer of the model; of all windows where no such window fits.
+    """First layers of windows without the first and the last layer of the model; of all windows
+    where no such window fits.
 
     Example:
         >>> list(inner_starts(2, 5)), list(inner_starts(4, 5))
         ([1, 2], [0, 1])
     """
-    return range(1, num_layers - length) if length <= num_layers - 2 else range(num_layers - length + 1)
+    return (
+        range(1, num_layers - length)
+        if length <= num_layers - 2
+        else range(num_layers - length + 1)
+    )
 
 
-def without_windows(missing: Collection[tuple[int, int]], wanted: Collection[tuple[int, int]]) -> str:
+def without_windows(
+    missing: Collection[tuple[int, int]], wanted: Collection[tuple[int, int]]
+) -> str:
     """What ``extend_windows`` does without some of the windows that were wanted, in words.
 
     Args:
@@ -80,9 +103,11 @@ def without_windows(missing: Collection[tuple[int, int]], wanted: Collection[tup
 
     Example:
         >>> without_windows([(0, 3)], [(a, a + n) for n in (1, 2, 3) for a in range(5 - n)])
-        'M_a with 2 neighbours is not known of every layer (without layers 0 to 2); it is taken with 1'
+        'M_a with 2 neighbours is not known of every layer (without layers 0 to 2); it is taken with
+        1'
         >>> without_windows([(2, 3)], [(2, 3)])
-        'M_i is not known of every layer (without layers 2 to 2); no stage is predicted or planned with it'
+        'M_i is not known of every layer (without layers 2 to 2); no stage is predicted or planned
+        with it'
     """
     first, stop = min(missing, key=lambda window: (window[1] - window[0], window))
     length, lengths = stop - first, {b - a for a, b in wanted}
@@ -90,22 +115,41 @@ def without_windows(missing: Collection[tuple[int, int]], wanted: Collection[tup
     lacks = f"(without layers {first} to {stop - 1})"
     if length <= 2:
         statistic = "M_i" if length == 1 else "M_a"
-        return f"{statistic} is not known of every layer {lacks}; no stage is predicted or planned with it"
+        return (
+            f"{statistic} is not known of every layer {lacks}; no stage is predicted or planned "
+            "with it"
+        )
     if length <= longest:
-        return f"M_a with {length - 1} neighbours is not known of every layer {lacks}; it is taken with {length - 2}"
-    return f"windows of {length} layers are not complete {lacks}; the sum of M_a is not corrected by them"
+        return (
+            f"M_a with {length - 1} neighbours is not known of every layer {lacks}; it is taken "
+            f"with {length - 2}"
+        )
+    return (
+        f"windows of {length} layers are not complete {lacks}; the sum of M_a is not corrected by "
+        "them"
+    )
 
 
-def _drift(table: np.ndarray, windows: Mapping[tuple[int, int], np.ndarray], most: int, keys: Sequence[Hashable]) -> np.ndarray:
+def _drift(
+    table: np.ndarray,
+    windows: Mapping[tuple[int, int], np.ndarray],
+    most: int,
+    keys: Sequence[Hashable],
+) -> np.ndarray:
     """Measured minus summed at the anchors, linear in the length between them and beyond the last.
 
-    Where an anchor was not measured, among the first and the last layers, its drift grows from that of the anchor before as at the nearest
-    start, if the layers that it adds are the same there. Of other layers it is not known that they need less than the sum says: there, and
-    beyond the last anchor where layers come that it does not have, the drift only grows.
+    Where an anchor was not measured, among the first and the last layers, its drift grows from that
+    of the anchor before as at the nearest start, if the layers that it adds are the same there. Of
+    other layers it is not known that they need less than the sum says: there, and beyond the last
+    anchor where layers come that it does not have, the drift only grows.
     """
     size, num_layers, _ = table.shape
     lengths = sorted({stop - first for first, stop in windows if stop - first > most})
-    lengths = [n for n in lengths if all((first, first + n) in windows for first in inner_starts(n, num_layers))]
+    lengths = [
+        n
+        for n in lengths
+        if all((first, first + n) in windows for first in inner_starts(n, num_layers))
+    ]
     drift = np.zeros_like(table)
     if not lengths:
         return drift
@@ -117,11 +161,20 @@ def _drift(table: np.ndarray, windows: Mapping[tuple[int, int], np.ndarray], mos
         return keys[first + before : first + length]
 
     points, spans = np.array([most, *lengths]), np.arange(num_layers + 1)
-    starts = {n: [a for a in range(num_layers) if (a, a + n) in windows and (a, a + m) in windows] for m, n in pairwise(points)}
+    starts = {
+        n: [a for a in range(num_layers) if (a, a + n) in windows and (a, a + m) in windows]
+        for m, n in pairwise(points)
+    }
     for first in range(num_layers):
         values = np.zeros((len(points), size))
         for i, (before, n) in enumerate(pairwise(points)):
-            nearest = min(starts[n], key=lambda start: (abs(start - first), not _alike(added(first, before, n), added(start, before, n))))
+            nearest = min(
+                starts[n],
+                key=lambda start: (
+                    abs(start - first),
+                    not _alike(added(first, before, n), added(start, before, n)),
+                ),
+            )
             growth = seen(nearest, n) - seen(nearest, before)
             if not _alike(added(first, before, n), added(nearest, before, n)):
                 growth = np.maximum(growth, 0)
@@ -132,11 +185,14 @@ def _drift(table: np.ndarray, windows: Mapping[tuple[int, int], np.ndarray], mos
         known = set(added(first, points[-2], points[-1]))
         beyond = np.zeros((size, num_layers + 1))
         for layer in range(first + points[-1], num_layers):
-            beyond[:, layer + 1] = beyond[:, layer] + (slope if keys[layer] in known else np.maximum(slope, 0))
+            beyond[:, layer + 1] = beyond[:, layer] + (
+                slope if keys[layer] in known else np.maximum(slope, 0)
+            )
         drift[:, first] = inside + beyond
     return drift
 
 
 def _alike(mine: Sequence[Hashable], theirs: Sequence[Hashable]) -> bool:
-    """Whether the layers that there are, near the end fewer, are the same ones in the same order."""
+    """Whether the layers that there are, near the end fewer, are the same ones in the same
+    order."""
     return all(a == b for a, b in zip(mine, theirs, strict=False))

@@ -1,4 +1,5 @@
-"""How long a step of a plan takes: predicted stage times on the simulator, with the links of the target."""
+"""How long a step of a plan takes: predicted stage times on the simulator, with the links of the
+target."""
 
 from __future__ import annotations
 
@@ -22,18 +23,23 @@ def predicted_timeline(plan: Plan, profile: Profile) -> StepTimeline:
         profile: Of an accelerator.
 
     Returns:
-        The timeline: seconds of the step, bubbles per stage, memory over time. All of it is simulated.
+        The timeline: seconds of the step, bubbles per stage, memory over time. All of it is
+            simulated.
 
     Raises:
         ProfileError: ``profile-no-times``, and the codes of the predictors.
     """
     predictor, times = AdditivePredictor(profile), TimePredictor(profile, max(plan.cluster.nodes))
-    return plan_timeline(plan, predictor.interfaces(plan), times.stage_times(plan), times.model.rates)
+    return plan_timeline(
+        plan, predictor.interfaces(plan), times.stage_times(plan), times.model.rates
+    )
 
 
 def has_times(profile: Profile) -> bool:
     """Whether the profile's target has rates and its windows counted work."""
-    return Target.load(profile.target).rates is not None and any(cost.forward_work for cost in profile.measurements.values())
+    return Target.load(profile.target).rates is not None and any(
+        cost.forward_work for cost in profile.measurements.values()
+    )
 
 
 def time_summary(timeline: StepTimeline, plan: Plan, graph: LayerGraph) -> dict[str, Any]:
@@ -61,6 +67,8 @@ def describe_time(summary: Mapping[str, Any]) -> str:
     """One line for people."""
     waits = " ".join(f"{fraction:.0%}" for fraction in summary["bubble_fraction_per_stage"])
     return (
-        f"step {summary['step_seconds']:.3g} s (simulated), {summary['examples_per_second']:.3g} examples/s, "
-        f"{summary['model_flops_per_second_per_device'] / 1e12:.1f} TFLOPS per device; stages wait {waits} of it"
+        f"step {summary['step_seconds']:.3g} s (simulated), {summary['examples_per_second']:.3g} "
+        "examples/s, "
+        f"{summary['model_flops_per_second_per_device'] / 1e12:.1f} TFLOPS per device; stages "
+        f"wait {waits} of it"
     )

@@ -18,14 +18,17 @@ from capture.step.times import StageTimes, TimeModel
 
 @dataclass(frozen=True)
 class StageTable:
-    """Seconds of every stage [first, stop): float64 arrays (L, L + 1), meaningless where stop <= first."""
+    """Seconds of every stage [first, stop): float64 arrays (L, L + 1), meaningless where stop <=
+    first."""
 
     forward: np.ndarray
     backward: np.ndarray
     update: np.ndarray
 
     def at(self, first: int, stop: int) -> StageTimes:
-        return StageTimes(*(float(table[first, stop]) for table in (self.forward, self.backward, self.update)))
+        return StageTimes(
+            *(float(table[first, stop]) for table in (self.forward, self.backward, self.update))
+        )
 
 
 class TimePredictor:
@@ -36,14 +39,16 @@ class TimePredictor:
         devices_per_node: Where collectives leave the node.
 
     Raises:
-        ProfileError: ``profile-no-times`` if the target has no rates or the profile was made without counting work.
+        ProfileError: ``profile-no-times`` if the target has no rates or the profile was made
+            without counting work.
     """
 
     def __init__(self, profile: Profile, devices_per_node: int):
         rates = Target.load(profile.target).rates
         if rates is None or not any(cost.forward_work for cost in profile.measurements.values()):
             raise ProfileError.of(
-                f"the profile of target={profile.target!r} says nothing about time; profile for an accelerator, such as --target a100-40g.",
+                f"the profile of target={profile.target!r} says nothing about time; profile for "
+                "an accelerator, such as --target a100-40g.",
                 "profile-no-times",
             )
         self.profile, self.model = profile, TimeModel(rates, devices_per_node)
@@ -53,7 +58,9 @@ class TimePredictor:
             seconds = self.model.stage_times(cost)
             if seconds is not None:
                 windows = self._windows.setdefault((config.choice, config.microbatch_size), {})
-                windows[config.first, config.stop] = np.array([seconds.forward_seconds, seconds.backward_seconds, seconds.update_seconds])
+                windows[config.first, config.stop] = np.array(
+                    [seconds.forward_seconds, seconds.backward_seconds, seconds.update_seconds]
+                )
 
     def table(self, choice: StageChoice, microbatch_size: int) -> StageTable:
         """Seconds of every stage.
@@ -65,20 +72,31 @@ class TimePredictor:
         if key not in self._tables:
             sizes = sorted(size for known, size in self._windows if known == choice)
             if not sizes:
-                raise ProfileError.of(f"{choice} was not profiled, so its time is unknown; profile it.", "profile-choice")
+                raise ProfileError.of(
+                    f"{choice} was not profiled, so its time is unknown; profile it.",
+                    "profile-choice",
+                )
             if microbatch_size in sizes:
                 table = self._extended(choice, microbatch_size)
             else:
-                table = fit_line(sizes, [self._extended(choice, size) for size in sizes], microbatch_size)
+                table = fit_line(
+                    sizes, [self._extended(choice, size) for size in sizes], microbatch_size
+                )
             for config, cost in self.profile.verified.items():
                 seconds = self.model.stage_times(cost)
                 if (config.choice, config.microbatch_size) == key and seconds is not None:
-                    table[:, config.first, config.stop] = [seconds.forward_seconds, seconds.backward_seconds, seconds.update_seconds]
+                    table[:, config.first, config.stop] = [
+                        seconds.forward_seconds,
+                        seconds.backward_seconds,
+                        seconds.update_seconds,
+                    ]
             self._tables[key] = StageTable(*np.maximum(np.nan_to_num(table), 0))
         return self._tables[key]
 
     def _extended(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
-        table, drift = extend_windows(self._windows[choice, microbatch_size], self.profile.graph.num_layers)
+        table, drift = extend_windows(
+            self._windows[choice, microbatch_size], self.profile.graph.num_layers
+        )
         return table + drift
 
     def stage_times(self, plan: Plan) -> tuple[StageTimes, ...]:

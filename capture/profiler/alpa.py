@@ -1,7 +1,9 @@
-"""The backend ``alpa``: the paper's profiling runs in real Alpa, each a process of Alpa's own Python on its Ray cluster.
+"""The backend ``alpa``: the paper's profiling runs in real Alpa, each a process of Alpa's own
+Python on its Ray cluster.
 
-What is run is what the backend ``run`` runs; keys, the store and the statistics are its. Only the execution is Alpa's: the plan goes
-there as the file that ``capture export`` writes, and the peaks of its workers' allocators come back.
+What is run is what the backend ``run`` runs; keys, the store and the statistics are its. Only the
+execution is Alpa's: the plan goes there as the file that ``capture export`` writes, and the peaks
+of its workers' allocators come back.
 
 Source: CAPTURE III-A (profiling runs of two iterations, ``get_max_memory_allocated_per_mesh``).
 """
@@ -27,19 +29,25 @@ from capture.profiler.compile import PROGRAM_VERSION
 from capture.profiler.execution import Executed, Machine, ProfilingRun
 from capture.profiler.run import RunBackend
 
-_VERSIONS = "import json, alpa, jax, jaxlib; print(json.dumps({m.__name__: m.__version__ for m in (alpa, jax, jaxlib)}))"
+_VERSIONS = (
+    "import json, alpa, jax, jaxlib; print(json.dumps({m.__name__: m.__version__ for m in (alpa, "
+    "jax, jaxlib)}))"
+)
 
 
 class AlpaBackend(RunBackend):
     """``alpa``: peaks per stage of partitionings that Alpa has trained.
 
     Args:
-        spec: The workload by name: Alpa's process imports it, so it must run in Alpa's environment too.
-        cluster: Whose devices Alpa has; runs on fewer devices take whole nodes of it, or a part of one.
+        spec: The workload by name: Alpa's process imports it, so it must run in Alpa's environment
+            too.
+        cluster: Whose devices Alpa has; runs on fewer devices take whole nodes of it, or a part of
+            one.
         alpa_python: The interpreter of Alpa's environment.
         num_layers: None for the model's marks; Alpa then cuts at the same.
         store: Where finished runs are kept.
-        timeout_seconds: After which a run is given up, on an idle machine (``environment.patience``).
+        timeout_seconds: After which a run is given up, on an idle machine
+            (``environment.patience``).
     """
 
     name = "alpa"
@@ -55,8 +63,15 @@ class AlpaBackend(RunBackend):
         timeout_seconds: float = 3600.0,
     ):
         machine = Machine("cuda", cluster.target, cluster.num_devices)
-        super().__init__(spec.load(), num_layers, "auto", store, machine=machine, num_devices=cluster.num_devices)
-        self.spec, self.cluster, self.alpa_python, self.timeout_seconds = spec, cluster, alpa_python, timeout_seconds
+        super().__init__(
+            spec.load(), num_layers, "auto", store, machine=machine, num_devices=cluster.num_devices
+        )
+        self.spec, self.cluster, self.alpa_python, self.timeout_seconds = (
+            spec,
+            cluster,
+            alpa_python,
+            timeout_seconds,
+        )
 
     @cached_property
     def provenance(self) -> dict[str, Any]:
@@ -78,22 +93,37 @@ class AlpaBackend(RunBackend):
             ExecutionError: ``alpa-python`` if that interpreter cannot import alpa.
         """
         try:
-            done = subprocess.run([self.alpa_python, "-c", _VERSIONS], capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                [self.alpa_python, "-c", _VERSIONS], capture_output=True, text=True, check=False
+            )
         except OSError as error:
-            raise ExecutionError.of(f"--alpa-python {self.alpa_python!r} cannot be run: {error.strerror}.", "alpa-python") from None
+            raise ExecutionError.of(
+                f"--alpa-python {self.alpa_python!r} cannot be run: {error.strerror}.",
+                "alpa-python",
+            ) from None
         if done.returncode:
             said = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise ExecutionError.of(f"--alpa-python {self.alpa_python!r} cannot import alpa: {said}.", "alpa-python")
+            raise ExecutionError.of(
+                f"--alpa-python {self.alpa_python!r} cannot import alpa: {said}.", "alpa-python"
+            )
         return json.loads(done.stdout.strip().splitlines()[-1])
 
     def _execute(self, run: ProfilingRun) -> Executed:
         with tempfile.TemporaryDirectory(prefix="capture-alpa-") as folder:
             job = self.job(run, Path(folder) / "result.json")
             (Path(folder) / "job.json").write_text(json.dumps(job))
-            command = [self.alpa_python, capture.alpa.worker.__file__, str(Path(folder) / "job.json")]
+            command = [
+                self.alpa_python,
+                capture.alpa.worker.__file__,
+                str(Path(folder) / "job.json"),
+            ]
             try:
                 done = subprocess.run(
-                    command, capture_output=True, text=True, timeout=environment.patience(self.timeout_seconds), check=False
+                    command,
+                    capture_output=True,
+                    text=True,
+                    timeout=environment.patience(self.timeout_seconds),
+                    check=False,
                 )
             except subprocess.TimeoutExpired as error:
                 return Executed(None, "", f"Alpa did not end within {error.timeout:.0f} s")
@@ -109,9 +139,14 @@ class AlpaBackend(RunBackend):
     def job(self, run: ProfilingRun, result: Path) -> dict[str, Any]:
         """What Alpa's process is given (``capture.alpa.worker``)."""
         nodes = self.nodes_of(run.num_devices)
-        plan = run.plan().with_(cluster=Cluster(nodes, self.cluster.target), auto_layers=self.compiler.num_layers is not None)
+        plan = run.plan().with_(
+            cluster=Cluster(nodes, self.cluster.target),
+            auto_layers=self.compiler.num_layers is not None,
+        )
         options = to_alpa(plan)
-        location = str(Path(self.spec.location).resolve()) if self.spec.is_file else self.spec.location
+        location = (
+            str(Path(self.spec.location).resolve()) if self.spec.is_file else self.spec.location
+        )
         return {
             "workload": {**self.spec.to_json(), "location": location},
             "method": options.source(f"Profiling run of {list(run.partitioning)} layers."),

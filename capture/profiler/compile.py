@@ -1,7 +1,8 @@
-"""Measure stage configs by compiling their programs for a target, which need not be there: nothing is allocated, nothing is run.
+"""Measure stage configs by compiling their programs for a target, which need not be there: nothing
+is allocated, nothing is run.
 
-The result of a stage config is content-addressed by its programs, degrees and versions, so identical layers compile once, and a
-finished measurement is never made again.
+The result of a stage config is content-addressed by its programs, degrees and versions, so
+identical layers compile once, and a finished measurement is never made again.
 """
 
 from __future__ import annotations
@@ -38,12 +39,14 @@ from capture.step.attribution import StageBuffers
 from capture.step.interface import owned_and_borrowed, shared_onwards
 from capture.tracing import TracedModel, trace
 
-#: Bump when the programs of a stage change for the same model, so that old measurements are not taken for new ones.
+#: Bump when the programs of a stage change for the same model, so that old measurements are not
+#: taken for new ones.
 PROGRAM_VERSION = 3
 
 
 class CompileBackend:
-    """``compile:TARGET``: the compiler's memory report per stage config, for a model at any micro-batch size.
+    """``compile:TARGET``: the compiler's memory report per stage config, for a model at any
+    micro-batch size.
 
     Args:
         workload: The task.
@@ -82,16 +85,23 @@ class CompileBackend:
         return self.target.platform == "cpu"
 
     def compiler_of(self, config: StageConfig) -> Callable[..., Executable]:
-        """What compiles the programs of a stage config to be measured; it takes the arguments of ``compile_program``."""
+        """What compiles the programs of a stage config to be measured; it takes the arguments of
+        ``compile_program``."""
         if self._stops_at_report:
             return ReportCompiler(self.target)
         options = dict(self.target.compiler_options)
         if self.target.platform == "cuda":
-            # What a kernel is made into has no part in any measurement: it is not assembled, and windows of the same layers share it.
+            # What a kernel is made into has no part in any measurement: it is not assembled, and
+            # windows of the same layers share it.
             options["xla_gpu_cuda_data_dir"] = str(self._toolkit)
             name = content_hash([str(config.choice), config.microbatch_size])
             options |= environment.kernel_cache_options(Path(self._scratch.name, name))
-        return partial(compile_program, fast_compile=True, count_work=self.target.rates is not None, options=options)
+        return partial(
+            compile_program,
+            fast_compile=True,
+            count_work=self.target.rates is not None,
+            options=options,
+        )
 
     @cached_property
     def _scratch(self) -> tempfile.TemporaryDirectory[str]:
@@ -105,7 +115,11 @@ class CompileBackend:
         """The model at a micro-batch size; traced once."""
         if microbatch_size not in self._traced:
             self._traced[microbatch_size] = traced = trace(
-                self.workload, microbatch_size, self._num_layers, unmarked_layers=self._unmarked_layers, num_devices=self._num_devices
+                self.workload,
+                microbatch_size,
+                self._num_layers,
+                unmarked_layers=self._unmarked_layers,
+                num_devices=self._num_devices,
             )
             if traced.auto_layers:
                 self._num_layers = traced.graph.num_layers  # at every other size, too
@@ -113,21 +127,27 @@ class CompileBackend:
 
     @property
     def num_layers(self) -> int | None:
-        """Into how many layers the model is cut automatically, None at its marks; without marks it is known once the model is traced."""
+        """Into how many layers the model is cut automatically, None at its marks; without marks it
+        is known once the model is traced."""
         return self._num_layers
 
     def sharding(self, microbatch_size: int) -> ModelSharding:
         """How its parameters are split."""
         if microbatch_size not in self._shardings:
-            self._shardings[microbatch_size] = ModelSharding(self.traced(microbatch_size), self._rule)
+            self._shardings[microbatch_size] = ModelSharding(
+                self.traced(microbatch_size), self._rule
+            )
         return self._shardings[microbatch_size]
 
     def state_bytes(self, microbatch_size: int) -> tuple[int, ...]:
-        """Bytes of the whole optimizer state by parameter of the graph, from shapes; a leaf of none, such as a count, is left out."""
+        """Bytes of the whole optimizer state by parameter of the graph, from shapes; a leaf of
+        none, such as a count, is left out."""
         params = self.traced(microbatch_size).split_struct
         index = {path: i for i, (path, _) in enumerate(jax.tree.leaves_with_path(params))}
         found = [0] * len(index)
-        for path, leaf in jax.tree.leaves_with_path(jax.eval_shape(self.workload.optimizer.init, params)):
+        for path, leaf in jax.tree.leaves_with_path(
+            jax.eval_shape(self.workload.optimizer.init, params)
+        ):
             # A transformation holds trees of the form of the parameters: their paths end alike.
             param = next((index[path[k:]] for k in range(len(path) + 1) if path[k:] in index), None)
             if param is not None:
@@ -151,30 +171,48 @@ class CompileBackend:
             "flags": list(environment.active_flags()),
             "program_version": PROGRAM_VERSION,
         }
-        return facts if self.target.platform == "cpu" else {**facts, "compiler": content_hash([self.target.key])}
+        return (
+            facts
+            if self.target.platform == "cpu"
+            else {**facts, "compiler": content_hash([self.target.key])}
+        )
 
     @cached_property
     def _facts(self) -> dict[str, Any]:
-        """``provenance`` for keys: a target's file counts by what it says to the compiler, wherever it lies."""
+        """``provenance`` for keys: a target's file counts by what it says to the compiler, wherever
+        it lies."""
         name = Path(self.target.name).name
         return {**self.provenance, "target": name, "backend": f"compile:{name}"}
 
     def key(self, config: StageConfig) -> str:
-        """Content hash of everything that can change the measurement; equal for stages that are equal but for their position."""
+        """Content hash of everything that can change the measurement; equal for stages that are
+        equal but for their position."""
         traced = self.traced(config.microbatch_size)
         graph, layers = traced.graph, traced.slice(config.first, config.stop)
         specs = self.sharding(config.microbatch_size).specs(config.choice.tensor_parallel)
         owned, borrowed = owned_and_borrowed(graph, config.first, config.stop)
         sent = set(graph.crossing(config.stop))
         choice = config.choice
-        pinned = ["pinned"] * (choice.shard_params and config.num_layers > 1)  # what passes between layers, see StagePrograms
+        pinned = ["pinned"] * (
+            choice.shard_params and config.num_layers > 1
+        )  # what passes between layers, see StagePrograms
         return content_hash(
             [
                 self._facts,
                 layers.key,
-                [choice.data_parallel, choice.tensor_parallel, choice.remat, choice.shard_optimizer, *_params_split(choice), *pinned],
+                [
+                    choice.data_parallel,
+                    choice.tensor_parallel,
+                    choice.remat,
+                    choice.shard_optimizer,
+                    *_params_split(choice),
+                    *pinned,
+                ],
                 [str(specs[p]) for p in layers.params],
-                [[graph.values[v].batch_dim, graph.values[v].differentiable, v in sent] for v in (*layers.inputs, *layers.outputs)],
+                [
+                    [graph.values[v].batch_dim, graph.values[v].differentiable, v in sent]
+                    for v in (*layers.inputs, *layers.outputs)
+                ],
                 [graph.batch[b].batch_dim for b in layers.batch],
                 [p in owned for p in layers.params],
                 [self._optimizer.param_keys[p] for p in owned],
@@ -186,14 +224,26 @@ class CompileBackend:
         )
 
     def update_key(self, config: StageConfig) -> str:
-        """As ``key``, of the end of a step alone: it depends on the parameters, not on the layers or the micro-batch."""
+        """As ``key``, of the end of a step alone: it depends on the parameters, not on the layers
+        or the micro-batch."""
         config = _of_update(config)
         traced, choice = self.traced(config.microbatch_size), config.choice
         owned, borrowed = owned_and_borrowed(traced.graph, config.first, config.stop)
         specs = self.sharding(config.microbatch_size).specs(choice.tensor_parallel)
-        params = [[self._optimizer.param_keys[p], str(specs[p]), p in owned] for p in (*owned, *borrowed)]
-        degrees = [choice.data_parallel, choice.tensor_parallel, choice.shard_optimizer, *_params_split(choice)]
-        of_others = [len(owned) < len(traced.graph.params), degrees, *_arriving(traced.graph, config)]
+        params = [
+            [self._optimizer.param_keys[p], str(specs[p]), p in owned] for p in (*owned, *borrowed)
+        ]
+        degrees = [
+            choice.data_parallel,
+            choice.tensor_parallel,
+            choice.shard_optimizer,
+            *_params_split(choice),
+        ]
+        of_others = [
+            len(owned) < len(traced.graph.params),
+            degrees,
+            *_arriving(traced.graph, config),
+        ]
         of_others += ["clears apart"] if self._clears_apart else []
         return content_hash([self._facts, "update", params, *of_others])
 
@@ -201,26 +251,41 @@ class CompileBackend:
         """Compile a stage config, or take its measurement from the store.
 
         Raises:
-            TargetError: as ``devices_of``; ``target-refused`` if the compiler does not take the model.
+            TargetError: as ``devices_of``; ``target-refused`` if the compiler does not take the
+                model.
         """
         return StageCost.from_json(
-            self._stored(self.key(config), lambda: self.programs(config).cost_given_update(self.measure_update(config)))
+            self._stored(
+                self.key(config),
+                lambda: self.programs(config).cost_given_update(self.measure_update(config)),
+            )
         )
 
     def measure_update(self, config: StageConfig) -> UpdateCost:
         """As ``measure``, of the end of a step alone."""
-        return UpdateCost.from_json(self._stored(self.update_key(config), lambda: self.programs(_of_update(config)).update_cost))
+        return UpdateCost.from_json(
+            self._stored(
+                self.update_key(config), lambda: self.programs(_of_update(config)).update_cost
+            )
+        )
 
     def buffers_key(self, config: StageConfig) -> str:
-        """As ``key``, of what the buffers of a stage are: also what its layers are called and where they stand in the model."""
+        """As ``key``, of what the buffers of a stage are: also what its layers are called and where
+        they stand in the model."""
         layers = self.traced(config.microbatch_size).slice(config.first, config.stop)
         return content_hash([self.key(config), "buffers", config.first, layers.sources])
 
     def measure_buffers(self, config: StageConfig) -> StageBuffers:
         """As ``measure``: which buffers the bytes consist of, and which layer they belong to."""
-        return StageBuffers.from_json(self._stored(self.buffers_key(config), lambda: self.programs(config, name_buffers=True).buffers))
+        return StageBuffers.from_json(
+            self._stored(
+                self.buffers_key(config), lambda: self.programs(config, name_buffers=True).buffers
+            )
+        )
 
-    def _stored(self, key: str, compile_it: Callable[[], StageCost | UpdateCost | StageBuffers]) -> dict[str, Any]:
+    def _stored(
+        self, key: str, compile_it: Callable[[], StageCost | UpdateCost | StageBuffers]
+    ) -> dict[str, Any]:
         found = self.store.get([key])
         if key not in found:
             start = time.perf_counter()
@@ -228,8 +293,13 @@ class CompileBackend:
                 found = {key: compile_it().to_json()}
             except RuntimeError as error:  # JAX's, where it lowers for a device, and XLA's
                 said = (str(error).strip() or type(error).__name__).splitlines()[0]
-                raise TargetError.of(f"the model cannot be compiled for target={self.target.name!r}: {said}", "target-refused") from error
-            self.store.put(key, found[key], provenance=self.provenance, seconds=time.perf_counter() - start)
+                raise TargetError.of(
+                    f"the model cannot be compiled for target={self.target.name!r}: {said}",
+                    "target-refused",
+                ) from error
+            self.store.put(
+                key, found[key], provenance=self.provenance, seconds=time.perf_counter() - start
+            )
         return found[key]
 
     def programs(
@@ -252,9 +322,12 @@ class CompileBackend:
             TargetError: as ``devices_of``.
         """
         traced, choice = self.traced(config.microbatch_size), config.choice
-        # A compiler that is stopped at its report is given programs for virtual CPU devices, which stand for the target's.
+        # A compiler that is stopped at its report is given programs for virtual CPU devices, which
+        # stand for the target's.
         if devices is None:
-            devices = devices_of(Target.load("cpu") if self._stops_at_report else self.target, choice.num_devices)
+            devices = devices_of(
+                Target.load("cpu") if self._stops_at_report else self.target, choice.num_devices
+            )
         owned, _ = owned_and_borrowed(traced.graph, config.first, config.stop)
         rest = tuple(p for p in range(len(traced.graph.params)) if p not in set(owned))
         return StagePrograms(
@@ -276,17 +349,27 @@ class CompileBackend:
 
 
 def _params_split(choice: StageChoice) -> list[str]:
-    """For keys: nothing where parameters are whole, so that measurements from before there was a choice keep theirs."""
+    """For keys: nothing where parameters are whole, so that measurements from before there was a
+    choice keep theirs."""
     return ["params"] if choice.shard_params else []
 
 
 def _arriving(graph: LayerGraph, config: StageConfig) -> list[list[int]]:
-    """For keys: which of the stage's parameters get gradients from later stages; nothing where none do. The sum over several stages that
-    share one takes no more room in the program than that of two."""
-    owned, shared = owned_and_borrowed(graph, config.first, config.stop)[0], shared_onwards(graph, config.first, config.stop)
+    """For keys: which of the stage's parameters get gradients from later stages; nothing where none
+    do. The sum over several stages that share one takes no more room in the program than that of
+    two."""
+    owned, shared = (
+        owned_and_borrowed(graph, config.first, config.stop)[0],
+        shared_onwards(graph, config.first, config.stop),
+    )
     return [[owned.index(p) for p in shared]] if shared else []
 
 
 def _of_update(config: StageConfig) -> StageConfig:
-    """A config whose end of a step is the same: replicas do alike, unless they share the optimizer's state."""
-    return config if config.choice.shard_optimizer else replace(config, choice=replace(config.choice, data_parallel=1, remat="none"))
+    """A config whose end of a step is the same: replicas do alike, unless they share the
+    optimizer's state."""
+    return (
+        config
+        if config.choice.shard_optimizer
+        else replace(config, choice=replace(config.choice, data_parallel=1, remat="none"))
+    )

@@ -1,4 +1,5 @@
-"""One execution of a partitioning, as plain data: what is run, on which machine, and what came of it."""
+"""One execution of a partitioning, as plain data: what is run, on which machine, and what came of
+it."""
 
 from __future__ import annotations
 
@@ -40,7 +41,10 @@ class ProfilingRun:
     @property
     def configs(self) -> list[StageConfig]:
         """Its stages."""
-        return [StageConfig(first, stop, self.choice, self.microbatch_size) for first, stop in ranges(self.partitioning)]
+        return [
+            StageConfig(first, stop, self.choice, self.microbatch_size)
+            for first, stop in ranges(self.partitioning)
+        ]
 
     def plan(self) -> Plan:
         """The run as a plan on a flat cluster of its own size."""
@@ -54,12 +58,22 @@ class ProfilingRun:
             for s, (first, stop) in enumerate(ranges(self.partitioning))
         )
         global_batch_size = self.num_microbatches * self.microbatch_size
-        return Plan(Cluster((self.num_devices,)), sum(self.partitioning), stages, global_batch_size, self.num_microbatches, self.schedule)
+        return Plan(
+            Cluster((self.num_devices,)),
+            sum(self.partitioning),
+            stages,
+            global_batch_size,
+            self.num_microbatches,
+            self.schedule,
+        )
 
     def failed(self, why: str) -> RunPeaks:
         """The result of a run that gave no peaks."""
         dp, tp = self.choice.data_parallel, self.choice.tensor_parallel
-        name = f"run of {list(self.partitioning)} layers, data_parallel={dp} x tensor_parallel={tp}, {self.num_microbatches} micro-batches"
+        name = (
+            f"run of {list(self.partitioning)} layers, data_parallel={dp} x tensor_parallel={tp}, "
+            f"{self.num_microbatches} micro-batches"
+        )
         return RunPeaks((None,) * len(self.partitioning), (f"{name}: {why}",))
 
 
@@ -83,7 +97,8 @@ class Executed:
 
     Attributes:
         peak_bytes_per_stage: On each device of a stage; None if the run failed.
-        meter: What they were read from; empty if they were only replayed, because they are above the limit.
+        meter: What they were read from; empty if they were only replayed, because they are above
+            the limit.
         failure: Why there are none.
         traceback: Of the failure, if it was an exception.
     """
@@ -95,10 +110,13 @@ class Executed:
 
     def to_json(self) -> dict[str, Any]:
         """As the store keeps it."""
-        assert self.peak_bytes_per_stage is not None, f"nothing to keep of a run that failed: {self.failure}"
+        assert self.peak_bytes_per_stage is not None, (
+            f"nothing to keep of a run that failed: {self.failure}"
+        )
         return {"peak_bytes_per_stage": list(self.peak_bytes_per_stage), "meter": self.meter}
 
 
 def replay_key(key: str) -> str:
-    """Of the replayed peaks of a run that is above a limit: another measurement than that of the run."""
+    """Of the replayed peaks of a run that is above a limit: another measurement than that of the
+    run."""
     return content_hash([key, "replay"])

@@ -1,8 +1,10 @@
-"""The paper's own profiling runs: generated partitionings, two batch sizes, pipeline-only and 2- and 4-way data and tensor parallel.
+"""The paper's own profiling runs: generated partitionings, two batch sizes, pipeline-only and 2-
+and 4-way data and tensor parallel.
 
-A run gives one number per stage, its peak. With the backend ``run`` the partitioning is executed (``capture.profiler.run``); with one
-that compiles, the run is the replay of the partitioning's own schedule over its compiled stages. The micro-batch size stays and
-their number is halved and quartered.
+A run gives one number per stage, its peak. With the backend ``run`` the partitioning is executed
+(``capture.profiler.run``); with one that compiles, the run is the replay of the partitioning's own
+schedule over its compiled stages. The micro-batch size stays and their number is halved and
+quartered.
 
 Source: CAPTURE III-A, Description 1; READINGS.md, C-a to C-f.
 """
@@ -27,8 +29,15 @@ from capture.predictor.formula import of_interfaces, peak_of
 from capture.profiler.partitionings import pipeline_partitionings
 from capture.step.interface import stage_interface
 
-#: The five sets of runs: no parallelism inside a stage, and 2- and 4-way data or tensor parallelism.
-PROFILED_CHOICES = (StageChoice(), StageChoice(2, 1), StageChoice(4, 1), StageChoice(1, 2), StageChoice(1, 4))
+#: The five sets of runs: no parallelism inside a stage, and 2- and 4-way data or tensor
+#: parallelism.
+PROFILED_CHOICES = (
+    StageChoice(),
+    StageChoice(2, 1),
+    StageChoice(4, 1),
+    StageChoice(1, 2),
+    StageChoice(1, 4),
+)
 
 #: Of a run, where the model has more layers.
 _LEAST_STAGES = 4
@@ -36,7 +45,8 @@ _LEAST_STAGES = 4
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """M_i and M_a of every layer in bytes, from runs at one batch size and choice; NaN where no run gave one.
+    """M_i and M_a of every layer in bytes, from runs at one batch size and choice; NaN where no run
+    gave one.
 
     Attributes:
         isolated: M_i(l): the peak of layer l alone on a device.
@@ -128,7 +138,11 @@ class PaperRuns:
 
     def configs(self, microbatch_size: int) -> list[StageConfig]:
         """The distinct stages of all runs."""
-        return [StageConfig(first, stop, self.choice, microbatch_size) for p in self.partitionings for first, stop in ranges(p)]
+        return [
+            StageConfig(first, stop, self.choice, microbatch_size)
+            for p in self.partitionings
+            for first, stop in ranges(p)
+        ]
 
 
 @dataclass(frozen=True)
@@ -145,12 +159,17 @@ class RunPeaks:
 
 
 def paper_runs(
-    num_layers: int, num_devices: int, microbatch_size: int, remat: Remat = "none", shard_optimizer: bool = False
+    num_layers: int,
+    num_devices: int,
+    microbatch_size: int,
+    remat: Remat = "none",
+    shard_optimizer: bool = False,
 ) -> list[PaperRuns]:
     """The five sets for a model and a cluster.
 
-    Each set places the layers on S = D / k sub-meshes; on at least 4, since fewer than 3 isolate no inner layer, and on at most L - 1,
-    since L stages add no layer to another (3 layers or fewer get no M_a at all).
+    Each set places the layers on S = D / k sub-meshes; on at least 4, since fewer than 3 isolate no
+    inner layer, and on at most L - 1, since L stages add no layer to another (3 layers or fewer get
+    no M_a at all).
 
     Args:
         num_layers: L.
@@ -161,7 +180,10 @@ def paper_runs(
     runs = []
     for choice in PROFILED_CHOICES:
         if microbatch_size % choice.data_parallel == 0 and choice.num_devices <= num_devices:
-            num_stages = min(num_layers if num_layers <= 3 else num_layers - 1, max(_LEAST_STAGES, num_devices // choice.num_devices))
+            num_stages = min(
+                num_layers if num_layers <= 3 else num_layers - 1,
+                max(_LEAST_STAGES, num_devices // choice.num_devices),
+            )
             partitionings = tuple(map(tuple, pipeline_partitionings(num_layers, num_stages)))
             own = StageChoice(choice.data_parallel, choice.tensor_parallel, remat, shard_optimizer)
             runs.append(PaperRuns(own, partitionings))
@@ -175,7 +197,9 @@ def most_run_devices(num_devices: int) -> int:
         >>> most_run_devices(1), most_run_devices(8), most_run_devices(32)
         (4, 16, 32)
     """
-    degrees = [choice.num_devices for choice in PROFILED_CHOICES if choice.num_devices <= num_devices]
+    degrees = [
+        choice.num_devices for choice in PROFILED_CHOICES if choice.num_devices <= num_devices
+    ]
     return max(k * max(_LEAST_STAGES, num_devices // k) for k in degrees)
 
 
@@ -190,7 +214,8 @@ def ranges(partitioning: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def profile_batches(num_microbatches: int) -> tuple[int, ...]:
-    """Quarter and half of the target number of micro-batches, ascending (III-A2); fewer where the target is small."""
+    """Quarter and half of the target number of micro-batches, ascending (III-A2); fewer where the
+    target is small."""
     return tuple(sorted({max(1, num_microbatches // 4), max(1, num_microbatches // 2)}))
 
 
@@ -210,26 +235,48 @@ def run_paper_profile(
         param_bytes: Per way to split parameters.
         schedule: Of the runs.
         num_microbatches: Of the target; the runs use half and a quarter.
-        measure: The cost of a stage config; None if it could not be measured, and the run is named as failed.
+        measure: The cost of a stage config; None if it could not be measured, and the run is named
+            as failed.
     """
     runs = list(runs)
-    costs = {run.choice: {(c.first, c.stop): measure(c) for c in run.configs(graph.microbatch_size)} for run in runs}
+    costs = {
+        run.choice: {(c.first, c.stop): measure(c) for c in run.configs(graph.microbatch_size)}
+        for run in runs
+    }
 
-    def replayed(choice: StageChoice, partitioning: Sequence[int], num_microbatches: int) -> RunPeaks:
+    def replayed(
+        choice: StageChoice, partitioning: Sequence[int], num_microbatches: int
+    ) -> RunPeaks:
         occupancies = make_schedule(schedule, len(partitioning), num_microbatches).occupancies
         found = [costs[choice][stage] for stage in ranges(partitioning)]
         interfaces = [
-            stage_interface(graph, first, stop, (), choice.data_parallel, param_bytes[choice.param_split], cost or NO_COST)
+            stage_interface(
+                graph,
+                first,
+                stop,
+                (),
+                choice.data_parallel,
+                param_bytes[choice.param_split],
+                cost or NO_COST,
+            )
             for (first, stop), cost in zip(ranges(partitioning), found, strict=True)
         ]
         peaks = [
             None if cost is None else int(peak_of(memory, occupancy))
-            for cost, memory, occupancy in zip(found, of_interfaces(interfaces), occupancies, strict=True)
+            for cost, memory, occupancy in zip(
+                found, of_interfaces(interfaces), occupancies, strict=True
+            )
         ]
-        failures = [f"{list(partitioning)} with {choice}, stage {s}" for s, peak in enumerate(peaks) if peak is None]
+        failures = [
+            f"{list(partitioning)} with {choice}, stage {s}"
+            for s, peak in enumerate(peaks)
+            if peak is None
+        ]
         return RunPeaks(tuple(peaks), tuple(failures))
 
-    return form_statistics(runs, graph.num_layers, graph.microbatch_size, schedule, num_microbatches, replayed)
+    return form_statistics(
+        runs, graph.num_layers, graph.microbatch_size, schedule, num_microbatches, replayed
+    )
 
 
 def form_statistics(
@@ -249,7 +296,8 @@ def form_statistics(
         num_layers: L.
         microbatch_size, schedule: Of the runs.
         num_microbatches: Of the target; the runs use half and a quarter.
-        peaks_of_run: Called with the choice, the partitioning and the number of micro-batches of each run.
+        peaks_of_run: Called with the choice, the partitioning and the number of micro-batches of
+            each run.
     """
     statistics: dict[StageChoice, dict[int, LayerStatistics]] = {}
     num_runs, num_failed, failures = 0, 0, list[str]()
@@ -265,10 +313,14 @@ def form_statistics(
                     if peak is not None:
                         peaks.setdefault(stage, peak)
             statistics.setdefault(run.choice, {})[m] = layer_statistics(peaks, num_layers)
-    return PaperStatistics(statistics, num_runs, schedule, microbatch_size, tuple(dict.fromkeys(failures)), num_failed)
+    return PaperStatistics(
+        statistics, num_runs, schedule, microbatch_size, tuple(dict.fromkeys(failures)), num_failed
+    )
 
 
-def layer_statistics(peaks: Mapping[tuple[int, int], int], num_layers: int, *, average: bool = False) -> LayerStatistics:
+def layer_statistics(
+    peaks: Mapping[tuple[int, int], int], num_layers: int, *, average: bool = False
+) -> LayerStatistics:
     """M_i(l) = PM(l), M_a(l) = PM(l - n, l) - PM(l - n, l - 1).
 
     Args:
@@ -280,7 +332,9 @@ def layer_statistics(peaks: Mapping[tuple[int, int], int], num_layers: int, *, a
         >>> layer_statistics({(0, 1): 5, (1, 2): 7, (0, 2): 9}, 2).added.tolist()
         [nan, 4.0]
     """
-    isolated = np.array([peaks.get((layer, layer + 1), np.nan) for layer in range(num_layers)], np.float64)
+    isolated = np.array(
+        [peaks.get((layer, layer + 1), np.nan) for layer in range(num_layers)], np.float64
+    )
     added = np.full(num_layers, np.nan)
     for layer in range(1, num_layers):
         found = [
@@ -294,7 +348,8 @@ def layer_statistics(peaks: Mapping[tuple[int, int], int], num_layers: int, *, a
 
 
 def merge_layers(statistics: LayerStatistics, num_merged: int) -> list[tuple[int, int]]:
-    """The layer merger: join the two neighbours whose merged M_i is least, until ``num_merged`` layers are left.
+    """The layer merger: join the two neighbours whose merged M_i is least, until ``num_merged``
+    layers are left.
 
     M_i(l, l + 1) = M_i(l) + M_a(l + 1);  M_a(l, l + 1) = M_a(l) + M_a(l + 1).
 
@@ -316,7 +371,8 @@ def merge_layers(statistics: LayerStatistics, num_merged: int) -> list[tuple[int
         merged = [isolated[i] + added[i + 1] for i in range(len(groups) - 1)]
         if np.isnan(merged).all():
             raise ProfileError.of(
-                f"the layer merger cannot go from {len(groups)} to {num_merged} layers: the paper's runs gave no M_i and M_a for those "
+                f"the layer merger cannot go from {len(groups)} to {num_merged} layers: the "
+                "paper's runs gave no M_i and M_a for those "
                 "left (4 layers or more are needed, and runs that did not fail).",
                 "profile-missing",
             )

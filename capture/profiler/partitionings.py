@@ -1,4 +1,5 @@
-"""The generated profiling partitionings of the paper (Description 1), corrected where it cannot work as printed.
+"""The generated profiling partitionings of the paper (Description 1), corrected where it cannot
+work as printed.
 
     line 1     [1, 1, eq(L - 2, G - 2)]                 M_i of layers 0 and 1
     lines 2-4  [n, 1, ...]                              M_a and M_i along the first base block
@@ -7,8 +8,8 @@
     lines 14-15, last: [.., q, 1, 1], [.., q - 1, 1, 2], and its mirror image
 
 As printed, with q = L / G layers per fixed GPU, the last two GPUs' layers are never alone; with
-q = (L - 2) / (G - 2), rounded down, M_a of the last layer but one is missing. The coverage test decides, for any (L, G)
-(READINGS.md, C-a to C-d).
+q = (L - 2) / (G - 2), rounded down, M_a of the last layer but one is missing. The coverage test
+decides, for any (L, G) (READINGS.md, C-a to C-d).
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Coverage:
 
 
 def coverage(partitionings: list[list[int]], num_layers: int) -> Coverage:
-    """Which M_i and M_a a set of partitionings cannot give (derived from the runs: READINGS.md, C-d)."""
+    """Which M_i and M_a a set of partitionings cannot give (derived from the runs: READINGS.md,
+    C-d)."""
     ranges = stage_ranges(partitionings)
     alone = {first for first, stop in ranges if stop == first + 1}
     added = {stop - 1 for first, stop in ranges if (first, stop - 1) in ranges}
@@ -60,17 +62,20 @@ def stage_ranges(partitionings: list[list[int]]) -> set[tuple[int, int]]:
 
 
 def pipeline_partitionings(num_layers: int, num_stages: int) -> list[list[int]]:
-    """Partitionings of L layers over G stages that isolate every layer and add every layer to a neighbour once.
+    """Partitionings of L layers over G stages that isolate every layer and add every layer to a
+    neighbour once.
 
     Args:
         num_layers: L, at least G.
         num_stages: G, at least 1.
 
     Returns:
-        At most L + 1 partitionings for G >= 3 where the paper's scheme applies; numbers of layers per stage, each summing to L.
+        At most L + 1 partitionings for G >= 3 where the paper's scheme applies; numbers of layers
+        per stage, each summing to L.
 
     Raises:
-        ProfileError: ``profile-partitionings`` if G > L, or G < 3 and L > G: no partitioning isolates the inner layers.
+        ProfileError: ``profile-partitionings`` if G > L, or G < 3 and L > G: no partitioning
+            isolates the inner layers.
 
     Source: CAPTURE III-A1, Description 1; READINGS.md, C-a to C-d.
 
@@ -80,8 +85,10 @@ def pipeline_partitionings(num_layers: int, num_stages: int) -> list[list[int]]:
     """
     if num_stages > num_layers or num_stages < min(3, num_layers):
         raise ProfileError.of(
-            f"num_layers={num_layers} on num_stages={num_stages}: no partitioning places every layer alone on a stage; "
-            "profile with 3 to num_layers stages, or in the default mode, which measures layer windows directly.",
+            f"num_layers={num_layers} on num_stages={num_stages}: no partitioning places every "
+            "layer alone on a stage; "
+            "profile with 3 to num_layers stages, or in the default mode, which measures layer "
+            "windows directly.",
             "profile-partitionings",
         )
     if num_stages == num_layers:
@@ -94,34 +101,63 @@ def pipeline_partitionings(num_layers: int, num_stages: int) -> list[list[int]]:
         for head in range(1, base + 2):
             num_singles = 2 if head >= base and free > 3 else 1
             if rest - head - num_singles >= free - 1 - num_singles:
-                partitionings.append([*fixed, head, *[1] * num_singles, *eq(rest - head - num_singles, free - 1 - num_singles)])
+                partitionings.append(
+                    [
+                        *fixed,
+                        head,
+                        *[1] * num_singles,
+                        *eq(rest - head - num_singles, free - 1 - num_singles),
+                    ]
+                )
         fixed.append(base)
     partitionings += _repairs(partitionings, num_layers, num_stages)
     return [list(p) for p in dict.fromkeys(map(tuple, partitionings))]
 
 
 def _repairs(partitionings: list[list[int]], num_layers: int, num_stages: int) -> list[list[int]]:
-    """One partitioning per statistic that is still missing (lines 14 and 15, and what an uneven L leaves)."""
+    """One partitioning per statistic that is still missing (lines 14 and 15, and what an uneven L
+    leaves)."""
     added: list[list[int]] = []
     while True:
         gap = coverage(partitionings + added, num_layers)
         if gap.missing_isolated:
-            added.append(_with_range(gap.missing_isolated[0], gap.missing_isolated[0] + 1, num_layers, num_stages))
+            added.append(
+                _with_range(
+                    gap.missing_isolated[0], gap.missing_isolated[0] + 1, num_layers, num_stages
+                )
+            )
         elif gap.missing_added:
             layer = gap.missing_added[0]
-            pair = next((r for r in _pairs(layer, num_layers, num_stages, stage_ranges(partitionings + added))), None)
+            pair = next(
+                (
+                    r
+                    for r in _pairs(
+                        layer, num_layers, num_stages, stage_ranges(partitionings + added)
+                    )
+                ),
+                None,
+            )
             assert pair is not None, f"no partitioning adds layer {layer}"
             added.append(_with_range(*pair, num_layers, num_stages))
         else:
             return added
 
 
-def _pairs(layer: int, num_layers: int, num_stages: int, ranges: set[tuple[int, int]]) -> list[tuple[int, int]]:
+def _pairs(
+    layer: int, num_layers: int, num_stages: int, ranges: set[tuple[int, int]]
+) -> list[tuple[int, int]]:
     """Ranges that would give M_a of a layer, those that need one new partitioning first."""
     options = []
     for first in range(layer - 1, -1, -1):
-        for wanted, other in (((first, layer + 1), (first, layer)), ((first, layer), (first, layer + 1))):
-            if wanted not in ranges and _possible(*wanted, num_layers, num_stages) and (other in ranges or other[1] - other[0] == 1):
+        for wanted, other in (
+            ((first, layer + 1), (first, layer)),
+            ((first, layer), (first, layer + 1)),
+        ):
+            if (
+                wanted not in ranges
+                and _possible(*wanted, num_layers, num_stages)
+                and (other in ranges or other[1] - other[0] == 1)
+            ):
                 options.append(wanted)
     return options
 
@@ -135,7 +171,16 @@ def _possible(first: int, stop: int, num_layers: int, num_stages: int) -> bool:
 def _with_range(first: int, stop: int, num_layers: int, num_stages: int) -> list[int]:
     """A partitioning in which [first, stop) is a stage, the others as equal as they can be."""
     before, after, others = first, num_layers - stop, num_stages - 1
-    left = min(before, max(0 if before == 0 else 1, others - after, round(others * before / max(1, before + after))))
+    left = min(
+        before,
+        max(
+            0 if before == 0 else 1, others - after, round(others * before / max(1, before + after))
+        ),
+    )
     if after:
         left = min(left, others - 1)
-    return [*(eq(before, left) if left else []), stop - first, *(eq(after, others - left) if others - left else [])]
+    return [
+        *(eq(before, left) if left else []),
+        stop - first,
+        *(eq(after, others - left) if others - left else []),
+    ]

@@ -1,11 +1,13 @@
-"""The backend ``run``, the paper's way to profile: execute the partitionings with the native runtime, two training steps each.
+"""The backend ``run``, the paper's way to profile: execute the partitionings with the native
+runtime, two training steps each.
 
-The peaks of the second step count, as the meters of ``capture.runtime.meter`` read them, never as replayed: live arrays and the
-buffer assignment of the running program; in a fresh process on an accelerator its allocator, for those devices whose mark the steps
-have raised above that of the initialisation.
+The peaks of the second step count, as the meters of ``capture.runtime.meter`` read them, never as
+replayed: live arrays and the buffer assignment of the running program; in a fresh process on an
+accelerator its allocator, for those devices whose mark the steps have raised above that of the
+initialisation.
 
-A finished run is content-addressed and never made again. A run that goes out of memory, or needs more than a limit, is a result too:
-the statistics that it alone would give are missing.
+A finished run is content-addressed and never made again. A run that goes out of memory, or needs
+more than a limit, is a result too: the statistics that it alone would give are missing.
 
 Source: CAPTURE III-A; III-A2 on runs that go out of memory.
 """
@@ -51,9 +53,12 @@ class RunBackend:
         num_layers: None for the model's marks, or the number of layers to cut automatically.
         rule: How parameters are split.
         store: Where finished runs are kept.
-        memory_limit_bytes: Per device; a run that needs more fails instead of being made. None for no limit.
-        machine: On which the runs are made, by default this process; another one only to find what is in the store.
-        fresh_process: Whether every run gets a process of its own, so that the allocator's marks are those of the run.
+        memory_limit_bytes: Per device; a run that needs more fails instead of being made. None for
+            no limit.
+        machine: On which the runs are made, by default this process; another one only to find what
+            is in the store.
+        fresh_process: Whether every run gets a process of its own, so that the allocator's marks
+            are those of the run.
         num_devices: Of the cluster; a model without marks is cut into layers enough for them.
     """
 
@@ -72,7 +77,11 @@ class RunBackend:
         num_devices: int = 1,
     ):
         self.compiler = CompileBackend(workload, num_layers, rule, store, num_devices=num_devices)
-        self.workload, self.memory_limit_bytes, self.fresh_process = workload, memory_limit_bytes, fresh_process
+        self.workload, self.memory_limit_bytes, self.fresh_process = (
+            workload,
+            memory_limit_bytes,
+            fresh_process,
+        )
         self.machine = machine_here() if machine is None else machine
         self._stage_keys: dict[StageConfig, str] = {}
         self._compiled: dict[Any, StagePrograms] = {}
@@ -89,13 +98,16 @@ class RunBackend:
             "backend": self.name,
             "target": self.machine.platform,
             "device_kind": self.machine.device_kind,
-            "meter": "allocator, else live arrays + XLA buffer assignment" if allocator else "live arrays + XLA buffer assignment",
+            "meter": "allocator, else live arrays + XLA buffer assignment"
+            if allocator
+            else "live arrays + XLA buffer assignment",
             "versions": environment.versions(),
             "flags": list(environment.active_flags()),
             "program_version": PROGRAM_VERSION,
         }
 
-    # ---- the store -------------------------------------------------------------------------------------------------
+    # ---- the store
+    # ----------------------------------------------------------------------------------------------
 
     def key(self, run: ProfilingRun) -> str:
         """Content hash of everything that can change the measurement."""
@@ -105,7 +117,9 @@ class RunBackend:
         stages = [self._stage_keys[config] for config in run.configs]
         model_hash = self.compiler.traced(run.microbatch_size).graph.model_hash
         repeats = [run.repeats] if run.repeats > 1 else []
-        return content_hash([self.provenance, model_hash, stages, run.schedule, run.num_microbatches, *repeats])
+        return content_hash(
+            [self.provenance, model_hash, stages, run.schedule, run.num_microbatches, *repeats]
+        )
 
     def find(self, run: ProfilingRun) -> RunPeaks | None:
         """What is known of a run without making it; None if it must be made."""
@@ -114,25 +128,39 @@ class RunBackend:
         if key in found:
             return self._limited(run, tuple(found[key]["peak_bytes_per_stage"]), "measured")
         if replay_key(key) in found:
-            replayed = self._limited(run, tuple(found[replay_key(key)]["peak_bytes_per_stage"]), "replayed")
+            replayed = self._limited(
+                run, tuple(found[replay_key(key)]["peak_bytes_per_stage"]), "replayed"
+            )
             if replayed.failures:
                 return replayed
         if run.num_devices > self.machine.num_devices:
-            return run.failed(f"needs {run.num_devices} devices and there are {self.machine.num_devices} ({self.machine.platform})")
+            return run.failed(
+                f"needs {run.num_devices} devices and there are {self.machine.num_devices} "
+                f"({self.machine.platform})"
+            )
         return None
 
     def _limited(self, run: ProfilingRun, peaks: tuple[int, ...], how: str) -> RunPeaks:
         limit = self.memory_limit_bytes
         if limit is not None and max(peaks) > limit:
-            return run.failed(f"needs {format_bytes(max(peaks))} on a device ({how}), more than {format_bytes(limit)}")
+            return run.failed(
+                f"needs {format_bytes(max(peaks))} on a device ({how}), more than "
+                f"{format_bytes(limit)}"
+            )
         return RunPeaks(peaks)
 
     def keep(self, run: ProfilingRun, executed: Executed, seconds: float) -> RunPeaks:
-        """Put what came of a run into the store, and say it; what failed for another reason than the limit is tried again next time."""
+        """Put what came of a run into the store, and say it; what failed for another reason than
+        the limit is tried again next time."""
         key, peaks = self.key(run), executed.peak_bytes_per_stage
         if peaks is None:
             return run.failed(executed.failure)
-        self.store.put(key if executed.meter else replay_key(key), executed.to_json(), provenance=self.provenance, seconds=seconds)
+        self.store.put(
+            key if executed.meter else replay_key(key),
+            executed.to_json(),
+            provenance=self.provenance,
+            seconds=seconds,
+        )
         return self._limited(run, peaks, "measured" if executed.meter else "replayed")
 
     def measure(self, run: ProfilingRun) -> RunPeaks:
@@ -142,7 +170,8 @@ class RunBackend:
         start = time.perf_counter()
         return self.keep(run, self.execute(run), time.perf_counter() - start)
 
-    # ---- execution -------------------------------------------------------------------------------------------------
+    # ---- execution
+    # ----------------------------------------------------------------------------------------------
 
     def execute(self, run: ProfilingRun) -> Executed:
         """Make a run here; a failure is reported, not raised."""
@@ -152,20 +181,29 @@ class RunBackend:
             return Executed(None, "", str(error))
         except Exception as error:  # one run must not lose the others
             first_line = (str(error).splitlines() or [""])[0]
-            failure = ("out of memory: " if _is_out_of_memory(error) else f"{type(error).__name__}: ") + first_line
+            failure = (
+                "out of memory: " if _is_out_of_memory(error) else f"{type(error).__name__}: "
+            ) + first_line
             return Executed(None, "", failure, traceback.format_exc())
 
     def _execute(self, run: ProfilingRun) -> Executed:
         plan, compiler = run.plan(), self.compiler
         # As ``pipeshard`` does, but the model is traced once for all runs.
-        traced, sharding = compiler.traced(run.microbatch_size), compiler.sharding(run.microbatch_size)
-        step = PipelinedStep(self.workload, plan, traced, list(jax.devices()), sharding, fast_compile=True)
+        traced, sharding = (
+            compiler.traced(run.microbatch_size),
+            compiler.sharding(run.microbatch_size),
+        )
+        step = PipelinedStep(
+            self.workload, plan, traced, list(jax.devices()), sharding, fast_compile=True
+        )
         self._reuse_programs(step)
         if self.memory_limit_bytes is not None:
             replayed = _per_stage(plan, step.replay().peak_bytes_per_device)
             if max(replayed) > self.memory_limit_bytes:
                 return Executed(replayed, "")
-        with jax.default_device(jax.devices("cpu")[0]):  # no accelerator ever holds the whole model or the batch
+        with jax.default_device(
+            jax.devices("cpu")[0]
+        ):  # no accelerator ever holds the whole model or the batch
             keys = jax.random.split(jax.random.key(0), 3)
             params = jax.tree.map(np.asarray, self.workload.init(keys[0]))
             batch = jax.tree.map(np.asarray, self.workload.batch(keys[1], plan.global_batch_size))
@@ -178,10 +216,16 @@ class RunBackend:
         for _ in range(run.repeats):
             steps.append(measure_step(step, state, batch, key))
             state = steps[-1].state
-        peaks, meter = _largest([one.live_peak_bytes_per_device for one in steps]), LiveArrayMeter(step).meter
+        peaks, meter = (
+            _largest([one.live_peak_bytes_per_device for one in steps]),
+            LiveArrayMeter(step).meter,
+        )
         if self.fresh_process and initial is not None:
             allocated = _largest([one.peak_bytes_per_device for one in steps])
-            peaks = tuple(a if a > before else live for a, before, live in zip(allocated, initial, peaks, strict=True))
+            peaks = tuple(
+                a if a > before else live
+                for a, before, live in zip(allocated, initial, peaks, strict=True)
+            )
             meter = f"{steps[0].meter} where the steps raised it, else {meter}"
         return Executed(_per_stage(plan, peaks), meter)
 
@@ -191,8 +235,13 @@ class RunBackend:
             return  # its update reads something of every other stage
         plan = step.plan
         for s, stage in enumerate(step.stages):
-            size = (plan.microbatch_size, plan.num_microbatches if stage.is_last else 0)  # the loss is divided by their number
-            step.stages[s] = self._compiled.setdefault((plan.stages[s], size, stage.arriving), stage)
+            size = (
+                plan.microbatch_size,
+                plan.num_microbatches if stage.is_last else 0,
+            )  # the loss is divided by their number
+            step.stages[s] = self._compiled.setdefault(
+                (plan.stages[s], size, stage.arriving), stage
+            )
 
 
 def _per_stage(plan: Plan, per_device: Sequence[int]) -> tuple[int, ...]:
@@ -204,4 +253,6 @@ def _largest(peaks_of_steps: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError) or (isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error))
+    return isinstance(error, MemoryError) or (
+        isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+    )

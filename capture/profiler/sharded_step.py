@@ -1,7 +1,9 @@
-"""The train step of a sharding plan, compiled for a target: what a device holds at its peak, by the compiler's own report.
+"""The train step of a sharding plan, compiled for a target: what a device holds at its peak, by the
+compiler's own report.
 
-The step is the user's: value_and_grad of the loss that the plan's emission transformed, then the optimizer, with parameters and state
-donated, parameters, state and batch sharded as the emission says. Nothing is allocated, nothing is run.
+The step is the user's: value_and_grad of the loss that the plan's emission transformed, then the
+optimizer, with parameters and state donated, parameters, state and batch sharded as the emission
+says. Nothing is allocated, nothing is run.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ _JAX_PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 class StepCompiler:
     """Compiles train steps of sharding plans.
 
-    Devices of the target in this process are compiled for as they are; where there are none, the target's compiler is asked for absent
-    ones.
+    Devices of the target in this process are compiled for as they are; where there are none, the
+    target's compiler is asked for absent ones.
 
     Args:
         target: To compile for.
@@ -52,13 +54,26 @@ class StepCompiler:
         self.target, self._count_work = target, count_work
         shape, names = mesh_axes(where)
         own = [] if isinstance(where, Cluster) else list(where.devices.flat)
-        self._are_there = bool(own) and own[0] in jax.devices() and own[0].platform == _JAX_PLATFORMS[target.platform]
-        # A compiler that is stopped at its report is given programs for virtual CPU devices, which stand for the target's.
+        self._are_there = (
+            bool(own)
+            and own[0] in jax.devices()
+            and own[0].platform == _JAX_PLATFORMS[target.platform]
+        )
+        # A compiler that is stopped at its report is given programs for virtual CPU devices, which
+        # stand for the target's.
         self._stops_at_report = bool(target.compiler.get("stop_at_report")) and not self._are_there
-        devices = own if self._are_there else devices_of(Target.load("cpu") if self._stops_at_report else target, math.prod(shape))
+        devices = (
+            own
+            if self._are_there
+            else devices_of(
+                Target.load("cpu") if self._stops_at_report else target, math.prod(shape)
+            )
+        )
         self.mesh = Mesh(np.array(devices).reshape(shape), names)
 
-    def measure(self, workload: WorkloadProtocol, emission: Emission, batch_size: int) -> tuple[int, Executable]:
+    def measure(
+        self, workload: WorkloadProtocol, emission: Emission, batch_size: int
+    ) -> tuple[int, Executable]:
         """Bytes of a device at the peak of a step, arguments included, and the compiled program.
 
         Args:
@@ -67,24 +82,41 @@ class StepCompiler:
             batch_size: Examples per device.
 
         Raises:
-            TargetError: ``target-refused`` if the compiler does not take the step, ``target-report``.
+            TargetError: ``target-refused`` if the compiler does not take the step,
+                ``target-report``.
         """
         loss_fn = emission.transform(workload.loss_fn)
         params = jax.eval_shape(emission.split, jax.eval_shape(workload.init, jax.random.key(0)))
         state = jax.eval_shape(workload.optimizer.init, params)
-        batch = jax.eval_shape(lambda key: workload.batch(key, batch_size * self.mesh.size), jax.random.key(0))
+        batch = jax.eval_shape(
+            lambda key: workload.batch(key, batch_size * self.mesh.size), jax.random.key(0)
+        )
         trees = (params, state, batch)
-        placed = (emission.shardings(), emission.opt_state_shardings, jax.tree.map(lambda _: emission.batch_sharding, batch))
+        placed = (
+            emission.shardings(),
+            emission.opt_state_shardings,
+            jax.tree.map(lambda _: emission.batch_sharding, batch),
+        )
 
         def step(*leaves):  # a program that is exported has no trees of optax
-            params, state, batch = (jax.tree.unflatten(jax.tree.structure(t), own) for t, own in zip(trees, leaves, strict=True))
+            params, state, batch = (
+                jax.tree.unflatten(jax.tree.structure(t), own)
+                for t, own in zip(trees, leaves, strict=True)
+            )
             loss, gradients = jax.value_and_grad(loss_fn)(params, batch)
             updates, state = workload.optimizer.update(gradients, state, params)
-            return jax.tree.leaves(optax.apply_updates(params, updates)), jax.tree.leaves(state), loss
+            return (
+                jax.tree.leaves(optax.apply_updates(params, updates)),
+                jax.tree.leaves(state),
+                loss,
+            )
 
         shardings = [jax.tree.leaves(tree) for tree in placed]
         arguments = tuple(
-            [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(jax.tree.leaves(tree), own, strict=True)]
+            [
+                jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+                for x, s in zip(jax.tree.leaves(tree), own, strict=True)
+            ]
             for tree, own in zip(trees, shardings, strict=True)
         )
         results = (shardings[0], shardings[1], NamedSharding(self.mesh, PartitionSpec()))
@@ -92,21 +124,38 @@ class StepCompiler:
             program = self._compile(step, arguments, results)
         except RuntimeError as error:  # JAX's, where it lowers for a device, and XLA's
             said = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise TargetError.of(f"the step cannot be compiled for target={self.target.name!r}: {said}", "target-refused") from error
-        held = sum(x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(arguments))
+            raise TargetError.of(
+                f"the step cannot be compiled for target={self.target.name!r}: {said}",
+                "target-refused",
+            ) from error
+        held = sum(
+            x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape))
+            for x in jax.tree.leaves(arguments)
+        )
         return held + program.transient_bytes, program
 
     def _compile(self, step: Any, arguments: Sequence[Any], results: Any) -> Executable:
         if self._stops_at_report:
-            return ReportCompiler(self.target)(step, arguments, donate=(0, 1), out_shardings=results)
+            return ReportCompiler(self.target)(
+                step, arguments, donate=(0, 1), out_shardings=results
+            )
         options: dict[str, Any] = {}
         if not self._are_there:
             options = self.target.compiler_options
             if self.target.platform == "cuda":
                 scratch = Path(self._scratch.name)
-                options |= {"xla_gpu_cuda_data_dir": str(self._toolkit), **environment.kernel_cache_options(scratch / "kernels")}
+                options |= {
+                    "xla_gpu_cuda_data_dir": str(self._toolkit),
+                    **environment.kernel_cache_options(scratch / "kernels"),
+                }
         return compile_program(
-            step, arguments, donate=(0, 1), out_shardings=results, fast_compile=True, count_work=self._count_work, options=options
+            step,
+            arguments,
+            donate=(0, 1),
+            out_shardings=results,
+            fast_compile=True,
+            count_work=self._count_work,
+            options=options,
         )
 
     @cached_property

@@ -3,8 +3,10 @@
 The schedule is simulated in one of three ways, as far as what is known goes:
 
     seconds     with a profile of an accelerator: the step on the links and rates of the target
-    units       with a profile that says nothing about time: every program takes one unit, transfers take none
-    clocks      without a profile: the schedule's own table, one unit per pass; nothing is known of memory over time
+    units       with a profile that says nothing about time: every program takes one unit, transfers
+                take none
+    clocks      without a profile: the schedule's own table, one unit per pass; nothing is known of
+                memory over time
 """
 
 from __future__ import annotations
@@ -69,7 +71,11 @@ class StageFacts:
     def devices_text(self) -> str:
         devices = self.plan.devices
         whole = devices == tuple(range(devices[0], devices[-1] + 1))
-        return (str(devices[0]) if len(devices) == 1 else f"{devices[0]}-{devices[-1]}") if whole else ",".join(map(str, devices))
+        return (
+            (str(devices[0]) if len(devices) == 1 else f"{devices[0]}-{devices[-1]}")
+            if whole
+            else ",".join(map(str, devices))
+        )
 
     @property
     def layers_text(self) -> str:
@@ -136,8 +142,10 @@ class ReportFacts:
     Attributes:
         plan: Reported.
         stages: In pipeline order.
-        headroom: Of the verified peaks if there are any, else of the predicted; None where nobody says how much memory there is.
-        coverage: Calibrated probability of the predicted intervals; None if they were not calibrated.
+        headroom: Of the verified peaks if there are any, else of the predicted; None where nobody
+            says how much memory there is.
+        coverage: Calibrated probability of the predicted intervals; None if they were not
+            calibrated.
         source: Backend, target and versions of the measurements, as the prediction has them.
         schedule: The step.
         front: From ``plan.why``; None if the search made none.
@@ -190,7 +198,11 @@ class ReportFacts:
                 for stage, waits in zip(self.stages, self.schedule.waits_fraction, strict=True)
             ],
             "headroom": None if self.headroom is None else self.headroom.to_json(),
-            "schedule": {"clock": self.schedule.clock, "simulated": True, "step_seconds": self.schedule.step_seconds},
+            "schedule": {
+                "clock": self.schedule.clock,
+                "simulated": True,
+                "step_seconds": self.schedule.step_seconds,
+            },
             "front": None
             if self.front is None
             else {
@@ -207,7 +219,9 @@ class ReportFacts:
         }
 
 
-def report_facts(plan: Plan, profile: Profile | None = None, memory_limit_bytes: int | None = None) -> ReportFacts:
+def report_facts(
+    plan: Plan, profile: Profile | None = None, memory_limit_bytes: int | None = None
+) -> ReportFacts:
     """Gather the facts of a plan.
 
     Args:
@@ -216,34 +230,48 @@ def report_facts(plan: Plan, profile: Profile | None = None, memory_limit_bytes:
         memory_limit_bytes: Per device; None takes what the target's devices can use.
 
     Raises:
-        PlanError: ``report-prediction`` if the plan has none, ``plan-corrupt`` if a note of the plan is not what this version writes.
+        PlanError: ``report-prediction`` if the plan has none, ``plan-corrupt`` if a note of the
+            plan is not what this version writes.
         ProfileError: if the profile is of another model or target, and the codes of the predictors.
     """
     if plan.prediction is None:
         raise PlanError.of(
-            "the plan has no prediction, which is what is shown; add it with capture predict PLAN --profile FILE -o PLAN.",
+            "the plan has no prediction, which is what is shown; add it with capture predict PLAN "
+            "--profile FILE -o PLAN.",
             "report-prediction",
         )
     try:
         stages = _stages(plan)
         note = Fields(plan.prediction, "prediction")
-        calibrated = None if plan.prediction.get("interval_coverage") is None else note.number("interval_coverage")
+        calibrated = (
+            None
+            if plan.prediction.get("interval_coverage") is None
+            else note.number("interval_coverage")
+        )
         front = _front(plan.why or {})
         peaks = _per_device(plan, [stage.peak_bytes for stage in stages])
         if plan.verification is None:
-            ends, coverage = _per_device(plan, [stage.interval_bytes for stage in stages]), calibrated
+            ends, coverage = (
+                _per_device(plan, [stage.interval_bytes for stage in stages]),
+                calibrated,
+            )
         else:
             ends, coverage = [(peak, peak) for peak in peaks], 1.0
         source = note.object("source").data
     except FieldError as error:
         raise PlanError.of(
-            f"the plan is not one: {error}. Correct it, or predict it again with capture predict PLAN --profile FILE -o PLAN.",
+            f"the plan is not one: {error}. Correct it, or predict it again with capture predict "
+            "PLAN --profile FILE -o PLAN.",
             "plan-corrupt",
         ) from None
     extrapolated = plan.verification is None and is_extrapolated(plan)
     memory = Target.load(plan.cluster.target).memory
-    headroom = Headroom.of(peaks, ends, coverage, memory_limit_bytes, memory, extrapolated=extrapolated)
-    return ReportFacts(plan, stages, headroom, calibrated, source, schedule_facts(plan, profile), front)
+    headroom = Headroom.of(
+        peaks, ends, coverage, memory_limit_bytes, memory, extrapolated=extrapolated
+    )
+    return ReportFacts(
+        plan, stages, headroom, calibrated, source, schedule_facts(plan, profile), front
+    )
 
 
 def is_extrapolated(plan: Plan) -> bool:
@@ -252,12 +280,15 @@ def is_extrapolated(plan: Plan) -> bool:
 
 
 def schedule_facts(plan: Plan, profile: Profile | None) -> ScheduleFacts:
-    """Simulate the step with what the profile knows; one without compiled windows (executed runs alone) counts as none.
+    """Simulate the step with what the profile knows; one without compiled windows (executed runs
+    alone) counts as none.
 
-    Of degrees that were not profiled no time is known: a plan predicted by extrapolation is drawn in units.
+    Of degrees that were not profiled no time is known: a plan predicted by extrapolation is drawn
+    in units.
 
     Raises:
-        ProfileError: if the profile is of another model or target, or lacks what the plan's stages need.
+        ProfileError: if the profile is of another model or target, or lacks what the plan's stages
+            need.
     """
     if profile is None or not profile.measurements:
         return _clocks(plan)
@@ -287,24 +318,39 @@ def _clocks(plan: Plan) -> ScheduleFacts:
             work.append(Work(label, (compute_stream(task.stage_id),), 1, before, kind=task.kind))
         before = tuple(range(first, len(work)))
     simulation = simulate(work)
-    waits = tuple(1 - simulation.busy_seconds[compute_stream(s)] / simulation.seconds for s in range(plan.num_stages))
-    return ScheduleFacts("clocks", simulation, waits, (), {compute_stream(s): f"stage {s}" for s in range(plan.num_stages)})
+    waits = tuple(
+        1 - simulation.busy_seconds[compute_stream(s)] / simulation.seconds
+        for s in range(plan.num_stages)
+    )
+    return ScheduleFacts(
+        "clocks",
+        simulation,
+        waits,
+        (),
+        {compute_stream(s): f"stage {s}" for s in range(plan.num_stages)},
+    )
 
 
 def _stages(plan: Plan) -> tuple[StageFacts, ...]:
     predicted = Fields(plan.prediction, "prediction").objects("stages")
     if len(predicted) != plan.num_stages:
-        raise FieldError(f"prediction.stages has {len(predicted)} items and must have {plan.num_stages}, one per stage")
+        raise FieldError(
+            f"prediction.stages has {len(predicted)} items and must have {plan.num_stages}, one "
+            "per stage"
+        )
     verified = None
     if plan.verification is not None:
-        verified = Fields(plan.verification, "verification").integers("peak_bytes_per_device", length=plan.cluster.num_devices)
+        verified = Fields(plan.verification, "verification").integers(
+            "peak_bytes_per_device", length=plan.cluster.num_devices
+        )
     found = []
     for s, (stage, note) in enumerate(zip(plan.stages, predicted, strict=True)):
         low, high = note.integers("interval_bytes", length=2)
         layers = note.objects("layers_bytes")
         if len(layers) != stage.stop - stage.first:
             raise FieldError(
-                f"prediction.stages[{s}].layers_bytes has {len(layers)} items and must have {stage.stop - stage.first}, one per layer"
+                f"prediction.stages[{s}].layers_bytes has {len(layers)} items and must have "
+                f"{stage.stop - stage.first}, one per layer"
             )
         found.append(
             StageFacts(
@@ -343,14 +389,20 @@ def _front(why: Mapping[str, Any]) -> Front | None:
 
 
 def _per_device(plan: Plan, per_stage: Sequence[Any]) -> list[Any]:
-    of_device = {device: value for stage, value in zip(plan.stages, per_stage, strict=True) for device in stage.devices}
+    of_device = {
+        device: value
+        for stage, value in zip(plan.stages, per_stage, strict=True)
+        for device in stage.devices
+    }
     return [of_device[device] for device in range(plan.cluster.num_devices)]
 
 
 def levels(samples: Sequence[tuple[float, int]], end_seconds: float) -> list[tuple[float, int]]:
-    """What is held over time, as a step function until the end: an instant counts with its highest sample and its last.
+    """What is held over time, as a step function until the end: an instant counts with its highest
+    sample and its last.
 
-    A program's donated inputs are released before its results come to life at the same instant; that dip lasts no time and is left out.
+    A program's donated inputs are released before its results come to life at the same instant;
+    that dip lasts no time and is left out.
 
     Example:
         >>> levels([(0, 5), (1, 0), (1, 5), (2, 9), (2, 4)], 3)
@@ -368,7 +420,8 @@ def levels(samples: Sequence[tuple[float, int]], end_seconds: float) -> list[tup
 
 
 def envelope(samples: Sequence[tuple[float, int]], num_buckets: int) -> list[tuple[float, int]]:
-    """Fewer points of a step function that keep its highs and lows: per bucket of time the lowest, the highest and the last.
+    """Fewer points of a step function that keep its highs and lows: per bucket of time the lowest,
+    the highest and the last.
 
     Args:
         samples: (seconds, bytes) in the order of time.
@@ -390,6 +443,9 @@ def envelope(samples: Sequence[tuple[float, int]], num_buckets: int) -> list[tup
         buckets.setdefault(at, []).append(i)
     kept: list[tuple[float, int]] = []
     for members in buckets.values():
-        lowest, highest = min(members, key=lambda i: samples[i][1]), max(members, key=lambda i: samples[i][1])
+        lowest, highest = (
+            min(members, key=lambda i: samples[i][1]),
+            max(members, key=lambda i: samples[i][1]),
+        )
         kept += [samples[i] for i in sorted({lowest, highest, members[-1]})]
     return kept

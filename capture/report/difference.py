@@ -71,18 +71,28 @@ class DeviceGroup:
 
 
 def differences(first: Plan, second: Plan) -> list[Difference]:
-    """Every difference of the question and of the decision, those of the stages last; predictions and reasons do not count.
+    """Every difference of the question and of the decision, those of the stages last; predictions
+    and reasons do not count.
 
-    Where the plans have different numbers of stages, those of a number are compared all the same, and the rest is only in one of them.
+    Where the plans have different numbers of stages, those of a number are compared all the same,
+    and the rest is only in one of them.
     """
-    found = [Difference(name, a, b) for name, (a, b) in _paired(_question(first), _question(second)).items() if a != b]
+    found = [
+        Difference(name, a, b)
+        for name, (a, b) in _paired(_question(first), _question(second)).items()
+        if a != b
+    ]
     for s in range(max(first.num_stages, second.num_stages)):
         a, b = (plan.stages[s] if s < plan.num_stages else None for plan in (first, second))
         if a is None or b is None:
             found.append(Difference(f"stages[{s}]", a and a.to_json(), b and b.to_json()))
             continue
         fields = _paired(a.to_json(), b.to_json())
-        found += [Difference(f"stages[{s}].{name}", *fields[name]) for name in _STAGE_FIELDS if fields[name][0] != fields[name][1]]
+        found += [
+            Difference(f"stages[{s}].{name}", *fields[name])
+            for name in _STAGE_FIELDS
+            if fields[name][0] != fields[name][1]
+        ]
     return found
 
 
@@ -109,7 +119,10 @@ def _paired(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, 
 
 def device_groups(first: ReportFacts, second: ReportFacts) -> list[DeviceGroup]:
     """All devices of both clusters, neighbours of the same pair of stages together."""
-    stage_of = [{d: stage for stage in facts.stages for d in stage.plan.devices} for facts in (first, second)]
+    stage_of = [
+        {d: stage for stage in facts.stages for d in stage.plan.devices}
+        for facts in (first, second)
+    ]
     groups: list[DeviceGroup] = []
     for device in range(max(first.plan.cluster.num_devices, second.plan.cluster.num_devices)):
         a, b = (of.get(device) for of in stage_of)
@@ -117,7 +130,11 @@ def device_groups(first: ReportFacts, second: ReportFacts) -> list[DeviceGroup]:
         begin = device
         if groups and groups[-1].stages == stages:
             begin = groups.pop().devices[0]
-        groups.append(DeviceGroup((begin, device), stages, (a.peak_bytes if a else None, b.peak_bytes if b else None)))
+        groups.append(
+            DeviceGroup(
+                (begin, device), stages, (a.peak_bytes if a else None, b.peak_bytes if b else None)
+            )
+        )
     return groups
 
 
@@ -159,7 +176,9 @@ def compare(first: ReportFacts, second: ReportFacts) -> dict[str, Any]:
     """The document of ``capture diff --json``."""
     return {
         "same_decision": not differences(first.plan, second.plan),
-        "differences": [difference.to_json() for difference in differences(first.plan, second.plan)],
+        "differences": [
+            difference.to_json() for difference in differences(first.plan, second.plan)
+        ],
         "devices": [group.to_json() for group in device_groups(first, second)],
         "plans": [
             {
@@ -176,18 +195,24 @@ def compare(first: ReportFacts, second: ReportFacts) -> dict[str, Any]:
 
 
 def totals(first: ReportFacts, second: ReportFacts) -> list[list[str]]:
-    """Rows of name, first, second: the fullest device, what is left of it, and the time of a step."""
+    """Rows of name, first, second: the fullest device, what is left of it, and the time of a
+    step."""
     columns = [_totals(facts) for facts in (first, second)]
     return [[name, *(column[name] for column in columns)] for name in columns[0]]
 
 
 def _totals(facts: ReportFacts) -> dict[str, str]:
     room, step = facts.headroom, facts.schedule.step_seconds
-    peak = f"{format_bytes(facts.fullest.peak_bytes)} ({'compiled' if facts.verified else 'predicted'})"
+    peak = (
+        f"{format_bytes(facts.fullest.peak_bytes)} "
+        f"({'compiled' if facts.verified else 'predicted'})"
+    )
     return {
         "peak per device": peak,
         "headroom": "-" if room is None else signed_bytes(room.limit_bytes - room.peak_bytes),
-        "headroom at worst": "-" if room is None else signed_bytes(room.limit_bytes - room.high_bytes),
+        "headroom at worst": "-"
+        if room is None
+        else signed_bytes(room.limit_bytes - room.high_bytes),
         "verdict": "-" if room is None else room.verdict,
         "step time (simulated)": "-" if step is None else format_seconds(step),
         "examples/s": "-" if step is None else f"{facts.plan.global_batch_size / step:.3g}",

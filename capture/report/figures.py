@@ -1,4 +1,5 @@
-"""The figures of a report of one plan, as plotly.js takes them: traces and layouts in plain data; no plotting library is imported."""
+"""The figures of a report of one plan, as plotly.js takes them: traces and layouts in plain data;
+no plotting library is imported."""
 
 from __future__ import annotations
 
@@ -43,7 +44,15 @@ def figures(facts: ReportFacts) -> list[Figure]:
     made += [prediction_errors(facts)] if facts.verified else []
     made += [memory_over_time(facts)] if facts.schedule.memory else []
     traces, layout, note = schedule(facts.schedule, len(facts.stages))
-    made.append(Figure("schedule", "Schedule of a step", f"{CLOCKS[facts.schedule.clock]} {note}", traces, layout))
+    made.append(
+        Figure(
+            "schedule",
+            "Schedule of a step",
+            f"{CLOCKS[facts.schedule.clock]} {note}",
+            traces,
+            layout,
+        )
+    )
     return made + ([front(facts)] if facts.front else [])
 
 
@@ -56,9 +65,13 @@ def stage_map(facts: ReportFacts) -> Figure:
         for device in stage.plan.devices:
             node = cluster.node_of_device[device]
             of_node.setdefault(node, []).append(device - first_device[node])
-        about = f"layers {stage.layers_text}<br>dp {stage.plan.replicas_text} x tp {stage.plan.tensor_parallel}"
+        about = (
+            f"layers {stage.layers_text}<br>dp {stage.plan.replicas_text} x tp "
+            f"{stage.plan.tensor_parallel}"
+        )
         hover = (
-            f"<b>stage {stage.stage_id}</b><br>devices {stage.devices_text}<br>{about}<br>remat {stage.plan.remat}<br>"
+            f"<b>stage {stage.stage_id}</b><br>devices {stage.devices_text}<br>{about}<br>remat "
+            f"{stage.plan.remat}<br>"
             f"{format_bytes(stage.peak_bytes)} per device<extra></extra>"
         )
         traces.append(
@@ -99,7 +112,8 @@ def stage_map(facts: ReportFacts) -> Figure:
         },
     }
     caption = (
-        f"Which devices of the {_times(num_nodes, 'node')} hold which layers; dp: replicas of the stage, tp: ways in which it is split."
+        f"Which devices of the {_times(num_nodes, 'node')} hold which layers; dp: replicas of the "
+        "stage, tp: ways in which it is split."
     )
     return Figure("stages", "Stages on devices", caption, traces, layout)
 
@@ -134,8 +148,14 @@ def peaks(facts: ReportFacts) -> Figure:
             "error_y": {
                 "type": "data",
                 "symmetric": False,
-                "array": [stage.interval_bytes[1] / unit.scale - y for stage, y in zip(stages, top, strict=True)],
-                "arrayminus": [y - stage.interval_bytes[0] / unit.scale for stage, y in zip(stages, top, strict=True)],
+                "array": [
+                    stage.interval_bytes[1] / unit.scale - y
+                    for stage, y in zip(stages, top, strict=True)
+                ],
+                "arrayminus": [
+                    y - stage.interval_bytes[0] / unit.scale
+                    for stage, y in zip(stages, top, strict=True)
+                ],
                 "color": INK,
                 "width": 5,
             },
@@ -151,7 +171,12 @@ def peaks(facts: ReportFacts) -> Figure:
                 "x": names,
                 "y": [stage.peak_bytes / unit.scale for stage in stages],
                 "customdata": [format_bytes(stage.peak_bytes) for stage in stages],
-                "marker": {"symbol": "diamond-open", "size": 12, "color": INK, "line": {"width": 2}},
+                "marker": {
+                    "symbol": "diamond-open",
+                    "size": 12,
+                    "color": INK,
+                    "line": {"width": 2},
+                },
                 "hovertemplate": "verified %{customdata}<extra>%{x}</extra>",
             }
         )
@@ -186,18 +211,45 @@ def treemap(facts: ReportFacts) -> Figure:
         return ids[-1]
 
     for stage in facts.stages:
-        groups = [(f"layer {layer}", parts) for layer, parts in enumerate(stage.layers, stage.plan.first)]
-        rest = {c: nbytes - sum(layer.get(c, 0) for layer in stage.layers) for c, nbytes in stage.parts.items()}
-        groups.append(("of no one layer", {category: nbytes for category, nbytes in rest.items() if nbytes > 0}))
+        groups = [
+            (f"layer {layer}", parts) for layer, parts in enumerate(stage.layers, stage.plan.first)
+        ]
+        rest = {
+            c: nbytes - sum(layer.get(c, 0) for layer in stage.layers)
+            for c, nbytes in stage.parts.items()
+        }
+        groups.append(
+            (
+                "of no one layer",
+                {category: nbytes for category, nbytes in rest.items() if nbytes > 0},
+            )
+        )
         total = sum(nbytes for _, parts in groups for nbytes in parts.values())
-        label = f"stage {stage.stage_id}: devices {stage.devices_text}, {format_bytes(stage.predicted_bytes)} each"
-        at = add("", f"stage {stage.stage_id}", label, total, "#E4E7EB", f"stage {stage.stage_id}, per device")
+        label = (
+            f"stage {stage.stage_id}: devices {stage.devices_text}, "
+            f"{format_bytes(stage.predicted_bytes)} each"
+        )
+        at = add(
+            "",
+            f"stage {stage.stage_id}",
+            label,
+            total,
+            "#E4E7EB",
+            f"stage {stage.stage_id}, per device",
+        )
         for name, parts in groups:
             if not any(parts.values()):
                 continue
             inner = add(at, name, name, sum(parts.values()), "#F5F7FA", name)
             for category in in_order([category for category, nbytes in parts.items() if nbytes]):
-                add(inner, category, category, parts[category], category_color(category), f"{name}, {category}")
+                add(
+                    inner,
+                    category,
+                    category,
+                    parts[category],
+                    category_color(category),
+                    f"{name}, {category}",
+                )
     trace = {
         "type": "treemap",
         "ids": ids,
@@ -206,18 +258,26 @@ def treemap(facts: ReportFacts) -> Figure:
         "values": values,
         "branchvalues": "total",
         "customdata": hover,
-        "marker": {"colors": colors, "line": {"color": "white", "width": 1}, "pad": {"t": 20, "l": 2, "r": 2, "b": 2}},
+        "marker": {
+            "colors": colors,
+            "line": {"color": "white", "width": 1},
+            "pad": {"t": 20, "l": 2, "r": 2, "b": 2},
+        },
         "hovertemplate": "%{customdata}<extra></extra>",
         "insidetextfont": {"size": 12, "color": [text_on(color) for color in colors]},
         "pathbar": {"visible": True, "thickness": 22},
         "tiling": {"packing": "squarify", "pad": 1},
         "sort": False,
     }
-    layout = {"height": 240 + 60 * min(8, len(facts.stages)), "margin": {"l": 4, "r": 4, "t": 26, "b": 4}}
+    layout = {
+        "height": 240 + 60 * min(8, len(facts.stages)),
+        "margin": {"l": 4, "r": 4, "t": 26, "b": 4},
+    }
     return Figure(
         "treemap",
         "Memory by layer and category",
-        "One device of each stage at its predicted peak; areas are bytes. Click a stage or a layer to enter it; what passes between stages "
+        "One device of each stage at its predicted peak; areas are bytes. Click a stage or a "
+        "layer to enter it; what passes between stages "
         "counts to the layer at the border.",
         [trace],
         layout,
@@ -246,18 +306,35 @@ def prediction_errors(facts: ReportFacts) -> Figure:
         "x": names,
         "y": [100 * (stage.peak_bytes / stage.predicted_bytes - 1) for stage in facts.stages],
         "marker": {"symbol": "diamond-open", "size": 12, "color": INK, "line": {"width": 2}},
-        "customdata": [f"{format_bytes(stage.peak_bytes)}, predicted {format_bytes(stage.predicted_bytes)}" for stage in facts.stages],
+        "customdata": [
+            f"{format_bytes(stage.peak_bytes)}, predicted {format_bytes(stage.predicted_bytes)}"
+            for stage in facts.stages
+        ],
         "hovertemplate": "verified %{customdata}: %{y:+.2f} %<extra>%{x}</extra>",
     }
-    inside = sum(stage.interval_bytes[0] <= stage.peak_bytes <= stage.interval_bytes[1] for stage in facts.stages)
-    coverage = "not calibrated" if facts.coverage is None else f"calibrated to hold {facts.coverage:.0%} of devices"
+    inside = sum(
+        stage.interval_bytes[0] <= stage.peak_bytes <= stage.interval_bytes[1]
+        for stage in facts.stages
+    )
+    coverage = (
+        "not calibrated"
+        if facts.coverage is None
+        else f"calibrated to hold {facts.coverage:.0%} of devices"
+    )
     layout = {
         "height": 320,
         "bargap": 0.35,
         "xaxis": {"type": "category", "automargin": True},
-        "yaxis": {"title": {"text": "% of the predicted peak"}, "zeroline": True, "zerolinecolor": INK},
+        "yaxis": {
+            "title": {"text": "% of the predicted peak"},
+            "zeroline": True,
+            "zerolinecolor": INK,
+        },
     }
-    caption = f"{inside} of {_times(len(facts.stages), 'stage')} lie within the interval of the prediction ({coverage})."
+    caption = (
+        f"{inside} of {_times(len(facts.stages), 'stage')} lie within the interval of the "
+        f"prediction ({coverage})."
+    )
     return Figure("errors", "Predicted against verified", caption, [band, dots], layout)
 
 
@@ -277,7 +354,9 @@ def memory_over_time(facts: ReportFacts) -> Figure:
             "name": f"stage {s}",
             "x": [float(seconds) / scale for seconds, _ in points],
             "y": [nbytes / unit.scale for _, nbytes in points],
-            "customdata": [f"{format_bytes(nbytes)} at {time_of(float(seconds))}" for seconds, nbytes in points],
+            "customdata": [
+                f"{format_bytes(nbytes)} at {time_of(float(seconds))}" for seconds, nbytes in points
+            ],
             "line": {"shape": "hv", "width": 1.5, "color": color},
             "hovertemplate": f"%{{customdata}}<extra>stage {s}</extra>",
         }
@@ -292,7 +371,8 @@ def memory_over_time(facts: ReportFacts) -> Figure:
     }
     note = " Thinned out; highs and lows are kept." if thinned else ""
     caption = (
-        f"{CLOCKS[facts.schedule.clock]} On streams that run beside each other, peaks may lie above or below those of the program order, "
+        f"{CLOCKS[facts.schedule.clock]} On streams that run beside each other, peaks may lie "
+        "above or below those of the program order, "
         f"which are predicted and verified: at most {format_bytes(largest)} here.{note}"
     )
     return Figure("memory", "Memory over time, per device of each stage", caption, traces, layout)
@@ -312,7 +392,10 @@ def front(facts: ReportFacts) -> Figure:
             "x": [point.peak_bytes / unit.scale for point in points],
             "y": [point.step_seconds / clock.scale for point in points],
             "customdata": [
-                f"{format_bytes(point.peak_bytes)}, {format_seconds(point.step_seconds)}<br>{_stages_text(point.stages)}"
+                (
+                    f"{format_bytes(point.peak_bytes)}, "
+                    f"{format_seconds(point.step_seconds)}<br>{_stages_text(point.stages)}"
+                )
                 for point in points
             ],
             "line": {"shape": "hv", "color": "#0072B2", "width": 1.5},
@@ -346,11 +429,15 @@ def front(facts: ReportFacts) -> Figure:
         if facts.front.complete
         else "a sample of those that no other plan beats both in memory and in time, with both ends"
     )
-    caption = f"{_times(len(points), 'plan')}: {said}. Step times are estimates of the search; this plan's is that of the simulation."
+    caption = (
+        f"{_times(len(points), 'plan')}: {said}. Step times are estimates of the search; this "
+        "plan's is that of the simulation."
+    )
     return Figure("front", "Peak memory against step time", caption, traces, layout)
 
 
-# ---- parts of figures ----------------------------------------------------------------------------------------------
+# ---- parts of figures
+# ----------------------------------------------------------------------------------------------
 
 
 def _limit_line(axis: str, limit: int | None, scale: float, largest: float) -> dict[str, Any]:
@@ -367,7 +454,12 @@ def _limit_line(axis: str, limit: int | None, scale: float, largest: float) -> d
         f"{other}1": 1,
         "line": {"color": LIMIT, "width": 2, "dash": "dash"},
     }
-    words = {"text": f"limit {format_bytes(limit)}", "showarrow": False, "font": {"color": LIMIT}, "bgcolor": "rgba(255,255,255,0.8)"}
+    words = {
+        "text": f"limit {format_bytes(limit)}",
+        "showarrow": False,
+        "font": {"color": LIMIT},
+        "bgcolor": "rgba(255,255,255,0.8)",
+    }
     place = {"x": 0, "xref": "paper", "xanchor": "left", "y": limit / scale, "yanchor": "bottom"}
     if axis == "x":
         place = {"x": limit / scale, "xanchor": "right", "y": 1, "yref": "paper", "yanchor": "top"}
@@ -381,12 +473,21 @@ def _limit_words(facts: ReportFacts) -> str:
     high = max(stage.interval_bytes[1] for stage in facts.stages)
     source = "" if room.source == "given" else f" ({room.source})"
     far = " It lies far above and is not drawn." if room.limit_bytes > FAR_LIMIT * high else ""
-    return f"The limit is {format_bytes(room.limit_bytes)}{source}; {signed_bytes(room.limit_bytes - room.peak_bytes)} are left.{far}"
+    return (
+        f"The limit is {format_bytes(room.limit_bytes)}{source}; "
+        f"{signed_bytes(room.limit_bytes - room.peak_bytes)} are left.{far}"
+    )
 
 
 def _stages_text(stages: Sequence[StagePlan]) -> str:
     """A line per stage: its layers and its dp x tp."""
-    return "<br>".join(f"layers {stage.layers[0]}-{stage.layers[1]} ({stage.data_parallel} x {stage.tensor_parallel})" for stage in stages)
+    return "<br>".join(
+        (
+            f"layers {stage.layers[0]}-{stage.layers[1]} ({stage.data_parallel} x "
+            f"{stage.tensor_parallel})"
+        )
+        for stage in stages
+    )
 
 
 def _stage_name(stage: StageFacts) -> str:

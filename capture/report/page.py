@@ -1,4 +1,5 @@
-"""One HTML file with everything in it: it opens without a network, and its own policy forbids one."""
+"""One HTML file with everything in it: it opens without a network, and its own policy forbids
+one."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from capture.report.figures import Figure, figures
 from capture.report.palette import INK
 from capture.report.words import HEADER, last_lines, paragraph, rows, title
 
-_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+)
 
 _STYLE = f"""
 body {{ margin: 0 auto; max-width: 1160px; padding: 24px; color: {INK}; font: 16px/1.5 system-ui, sans-serif; background: white; }}
@@ -58,7 +61,14 @@ _BASE_LAYOUT: dict[str, Any] = {
     "margin": {"l": 70, "r": 20, "t": 40, "b": 50},
     "paper_bgcolor": "white",
     "plot_bgcolor": "white",
-    "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
+    "legend": {
+        "orientation": "h",
+        "x": 0,
+        "xanchor": "left",
+        "y": 1.02,
+        "yanchor": "bottom",
+        "traceorder": "normal",
+    },
     "hoverlabel": {"align": "left"},
 }
 
@@ -69,22 +79,39 @@ def page(facts: ReportFacts) -> str:
     Raises:
         CaptureError: ``report-plotly`` if plotly is not installed.
     """
-    return render(title(facts), paragraph(facts), _verdict(facts), _table(facts), figures(facts), _footer(facts))
+    return render(
+        title(facts),
+        paragraph(facts),
+        _verdict(facts),
+        _table(facts),
+        figures(facts),
+        _footer(facts),
+    )
 
 
-def render(heading: str, lead: str, verdict: str, table: str, shown: Sequence[Figure], footer: str) -> str:
-    """The HTML of a heading, a paragraph, a table (both HTML already where they have elements) and figures."""
+def render(
+    heading: str, lead: str, verdict: str, table: str, shown: Sequence[Figure], footer: str
+) -> str:
+    """The HTML of a heading, a paragraph, a table (both HTML already where they have elements) and
+    figures."""
     sections = "".join(
-        f'<h2>{escape(figure.title)}</h2><p class="caption">{escape(figure.caption)}</p><div class="figure" id="{figure.name}"></div>\n'
+        (
+            f'<h2>{escape(figure.title)}</h2><p class="caption">{escape(figure.caption)}</p><div '
+            f'class="figure" id="{figure.name}"></div>\n'
+        )
         for figure in shown
     )
-    data = [{"name": figure.name, "traces": figure.traces, "layout": figure.layout} for figure in shown]
+    data = [
+        {"name": figure.name, "traces": figure.traces, "layout": figure.layout} for figure in shown
+    ]
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<title>{escape(heading)}</title><link rel="icon" href="data:,"><style>{_STYLE}</style></head>\n<body>'
-        f'<h1>{escape(heading)}</h1>\n{verdict}<p class="lead">{escape(lead)}</p>\n<div class="wide">{table}</div>\n{sections}'
+        f'<title>{escape(heading)}</title><link rel="icon" '
+        f'href="data:,"><style>{_STYLE}</style></head>\n<body>'
+        f'<h1>{escape(heading)}</h1>\n{verdict}<p class="lead">{escape(lead)}</p>\n<div '
+        f'class="wide">{table}</div>\n{sections}'
         f"<footer><p>{escape(footer)}</p></footer>\n"
         f'<script type="application/json" id="base-layout">{_json(_BASE_LAYOUT)}</script>\n'
         f'<script type="application/json" id="figures">{_json(data)}</script>\n'
@@ -102,7 +129,8 @@ def _plotly() -> str:
         from plotly.offline import get_plotlyjs
     except ModuleNotFoundError:
         raise CaptureError.of(
-            f"plotly is not installed, and the page is drawn with it: {install_command('report')}. Without -o, a table is printed.",
+            "plotly is not installed, and the page is drawn with it: "
+            f"{install_command('report')}. Without -o, a table is printed.",
             "report-plotly",
         ) from None
     return get_plotlyjs().replace("</script", "<\\/script")
@@ -112,23 +140,41 @@ def _verdict(facts: ReportFacts) -> str:
     if facts.headroom is None:
         return ""
     color = {"fits": "#CDE7D8", "does not fit": "#F8C9C9"}.get(facts.headroom.verdict, "#FCE8B2")
-    return f'<span class="verdict" style="background: {color}">{escape(facts.headroom.verdict)}</span>\n'
+    return (
+        '<span class="verdict" style="background: '
+        f'{color}">{escape(facts.headroom.verdict)}</span>\n'
+    )
 
 
 def _table(facts: ReportFacts) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in HEADER)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows(facts))
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
+        for row in rows(facts)
+    )
     below = " · ".join(last_lines(facts))
-    return f'<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p class="caption">{escape(below)}</p>'
+    return (
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p "
+        f'class="caption">{escape(below)}</p>'
+    )
 
 
 def _footer(facts: ReportFacts) -> str:
     """Where the numbers are from."""
     known = facts.source
-    parts = [f"{name} {known[name]}" for name in ("backend", "target", "predictor", "jax", "jaxlib", "date") if known.get(name)]
+    parts = [
+        f"{name} {known[name]}"
+        for name in ("backend", "target", "predictor", "jax", "jaxlib", "date")
+        if known.get(name)
+    ]
     verified = (facts.plan.verification or {}).get("source", {})
-    checked = [f"verified by {verified.get('backend', 'compile')} for {verified.get('target', facts.plan.cluster.target)}"] * facts.verified
+    checked = [
+        f"verified by {verified.get('backend', 'compile')} for "
+        f"{verified.get('target', facts.plan.cluster.target)}"
+    ] * facts.verified
     return (
-        f"Sources: {', '.join([*parts, *checked]) or 'not said'}. Times are simulated, never measured. "
-        "In figures, drag to zoom and double-click to zoom out; click a name in a legend to hide it. Made with capture report."
+        f"Sources: {', '.join([*parts, *checked]) or 'not said'}. Times are simulated, never "
+        "measured. "
+        "In figures, drag to zoom and double-click to zoom out; click a name in a legend to hide "
+        "it. Made with capture report."
     )

@@ -1,7 +1,7 @@
 """Colours that are told apart without seeing red or green; one meaning per colour in all figures.
 
-Source: categories, Okabe and Ito 2008 and Tol 2021 (muted); stages, samples of viridis (van der Walt and Smith 2015) without its
-light end, which white paper swallows.
+Source: categories, Okabe and Ito 2008 and Tol 2021 (muted); stages, samples of viridis (van der
+Walt and Smith 2015) without its light end, which white paper swallows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ CATEGORIES = {
 OTHER = "#BBBBBB"
 
 #: Of programs in the schedule.
-KINDS = {"forward": "#88CCEE", "backward": "#332288", "update": "#117733", "summarize": "#AA4499", "transfer": "#999999", "feed": "#DDDDDD"}
+KINDS = {
+    "forward": "#88CCEE",
+    "backward": "#332288",
+    "update": "#117733",
+    "summarize": "#AA4499",
+    "transfer": "#999999",
+    "feed": "#DDDDDD",
+}
 
 LIMIT = "#B00020"
 INK = "#1F2933"
@@ -39,7 +46,10 @@ def category_color(category: str) -> str:
 def in_order(categories: Sequence[str]) -> list[str]:
     """As they are stacked: what stays in memory first, what comes and goes above it."""
     order = list(CATEGORIES)
-    return sorted(set(categories), key=lambda category: (order.index(category) if category in order else len(order), category))
+    return sorted(
+        set(categories),
+        key=lambda category: (order.index(category) if category in order else len(order), category),
+    )
 
 
 def stage_colors(num_stages: int) -> list[str]:
@@ -53,7 +63,10 @@ def stage_colors(num_stages: int) -> list[str]:
     for s in range(num_stages):
         at = s / max(1, num_stages - 1) * (len(_STAGES) - 1)
         i = min(int(at), len(_STAGES) - 2)
-        mixed = (round(a + (b - a) * (at - i)) for a, b in zip(_channels(_STAGES[i]), _channels(_STAGES[i + 1]), strict=True))
+        mixed = (
+            round(a + (b - a) * (at - i))
+            for a, b in zip(_channels(_STAGES[i]), _channels(_STAGES[i + 1]), strict=True)
+        )
         colors.append("#" + "".join(f"{channel:02x}" for channel in mixed))
     return colors
 

@@ -1,4 +1,5 @@
-"""The Gantt chart of a step: a bar per program while they can be told apart, else an image of what each stage mostly does when."""
+"""The Gantt chart of a step: a bar per program while they can be told apart, else an image of what
+each stage mostly does when."""
 
 from __future__ import annotations
 
@@ -18,9 +19,15 @@ NUM_SLOTS = 1200
 _COMPUTES = ("forward", "backward", "summarize", "update")
 
 
-def schedule(facts: ScheduleFacts, num_stages: int) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
+def schedule(
+    facts: ScheduleFacts, num_stages: int
+) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
     """(traces, layout, what the caption must say of them): a row per stage, the first on top."""
-    unit = seconds_unit(float(facts.simulation.seconds)) if facts.clock == "seconds" else Unit("unit times", 1.0)
+    unit = (
+        seconds_unit(float(facts.simulation.seconds))
+        if facts.clock == "seconds"
+        else Unit("unit times", 1.0)
+    )
     layout: dict[str, Any] = {
         "height": 130 + max(26, 60 - 2 * num_stages) * num_stages,
         "barmode": "overlay",
@@ -28,7 +35,9 @@ def schedule(facts: ScheduleFacts, num_stages: int) -> tuple[list[dict[str, Any]
         "showlegend": True,
         "hovermode": "closest",
         "xaxis": {
-            "title": {"text": f"{unit.name} into the step" if facts.clock == "seconds" else unit.name},
+            "title": {
+                "text": f"{unit.name} into the step" if facts.clock == "seconds" else unit.name
+            },
             "range": [0, float(facts.simulation.seconds) / unit.scale],
         },
         "yaxis": {
@@ -41,10 +50,15 @@ def schedule(facts: ScheduleFacts, num_stages: int) -> tuple[list[dict[str, Any]
     }
     rows = _rows(facts, num_stages)
     if len(rows) <= MAX_BARS:
-        sends = " The thin bars below a stage are what it sends." if any(item.kind == "transfer" for _, item, *_ in rows) else ""
+        sends = (
+            " The thin bars below a stage are what it sends."
+            if any(item.kind == "transfer" for _, item, *_ in rows)
+            else ""
+        )
         return _bars(rows, facts, unit), layout, f"Gaps are waiting.{sends}"
     note = (
-        f"{len(rows):,} programs and transfers are too many for bars: drawn are {NUM_SLOTS:,} slots of time, each with the program that "
+        f"{len(rows):,} programs and transfers are too many for bars: drawn are {NUM_SLOTS:,} "
+        "slots of time, each with the program that "
         "takes most of it; transfers are left out. The trace (--trace) has every one."
     )
     return _image(facts, num_stages, unit), layout, note
@@ -84,8 +98,14 @@ def _bars(rows: list[_Row], facts: ScheduleFacts, unit: Unit) -> list[dict[str, 
                 "base": [start / unit.scale for *_, start, _ in mine],
                 "x": [seconds / unit.scale for *_, seconds in mine],
                 "width": 0.14 if below else 0.66,
-                "customdata": [f"{item.label}<br>{_span(facts, start, seconds)}" for _, item, start, seconds in mine],
-                "marker": {"color": KINDS.get(kind, OTHER), "line": {"color": "white", "width": 0 if below else 0.5}},
+                "customdata": [
+                    f"{item.label}<br>{_span(facts, start, seconds)}"
+                    for _, item, start, seconds in mine
+                ],
+                "marker": {
+                    "color": KINDS.get(kind, OTHER),
+                    "line": {"color": "white", "width": 0 if below else 0.5},
+                },
                 "hovertemplate": "%{customdata}<extra></extra>",
             }
         )
@@ -96,7 +116,11 @@ def _image(facts: ScheduleFacts, num_stages: int, unit: Unit) -> list[dict[str, 
     """A heat map whose values are kinds; ``None`` where a stage mostly waits."""
     grid, labels = slots(facts, num_stages, NUM_SLOTS)
     width = float(facts.simulation.seconds) / NUM_SLOTS / unit.scale
-    steps = [[edge, KINDS[kind]] for i, kind in enumerate(_COMPUTES) for edge in (i / len(_COMPUTES), (i + 1) / len(_COMPUTES))]
+    steps = [
+        [edge, KINDS[kind]]
+        for i, kind in enumerate(_COMPUTES)
+        for edge in (i / len(_COMPUTES), (i + 1) / len(_COMPUTES))
+    ]
     image = {
         "type": "heatmap",
         "z": [[None if kind is None else _COMPUTES.index(kind) for kind in row] for row in grid],
@@ -128,8 +152,11 @@ def _image(facts: ScheduleFacts, num_stages: int, unit: Unit) -> list[dict[str, 
     return [image, *legend]
 
 
-def slots(facts: ScheduleFacts, num_stages: int, num_slots: int) -> tuple[list[list[str | None]], list[list[str]]]:
-    """Per stage and slot of time, the kind of the program that takes most of the slot, and its label; None where waiting does."""
+def slots(
+    facts: ScheduleFacts, num_stages: int, num_slots: int
+) -> tuple[list[list[str | None]], list[list[str]]]:
+    """Per stage and slot of time, the kind of the program that takes most of the slot, and its
+    label; None where waiting does."""
     kinds: list[list[str | None]] = [[None] * num_slots for _ in range(num_stages)]
     labels = [[""] * num_slots for _ in range(num_stages)]
     waited = [[1.0] * num_slots for _ in range(num_stages)]
@@ -143,7 +170,11 @@ def slots(facts: ScheduleFacts, num_stages: int, num_slots: int) -> tuple[list[l
             share = (min(start + seconds, (slot + 1) * length) - max(start, slot * length)) / length
             waited[stage][slot] -= share
             if share > most[stage][slot]:
-                most[stage][slot], kinds[stage][slot], labels[stage][slot] = share, item.kind, item.label
+                most[stage][slot], kinds[stage][slot], labels[stage][slot] = (
+                    share,
+                    item.kind,
+                    item.label,
+                )
     for s in range(num_stages):
         for slot in range(num_slots):
             if waited[s][slot] > most[s][slot]:

@@ -33,7 +33,9 @@ def seconds_unit(largest: float) -> Unit:
         >>> seconds_unit(0.25)
         Unit(name='ms', scale=0.001)
     """
-    return next((Unit(name, scale) for name, scale in _SECONDS if largest >= scale), Unit("µs", 1e-6))
+    return next(
+        (Unit(name, scale) for name, scale in _SECONDS if largest >= scale), Unit("µs", 1e-6)
+    )
 
 
 def format_seconds(seconds: float) -> str:

@@ -9,8 +9,14 @@ from capture.report.units import format_seconds
 #: What every simulated thing says of its times.
 CLOCKS: dict[Clock, str] = {
     "seconds": "Simulated on the rates and links of the target.",
-    "units": "Simulated in unit times: every program takes one unit, transfers take none. The profile says nothing about time.",
-    "clocks": "The schedule's own table in unit times: every pass takes one unit, transfers take none. A profile (--profile) says more.",
+    "units": (
+        "Simulated in unit times: every program takes one unit, transfers take none. The profile "
+        "says nothing about time."
+    ),
+    "clocks": (
+        "The schedule's own table in unit times: every pass takes one unit, transfers take none. "
+        "A profile (--profile) says more."
+    ),
 }
 
 
@@ -19,7 +25,10 @@ def title(facts: ReportFacts) -> str:
     plan = facts.plan
     model = "a model without a name" if plan.workload is None else str(plan.workload)
     count = _count(plan.num_microbatches, "micro-batch", "micro-batches")
-    return f"{model} on {plan.cluster} {plan.cluster.target}, {plan.schedule}, {count} of {plan.microbatch_size}"
+    return (
+        f"{model} on {plan.cluster} {plan.cluster.target}, {plan.schedule}, {count} of "
+        f"{plan.microbatch_size}"
+    )
 
 
 def paragraph(facts: ReportFacts) -> str:
@@ -33,42 +42,78 @@ def _fit(facts: ReportFacts) -> list[str]:
     need = f"The fullest device needs {format_bytes(fullest.peak_bytes)} at its peak ({how})."
     if room is None:
         limit = (
-            f"Nobody says how much memory a device of {facts.plan.cluster.target} has, so nothing is said of what is left (--memory does)."
+            f"Nobody says how much memory a device of {facts.plan.cluster.target} has, so nothing "
+            "is said of what is left (--memory does)."
         )
         return [need, limit, *_sure(facts)]
     verdict = f"The plan {room.verdict}."
     spare = room.limit_bytes - room.peak_bytes
-    left = f"{format_bytes(spare)} are left" if spare >= 0 else f"{format_bytes(-spare)} are missing"
+    left = (
+        f"{format_bytes(spare)} are left" if spare >= 0 else f"{format_bytes(-spare)} are missing"
+    )
     source = "the limit that was given" if room.source == "given" else "what the target can use"
-    return [verdict, need[:-1] + f"; of {format_bytes(room.limit_bytes)}, {source}, {left}.", *_sure(facts)]
+    return [
+        verdict,
+        need[:-1] + f"; of {format_bytes(room.limit_bytes)}, {source}, {left}.",
+        *_sure(facts),
+    ]
 
 
 def _sure(facts: ReportFacts) -> list[str]:
     if facts.verified:
-        error = max((stage.predicted_bytes / stage.peak_bytes - 1 for stage in facts.stages if stage.peak_bytes), key=abs, default=0.0)
-        return [f"Every stage was compiled, so the peaks are exact; the prediction was off by at most {abs(error):.2%}."]
+        error = max(
+            (
+                stage.predicted_bytes / stage.peak_bytes - 1
+                for stage in facts.stages
+                if stage.peak_bytes
+            ),
+            key=abs,
+            default=0.0,
+        )
+        return [
+            "Every stage was compiled, so the peaks are exact; the prediction was off by at most "
+            f"{abs(error):.2%}."
+        ]
     high = max(stage.interval_bytes[1] for stage in facts.stages)
     end = f"The upper end of the intervals is {format_bytes(high)}"
     if facts.headroom is not None:
         spare = facts.headroom.limit_bytes - high
-        end += f", which leaves {format_bytes(spare)}" if spare >= 0 else f", {format_bytes(-spare)} too much"
+        end += (
+            f", which leaves {format_bytes(spare)}"
+            if spare >= 0
+            else f", {format_bytes(-spare)} too much"
+        )
     if is_extrapolated(facts.plan):
-        return [f"{end}; degrees or the micro-batch size were not profiled: verify the plan to be sure (capture verify)."]
+        return [
+            f"{end}; degrees or the micro-batch size were not profiled: verify the plan to be "
+            "sure (capture verify)."
+        ]
     if facts.coverage is None:
-        return [f"{end}; the intervals are not calibrated. Verify the plan to be sure (capture verify)."]
-    return [f"{end}; a device stays within its interval with a calibrated probability of {facts.coverage:.0%}."]
+        return [
+            f"{end}; the intervals are not calibrated. Verify the plan to be sure (capture verify)."
+        ]
+    return [
+        f"{end}; a device stays within its interval with a calibrated probability of "
+        f"{facts.coverage:.0%}."
+    ]
 
 
 def _memory(facts: ReportFacts) -> list[str]:
     stage = facts.fullest
-    largest, when = stage.largest_part, f" during the {stage.instant} pass" if stage.instant in ("forward", "backward") else ""
+    largest, when = (
+        stage.largest_part,
+        f" during the {stage.instant} pass" if stage.instant in ("forward", "backward") else "",
+    )
     when = " during the update" if stage.instant == "update" else when
     text = (
         f"The bottleneck of memory is stage {stage.stage_id} (layers {stage.layers_text}): "
-        f"{format_bytes(stage.parts[largest])} {'of the predicted peak' if facts.verified else 'of it'} are {largest}{when}"
+        f"{format_bytes(stage.parts[largest])} "
+        f"{'of the predicted peak' if facts.verified else 'of it'} are {largest}{when}"
     )
     if largest == "activations":
-        return [f"{text}, of {_count(stage.max_in_flight, 'micro-batch', 'micro-batches')} in flight."]
+        return [
+            f"{text}, of {_count(stage.max_in_flight, 'micro-batch', 'micro-batches')} in flight."
+        ]
     return [f"{text}."]
 
 
@@ -77,16 +122,31 @@ def _time(facts: ReportFacts) -> list[str]:
         return []
     waits, step = facts.schedule.waits_fraction, facts.schedule.step_seconds
     if step is None:
-        idle = f"Were all passes equally long, stages would wait {facts.mean_waits:.0%} of a step on average."
+        idle = (
+            f"Were all passes equally long, stages would wait {facts.mean_waits:.0%} of a step on "
+            "average."
+        )
         return [f"{idle} How long a step takes is not known."]
     return [
-        f"A step takes {format_seconds(step)} (simulated), {facts.plan.global_batch_size / step:.3g} examples/s.",
-        f"The bottleneck of time is stage {facts.busiest}, which computes for {1 - waits[facts.busiest]:.0%} of the step; "
+        f"A step takes {format_seconds(step)} (simulated), "
+        f"{facts.plan.global_batch_size / step:.3g} examples/s.",
+        f"The bottleneck of time is stage {facts.busiest}, which computes for "
+        f"{1 - waits[facts.busiest]:.0%} of the step; "
         f"the stages wait {facts.mean_waits:.0%} of it on average.",
     ]
 
 
-HEADER = ("stage", "layers", "devices", "dp x tp", "remat", "predicted", "verified", "headroom", "waits")
+HEADER = (
+    "stage",
+    "layers",
+    "devices",
+    "dp x tp",
+    "remat",
+    "predicted",
+    "verified",
+    "headroom",
+    "waits",
+)
 
 
 def rows(facts: ReportFacts) -> list[tuple[str, ...]]:
@@ -111,8 +171,16 @@ def rows(facts: ReportFacts) -> list[tuple[str, ...]]:
 def last_lines(facts: ReportFacts) -> list[str]:
     """Below the table: the headroom, and the time of a step."""
     step = facts.schedule.step_seconds
-    time = "step time not known (waits: unit times)" if step is None else f"step {format_seconds(step)} (simulated)"
-    return [f"peak {format_bytes(facts.fullest.peak_bytes)} per device", *([str(facts.headroom)] if facts.headroom else []), time]
+    time = (
+        "step time not known (waits: unit times)"
+        if step is None
+        else f"step {format_seconds(step)} (simulated)"
+    )
+    return [
+        f"peak {format_bytes(facts.fullest.peak_bytes)} per device",
+        *([str(facts.headroom)] if facts.headroom else []),
+        time,
+    ]
 
 
 def signed_bytes(nbytes: int) -> str:

@@ -1,8 +1,9 @@
 """Copy arrays to other devices with little work of the host thread.
 
-``jax.device_put`` spends about 110 us of Python on a call, the function of jaxlib that it ends in 8 us (jax 0.10.2, one array, CPU). A
-pipeline makes such a copy for every activation and gradient between stages, so the function is called itself where this jaxlib has it.
-It is no public interface: where it is missing, ``jax.device_put`` serves.
+``jax.device_put`` spends about 110 us of Python on a call, the function of jaxlib that it ends in 8
+us (jax 0.10.2, one array, CPU). A pipeline makes such a copy for every activation and gradient
+between stages, so the function is called itself where this jaxlib has it. It is no public
+interface: where it is missing, ``jax.device_put`` serves.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ Copier = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
 
 
 def plan_copies(shardings: Sequence[Sharding]) -> Copier:
-    """Work out copies once, to be made many times; the copies of one call are enqueued together, and nothing waits for them.
+    """Work out copies once, to be made many times; the copies of one call are enqueued together,
+    and nothing waits for them.
 
     Args:
-        shardings: Of the results, in the order of the arrays; each has as many devices as its array, and gives shard i of the array to
-            device i. All devices are of this process.
+        shardings: Of the results, in the order of the arrays; each has as many devices as its
+            array, and gives shard i of the array to device i. All devices are of this process.
 
     Returns:
-        A function of as many arrays. Results are in buffers of their own, also on a device that has the data already.
+        A function of as many arrays. Results are in buffers of their own, also on a device that has
+        the data already.
     """
     targets = list(shardings)
     try:

@@ -1,11 +1,14 @@
 """Save a training and continue it, under the same plan or another plan of the same model.
 
-A checkpoint holds the whole model's parameters and optimizer state, as no plan splits them, so stage cuts, degrees, schedule and
-``shard_optimizer`` may all differ when it is read. Orbax writes to a temporary directory and renames it when it is complete: a
-save that is interrupted leaves the checkpoints before it as they were.
+A checkpoint holds the whole model's parameters and optimizer state, as no plan splits them, so
+stage cuts, degrees, schedule and ``shard_optimizer`` may all differ when it is read. Orbax writes
+to a temporary directory and renames it when it is complete: a save that is interrupted leaves the
+checkpoints before it as they were.
 
-    directory/<num_steps>/state        params: by path in the parameters; optimizer: by path in the optax state
-    directory/<num_steps>/metadata     JSON: schema version, number of steps, shapes and dtypes by path
+    directory/<num_steps>/state        params: by path in the parameters; optimizer: by path in the
+                                       optax state
+    directory/<num_steps>/metadata     JSON: schema version, number of steps, shapes and dtypes by
+                                       path
 """
 
 from __future__ import annotations
@@ -28,27 +31,32 @@ CHECKPOINT_SCHEMA_VERSION = 1
 _KEY_IMPLS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
 
-def save(step: PipelinedStep, state: PipelineState, directory: Path | str, *, keep: int = 2) -> Path:
+def save(
+    step: PipelinedStep, state: PipelineState, directory: Path | str, *, keep: int = 2
+) -> Path:
     """Write a checkpoint and wait until it is complete.
 
     Args:
         step: Whose state it is.
         state: Not consumed.
         directory: Of the training; made if it does not exist.
-        keep: Complete checkpoints to leave there, this one included; older ones are removed after it is complete. At least 1.
+        keep: Complete checkpoints to leave there, this one included; older ones are removed after
+            it is complete. At least 1.
 
     Returns:
         The directory of this checkpoint.
 
     Raises:
-        ExecutionError: ``checkpoint-exists`` if the directory holds one of the same or a later step.
+        ExecutionError: ``checkpoint-exists`` if the directory holds one of the same or a later
+            step.
     """
     params, optimizer = _by_path(step.params(state)), _by_path(step.optimizer_state(state))
     with _manager(Path(directory), keep) as manager:
         latest = manager.latest_step()
         if latest is not None and latest >= state.num_steps:
             raise ExecutionError.of(
-                f"{str(directory)!r} holds a checkpoint of step {latest}, and this state is at step {state.num_steps}; save it into "
+                f"{str(directory)!r} holds a checkpoint of step {latest}, and this state is at "
+                f"step {state.num_steps}; save it into "
                 "another directory, or restore from this one first.",
                 "checkpoint-exists",
             )
@@ -59,13 +67,17 @@ def save(step: PipelinedStep, state: PipelineState, directory: Path | str, *, ke
             "optimizer": _described(optimizer),
         }
         stored = {"params": _stored(params), "optimizer": _stored(optimizer)}
-        parts = ocp.args.Composite(state=ocp.args.StandardSave(stored), metadata=ocp.args.JsonSave(metadata))
+        parts = ocp.args.Composite(
+            state=ocp.args.StandardSave(stored), metadata=ocp.args.JsonSave(metadata)
+        )
         manager.save(state.num_steps, args=parts)
         manager.wait_until_finished()
     return Path(directory) / str(state.num_steps)
 
 
-def restore(step: PipelinedStep, directory: Path | str, num_steps: int | None = None) -> PipelineState:
+def restore(
+    step: PipelinedStep, directory: Path | str, num_steps: int | None = None
+) -> PipelineState:
     """Read a checkpoint into a step of any plan of the same model.
 
     Args:
@@ -74,42 +86,66 @@ def restore(step: PipelinedStep, directory: Path | str, num_steps: int | None = 
         num_steps: Which checkpoint; by default the latest.
 
     Raises:
-        ExecutionError: ``checkpoint-missing`` if there is none, ``checkpoint-schema`` for an unknown version, ``checkpoint-other-model``
-            or ``checkpoint-other-optimizer`` naming every leaf that differs from the model's.
+        ExecutionError: ``checkpoint-missing`` if there is none, ``checkpoint-schema`` for an
+            unknown version, ``checkpoint-other-model`` or ``checkpoint-other-optimizer`` naming
+            every leaf that differs from the model's.
     """
     params, optimizer = _by_path(step.traced.params_struct), _by_path(step.optimizer.state_struct)
     directory = Path(directory)
     if not directory.is_dir():
-        raise ExecutionError.of(f"checkpoint directory {str(directory)!r} does not exist.", "checkpoint-missing")
+        raise ExecutionError.of(
+            f"checkpoint directory {str(directory)!r} does not exist.", "checkpoint-missing"
+        )
     with _manager(directory, None) as manager:
         chosen = manager.latest_step() if num_steps is None else num_steps
         if chosen not in manager.all_steps():
-            wanted = "no complete checkpoint" if num_steps is None else f"no checkpoint of step {num_steps}"
+            wanted = (
+                "no complete checkpoint"
+                if num_steps is None
+                else f"no checkpoint of step {num_steps}"
+            )
             found = ", ".join(map(str, sorted(manager.all_steps()))) or "none"
-            raise ExecutionError.of(f"{str(directory)!r} holds {wanted}; complete ones: {found}.", "checkpoint-missing")
-        metadata = manager.restore(chosen, args=ocp.args.Composite(metadata=ocp.args.JsonRestore()))["metadata"]
+            raise ExecutionError.of(
+                f"{str(directory)!r} holds {wanted}; complete ones: {found}.", "checkpoint-missing"
+            )
+        metadata = manager.restore(
+            chosen, args=ocp.args.Composite(metadata=ocp.args.JsonRestore())
+        )["metadata"]
         _check(metadata, directory / str(chosen), _described(params), _described(optimizer))
         wanted_leaves = {"params": _stored(params), "optimizer": _stored(optimizer)}
-        read = manager.restore(chosen, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted_leaves)))["state"]
+        read = manager.restore(
+            chosen, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted_leaves))
+        )["state"]
     return step.restore(
-        _filled(step.traced.params_struct, read["params"]), _filled(step.optimizer.state_struct, read["optimizer"]), metadata["num_steps"]
+        _filled(step.traced.params_struct, read["params"]),
+        _filled(step.optimizer.state_struct, read["optimizer"]),
+        metadata["num_steps"],
     )
 
 
 def _manager(directory: Path, keep: int | None) -> ocp.CheckpointManager:
     """To write, keeping so many; None to read only."""
     options = ocp.CheckpointManagerOptions(
-        max_to_keep=keep, create=keep is not None, enable_async_checkpointing=False, cleanup_tmp_directories=False
+        max_to_keep=keep,
+        create=keep is not None,
+        enable_async_checkpointing=False,
+        cleanup_tmp_directories=False,
     )
-    return ocp.CheckpointManager(directory.resolve(), options=options, item_names=("state", "metadata"))
+    return ocp.CheckpointManager(
+        directory.resolve(), options=options, item_names=("state", "metadata")
+    )
 
 
 def _by_path(tree: Any) -> dict[str, Any]:
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return {
+        jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
 
 
 def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and jnp.issubdtype(
+        leaf.dtype, jax.dtypes.prng_key
+    )
 
 
 def _described(leaves: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -117,7 +153,8 @@ def _described(leaves: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def _stored(leaves: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """As Orbax stores them: typed random keys as their data, and nothing for arrays without elements, which it refuses.
+    """As Orbax stores them: typed random keys as their data, and nothing for arrays without
+    elements, which it refuses.
 
     Of structures instead of arrays, empty arrays to be read into.
     """
@@ -138,28 +175,46 @@ def _filled(struct: Any, read: Mapping[str, np.ndarray]) -> Any:
         array = read.get(jax.tree_util.keystr(path))
         if array is None:
             return np.empty(expected.shape, expected.dtype)
-        return jax.random.wrap_key_data(jnp.asarray(array), impl=_KEY_IMPLS[str(expected.dtype)]) if _is_key(expected) else array
+        return (
+            jax.random.wrap_key_data(jnp.asarray(array), impl=_KEY_IMPLS[str(expected.dtype)])
+            if _is_key(expected)
+            else array
+        )
 
     return jax.tree_util.tree_map_with_path(filled, struct)
 
 
-def _check(metadata: Any, path: Path, params: Mapping[str, Any], optimizer: Mapping[str, Any]) -> None:
+def _check(
+    metadata: Any, path: Path, params: Mapping[str, Any], optimizer: Mapping[str, Any]
+) -> None:
     version = metadata.get("schema_version") if isinstance(metadata, Mapping) else None
     if version != CHECKPOINT_SCHEMA_VERSION:
-        message = f"checkpoint {str(path)!r} has schema_version={version!r}; this version of capture reads {CHECKPOINT_SCHEMA_VERSION}."
+        message = (
+            f"checkpoint {str(path)!r} has schema_version={version!r}; this version of capture "
+            f"reads {CHECKPOINT_SCHEMA_VERSION}."
+        )
         raise ExecutionError.of(message, "checkpoint-schema")
     ExecutionError.check(
         [
             *_differences("the model", params, metadata["params"], "checkpoint-other-model"),
-            *_differences("the model's optimizer state", optimizer, metadata["optimizer"], "checkpoint-other-optimizer"),
+            *_differences(
+                "the model's optimizer state",
+                optimizer,
+                metadata["optimizer"],
+                "checkpoint-other-optimizer",
+            ),
         ]
     )
 
 
-def _differences(what: str, expected: Mapping[str, Any], saved: Mapping[str, Any], code: str) -> Iterator[Violation]:
+def _differences(
+    what: str, expected: Mapping[str, Any], saved: Mapping[str, Any], code: str
+) -> Iterator[Violation]:
     for path in sorted({*expected, *saved}):
         if expected.get(path) != saved.get(path):
-            yield Violation(f"the checkpoint has {_text(path, saved)} and {what} {_text(path, expected)}.", code)
+            yield Violation(
+                f"the checkpoint has {_text(path, saved)} and {what} {_text(path, expected)}.", code
+            )
 
 
 def _text(path: str, described: Mapping[str, Sequence[Any]]) -> str:

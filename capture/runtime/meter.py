@@ -1,4 +1,5 @@
-"""Measure a step that is really executed, independently of the replay: live arrays, the allocator, the process's resident set.
+"""Measure a step that is really executed, independently of the replay: live arrays, the allocator,
+the process's resident set.
 
     meter                  what it reads                                            where
     live arrays            ``jax.live_arrays()`` + XLA's buffer assignment          any device
@@ -40,9 +41,12 @@ class Measurement:
     Attributes:
         peak_bytes_per_device: By device id of the plan.
         meter: What ``peak_bytes_per_device`` was read from.
-        live_peak_bytes_per_device: Of the live-array meter; the same where there is no allocator to read.
-        resident_set_before_bytes, resident_set_peak_bytes: Of the whole process, on its host; None where they cannot be read.
-        num_checks: Instructions before which the ledger was compared with the live arrays; 0 unless strict.
+        live_peak_bytes_per_device: Of the live-array meter; the same where there is no allocator to
+            read.
+        resident_set_before_bytes, resident_set_peak_bytes: Of the whole process, on its host; None
+            where they cannot be read.
+        num_checks: Instructions before which the ledger was compared with the live arrays; 0 unless
+            strict.
         loss: Of the step.
         state: After the step.
     """
@@ -58,23 +62,35 @@ class Measurement:
 
 
 def measure_step(
-    step: PipelinedStep, state: PipelineState, batch: PyTree, key: jax.Array | None = None, *, strict: bool = False
+    step: PipelinedStep,
+    state: PipelineState,
+    batch: PyTree,
+    key: jax.Array | None = None,
+    *,
+    strict: bool = False,
 ) -> Measurement:
     """Execute one step under every meter that works here.
 
-    The live-array meter looks at every instruction, so the step runs slower than usual, in program order.
+    The live-array meter looks at every instruction, so the step runs slower than usual, in program
+    order.
 
     Args:
         step: Compiled.
         state: Consumed; go on with ``Measurement.state``.
         batch, key: As for the step.
-        strict: Compare the booked ledger with the live arrays before every instruction and after the last.
+        strict: Compare the booked ledger with the live arrays before every instruction and after
+            the last.
 
     Raises:
-        ExecutionError: ``run-ledger-mismatch`` if strict and a device holds other bytes than booked.
+        ExecutionError: ``run-ledger-mismatch`` if strict and a device holds other bytes than
+            booked.
     """
     jax.block_until_ready(state)
-    live, allocator, resident = LiveArrayMeter(step, strict=strict), AllocatorMeter(step.devices), ResidentSetMeter()
+    live, allocator, resident = (
+        LiveArrayMeter(step, strict=strict),
+        AllocatorMeter(step.devices),
+        ResidentSetMeter(),
+    )
     resident.start()
     state, metrics = step(state, batch, key, observer=live)
     loss = metrics.loss
@@ -84,18 +100,28 @@ def measure_step(
     peaks, meter = live.peak_bytes_per_device, live.meter
     if (allocated := allocator.peak_bytes_per_device) is not None:
         peaks, meter = allocated, allocator.meter
-    return Measurement(peaks, meter, live.peak_bytes_per_device, resident.before_bytes, resident.peak_bytes, live.num_checks, loss, state)
+    return Measurement(
+        peaks,
+        meter,
+        live.peak_bytes_per_device,
+        resident.before_bytes,
+        resident.peak_bytes,
+        live.num_checks,
+        loss,
+        state,
+    )
 
 
 @dataclass(frozen=True)
 class HeapMeasurement:
-    """What the allocator gave out during one ordinary step, in which nothing but the runtime itself waits for a device.
+    """What the allocator gave out during one ordinary step, in which nothing but the runtime itself
+    waits for a device.
 
     Attributes:
         source: The counter.
         before_bytes, peak_bytes: Of the whole process.
-        booked_bytes: The most that the step may add by the ledger: over all devices, the replayed peak less what outlives the step. Devices
-            need not reach their peaks together.
+        booked_bytes: The most that the step may add by the ledger: over all devices, the replayed
+            peak less what outlives the step. Devices need not reach their peaks together.
     """
 
     source: str
@@ -110,19 +136,27 @@ class HeapMeasurement:
 
 
 def measure_heap(
-    step: PipelinedStep, state: PipelineState, batch: PyTree, key: jax.Array | None = None, *, observer: Observer | None = None
+    step: PipelinedStep,
+    state: PipelineState,
+    batch: PyTree,
+    key: jax.Array | None = None,
+    *,
+    observer: Observer | None = None,
 ) -> tuple[PipelineState, StepMetrics, HeapMeasurement | None]:
-    """Execute a step as usual and watch malloc, where XLA's CPU devices allocate: the meter that knows neither ledger nor compiler.
+    """Execute a step as usual and watch malloc, where XLA's CPU devices allocate: the meter that
+    knows neither ledger nor compiler.
 
-    It counts the whole process, so the first step of a process, which compiles, tells nothing, and it sees what no report of XLA names: the
-    scratch of kernels, and memory that a program's thread has not given back yet when its results are ready.
+    It counts the whole process, so the first step of a process, which compiles, tells nothing, and
+    it sees what no report of XLA names: the scratch of kernels, and memory that a program's thread
+    has not given back yet when its results are ready.
 
     Args:
         step, state, batch, key: As for ``measure_step``.
         observer: Called before every instruction, and the counter is read after it, too.
 
     Returns:
-        The step's results, ready, and the measurement: None where there is no such counter, or the devices have memory of their own.
+        The step's results, ready, and the measurement: None where there is no such counter, or the
+            devices have memory of their own.
     """
     jax.block_until_ready(state)
     heap = HeapMeter()
@@ -147,10 +181,11 @@ def measure_heap(
 
 
 class LiveArrayMeter:
-    """Peak per device from the arrays that are alive and the buffer assignment of the program that is about to run.
+    """Peak per device from the arrays that are alive and the buffer assignment of the program that
+    is about to run.
 
-    An observer: ``step(state, batch, observer=meter)``, then ``meter.finish()``. Arrays that were alive before the step and are
-    not its state (the caller's batch, other models) are left out.
+    An observer: ``step(state, batch, observer=meter)``, then ``meter.finish()``. Arrays that were
+    alive before the step and are not its state (the caller's batch, other models) are left out.
 
     **Assumes** that nothing else in the process makes or drops arrays during the step.
 
@@ -166,12 +201,17 @@ class LiveArrayMeter:
         self._ledger = Ledger(len(self._devices))
         self._peak = [0] * len(self._devices)
         self._foreign: list[jax.Array] = []
-        self._seen: dict[int, tuple[Any, Sequence[tuple[Buffer, int]]]] = {}  # an array's addresses stay; looking them up takes longest
+        self._seen: dict[
+            int, tuple[Any, Sequence[tuple[Buffer, int]]]
+        ] = {}  # an array's addresses stay; looking them up takes longest
         self._baseline: list[int] | None = None
 
     @property
     def meter(self) -> str:
-        return f"live arrays + XLA buffer assignment of the running program ({self._devices[0].platform})"
+        return (
+            "live arrays + XLA buffer assignment of the running program "
+            f"({self._devices[0].platform})"
+        )
 
     @property
     def peak_bytes_per_device(self) -> tuple[int, ...]:
@@ -184,7 +224,9 @@ class LiveArrayMeter:
             ExecutionError: ``run-ledger-mismatch``.
         """
         if self._baseline is None:
-            self._begin([array for slot in self._program.persistent.values() for array in environment[slot]])
+            self._begin(
+                [array for slot in self._program.persistent.values() for array in environment[slot]]
+            )
         live = self._live()
         live = self._look(live, getattr(instruction, "label", "a release"))
         if isinstance(instruction, Run):
@@ -194,15 +236,21 @@ class LiveArrayMeter:
         book(self._ledger, self._program, instruction)
 
     def _begin(self, state: list[jax.Array]) -> None:
-        """Set apart what is alive and not of the step, and keep it alive, so that it counts the same until the end."""
+        """Set apart what is alive and not of the step, and keep it alive, so that it counts the
+        same until the end."""
         own = buffers(state)
-        self._foreign = [array for array in jax.live_arrays() if not buffers([array]).keys() <= own.keys()]
-        self._baseline = self._per_device({buffer: size for buffer, size in buffers(self._foreign).items() if buffer not in own})
+        self._foreign = [
+            array for array in jax.live_arrays() if not buffers([array]).keys() <= own.keys()
+        ]
+        self._baseline = self._per_device(
+            {buffer: size for buffer, size in buffers(self._foreign).items() if buffer not in own}
+        )
         for slot in self._program.persistent.values():
             hold(self._ledger, self._program, slot, "before the step")
 
     def finish(self) -> None:
-        """Look once more, after the last instruction; the new state must still be alive, and the losses no more.
+        """Look once more, after the last instruction; the new state must still be alive, and the
+        losses no more.
 
         Raises:
             ExecutionError: ``run-ledger-mismatch``.
@@ -218,11 +266,15 @@ class LiveArrayMeter:
             self.num_checks += 1
             ExecutionError.check(
                 Violation(
-                    f"before {label!r} device {device} holds {nbytes} bytes of live arrays and the ledger has booked {booked}; an array "
-                    "outlives its last use, or dies early: drop references to arrays of the step, or report a defect of the runtime.",
+                    f"before {label!r} device {device} holds {nbytes} bytes of live arrays and "
+                    f"the ledger has booked {booked}; an array "
+                    "outlives its last use, or dies early: drop references to arrays of the step, "
+                    "or report a defect of the runtime.",
                     "run-ledger-mismatch",
                 )
-                for device, (nbytes, booked) in enumerate(zip(own, self._ledger.live_bytes_per_device, strict=True))
+                for device, (nbytes, booked) in enumerate(
+                    zip(own, self._ledger.live_bytes_per_device, strict=True)
+                )
                 if nbytes != booked
             )
         return own
@@ -249,20 +301,31 @@ class LiveArrayMeter:
 def buffers(arrays: Iterable[jax.Array]) -> dict[Buffer, int]:
     """Bytes of the distinct buffers of some arrays.
 
-    Looking at a shard makes an array of it, which is alive as well, so buffers are told apart by their address.
+    Looking at a shard makes an array of it, which is alive as well, so buffers are told apart by
+    their address.
     """
-    return {buffer: size for array in arrays if not array.is_deleted() for buffer, size in _array_buffers(array)}
+    return {
+        buffer: size
+        for array in arrays
+        if not array.is_deleted()
+        for buffer, size in _array_buffers(array)
+    }
 
 
 def _array_buffers(array: jax.Array) -> list[tuple[Buffer, int]]:
     if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)  # the buffer behind the keys, not a copy
     shards = [(shard.device, shard.data) for shard in array.addressable_shards]
-    return [((device, data.unsafe_buffer_pointer()), data.nbytes) for device, data in shards if data.nbytes]
+    return [
+        ((device, data.unsafe_buffer_pointer()), data.nbytes)
+        for device, data in shards
+        if data.nbytes
+    ]
 
 
 class AllocatorMeter:
-    """The high-water mark of each device's allocator. It cannot be reset: it is that of the step only in a fresh process.
+    """The high-water mark of each device's allocator. It cannot be reset: it is that of the step
+    only in a fresh process.
 
     Args:
         devices: In the order of the plan.
@@ -281,12 +344,17 @@ class AllocatorMeter:
 
 
 class HeapMeter:
-    """High-water mark of what malloc has given out in this process, from ``start`` to ``stop``; XLA's CPU devices allocate there.
+    """High-water mark of what malloc has given out in this process, from ``start`` to ``stop``;
+    XLA's CPU devices allocate there.
 
-    Read whenever it is called, and by a thread in between. So it may miss what lives shorter, and is never above what was allocated.
+    Read whenever it is called, and by a thread in between. So it may miss what lives shorter, and
+    is never above what was allocated.
     """
 
-    meter = "malloc of the whole process (glibc mallinfo2), read before every instruction and by a thread every millisecond"
+    meter = (
+        "malloc of the whole process (glibc mallinfo2), read before every instruction and by a "
+        "thread every millisecond"
+    )
 
     def __init__(self) -> None:
         self._read = _malloc_reader()
@@ -341,16 +409,29 @@ def _malloc_reader() -> Callable[[], int] | None:
 
 
 class _MallInfo2(ctypes.Structure):
-    """Of all arenas: ``uordblks``, bytes in use, and ``hblkhd``, those in regions of their own (glibc 2.33 and newer)."""
+    """Of all arenas: ``uordblks``, bytes in use, and ``hblkhd``, those in regions of their own
+    (glibc 2.33 and newer)."""
 
     _fields_ = [
         (name, ctypes.c_size_t)
-        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
     ]
 
 
 class ResidentSetMeter:
-    """Peak resident set of this process from ``start`` on; on CPU it holds the arrays of all virtual devices and everything else."""
+    """Peak resident set of this process from ``start`` on; on CPU it holds the arrays of all
+    virtual devices and everything else."""
 
     def __init__(self) -> None:
         self.before_bytes: int | None = None
@@ -375,4 +456,6 @@ def _status_bytes(field: str) -> int | None:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), None)
+    return next(
+        (int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), None
+    )

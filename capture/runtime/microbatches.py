@@ -1,4 +1,5 @@
-"""Cut a global batch into micro-batches on the host, and check that it is the batch that the plan was made for."""
+"""Cut a global batch into micro-batches on the host, and check that it is the batch that the plan
+was made for."""
 
 from __future__ import annotations
 
@@ -15,12 +16,16 @@ from capture.model.workload import PyTree
 from capture.tracing import TracedModel
 
 
-def split_microbatches(traced: TracedModel, num_microbatches: int, batch: PyTree, key: jax.Array | None) -> list[list[Any]]:
-    """Per micro-batch, the leaves of ``graph.batch`` on the host, the micro-batch's own key last if the loss takes one.
+def split_microbatches(
+    traced: TracedModel, num_microbatches: int, batch: PyTree, key: jax.Array | None
+) -> list[list[Any]]:
+    """Per micro-batch, the leaves of ``graph.batch`` on the host, the micro-batch's own key last if
+    the loss takes one.
 
     Args:
         traced: At the micro-batch size.
-        num_microbatches: M; leaf dimensions that hold the examples are cut into M equal parts, other leaves are shared.
+        num_microbatches: M; leaf dimensions that hold the examples are cut into M equal parts,
+            other leaves are shared.
         batch: A global batch.
         key: Of the step; micro-batch m gets ``jax.random.fold_in(key, m)``.
 
@@ -33,9 +38,14 @@ def split_microbatches(traced: TracedModel, num_microbatches: int, batch: PyTree
     try:
         parts = [traced.batch_leaves(host, own) for own in keys]
     except ValueError as error:  # of JAX's flattening; it names the first difference
-        raise ExecutionError.of(f"the batch has another structure than the plan's: {error}.", "run-batch") from None
+        raise ExecutionError.of(
+            f"the batch has another structure than the plan's: {error}.", "run-batch"
+        ) from None
     ExecutionError.check(_batch_violations(tensors, parts[0], num_microbatches))
-    return [[_part(leaf, tensor, m) for leaf, tensor in zip(leaves, tensors, strict=True)] for m, leaves in enumerate(parts)]
+    return [
+        [_part(leaf, tensor, m) for leaf, tensor in zip(leaves, tensors, strict=True)]
+        for m, leaves in enumerate(parts)
+    ]
 
 
 def _host_leaf(leaf: Any) -> np.ndarray:
@@ -46,7 +56,8 @@ def _host_leaf(leaf: Any) -> np.ndarray:
 
 @partial(jax.jit, static_argnums=1)
 def _microbatch_keys(key: jax.Array, num_microbatches: int) -> list[jax.Array]:
-    """One program instead of one per key. A loop, because not every kind of key folds the same under ``jax.vmap``."""
+    """One program instead of one per key. A loop, because not every kind of key folds the same
+    under ``jax.vmap``."""
     keys = jax.lax.map(lambda m: jax.random.fold_in(key, m), np.arange(num_microbatches))
     return [keys[m] for m in range(num_microbatches)]
 
@@ -55,17 +66,25 @@ def _part(leaf: Any, tensor: Tensor, microbatch: int) -> Any:
     if tensor.batch_dim is None:
         return leaf
     size = tensor.shape[tensor.batch_dim]
-    return leaf[(slice(None),) * tensor.batch_dim + (slice(microbatch * size, (microbatch + 1) * size),)]
+    return leaf[
+        (slice(None),) * tensor.batch_dim + (slice(microbatch * size, (microbatch + 1) * size),)
+    ]
 
 
-def _batch_violations(tensors: Sequence[Tensor], leaves: Sequence[Any], num_microbatches: int) -> list[Violation]:
+def _batch_violations(
+    tensors: Sequence[Tensor], leaves: Sequence[Any], num_microbatches: int
+) -> list[Violation]:
     found = []
     for tensor, leaf in zip(tensors, leaves, strict=True):
-        expected = tuple(size * num_microbatches if d == tensor.batch_dim else size for d, size in enumerate(tensor.shape))
+        expected = tuple(
+            size * num_microbatches if d == tensor.batch_dim else size
+            for d, size in enumerate(tensor.shape)
+        )
         if tuple(leaf.shape) != expected or str(leaf.dtype) != tensor.dtype:
             found.append(
                 Violation(
-                    f"{tensor.name} has shape {tuple(leaf.shape)} {leaf.dtype}; the plan was made for {expected} {tensor.dtype} "
+                    f"{tensor.name} has shape {tuple(leaf.shape)} {leaf.dtype}; the plan was made "
+                    f"for {expected} {tensor.dtype} "
                     f"({num_microbatches} micro-batches).",
                     "run-batch",
                 )

@@ -1,8 +1,10 @@
-"""Any optax transformation, cut by stage: the update of the whole model is traced once and sliced by what it reads.
+"""Any optax transformation, cut by stage: the update of the whole model is traced once and sliced
+by what it reads.
 
-Slicing the traced update, instead of calling the transformation once per stage, keeps its meaning: masks and labels by
-parameter path still see the whole tree, and values that need every gradient (a global norm) are found by data flow. Such values
-travel between stages as small summaries; an update that would need a large tensor of another stage is refused by name.
+Slicing the traced update, instead of calling the transformation once per stage, keeps its meaning:
+masks and labels by parameter path still see the whole tree, and values that need every gradient (a
+global norm) are found by data flow. Such values travel between stages as small summaries; an update
+that would need a large tensor of another stage is refused by name.
 """
 
 from __future__ import annotations
@@ -31,8 +33,10 @@ class StageUpdate:
 
     Attributes:
         params: Parameters it updates, indices into the layer graph.
-        state: Leaves of the whole optimizer state that the stage holds; leaves of no parameter (a step count) are in every stage.
-        summary: Avals of the small values that updates of other stages need from this stage's gradients.
+        state: Leaves of the whole optimizer state that the stage holds; leaves of no parameter (a
+            step count) are in every stage.
+        summary: Avals of the small values that updates of other stages need from this stage's
+            gradients.
     """
 
     optimizer: SlicedOptimizer
@@ -60,12 +64,18 @@ class StageUpdate:
         """The stage's leaves of the initial optimizer state; traceable."""
         return self.optimizer._init(self, params)
 
-    def summarize(self, params: Sequence[Any], state: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
+    def summarize(
+        self, params: Sequence[Any], state: Sequence[Any], grads: Sequence[Any]
+    ) -> list[Any]:
         """The stage's summary values; traceable."""
         return self.optimizer._summarize(self, params, state, grads)
 
     def update(
-        self, params: Sequence[Any], state: Sequence[Any], grads: Sequence[Any], summaries: Sequence[Sequence[Any]]
+        self,
+        params: Sequence[Any],
+        state: Sequence[Any],
+        grads: Sequence[Any],
+        summaries: Sequence[Sequence[Any]],
     ) -> tuple[list[Any], list[Any]]:
         """New parameters and new state of the stage; traceable.
 
@@ -81,20 +91,27 @@ class TracedOptimizer:
 
     Args:
         optimizer: An optax transformation.
-        params_struct: The parameters as a pytree of ``ShapeDtypeStruct``; leaf order is that of the layer graph.
-        unread: Parameters that the loss does not read: their gradient is the constant 0, so that no stage waits for it.
+        params_struct: The parameters as a pytree of ``ShapeDtypeStruct``; leaf order is that of the
+            layer graph.
+        unread: Parameters that the loss does not read: their gradient is the constant 0, so that no
+            stage waits for it.
     """
 
     def __init__(self, optimizer: Any, params_struct: Any, unread: Collection[int] = ()):
         structs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), params_struct)
         self.params = jax.tree.leaves(structs)
-        self.param_names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params_struct)]
+        self.param_names = [
+            jax.tree_util.keystr(path)
+            for path, _ in jax.tree_util.tree_leaves_with_path(params_struct)
+        ]
         state_struct = jax.eval_shape(optimizer.init, structs)
         self.state, self.state_tree = jax.tree.flatten(state_struct)
 
         def step(params, state, grads):
             leaves, tree = jax.tree.flatten(grads)
-            grads = jax.tree.unflatten(tree, [jnp.zeros_like(g) if p in unread else g for p, g in enumerate(leaves)])
+            grads = jax.tree.unflatten(
+                tree, [jnp.zeros_like(g) if p in unread else g for p, g in enumerate(leaves)]
+            )
             updates, state = optimizer.update(grads, state, params)
             new = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
             return jax.tree.leaves(new), jax.tree.leaves(state)
@@ -104,18 +121,23 @@ class TracedOptimizer:
 
     @cached_property
     def param_keys(self) -> list[str]:
-        """Per parameter, a hash of its update: equal keys mean the same operations, hence the same memory, for another parameter."""
+        """Per parameter, a hash of its update: equal keys mean the same operations, hence the same
+        memory, for another parameter."""
         return [self.update.key_of(self.update.outputs[p]) for p in range(len(self.params))]
 
     @cached_property
     def params_of_state(self) -> list[frozenset[int]]:
-        """Which parameters a state leaf belongs to: those its new value depends on, other than through small shared values."""
+        """Which parameters a state leaf belongs to: those its new value depends on, other than
+        through small shared values."""
         program, n = self.update, len(self.params)
         state_out = program.outputs[n:]
         owned: list[frozenset[int]] = [frozenset()] * len(self.state)
         while True:  # a leaf may feed another, so iterate to the fixed point
             flow = program.propagate(self._sources(owned), _owner_of_result)
-            found = [old | flow.get(out, frozenset()) - {_NOBODY} for old, out in zip(owned, state_out, strict=True)]
+            found = [
+                old | flow.get(out, frozenset()) - {_NOBODY}
+                for old, out in zip(owned, state_out, strict=True)
+            ]
             if found == owned:
                 return owned
             owned = found
@@ -128,7 +150,11 @@ class TracedOptimizer:
     def _sources(self, params_of_state: Sequence[frozenset[int]]) -> dict[Any, frozenset[int]]:
         """Per input of the update, the parameters that it belongs to."""
         variables, n, num_state = self.update.inputs, len(self.params), len(self.state)
-        of_params = {v: frozenset([p]) for own in (variables[:n], variables[n + num_state :]) for p, v in enumerate(own)}
+        of_params = {
+            v: frozenset([p])
+            for own in (variables[:n], variables[n + num_state :])
+            for p, v in enumerate(own)
+        }
         return of_params | dict(zip(variables[n : n + num_state], params_of_state, strict=True))
 
 
@@ -137,20 +163,31 @@ class SlicedOptimizer:
 
     Args:
         traced: Of the whole model.
-        stages: Per stage, the indices of the parameters it updates; together they are all parameters.
+        stages: Per stage, the indices of the parameters it updates; together they are all
+            parameters.
 
     Raises:
-        WorkloadError: ``optimizer-cross-stage`` if the update of one stage needs a large tensor of another.
+        WorkloadError: ``optimizer-cross-stage`` if the update of one stage needs a large tensor of
+            another.
     """
 
     def __init__(self, traced: TracedOptimizer, stages: Sequence[Sequence[int]]):
         self._num_params = len(traced.params)
         self._state_leaves, self._state_tree = traced.state, traced.state_tree
-        self._update_program, self._init_program, self._param_names = traced.update, traced.init, traced.param_names
+        self._update_program, self._init_program, self._param_names = (
+            traced.update,
+            traced.init,
+            traced.param_names,
+        )
         self._stage_of_param = {p: s for s, params in enumerate(stages) for p in params}
-        assert len(self._stage_of_param) == self._num_params, "every parameter belongs to exactly one stage"
+        assert len(self._stage_of_param) == self._num_params, (
+            "every parameter belongs to exactly one stage"
+        )
         self._state_params = traced.params_of_state
-        self._stages_of = {v: frozenset(self._stage_of_param[p] for p in params) for v, params in traced.params_of_value.items()}
+        self._stages_of = {
+            v: frozenset(self._stage_of_param[p] for p in params)
+            for v, params in traced.params_of_value.items()
+        }
         self.stages = tuple(self._stage(s, tuple(params)) for s, params in enumerate(stages))
 
     @property
@@ -174,7 +211,9 @@ class SlicedOptimizer:
     @cached_property
     def param_of_state(self) -> dict[int, int]:
         """Per state leaf that belongs to a single parameter, that parameter."""
-        return {k: next(iter(params)) for k, params in enumerate(self._state_params) if len(params) == 1}
+        return {
+            k: next(iter(params)) for k, params in enumerate(self._state_params) if len(params) == 1
+        }
 
     def _stage(self, stage_id: int, params: tuple[int, ...]) -> StageUpdate:
         state = []
@@ -184,7 +223,9 @@ class SlicedOptimizer:
                 self._refuse(self._state_leaves[k].shape, owners)
             if not stages or stages == {stage_id}:
                 state.append(k)
-        summary = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self._exports(stage_id))
+        summary = tuple(
+            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self._exports(stage_id)
+        )
         return StageUpdate(self, stage_id, params, tuple(state), summary)
 
     def _exports(self, stage_id: int) -> list[Any]:
@@ -196,27 +237,45 @@ class SlicedOptimizer:
         """Values that depend on a single stage and that the update of another stage needs."""
         found: dict[Any, None] = {}
         for stage_id in set(self._stage_of_param.values()):
-            foreign = {v for v, stages in self._stages_of.items() if len(stages) == 1 and stage_id not in stages}
+            foreign = {
+                v
+                for v, stages in self._stages_of.items()
+                if len(stages) == 1 and stage_id not in stages
+            }
             wanted = self._wanted(stage_id)
             for equation in self._update_program.needed(wanted, foreign):
-                found.update({v: None for v in equation.invars if not isinstance(v, jex_core.Literal) and v in foreign})
+                found.update(
+                    {
+                        v: None
+                        for v in equation.invars
+                        if not isinstance(v, jex_core.Literal) and v in foreign
+                    }
+                )
         for v in found:
             if math.prod(v.aval.shape) > _MAX_SUMMARY_ELEMENTS:
                 stage = next(iter(self._stages_of[v]))
-                self._refuse(v.aval.shape, [p for p, s in self._stage_of_param.items() if s == stage])
+                self._refuse(
+                    v.aval.shape, [p for p, s in self._stage_of_param.items() if s == stage]
+                )
         return sorted(found, key=self._update_program.order)
 
     def _wanted(self, stage_id: int) -> list[Any]:
         outputs, n = self._update_program.outputs, self._num_params
         params = [outputs[p] for p, s in self._stage_of_param.items() if s == stage_id]
-        state = [outputs[n + k] for k, owners in enumerate(self._state_params) if all(self._stage_of_param[p] == stage_id for p in owners)]
+        state = [
+            outputs[n + k]
+            for k, owners in enumerate(self._state_params)
+            if all(self._stage_of_param[p] == stage_id for p in owners)
+        ]
         return params + state
 
     def _refuse(self, shape: tuple[int, ...], params: Any) -> None:
         names = ", ".join(self._param_names[p] for p in sorted(params)[:3])
         raise WorkloadError.of(
-            f"the optimizer needs a tensor of shape {shape} made from gradients of several pipeline stages (of {names}, ...); only values "
-            f"of up to {_MAX_SUMMARY_ELEMENTS} elements, such as a global norm, travel between stages. Use a transformation that treats "
+            f"the optimizer needs a tensor of shape {shape} made from gradients of several "
+            f"pipeline stages (of {names}, ...); only values "
+            f"of up to {_MAX_SUMMARY_ELEMENTS} elements, such as a global norm, travel between "
+            "stages. Use a transformation that treats "
             "parameters separately, or a single stage.",
             "optimizer-cross-stage",
         )
@@ -225,17 +284,29 @@ class SlicedOptimizer:
         variables, n = self._update_program.inputs, self._num_params
         env = {variables[p]: value for p, value in zip(stage.params, params, strict=True)}
         env |= {variables[n + k]: value for k, value in zip(stage.state, state, strict=True)}
-        env |= {variables[n + self.num_state_leaves + p]: value for p, value in zip(stage.params, grads, strict=True)}
+        env |= {
+            variables[n + self.num_state_leaves + p]: value
+            for p, value in zip(stage.params, grads, strict=True)
+        }
         return env
 
     def _init(self, stage: StageUpdate, params: Sequence[Any]) -> list[Any]:
-        env = {self._init_program.inputs[p]: value for p, value in zip(stage.params, params, strict=True)}
-        return self._init_program.evaluate(env, [self._init_program.outputs[k] for k in stage.state])
+        env = {
+            self._init_program.inputs[p]: value
+            for p, value in zip(stage.params, params, strict=True)
+        }
+        return self._init_program.evaluate(
+            env, [self._init_program.outputs[k] for k in stage.state]
+        )
 
     def _summarize(self, stage: StageUpdate, params, state, grads) -> list[Any]:
-        return self._update_program.evaluate(self._inputs(stage, params, state, grads), self._exports(stage.stage_id))
+        return self._update_program.evaluate(
+            self._inputs(stage, params, state, grads), self._exports(stage.stage_id)
+        )
 
-    def _update(self, stage: StageUpdate, params, state, grads, summaries) -> tuple[list[Any], list[Any]]:
+    def _update(
+        self, stage: StageUpdate, params, state, grads, summaries
+    ) -> tuple[list[Any], list[Any]]:
         env = self._inputs(stage, params, state, grads)
         others = [s for s in range(len(self.stages)) if s != stage.stage_id]
         if summaries:
@@ -249,8 +320,8 @@ class SlicedOptimizer:
 
 
 def _owner_of_result(owners: frozenset[int], size: int) -> frozenset[int]:
-    """A small value made from several owners (a norm over all gradients) belongs to nobody, and so does a scalar made from such
-    a value; a gradient scaled by it still belongs to its parameter."""
+    """A small value made from several owners (a norm over all gradients) belongs to nobody, and so
+    does a scalar made from such a value; a gradient scaled by it still belongs to its parameter."""
     params = owners - {_NOBODY}
     shared = len(params) > 1 and size <= _MAX_SUMMARY_ELEMENTS
     if shared or (_NOBODY in owners and (size == 1 or not params)):

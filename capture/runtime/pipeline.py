@@ -1,4 +1,5 @@
-"""Run a plan on the devices of this process: ``step = pipeshard(workload, plan); state, metrics = step(state, batch)``."""
+"""Run a plan on the devices of this process: ``step = pipeshard(workload, plan); state, metrics =
+step(state, batch)``."""
 
 from __future__ import annotations
 
@@ -35,12 +36,15 @@ Observer = Callable[[Instruction, list[Any]], None]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PipelineState:
-    """Everything a step changes, on the devices of the stages. A step takes it over: use the one that it returns.
+    """Everything a step changes, on the devices of the stages. A step takes it over: use the one
+    that it returns.
 
     Attributes:
-        slots: Per persistent slot of the step program, its arrays: parameters, optimizer state, gradient accumulators.
+        slots: Per persistent slot of the step program, its arrays: parameters, optimizer state,
+            gradient accumulators.
         num_steps: Updates so far.
-        unused: On the host, the parameters that the loss does not read, by index into the layer graph: no step changes them.
+        unused: On the host, the parameters that the loss does not read, by index into the layer
+            graph: no step changes them.
     """
 
     slots: dict[str, list[jax.Array]]
@@ -79,7 +83,8 @@ def pipeshard(
         plan: Device id i of the plan is ``devices[i]``.
         devices: By default the first devices of ``jax.devices()``.
         rule: How parameters are split; by default ``plan.tensor_parallel_rule``.
-        fast_compile: Compile in half the time, to programs that need the same memory and run slower.
+        fast_compile: Compile in half the time, to programs that need the same memory and run
+            slower.
 
     Returns:
         ``step(state, batch)`` or ``step(state, batch, key)``, with ``step.init(key)``.
@@ -92,8 +97,11 @@ def pipeshard(
     devices = jax.devices() if devices is None else devices
     if len(devices) < plan.cluster.num_devices:
         raise ExecutionError.of(
-            f"the plan uses {plan.cluster.num_devices} devices and this process has {len(devices)} ({devices[0].platform}); for virtual "
-            f"CPU devices call capture.environment.prepare(num_devices={plan.cluster.num_devices}) before JAX loads (capture run does).",
+            f"the plan uses {plan.cluster.num_devices} devices and this process has "
+            f"{len(devices)} ({devices[0].platform}); for virtual "
+            "CPU devices call "
+            f"capture.environment.prepare(num_devices={plan.cluster.num_devices}) before JAX "
+            "loads (capture run does).",
             "run-devices",
         )
     traced = trace_for_plan(workload, plan)
@@ -105,21 +113,29 @@ def trace_for_plan(workload: WorkloadProtocol, plan: Plan) -> TracedModel:
     """The model cut into the plan's layers, at the plan's micro-batch size.
 
     Raises:
-        PlanError: ``plan-other-model`` or ``plan-num-layers`` if it is not the model that the plan was made for.
+        PlanError: ``plan-other-model`` or ``plan-num-layers`` if it is not the model that the plan
+            was made for.
     """
-    traced = trace(workload, plan.microbatch_size, plan.num_layers if plan.auto_layers else None, unmarked_layers=plan.num_layers)
+    traced = trace(
+        workload,
+        plan.microbatch_size,
+        plan.num_layers if plan.auto_layers else None,
+        unmarked_layers=plan.num_layers,
+    )
     violations = []
     if traced.graph.num_layers != plan.num_layers:
         violations.append(
             Violation(
-                f"the plan has num_layers={plan.num_layers} and the model {traced.graph.num_layers}; plan this model again.",
+                f"the plan has num_layers={plan.num_layers} and the model "
+                f"{traced.graph.num_layers}; plan this model again.",
                 "plan-num-layers",
             )
         )
     elif plan.model_hash and traced.graph.model_hash != plan.model_hash:
         violations.append(
             Violation(
-                f"the plan was made for model_hash={plan.model_hash} and this model has {traced.graph.model_hash}: the model, its "
+                f"the plan was made for model_hash={plan.model_hash} and this model has "
+                f"{traced.graph.model_hash}: the model, its "
                 "shapes or the version of JAX changed. Plan it again with capture plan.",
                 "plan-other-model",
             )
@@ -132,8 +148,9 @@ class PipelinedStep:
     """A compiled training step of a plan. Made by ``pipeshard``.
 
     Attributes:
-        bound_run_ahead: Whether the host waits where devices would else hold more than the replay books (``capture.step.run_ahead``). By default
-            it does on CPU; a GPU's allocator hands out memory in the order of the programs.
+        bound_run_ahead: Whether the host waits where devices would else hold more than the replay
+            books (``capture.step.run_ahead``). By default it does on CPU; a GPU's allocator hands
+            out memory in the order of the programs.
     """
 
     def __init__(
@@ -150,9 +167,13 @@ class PipelinedStep:
         self.bound_run_ahead = devices[0].platform == "cpu"
         graph = traced.graph
         owned = [owned_and_borrowed(graph, stage.first, stage.stop) for stage in plan.stages]
-        self._unused = tuple(sorted(set(range(len(graph.params))) - {p for own, _ in owned for p in own}))
+        self._unused = tuple(
+            sorted(set(range(len(graph.params))) - {p for own, _ in owned for p in own})
+        )
         partition = [own for own, _ in owned] + [self._unused] * bool(self._unused)
-        self.optimizer = SlicedOptimizer(TracedOptimizer(workload.optimizer, traced.split_struct, self._unused), partition)
+        self.optimizer = SlicedOptimizer(
+            TracedOptimizer(workload.optimizer, traced.split_struct, self._unused), partition
+        )
         borrowers = [p for _, borrowed in owned for p in borrowed]
         self.stages = [
             StagePrograms(
@@ -173,26 +194,34 @@ class PipelinedStep:
             )
             for s, stage in enumerate(plan.stages)
         ]
-        self._param_bytes = {split: sharding.param_bytes(split) for split in {StageChoice.of(stage).param_split for stage in plan.stages}}
+        self._param_bytes = {
+            split: sharding.param_bytes(split)
+            for split in {StageChoice.of(stage).param_split for stage in plan.stages}
+        }
 
     @cached_property
     def program(self) -> StepProgram:
         """The step's instructions; compiles every stage."""
         costs = [stage.cost for stage in self.stages]
-        return build_step(plan_interfaces(self.plan, self.traced.graph, self._param_bytes, costs), self.plan.schedule_table)
+        return build_step(
+            plan_interfaces(self.plan, self.traced.graph, self._param_bytes, costs),
+            self.plan.schedule_table,
+        )
 
     def replay(self, *, record_timeline: bool = False) -> Ledger:
         """The ledger of a step, without running it."""
         return replay(self.program, self.plan.cluster.num_devices, record_timeline=record_timeline)
 
-    # ---- state -----------------------------------------------------------------------------------------------------
+    # ---- state
+    # ----------------------------------------------------------------------------------------------
 
     def init(self, key: jax.Array) -> PipelineState:
         """Fresh parameters and optimizer state from the workload's ``init``."""
         return self.init_from(self.workload.init(key))
 
     def init_from(self, params: PyTree) -> PipelineState:
-        """The state of a training that begins at the given parameters (a pytree as ``workload.init`` returns).
+        """The state of a training that begins at the given parameters (a pytree as
+        ``workload.init`` returns).
 
         Raises:
             ExecutionError: ``run-params`` naming every parameter that the model does not have so.
@@ -200,15 +229,19 @@ class PipelinedStep:
         return self._state(self._param_leaves(params), None, 0)
 
     def restore(self, params: PyTree, optimizer_state: PyTree, num_steps: int = 0) -> PipelineState:
-        """The state from whole-model trees, as ``params`` and ``optimizer_state`` of any plan of this model return them.
+        """The state from whole-model trees, as ``params`` and ``optimizer_state`` of any plan of
+        this model return them.
 
         Raises:
-            ExecutionError: ``run-params`` or ``run-optimizer`` naming every leaf that the model does not have so.
+            ExecutionError: ``run-params`` or ``run-optimizer`` naming every leaf that the model
+                does not have so.
         """
         leaves = self._param_leaves(params)
         structs = self.optimizer.state_structs
         state_leaves = jax.tree.leaves(optimizer_state)
-        ExecutionError.check(_leaf_violations("optimizer state", structs, state_leaves, "run-optimizer"))
+        ExecutionError.check(
+            _leaf_violations("optimizer state", structs, state_leaves, "run-optimizer")
+        )
         return self._state(leaves, state_leaves, num_steps)
 
     def _param_leaves(self, params: PyTree) -> list[np.ndarray]:
@@ -217,13 +250,21 @@ class PipelinedStep:
         ExecutionError.check(_leaf_violations("parameters", expected, given, "run-params"))
         return [np.asarray(leaf) for leaf in jax.tree.leaves(self.traced.split_params(params))]
 
-    def _state(self, leaves: Sequence[np.ndarray], state_leaves: Sequence[Any] | None, num_steps: int) -> PipelineState:
+    def _state(
+        self, leaves: Sequence[np.ndarray], state_leaves: Sequence[Any] | None, num_steps: int
+    ) -> PipelineState:
         slots: dict[str, list[jax.Array]] = {}
         for s, stage in enumerate(self.stages):
             params, optimizer, gradients = _initial(stage, leaves, state_leaves)
             count = len(stage.owned)
-            slots |= {f"params@{s}": params[:count], f"optimizer@{s}": optimizer, f"gradients@{s}": gradients[:count]}
-            for p, param, gradient in zip(stage.borrowed, params[count:], gradients[count:], strict=True):
+            slots |= {
+                f"params@{s}": params[:count],
+                f"optimizer@{s}": optimizer,
+                f"gradients@{s}": gradients[:count],
+            }
+            for p, param, gradient in zip(
+                stage.borrowed, params[count:], gradients[count:], strict=True
+            ):
                 slots |= {f"param{p}@{s}": [param], f"gradient{p}@{s}": [gradient]}
         return PipelineState(slots, num_steps, {p: leaves[p] for p in self._unused})
 
@@ -244,11 +285,14 @@ class PipelinedStep:
         return self._join(found)
 
     def _join(self, leaves: dict[int, np.ndarray]) -> PyTree:
-        tree: Any = jax.tree.structure(self.traced.split_struct)  # JAX's stubs leave its methods out
+        tree: Any = jax.tree.structure(
+            self.traced.split_struct
+        )  # JAX's stubs leave its methods out
         return self.traced.join_params(tree.unflatten([leaves[p] for p in range(tree.num_leaves)]))
 
     def optimizer_state(self, state: PipelineState) -> PyTree:
-        """The whole model's optimizer state on the host, as optax holds it over ``TracedModel.split_struct``.
+        """The whole model's optimizer state on the host, as optax holds it over
+        ``TracedModel.split_struct``.
 
         That of parameters that the loss does not read is zero.
         """
@@ -257,21 +301,33 @@ class PipelinedStep:
             found |= zip(stage.optimizer.state, state.slots[f"optimizer@{s}"], strict=True)
         structs = enumerate(self.optimizer.state_structs)
         return self.optimizer.unflatten_state(
-            [to_host(found[k]) if k in found else np.zeros(struct.shape, struct.dtype) for k, struct in structs]
+            [
+                to_host(found[k]) if k in found else np.zeros(struct.shape, struct.dtype)
+                for k, struct in structs
+            ]
         )
 
-    # ---- execution -------------------------------------------------------------------------------------------------
+    # ---- execution
+    # ----------------------------------------------------------------------------------------------
 
     def __call__(
-        self, state: PipelineState, batch: PyTree, key: jax.Array | None = None, *, observer: Observer | None = None
+        self,
+        state: PipelineState,
+        batch: PyTree,
+        key: jax.Array | None = None,
+        *,
+        observer: Observer | None = None,
     ) -> tuple[PipelineState, StepMetrics]:
         """One update.
 
         Args:
             state: Consumed: its arrays are donated.
-            batch: A global batch on the host or a device, as ``workload.batch(key, global_batch_size)`` returns it.
-            key: Of the step, if the loss takes one; micro-batch m uses ``jax.random.fold_in(key, m)``.
-            observer: Called before every instruction with the instruction and the environment, for meters and checks.
+            batch: A global batch on the host or a device, as ``workload.batch(key,
+                global_batch_size)`` returns it.
+            key: Of the step, if the loss takes one; micro-batch m uses ``jax.random.fold_in(key,
+                m)``.
+            observer: Called before every instruction with the instruction and the environment, for
+                meters and checks.
 
         Returns:
             The new state and the metrics; they need not be ready yet.
@@ -281,16 +337,28 @@ class PipelinedStep:
         """
         return self._execute(state, batch, key, observer, len(self.program.instructions))
 
-    def accumulate(self, state: PipelineState, batch: PyTree, key: jax.Array | None = None) -> tuple[PipelineState, StepMetrics]:
-        """The passes of a step without its updates: the gradients stay in the accumulators (see ``gradients``)."""
+    def accumulate(
+        self, state: PipelineState, batch: PyTree, key: jax.Array | None = None
+    ) -> tuple[PipelineState, StepMetrics]:
+        """The passes of a step without its updates: the gradients stay in the accumulators (see
+        ``gradients``)."""
         return self._execute(state, batch, key, None, self.program.num_passes)
 
     def _execute(
-        self, state: PipelineState, batch: PyTree, key: jax.Array | None, observer: Observer | None, stop: int
+        self,
+        state: PipelineState,
+        batch: PyTree,
+        key: jax.Array | None,
+        observer: Observer | None,
+        stop: int,
     ) -> tuple[PipelineState, StepMetrics]:
         program = self.program
         self._check_state(state)
-        frame = Frame([None] * len(program.slots), split_microbatches(self.traced, self.plan.num_microbatches, batch, key), [])
+        frame = Frame(
+            [None] * len(program.slots),
+            split_microbatches(self.traced, self.plan.num_microbatches, batch, key),
+            [],
+        )
         for slot in program.persistent.values():
             frame.slots[slot] = state.slots[program.slots[slot].name]
         actions = (self._waiting_actions if self.bound_run_ahead else self._actions)[:stop]
@@ -301,9 +369,15 @@ class PipelinedStep:
             for instruction, action in zip(program.instructions, actions, strict=False):
                 observer(instruction, frame.slots)
                 action(frame)
-        slots = {program.slots[slot].name: arrays for slot in program.persistent.values() if (arrays := frame.slots[slot]) is not None}
+        slots = {
+            program.slots[slot].name: arrays
+            for slot in program.persistent.values()
+            if (arrays := frame.slots[slot]) is not None
+        }
         finished = stop == len(program.instructions)
-        return PipelineState(slots, state.num_steps + finished, state.unused), StepMetrics(frame.losses)
+        return PipelineState(slots, state.num_steps + finished, state.unused), StepMetrics(
+            frame.losses
+        )
 
     @cached_property
     def _actions(self) -> list[Action]:
@@ -314,17 +388,20 @@ class PipelinedStep:
         return wait_before(waits(self.program, self.replay().peak_bytes_per_device), self._actions)
 
     def _check_state(self, state: PipelineState) -> None:
-        """Refuse what would fail deep inside JAX: a state of another plan, or one that a step has already taken over."""
+        """Refuse what would fail deep inside JAX: a state of another plan, or one that a step has
+        already taken over."""
         expected = {self.program.slots[slot].name for slot in self.program.persistent.values()}
         if set(state.slots) != expected:
             raise ExecutionError.of(
-                f"the state has the slots {sorted(state.slots)} and this plan {sorted(expected)}; carry it over with "
+                f"the state has the slots {sorted(state.slots)} and this plan {sorted(expected)}; "
+                "carry it over with "
                 "step.restore(other.params(state), other.optimizer_state(state), state.num_steps).",
                 "run-state",
             )
         if any(array.is_deleted() for arrays in state.slots.values() for array in arrays):
             raise ExecutionError.of(
-                "the state was already taken over by a step, which donates its arrays; go on with the state that the step returned.",
+                "the state was already taken over by a step, which donates its arrays; go on with "
+                "the state that the step returned.",
                 "run-state-consumed",
             )
 
@@ -333,36 +410,62 @@ class PipelinedStep:
         return getattr(self.stages[run.stage_id], run.program)
 
 
-def _initial(stage: StagePrograms, leaves: Sequence[np.ndarray], state_leaves: Sequence[Any] | None) -> Any:
-    """A stage's parameters, optimizer state (initial, or as given) and zero gradients, all in buffers of their own.
+def _initial(
+    stage: StagePrograms, leaves: Sequence[np.ndarray], state_leaves: Sequence[Any] | None
+) -> Any:
+    """A stage's parameters, optimizer state (initial, or as given) and zero gradients, all in
+    buffers of their own.
 
-    What ``jax.device_put`` returns may alias memory of the caller, and what a program makes may not; only the latter is donated
-    without a copy.
+    What ``jax.device_put`` returns may alias memory of the caller, and what a program makes may
+    not; only the latter is donated without a copy.
     """
 
     def make(params, given):
-        optimizer = stage.optimizer.init(params[: len(stage.owned)]) if state_leaves is None else list(map(jnp.copy, given))
+        optimizer = (
+            stage.optimizer.init(params[: len(stage.owned)])
+            if state_leaves is None
+            else list(map(jnp.copy, given))
+        )
         return list(map(jnp.copy, params)), optimizer, list(map(jnp.zeros_like, params))
 
     of_params = [stage.param_sharding(p) for p in stage.params]
     of_state = [stage.state_sharding(k) for k in stage.optimizer.state]
-    params = [jax.device_put(leaves[p], sharding) for p, sharding in zip(stage.params, of_params, strict=True)]
+    params = [
+        jax.device_put(leaves[p], sharding)
+        for p, sharding in zip(stage.params, of_params, strict=True)
+    ]
     given = []
     if state_leaves is not None:
-        given = [to_device(_host_or_key(state_leaves[k]), sharding) for k, sharding in zip(stage.optimizer.state, of_state, strict=True)]
+        given = [
+            to_device(_host_or_key(state_leaves[k]), sharding)
+            for k, sharding in zip(stage.optimizer.state, of_state, strict=True)
+        ]
     return jax.jit(make, out_shardings=(of_params, of_state, of_params))(params, given)
 
 
 def _host_or_key(leaf: Any) -> Any:
-    return leaf if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.asarray(leaf)
+    return (
+        leaf
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        else np.asarray(leaf)
+    )
 
 
-def _leaf_violations(what: str, expected: Sequence[Any], given: Sequence[Any], code: str) -> list[Violation]:
+def _leaf_violations(
+    what: str, expected: Sequence[Any], given: Sequence[Any], code: str
+) -> list[Violation]:
     if len(expected) != len(given):
-        return [Violation(f"the {what} have {len(given)} leaves and the model's {len(expected)}; give those of this model.", code)]
+        return [
+            Violation(
+                f"the {what} have {len(given)} leaves and the model's {len(expected)}; give those "
+                "of this model.",
+                code,
+            )
+        ]
     return [
         Violation(
-            f"leaf {i} of the {what} has shape {tuple(np.shape(leaf))} {leaf.dtype}; the model has {tuple(struct.shape)} {struct.dtype}.",
+            f"leaf {i} of the {what} has shape {tuple(np.shape(leaf))} {leaf.dtype}; the model "
+            f"has {tuple(struct.shape)} {struct.dtype}.",
             code,
         )
         for i, (struct, leaf) in enumerate(zip(expected, given, strict=True))

@@ -1,9 +1,12 @@
-"""The compiled programs of one stage: forward, backward, summarize, update; and what each needs while it runs.
+"""The compiled programs of one stage: forward, backward, summarize, update; and what each needs
+while it runs.
 
-The forward program returns, beside its outputs, exactly the values that ``jax.vjp`` saved for the backward pass and that exist
-nowhere else: residuals that *are* a parameter, an input, a batch leaf, an output or a constant are recognised by identity and are
-not returned, and those that depend on parameters and constants alone (casts of weights, masks) are made again in the backward
-pass, so that neither is stored once per micro-batch. ``jax.checkpoint`` around each layer is the only knob of what is saved.
+The forward program returns, beside its outputs, exactly the values that ``jax.vjp`` saved for the
+backward pass and that exist nowhere else: residuals that *are* a parameter, an input, a batch leaf,
+an output or a constant are recognised by identity and are not returned, and those that depend on
+parameters and constants alone (casts of weights, masks) are made again in the backward pass, so
+that neither is stored once per micro-batch. ``jax.checkpoint`` around each layer is the only knob
+of what is saved.
 """
 
 from __future__ import annotations
@@ -54,15 +57,18 @@ class StagePrograms:
         layers: The slice of the traced model.
         devices: ``data_parallel * tensor_parallel`` devices, replicas first.
         data_parallel, tensor_parallel: Degrees.
-        specs: Per parameter of the graph, how it is split over the mesh axis ``"model"`` (``()`` if not).
+        specs: Per parameter of the graph, how it is split over the mesh axis ``"model"`` (``()`` if
+            not).
         update: The stage's slice of the optimizer, for the parameters that it owns.
         remat: See ``StagePlan.remat``.
         shard_optimizer: Optimizer state split over the replicas.
-        shard_params: Parameters and gradients as well; the compiler gathers and scatters where the layers use them.
+        shard_params: Parameters and gradients as well; the compiler gathers and scatters where the
+            layers use them.
         num_arriving: Per owned parameter that later stages borrow, how many do.
         num_microbatches: The loss of a micro-batch counts 1 / num_microbatches.
-        clears_apart: Whether a program of its own sets the gradients to zero. XLA's CPU compiler cannot tell that the zeros may only be
-            written once the update has read what they overwrite: in one program it copies gradients first (of six equal layers all: SGD,
+        clears_apart: Whether a program of its own sets the gradients to zero. XLA's CPU compiler
+            cannot tell that the zeros may only be written once the update has read what they
+            overwrite: in one program it copies gradients first (of six equal layers all: SGD,
             momentum and Lion), while its GPU compiler does not.
         compiler: ``compile_program``, or another that takes its arguments.
         name_buffers: Have the compiler say what each program holds at its peak (``buffers``).
@@ -89,31 +95,48 @@ class StagePrograms:
     ):
         self._compiler = partial(compiler, layer_of=self._layer_of) if name_buffers else compiler
         self.graph, self.layers, self.optimizer, self.remat = graph, layers, update, remat
-        self.data_parallel, self.num_microbatches, self.clears_apart = data_parallel, num_microbatches, clears_apart
-        self.mesh = Mesh(np.asarray(devices).reshape(data_parallel, tensor_parallel), (DATA_AXIS, MODEL_AXIS))
+        self.data_parallel, self.num_microbatches, self.clears_apart = (
+            data_parallel,
+            num_microbatches,
+            clears_apart,
+        )
+        self.mesh = Mesh(
+            np.asarray(devices).reshape(data_parallel, tensor_parallel), (DATA_AXIS, MODEL_AXIS)
+        )
         self.shard_optimizer, self.shard_params = shard_optimizer, shard_params
         self.owned, self.borrowed = owned_and_borrowed(graph, layers.first, layers.stop)
         assert update.params == self.owned, "the optimizer's slice is that of the stage"
         self.arriving = tuple(p for p in self.owned for _ in range((num_arriving or {}).get(p, 0)))
         self.specs = specs
         sent = graph.crossing(layers.stop)
-        self.differentiable_inputs = tuple(v for v in layers.inputs if graph.values[v].differentiable)
-        self.differentiable_outputs = tuple(v for v in layers.outputs if graph.values[v].differentiable)
+        self.differentiable_inputs = tuple(
+            v for v in layers.inputs if graph.values[v].differentiable
+        )
+        self.differentiable_outputs = tuple(
+            v for v in layers.outputs if graph.values[v].differentiable
+        )
         self.is_last = layers.stop == graph.num_layers
-        # Gradients that arrive: of outputs, and of inputs that pass through to later stages as well.
-        self.cotangents = tuple(v for v in sent if graph.values[v].differentiable and (v in layers.outputs or v in layers.inputs))
+        # Gradients that arrive: of outputs, and of inputs that pass through to later stages as
+        # well.
+        self.cotangents = tuple(
+            v
+            for v in sent
+            if graph.values[v].differentiable and (v in layers.outputs or v in layers.inputs)
+        )
         self._saved: list[_Saved] = []
         self._constants: list[Any] = []
         self._vjp_tree: Any = None
 
-    # ---- shardings -------------------------------------------------------------------------------------------------
+    # ---- shardings
+    # ----------------------------------------------------------------------------------------------
 
     @cached_property
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
 
     def tensor_sharding(self, tensor: Tensor) -> NamedSharding:
-        """Values and batch leaves are split along their batch dimension where that is even, else whole on every device."""
+        """Values and batch leaves are split along their batch dimension where that is even, else
+        whole on every device."""
         if tensor.batch_dim is None or tensor.shape[tensor.batch_dim] % self.data_parallel:
             return self.replicated
         return NamedSharding(self.mesh, PartitionSpec(*[None] * tensor.batch_dim, DATA_AXIS))
@@ -131,15 +154,20 @@ class StagePrograms:
         return NamedSharding(self.mesh, spec)
 
     def state_sharding(self, leaf: int) -> NamedSharding:
-        """Optimizer state of the shape of its parameter is split like it, and over the replicas too if the plan says so."""
+        """Optimizer state of the shape of its parameter is split like it, and over the replicas too
+        if the plan says so."""
         struct = self.optimizer.state_structs[leaf]
         param = self.optimizer.param_of_state.get(leaf)
         spec = PartitionSpec()
         if param is not None and struct.shape == self.graph.params[param].shape:
             spec = self.specs[param]
-        return NamedSharding(self.mesh, over_replicas(spec, struct.shape, self.data_parallel) if self.shard_optimizer else spec)
+        return NamedSharding(
+            self.mesh,
+            over_replicas(spec, struct.shape, self.data_parallel) if self.shard_optimizer else spec,
+        )
 
-    # ---- arguments -------------------------------------------------------------------------------------------------
+    # ---- arguments
+    # ----------------------------------------------------------------------------------------------
 
     def param_structs(self, params: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
         return [struct_of(self.graph.params[p], self.param_sharding(p)) for p in params]
@@ -152,40 +180,74 @@ class StagePrograms:
 
     def state_structs(self) -> list[jax.ShapeDtypeStruct]:
         structs = self.optimizer.state_structs
-        return [jax.ShapeDtypeStruct(structs[k].shape, structs[k].dtype, sharding=self.state_sharding(k)) for k in self.optimizer.state]
+        return [
+            jax.ShapeDtypeStruct(
+                structs[k].shape, structs[k].dtype, sharding=self.state_sharding(k)
+            )
+            for k in self.optimizer.state
+        ]
 
     @property
     def params(self) -> tuple[int, ...]:
         """Parameters in the order in which the programs take them: owned, then borrowed."""
         return self.owned + self.borrowed
 
-    # ---- programs --------------------------------------------------------------------------------------------------
+    # ---- programs
+    # ----------------------------------------------------------------------------------------------
 
-    def _apply(self, params: Sequence[Any], differentiable: Sequence[Any], inputs: Sequence[Any], batch: Sequence[Any]):
+    def _apply(
+        self,
+        params: Sequence[Any],
+        differentiable: Sequence[Any],
+        inputs: Sequence[Any],
+        batch: Sequence[Any],
+    ):
         """(differentiable outputs, other outputs) of the layers."""
         by_id = dict(zip(self.params, params, strict=True))
-        values = dict(zip(self.layers.inputs, inputs, strict=True)) | dict(zip(self.differentiable_inputs, differentiable, strict=True))
-        given = [by_id[p] for p in self.layers.params], [values[v] for v in self.layers.inputs], batch
+        values = dict(zip(self.layers.inputs, inputs, strict=True)) | dict(
+            zip(self.differentiable_inputs, differentiable, strict=True)
+        )
+        given = (
+            [by_id[p] for p in self.layers.params],
+            [values[v] for v in self.layers.inputs],
+            batch,
+        )
         results = self.layers(*given, remat=self.remat, pin=self._pinned)
         by_value = dict(zip(self.layers.outputs, results, strict=True))
         rest = [v for v in self.layers.outputs if v not in self.differentiable_outputs]
         return [by_value[v] for v in self.differentiable_outputs], [by_value[v] for v in rest]
 
     def _pinned(self, value: int, array: Any) -> Any:
-        """In the middle of a long stage the partitioner would else keep parameters split over replicas, and send activations instead."""
-        return jax.lax.with_sharding_constraint(array, self.value_sharding(value)) if self.shard_params else array
+        """In the middle of a long stage the partitioner would else keep parameters split over
+        replicas, and send activations instead."""
+        return (
+            jax.lax.with_sharding_constraint(array, self.value_sharding(value))
+            if self.shard_params
+            else array
+        )
 
     def _forward_saving_all(self, params, inputs, batch):
         differentiable = [inputs[self.layers.inputs.index(v)] for v in self.differentiable_inputs]
-        made, vjp, rest = jax.vjp(lambda p, x: self._apply(p, x, inputs, batch), params, differentiable, has_aux=True)
+        made, vjp, rest = jax.vjp(
+            lambda p, x: self._apply(p, x, inputs, batch), params, differentiable, has_aux=True
+        )
         others = [v for v in self.layers.outputs if v not in self.differentiable_outputs]
-        by_value = dict(zip(self.differentiable_outputs, made, strict=True)) | dict(zip(others, rest, strict=True))
+        by_value = dict(zip(self.differentiable_outputs, made, strict=True)) | dict(
+            zip(others, rest, strict=True)
+        )
         outputs = [by_value[v] for v in self.layers.outputs]
         saved, self._vjp_tree = jax.tree.flatten(vjp)
-        returned = [] if self.is_last else outputs  # the loss outlives the backward pass, which is given what it reads to free
+        returned = (
+            [] if self.is_last else outputs
+        )  # the loss outlives the backward pass, which is given what it reads to free
         known = {
             id(array): _Saved(source, i)
-            for source, group in (("output", returned), ("batch", batch), ("input", inputs), ("param", params))
+            for source, group in (
+                ("output", returned),
+                ("batch", batch),
+                ("input", inputs),
+                ("param", params),
+            )
             for i, array in enumerate(group)
         }
         residuals: list[Any] = []
@@ -201,14 +263,16 @@ class StagePrograms:
         return outputs, residuals
 
     def _forward(self, params, inputs, batch):
-        # The traced pass is replayed, not traced again: differentiating a long stage is what takes the time.
+        # The traced pass is replayed, not traced again: differentiating a long stage is what takes
+        # the time.
         results = jax.extend.core.jaxpr_as_fun(self._traced_forward)(*params, *inputs, *batch)
         num_outputs = len(self.layers.outputs)
         return results[:num_outputs], [results[num_outputs + i] for i in self._stored]
 
     @cached_property
     def _traced_forward(self) -> Any:
-        """The forward pass with everything that ``jax.vjp`` saves; its last outputs are the residuals."""
+        """The forward pass with everything that ``jax.vjp`` saves; its last outputs are the
+        residuals."""
         return jax.make_jaxpr(self._forward_saving_all)(*self.forward_args)
 
     @cached_property
@@ -217,17 +281,24 @@ class StagePrograms:
 
     @cached_property
     def _stored(self) -> list[int]:
-        """Residuals that depend on data. Others (masks, casts of parameters) are made again in the backward pass."""
+        """Residuals that depend on data. Others (masks, casts of parameters) are made again in the
+        backward pass."""
         flow, num_params = self._saving_all, len(self.params)
         reached = flow.propagate({v: frozenset([0]) for v in flow.inputs[num_params:]})
         residuals = flow.outputs[len(self.layers.outputs) :]
-        return [i for i, v in enumerate(residuals) if not isinstance(v, jax.extend.core.Literal) and reached.get(v)]
+        return [
+            i
+            for i, v in enumerate(residuals)
+            if not isinstance(v, jax.extend.core.Literal) and reached.get(v)
+        ]
 
     def _made_again(self, params) -> dict[int, Any]:
         flow = self._saving_all
         residuals = flow.outputs[len(self.layers.outputs) :]
         others = [i for i in range(len(residuals)) if i not in set(self._stored)]
-        values = flow.evaluate(dict(zip(flow.inputs, params, strict=False)), [residuals[i] for i in others])
+        values = flow.evaluate(
+            dict(zip(flow.inputs, params, strict=False)), [residuals[i] for i in others]
+        )
         return dict(zip(others, values, strict=True))
 
     def _kept(self, source: str) -> tuple[int, ...]:
@@ -244,28 +315,43 @@ class StagePrograms:
             "batch": dict(zip(self._kept("batch"), batch, strict=True)),
             "output": dict(zip(self._kept("output"), outputs, strict=True)),
         }
-        vjp = jax.tree.unflatten(self._vjp_tree, [groups[saved.source][saved.index] for saved in self._saved])
+        vjp = jax.tree.unflatten(
+            self._vjp_tree, [groups[saved.source][saved.index] for saved in self._saved]
+        )
         arrived = dict(zip(self.cotangents, cotangents, strict=True))
         seeds = []
         for v in self.differentiable_outputs:
             tensor = self.graph.values[v]
-            seeds.append(jnp.full(tensor.shape, 1 / self.num_microbatches, tensor.dtype) if self.is_last else arrived[v])
+            seeds.append(
+                jnp.full(tensor.shape, 1 / self.num_microbatches, tensor.dtype)
+                if self.is_last
+                else arrived[v]
+            )
         param_gradients, input_gradients = vjp(seeds)
         for i, v in enumerate(self.differentiable_inputs):
             if v in arrived:
                 input_gradients[i] = input_gradients[i] + arrived[v]
-        return input_gradients, [a + g.astype(a.dtype) for a, g in zip(accumulated, param_gradients, strict=True)]
+        return input_gradients, [
+            a + g.astype(a.dtype) for a, g in zip(accumulated, param_gradients, strict=True)
+        ]
 
     def _summarize(self, params, state, gradients, arrived):
         return self.optimizer.summarize(params, state, self._add_arrived(gradients, arrived))
 
     def _update(self, params, state, gradients, borrowed, arrived, summaries):
-        params, state = self.optimizer.update(params, state, self._add_arrived(gradients, arrived), summaries)
-        return (params, state) if self.clears_apart else (params, state, *self._clear(gradients, borrowed))
+        params, state = self.optimizer.update(
+            params, state, self._add_arrived(gradients, arrived), summaries
+        )
+        return (
+            (params, state)
+            if self.clears_apart
+            else (params, state, *self._clear(gradients, borrowed))
+        )
 
     @staticmethod
     def _clear(*groups):
-        # Formally they are read: an argument that is not would be left out, and with it the memory that its zeros take over.
+        # Formally they are read: an argument that is not would be left out, and with it the memory
+        # that its zeros take over.
         return tuple([jnp.where(False, g, jnp.zeros_like(g)) for g in group] for group in groups)
 
     def _add_arrived(self, gradients, arrived):
@@ -274,19 +360,33 @@ class StagePrograms:
             total[p] = total[p] + gradient
         return list(total.values())
 
-    def _compile(self, function: Callable[..., Any], args: Sequence[Any], donate: Sequence[int], out_shardings: Any) -> Executable:
+    def _compile(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        donate: Sequence[int],
+        out_shardings: Any,
+    ) -> Executable:
         if not self._has_local_calls:
             return self._compiler(function, args, donate=donate, out_shardings=out_shardings)
         localized, flops = localize(function, args, self.mesh)
-        return self._compiler(localized, args, donate=donate, out_shardings=out_shardings, local_flops=flops)
+        return self._compiler(
+            localized, args, donate=donate, out_shardings=out_shardings, local_flops=flops
+        )
 
     @cached_property
     def _has_local_calls(self) -> bool:
-        return any(may_hold_split_rule(op) for call in self.layers.calls for op in call.function.ops)
+        return any(
+            may_hold_split_rule(op) for call in self.layers.calls for op in call.function.ops
+        )
 
     @cached_property
     def forward_args(self) -> tuple[list[Any], list[Any], list[Any]]:
-        return self.param_structs(self.params), self.value_structs(self.layers.inputs), self.batch_structs(self.layers.batch)
+        return (
+            self.param_structs(self.params),
+            self.value_structs(self.layers.inputs),
+            self.batch_structs(self.layers.batch),
+        )
 
     @cached_property
     def forward(self) -> Executable:
@@ -309,9 +409,13 @@ class StagePrograms:
 
     @cached_property
     def backward(self) -> Executable:
-        """(params, kept inputs, kept batch, kept outputs, residuals, cotangents, accumulated) -> (input gradients, accumulated)."""
+        """(params, kept inputs, kept batch, kept outputs, residuals, cotangents, accumulated) ->
+        (input gradients, accumulated)."""
         args = self.backward_args
-        out = ([self.value_sharding(v) for v in self.differentiable_inputs], [g.sharding for g in args[-1]])
+        out = (
+            [self.value_sharding(v) for v in self.differentiable_inputs],
+            [g.sharding for g in args[-1]],
+        )
         return self._compile(self._backward, args, (1, 3, 4, 5, 6), out)
 
     @cached_property
@@ -323,7 +427,8 @@ class StagePrograms:
 
     @cached_property
     def summarize(self) -> Executable | None:
-        """(params, state, gradients, arrived) -> summary; None where the optimizer needs nothing of other stages."""
+        """(params, state, gradients, arrived) -> summary; None where the optimizer needs nothing of
+        other stages."""
         if not any(stage.summary for stage in self.optimizer.siblings):
             return None
         arriving = self.param_structs(self.arriving)
@@ -332,7 +437,8 @@ class StagePrograms:
 
     @cached_property
     def update(self) -> Executable:
-        """(params, state, gradients, borrowed gradients, arrived, summaries) -> (params, state, cleared gradients, cleared borrowed)."""
+        """(params, state, gradients, borrowed gradients, arrived, summaries) -> (params, state,
+        cleared gradients, cleared borrowed)."""
         borrowed = self.param_structs(self.borrowed)
         others = [s for s in self.optimizer.siblings if s is not self.optimizer]
         summaries = [self._summary_structs(s.summary) for s in others] if self.summarize else []
@@ -373,7 +479,8 @@ class StagePrograms:
         )
 
     def cost_given_update(self, update: UpdateCost) -> StageCost:
-        """The cost of the stage where that of its update is known already: compiles forward and backward."""
+        """The cost of the stage where that of its update is known already: compiles forward and
+        backward."""
         forward, backward = self.forward, self.backward
         return StageCost(
             residual_bytes=self._residual_bytes(forward),
@@ -393,11 +500,26 @@ class StagePrograms:
 
     @property
     def buffers(self) -> StageBuffers:
-        """What the bytes of ``cost`` consist of: compiles every program, which must have been asked to name their buffers."""
-        compiled = {"forward": self.forward, "backward": self.backward, "summarize": self.summarize, "update": self.update}
-        kept, outputs = self.forward.outputs[1], self._saving_all.outputs[len(self.layers.outputs) :]
-        residuals = [self._origin(outputs[i], shard_bytes(struct)) for i, struct in zip(self._stored, kept, strict=True)]
-        optimizer = [self._of_state(leaf, struct) for leaf, struct in zip(self.optimizer.state, self.state_structs(), strict=True)]
+        """What the bytes of ``cost`` consist of: compiles every program, which must have been asked
+        to name their buffers."""
+        compiled = {
+            "forward": self.forward,
+            "backward": self.backward,
+            "summarize": self.summarize,
+            "update": self.update,
+        }
+        kept, outputs = (
+            self.forward.outputs[1],
+            self._saving_all.outputs[len(self.layers.outputs) :],
+        )
+        residuals = [
+            self._origin(outputs[i], shard_bytes(struct))
+            for i, struct in zip(self._stored, kept, strict=True)
+        ]
+        optimizer = [
+            self._of_state(leaf, struct)
+            for leaf, struct in zip(self.optimizer.state, self.state_structs(), strict=True)
+        ]
         named = {name: program.buffers for name, program in compiled.items() if program is not None}
         return StageBuffers(tuple(optimizer), tuple(residuals), named)
 
@@ -407,23 +529,41 @@ class StagePrograms:
         if equation is None:
             return Buffer(nbytes, "activations", None, "residual")
         scope = f"{equation.source_info.name_stack}/{equation.primitive.name}"
-        return Buffer(nbytes, "activations", layer_of_scope(scope), operation_name(scope), self._line_of(equation))
+        return Buffer(
+            nbytes,
+            "activations",
+            layer_of_scope(scope),
+            operation_name(scope),
+            self._line_of(equation),
+        )
 
     def _line_of(self, equation: Any) -> str:
-        """Its line in the model; where JAX kept none (a rule of differentiation), that of the nearest operand that has one."""
+        """Its line in the model; where JAX kept none (a rule of differentiation), that of the
+        nearest operand that has one."""
         ring = [equation]
         while ring:
             lines = [line for one in ring if (line := line_of(one.source_info.traceback))]
             if lines:
                 return lines[0]
-            read = [v for one in ring for v in one.invars if not isinstance(v, jax.extend.core.Literal)]
-            ring = [maker for v in dict.fromkeys(read) if (maker := self._saving_all.maker(v)) is not None]
+            read = [
+                v for one in ring for v in one.invars if not isinstance(v, jax.extend.core.Literal)
+            ]
+            ring = [
+                maker
+                for v in dict.fromkeys(read)
+                if (maker := self._saving_all.maker(v)) is not None
+            ]
         return ""
 
     def _of_state(self, leaf: int, struct: jax.ShapeDtypeStruct) -> Buffer:
         param = self.optimizer.param_of_state.get(leaf)
         layer = None if param is None else self.graph.param_owner(param)
-        return Buffer(shard_bytes(struct), "optimizer", layer, "state" if param is None else f"state of {self.graph.params[param].name}")
+        return Buffer(
+            shard_bytes(struct),
+            "optimizer",
+            layer,
+            "state" if param is None else f"state of {self.graph.params[param].name}",
+        )
 
     def _layer_of(self, name: str) -> int | None:
         """The layer that an operation in a scope, or an argument of a program, belongs to."""
@@ -440,7 +580,9 @@ class StagePrograms:
                 param = self.optimizer.param_of_state.get(self.optimizer.state[index])
                 return None if param is None else self.graph.param_owner(param)
             case "residuals":
-                return self._origin(self._saving_all.outputs[len(self.layers.outputs) + self._stored[index]], 0).layer
+                return self._origin(
+                    self._saving_all.outputs[len(self.layers.outputs) + self._stored[index]], 0
+                ).layer
             case "inputs" | "batch":
                 return self.layers.first
             case "outputs" | "cotangents":
@@ -450,7 +592,8 @@ class StagePrograms:
 
     @staticmethod
     def _residual_bytes(forward: Executable) -> int:
-        """As allocated where the compiler says so: padding is counted with what is kept, which has the odd shapes."""
+        """As allocated where the compiler says so: padding is counted with what is kept, which has
+        the odd shapes."""
         outputs, residuals = forward.outputs
         if forward.output_bytes is None:
             return sum(map(shard_bytes, residuals))
@@ -458,6 +601,9 @@ class StagePrograms:
 
 
 def shard_bytes(array: Any) -> int:
-    """Bytes that an array, or the structure of one with its sharding, takes on each of its devices."""
+    """Bytes that an array, or the structure of one with its sharding, takes on each of its
+    devices."""
     elements = int(np.prod(array.sharding.shard_shape(array.shape), dtype=np.int64))
-    return elements * (8 if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array.dtype.itemsize)
+    return elements * (
+        8 if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array.dtype.itemsize
+    )

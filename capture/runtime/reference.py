@@ -1,4 +1,5 @@
-"""The same training on one device, for comparison: it accumulates the same micro-batches in the same order with the same keys."""
+"""The same training on one device, for comparison: it accumulates the same micro-batches in the
+same order with the same keys."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ class ReferenceStep:
         params = jax.tree.map(jnp.asarray, params)
         return params, self.workload.optimizer.init(params)
 
-    def loss_and_gradients(self, params: PyTree, batch: PyTree, key: jax.Array | None = None) -> tuple[float, PyTree]:
+    def loss_and_gradients(
+        self, params: PyTree, batch: PyTree, key: jax.Array | None = None
+    ) -> tuple[float, PyTree]:
         """Mean loss and mean gradients over the micro-batches."""
         losses: list[float] = []
         tree: Any = jax.tree.structure(batch)  # JAX's stubs leave its methods out
@@ -61,7 +64,9 @@ class ReferenceStep:
             losses.append(float(loss))
         return float(np.mean(losses)), total
 
-    def __call__(self, params: PyTree, state: PyTree, batch: PyTree, key: jax.Array | None = None) -> tuple[PyTree, PyTree, float]:
+    def __call__(
+        self, params: PyTree, state: PyTree, batch: PyTree, key: jax.Array | None = None
+    ) -> tuple[PyTree, PyTree, float]:
         """One update."""
         loss, grads = self.loss_and_gradients(params, batch, key)
         params, state = self._update(params, state, grads)
@@ -69,22 +74,30 @@ class ReferenceStep:
 
 
 def rounding_floor(graph: LayerGraph) -> float:
-    """The size, as a fraction of the largest value of a gradient, below which a leaf is measured against that size: sqrt(eps).
+    """The size, as a fraction of the largest value of a gradient, below which a leaf is measured
+    against that size: sqrt(eps).
 
-    ``eps`` is that of the least precise floating-point numbers among the parameters and what passes between layers. Sums in another order
-    differ by some eps times the largest value that they may hold, also in a leaf whose true gradient is zero (the bias of attention
-    keys), where an error relative to the leaf itself says nothing. With the root in between, such noise reads as about sqrt(eps), while a
-    leaf that is wrong reads as its whole error down to a size of sqrt(eps), and as more than the noise down to eps.
+    ``eps`` is that of the least precise floating-point numbers among the parameters and what passes
+    between layers. Sums in another order differ by some eps times the largest value that they may
+    hold, also in a leaf whose true gradient is zero (the bias of attention keys), where an error
+    relative to the leaf itself says nothing. With the root in between, such noise reads as about
+    sqrt(eps), while a leaf that is wrong reads as its whole error down to a size of sqrt(eps), and
+    as more than the noise down to eps.
 
     Example:
-        A leaf of 1e-5 times the largest one that is all wrong reads as 0.03 in float32, and noise in a leaf of zeros as 1e-4.
+        A leaf of 1e-5 times the largest one that is all wrong reads as 0.03 in float32, and noise
+        in a leaf of zeros as 1e-4.
     """
     dtypes = {jnp.dtype(tensor.dtype) for tensor in (*graph.params, *graph.values)}
-    return max(float(jnp.finfo(dtype).eps) for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)) ** 0.5
+    return (
+        max(float(jnp.finfo(dtype).eps) for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating))
+        ** 0.5
+    )
 
 
 def relative_errors(value: PyTree, reference: PyTree, floor: float) -> dict[str, float]:
-    """By leaf, max |value - reference| / max(max |reference|, floor * max |reference| over all leaves); infinite where one is no number.
+    """By leaf, max |value - reference| / max(max |reference|, floor * max |reference| over all
+    leaves); infinite where one is no number.
 
     Args:
         value, reference: Of one structure.
@@ -95,7 +108,10 @@ def relative_errors(value: PyTree, reference: PyTree, floor: float) -> dict[str,
         {'a/0': 0.0, 'a/1': 0.2, 'b/0': 0.5}
     """
     named, others = jax.tree.leaves_with_path(reference), jax.tree.leaves(value)
-    pairs = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, (_, b) in zip(others, named, strict=True)]
+    pairs = [
+        (np.asarray(a, np.float64), np.asarray(b, np.float64))
+        for a, (_, b) in zip(others, named, strict=True)
+    ]
     largest = max((float(np.abs(b).max(initial=0.0)) for _, b in pairs), default=0.0)
 
     def error(a: Any, b: Any) -> float:
@@ -103,7 +119,9 @@ def relative_errors(value: PyTree, reference: PyTree, floor: float) -> dict[str,
         off = float(np.abs(a - b).max(initial=0.0))
         return (off / scale if scale else off) if np.isfinite(off) else float("inf")
 
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") or "params" for path, _ in named]
+    names = [
+        jax.tree_util.keystr(path, simple=True, separator="/") or "params" for path, _ in named
+    ]
     return {name: error(a, b) for name, (a, b) in zip(names, pairs, strict=True)}
 
 

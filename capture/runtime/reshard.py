@@ -1,9 +1,11 @@
-"""Move an array between shardings on different, overlapping or equal device sets, without the host and without blocking.
+"""Move an array between shardings on different, overlapping or equal device sets, without the host
+and without blocking.
 
-``jax.device_put`` of a sharded array to another layout goes through host memory and holds up the thread that dispatches the
-pipeline. Here every destination shard is cut out of the source shards on their own devices, the pieces are copied device to
-device, and joined on the destination; all of it is only enqueued. The same move is made thousands of times in a step, so
-what to cut, copy and join is worked out once (``plan_reshard``).
+``jax.device_put`` of a sharded array to another layout goes through host memory and holds up the
+thread that dispatches the pipeline. Here every destination shard is cut out of the source shards on
+their own devices, the pieces are copied device to device, and joined on the destination; all of it
+is only enqueued. The same move is made thousands of times in a step, so what to cut, copy and join
+is worked out once (``plan_reshard``).
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class _Fetch:
-    """One piece: cut from a source shard (``piece`` numbers the cuts of that shard; None takes it whole), for one device."""
+    """One piece: cut from a source shard (``piece`` numbers the cuts of that shard; None takes it
+    whole), for one device."""
 
     source: jax.Device
     piece: int | None
@@ -39,10 +42,11 @@ def reshard(x: jax.Array, sharding: Sharding, *, may_alias: bool = False) -> jax
     """The same values under another sharding.
 
     Args:
-        x: Any array of any rank, typed random keys included; its shards must be addressable by this process.
+        x: Any array of any rank, typed random keys included; its shards must be addressable by this
+            process.
         sharding: Of the result, usually a ``NamedSharding``.
-        may_alias: Whether the result may share buffers with ``x``. Leave it False if ``x`` may be donated later: donating an
-            array deletes its buffers, and with them every alias.
+        may_alias: Whether the result may share buffers with ``x``. Leave it False if ``x`` may be
+            donated later: donating an array deletes its buffers, and with them every alias.
 
     Returns:
         The array; the copies may still be running.
@@ -59,8 +63,9 @@ def plan_reshard(
 ) -> Callable[[jax.Array], jax.Array]:
     """Work out a move once, to be made many times.
 
-    A destination shard overlaps a grid of source shards. Each overlap is cut on a device that holds it (the destination
-    itself if it does, else the replica with the least to send so far), copied, and the grid is joined dimension by dimension.
+    A destination shard overlaps a grid of source shards. Each overlap is cut on a device that holds
+    it (the destination itself if it does, else the replica with the least to send so far), copied,
+    and the grid is joined dimension by dimension.
 
     Args:
         shape: Global shape.
@@ -73,20 +78,25 @@ def plan_reshard(
         A function of one array.
 
     Raises:
-        ExecutionError: ``reshard-addressable`` if a device of either sharding belongs to another process.
+        ExecutionError: ``reshard-addressable`` if a device of either sharding belongs to another
+            process.
     """
     for role, sharding in (("source", src), ("destination", dst)):
         if not sharding.is_fully_addressable:
             raise ExecutionError.of(
-                f"the {role} sharding {sharding} has devices of another process; reshard moves arrays within one process.",
+                f"the {role} sharding {sharding} has devices of another process; reshard moves "
+                "arrays within one process.",
                 "reshard-addressable",
             )
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         return _plan_keys(shape, dtype, src, dst, may_alias)
     src_boxes, dst_boxes = _boxes(src, shape), _boxes(dst, shape)
-    # One device to one, or shard for shard onto other devices: XLA does these without the host. On devices in common it
-    # would alias, whatever ``may_alias`` says, if the source is a replica (seen in jax 0.10.2 and 0.12).
-    if list(src_boxes.values()) == list(dst_boxes.values()) and (may_alias or not src.device_set & dst.device_set):
+    # One device to one, or shard for shard onto other devices: XLA does these without the host. On
+    # devices in common it would alias, whatever ``may_alias`` says, if the source is a replica
+    # (seen in jax 0.10.2 and 0.12).
+    if list(src_boxes.values()) == list(dst_boxes.values()) and (
+        may_alias or not src.device_set & dst.device_set
+    ):
         return _plan_whole(src, dst)
     return _plan_pieces(shape, src_boxes, dst_boxes, dst, may_alias)
 
@@ -99,8 +109,11 @@ def _plan_whole(src: Sharding, dst: Sharding) -> Callable[[jax.Array], jax.Array
     return lambda x: copy([x])[0]
 
 
-def _plan_keys(shape: tuple[int, ...], dtype: Any, src: Sharding, dst: Sharding, may_alias: bool) -> Callable[[jax.Array], jax.Array]:
-    """Key data has the shape of the keys and one more dimension, which a ``NamedSharding`` of the keys leaves whole."""
+def _plan_keys(
+    shape: tuple[int, ...], dtype: Any, src: Sharding, dst: Sharding, may_alias: bool
+) -> Callable[[jax.Array], jax.Array]:
+    """Key data has the shape of the keys and one more dimension, which a ``NamedSharding`` of the
+    keys leaves whole."""
     data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
     move = plan_reshard(data.shape, data.dtype, src, dst, may_alias=may_alias)
 
@@ -111,7 +124,11 @@ def _plan_keys(shape: tuple[int, ...], dtype: Any, src: Sharding, dst: Sharding,
 
 
 def _plan_pieces(
-    shape: tuple[int, ...], src_boxes: dict[jax.Device, Box], dst_boxes: dict[jax.Device, Box], dst: Sharding, may_alias: bool
+    shape: tuple[int, ...],
+    src_boxes: dict[jax.Device, Box],
+    dst_boxes: dict[jax.Device, Box],
+    dst: Sharding,
+    may_alias: bool,
 ) -> Callable[[jax.Array], jax.Array]:
     """The general move: cut, copy, join."""
     cuts: dict[jax.Device, list[Box]] = {}
@@ -131,7 +148,9 @@ def _plan_pieces(
             sent[source] += math.prod(stop - start for start, stop in part)
             piece = None
             if part != box:
-                local = tuple((a - origin, b - origin) for (a, b), (origin, _) in zip(part, box, strict=True))
+                local = tuple(
+                    (a - origin, b - origin) for (a, b), (origin, _) in zip(part, box, strict=True)
+                )
                 pieces = cuts.setdefault(source, [])
                 if local not in pieces:
                     pieces.append(local)
@@ -141,25 +160,37 @@ def _plan_pieces(
         joins.append((len(starts), _joiner(tuple(starts)) if len(starts) > 1 else None))
 
     cutters = {device: _cutter(tuple(boxes)) for device, boxes in cuts.items()}
-    # What is already in place needs no copy: a cut is a new buffer, and so is what a join makes of whole shards.
+    # What is already in place needs no copy: a cut is a new buffer, and so is what a join makes of
+    # whole shards.
     joined = [join is not None for count, join in joins for _ in range(count)]
     copies = [
         number
         for number, fetch in enumerate(fetches)
-        if fetch.source != fetch.target or (fetch.piece is None and not may_alias and not joined[number])
+        if fetch.source != fetch.target
+        or (fetch.piece is None and not may_alias and not joined[number])
     ]
-    copy = plan_copies([SingleDeviceSharding(fetches[number].target, memory_kind=dst.memory_kind) for number in copies])
+    copy = plan_copies(
+        [
+            SingleDeviceSharding(fetches[number].target, memory_kind=dst.memory_kind)
+            for number in copies
+        ]
+    )
 
     def move(x: jax.Array) -> jax.Array:
         shards = {shard.device: shard.data for shard in x.addressable_shards}
         pieces = {device: cutter(shards[device]) for device, cutter in cutters.items()}
-        parts = [shards[fetch.source] if fetch.piece is None else pieces[fetch.source][fetch.piece] for fetch in fetches]
+        parts = [
+            shards[fetch.source] if fetch.piece is None else pieces[fetch.source][fetch.piece]
+            for fetch in fetches
+        ]
         moved = copy([parts[number] for number in copies]) if copies else []
         for number, part in zip(copies, moved, strict=True):
             parts[number] = part
         arrays, position = [], 0
         for count, join in joins:
-            arrays.append(parts[position] if join is None else join(*parts[position : position + count]))
+            arrays.append(
+                parts[position] if join is None else join(*parts[position : position + count])
+            )
             position += count
         return jax.make_array_from_single_device_arrays(shape, dst, arrays)
 
@@ -179,7 +210,9 @@ def _boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[jax.Device, Box]:
 def _overlap(box: Box, wanted: Box) -> Box | None:
     """The part of ``wanted`` that ``box`` holds; an empty dimension is held by everyone."""
     part = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, wanted, strict=True))
-    touching = all(start < stop or c == d for (start, stop), (c, d) in zip(part, wanted, strict=True))
+    touching = all(
+        start < stop or c == d for (start, stop), (c, d) in zip(part, wanted, strict=True)
+    )
     return part if touching else None
 
 
@@ -196,7 +229,8 @@ def _cutter(boxes: tuple[Box, ...]) -> Callable[[jax.Array], tuple[jax.Array, ..
 
 @lru_cache(maxsize=4096)
 def _joiner(starts: tuple[tuple[int, ...], ...]) -> Callable[..., jax.Array]:
-    """One program that joins a grid of pieces, given with the index of their first element in ascending order."""
+    """One program that joins a grid of pieces, given with the index of their first element in
+    ascending order."""
 
     def nest(pieces: Sequence[tuple[tuple[int, ...], jax.Array]], dim: int) -> jax.Array:
         if len(pieces) == 1:

@@ -1,7 +1,9 @@
-"""Whose bytes the peak of a stage consists of: every live buffer with its layer, its category and the line of the model that made it.
+"""Whose bytes the peak of a stage consists of: every live buffer with its layer, its category and
+the line of the model that made it.
 
-What lives between programs (parameters, gradients, optimizer state, activations of every micro-batch in flight) is known by name; what the
-running program holds itself is read from the compiler's dump (``capture.compiler.buffers``).
+What lives between programs (parameters, gradients, optimizer state, activations of every
+micro-batch in flight) is known by name; what the running program holds itself is read from the
+compiler's dump (``capture.compiler.buffers``).
 """
 
 from __future__ import annotations
@@ -38,7 +40,13 @@ class Buffer:
     source: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        return {"bytes": self.nbytes, "category": self.category, "layer": self.layer, "what": self.what, "source": self.source}
+        return {
+            "bytes": self.nbytes,
+            "category": self.category,
+            "layer": self.layer,
+            "what": self.what,
+            "source": self.source,
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Buffer:
@@ -86,7 +94,8 @@ class Attribution:
 
     Attributes:
         peak: As the ledger found it.
-        buffers: Largest first. They sum to the peak: what no buffer accounts for is an entry without a layer.
+        buffers: Largest first. They sum to the peak: what no buffer accounts for is an entry
+            without a layer.
     """
 
     peak: Peak
@@ -110,7 +119,8 @@ class Attribution:
 
 @dataclass(frozen=True)
 class BufferGroup:
-    """Buffers alike: the same size, category, line and operation, of several layers or micro-batches.
+    """Buffers alike: the same size, category, line and operation, of several layers or
+    micro-batches.
 
     Attributes:
         nbytes: Of one.
@@ -152,17 +162,31 @@ def group(buffers: Iterable[Buffer]) -> list[BufferGroup]:
     """
     members_of: dict[tuple[Any, ...], list[Buffer]] = {}
     for buffer in buffers:
-        members_of.setdefault((buffer.nbytes, buffer.category, re.sub(r"\d+", "*", buffer.what), buffer.source), []).append(buffer)
+        members_of.setdefault(
+            (buffer.nbytes, buffer.category, re.sub(r"\d+", "*", buffer.what), buffer.source), []
+        ).append(buffer)
     groups = []
     for (nbytes, category, pattern, source), members in members_of.items():
         names = {buffer.what for buffer in members}
         layers = tuple(sorted({buffer.layer for buffer in members if buffer.layer is not None}))
-        groups.append(BufferGroup(nbytes, len(members), category, names.pop() if len(names) == 1 else pattern, source, layers))
+        groups.append(
+            BufferGroup(
+                nbytes,
+                len(members),
+                category,
+                names.pop() if len(names) == 1 else pattern,
+                source,
+                layers,
+            )
+        )
     return sorted(groups, key=lambda alike: -alike.total_bytes)
 
 
 def attribute(
-    program: StepProgram, ranges: Sequence[tuple[int, int]], graph: LayerGraph, buffers: Sequence[StageBuffers]
+    program: StepProgram,
+    ranges: Sequence[tuple[int, int]],
+    graph: LayerGraph,
+    buffers: Sequence[StageBuffers],
 ) -> list[Attribution]:
     """Take the peak of every stage apart.
 
@@ -182,19 +206,34 @@ def attribute(
         live: list[Buffer] = []
         for name, nbytes in by_slot.peaks[device].parts.items():
             if name in slots:
-                parts: Sequence[Buffer] = _of_slot(slots[name], program, ranges[s], graph, buffers[s])
+                parts: Sequence[Buffer] = _of_slot(
+                    slots[name], program, ranges[s], graph, buffers[s]
+                )
             else:
                 parts = buffers[s].programs.get(running[peak.instant], ())
             live += parts
             rest = nbytes - sum(part.nbytes for part in parts)
             if rest > 0:
                 category = slots[name].category if name in slots else "temporaries"
-                live.append(Buffer(rest, category, None, FRAGMENTATION if name not in slots else slots[name].what))
+                live.append(
+                    Buffer(
+                        rest,
+                        category,
+                        None,
+                        FRAGMENTATION if name not in slots else slots[name].what,
+                    )
+                )
         found.append(Attribution(peak, tuple(sorted(live, key=lambda buffer: -buffer.nbytes))))
     return found
 
 
-def _of_slot(slot: Slot, program: StepProgram, layers: tuple[int, int], graph: LayerGraph, buffers: StageBuffers) -> list[Buffer]:
+def _of_slot(
+    slot: Slot,
+    program: StepProgram,
+    layers: tuple[int, int],
+    graph: LayerGraph,
+    buffers: StageBuffers,
+) -> list[Buffer]:
     """The buffers of a slot."""
     stage = program.stages[slot.stage_id]
     first, stop = layers
@@ -206,7 +245,12 @@ def _of_slot(slot: Slot, program: StepProgram, layers: tuple[int, int], graph: L
         return [Buffer(slot.nbytes, slot.category, layer, name)]
 
     def of_param(p: int) -> Buffer:
-        return Buffer(stage.param_bytes[p], slot.category, reader(lambda layer: layer.params, p), graph.params[p].name)
+        return Buffer(
+            stage.param_bytes[p],
+            slot.category,
+            reader(lambda layer: layer.params, p),
+            graph.params[p].name,
+        )
 
     key = slot.key if slot.key is not None else -1
     match slot.what:
@@ -223,7 +267,10 @@ def _of_slot(slot: Slot, program: StepProgram, layers: tuple[int, int], graph: L
         case "input" | "input gradient":
             # What only passes through belongs to the layer of another stage that made it.
             layer = reader(lambda layer: layer.inputs, key)
-            return named(f"{slot.what} {graph.values[key].name}", graph.producer(key) if layer is None else layer)
+            return named(
+                f"{slot.what} {graph.values[key].name}",
+                graph.producer(key) if layer is None else layer,
+            )
         case "output" | "cotangent":
             return named(f"{slot.what} {graph.values[key].name}", graph.producer(key))
         case _:

@@ -1,4 +1,5 @@
-"""What a stage holds and hands over, from the layer graph and the measured or predicted cost of its programs.
+"""What a stage holds and hands over, from the layer graph and the measured or predicted cost of its
+programs.
 
 The replay of a plan and the prediction of it differ only in where the ``StageCost`` comes from.
 """
@@ -14,21 +15,28 @@ from capture.plan.stages import Plan
 from capture.step.program import StageInterface
 
 
-def owned_and_borrowed(graph: LayerGraph, first: int, stop: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Parameters of layers [first, stop) that this stage updates, and those that an earlier stage does."""
+def owned_and_borrowed(
+    graph: LayerGraph, first: int, stop: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Parameters of layers [first, stop) that this stage updates, and those that an earlier stage
+    does."""
     params = graph.stage_params(first, stop)
     owned = tuple(p for p in params if graph.param_owner(p) >= first)
     return owned, tuple(p for p in params if p not in owned)
 
 
 def shared_onwards(graph: LayerGraph, first: int, stop: int) -> tuple[int, ...]:
-    """Parameters that layers [first, stop) update and layers behind them read too: their gradients arrive from there."""
+    """Parameters that layers [first, stop) update and layers behind them read too: their gradients
+    arrive from there."""
     owned, _ = owned_and_borrowed(graph, first, stop)
     return tuple(p for p in owned if graph.param_readers(p)[-1] >= stop)
 
 
-def stage_values(graph: LayerGraph, first: int, stop: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Values that layers [first, stop) read from earlier layers, and those that they make for later ones (or the loss)."""
+def stage_values(
+    graph: LayerGraph, first: int, stop: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Values that layers [first, stop) read from earlier layers, and those that they make for later
+    ones (or the loss)."""
     layers = graph.layers[first:stop]
     used = {v for layer in layers for v in layer.inputs} & set(graph.crossing(first))
     if stop == graph.num_layers:
@@ -91,7 +99,10 @@ def stage_interface(
 
 
 def plan_interfaces(
-    plan: Plan, graph: LayerGraph, param_bytes: Mapping[ParamSplit, Sequence[int]], costs: Sequence[StageCost]
+    plan: Plan,
+    graph: LayerGraph,
+    param_bytes: Mapping[ParamSplit, Sequence[int]],
+    costs: Sequence[StageCost],
 ) -> list[StageInterface]:
     """The interfaces of all stages of a plan.
 
@@ -103,7 +114,13 @@ def plan_interfaces(
     """
     return [
         stage_interface(
-            graph, stage.first, stage.stop, stage.devices, stage.data_parallel, param_bytes[StageChoice.of(stage).param_split], cost
+            graph,
+            stage.first,
+            stage.stop,
+            stage.devices,
+            stage.data_parallel,
+            param_bytes[StageChoice.of(stage).param_split],
+            cost,
         )
         for stage, cost in zip(plan.stages, costs, strict=True)
     ]

@@ -1,12 +1,14 @@
 """Who holds how many bytes on which device, in program order: the one place where peaks come from.
 
-The abstract replay and the real execution book the same instructions here, so their peaks agree byte for byte.
+The abstract replay and the real execution book the same instructions here, so their peaks agree
+byte for byte.
 
     hold     live[d] += bytes                     a buffer comes to life
     execute  peak[d] = max(peak[d], live[d] + t)  a program runs; t = temporaries + outputs - aliased inputs
     drop     live[d] -= bytes
 
-Source: XLA's buffer assignment is the arena that the CPU and GPU clients really allocate for a program.
+Source: XLA's buffer assignment is the arena that the CPU and GPU clients really allocate for a
+program.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ class Peak:
     Attributes:
         peak_bytes: The most that was live, the running program included.
         instant: Label of the instruction at which it was reached first.
-        parts: Bytes by category at that instant; ``"temporaries"`` is the running program's own part. They sum to ``peak_bytes``.
+        parts: Bytes by category at that instant; ``"temporaries"`` is the running program's own
+            part. They sum to ``peak_bytes``.
     """
 
     peak_bytes: int
@@ -61,7 +64,9 @@ class Ledger:
         for device in devices:
             self._live[device] -= nbytes
             self._parts[device][category] -= nbytes
-            assert self._parts[device][category] >= 0, f"{category} on device {device} dropped more than was held"
+            assert self._parts[device][category] >= 0, (
+                f"{category} on device {device} dropped more than was held"
+            )
             if self.record_timeline:
                 self.timeline.append((f"free {category}", device, self._live[device]))
 

@@ -1,10 +1,12 @@
-"""What an operator costs in a mode: memory that stays, memory that comes and goes, seconds. Two models behind one interface.
+"""What an operator costs in a mode: memory that stays, memory that comes and goes, seconds. Two
+models behind one interface.
 
-    memory of a plan   sum of resident bytes over the operators + the largest of their transient bytes
+    memory of a plan   sum of resident bytes over the operators + the largest of their transient
+                       bytes
     seconds of a step  sum over the operators
 
-The paper's model has no transient bytes, so it is the special case that its equations write. Searches and baselines know only the
-interface ``CostModel``.
+The paper's model has no transient bytes, so it is the special case that its equations write.
+Searches and baselines know only the interface ``CostModel``.
 """
 
 from __future__ import annotations
@@ -61,9 +63,13 @@ class CostModel(Protocol):
 
 
 def sliced_modes(
-    operator: Operator, granularities: tuple[int, ...], groups: tuple[int | None, ...] = (None,), partly: bool = True
+    operator: Operator,
+    granularities: tuple[int, ...],
+    groups: tuple[int | None, ...] = (None,),
+    partly: bool = True,
 ) -> tuple[Mode, ...]:
-    """DP, and k of g slices in ZDP for every granularity g: 0 and 1 both mean unsplit (O-j). Not partly: k is g.
+    """DP, and k of g slices in ZDP for every granularity g: 0 and 1 both mean unsplit (O-j). Not
+    partly: k is g.
 
     An operator without parameters has nothing to shard, one that cannot be split has DP and ZDP.
 
@@ -74,19 +80,28 @@ def sliced_modes(
     if not operator.parameter_bytes:
         return (DP,)
     chosen = sorted({max(1, g) for g in granularities}) if operator.can_split else [1]
-    return (DP, *(Mode(g, k, group) for g, group in product(chosen, groups) for k in range(1 if partly else g, g + 1)))
+    return (
+        DP,
+        *(
+            Mode(g, k, group)
+            for g, group in product(chosen, groups)
+            for k in range(1 if partly else g, g + 1)
+        ),
+    )
 
 
 @dataclass(frozen=True)
 class PaperCost:
-    """The cost model as the paper writes it, for N devices in one ring and b examples per device (O-g).
+    """The cost model as the paper writes it, for N devices in one ring and b examples per device
+    (O-g).
 
         M = M_model x (DP: 1, ZDP: 1 / N) + b M_act + M_extra
         T = steps x (alpha + beta S / N) + b gamma,    steps: DP 2 (N - 1), ZDP 3 (N - 1), ZDP rematerialised 4 (N - 1)
 
-    M_model counts parameters, gradients and optimizer state (O-a). Every slice of a split operator is an operator of its own, S / g
-    bytes large, in DP or ZDP mode (3.3), so that g slices pay g times alpha (O-h). Rematerialised, activations shrink to the inputs
-    and the forward pass is computed twice (2.3, O-l). Nothing overlaps, and gathering needs no memory (O-b, O-m).
+    M_model counts parameters, gradients and optimizer state (O-a). Every slice of a split operator
+    is an operator of its own, S / g bytes large, in DP or ZDP mode (3.3), so that g slices pay g
+    times alpha (O-h). Rematerialised, activations shrink to the inputs and the forward pass is
+    computed twice (2.3, O-l). Nothing overlaps, and gathering needs no memory (O-b, O-m).
 
     Attributes:
         model, devices: What is trained, and on what.
@@ -110,11 +125,20 @@ class PaperCost:
         ratio = self.model.state_bytes_per_parameter_byte
         states, replicated = operator.parameter_bytes * ratio, operator.replicated_bytes
         held = operator.input_bytes if self.remat else operator.activation_bytes
-        steps = 2 * (mode.num_slices - mode.num_sharded) + (4 if self.remat else 3) * mode.num_sharded
-        sent = steps * (n - 1) * link.seconds(operator.parameter_bytes / mode.num_slices / n) if operator.parameter_bytes else 0.0
+        steps = (
+            2 * (mode.num_slices - mode.num_sharded) + (4 if self.remat else 3) * mode.num_sharded
+        )
+        sent = (
+            steps * (n - 1) * link.seconds(operator.parameter_bytes / mode.num_slices / n)
+            if operator.parameter_bytes
+            else 0.0
+        )
         sent += 2 * (n - 1) * link.seconds(replicated / n) if replicated else 0.0
         return Cost(
-            states * (1 - sharded + sharded / n) + replicated * ratio + batch_size * held + operator.workspace_bytes,
+            states * (1 - sharded + sharded / n)
+            + replicated * ratio
+            + batch_size * held
+            + operator.workspace_bytes,
             0.0,
             sent + compute_seconds(operator, self.devices, batch_size, self.remat),
         )
@@ -124,22 +148,26 @@ class PaperCost:
 class StepCost:
     """The same step with what the paper leaves out.
 
-    * Gathering. While a ZDP slice is used backwards, it is there whole, and so is its gradient: 2 S / g bytes, and another S / g where the
-      next slice may be gathered meanwhile (overlap); less where products read it in fewer bits (``gathered_fraction``). With the
-      workspace and the gradients of its input and output, these are *transient*: one operator has them at a time (O-b, O-c), and memory
-      on the chip holds what it can of them. What was kept of the operations after the product has gone by then. Rematerialised
-      activations are transient too.
-    * Splitting. Slices in DP mode are reduced together, those in ZDP mode one by one, each with its alphas; and partial results are added:
-      read twice and written once per further slice, forwards in a buffer of its own (O-h, O-i).
-    * Overlap. Of computation and communication of an operator, a fraction of the lesser is hidden: 0 none, 1 ideal, or as measured
-      (``capture.machine.link_fit.fit_overlap``) (O-m).
-    * Groups. Collectives run in two levels, inside and between nodes; slices may be shared by the devices of one node only, which
-      costs memory and saves gathering between nodes: then the gradients of a shard are also reduced over the nodes.
+    * Gathering. While a ZDP slice is used backwards, it is there whole, and so is its gradient: 2 S
+      / g bytes, and another S / g where the next slice may be gathered meanwhile (overlap); less
+      where products read it in fewer bits (``gathered_fraction``). With the workspace and the
+      gradients of its input and output, these are *transient*: one operator has them at a time
+      (O-b, O-c), and memory on the chip holds what it can of them. What was kept of the operations
+      after the product has gone by then. Rematerialised activations are transient too.
+    * Splitting. Slices in DP mode are reduced together, those in ZDP mode one by one, each with its
+      alphas; and partial results are added: read twice and written once per further slice, forwards
+      in a buffer of its own (O-h, O-i).
+    * Overlap. Of computation and communication of an operator, a fraction of the lesser is hidden:
+      0 none, 1 ideal, or as measured (``capture.machine.link_fit.fit_overlap``) (O-m).
+    * Groups. Collectives run in two levels, inside and between nodes; slices may be shared by the
+      devices of one node only, which costs memory and saves gathering between nodes: then the
+      gradients of a shard are also reduced over the nodes.
 
     Attributes:
         model, devices: What is trained, and on what.
         granularities: Slices per operator to choose from.
-        remat: Whether activations are rematerialised: one more gather of what is sharded, and the forward pass twice.
+        remat: Whether activations are rematerialised: one more gather of what is sharded, and the
+            forward pass twice.
         overlap_fraction: In [0, 1].
         node_groups: Whether to choose between sharing by all and by the devices of a node.
         partly: Whether some slices of an operator may be replicated and others sharded.
@@ -160,10 +188,19 @@ class StepCost:
         violations = []
         if not 0 <= self.overlap_fraction <= 1:
             violations.append(
-                Violation(f"overlap_fraction={self.overlap_fraction:g} is no fraction; 0 is none, 1 is ideal.", "osdp-overlap")
+                Violation(
+                    f"overlap_fraction={self.overlap_fraction:g} is no fraction; 0 is none, 1 is "
+                    "ideal.",
+                    "osdp-overlap",
+                )
             )
         if not self.granularities or min(self.granularities) < 0:
-            violations.append(Violation(f"granularities={self.granularities} must be numbers of slices; 1 is unsplit.", "osdp-granularity"))
+            violations.append(
+                Violation(
+                    f"granularities={self.granularities} must be numbers of slices; 1 is unsplit.",
+                    "osdp-granularity",
+                )
+            )
         WorkloadError.check(violations)
 
     def modes(self, operator: Operator) -> tuple[Mode, ...]:
@@ -171,28 +208,56 @@ class StepCost:
         if devices.num_devices == 1:
             return (DP,)
         by_node = self.node_groups and devices.num_nodes > 1 and devices.devices_per_node > 1
-        return sliced_modes(operator, self.granularities, (None, devices.devices_per_node) if by_node else (None,), self.partly)
+        return sliced_modes(
+            operator,
+            self.granularities,
+            (None, devices.devices_per_node) if by_node else (None,),
+            self.partly,
+        )
 
     def cost(self, operator: Operator, mode: Mode, batch_size: BatchSize) -> Cost:
         size = operator.parameter_bytes
         group = mode.group_size or self.devices.num_devices
         sharded = mode.num_sharded / mode.num_slices
-        states = self.model.state_bytes_per_parameter_byte * (operator.replicated_bytes + size * (1 - sharded + sharded / group))
+        states = self.model.state_bytes_per_parameter_byte * (
+            operator.replicated_bytes + size * (1 - sharded + sharded / group)
+        )
         held = self.held_bytes(operator, mode)
-        transient = np.maximum.reduce(np.broadcast_arrays(0, *self.transients(operator, mode, batch_size)))
+        transient = np.maximum.reduce(
+            np.broadcast_arrays(0, *self.transients(operator, mode, batch_size))
+        )
         partial_sums = self._partial_sums(mode)
-        added = 3 * partial_sums * batch_size * operator.output_bytes / self.devices.memory_bytes_per_second.value
-        computed = compute_seconds(operator, self.devices, batch_size, self.remat) + added * (2 if self.remat else 1)
+        added = (
+            3
+            * partial_sums
+            * batch_size
+            * operator.output_bytes
+            / self.devices.memory_bytes_per_second.value
+        )
+        computed = compute_seconds(operator, self.devices, batch_size, self.remat) + added * (
+            2 if self.remat else 1
+        )
         sent = self._sent_seconds(operator, mode, group)
-        return Cost(states + batch_size * held, transient, computed + sent - self.overlap_fraction * np.minimum(computed, sent))
+        return Cost(
+            states + batch_size * held,
+            transient,
+            computed + sent - self.overlap_fraction * np.minimum(computed, sent),
+        )
 
-    def transients(self, operator: Operator, mode: Mode, batch_size: BatchSize) -> tuple[Any, Any, Any]:
-        """Bytes that come and go beside what is held: the product forwards, what follows it backwards, the product backwards.
+    def transients(
+        self, operator: Operator, mode: Mode, batch_size: BatchSize
+    ) -> tuple[Any, Any, Any]:
+        """Bytes that come and go beside what is held: the product forwards, what follows it
+        backwards, the product backwards.
 
-        The product has its parameters gathered, and nothing is kept of the operations after it. Rematerialised, it goes forwards when the
-        gradients of what later operators read are there; and as its input is all that is held, the gradient of that takes the place.
+        The product has its parameters gathered, and nothing is kept of the operations after it.
+        Rematerialised, it goes forwards when the gradients of what later operators read are there;
+        and as its input is all that is held, the gradient of that takes the place.
         """
-        size, read, tail = (batch_size * each for each in (operator.output_bytes, operator.input_bytes, operator.tail_bytes))
+        size, read, tail = (
+            batch_size * each
+            for each in (operator.output_bytes, operator.input_bytes, operator.tail_bytes)
+        )
         again = batch_size * operator.again_bytes
         going = batch_size * max(operator.output_bytes, operator.backward_bytes)
         gradient = operator.parameter_bytes / mode.num_slices if mode.num_sharded else 0.0
@@ -200,21 +265,42 @@ class StepCost:
         forwards = [size] * (2 if self._partial_sums(mode) else 1) + gathered
         operand = batch_size * operator.activation_bytes - tail
         if self.remat:
-            arriving = read if operator.crossing_bytes is None else batch_size * operator.crossing_bytes
+            arriving = (
+                read if operator.crossing_bytes is None else batch_size * operator.crossing_bytes
+            )
             whole = [going, np.maximum(tail, batch_size * operator.activation_bytes - read)]
-            gone, phases = 0, ([*forwards, arriving], [*whole, arriving], [np.maximum(size, arriving), gradient, *gathered])
+            gone, phases = (
+                0,
+                (
+                    [*forwards, arriving],
+                    [*whole, arriving],
+                    [np.maximum(size, arriving), gradient, *gathered],
+                ),
+            )
         else:
-            gone, phases = tail, (forwards, [read, going, again], [read, size, gradient, *gathered, again])
+            gone, phases = (
+                tail,
+                (forwards, [read, going, again], [read, size, gradient, *gathered, again]),
+            )
         in_use = (operand,), (operand, tail), (operand,)
         first, second, third = (
-            operator.workspace_bytes + sum(arrays) - self._on_chip(*arrays, *held) for arrays, held in zip(phases, in_use, strict=True)
+            operator.workspace_bytes + sum(arrays) - self._on_chip(*arrays, *held)
+            for arrays, held in zip(phases, in_use, strict=True)
         )
         return first - gone, second, third - gone
 
     def _on_chip(self, *arrays: Any) -> Any:
-        """Bytes that memory on the chip holds of arrays that are in use at once: of those that fit into it."""
+        """Bytes that memory on the chip holds of arrays that are in use at once: of those that fit
+        into it."""
         capacity = self.devices.on_chip_bytes.value
-        return np.minimum(capacity, sum(np.where(np.less_equal(nbytes, capacity), nbytes, 0) for nbytes in arrays)) if capacity else 0
+        return (
+            np.minimum(
+                capacity,
+                sum(np.where(np.less_equal(nbytes, capacity), nbytes, 0) for nbytes in arrays),
+            )
+            if capacity
+            else 0
+        )
 
     @staticmethod
     def _partial_sums(mode: Mode) -> int:
@@ -232,17 +318,25 @@ class StepCost:
         replicated = operator.replicated_bytes + slice_bytes * (mode.num_slices - mode.num_sharded)
         seconds = devices.reduce_seconds(replicated, devices.num_devices) if replicated else 0.0
         if mode.num_sharded:
-            gathers = 3 if self.remat else 2  # forward and backward; the reduce-scatter of gradients takes as long as one of all bits
+            gathers = (
+                3 if self.remat else 2
+                # forward and backward; the reduce-scatter of gradients takes as long as one of all bits
+            )
             each = gathers * devices.gather_seconds(slice_bytes * operator.gathered_fraction, group)
             each += devices.gather_seconds(slice_bytes, group)
             if group < devices.num_devices:
-                each += devices.reduce_seconds(slice_bytes / group, devices.num_devices // group, stride=group)
+                each += devices.reduce_seconds(
+                    slice_bytes / group, devices.num_devices // group, stride=group
+                )
             seconds += mode.num_sharded * each
         return seconds
 
 
-def compute_seconds(operator: Operator, devices: Devices, batch_size: BatchSize, remat: bool) -> Any:
-    """b gamma: forward, and backward twice as long; rematerialised, forward once more (a third: the paper's "roughly 30%", 2.3)."""
+def compute_seconds(
+    operator: Operator, devices: Devices, batch_size: BatchSize, remat: bool
+) -> Any:
+    """b gamma: forward, and backward twice as long; rematerialised, forward once more (a third: the
+    paper's "roughly 30%", 2.3)."""
     gamma = operator.gamma_seconds
     if gamma is None:
         gamma = 3 * operator.flops / devices.flops_per_second.value

@@ -1,18 +1,24 @@
-"""How far the host may run ahead of devices that take memory when a program starts, so that they hold no more than a step books.
+"""How far the host may run ahead of devices that take memory when a program starts, so that they
+hold no more than a step books.
 
-The ledger books a step as if each instruction had finished before the next is issued. The host issues them much faster. On CPU, programs
-whose operands are there run in any order and side by side, each with memory of its own, while what an earlier program reads is not free
-before that one ends: with many micro-batches a step then holds twice what it books. On GPUs an allocation takes its place in the order of
-the stream, and memory that an earlier program gives back serves a later one, so nothing needs to wait (by XLA's sources; not tried here).
+The ledger books a step as if each instruction had finished before the next is issued. The host
+issues them much faster. On CPU, programs whose operands are there run in any order and side by
+side, each with memory of its own, while what an earlier program reads is not free before that one
+ends: with many micro-batches a step then holds twice what it books. On GPUs an allocation takes its
+place in the order of the stream, and memory that an earlier program gives back serves a later one,
+so nothing needs to wait (by XLA's sources; not tried here).
 
 The rule, per stage, because its devices hold the same:
 
-    held <= live after the instructions that are known to have finished + sum of what every instruction issued since takes
+    held <= live after the instructions that are known to have finished + sum of what every
+    instruction issued since takes
 
-An instruction *takes* what a program needs beside its operands, or the copy that a feed or a transfer makes. What it gives back (donated
-and freed slots) counts once it has finished. Before an instruction that would lift this sum above the budget, the host waits for the oldest
-ones. With the replayed peak as budget it is always enough to wait for all: the sum is then what the ledger books for the instruction.
-Everything here is known before the first step, so whom to wait for is worked out once.
+An instruction *takes* what a program needs beside its operands, or the copy that a feed or a
+transfer makes. What it gives back (donated and freed slots) counts once it has finished. Before an
+instruction that would lift this sum above the budget, the host waits for the oldest ones. With the
+replayed peak as budget it is always enough to wait for all: the sum is then what the ledger books
+for the instruction. Everything here is known before the first step, so whom to wait for is worked
+out once.
 """
 
 from __future__ import annotations
@@ -30,15 +36,18 @@ def waits(program: StepProgram, budget_bytes_per_device: Sequence[int]) -> list[
 
     The first waits for all that outlives a step: the step before may still be running.
 
-    **Assumes** that the results of one instruction are ready together, and that what a program took is free once they are. A program that
-    makes nothing is not waited for.
+    **Assumes** that the results of one instruction are ready together, and that what a program took
+    is free once they are. A program that makes nothing is not waited for.
 
     Args:
         program: Of a step.
-        budget_bytes_per_device: At least its replayed peaks, or every instruction waits for all before it.
+        budget_bytes_per_device: At least its replayed peaks, or every instruction waits for all
+            before it.
     """
     window = _Window(program, budget_bytes_per_device)
-    found = [window.issue(index, instruction) for index, instruction in enumerate(program.instructions)]
+    found = [
+        window.issue(index, instruction) for index, instruction in enumerate(program.instructions)
+    ]
     state = [slot for slot in program.persistent.values() if program.slots[slot].nbytes]
     return [(*state, *found[0]), *found[1:]]
 
@@ -59,7 +68,8 @@ class _Issued:
 
 @dataclass
 class _Stage:
-    """What may be allocated on each device of a stage: ``live`` after all that has finished, and what the others take."""
+    """What may be allocated on each device of a stage: ``live`` after all that has finished, and
+    what the others take."""
 
     budget: int
     live: int = 0
@@ -85,18 +95,24 @@ class _Stage:
 
 
 class _Window:
-    """The instructions that are issued and not known to have finished, per stage, while a step is gone through.
+    """The instructions that are issued and not known to have finished, per stage, while a step is
+    gone through.
 
-    An instruction is awaited through an array that it made, or, if those have been donated or freed meanwhile, through one that the
-    earliest instruction made that needed them; all that led to it has then finished, too. Before the last such array goes it is awaited.
+    An instruction is awaited through an array that it made, or, if those have been donated or freed
+    meanwhile, through one that the earliest instruction made that needed them; all that led to it
+    has then finished, too. Before the last such array goes it is awaited.
     """
 
     def __init__(self, program: StepProgram, budgets: Sequence[int]):
         self._slots = program.slots
         self._transient_bytes = [stage.transient_bytes for stage in program.stages]
-        self._stages = [_Stage(min(budgets[device] for device in stage.devices)) for stage in program.stages]
+        self._stages = [
+            _Stage(min(budgets[device] for device in stage.devices)) for stage in program.stages
+        ]
         self._maker: dict[int, int] = {}  # of slots that are alive and were made in this step
-        self._alive: defaultdict[int, set[int]] = defaultdict(set)  # those of them that hold arrays, by maker
+        self._alive: defaultdict[int, set[int]] = defaultdict(
+            set
+        )  # those of them that hold arrays, by maker
         self._sources: dict[int, set[int]] = {}  # the makers of what an instruction reads
         self._readers: defaultdict[int, list[int]] = defaultdict(list)
         self._finished: set[int] = set()
@@ -108,20 +124,33 @@ class _Window:
         slots = self._slots
         match instruction:
             case Feed(slot=slot):
-                return self._enter(index, (), (), (slot,), {slots[slot].stage_id: slots[slot].nbytes})
+                return self._enter(
+                    index, (), (), (slot,), {slots[slot].stage_id: slots[slot].nbytes}
+                )
             case Move(source=source, target=target):
                 takes = {slots[source].stage_id: 0, slots[target].stage_id: slots[target].nbytes}
                 return self._enter(index, (source,), (), (target,), takes)
             case Run(stage_id=stage_id, program=program, donated=donated, outputs=outputs):
                 read = {slot for group in instruction.inputs for slot in group}
-                return self._enter(index, read, donated, outputs, {stage_id: self._transient_bytes[stage_id][program]})
+                return self._enter(
+                    index,
+                    read,
+                    donated,
+                    outputs,
+                    {stage_id: self._transient_bytes[stage_id][program]},
+                )
             case Free():
                 for slot in instruction.slots:
                     self._stages[slots[slot].stage_id].free(slots[slot].nbytes)
                 return tuple(self._replace(instruction.slots, (), index))
 
     def _enter(
-        self, index: int, read: Iterable[int], donated: Sequence[int], made: Sequence[int], takes: Mapping[int, int]
+        self,
+        index: int,
+        read: Iterable[int],
+        donated: Sequence[int],
+        made: Sequence[int],
+        takes: Mapping[int, int],
     ) -> tuple[int, ...]:
         awaited = []
         change = dict.fromkeys(takes, 0)
@@ -143,7 +172,8 @@ class _Window:
         return (*awaited, *self._replace(donated, made, index))
 
     def _replace(self, gone: Sequence[int], made: Sequence[int], index: int) -> list[int]:
-        """Slots end and others begin; those that end and must be awaited before, because nothing else would tell of their makers."""
+        """Slots end and others begin; those that end and must be awaited before, because nothing
+        else would tell of their makers."""
         makers = {slot: self._maker.pop(slot) for slot in gone if slot in self._maker}
         for slot, maker in makers.items():
             self._alive[maker].discard(slot)
@@ -153,7 +183,11 @@ class _Window:
                 self._alive[index].add(slot)
         awaited = []
         for slot, maker in makers.items():
-            if self._slots[slot].nbytes and maker not in self._finished and self._witness(maker) is None:
+            if (
+                self._slots[slot].nbytes
+                and maker not in self._finished
+                and self._witness(maker) is None
+            ):
                 awaited.append(slot)
                 self._finish(maker)
         return awaited

@@ -1,23 +1,30 @@
-"""A discrete-event simulator: items of work on FIFO streams, with the buffers that they allocate and free.
+"""A discrete-event simulator: items of work on FIFO streams, with the buffers that they allocate
+and free.
 
-It knows nothing of pipelines. A stream is anything that does one thing at a time, in the order in which things are issued to it: the
-kernels of a device, a copy engine, a link in one direction, a disk. As with CUDA streams, an item starts when everything that it waits
-for has ended and every one of its streams is free:
+It knows nothing of pipelines. A stream is anything that does one thing at a time, in the order in
+which things are issued to it: the kernels of a device, a copy engine, a link in one direction, a
+disk. As with CUDA streams, an item starts when everything that it waits for has ended and every one
+of its streams is free:
 
-    start = max(end of each item in ``after``, end of the last item on each of its streams);   end = start + seconds
+    start = max(end of each item in ``after``, end of the last item on each of its streams);   end =
+                                                                                               start
+                                                                                               +
+                                                                                               seconds
 
-Items come in the order of issue and wait for earlier ones only, so that a single pass finds all times. Nothing is rounded: seconds given
-as integers or fractions give exact times.
+Items come in the order of issue and wait for earlier ones only, so that a single pass finds all
+times. Nothing is rounded: seconds given as integers or fractions give exact times.
 
-**Memory.** At one instant several items may end and begin. First, all items that end there and began earlier release their room, then
-what they produce comes to life, so that what starts when they end has their room; then the items of that instant begin in the order of
-issue, and one without length ends at once. What an item waits for thus always comes before it. Where no item takes any time, this is
-the order of issue: the program order of ``capture.step.program.replay``.
+**Memory.** At one instant several items may end and begin. First, all items that end there and
+began earlier release their room, then what they produce comes to life, so that what starts when
+they end has their room; then the items of that instant begin in the order of issue, and one without
+length ends at once. What an item waits for thus always comes before it. Where no item takes any
+time, this is the order of issue: the program order of ``capture.step.program.replay``.
 
-**Limited memory.** With ``capacity_bytes``, room is granted in the order of issue: an item that does not fit beside what earlier items
-hold, now and later, waits until one of them frees enough. Items issued later never take the room of an earlier one, however early they
-could start, and their frees are not waited for: a host that issues in order would not have come to them. So issue what makes room
-before what needs it: the pack that is swapped out before the next that is swapped in.
+**Limited memory.** With ``capacity_bytes``, room is granted in the order of issue: an item that
+does not fit beside what earlier items hold, now and later, waits until one of them frees enough.
+Items issued later never take the room of an earlier one, however early they could start, and their
+frees are not waited for: a host that issues in order would not have come to them. So issue what
+makes room before what needs it: the pack that is swapped out before the next that is swapped in.
 """
 
 from __future__ import annotations
@@ -34,7 +41,8 @@ from capture.step.ledger import Ledger, Peak
 
 Device = int | str
 Key = tuple[float, int, int, int]
-"""The total order of events: (seconds, phase, item, what). An item begins (what = 0), releases (1), and then produces (2)."""
+"""The total order of events: (seconds, phase, item, what). An item begins (what = 0), releases
+(1), and then produces (2)."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +50,10 @@ class Buffer:
     """Bytes with a lifetime.
 
     Attributes:
-        name: What ``Work.frees`` calls it; free to be taken again once it is freed. Temporaries need none.
-        devices: The memories that hold it, each ``nbytes`` of it: device ids, or names such as ``"host"``.
+        name: What ``Work.frees`` calls it; free to be taken again once it is freed. Temporaries
+            need none.
+        devices: The memories that hold it, each ``nbytes`` of it: device ids, or names such as
+            ``"host"``.
         nbytes: On each of them.
         category: What it is for, as in the ledger.
     """
@@ -60,14 +70,15 @@ class Work:
 
     Attributes:
         label: For people.
-        streams: All are occupied from beginning to end: a transfer occupies the sender's link and the receiver's, a collective the links
-            of all. An item without streams waits for nothing but ``after``.
+        streams: All are occupied from beginning to end: a transfer occupies the sender's link and
+            the receiver's, a collective the links of all. An item without streams waits for nothing
+            but ``after``.
         seconds: Not negative.
         after: Ids of earlier items that must have ended.
         allocates: Live from the beginning, until freed.
         temporaries: Live from the beginning to the end.
-        produces: Live from the end on, until freed; for programs whose temporaries count the room of their results already, as XLA's
-            memory report does.
+        produces: Live from the end on, until freed; for programs whose temporaries count the room
+            of their results already, as XLA's memory report does.
         frees: Names of live buffers that end with the item.
         kind: For colours and sums.
     """
@@ -88,8 +99,10 @@ class MemoryUse:
     """The memory of one device over time.
 
     Attributes:
-        samples: (seconds, live bytes) after every beginning or end that changed it, in order; several may share an instant.
-        peak: The most that was ever live, the label of the item that reached it first, and its parts by category.
+        samples: (seconds, live bytes) after every beginning or end that changed it, in order;
+            several may share an instant.
+        peak: The most that was ever live, the label of the item that reached it first, and its
+            parts by category.
         peak_seconds: When.
     """
 
@@ -133,7 +146,9 @@ class Simulation:
         return busy
 
 
-def simulate(work: Sequence[Work], *, capacity_bytes: Mapping[Device, int] | None = None) -> Simulation:
+def simulate(
+    work: Sequence[Work], *, capacity_bytes: Mapping[Device, int] | None = None
+) -> Simulation:
     """Run items of work on their streams.
 
     Args:
@@ -141,15 +156,17 @@ def simulate(work: Sequence[Work], *, capacity_bytes: Mapping[Device, int] | Non
         capacity_bytes: Of the devices whose memory is limited; an item waits until it fits.
 
     Raises:
-        ExecutionError: ``simulate-order`` if an item waits for itself or for a later one, ``simulate-seconds`` for a negative time,
-            ``simulate-buffer`` if a buffer is freed that is not live, or allocated while it is, ``simulate-memory`` if an item does not
-            fit even when everything before it has ended.
+        ExecutionError: ``simulate-order`` if an item waits for itself or for a later one,
+            ``simulate-seconds`` for a negative time, ``simulate-buffer`` if a buffer is freed that
+            is not live, or allocated while it is, ``simulate-memory`` if an item does not fit even
+            when everything before it has ended.
 
     Example:
         >>> weights = Buffer("weights", (0,), 80, "parameters")
         >>> work = [
         ...     Work("load", ("host to device",), 2, allocates=(weights,)),
-        ...     Work("compute", ("device",), 3, after=(0,), temporaries=(Buffer("", (0,), 20, "temporaries"),), frees=("weights",)),
+        ...     Work("compute", ("device",), 3, after=(0,), temporaries=(Buffer("", (0,), 20,
+                "temporaries"),), frees=("weights",)),
         ... ]
         >>> simulation = simulate(work)
         >>> simulation.seconds, simulation.memory[0].peak.peak_bytes, simulation.memory[0].samples
@@ -161,7 +178,10 @@ def simulate(work: Sequence[Work], *, capacity_bytes: Mapping[Device, int] | Non
     ends: list[float] = []
     free_at: dict[str, float] = {}
     for i, item in enumerate(work):
-        start = max([ends[j] for j in item.after] + [free_at.get(stream, 0) for stream in item.streams], default=0)
+        start = max(
+            [ends[j] for j in item.after] + [free_at.get(stream, 0) for stream in item.streams],
+            default=0,
+        )
         if rooms:
             start = _granted(i, work, frees, start, rooms)
         end = start + item.seconds
@@ -183,27 +203,46 @@ def _check(work: Sequence[Work]) -> list[list[_Made]]:
     for i, item in enumerate(work):
         name = f"item {i} ({item.label})"
         if wrong := [j for j in item.after if not 0 <= j < i]:
-            message = f"{name} waits for the items {wrong}; give ids of earlier items only, 0 <= id < {i}."
+            message = (
+                f"{name} waits for the items {wrong}; give ids of earlier items only, 0 <= id < "
+                f"{i}."
+            )
             violations.append(Violation(message, "simulate-order"))
         if not item.seconds >= 0:  # not a number is no time either
-            violations.append(Violation(f"{name} takes seconds={item.seconds}; give 0 or more.", "simulate-seconds"))
+            violations.append(
+                Violation(
+                    f"{name} takes seconds={item.seconds}; give 0 or more.", "simulate-seconds"
+                )
+            )
         frees.append([])
         _allocate(i, item.allocates, live, name, violations)
         for freed in item.frees:
             if freed in live:
                 frees[i].append(live.pop(freed))
             else:
-                message = f"{name} frees buffer {freed!r}, which no earlier item allocated, or one freed already."
+                message = (
+                    f"{name} frees buffer {freed!r}, which no earlier item allocated, or one "
+                    "freed already."
+                )
                 violations.append(Violation(message, "simulate-buffer"))
         _allocate(i, item.produces, live, name, violations)
     ExecutionError.check(violations)
     return frees
 
 
-def _allocate(i: int, buffers: Sequence[Buffer], live: dict[str, _Made], name: str, violations: list[Violation]) -> None:
+def _allocate(
+    i: int,
+    buffers: Sequence[Buffer],
+    live: dict[str, _Made],
+    name: str,
+    violations: list[Violation],
+) -> None:
     for buffer in buffers:
         if buffer.name in live:
-            message = f"{name} allocates buffer {buffer.name!r}, which item {live[buffer.name][0]} did and nothing freed."
+            message = (
+                f"{name} allocates buffer {buffer.name!r}, which item {live[buffer.name][0]} did "
+                "and nothing freed."
+            )
             violations.append(Violation(message, "simulate-buffer"))
         live[buffer.name] = (i, buffer)
 
@@ -215,11 +254,15 @@ def _keys(i: int, start: float, end: float) -> tuple[Key, Key, Key]:
     return (start, 2, i, 0), (start, 2, i, 1), (start, 2, i, 2)
 
 
-# ---- memory over time ----------------------------------------------------------------------------------------------
+# ---- memory over time
+# ----------------------------------------------------------------------------------------------
 
 
 def _memory(
-    work: Sequence[Work], frees: Sequence[Sequence[_Made]], starts: Sequence[float], ends: Sequence[float]
+    work: Sequence[Work],
+    frees: Sequence[Sequence[_Made]],
+    starts: Sequence[float],
+    ends: Sequence[float],
 ) -> dict[Device, MemoryUse]:
     """Book every beginning and end in a ledger, in the order of time."""
     index: dict[Device, int] = {}
@@ -228,8 +271,14 @@ def _memory(
         for buffer in (*item.allocates, *item.temporaries, *item.produces):
             for device in buffer.devices:
                 index.setdefault(device, len(index))
-        changes = (item.allocates or item.temporaries, item.temporaries or item.frees, item.produces)
-        events += [key for key, change in zip(_keys(i, starts[i], ends[i]), changes, strict=True) if change]
+        changes = (
+            item.allocates or item.temporaries,
+            item.temporaries or item.frees,
+            item.produces,
+        )
+        events += [
+            key for key, change in zip(_keys(i, starts[i], ends[i]), changes, strict=True) if change
+        ]
     ledger = Ledger(len(index))
     samples: list[list[tuple[float, int]]] = [[] for _ in index]
     existed: set[tuple[int, str]] = set()
@@ -240,30 +289,44 @@ def _memory(
         for maker, buffer in frees[i] if what == 1 else ():
             if (maker, buffer.name) not in existed:
                 raise ExecutionError.of(
-                    f"item {i} ({item.label}) frees buffer {buffer.name!r} at {float(seconds):g} s, before item {maker} "
+                    f"item {i} ({item.label}) frees buffer {buffer.name!r} at {float(seconds):g} "
+                    f"s, before item {maker} "
                     f"({work[maker].label}) allocates it; let it wait for that item (after).",
                     "simulate-buffer",
                 )
         existed.update((i, buffer.name) for buffer in made)
         for buffer in dropped:
-            ledger.drop([index[device] for device in buffer.devices], buffer.nbytes, buffer.category)
+            ledger.drop(
+                [index[device] for device in buffer.devices], buffer.nbytes, buffer.category
+            )
         for buffer in made:
-            ledger.hold([index[device] for device in buffer.devices], buffer.nbytes, buffer.category, item.label)
+            ledger.hold(
+                [index[device] for device in buffer.devices],
+                buffer.nbytes,
+                buffer.category,
+                item.label,
+            )
         live = ledger.live_bytes_per_device
         for d in {index[device] for buffer in (*dropped, *made) for device in buffer.devices}:
             samples[d].append((seconds, live[d]))
     use = {}
     for device, d in index.items():
         peak = ledger.peaks[d]
-        use[device] = MemoryUse(tuple(samples[d]), peak, next(seconds for seconds, nbytes in samples[d] if nbytes == peak.peak_bytes))
+        use[device] = MemoryUse(
+            tuple(samples[d]),
+            peak,
+            next(seconds for seconds, nbytes in samples[d] if nbytes == peak.peak_bytes),
+        )
     return use
 
 
-# ---- limited memory ------------------------------------------------------------------------------------------------
+# ---- limited memory
+# ------------------------------------------------------------------------------------------------
 
 
 class _Room:
-    """What the items so far hold on one device: the level after each of their beginnings and ends, in the order of time."""
+    """What the items so far hold on one device: the level after each of their beginnings and ends,
+    in the order of time."""
 
     def __init__(self, capacity_bytes: int):
         self.capacity_bytes = capacity_bytes
@@ -271,9 +334,15 @@ class _Room:
         self._levels = [0]  # one before the first event
 
     def fits(self, keys: tuple[Key, Key, Key], running: int, kept: int) -> bool:
-        """Whether ``running`` bytes fit from the beginning to the release, and ``kept`` bytes from the production on."""
+        """Whether ``running`` bytes fit from the beginning to the release, and ``kept`` bytes from
+        the production on."""
         begin, release, produce = (bisect(self._keys, key) for key in keys)
-        return max(max(self._levels[begin : release + 1]) + running, max(self._levels[produce:]) + kept) <= self.capacity_bytes
+        return (
+            max(
+                max(self._levels[begin : release + 1]) + running, max(self._levels[produce:]) + kept
+            )
+            <= self.capacity_bytes
+        )
 
     def next_change(self, seconds: float) -> float | None:
         """The first later instant at which the level changes."""
@@ -290,7 +359,13 @@ class _Room:
             self._levels[later] += nbytes
 
 
-def _granted(i: int, work: Sequence[Work], frees: Sequence[Sequence[_Made]], ready: float, rooms: Mapping[Device, _Room]) -> float:
+def _granted(
+    i: int,
+    work: Sequence[Work],
+    frees: Sequence[Sequence[_Made]],
+    ready: float,
+    rooms: Mapping[Device, _Room],
+) -> float:
     """When item i may start, and the reservation of what it takes."""
     item = work[i]
     running, released, kept = Counter[Device](), Counter[Device](), Counter[Device]()
@@ -305,23 +380,43 @@ def _granted(i: int, work: Sequence[Work], frees: Sequence[Sequence[_Made]], rea
                 for level in levels:
                     level[device] += sign * buffer.nbytes
     touched = [device for device in dict.fromkeys((*running, *kept)) if device in rooms]
-    takers = [device for device in touched if running[device] > 0 or kept[device] > 0]  # who only frees never waits
+    takers = [
+        device for device in touched if running[device] > 0 or kept[device] > 0
+    ]  # who only frees never waits
     start = ready
-    while full := [d for d in takers if not rooms[d].fits(_keys(i, start, start + item.seconds), running[d], kept[d])]:
+    while full := [
+        d
+        for d in takers
+        if not rooms[d].fits(_keys(i, start, start + item.seconds), running[d], kept[d])
+    ]:
         later = rooms[full[0]].next_change(start)
         if later is None:
-            raise _does_not_fit(i, work, frees, full[0], max(running[full[0]], kept[full[0]]), rooms[full[0]].capacity_bytes)
+            raise _does_not_fit(
+                i,
+                work,
+                frees,
+                full[0],
+                max(running[full[0]], kept[full[0]]),
+                rooms[full[0]].capacity_bytes,
+            )
         start = later
     for device in touched:
         before = 0
-        for key, level in zip(_keys(i, start, start + item.seconds), (running, released, kept), strict=True):
+        for key, level in zip(
+            _keys(i, start, start + item.seconds), (running, released, kept), strict=True
+        ):
             rooms[device].add(key, level[device] - before)
             before = level[device]
     return start
 
 
 def _does_not_fit(
-    i: int, work: Sequence[Work], frees: Sequence[Sequence[_Made]], device: Device, nbytes: int, capacity_bytes: int
+    i: int,
+    work: Sequence[Work],
+    frees: Sequence[Sequence[_Made]],
+    device: Device,
+    nbytes: int,
+    capacity_bytes: int,
 ) -> CaptureError:
     """Names what is live on the device when all items before i have ended."""
     live: Counter[str] = Counter()
@@ -330,9 +425,16 @@ def _does_not_fit(
             live[buffer.category] += buffer.nbytes * buffer.devices.count(device)
         for _, buffer in freed:
             live[buffer.category] -= buffer.nbytes * buffer.devices.count(device)
-    parts = ", ".join(f"{category} {format_bytes(part)}" for category, part in live.most_common() if part) or "nothing else"
+    parts = (
+        ", ".join(
+            f"{category} {format_bytes(part)}" for category, part in live.most_common() if part
+        )
+        or "nothing else"
+    )
     return ExecutionError.of(
-        f"item {i} ({work[i].label}) takes {format_bytes(nbytes)} on device {device!r} beside {parts}, which no earlier item frees: "
-        f"capacity_bytes={capacity_bytes} is too small by {live.total() + nbytes - capacity_bytes} bytes.",
+        f"item {i} ({work[i].label}) takes {format_bytes(nbytes)} on device {device!r} beside "
+        f"{parts}, which no earlier item frees: "
+        f"capacity_bytes={capacity_bytes} is too small by "
+        f"{live.total() + nbytes - capacity_bytes} bytes.",
         "simulate-memory",
     )

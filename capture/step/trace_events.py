@@ -1,6 +1,7 @@
 """A simulation as a Chrome trace: a JSON file for ui.perfetto.dev or chrome://tracing.
 
-One thread per stream with a complete event per item, and one counter per memory. Times are microseconds, as the format has them.
+One thread per stream with a complete event per item, and one counter per memory. Times are
+microseconds, as the format has them.
 
 Source: Trace Event Format, Google (the phases X, C and M).
 """
@@ -17,14 +18,18 @@ from capture.step.simulator import Device, Simulation
 MICROSECONDS = 1e6
 
 
-def trace_events(simulation: Simulation, processes: Mapping[Device, str] | None = None) -> list[dict[str, Any]]:
+def trace_events(
+    simulation: Simulation, processes: Mapping[Device, str] | None = None
+) -> list[dict[str, Any]]:
     """The events, those with a time in its order.
 
-    Items on several streams are shown on each; items on none, such as frees, show in the counters only.
+    Items on several streams are shown on each; items on none, such as frees, show in the counters
+    only.
 
     Args:
         simulation: Any.
-        processes: The heading under which a stream or a memory is shown; by default ``"streams"`` and ``"memory"``.
+        processes: The heading under which a stream or a memory is shown; by default ``"streams"``
+            and ``"memory"``.
     """
     processes = processes or {}
     pids: dict[str, int] = {}
@@ -47,23 +52,49 @@ def trace_events(simulation: Simulation, processes: Mapping[Device, str] | None 
         named.append(_order("thread_sort_index", pid, tids[stream], tids[stream]))
     for i, (item, start) in enumerate(zip(simulation.work, simulation.starts, strict=True)):
         for stream in item.streams:
-            event = {"ph": "X", "name": item.label, "cat": item.kind or "work", "pid": pid_of(stream, "streams"), "tid": tids[stream]}
-            timed.append(event | {"ts": _microseconds(start), "dur": _microseconds(item.seconds), "args": {"item": i}})
+            event = {
+                "ph": "X",
+                "name": item.label,
+                "cat": item.kind or "work",
+                "pid": pid_of(stream, "streams"),
+                "tid": tids[stream],
+            }
+            timed.append(
+                event
+                | {
+                    "ts": _microseconds(start),
+                    "dur": _microseconds(item.seconds),
+                    "args": {"item": i},
+                }
+            )
     for device, use in simulation.memory.items():
         name = f"memory of device {device}" if isinstance(device, int) else f"memory of {device}"
         event = {"ph": "C", "name": name, "pid": pid_of(device, "memory")}
-        timed += [event | {"ts": _microseconds(seconds), "args": {"bytes": nbytes}} for seconds, nbytes in use.samples]
-    return named + sorted(timed, key=lambda event: event["ts"])  # stable: samples of one instant keep their order
+        timed += [
+            event | {"ts": _microseconds(seconds), "args": {"bytes": nbytes}}
+            for seconds, nbytes in use.samples
+        ]
+    return named + sorted(
+        timed, key=lambda event: event["ts"]
+    )  # stable: samples of one instant keep their order
 
 
-def save_trace(simulation: Simulation, path: str | Path, processes: Mapping[Device, str] | None = None) -> None:
+def save_trace(
+    simulation: Simulation, path: str | Path, processes: Mapping[Device, str] | None = None
+) -> None:
     """Write the events to a file.
 
     Args:
         simulation, processes: As for ``trace_events``.
         path: Ends in ``.json`` by custom.
     """
-    Path(path).write_text(json.dumps({"traceEvents": trace_events(simulation, processes), "displayTimeUnit": "ms"}, allow_nan=False) + "\n")
+    Path(path).write_text(
+        json.dumps(
+            {"traceEvents": trace_events(simulation, processes), "displayTimeUnit": "ms"},
+            allow_nan=False,
+        )
+        + "\n"
+    )
 
 
 def _microseconds(seconds: float) -> float:

@@ -1,8 +1,9 @@
 """Where to cut the program into layers: at the model's marks, or automatically.
 
-Automatic cutting is a dynamic programme: among all ways to have L contiguous layers whose FLOPs differ from the mean by at
-most a tolerance, the one with the fewest bytes crossing the cuts; every layer has a product with a parameter, because without one it
-has nothing to split and next to nothing to compute. Source: the layer clustering of Alpa (Zheng et al., OSDI 2022, section 5.2,
+Automatic cutting is a dynamic programme: among all ways to have L contiguous layers whose FLOPs
+differ from the mean by at most a tolerance, the one with the fewest bytes crossing the cuts; every
+layer has a product with a parameter, because without one it has nothing to split and next to
+nothing to compute. Source: the layer clustering of Alpa (Zheng et al., OSDI 2022, section 5.2,
 equation 6), which bounds FLOPs from above only and minimises the largest crossing.
 """
 
@@ -21,10 +22,12 @@ from capture.tracing.program import Op, Program
 
 #: Of a loss without marks: fewer layers leave stages little choice, more take long to measure.
 LEAST_LAYERS, MOST_LAYERS = 8, 32
-#: Of the FLOPs of all operations that apply parameters: those that repeat and make up less are no sign of equal blocks.
+#: Of the FLOPs of all operations that apply parameters: those that repeat and make up less are no
+#: sign of equal blocks.
 BLOCK_FRACTION = 0.05
 
-#: A layer's FLOPs lie within mean / (1 + t) and mean * (1 + t); t grows by half until that is possible.
+#: A layer's FLOPs lie within mean / (1 + t) and mean * (1 + t); t grows by half until that is
+#: possible.
 FLOPS_TOLERANCE = 0.25
 
 
@@ -36,64 +39,93 @@ def mark_cuts(program: Program) -> list[int]:
     """
     end = len(program.ops)
     real = list(accumulate((i not in program.recomputed for i in range(end)), initial=0))
-    # The layer that makes the loss is the last one, even if something for its effects only comes after.
+    # The layer that makes the loss is the last one, even if something for its effects only comes
+    # after.
     last = program.producer[program.loss]
     cuts = [0]
     for mark in program.marks:
-        if real[mark.position] > real[cuts[-1]] and mark.position <= last and real[end] > real[mark.position]:
+        if (
+            real[mark.position] > real[cuts[-1]]
+            and mark.position <= last
+            and real[end] > real[mark.position]
+        ):
             cuts.append(mark.position)
     if len(cuts) == 1:
         raise TracingError.of(
             f"the loss has {len(program.marks)} layer marks and none of them divides it; "
-            'mark the boundaries in the model with jax.ad_checkpoint.checkpoint_name(x, "layer_boundary"), '
+            "mark the boundaries in the model with jax.ad_checkpoint.checkpoint_name(x, "
+            '"layer_boundary"), '
             "or leave the marks out or give num_layers (--num-layers), to cut it automatically.",
             "trace-no-marks",
         )
     return [*cuts, end]
 
 
-#: Operations that read a parameter as a table or multiply by it, by the kind of operator that they make.
-PRODUCTS: dict[str, Kind] = {"dot_general": "matmul", "ragged_dot": "matmul", "conv_general_dilated": "conv", "gather": "embedding"}
+#: Operations that read a parameter as a table or multiply by it, by the kind of operator that they
+#: make.
+PRODUCTS: dict[str, Kind] = {
+    "dot_general": "matmul",
+    "ragged_dot": "matmul",
+    "conv_general_dilated": "conv",
+    "gather": "embedding",
+}
 
 
 def product_kind(program: Program, op: Op) -> Kind | None:
-    """``matmul``, ``conv`` or ``embedding`` if the operation applies a parameter, however cast or transposed, to data; else None."""
+    """``matmul``, ``conv`` or ``embedding`` if the operation applies a parameter, however cast or
+    transposed, to data; else None."""
     static = program.from_params - program.from_batch
     reads = set(op.reads)
     return PRODUCTS.get(op.primitive.name) if reads & static and reads - static else None
 
 
 def product_cuts(program: Program) -> list[int]:
-    """Cut positions before every product with a parameter but the first; what follows a product up to the next one belongs to it."""
+    """Cut positions before every product with a parameter but the first; what follows a product up
+    to the next one belongs to it."""
     last = program.producer[program.loss]
-    found = [i for i, op in enumerate(program.ops[: last + 1]) if i not in program.recomputed and product_kind(program, op)]
+    found = [
+        i
+        for i, op in enumerate(program.ops[: last + 1])
+        if i not in program.recomputed and product_kind(program, op)
+    ]
     return [0, *found[1:], len(program.ops)]
 
 
 def applied(program: Program) -> list[bool]:
-    """By operation, whether an automatic layer may be made around it: it, or its body, multiplies data with a parameter.
+    """By operation, whether an automatic layer may be made around it: it, or its body, multiplies
+    data with a parameter.
 
-    In a loss without any such product (scales and shifts alone), those that compute with a parameter take their place.
+    In a loss without any such product (scales and shifts alone), those that compute with a
+    parameter take their place.
     """
     static = program.from_params - program.from_batch
     reads = [set(op.reads) for op in program.ops]
     computes = [
-        op.flops > 0 and i not in program.recomputed and bool(reads[i] & static and reads[i] - static) for i, op in enumerate(program.ops)
+        op.flops > 0
+        and i not in program.recomputed
+        and bool(reads[i] & static and reads[i] - static)
+        for i, op in enumerate(program.ops)
     ]
-    products = [may and _has_product(op.primitive.name, op.params) for may, op in zip(computes, program.ops, strict=True)]
+    products = [
+        may and _has_product(op.primitive.name, op.params)
+        for may, op in zip(computes, program.ops, strict=True)
+    ]
     return products if any(products) else computes
 
 
 def _has_product(name: str, params: dict[str, Any]) -> bool:
     bodies = (equation for body in sub_jaxprs(params) for equation in body.eqns)
-    return name in PRODUCTS or any(_has_product(equation.primitive.name, equation.params) for equation in bodies)
+    return name in PRODUCTS or any(
+        _has_product(equation.primitive.name, equation.params) for equation in bodies
+    )
 
 
 def layers_without_marks(program: Program, num_devices: int) -> int:
     """Into how many layers a loss without marks is cut; the same number at every micro-batch size.
 
-    As many as it has equal blocks: a part of them where they are too many to measure, a multiple where they are too few for stages to
-    differ. Never more than there are operations that apply parameters: a layer of a norm alone is no place for a cut.
+    As many as it has equal blocks: a part of them where they are too many to measure, a multiple
+    where they are too few for stages to differ. Never more than there are operations that apply
+    parameters: a layer of a norm alone is no place for a cut.
 
     Args:
         program: With every scan over stacked parameters unrolled.
@@ -103,19 +135,29 @@ def layers_without_marks(program: Program, num_devices: int) -> int:
         TracingError: ``trace-no-marks`` if no operation applies a parameter.
     """
     found: dict[tuple[Any, ...], list[int]] = {}
-    for op, applies in zip(program.ops[: program.producer[program.loss] + 1], applied(program), strict=False):
+    for op, applies in zip(
+        program.ops[: program.producer[program.loss] + 1], applied(program), strict=False
+    ):
         if applies:
             shapes = tuple(program.avals[v].shape for v in (*op.reads, *op.outputs))
             found.setdefault((op.primitive.name, shapes), []).append(op.flops)
     if not found:
         raise TracingError.of(
-            "the loss has no layer marks, and no operation in it applies a parameter to data, so that there is nothing to cut; "
+            "the loss has no layer marks, and no operation in it applies a parameter to data, so "
+            "that there is nothing to cut; "
             "check that loss_fn(params, batch) uses its parameters.",
             "trace-no-marks",
         )
     total = sum(map(sum, found.values()))
     counts = [len(flops) for flops in found.values()]
-    blocks = min((len(flops) for flops in found.values() if len(flops) > 1 and sum(flops) >= BLOCK_FRACTION * total), default=1)
+    blocks = min(
+        (
+            len(flops)
+            for flops in found.values()
+            if len(flops) > 1 and sum(flops) >= BLOCK_FRACTION * total
+        ),
+        default=1,
+    )
     most = min(sum(counts), MOST_LAYERS)
     least = min(max(LEAST_LAYERS, 2 * num_devices), most)
     if blocks > most:
@@ -124,9 +166,12 @@ def layers_without_marks(program: Program, num_devices: int) -> int:
 
 
 def crossing_bytes(program: Program) -> list[int]:
-    """Bytes that are live across each position 0..len(ops), recomputed values and leaves excluded."""
+    """Bytes that are live across each position 0..len(ops), recomputed values and leaves
+    excluded."""
     end = len(program.ops)
-    last_read: dict[int, int] = {v: i for i, op in enumerate(program.ops) if i not in program.recomputed for v in op.reads}
+    last_read: dict[int, int] = {
+        v: i for i, op in enumerate(program.ops) if i not in program.recomputed for v in op.reads
+    }
     change = [0] * (end + 2)
     for value, made in program.producer.items():
         if made not in program.recomputed and (read := last_read.get(value, made)) > made:
@@ -138,22 +183,32 @@ def crossing_bytes(program: Program) -> list[int]:
 
 
 def cluster_cuts(program: Program, num_layers: int) -> list[int]:
-    """Cut positions of ``num_layers`` layers with near-equal FLOPs, a product each, and the fewest bytes crossing.
+    """Cut positions of ``num_layers`` layers with near-equal FLOPs, a product each, and the fewest
+    bytes crossing.
 
     Raises:
         TracingError: ``trace-num-layers`` if the program has fewer products with parameters.
     """
     end = len(program.ops)
     last = program.producer[program.loss]
-    products = list(accumulate((has and i <= last for i, has in enumerate(applied(program))), initial=0))
+    products = list(
+        accumulate((has and i <= last for i, has in enumerate(applied(program))), initial=0)
+    )
     if not 1 <= num_layers <= max(1, products[end]):
         raise TracingError.of(
-            f"num_layers={num_layers} is not possible: a layer needs a product with a parameter, and the loss has {products[end]}; "
+            f"num_layers={num_layers} is not possible: a layer needs a product with a parameter, "
+            f"and the loss has {products[end]}; "
             f"give 1 to {max(1, products[end])}, or mark the layers in the model.",
             "trace-num-layers",
         )
-    done = list(accumulate((0 if i in program.recomputed else op.flops for i, op in enumerate(program.ops)), initial=0))
-    # Between two computing ops only one place is worth a cut: the one with the fewest bytes, the later of equals.
+    done = list(
+        accumulate(
+            (0 if i in program.recomputed else op.flops for i, op in enumerate(program.ops)),
+            initial=0,
+        )
+    )
+    # Between two computing ops only one place is worth a cut: the one with the fewest bytes, the
+    # later of equals.
     live = crossing_bytes(program)
     best_place: dict[int, int] = {}
     for position in range(1, last + 1):
@@ -162,18 +217,30 @@ def cluster_cuts(program: Program, num_layers: int) -> list[int]:
             best_place[flop] = position
     places = [0, *best_place.values(), end]
     mean = done[end] / num_layers
-    costs = [live[p] + 0.5 * abs(done[p] / mean - round(done[p] / mean)) if mean else 0.0 for p in places]
+    costs = [
+        live[p] + 0.5 * abs(done[p] / mean - round(done[p] / mean)) if mean else 0.0 for p in places
+    ]
     progress, found = [float(done[p]) for p in places], [products[p] for p in places]
     tolerance = FLOPS_TOLERANCE
-    while (chosen := cheapest_path(progress, costs, num_layers, mean / (1 + tolerance), mean * (1 + tolerance), found)) is None:
+    while (
+        chosen := cheapest_path(
+            progress, costs, num_layers, mean / (1 + tolerance), mean * (1 + tolerance), found
+        )
+    ) is None:
         tolerance *= 1.5
     return [places[i] for i in chosen]
 
 
 def cheapest_path(
-    progress: list[float], costs: list[float], num_steps: int, least: float, most: float, found: list[int]
+    progress: list[float],
+    costs: list[float],
+    num_steps: int,
+    least: float,
+    most: float,
+    found: list[int],
 ) -> list[int] | None:
-    """Indices 0 = i_0 < ... < i_L = last with steps of progress in [least, most] and the least cost in between; O(n L).
+    """Indices 0 = i_0 < ... < i_L = last with steps of progress in [least, most] and the least cost
+    in between; O(n L).
 
     Args:
         progress: Ascending.
@@ -190,7 +257,11 @@ def cheapest_path(
         window: deque[int] = deque()  # candidates in reach, costs ascending
         entering = 0
         for j in range(1, end + 1):
-            while entering < j and progress[entering] <= progress[j] - least and found[entering] < found[j]:
+            while (
+                entering < j
+                and progress[entering] <= progress[j] - least
+                and found[entering] < found[j]
+            ):
                 if best[entering] < math.inf:
                     while window and best[window[-1]] >= best[entering]:
                         window.pop()

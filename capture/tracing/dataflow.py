@@ -14,7 +14,12 @@ from jax.extend import core as jex_core
 from capture.model.graph import content_hash
 from capture.tracing.source import at_source, line_of
 
-_INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
+_INLINED = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+}
 
 
 class DataFlow:
@@ -28,29 +33,41 @@ class DataFlow:
         def run(*args):
             return _evaluate_inlined(closed.jaxpr, closed.consts, args)
 
-        flat = jax.make_jaxpr(run)(*[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars])
+        flat = jax.make_jaxpr(run)(
+            *[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
+        )
         self._jaxpr, self._consts = flat.jaxpr, flat.consts
         self.inputs, self.outputs = list(self._jaxpr.invars), list(self._jaxpr.outvars)
 
     def propagate(
-        self, owners: Mapping[Any, frozenset[int]], of_result: Callable[[frozenset[int], int], frozenset[int]] | None = None
+        self,
+        owners: Mapping[Any, frozenset[int]],
+        of_result: Callable[[frozenset[int], int], frozenset[int]] | None = None,
     ) -> dict[Any, frozenset[int]]:
         """Union of the owners of the inputs that each value depends on.
 
         Args:
             owners: Of the inputs.
-            of_result: Maps the union and the number of elements of a value to its owners; by default the union.
+            of_result: Maps the union and the number of elements of a value to its owners; by
+                default the union.
         """
         flow = dict(owners)
         for equation in self._jaxpr.eqns:
-            parts = [flow[v] for v in equation.invars if not isinstance(v, jex_core.Literal) and v in flow]
+            parts = [
+                flow[v]
+                for v in equation.invars
+                if not isinstance(v, jex_core.Literal) and v in flow
+            ]
             union = frozenset().union(*parts) if parts else frozenset()
             for out in equation.outvars:
-                flow[out] = union if of_result is None else of_result(union, math.prod(out.aval.shape))
+                flow[out] = (
+                    union if of_result is None else of_result(union, math.prod(out.aval.shape))
+                )
         return flow
 
     def key_of(self, wanted: Any) -> str:
-        """Hash of the equations that a value depends on, values renumbered; closed-over arrays count by shape, not by content."""
+        """Hash of the equations that a value depends on, values renumbered; closed-over arrays
+        count by shape, not by content."""
         numbers: dict[Any, int] = {}
 
         def text(atom: Any) -> str:
@@ -103,7 +120,11 @@ class DataFlow:
 
 
 def bind(
-    equation: Any, args: Sequence[Any], values: dict[Any, Any], caller: Any = None, call: Callable[..., Sequence[Any]] | None = None
+    equation: Any,
+    args: Sequence[Any],
+    values: dict[Any, Any],
+    caller: Any = None,
+    call: Callable[..., Sequence[Any]] | None = None,
 ) -> None:
     """Run one equation, in its own scope and at its own line, and note its results.
 
@@ -118,19 +139,26 @@ def bind(
         if call is not None:
             results = call(*args)
         else:
-            results = equation.primitive.bind(*args, **equation.primitive.get_bind_params(equation.params))
+            results = equation.primitive.bind(
+                *args, **equation.primitive.get_bind_params(equation.params)
+            )
             results = results if equation.primitive.multiple_results else [results]
     values.update(zip(equation.outvars, results, strict=True))
 
 
 def _traceback(equation: Any, caller: Any) -> Any:
-    """The body of a function that JAX keeps traced was not called from any line of the model: the call was."""
+    """The body of a function that JAX keeps traced was not called from any line of the model: the
+    call was."""
     own = equation.source_info.traceback
     return own if caller is None or line_of(own) else caller
 
 
-def _evaluate_inlined(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], caller: Any = None) -> list[Any]:
-    values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
+def _evaluate_inlined(
+    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], caller: Any = None
+) -> list[Any]:
+    values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(
+        zip(jaxpr.invars, args, strict=True)
+    )
 
     def read(atom):
         return atom.val if isinstance(atom, jex_core.Literal) else values[atom]

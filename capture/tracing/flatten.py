@@ -1,7 +1,8 @@
-"""From a jaxpr to a flat ``Program``: calls and remat regions opened, chosen scans unrolled, stacked parameters divided.
+"""From a jaxpr to a flat ``Program``: calls and remat regions opened, chosen scans unrolled,
+stacked parameters divided.
 
-Source: the marks are ``jax.ad_checkpoint.checkpoint_name(x, "layer_boundary")``; the idea of cutting a traced loss at
-markers is Alpa's (Zheng et al., OSDI 2022, section 5).
+Source: the marks are ``jax.ad_checkpoint.checkpoint_name(x, "layer_boundary")``; the idea of
+cutting a traced loss at markers is Alpa's (Zheng et al., OSDI 2022, section 5).
 """
 
 from __future__ import annotations
@@ -25,16 +26,26 @@ LAYER_BOUNDARY = "layer_boundary"
 #: Position of an equation: its index in the outermost jaxpr, in the body there, and so on.
 EquationPath = tuple[int, ...]
 
-#: Call-like primitives and the parameter that holds their body. Custom derivatives and control flow stay closed.
-_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr"}
+#: Call-like primitives and the parameter that holds their body. Custom derivatives and control flow
+#: stay closed.
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+}
 _REMAT = ("remat2", "checkpoint")
-#: Ops that may stand between a stacked parameter and the scan over it: applied to each layer's part instead.
+#: Ops that may stand between a stacked parameter and the scan over it: applied to each layer's part
+#: instead.
 _PER_PART = ("convert_element_type", "transpose", "copy")
 
 
 @dataclass
 class _Stack:
-    """A value that is known as its parts along one dimension; the stacked array is only made if someone needs it."""
+    """A value that is known as its parts along one dimension; the stacked array is only made if
+    someone needs it."""
 
     parts: list[int]
     dim: int
@@ -63,17 +74,22 @@ def is_mark(equation) -> bool:
     return equation.primitive.name == "name" and equation.params["name"] == LAYER_BOUNDARY
 
 
-def flatten(closed, num_params: int, unroll: frozenset[EquationPath] | None, stacked: Mapping[int, int]) -> Flattening:
+def flatten(
+    closed, num_params: int, unroll: frozenset[EquationPath] | None, stacked: Mapping[int, int]
+) -> Flattening:
     """Flatten the jaxpr of a loss.
 
     Args:
-        closed: Closed jaxpr; its inputs are the parameter leaves, then the batch leaves, and the first of its outputs is the loss.
+        closed: Closed jaxpr; its inputs are the parameter leaves, then the batch leaves, and the
+            first of its outputs is the loss.
         num_params: Number of parameter leaves.
-        unroll: Scans to unroll; None to honour layer marks: scans with a mark in the body are unrolled, and marks are recorded.
+        unroll: Scans to unroll; None to honour layer marks: scans with a mark in the body are
+            unrolled, and marks are recorded.
         stacked: Dimension along which to divide a parameter leaf into one per layer, by leaf.
 
     Raises:
-        TracingError: ``trace-mark-position`` for a mark inside a custom derivative, ``cond``, ``while`` or another closed body.
+        TracingError: ``trace-mark-position`` for a mark inside a custom derivative, ``cond``,
+            ``while`` or another closed body.
     """
     flattener = _Flattener(unroll)
     params: list[int] = []
@@ -94,9 +110,14 @@ def flatten(closed, num_params: int, unroll: frozenset[EquationPath] | None, sta
             arguments.append(_Stack(parts, dim))
     batch = [v for v in arguments[num_params:] if isinstance(v, int)]
     top = _Place()
-    loss, *aux = [flattener.as_value(v, top) for v in flattener.open(closed.jaxpr, closed.consts, arguments, top)]
+    loss, *aux = [
+        flattener.as_value(v, top)
+        for v in flattener.open(closed.jaxpr, closed.consts, arguments, top)
+    ]
     if all(loss not in op.outputs for op in flattener.ops):
-        loss = flattener.emit(("copy",), [loss], top)  # a loss that is a leaf or a constant still needs a layer that makes it
+        loss = flattener.emit(
+            ("copy",), [loss], top
+        )  # a loss that is a leaf or a constant still needs a layer that makes it
     program = Program(
         tuple(flattener.ops),
         tuple(flattener.avals),
@@ -113,7 +134,8 @@ def flatten(closed, num_params: int, unroll: frozenset[EquationPath] | None, sta
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an equation stands: its name scopes, the remat regions around it, its path, and where the model calls it."""
+    """Where an equation stands: its name scopes, the remat regions around it, its path, and where
+    the model calls it."""
 
     scope: str = ""
     regions: tuple[RematRegion, ...] = ()
@@ -123,7 +145,8 @@ class _Place:
     def of(self, equation, index: int) -> _Place:
         scope = "/".join(filter(None, (self.scope, str(equation.source_info.name_stack))))
         own = equation.source_info.traceback
-        # The body of a function that JAX keeps traced was not called from this line of the model: the call was.
+        # The body of a function that JAX keeps traced was not called from this line of the model:
+        # the call was.
         traceback = own if self.traceback is None or line_of(own) else self.traceback
         return _Place(scope, self.regions, (*self.path, index), traceback)
 
@@ -136,10 +159,14 @@ class _Flattener:
     consts: dict[int, Any] = field(default_factory=dict)
     marks: list[Mark] = field(default_factory=list)
     num_regions: int = 0
-    origin: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)  # value -> parameter leaf, order of the leaf's dims
+    origin: dict[int, tuple[int, tuple[int, ...]]] = field(
+        default_factory=dict
+    )  # value -> parameter leaf, order of the leaf's dims
     scanned_dims: dict[int, set[int]] = field(default_factory=dict)
     scan_flops: dict[EquationPath, int] = field(default_factory=dict)
-    known_marked: dict[int, bool] = field(default_factory=dict)  # by id of a jaxpr, which the traced loss keeps alive
+    known_marked: dict[int, bool] = field(
+        default_factory=dict
+    )  # by id of a jaxpr, which the traced loss keeps alive
 
     def new_value(self, aval) -> int:
         self.avals.append(aval)
@@ -155,31 +182,43 @@ class _Flattener:
             return False  # automatic cutting does not look at marks
         if id(jaxpr) not in self.known_marked:
             self.known_marked[id(jaxpr)] = any(
-                is_mark(equation) or any(map(self.has_mark, sub_jaxprs(equation.params))) for equation in jaxpr.eqns
+                is_mark(equation) or any(map(self.has_mark, sub_jaxprs(equation.params)))
+                for equation in jaxpr.eqns
             )
         return self.known_marked[id(jaxpr)]
 
-    def open(self, jaxpr, consts: Sequence[Any], arguments: Sequence[_Value], place: _Place) -> list[_Value]:
+    def open(
+        self, jaxpr, consts: Sequence[Any], arguments: Sequence[_Value], place: _Place
+    ) -> list[_Value]:
         """Append the equations of a body; returns its outputs."""
-        env: dict[Any, _Value] = dict(zip(jaxpr.constvars, map(self.new_const, consts), strict=True))
+        env: dict[Any, _Value] = dict(
+            zip(jaxpr.constvars, map(self.new_const, consts), strict=True)
+        )
         env.update(zip(jaxpr.invars, arguments, strict=True))
 
         def read(atom) -> _Value:
             return atom if isinstance(atom, jex_core.Literal) else env[atom]
 
         for index, equation in enumerate(jaxpr.eqns):
-            outputs = self._equation(equation, [read(atom) for atom in equation.invars], place.of(equation, index))
+            outputs = self._equation(
+                equation, [read(atom) for atom in equation.invars], place.of(equation, index)
+            )
             env.update(zip(equation.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
     def _equation(self, equation, inputs: list[_Value], place: _Place) -> Sequence[_Value]:
         name, params = equation.primitive.name, equation.params
         if is_mark(equation):
-            # An alias rather than an op: a skip connection may read the value by either name, and must not cross twice.
+            # An alias rather than an op: a skip connection may read the value by either name, and
+            # must not cross twice.
             if self.unroll is None:
-                self.marks.append(Mark(len(self.ops), inputs[0] if isinstance(inputs[0], int) else None))
+                self.marks.append(
+                    Mark(len(self.ops), inputs[0] if isinstance(inputs[0], int) else None)
+                )
             return inputs
-        if name in _CALLS and (not _is_sharded(params) or self.has_mark(_open(params[_CALLS[name]]))):
+        if name in _CALLS and (
+            not _is_sharded(params) or self.has_mark(_open(params[_CALLS[name]]))
+        ):
             if name in _REMAT:
                 region = RematRegion(self.num_regions, 0, params["policy"], params["prevent_cse"])
                 place = replace(place, regions=(*place.regions, region))
@@ -190,7 +229,8 @@ class _Flattener:
             return self._unrolled(equation, inputs, place)
         if any(map(self.has_mark, sub_jaxprs(params))):
             raise TracingError.of(
-                f"a {LAYER_BOUNDARY!r} mark stands inside {name} (scope {place.scope or 'top level'!r}), which cannot be cut; "
+                f"a {LAYER_BOUNDARY!r} mark stands inside {name} (scope "
+                f"{place.scope or 'top level'!r}), which cannot be cut; "
                 f"move the mark out of the {name}.",
                 "trace-mark-position",
             )
@@ -198,18 +238,31 @@ class _Flattener:
             return [self._per_part(equation, inputs[0], place)]
         return self._append(equation, [self.whole(v, place) for v in inputs], place)
 
-    def _append(self, equation, inputs: Sequence[int | jex_core.Literal], place: _Place) -> list[_Value]:
+    def _append(
+        self, equation, inputs: Sequence[int | jex_core.Literal], place: _Place
+    ) -> list[_Value]:
         outputs = [self.new_value(var.aval) for var in equation.outvars]
         regions = tuple(replace(region, segment=len(self.marks)) for region in place.regions)
-        self.ops.append(Op.of(equation, tuple(inputs), tuple(outputs), place.scope, place.traceback, regions))
-        if equation.primitive.name in _PER_PART and isinstance(inputs[0], int) and inputs[0] in self.origin:
+        self.ops.append(
+            Op.of(equation, tuple(inputs), tuple(outputs), place.scope, place.traceback, regions)
+        )
+        if (
+            equation.primitive.name in _PER_PART
+            and isinstance(inputs[0], int)
+            and inputs[0] in self.origin
+        ):
             leaf, dims = self.origin[inputs[0]]
-            self.origin[outputs[0]] = (leaf, tuple(dims[d] for d in equation.params.get("permutation", range(len(dims)))))
+            self.origin[outputs[0]] = (
+                leaf,
+                tuple(dims[d] for d in equation.params.get("permutation", range(len(dims)))),
+            )
         return list(outputs)
 
     def emit(self, operation: tuple, inputs: Sequence[int], place: _Place) -> int:
         """Append one of the small array operations of ``_EMITTED``."""
-        closed = _emitted_jaxpr(operation, tuple((self.avals[v].shape, self.avals[v].dtype) for v in inputs))
+        closed = _emitted_jaxpr(
+            operation, tuple((self.avals[v].shape, self.avals[v].dtype) for v in inputs)
+        )
         (output,) = self.open(closed.jaxpr, closed.consts, list(inputs), place)
         assert isinstance(output, int), f"{operation} gave {output}"
         return output
@@ -230,10 +283,15 @@ class _Flattener:
         if equation.primitive.name == "transpose":
             order = equation.params["permutation"]
             inner = tuple(d - (d > stack.dim) for d in order if d != stack.dim)
-            return _Stack([self.emit(("transpose", inner), [part], place) for part in stack.parts], order.index(stack.dim))
+            return _Stack(
+                [self.emit(("transpose", inner), [part], place) for part in stack.parts],
+                order.index(stack.dim),
+            )
         if equation.primitive.name == "convert_element_type":
             dtype = equation.params["new_dtype"]
-            return _Stack([self.emit(("cast", dtype), [part], place) for part in stack.parts], stack.dim)
+            return _Stack(
+                [self.emit(("cast", dtype), [part], place) for part in stack.parts], stack.dim
+            )
         return stack  # a copy
 
     def _unrolls(self, equation, inputs: list[_Value], place: _Place) -> bool:
@@ -241,7 +299,11 @@ class _Flattener:
         num_consts, num_carry = _scan_arity(equation)
         scanned = inputs[num_consts + num_carry :]
         leaves = [self.origin[v] for v in scanned if isinstance(v, int) and v in self.origin]
-        if self.has_mark(_open(equation.params["jaxpr"])) if self.unroll is None else place.path in self.unroll:
+        if (
+            self.has_mark(_open(equation.params["jaxpr"]))
+            if self.unroll is None
+            else place.path in self.unroll
+        ):
             for leaf, dims in leaves:
                 self.scanned_dims.setdefault(leaf, set()).add(dims[0])
             return True
@@ -253,13 +315,20 @@ class _Flattener:
         """Append the body of a scan once per iteration; what it collects stays a stack of parts."""
         body, length = equation.params["jaxpr"], equation.params["length"]
         num_consts, num_carry = _scan_arity(equation)
-        consts, carry, scanned = inputs[:num_consts], inputs[num_consts : num_consts + num_carry], inputs[num_consts + num_carry :]
+        consts, carry, scanned = (
+            inputs[:num_consts],
+            inputs[num_consts : num_consts + num_carry],
+            inputs[num_consts + num_carry :],
+        )
         collected: list[list[_Value]] = [[] for _ in range(length)]
         for i in reversed(range(length)) if equation.params["reverse"] else range(length):
             rows = [self._row(value, i, place) for value in scanned]
             outputs = self.open(_open(body), _consts(body), [*consts, *carry, *rows], place)
             carry, collected[i] = outputs[:num_carry], outputs[num_carry:]
-        stacks = [_Stack([self.as_value(v, place) for v in column], 0) for column in zip(*collected, strict=True)]
+        stacks = [
+            _Stack([self.as_value(v, place) for v in column], 0)
+            for column in zip(*collected, strict=True)
+        ]
         return [*carry, *stacks]
 
     def _row(self, value: _Value, i: int, place: _Place) -> int:
@@ -281,7 +350,9 @@ _EMITTED: Mapping[str, Callable[..., Callable[..., Any]]] = {
 @lru_cache(maxsize=4096)
 def _emitted_jaxpr(operation: tuple, avals: tuple):
     kind, *arguments = operation
-    return jax.make_jaxpr(_EMITTED[kind](*arguments))(*[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in avals])
+    return jax.make_jaxpr(_EMITTED[kind](*arguments))(
+        *[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in avals]
+    )
 
 
 def _open(body):
@@ -300,9 +371,16 @@ def _is_sharded(params: Mapping[str, Any]) -> bool:
 
 
 def _scan_arity(equation) -> tuple[int, int]:
-    """Numbers of constants and carries, from ranks: the parameters that say so differ between JAX versions."""
+    """Numbers of constants and carries, from ranks: the parameters that say so differ between JAX
+    versions."""
     body = _open(equation.params["jaxpr"])
-    num_scanned = sum(outer.aval.ndim != inner.aval.ndim for outer, inner in zip(equation.invars, body.invars, strict=True))
-    num_collected = sum(outer.aval.ndim != inner.aval.ndim for outer, inner in zip(equation.outvars, body.outvars, strict=True))
+    num_scanned = sum(
+        outer.aval.ndim != inner.aval.ndim
+        for outer, inner in zip(equation.invars, body.invars, strict=True)
+    )
+    num_collected = sum(
+        outer.aval.ndim != inner.aval.ndim
+        for outer, inner in zip(equation.outvars, body.outvars, strict=True)
+    )
     num_carry = len(equation.outvars) - num_collected
     return len(equation.invars) - num_scanned - num_carry, num_carry

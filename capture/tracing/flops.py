@@ -10,8 +10,29 @@ from jax.extend import core as jex_core
 
 #: Only move, name or reinterpret data.
 _NO_FLOPS = frozenset(
-    {"reshape", "broadcast_in_dim", "transpose", "squeeze", "expand_dims", "rev", "concatenate", "pad", "split", "iota", "select_n"}
-    | {"slice", "dynamic_slice", "dynamic_update_slice", "gather", "copy", "copy_p", "convert_element_type", "bitcast_convert_type"}
+    {
+        "reshape",
+        "broadcast_in_dim",
+        "transpose",
+        "squeeze",
+        "expand_dims",
+        "rev",
+        "concatenate",
+        "pad",
+        "split",
+        "iota",
+        "select_n",
+    }
+    | {
+        "slice",
+        "dynamic_slice",
+        "dynamic_update_slice",
+        "gather",
+        "copy",
+        "copy_p",
+        "convert_element_type",
+        "bitcast_convert_type",
+    }
     | {"name", "stop_gradient", "optimization_barrier", "debug_callback", "debug_print"}
     | {"random_seed", "random_wrap", "random_unwrap", "random_split", "random_fold_in"}
 )
@@ -26,10 +47,12 @@ def sub_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
 
 
 def equation_flops(equation) -> int:
-    """Floating-point operations: 2 per multiply-add, 1 per element of other arithmetic, 0 for moving data.
+    """Floating-point operations: 2 per multiply-add, 1 per element of other arithmetic, 0 for
+    moving data.
 
-    A scan counts its body ``length`` times, a ``cond`` its dearest branch (one by platform its default), a ``while`` one iteration, a
-    Pallas kernel what its author estimates, or else its body once per point of the grid.
+    A scan counts its body ``length`` times, a ``cond`` its dearest branch (one by platform its
+    default), a ``while`` one iteration, a Pallas kernel what its author estimates, or else its body
+    once per point of the grid.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -43,7 +66,12 @@ def equation_flops(equation) -> int:
         return 2 * out_size * math.prod(equation.invars[0].aval.shape[d] for d in contracting)
     if name == "conv_general_dilated":
         kernel = equation.invars[1].aval.shape
-        return 2 * out_size * math.prod(kernel) // max(1, kernel[params["dimension_numbers"].rhs_spec[0]])
+        return (
+            2
+            * out_size
+            * math.prod(kernel)
+            // max(1, kernel[params["dimension_numbers"].rhs_spec[0]])
+        )
     bodies = [sum(map(equation_flops, body.eqns)) for body in sub_jaxprs(params)]
     if name == "cond":
         platforms = params.get("branches_platforms") or ()

@@ -1,4 +1,5 @@
-"""Content hashes of layers: what they compute, on what shapes, and nothing about where or when they were traced."""
+"""Content hashes of layers: what they compute, on what shapes, and nothing about where or when they
+were traced."""
 
 from __future__ import annotations
 
@@ -19,9 +20,21 @@ from capture.tracing.layers import LayerOps
 from capture.tracing.program import Program
 from capture.tracing.split_rule import PRIMITIVE
 
-#: Parameters of equations that say nothing about the result, or that hold the functions of a custom rule (hashed by what they trace to).
+#: Parameters of equations that say nothing about the result, or that hold the functions of a custom
+#: rule (hashed by what they trace to).
 _IGNORED = frozenset(
-    {"name", "name_and_src_info", "debug_info", "ctx_mesh", "fwd_jaxpr_thunk", "jvp_jaxpr_fun", "bwd", "out_trees", "inline", "keep_unused"}
+    {
+        "name",
+        "name_and_src_info",
+        "debug_info",
+        "ctx_mesh",
+        "fwd_jaxpr_thunk",
+        "jvp_jaxpr_fun",
+        "bwd",
+        "out_trees",
+        "inline",
+        "keep_unused",
+    }
 )
 _CUSTOM_RULES = ("custom_jvp_call", "custom_vjp_call")
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
@@ -37,30 +50,40 @@ class ProgramHasher:
     def __init__(self, program: Program):
         self._program = program
         self._consts: dict[int, str] = {}
-        self._known: dict[tuple[int, bool], tuple[Any, str]] = {}  # by id of an object, which is kept so that the id stays its own
+        self._known: dict[
+            tuple[int, bool], tuple[Any, str]
+        ] = {}  # by id of an object, which is kept so that the id stays its own
         self._in_rule = False
         self._open_functions: set[int] = set()
 
     def layer_key(self, layer: LayerOps) -> str:
         """Equal for layers that run the same program on other parameters.
 
-        Leaves and inputs are named by their position in the layer's lists, which is the order of its arguments.
+        Leaves and inputs are named by their position in the layer's lists, which is the order of
+        its arguments.
         """
         program = self._program
         names: dict[int, str] = {}
         for prefix, values in (("p", layer.params), ("i", layer.inputs), ("b", layer.batch)):
             names.update({v: f"{prefix}{n}" for n, v in enumerate(values)})
-        lines = [f"{name}:{_type(program.avals[v])}:{v in program.differentiable}" for v, name in names.items()]
+        lines = [
+            f"{name}:{_type(program.avals[v])}:{v in program.differentiable}"
+            for v, name in names.items()
+        ]
         names.update({v: self._const(v) for v in layer.consts})
         regions: dict[Any, str] = {}
         for op in layer.ops:
             for region in op.regions:
-                regions.setdefault(region, f"r{len(regions)}{self._text(region.policy)}{region.prevent_cse}")
+                regions.setdefault(
+                    region, f"r{len(regions)}{self._text(region.policy)}{region.prevent_cse}"
+                )
             for v in op.outputs:
                 names[v] = f"v{len(names)}"
             inputs = ",".join(names[v] if isinstance(v, int) else _array(v.val) for v in op.inputs)
             outputs = ",".join(f"{names[v]}:{_type(program.avals[v])}" for v in op.outputs)
-            lines.append(f"{outputs}={self._equation(op)}({inputs})[{','.join(regions[r] for r in op.regions)}]")
+            lines.append(
+                f"{outputs}={self._equation(op)}({inputs})[{','.join(regions[r] for r in op.regions)}]"
+            )
         lines += [f"out {names[v]}:{v in program.differentiable}" for v in layer.outputs]
         return digest("\n".join(lines))
 
@@ -72,21 +95,31 @@ class ProgramHasher:
     def _equation(self, equation) -> str:
         """Primitive and parameters of an ``Op`` or of an equation of a jaxpr."""
         name, params = equation.primitive.name, equation.params
-        shown = {k: v for k, v in params.items() if k not in _IGNORED or (name == "name" and k == "name")}
-        in_rule, self._in_rule = self._in_rule, self._in_rule or name == PRIMITIVE  # which has no derivative: its rules do not matter
+        shown = {
+            k: v for k, v in params.items() if k not in _IGNORED or (name == "name" and k == "name")
+        }
+        in_rule, self._in_rule = (
+            self._in_rule,
+            self._in_rule or name == PRIMITIVE,
+        )  # which has no derivative: its rules do not matter
         text = f"{name}{self._text(shown)}"
         self._in_rule = in_rule
         return text + self._rule(equation.primitive, params) if name in _CUSTOM_RULES else text
 
     def _rule(self, primitive, params: dict[str, Any]) -> str:
-        """A custom derivative by what it traces to: the functions themselves have only addresses to tell them apart.
+        """A custom derivative by what it traces to: the functions themselves have only addresses to
+        tell them apart.
 
-        Inside a rule, custom functions (often the same one) are only evaluated, so there their rules do not matter.
+        Inside a rule, custom functions (often the same one) are only evaluated, so there their
+        rules do not matter.
         """
         if self._in_rule:
             return ""
         if (id(params), False) not in self._known:
-            avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in next(sub_jaxprs(params)).invars]
+            avals = [
+                jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
+                for v in next(sub_jaxprs(params)).invars
+            ]
             text = ""
             if any(map(_is_float, avals)):
                 traced = jax.make_jaxpr(_pullback(primitive, params))(*avals)
@@ -98,7 +131,9 @@ class ProgramHasher:
 
     def _jaxpr(self, body) -> str:
         jaxpr, consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
-        names = {v: f"a{n}:{_type(v.aval)}" for n, v in enumerate((*jaxpr.constvars, *jaxpr.invars))}
+        names = {
+            v: f"a{n}:{_type(v.aval)}" for n, v in enumerate((*jaxpr.constvars, *jaxpr.invars))
+        }
         lines = [" ".join(names.values()), *map(_array, consts)]
 
         def read(atom) -> str:
@@ -108,7 +143,9 @@ class ProgramHasher:
             inputs = ",".join(map(read, equation.invars))
             for v in equation.outvars:
                 names[v] = f"v{len(names)}:{_type(v.aval)}"
-            lines.append(f"{','.join(names[v] for v in equation.outvars)}={self._equation(equation)}({inputs})")
+            lines.append(
+                f"{','.join(names[v] for v in equation.outvars)}={self._equation(equation)}({inputs})"
+            )
         return digest("\n".join([*lines, *map(read, jaxpr.outvars)]))
 
     def _text(self, value: Any) -> str:
@@ -129,23 +166,33 @@ class ProgramHasher:
         if isinstance(value, functools.partial):
             return "partial" + self._text((value.func, value.args, value.keywords))
         if isinstance(value, types.FunctionType):
-            return value.__qualname__ + self._function(value)  # its module is named by where the model's file lies
+            return value.__qualname__ + self._function(
+                value
+            )  # its module is named by where the model's file lies
         if type(value).__repr__ is object.__repr__ and getattr(value, "__dict__", None):
             return type(value).__qualname__ + self._text(vars(value))
         return _ADDRESS.sub("", repr(value))
 
     def _code(self, code: types.CodeType) -> str:
-        nested = [self._code(c) if isinstance(c, types.CodeType) else self._text(c) for c in code.co_consts]
+        nested = [
+            self._code(c) if isinstance(c, types.CodeType) else self._text(c)
+            for c in code.co_consts
+        ]
         return digest(repr((code.co_code, code.co_names, nested)))
 
     def _function(self, function: types.FunctionType) -> str:
-        """Code, closure and the functions of its module that it names: two lambdas of one line may differ in what they close over only."""
+        """Code, closure and the functions of its module that it names: two lambdas of one line may
+        differ in what they close over only."""
         if id(function) in self._open_functions:
             return "recursive"
         self._open_functions.add(id(function))
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
         named = [function.__globals__.get(name) for name in _names(function.__code__)]
-        own = [f for f in named if isinstance(f, types.FunctionType) and f.__globals__ is function.__globals__]
+        own = [
+            f
+            for f in named
+            if isinstance(f, types.FunctionType) and f.__globals__ is function.__globals__
+        ]
         parts = (cells, function.__defaults__ or (), function.__kwdefaults__ or {}, own)
         text = digest(self._code(function.__code__) + self._text(parts))
         self._open_functions.remove(id(function))

@@ -1,6 +1,7 @@
 """Which operations each layer runs, once the cut positions are known.
 
-A layer runs its own operations and its own copies of the recomputed ones that it needs (``Program.recomputed``).
+A layer runs its own operations and its own copies of the recomputed ones that it needs
+(``Program.recomputed``).
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class LayerOps:
         own: How many of them run in no other layer.
         params, batch, consts: Leaves and constants that the ops read.
         inputs: Values of earlier layers that the ops read.
-        outputs: Values that later layers read, and results of the program; the last layer makes the loss.
+        outputs: Values that later layers read, and results of the program; the last layer makes the
+            loss.
     """
 
     ops: tuple[Op, ...]
@@ -38,7 +40,8 @@ class LayerOps:
 
 
 def assign_layers(program: Program, cuts: Sequence[int]) -> list[LayerOps]:
-    """Layers between consecutive cut positions ``0 = cuts[0] < ... < cuts[-1] = len(program.ops)``."""
+    """Layers between consecutive cut positions ``0 = cuts[0] < ... < cuts[-1] =
+    len(program.ops)``."""
     params, batch, consts = set(program.params), set(program.batch), set(program.consts)
     picked: list[tuple[list[int], int]] = []
     external: list[set[int]] = []
@@ -63,7 +66,12 @@ def assign_layers(program: Program, cuts: Sequence[int]) -> list[LayerOps]:
     layers = []
     for k, (indices, num_own) in enumerate(picked):
         is_last = k == len(picked) - 1
-        made = {v for i in indices if is_last or i not in program.recomputed for v in program.ops[i].outputs}
+        made = {
+            v
+            for i in indices
+            if is_last or i not in program.recomputed
+            for v in program.ops[i].outputs
+        }
         outputs = made & (program.results if is_last else crossing | program.results)
         layers.append(
             LayerOps(

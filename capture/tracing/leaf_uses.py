@@ -1,7 +1,8 @@
-"""How a traced loss uses its parameter leaves, and along which dimension a product that reads one can be split into slices.
+"""How a traced loss uses its parameter leaves, and along which dimension a product that reads one
+can be split into slices.
 
-A product over the slices of a contracted dimension is a sum of products, one per slice; a lookup in a table is the sum of lookups in slices
-of its rows, where a row of another slice counts as zero.
+A product over the slices of a contracted dimension is a sum of products, one per slice; a lookup in
+a table is the sum of lookups in slices of its rows, where a row of another slice counts as zero.
 
 Source: Jiang et al. 2023 (OSDP), 3.3 and Figure 4.
 """
@@ -28,7 +29,8 @@ class Slicing:
 
     Attributes:
         dim: Dimension of the parameter, as the operation reads it.
-        partner: Operand that is split with it, ``partner_dim`` of it; of a lookup, the indices, which are not split (None).
+        partner: Operand that is split with it, ``partner_dim`` of it; of a lookup, the indices,
+            which are not split (None).
     """
 
     dim: int
@@ -59,13 +61,20 @@ def slicing_of(op: Op, operand: int, shape: tuple[int, ...]) -> Slicing | None:
     if op.primitive.name == "gather" and operand == 0:
         numbers = op.params["dimension_numbers"]
         rows = tuple(numbers.collapsed_slice_dims) == tuple(numbers.start_index_map) == (0,)
-        return Slicing(0, 1, None) if rows and tuple(op.params["slice_sizes"][1:]) == tuple(shape[1:]) else None
+        return (
+            Slicing(0, 1, None)
+            if rows and tuple(op.params["slice_sizes"][1:]) == tuple(shape[1:])
+            else None
+        )
     return None
 
 
 def split_dims(program: Program) -> tuple[int | None, ...]:
-    """Per parameter of a program, the dimension that all operations that read it can be split along; None if there is none."""
-    seen: dict[int, tuple[int, tuple[int, ...]]] = {v: (p, tuple(range(len(program.avals[v].shape)))) for p, v in enumerate(program.params)}
+    """Per parameter of a program, the dimension that all operations that read it can be split
+    along; None if there is none."""
+    seen: dict[int, tuple[int, tuple[int, ...]]] = {
+        v: (p, tuple(range(len(program.avals[v].shape)))) for p, v in enumerate(program.params)
+    }
     found: list[set[int | None]] = [set() for _ in program.params]
     static = program.from_params - program.from_batch
     for op in program.ops:
@@ -74,15 +83,21 @@ def split_dims(program: Program) -> tuple[int | None, ...]:
                 continue
             param, dims = seen[value]
             if op.primitive.name in ORDERED:
-                seen[op.outputs[0]] = (param, tuple(dims[d] for d in op.params.get("permutation", range(len(dims)))))
+                seen[op.outputs[0]] = (
+                    param,
+                    tuple(dims[d] for d in op.params.get("permutation", range(len(dims)))),
+                )
                 continue
             if op.primitive.name not in LAYOUT and static.issuperset(op.reads):
-                continue  # of parameters alone, such as a penalty on their size: nothing is gathered for it
+                # of parameters alone, such as a penalty on their size: nothing is gathered for it
+                continue
             found[param].add(_split_dim(op, position, program.avals[value].shape, dims, static))
     return tuple(dims.pop() if len(dims) == 1 else None for dims in found)
 
 
-def _split_dim(op: Op, position: int, shape: Any, dims: tuple[int, ...], static: frozenset[int]) -> int | None:
+def _split_dim(
+    op: Op, position: int, shape: Any, dims: tuple[int, ...], static: frozenset[int]
+) -> int | None:
     if op.primitive.name not in PRODUCTS or sum(v in static for v in op.reads) != 1:
         return None
     slicing = slicing_of(op, position, tuple(shape))

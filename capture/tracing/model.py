@@ -15,7 +15,14 @@ import numpy as np
 from capture.errors import TracingError
 from capture.model.graph import Layer, LayerGraph, Tensor, content_hash
 from capture.model.workload import PyTree, WorkloadProtocol, takes_key
-from capture.tracing.cut import FLOPS_TOLERANCE, applied, cluster_cuts, layers_without_marks, mark_cuts, product_cuts
+from capture.tracing.cut import (
+    FLOPS_TOLERANCE,
+    applied,
+    cluster_cuts,
+    layers_without_marks,
+    mark_cuts,
+    product_cuts,
+)
 from capture.tracing.flatten import EquationPath, flatten
 from capture.tracing.hashing import ProgramHasher
 from capture.tracing.layers import LayerOps, assign_layers
@@ -31,10 +38,11 @@ class TracedModel:
     Attributes:
         graph: The layers, framework-free.
         params_struct: Shapes and dtypes of the user's parameters.
-        split_struct: The same tree, where a leaf stacked over unrolled layers is a list of one leaf per layer; its leaves are
-            ``graph.params``, in order.
+        split_struct: The same tree, where a leaf stacked over unrolled layers is a list of one leaf
+            per layer; its leaves are ``graph.params``, in order.
         stacked: By position in ``params_struct``, the dimension of the layers of such a leaf.
-        split_dims: By parameter of the graph, the dimension that products can be split along (``leaf_uses``).
+        split_dims: By parameter of the graph, the dimension that products can be split along
+            (``leaf_uses``).
         auto_layers: Whether the layers were cut automatically, not at marks or products.
     """
 
@@ -50,19 +58,31 @@ class TracedModel:
     _slices: dict[tuple[int, int], StageSlice] = field(default_factory=dict)
 
     def split_params(self, params: PyTree) -> PyTree:
-        """The user's tree in the form of ``split_struct``; arrays of NumPy or JAX, also while tracing."""
+        """The user's tree in the form of ``split_struct``; arrays of NumPy or JAX, also while
+        tracing."""
         tree = _structure(self.params_struct)
         leaves = tree.flatten_up_to(params)
-        return tree.unflatten([_unstack(leaf, self.stacked[i]) if i in self.stacked else leaf for i, leaf in enumerate(leaves)])
+        return tree.unflatten(
+            [
+                _unstack(leaf, self.stacked[i]) if i in self.stacked else leaf
+                for i, leaf in enumerate(leaves)
+            ]
+        )
 
     def join_params(self, split: PyTree) -> PyTree:
         """The inverse of ``split_params``."""
         tree = _structure(self.params_struct)
         leaves = tree.flatten_up_to(split)
-        return tree.unflatten([_stack(leaf, self.stacked[i]) if i in self.stacked else leaf for i, leaf in enumerate(leaves)])
+        return tree.unflatten(
+            [
+                _stack(leaf, self.stacked[i]) if i in self.stacked else leaf
+                for i, leaf in enumerate(leaves)
+            ]
+        )
 
     def batch_leaves(self, batch: PyTree, key: jax.Array | None = None) -> list[Any]:
-        """Flat leaves in the order of ``graph.batch``; the key comes last if the loss takes one, and is not used otherwise.
+        """Flat leaves in the order of ``graph.batch``; the key comes last if the loss takes one,
+        and is not used otherwise.
 
         Args:
             batch: Of the structure that the workload's ``batch`` returns.
@@ -75,8 +95,16 @@ class TracedModel:
         if not self._takes_key:
             return leaves
         if key is None:
-            raise TracingError.of("loss_fn(params, batch, key) takes a random key, and none is given; pass key=.", "trace-key")
-        return [*leaves, key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)]
+            raise TracingError.of(
+                "loss_fn(params, batch, key) takes a random key, and none is given; pass key=.",
+                "trace-key",
+            )
+        return [
+            *leaves,
+            key
+            if jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+            else jax.random.wrap_key_data(key),
+        ]
 
     def slice(self, first: int, stop: int) -> StageSlice:
         """Layers [first, stop) as one pure function.
@@ -86,7 +114,8 @@ class TracedModel:
         """
         if not 0 <= first < stop <= self.graph.num_layers:
             raise TracingError.of(
-                f"layers [{first}, {stop}) are no slice of a model of num_layers={self.graph.num_layers}; "
+                f"layers [{first}, {stop}) are no slice of a model of "
+                f"num_layers={self.graph.num_layers}; "
                 f"give 0 <= first < stop <= {self.graph.num_layers}.",
                 "trace-slice",
             )
@@ -111,53 +140,78 @@ def trace(
     Args:
         workload: The task.
         microbatch_size: Examples in one micro-batch, at least 1.
-        num_layers: None to cut at the model's marks ``jax.ad_checkpoint.checkpoint_name(x, "layer_boundary")``: k marks make k + 1 layers,
-            and a scan with a mark in its body is unrolled. A number to cut automatically, marks or not: near-equal FLOPs and the fewest
-            bytes crossing, every layer with a product; scans over stacked parameters are unrolled where one is more than a layer.
-        unmarked_layers: Number of layers of a loss that has no marks, which is cut automatically; None chooses it
-            (``layers_without_marks``).
+        num_layers: None to cut at the model's marks ``jax.ad_checkpoint.checkpoint_name(x,
+            "layer_boundary")``: k marks make k + 1 layers, and a scan with a mark in its body is
+            unrolled. A number to cut automatically, marks or not: near-equal FLOPs and the fewest
+            bytes crossing, every layer with a product; scans over stacked parameters are unrolled
+            where one is more than a layer.
+        unmarked_layers: Number of layers of a loss that has no marks, which is cut automatically;
+            None chooses it (``layers_without_marks``).
         num_devices: That such a number is to be enough for.
-        at_products: Cut before every product with a parameter instead, so that each layer is one operator; all scans over stacked
-            parameters are unrolled.
+        at_products: Cut before every product with a parameter instead, so that each layer is one
+            operator; all scans over stacked parameters are unrolled.
 
     Raises:
-        TracingError: ``trace-microbatch``, ``trace-batch``, ``trace-loss-scalar``, ``trace-no-marks``, ``trace-mark-position`` or
-            ``trace-num-layers``.
+        TracingError: ``trace-microbatch``, ``trace-batch``, ``trace-loss-scalar``,
+            ``trace-no-marks``, ``trace-mark-position`` or ``trace-num-layers``.
     """
     if microbatch_size < 1:
-        raise TracingError.of(f"microbatch_size={microbatch_size} is no batch; give at least 1.", "trace-microbatch")
+        raise TracingError.of(
+            f"microbatch_size={microbatch_size} is no batch; give at least 1.", "trace-microbatch"
+        )
     key = jax.eval_shape(lambda: jax.random.key(0))
     params_struct = jax.eval_shape(workload.init, key)
     batch_struct, batch_dims = _batch(workload, microbatch_size, key)
     closed = _loss_jaxpr(workload, params_struct, batch_struct, key)
     params = jax.tree.leaves_with_path(params_struct)
     if at_products:
-        program, unroll, stacked = flatten_loss(closed, len(params), sys.maxsize)  # any scan is more than one of so many layers
+        program, unroll, stacked = flatten_loss(
+            closed, len(params), sys.maxsize
+        )  # any scan is more than one of so many layers
         cuts = product_cuts(program)
     else:
         program, unroll, stacked = flatten_loss(closed, len(params), num_layers)
         if num_layers is None and not program.marks:
-            num_layers = unmarked_layers or layers_without_marks(flatten_loss(closed, len(params), sys.maxsize)[0], num_devices)
+            num_layers = unmarked_layers or layers_without_marks(
+                flatten_loss(closed, len(params), sys.maxsize)[0], num_devices
+            )
             program, unroll, stacked = flatten_loss(closed, len(params), num_layers)
         cuts = mark_cuts(program) if num_layers is None else cluster_cuts(program, num_layers)
     layers = assign_layers(program, cuts)
-    values = sorted({v for layer in layers for v in layer.outputs}, key=lambda v: (v == program.loss, v))
+    values = sorted(
+        {v for layer in layers for v in layer.outputs}, key=lambda v: (v == program.loss, v)
+    )
 
     grown = _grown_avals(workload, params_struct, microbatch_size, key, program, unroll, stacked)
     split_struct = _structure(params_struct).unflatten(
-        [_unstacked_structs(leaf, stacked[i]) if i in stacked else leaf for i, (_, leaf) in enumerate(params)]
+        [
+            _unstacked_structs(leaf, stacked[i]) if i in stacked else leaf
+            for i, (_, leaf) in enumerate(params)
+        ]
     )
     batch_names = [_path_name(path, "batch") for path, _ in jax.tree.leaves_with_path(batch_struct)]
     if takes_key(workload):
         batch_names.append("key")
         batch_dims.append(None)
-    value_dims = {v: _grown_dim(program.avals[v].shape, grown[v].shape) if grown else None for v in values}
+    value_dims = {
+        v: _grown_dim(program.avals[v].shape, grown[v].shape) if grown else None for v in values
+    }
 
     def tensor(v: int, name: str, batch_dim: int | None = None) -> Tensor:
         aval = program.avals[v]
-        return Tensor(name, tuple(map(int, aval.shape)), str(aval.dtype), batch_dim, v in program.differentiable)
+        return Tensor(
+            name,
+            tuple(map(int, aval.shape)),
+            str(aval.dtype),
+            batch_dim,
+            v in program.differentiable,
+        )
 
-    param_names = [name for i, (path, leaf) in enumerate(params) for name in _split_names(_path_name(path, "params"), leaf, stacked.get(i))]
+    param_names = [
+        name
+        for i, (path, leaf) in enumerate(params)
+        for name in _split_names(_path_name(path, "params"), leaf, stacked.get(i))
+    ]
     tensors = {
         "params": tuple(map(tensor, program.params, param_names)),
         "values": tuple(tensor(v, _value_name(program, v), value_dims[v]) for v in values),
@@ -167,21 +221,48 @@ def trace(
     names = _layer_names(layers)
     hasher = ProgramHasher(program)
     graph_layers = tuple(
-        Layer(i, names[i], call.params, call.inputs, call.outputs, call.batch, layer.flops, hasher.layer_key(layer))
+        Layer(
+            i,
+            names[i],
+            call.params,
+            call.inputs,
+            call.outputs,
+            call.batch,
+            layer.flops,
+            hasher.layer_key(layer),
+        )
         for i, (layer, call) in enumerate(zip(layers, calls, strict=True))
     )
-    wiring = [[layer.key, layer.params, layer.inputs, layer.outputs, layer.batch] for layer in graph_layers]
+    wiring = [
+        [layer.key, layer.params, layer.inputs, layer.outputs, layer.batch]
+        for layer in graph_layers
+    ]
     shapes = {kind: [[t.shape, t.dtype] for t in group] for kind, group in tensors.items()}
-    graph = LayerGraph(content_hash([microbatch_size, wiring, shapes]), microbatch_size, graph_layers, **tensors)
+    graph = LayerGraph(
+        content_hash([microbatch_size, wiring, shapes]), microbatch_size, graph_layers, **tensors
+    )
     auto_layers = num_layers is not None and not at_products
     return TracedModel(
-        graph, params_struct, split_struct, stacked, split_dims(program), auto_layers, _structure(batch_struct), takes_key(workload), calls
+        graph,
+        params_struct,
+        split_struct,
+        stacked,
+        split_dims(program),
+        auto_layers,
+        _structure(batch_struct),
+        takes_key(workload),
+        calls,
     )
 
 
-def _batch(workload: WorkloadProtocol, microbatch_size: int, key) -> tuple[PyTree, list[int | None]]:
+def _batch(
+    workload: WorkloadProtocol, microbatch_size: int, key
+) -> tuple[PyTree, list[int | None]]:
     """Shapes of a micro-batch, and the dimension of each leaf that grows with it."""
-    struct, double = (jax.eval_shape(lambda k, n=n: workload.batch(k, n), key) for n in (microbatch_size, 2 * microbatch_size))
+    struct, double = (
+        jax.eval_shape(lambda k, n=n: workload.batch(k, n), key)
+        for n in (microbatch_size, 2 * microbatch_size)
+    )
     leaves, doubled = jax.tree.leaves(struct), jax.tree.leaves(double)
     if len(leaves) == len(doubled):
         dims = [_grown_dim(a.shape, b.shape) for a, b in zip(leaves, doubled, strict=True)]
@@ -190,7 +271,8 @@ def _batch(workload: WorkloadProtocol, microbatch_size: int, key) -> tuple[PyTre
     if all(dim is None for dim in dims):
         shapes = ", ".join(map(_struct_text, leaves)) or "no arrays"
         raise TracingError.of(
-            f"batch(key, {microbatch_size}) returned {shapes}, and batch(key, {2 * microbatch_size}) nothing larger; "
+            f"batch(key, {microbatch_size}) returned {shapes}, and batch(key, "
+            f"{2 * microbatch_size}) nothing larger; "
             "return arrays that carry the examples in one dimension.",
             "trace-batch",
         )
@@ -198,10 +280,16 @@ def _batch(workload: WorkloadProtocol, microbatch_size: int, key) -> tuple[PyTre
 
 
 def _loss_jaxpr(workload: WorkloadProtocol, params_struct: PyTree, batch_struct: PyTree, key):
-    arguments = (params_struct, batch_struct, key) if takes_key(workload) else (params_struct, batch_struct)
+    arguments = (
+        (params_struct, batch_struct, key) if takes_key(workload) else (params_struct, batch_struct)
+    )
     closed, result = jax.make_jaxpr(workload.loss_fn, return_shape=True)(*arguments)
     leaves = jax.tree.leaves(result)
-    if len(leaves) != 1 or leaves[0].shape != () or not jnp.issubdtype(leaves[0].dtype, jnp.floating):
+    if (
+        len(leaves) != 1
+        or leaves[0].shape != ()
+        or not jnp.issubdtype(leaves[0].dtype, jnp.floating)
+    ):
         raise TracingError.of(
             f"loss_fn returned {', '.join(map(_struct_text, leaves)) or 'nothing'}; "
             "return one scalar float, the mean over the examples of the batch.",
@@ -210,15 +298,20 @@ def _loss_jaxpr(workload: WorkloadProtocol, params_struct: PyTree, batch_struct:
     return closed
 
 
-def flatten_loss(closed, num_params: int, num_layers: int | None) -> tuple[Program, frozenset[EquationPath] | None, dict[int, int]]:
-    """The program of a loss, the scans that were unrolled (None: those with marks) and the dimension of each stacked leaf.
+def flatten_loss(
+    closed, num_params: int, num_layers: int | None
+) -> tuple[Program, frozenset[EquationPath] | None, dict[int, int]]:
+    """The program of a loss, the scans that were unrolled (None: those with marks) and the
+    dimension of each stacked leaf.
 
     Args:
         closed: Jaxpr of the loss; parameter leaves come first.
         num_params: Number of them.
-        num_layers: As for ``trace``; more than there are operations: all scans over stacked parameters are unrolled.
+        num_layers: As for ``trace``; more than there are operations: all scans over stacked
+            parameters are unrolled.
 
-    Flattened again with every fact that flattening found: a scan too large for one layer, a parameter stacked over layers.
+    Flattened again with every fact that flattening found: a scan too large for one layer, a
+    parameter stacked over layers.
     """
     unroll = None if num_layers is None else frozenset[EquationPath]()
     found = flatten(closed, num_params, unroll, {})
@@ -228,23 +321,37 @@ def flatten_loss(closed, num_params: int, num_layers: int | None) -> tuple[Progr
         unroll = frozenset(path for path, flops in found.scan_flops.items() if flops > largest)
         if unroll:
             found = flatten(closed, num_params, unroll, {})
-        # A layer needs a product: where there are too few of them, scans that are no more than a layer are unrolled as well.
-        while (closed_scans := found.scan_flops.keys() - unroll) and sum(applied(found.program)) < num_layers:
+        # A layer needs a product: where there are too few of them, scans that are no more than a
+        # layer are unrolled as well.
+        while (closed_scans := found.scan_flops.keys() - unroll) and sum(
+            applied(found.program)
+        ) < num_layers:
             unroll |= closed_scans
             found = flatten(closed, num_params, unroll, {})
     stacked = found.stacked
-    return (flatten(closed, num_params, unroll, stacked) if stacked else found).program, unroll, stacked
+    return (
+        (flatten(closed, num_params, unroll, stacked) if stacked else found).program,
+        unroll,
+        stacked,
+    )
 
 
-def _grown_avals(workload, params_struct, microbatch_size, key, program: Program, unroll, stacked) -> Sequence[Any] | None:
-    """Shapes of the same values at twice the micro-batch size; None if the program is another one there."""
+def _grown_avals(
+    workload, params_struct, microbatch_size, key, program: Program, unroll, stacked
+) -> Sequence[Any] | None:
+    """Shapes of the same values at twice the micro-batch size; None if the program is another one
+    there."""
     try:
         batch_struct = jax.eval_shape(lambda k: workload.batch(k, 2 * microbatch_size), key)
         closed = _loss_jaxpr(workload, params_struct, batch_struct, key)
         other = flatten(closed, len(jax.tree.leaves(params_struct)), unroll, stacked).program
-    except Exception:  # a model may fix its batch size in any way; then no dimension is known to grow
+    except (
+        Exception
+    ):  # a model may fix its batch size in any way; then no dimension is known to grow
         return None
-    same = [(op.primitive, op.outputs) for op in program.ops] == [(op.primitive, op.outputs) for op in other.ops]
+    same = [(op.primitive, op.outputs) for op in program.ops] == [
+        (op.primitive, op.outputs) for op in other.ops
+    ]
     return other.avals if same else None
 
 
@@ -252,10 +359,14 @@ def _grown_dim(shape: Sequence[int], doubled: Sequence[int]) -> int | None:
     """The dimension that doubled with the micro-batch."""
     if len(shape) != len(doubled):
         return None
-    return next((d for d, (a, b) in enumerate(zip(shape, doubled, strict=True)) if b == 2 * a > 0), None)
+    return next(
+        (d for d, (a, b) in enumerate(zip(shape, doubled, strict=True)) if b == 2 * a > 0), None
+    )
 
 
-def _layer_calls(program: Program, layers: Sequence[LayerOps], values: Sequence[int]) -> tuple[LayerCall, ...]:
+def _layer_calls(
+    program: Program, layers: Sequence[LayerOps], values: Sequence[int]
+) -> tuple[LayerCall, ...]:
     of_param = {v: i for i, v in enumerate(program.params)}
     of_batch = {v: i for i, v in enumerate(program.batch)}
     of_value = {v: i for i, v in enumerate(values)}
@@ -271,7 +382,9 @@ def _layer_calls(program: Program, layers: Sequence[LayerOps], values: Sequence[
     )
 
 
-def _stage_slice(graph: LayerGraph, calls: Sequence[LayerCall], first: int, stop: int) -> StageSlice:
+def _stage_slice(
+    graph: LayerGraph, calls: Sequence[LayerCall], first: int, stop: int
+) -> StageSlice:
     params, batch = graph.stage_params(first, stop), graph.stage_batch(first, stop)
     made = {v for call in calls[first:stop] for v in call.outputs}
     inputs = tuple(sorted({v for call in calls[first:stop] for v in call.inputs} - made))
@@ -286,8 +399,12 @@ def _stage_slice(graph: LayerGraph, calls: Sequence[LayerCall], first: int, stop
         for v in call.outputs:
             names["v", v] = len(names)
         groups = (("p", call.params), ("b", call.batch), ("v", call.inputs), ("v", call.outputs))
-        wiring.append([layer.key, [[names[kind, index] for index in indices] for kind, indices in groups]])
-    key = content_hash([wiring, [names["v", v] for v in outputs], len(params), len(batch), len(inputs)])
+        wiring.append(
+            [layer.key, [[names[kind, index] for index in indices] for kind, indices in groups]]
+        )
+    key = content_hash(
+        [wiring, [names["v", v] for v in outputs], len(params), len(batch), len(inputs)]
+    )
     return StageSlice(first, stop, params, batch, inputs, outputs, key, tuple(calls[first:stop]))
 
 
@@ -300,11 +417,17 @@ def _unstack(leaf: Any, dim: int) -> list[Any]:
 
 
 def _stack(parts: list[Any], dim: int) -> Any:
-    return np.stack(parts, dim) if all(isinstance(part, np.ndarray) for part in parts) else jnp.stack(parts, dim)
+    return (
+        np.stack(parts, dim)
+        if all(isinstance(part, np.ndarray) for part in parts)
+        else jnp.stack(parts, dim)
+    )
 
 
 def _unstacked_structs(leaf, dim: int) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(leaf.shape[:dim] + leaf.shape[dim + 1 :], leaf.dtype)] * leaf.shape[dim]
+    return [
+        jax.ShapeDtypeStruct(leaf.shape[:dim] + leaf.shape[dim + 1 :], leaf.dtype)
+    ] * leaf.shape[dim]
 
 
 def _split_names(name: str, leaf, dim: int | None) -> list[str]:
@@ -321,14 +444,21 @@ def _value_name(program: Program, value: int) -> str:
 
 
 def _layer_names(layers: Sequence[LayerOps]) -> list[str]:
-    """The name scope that all ops of a layer share, where it tells the layer from the others; else ``layer_3``."""
+    """The name scope that all ops of a layer share, where it tells the layer from the others; else
+    ``layer_3``."""
     scopes = [_common_scope([op.scope for op in layer.ops if op.scope]) for layer in layers]
     root = _common_scope(scopes)
-    return [scope if scope != root and scopes.count(scope) == 1 else f"layer_{i}" for i, scope in enumerate(scopes)]
+    return [
+        scope if scope != root and scopes.count(scope) == 1 else f"layer_{i}"
+        for i, scope in enumerate(scopes)
+    ]
 
 
 def _common_scope(scopes: Sequence[str]) -> str:
-    same = takewhile(lambda parts: len(set(parts)) == 1, zip(*(scope.split("/") for scope in scopes), strict=False))
+    same = takewhile(
+        lambda parts: len(set(parts)) == 1,
+        zip(*(scope.split("/") for scope in scopes), strict=False),
+    )
     return "/".join(parts[0] for parts in same)
 
 

@@ -1,4 +1,5 @@
-"""Operators of a traced workload, for the choice of sharding per operator: a layer of the trace is one product and what follows it."""
+"""Operators of a traced workload, for the choice of sharding per operator: a layer of the trace is
+one product and what follows it."""
 
 from __future__ import annotations
 
@@ -30,12 +31,14 @@ class TracedOperators:
     """The operators of a traced loss and their parameters.
 
     Attributes:
-        model: The operators in program order; parameters that are shared belong to the first operator that reads them.
+        model: The operators in program order; parameters that are shared belong to the first
+            operator that reads them.
         params: By operator, the parameters that belong to it, indices of ``leaves``.
         leaves: The parameters; a leaf that is stacked over the steps of a scan is several.
         gathered_bytes: By leaf, of the whole as it is gathered.
         traced: What they were read from.
-        dtype, precision: Most FLOPs are of products that read this data type and ask for this precision (``Rates.computed_in``).
+        dtype, precision: Most FLOPs are of products that read this data type and ask for this
+            precision (``Rates.computed_in``).
     """
 
     model: OperatorModel
@@ -66,15 +69,28 @@ class TracedOperators:
     def sharded_over(self, num_devices: int, smallest_bytes: int) -> OperatorModel:
         """The operators as so many devices can shard them.
 
-        Parameters that are smaller than ``smallest_bytes``, or of which the devices divide no dimension, are replicated whatever the mode.
+        Parameters that are smaller than ``smallest_bytes``, or of which the devices divide no
+        dimension, are replicated whatever the mode.
         """
-        return replace(self.model, blocks=(Block(tuple(self._sharded(i, num_devices, smallest_bytes) for i in range(len(self.params)))),))
+        return replace(
+            self.model,
+            blocks=(
+                Block(
+                    tuple(
+                        self._sharded(i, num_devices, smallest_bytes)
+                        for i in range(len(self.params))
+                    )
+                ),
+            ),
+        )
 
     def _sharded(self, operator_id: int, num_devices: int, smallest_bytes: int) -> Operator:
         (block,) = self.model.blocks
         operator = block.operators[operator_id]
         own = self.params[operator_id]
-        leaves = {p: self.leaves[p] for p in own if self.leaves[p].can_shard(num_devices, smallest_bytes)}
+        leaves = {
+            p: self.leaves[p] for p in own if self.leaves[p].can_shard(num_devices, smallest_bytes)
+        }
         sharded = leaves.values()
         largest = max(sharded, key=lambda leaf: leaf.nbytes, default=None)
         can_split = largest is not None and largest.split_dim is not None
@@ -84,19 +100,25 @@ class TracedOperators:
             kind=operator.kind if can_split else "other",
             parameter_bytes=nbytes,
             replicated_bytes=sum(self.leaves[p].nbytes for p in own) - nbytes,
-            gathered_fraction=sum(self.gathered_bytes[p] for p in leaves) / nbytes if nbytes else 1.0,
+            gathered_fraction=sum(self.gathered_bytes[p] for p in leaves) / nbytes
+            if nbytes
+            else 1.0,
         )
 
 
 def traced_operators(
-    workload: WorkloadProtocol, name: str, microbatch_size: int = 1, products: Products = Target.products
+    workload: WorkloadProtocol,
+    name: str,
+    microbatch_size: int = 1,
+    products: Products = Target.products,
 ) -> TracedOperators:
     """The operators of a loss, in program order; equal ones are found by their content.
 
-    What an operator keeps for the backward pass is what ``jax.vjp`` of its part of the loss saves, less what a compiler computes again from
-    values that are in memory anyway (``_kept``). Parameters and what follows from them alone are not counted, and a value that several
-    operators keep counts for the first. Operators have no workspace: what a kernel needs beside its results is the compiler's to say. They
-    are named by their largest parameter.
+    What an operator keeps for the backward pass is what ``jax.vjp`` of its part of the loss saves,
+    less what a compiler computes again from values that are in memory anyway (``_kept``).
+    Parameters and what follows from them alone are not counted, and a value that several operators
+    keep counts for the first. Operators have no workspace: what a kernel needs beside its results
+    is the compiler's to say. They are named by their largest parameter.
 
     Args:
         workload: The task; nothing is allocated.
@@ -105,11 +127,15 @@ def traced_operators(
         products: What the target's compiler makes of them.
 
     Raises:
-        TracingError: ``trace-params`` without parameters, and those of ``capture.tracing.model.trace``.
+        TracingError: ``trace-params`` without parameters, and those of
+            ``capture.tracing.model.trace``.
     """
     traced = trace(workload, microbatch_size, at_products=True)
     if not traced.graph.params:
-        raise TracingError.of("init makes no parameters, so there is nothing to shard; give the workload of a model.", "trace-params")
+        raise TracingError.of(
+            "init makes no parameters, so there is nothing to shard; give the workload of a model.",
+            "trace-params",
+        )
     graph, counted, kept = traced.graph, set[int](), set[int]()
     operators, params, fused = [], [], set[int]()
     computed = Counter[tuple[str, str]]()
@@ -118,7 +144,9 @@ def traced_operators(
     for layer, part in zip(graph.layers, parts, strict=True):
         own = set(layer.params) - counted
         if layer.layer_id == graph.num_layers - 1:
-            own |= set(range(len(graph.params))) - counted  # what no operator reads has to be somewhere
+            own |= (
+                set(range(len(graph.params))) - counted
+            )  # what no operator reads has to be somewhere
         counted |= own
         first = part.saved_values.keys() - kept
         kept |= first
@@ -128,15 +156,22 @@ def traced_operators(
         computed[part.computed] += layer.flops
         operators.append(
             Operator(
-                max((graph.params[p] for p in own), key=lambda leaf: leaf.nbytes).name if own else layer.name,
+                max((graph.params[p] for p in own), key=lambda leaf: leaf.nbytes).name
+                if own
+                else layer.name,
                 part.kind,
                 sum(graph.params[p].nbytes for p in own),
-                activation_bytes=(part.saved_bytes + sum(part.saved_values[v] for v in first)) // microbatch_size,
-                input_bytes=sum(tensor.nbytes for tensor in read if tensor.batch_dim is not None) // microbatch_size,
+                activation_bytes=(part.saved_bytes + sum(part.saved_values[v] for v in first))
+                // microbatch_size,
+                input_bytes=sum(tensor.nbytes for tensor in read if tensor.batch_dim is not None)
+                // microbatch_size,
                 output_bytes=part.product_bytes // microbatch_size,
                 flops=layer.flops // microbatch_size,
                 tail_bytes=part.saved_bytes // microbatch_size,
-                crossing_bytes=sum(graph.values[v].nbytes for v in later if graph.values[v].differentiable) // microbatch_size,
+                crossing_bytes=sum(
+                    graph.values[v].nbytes for v in later if graph.values[v].differentiable
+                )
+                // microbatch_size,
                 fused_bytes=sum(part.saved_values[v] for v in first & fused) // microbatch_size,
                 backward_bytes=part.backward_bytes // microbatch_size,
                 again_bytes=again[layer.layer_id] // microbatch_size,
@@ -147,7 +182,10 @@ def traced_operators(
         ParameterLeaf(tensor.name, tensor.shape, item_bytes(tensor.dtype), dim)
         for tensor, dim in zip(graph.params, traced.split_dims, strict=True)
     )
-    gathered = [max((part.read_bytes[p] for part in parts if p in part.read_bytes), default=leaf.nbytes) for p, leaf in enumerate(leaves)]
+    gathered = [
+        max((part.read_bytes[p] for part in parts if p in part.read_bytes), default=leaf.nbytes)
+        for p, leaf in enumerate(leaves)
+    ]
     return TracedOperators(
         OperatorModel(name, (Block(tuple(operators)),), _state_ratio(workload)),
         tuple(params),
@@ -164,14 +202,17 @@ class _Part:
 
     Attributes:
         kind: Of its first product.
-        computed: What that product reads and the precision that it asks for; float32 at default precision without one.
+        computed: What that product reads and the precision that it asks for; float32 at default
+            precision without one.
         product_bytes: Of the result of that product; 0 without one.
         saved_bytes: Of values inside the layer that are saved.
         saved_values: Values of the graph that are, and their bytes.
         fused_values: Values of the graph that it makes and that follow from what it keeps.
         read_bytes: By parameter, what products read of it.
-        backward_bytes: The most that comes and goes while what follows the product goes backwards (``_going_backwards``).
-        again_bytes: Of values that are computed again, because the model says so (``jax.checkpoint``).
+        backward_bytes: The most that comes and goes while what follows the product goes backwards
+            (``_going_backwards``).
+        again_bytes: Of values that are computed again, because the model says so
+            (``jax.checkpoint``).
     """
 
     kind: Kind
@@ -190,14 +231,20 @@ class _Part:
 
 
 def _parts(traced: TracedModel, products: Products) -> list[_Part]:
-    """Of all layers; the last comes first, because who reads a value later says in which data type it is kept."""
+    """Of all layers; the last comes first, because who reads a value later says in which data type
+    it is kept."""
     multiplied, parts = dict[int, bool](), list[_Part]()
     inside = _inside_regions(traced)
     for layer in reversed(traced.graph.layers):
         layers, later = traced.slice(layer.layer_id, layer.layer_id + 1), dict(multiplied)
         part = _differentiated(traced, layers, products, multiplied)
         if _regions(layers):
-            part = replace(part, saved_values={v: nbytes for v, nbytes in part.saved_values.items() if v not in inside})
+            part = replace(
+                part,
+                saved_values={
+                    v: nbytes for v, nbytes in part.saved_values.items() if v not in inside
+                },
+            )
             whole = _differentiated(traced, layers.without_remat, products, later)
             again = max(0, whole.kept_bytes - part.kept_bytes)
             part = replace(part, backward_bytes=whole.backward_bytes, again_bytes=again)
@@ -206,7 +253,8 @@ def _parts(traced: TracedModel, products: Products) -> list[_Part]:
 
 
 def _inside_regions(traced: TracedModel) -> set[int]:
-    """Values of the graph that only the remat region that makes them reads, and that it computes again."""
+    """Values of the graph that only the remat region that makes them reads, and that it computes
+    again."""
     made, read_elsewhere = dict[int, RematRegion](), set[int]()
     for layer in traced.graph.layers:
         (call,) = traced.slice(layer.layer_id, layer.layer_id + 1).calls
@@ -216,7 +264,9 @@ def _inside_regions(traced: TracedModel) -> set[int]:
         }
         for op in call.function.ops:
             region = op.regions[0] if op.regions else None
-            read_elsewhere.update(of_graph[v] for v in op.reads if v in of_graph and made.get(of_graph[v]) != region)
+            read_elsewhere.update(
+                of_graph[v] for v in op.reads if v in of_graph and made.get(of_graph[v]) != region
+            )
             if region is not None and region.policy is None:
                 made.update((of_graph[v], region) for v in op.outputs if v in of_graph)
     return set(made) - read_elsewhere
@@ -225,7 +275,8 @@ def _inside_regions(traced: TracedModel) -> set[int]:
 def _up_to_each(traced: TracedModel, parts: Sequence[_Part]) -> list[int]:
     """By layer, what its remat regions have computed again when its backward pass begins.
 
-    A region is computed again as a whole and then goes backwards, so the values of its first layers stay until its last ones have gone.
+    A region is computed again as a whole and then goes backwards, so the values of its first layers
+    stay until its last ones have gone.
     """
     found, so_far = [], Counter[RematRegion]()
     for layer, part in zip(traced.graph.layers, parts, strict=True):
@@ -239,10 +290,16 @@ def _regions(layers: StageSlice) -> set[RematRegion]:
     return {op.regions[0] for call in layers.calls for op in call.function.ops if op.regions}
 
 
-def _differentiated(traced: TracedModel, layer: StageSlice, products: Products, multiplied: dict[int, bool]) -> _Part:
-    """The part of one layer; ``multiplied`` says of values that later ones read whether only products do, and then of its own."""
+def _differentiated(
+    traced: TracedModel, layer: StageSlice, products: Products, multiplied: dict[int, bool]
+) -> _Part:
+    """The part of one layer; ``multiplied`` says of values that later ones read whether only
+    products do, and then of its own."""
     graph = traced.graph
-    params, inputs = ([_struct(t) for t in group] for group in (_of(graph.params, layer.params), _of(graph.values, layer.inputs)))
+    params, inputs = (
+        [_struct(t) for t in group]
+        for group in (_of(graph.params, layer.params), _of(graph.values, layer.inputs))
+    )
     batch = [_struct(t) for t in _of(graph.batch, layer.batch)]
     moving = [i for i, v in enumerate(layer.inputs) if graph.values[v].differentiable]
 
@@ -258,14 +315,24 @@ def _differentiated(traced: TracedModel, layer: StageSlice, products: Products, 
 
     jaxpr = jax.make_jaxpr(forward_and_saved)(params, inputs, batch).jaxpr
     outputs, saved = jaxpr.outvars[: len(layer.outputs)], jaxpr.outvars[len(layer.outputs) :]
-    of_graph = dict(zip(jaxpr.invars[len(params) : len(params) + len(inputs)], layer.inputs, strict=True))
-    of_graph.update((var, v) for var, v in zip(outputs, layer.outputs, strict=True) if not isinstance(var, jex_core.Literal))
-    narrow = _multiplied(jaxpr, {var: multiplied[v] for var, v in of_graph.items() if v in multiplied})
+    of_graph = dict(
+        zip(jaxpr.invars[len(params) : len(params) + len(inputs)], layer.inputs, strict=True)
+    )
+    of_graph.update(
+        (var, v)
+        for var, v in zip(outputs, layer.outputs, strict=True)
+        if not isinstance(var, jex_core.Literal)
+    )
+    narrow = _multiplied(
+        jaxpr, {var: multiplied[v] for var, v in of_graph.items() if v in multiplied}
+    )
     multiplied.update((v, narrow[var]) for var, v in of_graph.items() if var in narrow)
 
     def nbytes(var) -> int:
         dtype = str(var.aval.dtype)
-        return math.prod(var.aval.shape) * item_bytes(products.dtypes.get(dtype, dtype) if narrow.get(var) else dtype)
+        return math.prod(var.aval.shape) * item_bytes(
+            products.dtypes.get(dtype, dtype) if narrow.get(var) else dtype
+        )
 
     static = set(_static(jaxpr, len(params)))
     # Batch leaves are held anyway; literals and constants cost nothing per example.
@@ -274,21 +341,41 @@ def _differentiated(traced: TracedModel, layer: StageSlice, products: Products, 
     kept = _kept(jaxpr, saved, free, set(of_graph), nbytes, products.fuse_operands)
     values = {of_graph[v]: nbytes(v) for v in kept if v in of_graph}
     read = {p: nbytes(var) for p, var in zip(layer.params, jaxpr.invars, strict=False)}
-    product = next((equation for equation in jaxpr.eqns if equation.primitive.name in PRODUCTS), None)
+    product = next(
+        (equation for equation in jaxpr.eqns if equation.primitive.name in PRODUCTS), None
+    )
     kind: Kind = "other" if product is None else PRODUCTS[product.primitive.name]
-    size = 0 if product is None else math.prod(product.outvars[0].aval.shape) * item_bytes(str(product.outvars[0].aval.dtype))
+    size = (
+        0
+        if product is None
+        else math.prod(product.outvars[0].aval.shape)
+        * item_bytes(str(product.outvars[0].aval.dtype))
+    )
     backward_bytes = _going_backwards(jaxpr, product, kept | free, nbytes)
     following = _following(jaxpr, (kept - _sums(jaxpr)) | free) if products.fuse_operands else set()
     fused = {of_graph[v] for v in following if v in of_graph}
-    computed = _computed(next((equation for equation in jaxpr.eqns if equation.primitive.name in _MULTIPLY), None))
-    return _Part(kind, computed, size, sum(nbytes(v) for v in kept - set(of_graph)), values, fused, read, backward_bytes)
+    computed = _computed(
+        next((equation for equation in jaxpr.eqns if equation.primitive.name in _MULTIPLY), None)
+    )
+    return _Part(
+        kind,
+        computed,
+        size,
+        sum(nbytes(v) for v in kept - set(of_graph)),
+        values,
+        fused,
+        read,
+        backward_bytes,
+    )
 
 
 def _following(jaxpr, known: set) -> set:
     """Variables that follow from known ones by operations that are fused."""
     found = set[Any]()
     for equation in jaxpr.eqns:
-        if _is_fused(equation) and all(isinstance(v, jex_core.Literal) or v in known or v in found for v in equation.invars):
+        if _is_fused(equation) and all(
+            isinstance(v, jex_core.Literal) or v in known or v in found for v in equation.invars
+        ):
             found.update(equation.outvars)
     return found - known
 
@@ -298,7 +385,8 @@ _MULTIPLY = PRODUCTS.keys() - {"gather"}
 
 
 def _multiplied(jaxpr, known: dict[Any, bool]) -> dict[Any, bool]:
-    """Variables that are read: whether all that reads them, directly or in another layout, is products at default precision.
+    """Variables that are read: whether all that reads them, directly or in another layout, is
+    products at default precision.
 
     Args:
         jaxpr: The forward pass.
@@ -317,10 +405,13 @@ def _multiplied(jaxpr, known: dict[Any, bool]) -> dict[Any, bool]:
 
 
 def _precision(equation) -> str:
-    """That a product asks for; ``highest`` where it names an algorithm, which is exact or says itself what it computes in."""
+    """That a product asks for; ``highest`` where it names an algorithm, which is exact or says
+    itself what it computes in."""
     asked = equation.params.get("precision")
     if asked is None or isinstance(asked, tuple):
-        return max(asked or (jax.lax.Precision.DEFAULT,), key=lambda precision: precision.value).name.lower()
+        return max(
+            asked or (jax.lax.Precision.DEFAULT,), key=lambda precision: precision.value
+        ).name.lower()
     return "highest"
 
 
@@ -333,23 +424,53 @@ def _computed(equation) -> tuple[str, str]:
         return "float32", "default"
     words = getattr(equation.params.get("precision"), "name", "").split("_")
     dtype = str(equation.invars[0].aval.dtype)
-    return _ALGORITHM_DTYPES.get(words[0], dtype) if len(words) == 3 else dtype, _precision(equation)
+    return _ALGORITHM_DTYPES.get(words[0], dtype) if len(words) == 3 else dtype, _precision(
+        equation
+    )
 
 
 #: Ops that a compiler fuses into what reads their result, beside element-wise ones.
-_FUSED = frozenset({"broadcast_in_dim", "convert_element_type", "expand_dims", "iota", "reshape", "squeeze", "stop_gradient", "transpose"})
+_FUSED = frozenset(
+    {
+        "broadcast_in_dim",
+        "convert_element_type",
+        "expand_dims",
+        "iota",
+        "reshape",
+        "squeeze",
+        "stop_gradient",
+        "transpose",
+    }
+)
 #: Ops that are none although they keep the shape.
-_WHOLE = frozenset({"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "random_bits", "rev", "sort", "while", "scan", "cond"})
+_WHOLE = frozenset(
+    {
+        "cumlogsumexp",
+        "cummax",
+        "cummin",
+        "cumprod",
+        "cumsum",
+        "random_bits",
+        "rev",
+        "sort",
+        "while",
+        "scan",
+        "cond",
+    }
+)
 
 
-#: Ops that are too long to be computed again where a later one reads their result; the second only on 16 bits, between whose roundings
-#: nothing is joined. Seen in programs for H100 (jax 0.10.2): GELU and SiLU, their backward passes.
+#: Ops that are too long to be computed again where a later one reads their result; the second only
+#: on 16 bits, between whose roundings nothing is joined. Seen in programs for H100 (jax 0.10.2):
+#: GELU and SiLU, their backward passes.
 _LONG = frozenset({"erf", "erf_inv", "erfc", "lgamma", "digamma"})
 _LONG_IN_16_BITS = _LONG | {"exp", "tanh"}
 
 
 def _is_long(equation) -> bool:
-    return equation.primitive.name in (_LONG_IN_16_BITS if equation.outvars[0].aval.dtype.itemsize == 2 else _LONG)
+    return equation.primitive.name in (
+        _LONG_IN_16_BITS if equation.outvars[0].aval.dtype.itemsize == 2 else _LONG
+    )
 
 
 def _is_fused(equation) -> bool:
@@ -357,20 +478,32 @@ def _is_fused(equation) -> bool:
     name, (result, *more) = equation.primitive.name, equation.outvars
     if more or name in _WHOLE or name in PRODUCTS or "call" in name:
         return False
-    return name in _FUSED or all(_broadcasts(v.aval.shape, result.aval.shape) for v in equation.invars)
+    return name in _FUSED or all(
+        _broadcasts(v.aval.shape, result.aval.shape) for v in equation.invars
+    )
 
 
 def _broadcasts(shape: tuple[int, ...], result: tuple[int, ...]) -> bool:
     """Whether it is the result's, but for dimensions of 1."""
-    return not shape or (len(shape) == len(result) and all(a in (1, b) for a, b in zip(shape, result, strict=True)))
+    return not shape or (
+        len(shape) == len(result) and all(a in (1, b) for a, b in zip(shape, result, strict=True))
+    )
 
 
-def _kept(jaxpr, saved: Sequence, free: set, boundary: set, nbytes: Callable[[Any], int], fuse_operands: bool) -> set:
+def _kept(
+    jaxpr,
+    saved: Sequence,
+    free: set,
+    boundary: set,
+    nbytes: Callable[[Any], int],
+    fuse_operands: bool,
+) -> set:
     """Variables that a compiler keeps for those that are saved.
 
-    Results of products are in memory anyway, operands unless they are fused, and so are sums and values between layers. What follows from
-    them by element-wise operations is computed again where it is read, so they are kept in its place, unless that is more; sums are next
-    to nothing. A mask that tells where one of them is positive is computed again although it would be less.
+    Results of products are in memory anyway, operands unless they are fused, and so are sums and
+    values between layers. What follows from them by element-wise operations is computed again where
+    it is read, so they are kept in its place, unless that is more; sums are next to nothing. A mask
+    that tells where one of them is positive is computed again although it would be less.
 
     Args:
         jaxpr: The forward pass.
@@ -386,7 +519,9 @@ def _kept(jaxpr, saved: Sequence, free: set, boundary: set, nbytes: Callable[[An
             stops.update(equation.outvars)
         if not _is_fused(equation):
             stops.update(equation.outvars)
-            made_on_the_way = equation.primitive.name.startswith("reduce_") or (fuse_operands and equation.primitive.name in _MULTIPLY)
+            made_on_the_way = equation.primitive.name.startswith("reduce_") or (
+                fuse_operands and equation.primitive.name in _MULTIPLY
+            )
             if not made_on_the_way:
                 stops.update(v for v in equation.invars if not isinstance(v, jex_core.Literal))
     sums = _sums(jaxpr)
@@ -396,9 +531,15 @@ def _kept(jaxpr, saved: Sequence, free: set, boundary: set, nbytes: Callable[[An
         below = frozenset().union(*(roots.get(v, frozenset([v])) for v in read))
         roots.update((out, frozenset([out]) if out in stops else below) for out in equation.outvars)
     found = {v for v in saved if v in stops}
-    for v in sorted(saved, key=nbytes, reverse=True):  # a probability costs nothing beside the score that it follows from
+    for v in sorted(
+        saved, key=nbytes, reverse=True
+    ):  # a probability costs nothing beside the score that it follows from
         instead = roots.get(v, frozenset([v])) - found
-        of_one = v.aval.dtype == bool and len(instead) == 1 and all(jnp.issubdtype(x.aval.dtype, jnp.floating) for x in instead)
+        of_one = (
+            v.aval.dtype == bool
+            and len(instead) == 1
+            and all(jnp.issubdtype(x.aval.dtype, jnp.floating) for x in instead)
+        )
         found |= instead if of_one or sum(map(nbytes, instead - sums)) <= nbytes(v) else {v}
     return found
 
@@ -410,8 +551,9 @@ _SAME = frozenset({*LAYOUT, "slice", "split", "concatenate"})
 def _going_backwards(jaxpr, product, there: set, nbytes: Callable[[Any], int]) -> int:
     """Bytes that come and go, at most, while one operation after the product goes backwards.
 
-    One that is not fused, a lookup of labels among log-probabilities for example, reads the gradient of its result and writes those of its
-    operands; and what it reads of the forward pass is in memory, kept or not.
+    One that is not fused, a lookup of labels among log-probabilities for example, reads the
+    gradient of its result and writes those of its operands; and what it reads of the forward pass
+    is in memory, kept or not.
 
     Args:
         jaxpr: The forward pass.
@@ -422,18 +564,34 @@ def _going_backwards(jaxpr, product, there: set, nbytes: Callable[[Any], int]) -
     most, equations, there = 0, list(jaxpr.eqns), set(there)
     for equation in equations:
         if equation.primitive.name in _SAME:
-            there.update(equation.outvars if any(not isinstance(v, jex_core.Literal) and v in there for v in equation.invars) else ())
+            there.update(
+                equation.outvars
+                if any(not isinstance(v, jex_core.Literal) and v in there for v in equation.invars)
+                else ()
+            )
     for equation in equations[equations.index(product) + 1 :] if product is not None else equations:
         if not _is_fused(equation) and not equation.primitive.name.startswith("reduce_"):
-            read = {v for v in equation.invars if not isinstance(v, jex_core.Literal) and jnp.issubdtype(v.aval.dtype, jnp.floating)}
-            gradients = [v for v in (*read, *equation.outvars) if jnp.issubdtype(v.aval.dtype, jnp.floating)]
+            read = {
+                v
+                for v in equation.invars
+                if not isinstance(v, jex_core.Literal)
+                and jnp.issubdtype(v.aval.dtype, jnp.floating)
+            }
+            gradients = [
+                v for v in (*read, *equation.outvars) if jnp.issubdtype(v.aval.dtype, jnp.floating)
+            ]
             values = set() if equation.primitive.name in _SAME else read - there
             most = max(most, sum(map(nbytes, gradients)) + sum(map(nbytes, values)))
     return most
 
 
 def _sums(jaxpr) -> set:
-    return {v for equation in jaxpr.eqns if equation.primitive.name.startswith("reduce_") for v in equation.outvars}
+    return {
+        v
+        for equation in jaxpr.eqns
+        if equation.primitive.name.startswith("reduce_")
+        for v in equation.outvars
+    }
 
 
 def _static(jaxpr, num_params: int) -> Iterator:
@@ -458,5 +616,8 @@ def _state_ratio(workload: WorkloadProtocol) -> float:
     """(parameters + gradients + optimizer state) / parameters, in bytes."""
     params = jax.eval_shape(workload.init, jax.random.key(0))
     state = jax.eval_shape(workload.optimizer.init, params)
-    sizes = [sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) for tree in (params, state)]
+    sizes = [
+        sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+        for tree in (params, state)
+    ]
     return 2 + sizes[1] / sizes[0]

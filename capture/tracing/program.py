@@ -1,7 +1,8 @@
 """The traced loss as one flat list of operations, and what each value depends on.
 
-Values are small integers, so that cutting and slicing never touch JAX variables. Calls and rematerialised regions have been
-opened (``flatten.py``); the operations of a region remember it, so that slices can wrap them again.
+Values are small integers, so that cutting and slicing never touch JAX variables. Calls and
+rematerialised regions have been opened (``flatten.py``); the operations of a region remember it, so
+that slices can wrap them again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,16 @@ from capture.tracing.flops import equation_flops
 
 #: Never computed twice because two layers need the result: too expensive, or too opaque to tell.
 NEVER_RECOMPUTED = frozenset(
-    {"dot_general", "ragged_dot", "conv_general_dilated", "sort", "scan", "while", "cond", "custom_vjp_call"}
+    {
+        "dot_general",
+        "ragged_dot",
+        "conv_general_dilated",
+        "sort",
+        "scan",
+        "while",
+        "cond",
+        "custom_vjp_call",
+    }
     | {"shard_map", "pallas_call", "custom_partitioning", "pure_callback", "io_callback"}
 )
 
@@ -69,7 +79,15 @@ class Op:
     flops: int
 
     @classmethod
-    def of(cls, equation, inputs: tuple, outputs: tuple[int, ...], scope: str, traceback: Any, regions: tuple[RematRegion, ...]) -> Op:
+    def of(
+        cls,
+        equation,
+        inputs: tuple,
+        outputs: tuple[int, ...],
+        scope: str,
+        traceback: Any,
+        regions: tuple[RematRegion, ...],
+    ) -> Op:
         return cls(
             equation.primitive,
             equation.params,
@@ -90,7 +108,8 @@ class Op:
 
 @dataclass(frozen=True)
 class Mark:
-    """A layer boundary that the model carries: between ``ops[position - 1]`` and ``ops[position]``, on one value."""
+    """A layer boundary that the model carries: between ``ops[position - 1]`` and ``ops[position]``,
+    on one value."""
 
     position: int
     value: int | None
@@ -129,7 +148,9 @@ class Program:
         """Index of the op that makes a value; leaves and constants have none."""
         return {v: i for i, op in enumerate(self.ops) for v in op.outputs}
 
-    def _reached_from(self, leaves: tuple[int, ...], stop: frozenset[str] = frozenset()) -> frozenset[int]:
+    def _reached_from(
+        self, leaves: tuple[int, ...], stop: frozenset[str] = frozenset()
+    ) -> frozenset[int]:
         reached = set(leaves)
         for op in self.ops:
             if op.primitive.name not in stop and not reached.isdisjoint(op.reads):
@@ -163,18 +184,27 @@ class Program:
 
     def _is_early(self, op: Op) -> bool:
         """Whether the op needs parameters only, or batch only: it could run in any layer."""
-        return not op.has_effects and not (any(v in self.from_params for v in op.outputs) and any(v in self.from_batch for v in op.outputs))
+        return not op.has_effects and not (
+            any(v in self.from_params for v in op.outputs)
+            and any(v in self.from_batch for v in op.outputs)
+        )
 
     @cached_property
     def recomputed(self) -> frozenset[int]:
-        """Ops that every layer which needs the result runs itself, so that the result never crosses a boundary.
+        """Ops that every layer which needs the result runs itself, so that the result never crosses
+        a boundary.
 
-        They are cheap and fed by leaves, constants and each other: casts and slices of parameters, masks, positions, key splits.
+        They are cheap and fed by leaves, constants and each other: casts and slices of parameters,
+        masks, positions, key splits.
         """
         sources = {*self.params, *self.batch, *self.consts}
         found = set()
         for i, op in enumerate(self.ops):
-            if op.primitive.name not in NEVER_RECOMPUTED and self._is_early(op) and sources.issuperset(op.reads):
+            if (
+                op.primitive.name not in NEVER_RECOMPUTED
+                and self._is_early(op)
+                and sources.issuperset(op.reads)
+            ):
                 found.add(i)
                 sources.update(op.outputs)
         return frozenset(found)
@@ -182,7 +212,8 @@ class Program:
     def sunk(self) -> Program:
         """The program with ops that any layer could run moved to just before their first user.
 
-        A marked value stays where it is. An op moves in front of a remat region rather than into it, where it would divide the region.
+        A marked value stays where it is. An op moves in front of a remat region rather than into
+        it, where it would divide the region.
         """
         users: dict[int, list[int]] = {}
         region_start: dict[RematRegion, int] = {}
@@ -201,7 +232,12 @@ class Program:
         for i in reversed(range(len(self.ops))):
             op = self.ops[i]
             readers = [u for v in op.outputs for u in users.get(v, ())]
-            if readers and i not in self.recomputed and self._is_early(op) and anchored.isdisjoint(op.outputs):
+            if (
+                readers
+                and i not in self.recomputed
+                and self._is_early(op)
+                and anchored.isdisjoint(op.outputs)
+            ):
                 position[i] = max(i, min(place_before(u, op) for u in readers))
         order = sorted(range(len(self.ops)), key=lambda i: (position[i], i))
         before = [0] * (len(self.ops) + 1)

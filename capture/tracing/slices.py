@@ -16,7 +16,8 @@ from capture.tracing.layers import LayerOps
 from capture.tracing.program import Op
 from capture.tracing.source import at_source, layer_scope, line_of
 
-#: What a stage may keep of each layer for the backward pass, by the name of the mode; "none" recomputes nothing.
+#: What a stage may keep of each layer for the backward pass, by the name of the mode; "none"
+#: recomputes nothing.
 REMAT_POLICIES: Mapping[str, Callable[..., Any]] = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -58,12 +59,21 @@ class LayerFunction:
     @property
     def without_remat(self) -> LayerFunction:
         """The same without the model's remat regions."""
-        return LayerFunction(replace(self._layer, ops=tuple(replace(op, regions=()) for op in self._layer.ops)), self._consts)
+        return LayerFunction(
+            replace(self._layer, ops=tuple(replace(op, regions=()) for op in self._layer.ops)),
+            self._consts,
+        )
 
-    def __call__(self, params: Sequence[Any], inputs: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
+    def __call__(
+        self, params: Sequence[Any], inputs: Sequence[Any], batch: Sequence[Any]
+    ) -> list[Any]:
         layer = self._layer
         env = dict(self._consts)
-        for values, arrays in ((layer.params, params), (layer.inputs, inputs), (layer.batch, batch)):
+        for values, arrays in (
+            (layer.params, params),
+            (layer.inputs, inputs),
+            (layer.batch, batch),
+        ):
             env.update(zip(values, arrays, strict=True))
         run_steps(self._steps, env, self._consts)
         return [env[v] for v in layer.outputs]
@@ -76,10 +86,14 @@ def steps_of(layer: LayerOps) -> tuple[Op | Region, ...]:
     return _nest(list(enumerate(layer.ops)), last_read, frozenset(layer.consts), depth=0)
 
 
-def _nest(ops: Sequence[tuple[int, Op]], last_read: Mapping[int, int], consts: frozenset[int], depth: int) -> tuple[Op | Region, ...]:
+def _nest(
+    ops: Sequence[tuple[int, Op]], last_read: Mapping[int, int], consts: frozenset[int], depth: int
+) -> tuple[Op | Region, ...]:
     """Group consecutive ops of the same remat region; ops come with their index in the layer."""
     steps: list[Op | Region] = []
-    for region, group in groupby(ops, key=lambda item: item[1].regions[depth] if len(item[1].regions) > depth else None):
+    for region, group in groupby(
+        ops, key=lambda item: item[1].regions[depth] if len(item[1].regions) > depth else None
+    ):
         members = list(group)
         if region is None:
             steps += [op for _, op in members]
@@ -109,10 +123,13 @@ def run_steps(
     steps: Iterable[Op | Region],
     env: dict[int, Any],
     consts: Mapping[int, Any],
-    run: Callable[[Op, Sequence[Any], dict[int, Any]], Sequence[Any]] = lambda op, arguments, env: run_op(op, arguments),
+    run: Callable[[Op, Sequence[Any], dict[int, Any]], Sequence[Any]] = lambda op, arguments, env: (
+        run_op(op, arguments)
+    ),
     carried: tuple[int, ...] = (),
 ) -> None:
-    """Run operations, and remat regions as ``jax.checkpoint``; results are added to the environment.
+    """Run operations, and remat regions as ``jax.checkpoint``; results are added to the
+    environment.
 
     Args:
         steps: In order.
@@ -123,7 +140,11 @@ def run_steps(
     """
     for step in steps:
         if isinstance(step, Region):
-            region = jax.checkpoint(partial(_run_region, step, consts, run, carried), policy=step.policy, prevent_cse=step.prevent_cse)
+            region = jax.checkpoint(
+                partial(_run_region, step, consts, run, carried),
+                policy=step.policy,
+                prevent_cse=step.prevent_cse,
+            )
             made = region([env[v] for v in (*step.inputs, *carried)])
             env.update(zip((*step.outputs, *carried), made, strict=True))
             continue
@@ -131,7 +152,13 @@ def run_steps(
         env.update(zip(step.outputs, run(step, arguments, env), strict=True))
 
 
-def _run_region(region: Region, consts: Mapping[int, Any], run: Any, carried: tuple[int, ...], inputs: Sequence[Any]) -> list[Any]:
+def _run_region(
+    region: Region,
+    consts: Mapping[int, Any],
+    run: Any,
+    carried: tuple[int, ...],
+    inputs: Sequence[Any],
+) -> list[Any]:
     env = {**consts, **dict(zip((*region.inputs, *carried), inputs, strict=True))}
     run_steps(region.steps, env, consts, run, carried)
     return [env[v] for v in (*region.outputs, *carried)]
@@ -154,11 +181,15 @@ class StageSlice:
 
     Attributes:
         first, stop: The layers.
-        params: Indices into ``graph.params``: what the parameter list holds; equals ``graph.stage_params(first, stop)``.
+        params: Indices into ``graph.params``: what the parameter list holds; equals
+            ``graph.stage_params(first, stop)``.
         batch: Indices into ``graph.batch``; equals ``graph.stage_batch(first, stop)``.
-        inputs: Indices into ``graph.values`` of what earlier layers made and these read. Values that only pass through are not here.
-        outputs: Indices into ``graph.values`` of what these layers make and later ones read; of the last slice, the loss.
-        key: Content hash: equal keys mean the same program on other parameters, so one compile serves all.
+        inputs: Indices into ``graph.values`` of what earlier layers made and these read. Values
+            that only pass through are not here.
+        outputs: Indices into ``graph.values`` of what these layers make and later ones read; of the
+            last slice, the loss.
+        key: Content hash: equal keys mean the same program on other parameters, so one compile
+            serves all.
     """
 
     first: int
@@ -172,13 +203,19 @@ class StageSlice:
 
     @property
     def without_remat(self) -> StageSlice:
-        """The same without the model's remat regions; under the same key, so it is to be traced and not to be measured."""
-        return replace(self, calls=tuple(replace(call, function=call.function.without_remat) for call in self.calls))
+        """The same without the model's remat regions; under the same key, so it is to be traced and
+        not to be measured."""
+        return replace(
+            self,
+            calls=tuple(replace(call, function=call.function.without_remat) for call in self.calls),
+        )
 
     @property
     def sources(self) -> list[tuple[str, str]]:
         """Name scopes and line of the model, per operation: no part of ``key``."""
-        return [(op.scope, line_of(op.traceback)) for call in self.calls for op in call.function.ops]
+        return [
+            (op.scope, line_of(op.traceback)) for call in self.calls for op in call.function.ops
+        ]
 
     def __call__(
         self,
@@ -195,9 +232,11 @@ class StageSlice:
             params: One array per ``self.params``.
             inputs: One per ``self.inputs``.
             batch: One per ``self.batch``.
-            remat: ``"none"``; ``"full"``: of each layer only its inputs are kept for the backward pass; ``"dots"``: also the results of
-                matrix products without batch dimensions (those with parameters, in a Transformer).
-            pin: Given what passes from layer to layer inside the slice, by index into ``graph.values``; returns it with a sharding.
+            remat: ``"none"``; ``"full"``: of each layer only its inputs are kept for the backward
+                pass; ``"dots"``: also the results of matrix products without batch dimensions
+                (those with parameters, in a Transformer).
+            pin: Given what passes from layer to layer inside the slice, by index into
+                ``graph.values``; returns it with a sharding.
 
         Returns:
             One array per ``self.outputs``.
@@ -206,14 +245,24 @@ class StageSlice:
             TracingError: ``trace-remat`` for another mode.
         """
         if remat != "none" and remat not in REMAT_POLICIES:
-            raise TracingError.of(f"remat={remat!r} is no remat mode; give 'none', 'full' or 'dots'.", "trace-remat")
+            raise TracingError.of(
+                f"remat={remat!r} is no remat mode; give 'none', 'full' or 'dots'.", "trace-remat"
+            )
         of_param = dict(zip(self.params, params, strict=True))
         of_batch = dict(zip(self.batch, batch, strict=True))
         values = dict(zip(self.inputs, inputs, strict=True))
         for layer, call in enumerate(self.calls, start=self.first):
-            run = call.function if remat == "none" else jax.checkpoint(jax.jit(call.function), policy=REMAT_POLICIES[remat])
+            run = (
+                call.function
+                if remat == "none"
+                else jax.checkpoint(jax.jit(call.function), policy=REMAT_POLICIES[remat])
+            )
             with layer_scope(layer):
-                made = run([of_param[p] for p in call.params], [values[v] for v in call.inputs], [of_batch[b] for b in call.batch])
+                made = run(
+                    [of_param[p] for p in call.params],
+                    [values[v] for v in call.inputs],
+                    [of_batch[b] for b in call.batch],
+                )
             if layer + 1 < self.stop:
                 made = [pin(v, array) for v, array in zip(call.outputs, made, strict=True)]
             values.update(zip(call.outputs, made, strict=True))

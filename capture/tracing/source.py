@@ -1,4 +1,5 @@
-"""Where in the user's model an operation comes from: kept when it is bound again, so that compilers, profilers and errors name it."""
+"""Where in the user's model an operation comes from: kept when it is bound again, so that
+compilers, profilers and errors name it."""
 
 from __future__ import annotations
 
@@ -15,24 +16,30 @@ import capture
 from capture.errors import users_file
 
 _LAYER = re.compile(r"layer\[(\d+)\]")
-_TRANSFORMATION = re.compile(r"(jit|pjit|jvp|transpose|vmap|remat\d*|checkpoint|rematted_computation)\b")
+_TRANSFORMATION = re.compile(
+    r"(jit|pjit|jvp|transpose|vmap|remat\d*|checkpoint|rematted_computation)\b"
+)
 _PACKAGE = str(Path(capture.__file__).parent)
 
 
 def layer_scope(layer: int) -> AbstractContextManager[Any]:
-    """The name scope of what a layer does, in HLO, in profiles and in traces; ``layer_of_scope`` reads it."""
+    """The name scope of what a layer does, in HLO, in profiles and in traces; ``layer_of_scope``
+    reads it."""
     return jax.named_scope(f"layer[{layer}]")
 
 
 def at_source(traceback: Any, scope: Any) -> AbstractContextManager[Any]:
-    """What is bound in this context has the line of a traceback and the name scopes around it, beneath the current ones.
+    """What is bound in this context has the line of a traceback and the name scopes around it,
+    beneath the current ones.
 
     Args:
         traceback: ``equation.source_info.traceback``.
         scope: ``equation.source_info.name_stack``, or a name.
     """
     inner = source_info_util.new_name_stack(scope) if isinstance(scope, str) else scope
-    return source_info_util.user_context(traceback, name_stack=source_info_util.current_name_stack() + inner)
+    return source_info_util.user_context(
+        traceback, name_stack=source_info_util.current_name_stack() + inner
+    )
 
 
 def layer_of_scope(op_name: str) -> int | None:
@@ -53,12 +60,17 @@ def operation_name(op_name: str) -> str:
         >>> operation_name("jit(_backward)/transpose(jvp(layer[3]))/Gpt/head/dot_general")
         'Gpt/head/dot_general'
     """
-    own = [part for part in op_name.split("/") if not _TRANSFORMATION.match(part) and not _LAYER.fullmatch(part)]
+    own = [
+        part
+        for part in op_name.split("/")
+        if not _TRANSFORMATION.match(part) and not _LAYER.fullmatch(part)
+    ]
     return "/".join(own) or op_name
 
 
 def model_line(frames: Iterable[tuple[str, int]]) -> str:
-    """``file:line`` of the innermost frame that is of no library; empty if this package calls the libraries itself.
+    """``file:line`` of the innermost frame that is of no library; empty if this package calls the
+    libraries itself.
 
     Args:
         frames: (file, line), innermost first.
@@ -73,4 +85,8 @@ def model_line(frames: Iterable[tuple[str, int]]) -> str:
 
 def line_of(traceback: Any) -> str:
     """``model_line`` of a traceback of JAX; empty if it has none."""
-    return "" if traceback is None else model_line((frame.file_name, frame.line_num) for frame in traceback.frames)
+    return (
+        ""
+        if traceback is None
+        else model_line((frame.file_name, frame.line_num) for frame in traceback.frames)
+    )

@@ -1,7 +1,9 @@
-"""What a ``custom_partitioning`` operation says of its dimensions: which may be split, and where they stand in its results.
+"""What a ``custom_partitioning`` operation says of its dimensions: which may be split, and where
+they stand in its results.
 
-Such an operation, a Pallas kernel say, is opaque to a compiler's partitioner. Its author gives an einsum-like rule instead, in which a
-dimension has the same name (*factor*) wherever it occurs (``jax.experimental.custom_partitioning``, ``sharding_rule``).
+Such an operation, a Pallas kernel say, is opaque to a compiler's partitioner. Its author gives an
+einsum-like rule instead, in which a dimension has the same name (*factor*) wherever it occurs
+(``jax.experimental.custom_partitioning``, ``sharding_rule``).
 """
 
 from __future__ import annotations
@@ -45,32 +47,52 @@ class SplitRule:
 
 
 def split_rule(equation: Any) -> SplitRule | None:
-    """The rule of a ``custom_partitioning`` equation; None if it has none that is known before it is lowered.
+    """The rule of a ``custom_partitioning`` equation; None if it has none that is known before it
+    is lowered.
 
-    A factor may be split that every result has, or that the rule calls a reduction: then the operation's author adds up what the devices
-    have. One that is a part of a dimension (a compound factor) stays whole.
+    A factor may be split that every result has, or that the rule calls a reduction: then the
+    operation's author adds up what the devices have. One that is a part of a dimension (a compound
+    factor) stays whole.
 
     Raises:
-        TracingError: ``trace-split-rule`` if the rule does not fit the operands and results, or names a factor twice in one array.
+        TracingError: ``trace-split-rule`` if the rule does not fit the operands and results, or
+            names a factor twice in one array.
     """
     rule = equation.params["sharding_rule"]
     if not hasattr(rule, "operand_mappings"):
         return None
 
     def named(mappings: Sequence[Any], atoms: Sequence[Any], what: str) -> list[tuple[Any, ...]]:
-        arrays = [_dimensions(mapping, len(atom.aval.shape)) for mapping, atom in zip(mappings, atoms, strict=False)]
+        arrays = [
+            _dimensions(mapping, len(atom.aval.shape))
+            for mapping, atom in zip(mappings, atoms, strict=False)
+        ]
         ranks = [len(atom.aval.shape) for atom in atoms]
-        if len(mappings) != len(atoms) or [len(dims) for dims in arrays] != ranks or any(len(set(dims)) < len(dims) for dims in arrays):
+        if (
+            len(mappings) != len(atoms)
+            or [len(dims) for dims in arrays] != ranks
+            or any(len(set(dims)) < len(dims) for dims in arrays)
+        ):
             raise TracingError.of(
-                f"the sharding rule {rule} of a custom_partitioning operation does not fit its {what} of {ranks} dimensions; "
+                f"the sharding rule {rule} of a custom_partitioning operation does not fit its "
+                f"{what} of {ranks} dimensions; "
                 "give one factor per dimension, each once in an array.",
                 "trace-split-rule",
             )
         return arrays
 
-    operands, results = named(rule.operand_mappings, equation.invars, "operands"), named(rule.result_mappings, equation.outvars, "results")
+    operands, results = (
+        named(rule.operand_mappings, equation.invars, "operands"),
+        named(rule.result_mappings, equation.outvars, "results"),
+    )
     whole = {*rule.need_replication_factors, *rule.permutation_factors}
-    whole |= {part for dims in (*operands, *results) for dim in dims if not isinstance(dim, str) for part in dim}
+    whole |= {
+        part
+        for dims in (*operands, *results)
+        for dim in dims
+        if not isinstance(dim, str)
+        for part in dim
+    }
     may_split = {
         factor
         for dims in operands
@@ -81,7 +103,9 @@ def split_rule(equation: Any) -> SplitRule | None:
     }
 
     def kept(arrays: list[tuple[Any, ...]]) -> tuple[Factors, ...]:
-        return tuple(tuple(factor if factor in may_split else None for factor in dims) for dims in arrays)
+        return tuple(
+            tuple(factor if factor in may_split else None for factor in dims) for dims in arrays
+        )
 
     return SplitRule(kept(operands), kept(results))
 
@@ -96,7 +120,10 @@ def _dimensions(mapping: Sequence[Any], ndim: int) -> tuple[Any, ...]:
 
 
 def may_hold_split_rule(equation: Any) -> bool:
-    """Whether an equation is such an operation or runs one, perhaps only when it is differentiated."""
+    """Whether an equation is such an operation or runs one, perhaps only when it is
+    differentiated."""
     if equation.primitive.name in (PRIMITIVE, "custom_vjp_call"):
         return True
-    return any(may_hold_split_rule(inner) for body in sub_jaxprs(equation.params) for inner in body.eqns)
+    return any(
+        may_hold_split_rule(inner) for body in sub_jaxprs(equation.params) for inner in body.eqns
+    )

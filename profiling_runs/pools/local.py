@@ -38,7 +38,11 @@ class LocalPool(Pool):
         super().__init__(fresh_process=setting.fresh_process, timeout_seconds=timeout_seconds)
         self._setting, self._num_workers = setting, affordable_workers(num_workers)
         if self._num_workers < num_workers:
-            warnings.warn(f"{num_workers} workers were asked for; the free memory has room for {self._num_workers}", stacklevel=2)
+            warnings.warn(
+                f"{num_workers} workers were asked for; the free memory has room for "
+                f"{self._num_workers}",
+                stacklevel=2,
+            )
 
     def room(self) -> int:
         return self._num_workers
@@ -47,7 +51,9 @@ class LocalPool(Pool):
         return _Process(self._setting)
 
     def news(self, workers: Sequence[_Process], timeout_seconds: float) -> Sequence[_Process]:
-        ready = wait([worker.connection for worker in workers], timeout_seconds)  # also those whose other end is closed
+        ready = wait(
+            [worker.connection for worker in workers], timeout_seconds
+        )  # also those whose other end is closed
         return [worker for worker in workers if worker.connection in ready]
 
 
@@ -56,7 +62,9 @@ class _Process(PoolWorker):
         super().__init__()
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(setting, theirs, os.getpid()), daemon=True)
+        self._process = context.Process(
+            target=_serve, args=(setting, theirs, os.getpid()), daemon=True
+        )
         self._process.start()
         theirs.close()  # so that the end of the process is the end of the pipe
 
@@ -70,7 +78,9 @@ class _Process(PoolWorker):
         except (EOFError, OSError):
             self._process.join(environment.patience(_SECONDS_TO_END))
             code = self._process.exitcode
-            how = f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
+            how = (
+                f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
+            )
             return Ended("lost", f"its process ended {how} (out of memory?)")
         if isinstance(message, CaptureError):
             raise message
@@ -85,7 +95,9 @@ class _Process(PoolWorker):
 def _serve(setting: Setting, connection: Connection, parent: int) -> None:
     """The life of a worker process."""
     faulthandler.enable()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole group; the parent decides
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     try:
         worker = Worker(setting)
@@ -94,7 +106,12 @@ def _serve(setting: Setting, connection: Connection, parent: int) -> None:
         return
     except Exception as error:  # of the user's model, which is imported here
         said = violations_of(error)[0].message
-        connection.send(ProfileError.of(f"a worker could not be made: {said}\n{users_traceback(error).rstrip()}", "profile-worker"))
+        connection.send(
+            ProfileError.of(
+                f"a worker could not be made: {said}\n{users_traceback(error).rstrip()}",
+                "profile-worker",
+            )
+        )
         return
     connection.send(Ready(name_of_process()))
     try:

@@ -1,7 +1,9 @@
-"""Where jobs run: the few methods that a batch of jobs needs, and what pools of workers have in common.
+"""Where jobs run: the few methods that a batch of jobs needs, and what pools of workers have in
+common.
 
-A pool has as many workers as there is room for. Each measures one job at a time and is asked for nothing before it has said that it is
-ready; one that ends, however, is replaced. With ``fresh_process`` a worker measures one job and ends.
+A pool has as many workers as there is room for. Each measures one job at a time and is asked for
+nothing before it has said that it is ready; one that ends, however, is replaced. With
+``fresh_process`` a worker measures one job and ends.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ from capture import environment
 from capture.errors import ProfileError
 from profiling_runs.jobs import Failure, Job, Outcome
 
-#: What a worker was seen to need at most (0.9 GB: GPT, MoE and Wide-ResNet of Table I, 16 layers at once), with some room.
+#: What a worker was seen to need at most (0.9 GB: GPT, MoE and Wide-ResNet of Table I, 16 layers at
+#: once), with some room.
 WORKER_BYTES = 1_200_000_000
-#: Workers that may end one after the other before any gets ready; then something is wrong that starting more does not cure.
+#: Workers that may end one after the other before any gets ready; then something is wrong that
+#: starting more does not cure.
 MAX_FAILED_STARTS = 3
 
 
@@ -99,7 +103,8 @@ class Pool(ABC):
 
     Args:
         fresh_process: Whether a worker measures one job only.
-        timeout_seconds: Of a job on an idle machine (``environment.patience``); then its worker is ended.
+        timeout_seconds: Of a job on an idle machine (``environment.patience``); then its worker is
+            ended.
     """
 
     def __init__(self, *, fresh_process: bool, timeout_seconds: float):
@@ -142,21 +147,31 @@ class Pool(ABC):
                 outcomes += self._gone(worker, message)
         allowed = environment.patience(self.timeout_seconds)
         for worker in self._workers:
-            worker.deadline = max(worker.deadline, worker.started + allowed)  # what a busy time has allowed, an idle one does not take away
+            worker.deadline = max(
+                worker.deadline, worker.started + allowed
+            )  # what a busy time has allowed, an idle one does not take away
         late = [worker for worker in self._workers if time.monotonic() > worker.deadline]
         for worker in late:
-            outcomes += self._gone(worker, Ended("timed out", f"it was not done within {self.timeout_seconds:g} s"))
+            outcomes += self._gone(
+                worker, Ended("timed out", f"it was not done within {self.timeout_seconds:g} s")
+            )
         return outcomes
 
     def _gone(self, worker: PoolWorker, ended: Ended) -> list[Outcome]:
         self._drop(worker)
         if worker.job is not None:
-            return [Outcome(worker.job, None, worker=worker.name, failure=ended.failure, error=ended.why)]
+            return [
+                Outcome(
+                    worker.job, None, worker=worker.name, failure=ended.failure, error=ended.why
+                )
+            ]
         self._failed_starts += not worker.ready and ended.failure != "node lost"
         if self._failed_starts >= MAX_FAILED_STARTS:
             raise ProfileError.of(
-                f"{MAX_FAILED_STARTS} workers ended, one after the other, before they could take a job (out of memory?): {ended.why}. "
-                "Finished measurements are kept: run the same command again, with fewer --workers, or with --workers 0 to see the error.",
+                f"{MAX_FAILED_STARTS} workers ended, one after the other, before they could take "
+                f"a job (out of memory?): {ended.why}. "
+                "Finished measurements are kept: run the same command again, with fewer "
+                "--workers, or with --workers 0 to see the error.",
                 "profile-worker",
             )
         return []
@@ -172,7 +187,8 @@ class Pool(ABC):
 
 
 class Here:
-    """A runner that measures in this process: for workloads that exist only as Python objects. It cannot outlive a job that ends it.
+    """A runner that measures in this process: for workloads that exist only as Python objects. It
+    cannot outlive a job that ends it.
 
     Args:
         backend: Knows the model.

@@ -1,11 +1,13 @@
 """Workers that are actors of a Ray cluster: the one file that imports Ray.
 
-Workers are placed by what they need: processors and memory everywhere, and for runs on accelerators so many devices of one kind, which
-their nodes offer as Ray's resource ``accelerator_type:KIND``. Nodes may come and go: workers of a node that is lost are started elsewhere
-and its jobs done again, and a node that joins gets workers within seconds.
+Workers are placed by what they need: processors and memory everywhere, and for runs on accelerators
+so many devices of one kind, which their nodes offer as Ray's resource ``accelerator_type:KIND``.
+Nodes may come and go: workers of a node that is lost are started elsewhere and its jobs done again,
+and a node that joins gets workers within seconds.
 
-The working directory travels, so the workload and a target file must be in it, or the workload a package that is installed everywhere.
-Ray's usage reports and its dashboard are off, and nothing is fetched.
+The working directory travels, so the workload and a target file must be in it, or the workload a
+package that is installed everywhere. Ray's usage reports and its dashboard are off, and nothing is
+fetched.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from profiling_runs.jobs import Job, Outcome, Setting
 from profiling_runs.pools.pool import WORKER_BYTES, Ended, Pool, PoolWorker, Ready
 from profiling_runs.pools.worker import Worker, name_of_process
 
-#: Kinds as Ray detects them, by target; those of the same letters share a kind, whatever memory they have.
+#: Kinds as Ray detects them, by target; those of the same letters share a kind, whatever memory
+#: they have.
 ACCELERATOR_TYPES = {
     "v100-32g": "V100",
     "a100-40g": "A100",
@@ -44,7 +47,8 @@ ACCELERATOR_TYPES = {
 #: Ray's least; what is sent is a few kilobytes.
 _OBJECT_STORE_BYTES = 80_000_000
 _SECONDS_BETWEEN_LOOKS, _SECONDS_TO_CONNECT = 2.0, 5.0
-#: That the head may be silent. A minute after it was lost Ray ends the driver's process, without a word of ours.
+#: That the head may be silent. A minute after it was lost Ray ends the driver's process, without a
+#: word of ours.
 _SECONDS_WITHOUT_HEAD = 20.0
 
 
@@ -69,22 +73,30 @@ class Demand:
         """What the workers of a setting need.
 
         Raises:
-            ProfileError: ``ray-accelerator`` if it is not known how Ray calls the devices of the target.
+            ProfileError: ``ray-accelerator`` if it is not known how Ray calls the devices of the
+                target.
         """
         target = Target.load(setting.target)
         if setting.backend == "compile" or target.platform == "cpu":
             return cls()
-        kind = accelerator_type or next((ray for name, ray in ACCELERATOR_TYPES.items() if same_target(name, setting.target)), None)
+        kind = accelerator_type or next(
+            (ray for name, ray in ACCELERATOR_TYPES.items() if same_target(name, setting.target)),
+            None,
+        )
         if kind is None:
             raise ProfileError.of(
-                f"target={setting.target!r} has no accelerator type of Ray's that is known here; name one with --accelerator.",
+                f"target={setting.target!r} has no accelerator type of Ray's that is known here; "
+                "name one with --accelerator.",
                 "ray-accelerator",
             )
         return cls("GPU" if target.platform == "cuda" else "TPU", setting.num_devices, kind)
 
     def offered(self, resources: Mapping[str, float]) -> bool:
         """Whether a node has such devices at all."""
-        return self.devices is None or (f"accelerator_type:{self.accelerator_type}" in resources and resources.get(self.devices, 0) >= 1)
+        return self.devices is None or (
+            f"accelerator_type:{self.accelerator_type}" in resources
+            and resources.get(self.devices, 0) >= 1
+        )
 
     def room(self, resources: Mapping[str, float]) -> int:
         """How many workers a node has room for.
@@ -104,11 +116,18 @@ class Demand:
 
     def options(self) -> dict[str, Any]:
         """Of an actor."""
-        # A node offers a whole one of its kind, to be shared by all that need it: an actor takes next to nothing.
+        # A node offers a whole one of its kind, to be shared by all that need it: an actor takes
+        # next to nothing.
         kind = {f"accelerator_type:{self.accelerator_type}": 0.001} if self.accelerator_type else {}
         tpus = {"TPU": self.num_devices} if self.devices == "TPU" else {}
         num_gpus = self.num_devices if self.devices == "GPU" else 0
-        return {"num_cpus": 1, "num_gpus": num_gpus, "memory": self.memory_bytes, "resources": {**kind, **tpus}, "max_restarts": 0}
+        return {
+            "num_cpus": 1,
+            "num_gpus": num_gpus,
+            "memory": self.memory_bytes,
+            "resources": {**kind, **tpus},
+            "max_restarts": 0,
+        }
 
 
 class RayPool(Pool):
@@ -116,17 +135,26 @@ class RayPool(Pool):
 
     Args:
         setting: Of the jobs.
-        address: ``"auto"`` for the cluster that this machine is a part of, ``"local"`` for one of this machine alone, or an address.
+        address: ``"auto"`` for the cluster that this machine is a part of, ``"local"`` for one of
+            this machine alone, or an address.
         num_workers: At most.
         timeout_seconds: Of a job.
         accelerator_type: Ray's name of the target's devices; None for the usual one.
 
     Raises:
-        ProfileError: ``ray-missing`` without Ray, ``ray-address`` if there is no cluster, ``ray-resources`` if no node has what a worker
-            needs, ``ray-workload`` if the workload's file would not travel, ``ray-lost`` if the cluster is gone; ``worker-versions``.
+        ProfileError: ``ray-missing`` without Ray, ``ray-address`` if there is no cluster,
+            ``ray-resources`` if no node has what a worker needs, ``ray-workload`` if the workload's
+            file would not travel, ``ray-lost`` if the cluster is gone; ``worker-versions``.
     """
 
-    def __init__(self, setting: Setting, address: str, num_workers: int, timeout_seconds: float, accelerator_type: str | None):
+    def __init__(
+        self,
+        setting: Setting,
+        address: str,
+        num_workers: int,
+        timeout_seconds: float,
+        accelerator_type: str | None,
+    ):
         super().__init__(fresh_process=setting.fresh_process, timeout_seconds=timeout_seconds)
         self._demand, self._setting = Demand.of(setting, accelerator_type), travelling(setting)
         self._num_workers, self._room, self._looked = num_workers, 0, float("-inf")
@@ -149,7 +177,9 @@ class RayPool(Pool):
         address = ray.get_runtime_context().gcs_address
         host, _, port = address.rpartition(":")
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_SECONDS_BETWEEN_LOOKS).close()
+            socket.create_connection(
+                (host.strip("[]"), int(port)), timeout=_SECONDS_BETWEEN_LOOKS
+            ).close()
         except OSError as error:
             if time.monotonic() - self._heard > _SECONDS_WITHOUT_HEAD:
                 raise ConnectionError(f"its head at {address} does not answer ({error})") from None
@@ -201,16 +231,24 @@ class _Actor(PoolWorker):
             with _lost_cluster():
                 message = ray.get(reference)
         except ray.exceptions.RayTaskError as error:
-            # The workload was imported here. A node that is lost may take the files that travelled from others of its machine: try again.
+            # The workload was imported here. A node that is lost may take the files that travelled
+            # from others of its machine: try again.
             if isinstance(error.cause, CaptureError) and not isinstance(error.cause, WorkloadError):
                 raise error.cause from None
-            return Ended("lost", f"it could not be made: {(str(error).strip().splitlines() or ['no message'])[-1]}")
+            return Ended(
+                "lost",
+                f"it could not be made: {(str(error).strip().splitlines() or ['no message'])[-1]}",
+            )
         except ray.exceptions.RayError as error:
-            # Of a process that ended Ray knows that it did; of a node that was lost, at first, only that nothing answers.
+            # Of a process that ended Ray knows that it did; of a node that was lost, at first, only
+            # that nothing answers.
             silent = isinstance(error, ray.exceptions.ActorUnavailableError)
             lost = silent or bool(self._nodes - _alive())
             said = (str(error).strip().splitlines() or ["no message"])[0]
-            return Ended("node lost" if lost else "lost", f"its {'node' if lost else 'process'} was lost: {said}")
+            return Ended(
+                "node lost" if lost else "lost",
+                f"its {'node' if lost else 'process'} was lost: {said}",
+            )
         if isinstance(message, RemoteReady):
             self._nodes = {message.node}
             return Ready(message.name)
@@ -220,7 +258,9 @@ class _Actor(PoolWorker):
         import ray
 
         if ray.is_initialized():
-            with suppress(ray.exceptions.RayError, ConnectionError):  # the cluster is gone, and the actor with it
+            with suppress(
+                ray.exceptions.RayError, ConnectionError
+            ):  # the cluster is gone, and the actor with it
                 ray.kill(self._actor)
 
 
@@ -254,11 +294,20 @@ def travelling(setting: Setting) -> Setting:
     here = Path.cwd()
     workload, target = setting.workload.relative_to(here), setting.target
     if target.endswith(".json"):
-        target = str(Path(target).resolve().relative_to(here)) if Path(target).resolve().is_relative_to(here) else f"../{target}"
-    outside = [name for name in (workload.location if workload.is_file else "", target) if name.startswith("..")]
+        target = (
+            str(Path(target).resolve().relative_to(here))
+            if Path(target).resolve().is_relative_to(here)
+            else f"../{target}"
+        )
+    outside = [
+        name
+        for name in (workload.location if workload.is_file else "", target)
+        if name.startswith("..")
+    ]
     if outside:
         raise ProfileError.of(
-            f"{' and '.join(outside)} is outside of the working directory {str(here)!r}, which travels to the workers; run the command "
+            f"{' and '.join(outside)} is outside of the working directory {str(here)!r}, which "
+            "travels to the workers; run the command "
             "in a folder that holds it, or name an installed package.",
             "ray-workload",
         )
@@ -271,23 +320,42 @@ def _connect(address: str) -> bool:
         environment.prepare_ray(local=address == "local")
         import ray
     except ImportError:
-        raise ProfileError.of(f"--ray needs Ray, which is not installed: {install_command('ray')}.", "ray-missing") from None
+        raise ProfileError.of(
+            f"--ray needs Ray, which is not installed: {install_command('ray')}.", "ray-missing"
+        ) from None
     if ray.is_initialized():
         return False
     host, _, port = address.rpartition(":")
     if host and "://" not in address and port.isdecimal():  # Ray itself would try for minutes
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=environment.patience(_SECONDS_TO_CONNECT)).close()
+            socket.create_connection(
+                (host.strip("[]"), int(port)), timeout=environment.patience(_SECONDS_TO_CONNECT)
+            ).close()
         except OSError as error:
             raise ProfileError.of(
-                f"--ray {address}: nothing answers there ({error}); name the address of a running cluster.", "ray-address"
+                f"--ray {address}: nothing answers there ({error}); name the address of a running "
+                "cluster.",
+                "ray-address",
             ) from None
-    own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES} if address == "local" else {}
+    own: dict[str, Any] = (
+        {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
+        if address == "local"
+        else {}
+    )
     try:
-        ray.init(address, log_to_driver=False, logging_level=logging.ERROR, runtime_env={"working_dir": str(Path.cwd())}, **own)
-    except Exception as error:  # Ray raises nothing more special where a node does not start in time
+        ray.init(
+            address,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            runtime_env={"working_dir": str(Path.cwd())},
+            **own,
+        )
+    except (
+        Exception
+    ) as error:  # Ray raises nothing more special where a node does not start in time
         raise ProfileError.of(
-            f"--ray {address}: no cluster could be joined: {error} Start one (ray start --head), name its address, or use --ray local; "
+            f"--ray {address}: no cluster could be joined: {error} Start one (ray start --head), "
+            "name its address, or use --ray local; "
             "where the machine was only too busy, run the same command again.",
             "ray-address",
         ) from error
@@ -312,12 +380,29 @@ def _check_nodes(demand: Demand, nodes: Sequence[Mapping[str, Any]]) -> Demand:
     """
     offering = [node["Resources"] for node in nodes if demand.offered(node["Resources"])]
     if demand.devices is not None and offering:
-        demand = replace(demand, num_devices=min(demand.num_devices, int(max(resources[demand.devices] for resources in offering))))
+        demand = replace(
+            demand,
+            num_devices=min(
+                demand.num_devices, int(max(resources[demand.devices] for resources in offering))
+            ),
+        )
     if not any(demand.room(resources) for resources in offering):
-        needs = f"{demand.num_devices} {demand.devices} of type {demand.accelerator_type}, " if demand.devices else ""
-        there = "; ".join(", ".join(f"{k} {v:g}" for k, v in sorted(n["Resources"].items()) if ":" not in k or "type:" in k) for n in nodes)
+        needs = (
+            f"{demand.num_devices} {demand.devices} of type {demand.accelerator_type}, "
+            if demand.devices
+            else ""
+        )
+        there = "; ".join(
+            ", ".join(
+                f"{k} {v:g}"
+                for k, v in sorted(n["Resources"].items())
+                if ":" not in k or "type:" in k
+            )
+            for n in nodes
+        )
         raise ProfileError.of(
-            f"no node has what a worker needs: {needs}1 CPU, {demand.memory_bytes} bytes of memory. The nodes have {there}. Add a node, or "
+            f"no node has what a worker needs: {needs}1 CPU, {demand.memory_bytes} bytes of "
+            f"memory. The nodes have {there}. Add a node, or "
             "profile with --backend compile, which needs no such device.",
             "ray-resources",
         )
@@ -333,7 +418,9 @@ def _lost_cluster() -> Iterator[None]:
         yield
     except (ray.exceptions.RaySystemError, ConnectionError, TimeoutError) as error:
         raise ProfileError.of(
-            f"the Ray cluster is gone: {error}. Finished measurements are kept: run the same command again when it is back.", "ray-lost"
+            f"the Ray cluster is gone: {error}. Finished measurements are kept: run the same "
+            "command again when it is back.",
+            "ray-lost",
         ) from error
 
 

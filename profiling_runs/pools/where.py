@@ -20,13 +20,18 @@ class Where:
     """Where jobs run.
 
     Attributes:
-        num_workers: At most; 0 measures in this process. None: 2 here, and on a Ray cluster as many as it has room for.
-        ray: ``"auto"``, ``"local"`` or the address of a Ray cluster; None for processes of this machine.
-        accelerator_type: Ray's name of the target's devices, for runs on them; None for the usual one.
-        timeout_seconds: Of a job in a worker, on an idle machine; on a busy one it gets more (``environment.patience``).
+        num_workers: At most; 0 measures in this process. None: 2 here, and on a Ray cluster as many
+            as it has room for.
+        ray: ``"auto"``, ``"local"`` or the address of a Ray cluster; None for processes of this
+            machine.
+        accelerator_type: Ray's name of the target's devices, for runs on them; None for the usual
+            one.
+        timeout_seconds: Of a job in a worker, on an idle machine; on a busy one it gets more
+            (``environment.patience``).
 
     Raises:
-        ProfileError: ``where-options`` for a Ray cluster without workers, or an accelerator type without a cluster.
+        ProfileError: ``where-options`` for a Ray cluster without workers, or an accelerator type
+            without a cluster.
     """
 
     num_workers: int | None = None
@@ -36,9 +41,16 @@ class Where:
 
     def __post_init__(self) -> None:
         if self.ray is not None and self.here:
-            raise ProfileError.of(f"--workers 0 measures in this process, and --ray {self.ray} does not; leave one out.", "where-options")
+            raise ProfileError.of(
+                f"--workers 0 measures in this process, and --ray {self.ray} does not; leave one "
+                "out.",
+                "where-options",
+            )
         if self.ray is None and self.accelerator_type is not None:
-            raise ProfileError.of(f"--accelerator {self.accelerator_type} is of a Ray cluster; add --ray.", "where-options")
+            raise ProfileError.of(
+                f"--accelerator {self.accelerator_type} is of a Ray cluster; add --ray.",
+                "where-options",
+            )
 
     @property
     def here(self) -> bool:
@@ -61,12 +73,21 @@ class Where:
         if self.ray is not None:
             from profiling_runs.pools.ray_pool import RayPool
 
-            return RayPool(setting, self.ray, min(num_jobs, self.num_workers or num_jobs), self.timeout_seconds, self.accelerator_type)
+            return RayPool(
+                setting,
+                self.ray,
+                min(num_jobs, self.num_workers or num_jobs),
+                self.timeout_seconds,
+                self.accelerator_type,
+            )
         from profiling_runs.pools.local import LocalPool
 
-        return LocalPool(setting, min(num_jobs, self.num_workers or DEFAULT_LOCAL_WORKERS), self.timeout_seconds)
+        return LocalPool(
+            setting, min(num_jobs, self.num_workers or DEFAULT_LOCAL_WORKERS), self.timeout_seconds
+        )
 
 
 def setting_of(setting: Setting) -> Setting:
-    """A setting with the flags and versions of this process, which the workers' results are to be of."""
+    """A setting with the flags and versions of this process, which the workers' results are to be
+    of."""
     return replace(setting, flags=environment.active_flags(), versions=versions_of(setting))

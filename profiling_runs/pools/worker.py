@@ -1,4 +1,5 @@
-"""What happens inside a worker, wherever it runs: it makes the model's backend once, and measures one job after the other."""
+"""What happens inside a worker, wherever it runs: it makes the model's backend once, and measures
+one job after the other."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ class Worker:
         platform = "cpu" if setting.backend == "run" else Target.load(setting.target).platform
         check_versions(setting.versions, versions_of(setting))
         environment.prepare_worker(setting.num_devices, platform, setting.flags)
-        self._workload = setting.workload.load()  # now, so that a workload that is not here is seen before any job is lost to it
+        self._workload = (
+            setting.workload.load()
+        )  # now, so that a workload that is not here is seen before any job is lost to it
 
     @cached_property
     def _backend(self) -> Any:
@@ -40,7 +43,12 @@ class Worker:
         if setting.backend == "compile":
             from capture.profiler.compile import CompileBackend
 
-            return CompileBackend(self._workload, setting.num_layers, setting.tensor_parallel_rule, target=Target.load(setting.target))
+            return CompileBackend(
+                self._workload,
+                setting.num_layers,
+                setting.tensor_parallel_rule,
+                target=Target.load(setting.target),
+            )
         from capture.profiler.run import RunBackend
 
         return RunBackend(
@@ -52,7 +60,8 @@ class Worker:
         )
 
     def measure(self, job: Job) -> Outcome:
-        """Make a measurement; a failure is an outcome, not raised: it must not lose the other jobs."""
+        """Make a measurement; a failure is an outcome, not raised: it must not lose the other
+        jobs."""
         if job.part == "machine":
             from capture.profiler.run import machine_here
 
@@ -64,7 +73,9 @@ def measure_job(backend: Any, job: Job) -> Outcome:
     """As ``Worker.measure``, with a backend of this process."""
     start = time.perf_counter()
     try:
-        outcome = _of_run(backend, job) if isinstance(job.what, ProfilingRun) else _of_stage(backend, job)
+        outcome = (
+            _of_run(backend, job) if isinstance(job.what, ProfilingRun) else _of_stage(backend, job)
+        )
     except Exception as error:
         failure: Failure = "refused" if isinstance(error, CaptureError) else "raised"
         said = str(error) if failure == "refused" else violations_of(error)[0].message
@@ -75,7 +86,11 @@ def measure_job(backend: Any, job: Job) -> Outcome:
 def _of_stage(backend: Any, job: Job) -> Outcome:
     for key, value in job.known.items():
         backend.store.put(key, value, provenance={}, seconds=0)
-    measure = {"stage": backend.measure, "update": backend.measure_update, "buffers": backend.measure_buffers}
+    measure = {
+        "stage": backend.measure,
+        "update": backend.measure_update,
+        "buffers": backend.measure_buffers,
+    }
     return Outcome(job, measure[job.part](job.what).to_json())
 
 
@@ -83,8 +98,12 @@ def _of_run(backend: Any, job: Job) -> Outcome:
     executed = backend.execute(job.what)
     if executed.peak_bytes_per_stage is None:
         failure: Failure = "raised" if executed.traceback else "refused"
-        return Outcome(job, None, failure=failure, error=executed.failure, traceback=executed.traceback)
-    return Outcome(job, executed.to_json(), stored_key="" if executed.meter else replay_key(job.key))
+        return Outcome(
+            job, None, failure=failure, error=executed.failure, traceback=executed.traceback
+        )
+    return Outcome(
+        job, executed.to_json(), stored_key="" if executed.meter else replay_key(job.key)
+    )
 
 
 def name_of_process() -> str:
@@ -108,10 +127,13 @@ def check_versions(wanted: Mapping[str, str], here: Mapping[str, str]) -> None:
         >>> check_versions({"jax": "0.10.2"}, {"jax": "0.10.2"})
     """
     different = [
-        f"{name} {here.get(name, 'missing')} instead of {version}" for name, version in wanted.items() if here.get(name) != version
+        f"{name} {here.get(name, 'missing')} instead of {version}"
+        for name, version in wanted.items()
+        if here.get(name) != version
     ]
     if different:
         raise ProfileError.of(
-            f"worker {name_of_process()} has {', '.join(different)}; install what the driver has there.",
+            f"worker {name_of_process()} has {', '.join(different)}; install what the driver has "
+            "there.",
             "worker-versions",
         )

@@ -2,21 +2,26 @@
 
 Alpa looks for the least step time of a pipeline whose stages take submeshes of its own choice:
 
-    sum over stages of t + (M - 1) x the slowest t          with t = forward + backward of one micro-batch
+    sum over stages of t + (M - 1) x the slowest t          with t = forward + backward of one
+                                                            micro-batch
 
 under its own idea of memory: behind a stage may stand at most
 
     floor((available - peak - initial) / intermediate - 1)
 
-stages, because under 1F1B each of them means one more micro-batch in flight. ``peak`` is what a forward or backward pass needs, ``initial``
-what only the update needs (optimizer state), ``intermediate`` what lives between the two passes. The same limit is used for GPipe, where
-it is too optimistic. A model that Alpa's suites train in 16 bits has half of the parameters and gradients in ``peak`` and a float32 copy of
-the parameters in ``initial``, split over replicas as the rest of it (``capture.alpa.memory``).
+stages, because under 1F1B each of them means one more micro-batch in flight. ``peak`` is what a
+forward or backward pass needs, ``initial`` what only the update needs (optimizer state),
+``intermediate`` what lives between the two passes. The same limit is used for GPipe, where it is
+too optimistic. A model that Alpa's suites train in 16 bits has half of the parameters and gradients
+in ``peak`` and a float32 copy of the parameters in ``initial``, split over replicas as the rest of
+it (``capture.alpa.memory``).
 
-Alpa fills tables of t and of the most stages behind by measuring on GPUs; here the profile's predictor fills them. The search is exact
-where Alpa tries caps that are 1e-6 seconds apart. ``tests/alpa_conformance`` runs Alpa's own search on the same tables.
+Alpa fills tables of t and of the most stages behind by measuring on GPUs; here the profile's
+predictor fills them. The search is exact where Alpa tries caps that are 1e-6 seconds apart.
+``tests/alpa_conformance`` runs Alpa's own search on the same tables.
 
-Source: Zheng et al., OSDI 2022, section 5.2, equations 2 and 3; Alpa 0.2.3, ``stage_construction``, by its behaviour.
+Source: Zheng et al., OSDI 2022, section 5.2, equations 2 and 3; Alpa 0.2.3, ``stage_construction``,
+by its behaviour.
 """
 
 from __future__ import annotations
@@ -51,11 +56,13 @@ MOST_SUCCESSORS = 1 << 20
 
 @dataclass(frozen=True)
 class AutostagingTables:
-    """What the search is given, indexed [first layer, last layer, submesh, configuration] as in Alpa.
+    """What the search is given, indexed [first layer, last layer, submesh, configuration] as in
+    Alpa.
 
     Attributes:
         submeshes: (hosts, devices per host), ascending.
-        choices: Of each submesh, its configurations; the tables are padded where a submesh has fewer.
+        choices: Of each submesh, its configurations; the tables are padded where a submesh has
+            fewer.
         seconds: float64, infinite where impossible.
         max_successors: int64, the most stages that memory allows behind; -1 for none at all.
     """
@@ -79,10 +86,15 @@ def submesh_choices(cluster: Cluster) -> tuple[Shape, ...]:
     size, hosts = cluster.nodes[0], len(cluster.nodes)
     if len(set(cluster.nodes)) > 1 or size & (size - 1):
         raise PlanError.of(
-            f"cluster {cluster}: Alpa's autostaging takes equal nodes of a power of two of devices; use such a cluster.", "alpa-cluster"
+            f"cluster {cluster}: Alpa's autostaging takes equal nodes of a power of two of "
+            "devices; use such a cluster.",
+            "alpa-cluster",
         )
     inside = [(1, 1 << bit) for bit in range(size.bit_length())]
-    return (*inside, *((1 << bit, size) for bit in range(1, hosts.bit_length()) if 1 << bit <= hosts))
+    return (
+        *inside,
+        *((1 << bit, size) for bit in range(1, hosts.bit_length()) if 1 << bit <= hosts),
+    )
 
 
 def _is_in(space: LogicalShapes, choice: StageChoice, submesh: Shape, node_size: int) -> bool:
@@ -109,9 +121,11 @@ def autostaging_tables(
         cluster: Of equal nodes.
         microbatch_size: Over all replicas.
         memory_limit_bytes: Available per device; None for no limit.
-        logical_shapes: Alpa's space of (data, tensor) parallel degrees: all pairs; tensor parallelism inside nodes alone; or hosts times
-            devices of the submesh. In the last, Alpa's solver may still replicate what is tensor-parallel here.
-        master_copy: Whether the model is trained in 16 bits as in Alpa's suites; the profile has its parameters in float32.
+        logical_shapes: Alpa's space of (data, tensor) parallel degrees: all pairs; tensor
+            parallelism inside nodes alone; or hosts times devices of the submesh. In the last,
+            Alpa's solver may still replicate what is tensor-parallel here.
+        master_copy: Whether the model is trained in 16 bits as in Alpa's suites; the profile has
+            its parameters in float32.
 
     Raises:
         PlanError: as ``submesh_choices``.
@@ -122,7 +136,12 @@ def autostaging_tables(
     predictor, times = AdditivePredictor(profile), TimePredictor(profile, max(cluster.nodes))
     submeshes = submesh_choices(cluster)
     choices = tuple(
-        tuple(c for c in profile.choices if _is_in(logical_shapes, c, submesh, cluster.nodes[0]) and microbatch_size % c.data_parallel == 0)
+        tuple(
+            c
+            for c in profile.choices
+            if _is_in(logical_shapes, c, submesh, cluster.nodes[0])
+            and microbatch_size % c.data_parallel == 0
+        )
         for submesh in submeshes
     )
     num_layers = profile.graph.num_layers
@@ -144,18 +163,25 @@ def autostaging_tables(
 
 def _most_successors(memory: StageMemory, available: int | None) -> np.ndarray:
     """Alpa's formula; its ``peak`` holds what one micro-batch keeps."""
-    passes = np.maximum(memory.received + memory.batch + memory.forward, memory.gradients_in + memory.backward)
+    passes = np.maximum(
+        memory.received + memory.batch + memory.forward, memory.gradients_in + memory.backward
+    )
     peak = memory.params + memory.gradients + memory.kept + passes
     if available is None:
         return np.full(peak.shape, MOST_SUCCESSORS)
     room = available - peak - memory.optimizer
-    return np.clip(np.floor(room / np.maximum(memory.kept, 1) - 1), -1, MOST_SUCCESSORS).astype(np.int64)
+    return np.clip(np.floor(room / np.maximum(memory.kept, 1) - 1), -1, MOST_SUCCESSORS).astype(
+        np.int64
+    )
 
 
-def search_tables(tables: AutostagingTables, num_devices: int, num_microbatches: int) -> SearchResult:
+def search_tables(
+    tables: AutostagingTables, num_devices: int, num_microbatches: int
+) -> SearchResult:
     """The stages of least step time; exact.
 
-    Alpa orders submeshes freely and packs them afterwards, so that only their sizes must add up: here the devices stand in one row.
+    Alpa orders submeshes freely and packs them afterwards, so that only their sizes must add up:
+    here the devices stand in one row.
 
     Args:
         tables: Their submeshes have different sizes, powers of two.
@@ -174,9 +200,19 @@ def search_tables(tables: AutostagingTables, num_devices: int, num_microbatches:
         # Memory counts as "fits behind j - 1 stages" alone: 0 bytes or none.
         fits = behind[:, None] >= np.arange(most_behind)[:, None, None]
         cost[hosts * devices], seconds[hosts * devices] = np.where(fits, 0, NEVER), times
-    choices = {hosts * devices: tables.choices[s] for s, (hosts, devices) in enumerate(tables.submeshes)}
+    choices = {
+        hosts * devices: tables.choices[s] for s, (hosts, devices) in enumerate(tables.submeshes)
+    }
     row = Cluster((num_devices,))
-    problem = SearchProblem(row, num_layers, choices, cost, seconds=seconds, num_microbatches=num_microbatches, memory_limit_bytes=1)
+    problem = SearchProblem(
+        row,
+        num_layers,
+        choices,
+        cost,
+        seconds=seconds,
+        num_microbatches=num_microbatches,
+        memory_limit_bytes=1,
+    )
     return throughput(problem)
 
 
@@ -202,9 +238,9 @@ def autostage(
         logical_shapes, master_copy: As ``autostaging_tables``.
 
     Returns:
-        The plan on the devices that Alpa packs its stages on, with the prediction of the profile's own predictor: what it needs in the
-        native runtime. ``status`` is ``infeasible`` if Alpa finds no plan, and if the one that it finds is predicted to need more than
-        the limit.
+        The plan on the devices that Alpa packs its stages on, with the prediction of the profile's
+        own predictor: what it needs in the native runtime. ``status`` is ``infeasible`` if Alpa
+        finds no plan, and if the one that it finds is predicted to need more than the limit.
 
     Raises:
         PlanError, ProfileError: as ``autostaging_tables``.
@@ -226,18 +262,39 @@ def autostage(
 
     result = replace(within(limit), algorithm=f"autostaging ({LABEL})")
     if result.status == "infeasible":
-        return Recommendation("infeasible", None, None, result, {"summary": _missing(limit, within), "code": "autostaging"})
+        return Recommendation(
+            "infeasible",
+            None,
+            None,
+            result,
+            {"summary": _missing(limit, within), "code": "autostaging"},
+        )
     placed = alpa_placement(cluster, [stage.choice.num_devices for stage in result.stages])
     plan = plan_of_stages(
-        result.stages, profile, Cluster((cluster.num_devices,), cluster.target), global_batch_size, num_microbatches, schedule
+        result.stages,
+        profile,
+        Cluster((cluster.num_devices,), cluster.target),
+        global_batch_size,
+        num_microbatches,
+        schedule,
     )
-    stages = tuple(replace(stage, devices=devices) for stage, devices in zip(plan.stages, placed, strict=True))
+    stages = tuple(
+        replace(stage, devices=devices) for stage, devices in zip(plan.stages, placed, strict=True)
+    )
     plan = plan.with_(cluster=cluster, stages=stages)
     prediction = AdditivePredictor(profile).predict(plan)
-    why = {"summary": f"{LABEL}: least step time, {result.step_seconds:.3g} s without updates and transfers between stages."}
+    why = {
+        "summary": (
+            f"{LABEL}: least step time, {result.step_seconds:.3g} s without updates and transfers "
+            "between stages."
+        )
+    }
     fits = limit is None or prediction.peak_bytes <= limit
     if not fits:
-        why["summary"] += f" It takes the plan to fit, and {prediction.peak_bytes:,} bytes are predicted, of {limit:,}."
+        why["summary"] += (
+            f" It takes the plan to fit, and {prediction.peak_bytes:,} bytes are predicted, of "
+            f"{limit:,}."
+        )
         why["code"] = "autostaging"
     plan = plan.with_(prediction=prediction.to_json(), why=why)
     headroom = prediction.headroom(memory_limit_bytes, memory)
@@ -247,11 +304,17 @@ def autostage(
 def _missing(limit: int | None, within: Callable[[int | None], SearchResult]) -> str:
     """Why no plan is found, and the least limit per device under which one is, to a percent."""
     if limit is None or within(None).status == "infeasible":
-        return f"{LABEL} finds no plan whatever the memory: no submeshes with measured choices add up to the cluster. Profile more degrees."
+        return (
+            f"{LABEL} finds no plan whatever the memory: no submeshes with measured choices add "
+            "up to the cluster. Profile more degrees."
+        )
     low, high = limit, 2 * limit
     while within(high).status == "infeasible":
         low, high = high, 2 * high
     while high - low > high // 100:
         middle = (low + high) // 2
         low, high = (middle, high) if within(middle).status == "infeasible" else (low, middle)
-    return f"{LABEL} finds no plan that fits by its rule in {limit:,} bytes per device; the least limit under which it does is {high:,}."
+    return (
+        f"{LABEL} finds no plan that fits by its rule in {limit:,} bytes per device; the least "
+        f"limit under which it does is {high:,}."
+    )

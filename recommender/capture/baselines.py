@@ -1,7 +1,8 @@
-"""Plans that look at no memory: one degree for all stages, layers shared out by count, parameters or FLOPs.
+"""Plans that look at no memory: one degree for all stages, layers shared out by count, parameters
+or FLOPs.
 
-What pipeline frameworks do by default (equal layers, equal parameters), and the throughput-minded plan (equal FLOPs) that memory-aware
-plans are compared with.
+What pipeline frameworks do by default (equal layers, equal parameters), and the throughput-minded
+plan (equal FLOPs) that memory-aware plans are compared with.
 
 Source: CAPTURE II-D.
 """
@@ -21,7 +22,8 @@ from recommender.capture.result import PlacedStage
 
 
 def equal_cuts(weights: Sequence[float], num_stages: int) -> list[int]:
-    """Boundaries of the contiguous stages whose largest total weight is least; of those, the least sum of squares.
+    """Boundaries of the contiguous stages whose largest total weight is least; of those, the least
+    sum of squares.
 
     Args:
         weights: Per layer, not negative: 1 for equal layers, or parameters, or FLOPs.
@@ -40,7 +42,8 @@ def equal_cuts(weights: Sequence[float], num_stages: int) -> list[int]:
     num_layers = len(weights)
     if not 1 <= num_stages <= num_layers:
         raise PlanError.of(
-            f"num_stages={num_stages} cannot share num_layers={num_layers}: each needs a layer; use between 1 and {num_layers} stages.",
+            f"num_stages={num_stages} cannot share num_layers={num_layers}: each needs a layer; "
+            f"use between 1 and {num_layers} stages.",
             "baseline-stages",
         )
     before = np.concatenate([[0], np.cumsum(np.asarray(weights, dtype=np.float64))])
@@ -62,8 +65,11 @@ def equal_cuts(weights: Sequence[float], num_stages: int) -> list[int]:
     return cuts[::-1]
 
 
-def fixed_degree_plan(cluster: Cluster, weights: Sequence[float], choice: StageChoice) -> tuple[PlacedStage, ...]:
-    """S = D / degree stages of one choice, cut at ``equal_cuts``; the memory is left 0, see ``with_cost``.
+def fixed_degree_plan(
+    cluster: Cluster, weights: Sequence[float], choice: StageChoice
+) -> tuple[PlacedStage, ...]:
+    """S = D / degree stages of one choice, cut at ``equal_cuts``; the memory is left 0, see
+    ``with_cost``.
 
     Args:
         cluster: D devices. Every stage must lie in one node, or on 2, 4, 8, ... whole nodes.
@@ -71,18 +77,25 @@ def fixed_degree_plan(cluster: Cluster, weights: Sequence[float], choice: StageC
         choice: Of every stage.
 
     Raises:
-        PlanError: ``baseline-degree`` if the stages do not fit the nodes, ``baseline-stages`` if there are fewer layers than stages.
+        PlanError: ``baseline-degree`` if the stages do not fit the nodes, ``baseline-stages`` if
+            there are fewer layers than stages.
     """
     d = choice.num_devices
     degrees = cluster.stage_degrees(any_divisor=True, whole_nodes=True)
-    if cluster.num_devices % d or any(d not in degrees[p] for p in range(0, cluster.num_devices, d)):
+    if cluster.num_devices % d or any(
+        d not in degrees[p] for p in range(0, cluster.num_devices, d)
+    ):
         raise PlanError.of(
-            f"data_parallel={choice.data_parallel} x tensor_parallel={choice.tensor_parallel} = {d} devices per stage do not divide the "
-            f"nodes of cluster {cluster}; use a degree that divides each node, or 2, 4, 8, ... whole equal nodes.",
+            f"data_parallel={choice.data_parallel} x tensor_parallel={choice.tensor_parallel} = "
+            f"{d} devices per stage do not divide the "
+            f"nodes of cluster {cluster}; use a degree that divides each node, or 2, 4, 8, ... "
+            "whole equal nodes.",
             "baseline-degree",
         )
     cuts = equal_cuts(weights, cluster.num_devices // d)
-    return tuple(PlacedStage(first, stop, d * i, choice, 0) for i, (first, stop) in enumerate(pairwise(cuts)))
+    return tuple(
+        PlacedStage(first, stop, d * i, choice, 0) for i, (first, stop) in enumerate(pairwise(cuts))
+    )
 
 
 def with_cost(problem: SearchProblem, stages: Sequence[PlacedStage]) -> tuple[PlacedStage, ...]:
@@ -96,8 +109,20 @@ def with_cost(problem: SearchProblem, stages: Sequence[PlacedStage]) -> tuple[Pl
         known = problem.choices.get(stage.choice.num_devices, ())
         if stage.choice not in known or stage.choice.num_devices not in problem.cost:
             raise PlanError.of(
-                f"stage_id={stage_id} uses {stage.choice}, which has no cost in this problem; add it to its choices.", "baseline-choice"
+                f"stage_id={stage_id} uses {stage.choice}, which has no cost in this problem; add "
+                "it to its choices.",
+                "baseline-choice",
             )
-        cost = problem.bytes_per_choice(stage.choice.num_devices, len(stages) - stage_id, stage.first, stage.stop)
-        priced.append(PlacedStage(stage.first, stage.stop, stage.start_device, stage.choice, int(cost[known.index(stage.choice)])))
+        cost = problem.bytes_per_choice(
+            stage.choice.num_devices, len(stages) - stage_id, stage.first, stage.stop
+        )
+        priced.append(
+            PlacedStage(
+                stage.first,
+                stage.stop,
+                stage.start_device,
+                stage.choice,
+                int(cost[known.index(stage.choice)]),
+            )
+        )
     return tuple(priced)

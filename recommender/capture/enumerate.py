@@ -1,12 +1,16 @@
 """The paper's search: enumerate placements of stage configurations, pruned by the best peak so far.
 
-The reference that the exact search is compared with, and the way to search under rules that the programme cannot express. Where
-Algorithm 4 is doubtful, this is the reading (its id in ``capture/READINGS.md`` in brackets):
+The reference that the exact search is compared with, and the way to search under rules that the
+programme cannot express. Where Algorithm 4 is doubtful, this is the reading (its id in
+``capture/READINGS.md`` in brackets):
 
-* degrees are powers of two up to and including the devices of a node [C-j, C-k], data *or* tensor parallel if ``choices`` says so [C-r];
+* degrees are powers of two up to and including the devices of a node [C-j, C-k], data *or* tensor
+  parallel if ``choices`` says so [C-r];
 * mesh and plan are values, so nothing needs undoing [C-l];
-* plans of equal peak are kept for the tie-break, and pruning is strict, so that they survive it [C-m, C-n];
-* the tie-break excludes one device at a time until none is left [C-o, C-p]; plans that still tie: the first, or a seeded draw [C-q];
+* plans of equal peak are kept for the tie-break, and pruning is strict, so that they survive it
+  [C-m, C-n];
+* the tie-break excludes one device at a time until none is left [C-o, C-p]; plans that still tie:
+  the first, or a seeded draw [C-q];
 * a stage's cost may depend on the stages after it (1F1B), so the number of stages is fixed first.
 """
 
@@ -20,7 +24,14 @@ from typing import Literal
 import numpy as np
 
 from recommender.capture.problem import NEVER, SearchProblem
-from recommender.capture.result import PlacedStage, SearchResult, TieBreak, found, nothing_found, per_device
+from recommender.capture.result import (
+    PlacedStage,
+    SearchResult,
+    TieBreak,
+    found,
+    nothing_found,
+    per_device,
+)
 
 Exclude = Literal["one", "equal", "none"]
 
@@ -38,21 +49,32 @@ def enumerate_plans(
     Args:
         problem: What to place where.
         prune: Skip stages above the best peak so far; without it every plan is built (brute force).
-        exclude: What a round of the tie-break removes: ``one`` device of the highest use, all devices of ``equal`` use, or
-            ``none`` for no tie-break.
+        exclude: What a round of the tie-break removes: ``one`` device of the highest use, all
+            devices of ``equal`` use, or ``none`` for no tie-break.
         seed: Draw uniformly among full ties; None takes the first.
-        max_placements: Stop after looking at so many stages; the result is then not proven (``optimal`` is False).
+        max_placements: Stop after looking at so many stages; the result is then not proven
+            (``optimal`` is False).
 
     Returns:
         The plan, with ``num_explored`` stages looked at.
 
     Source: CAPTURE III-C, Algorithm 4, tie-breaking rule and pruning.
     """
-    search = _Enumeration(problem, prune, exclude, None if seed is None else np.random.default_rng(seed), max_placements)
+    search = _Enumeration(
+        problem,
+        prune,
+        exclude,
+        None if seed is None else np.random.default_rng(seed),
+        max_placements,
+    )
     fewest, most = problem.fewest_stages[0], min(problem.cluster.num_devices, problem.num_layers)
-    complete = all(search.place_group((), 0, 0, num_stages) for num_stages in range(fewest, most + 1))
+    complete = all(
+        search.place_group((), 0, 0, num_stages) for num_stages in range(fewest, most + 1)
+    )
     if not search.best:
-        return nothing_found(problem, algorithm="enumerate", num_explored=search.num_placements, proven=complete)
+        return nothing_found(
+            problem, algorithm="enumerate", num_explored=search.num_placements, proven=complete
+        )
     compared: dict[Exclude, tuple[TieBreak, int]] = {
         "one": ("full", problem.cluster.num_devices),
         "equal": ("partial", 1),
@@ -84,9 +106,13 @@ class _Enumeration:
     costs: Callable[..., list[int]] = field(init=False)
 
     def __post_init__(self):
-        self.costs = lru_cache(maxsize=None)(lambda *stage: self.problem.bytes_per_choice(*stage).tolist())
+        self.costs = lru_cache(maxsize=None)(
+            lambda *stage: self.problem.bytes_per_choice(*stage).tolist()
+        )
 
-    def place_group(self, plan: tuple[PlacedStage, ...], device: int, first: int, num_left: int) -> bool:
+    def place_group(
+        self, plan: tuple[PlacedStage, ...], device: int, first: int, num_left: int
+    ) -> bool:
         """Place the next group in every way; False if the search ran into its limit."""
         problem = self.problem
         num_devices, num_layers = problem.cluster.num_devices, problem.num_layers
@@ -96,10 +122,13 @@ class _Enumeration:
             return True
         for stop in range(first + 1, num_layers - num_left + 2):
             for d in problem.degrees[device]:
-                # Algorithm 4, line 2: the stages left must be enough for the devices left, and not too many.
+                # Algorithm 4, line 2: the stages left must be enough for the devices left, and not
+                # too many.
                 if not problem.fewest_stages[device + d] < num_left <= num_devices - device - d + 1:
                     continue
-                for choice, peak in zip(problem.choices[d], self.costs(d, num_left, first, stop), strict=True):
+                for choice, peak in zip(
+                    problem.choices[d], self.costs(d, num_left, first, stop), strict=True
+                ):
                     if self.num_placements == self.max_placements:
                         return False
                     self.num_placements += 1
@@ -113,7 +142,9 @@ class _Enumeration:
     def consider(self, plan: tuple[PlacedStage, ...]) -> None:
         """Keep the plan if it wins, or by lot if it ties."""
         peaks = sorted(per_device(plan), reverse=True)
-        key = {"one": peaks, "equal": sorted(set(peaks), reverse=True), "none": peaks[:1]}[self.exclude]
+        key = {"one": peaks, "equal": sorted(set(peaks), reverse=True), "none": peaks[:1]}[
+            self.exclude
+        ]
         if tuple(key) < self.best_key or not self.best:
             self.best, self.best_key, self.num_ties = plan, tuple(key), 1
         elif tuple(key) == self.best_key and self.generator is not None:

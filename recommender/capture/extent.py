@@ -1,8 +1,10 @@
-"""Questions around the search: the best of several micro-batch counts and schedules, the fewest devices, the largest batch.
+"""Questions around the search: the best of several micro-batch counts and schedules, the fewest
+devices, the largest batch.
 
-Each is a loop over searches; every search is exact, and so is the answer over what was asked. Predictions of micro-batch sizes that were
-not profiled only say where to look: ``settled`` answers with what is compiled (``recommender.capture.verified.Knowledge``), and only such an answer
-is given.
+Each is a loop over searches; every search is exact, and so is the answer over what was asked.
+Predictions of micro-batch sizes that were not profiled only say where to look: ``settled`` answers
+with what is compiled (``recommender.capture.verified.Knowledge``), and only such an answer is
+given.
 """
 
 from __future__ import annotations
@@ -33,7 +35,13 @@ class Attempt:
     @property
     def rests_on(self) -> str:
         """Where its peak is from."""
-        return "compiled" if self.result.compiled else "extrapolated" if self.result.extrapolated else "predicted"
+        return (
+            "compiled"
+            if self.result.compiled
+            else "extrapolated"
+            if self.result.extrapolated
+            else "predicted"
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -61,7 +69,8 @@ def best_of(
     """The best answer over numbers of micro-batches and schedules, and all attempts.
 
     Args:
-        question: Asks for one objective: the step time decides where it was searched for, else the peak.
+        question: Asks for one objective: the step time decides where it was searched for, else the
+            peak.
         settled: The same without extrapolation; asked until the best answer is one of its own.
         cluster, global_batch_size: The same for all.
         microbatches, schedules: What is tried; earlier ones win ties.
@@ -69,8 +78,12 @@ def best_of(
     Raises:
         PlanError: ``plan-batch`` if a number of micro-batches does not divide the batch.
     """
-    PlanError.check(violation for m in microbatches for violation in batch_violations(global_batch_size, m))
-    asked = [(cluster, global_batch_size, m, schedule) for schedule in schedules for m in microbatches]
+    PlanError.check(
+        violation for m in microbatches for violation in batch_violations(global_batch_size, m)
+    )
+    asked = [
+        (cluster, global_batch_size, m, schedule) for schedule in schedules for m in microbatches
+    ]
     attempts = [Attempt(*about, question(*about)) for about in asked]
     is_settled = [not attempt.result.extrapolated for attempt in attempts]
     while not is_settled[best := min(range(len(attempts)), key=lambda i: _rank(attempts[i]))]:
@@ -81,17 +94,25 @@ def best_of(
 
 def _rank(attempt: Attempt) -> tuple[bool, bool, float, int]:
     result = attempt.result
-    seconds = result.search.step_seconds if result.status == "ok" and result.search.step_seconds is not None else 0.0
+    seconds = (
+        result.search.step_seconds
+        if result.status == "ok" and result.search.step_seconds is not None
+        else 0.0
+    )
     return result.status != "ok", result.plan is None, seconds, result.peak_bytes
 
 
 def smallest_cluster(
-    settled: Question, cluster: Cluster, global_batch_size: int, num_microbatches: int, schedule: str
+    settled: Question,
+    cluster: Cluster,
+    global_batch_size: int,
+    num_microbatches: int,
+    schedule: str,
 ) -> tuple[Attempt | None, tuple[Attempt, ...]]:
     """The fewest devices of a cluster on which a plan fits, and all attempts.
 
-    Tried are parts of the first node in powers of two, then 1, 2, 3, ... whole nodes, by ascending number of devices. ``settled`` is asked
-    without extrapolation.
+    Tried are parts of the first node in powers of two, then 1, 2, 3, ... whole nodes, by ascending
+    number of devices. ``settled`` is asked without extrapolation.
 
     Returns:
         None first if nothing fits on the whole cluster either.
@@ -122,9 +143,10 @@ def largest_batch(
 ) -> tuple[Attempt | None, tuple[Attempt, ...]]:
     """The largest global batch that fits with a number of micro-batches, and all attempts.
 
-    Micro-batches grow in steps: doubled until nothing is predicted to fit, then bisected. From where that ends, the answers without
-    extrapolation are asked for, in steps that double until one fits and the next does not, then bisected. **Assumes** that a larger
-    micro-batch never needs less.
+    Micro-batches grow in steps: doubled until nothing is predicted to fit, then bisected. From
+    where that ends, the answers without extrapolation are asked for, in steps that double until one
+    fits and the next does not, then bisected. **Assumes** that a larger micro-batch never needs
+    less.
 
     Args:
         question: Asks for a plan.
@@ -139,7 +161,13 @@ def largest_batch(
 
     def fits(steps: int, ask: Question) -> bool:
         batch = steps * microbatch_step * num_microbatches
-        attempts[steps] = Attempt(cluster, batch, num_microbatches, schedule, ask(cluster, batch, num_microbatches, schedule))
+        attempts[steps] = Attempt(
+            cluster,
+            batch,
+            num_microbatches,
+            schedule,
+            ask(cluster, batch, num_microbatches, schedule),
+        )
         return attempts[steps].result.status == "ok"
 
     def fits_settled(steps: int) -> bool:
@@ -154,10 +182,12 @@ def largest_batch(
 
 
 def _last_that_holds(holds: Callable[[int], bool], start: int, most: int) -> int:
-    """The last of the numbers 1 to ``most`` that a condition holds of, which then fails for all that follow; 0 if it holds of none.
+    """The last of the numbers 1 to ``most`` that a condition holds of, which then fails for all
+    that follow; 0 if it holds of none.
 
     Args:
-        holds: Asked about ``start`` first, then ever farther from it until the end is passed, then in between.
+        holds: Asked about ``start`` first, then ever farther from it until the end is passed, then
+            in between.
         start: From 1 to ``most``.
         most: Where to end.
     """

@@ -1,7 +1,9 @@
-"""What can fit at all: the least peak of parameters, gradients and optimizer state alone, from tracing, before anything is measured.
+"""What can fit at all: the least peak of parameters, gradients and optimizer state alone, from
+tracing, before anything is measured.
 
-Every plan holds at least this much when it updates its parameters, so a limit below it is answered in seconds. What passes between
-stages, what waits for the backward pass and what programs need while they run comes on top.
+Every plan holds at least this much when it updates its parameters, so a limit below it is answered
+in seconds. What passes between stages, what waits for the backward pass and what programs need
+while they run comes on top.
 """
 
 from __future__ import annotations
@@ -37,17 +39,26 @@ def least_state(
 
     Args:
         graph: The layers.
-        param_bytes: Per way to split parameters, bytes per device of every parameter; those of its gradient are the same.
-        optimizer_bytes: Of the whole state of every parameter. It is taken to be split as the parameter is, and evenly over replicas that
-            split it.
+        param_bytes: Per way to split parameters, bytes per device of every parameter; those of its
+            gradient are the same.
+        optimizer_bytes: Of the whole state of every parameter. It is taken to be split as the
+            parameter is, and evenly over replicas that split it.
         choices: Of the stages.
         cluster: With ``whole_nodes`` and ``any_divisor`` as for ``recommend``.
         memory_limit_bytes: Per device.
     """
-    degrees = {d for here in cluster.stage_degrees(any_divisor=any_divisor, whole_nodes=whole_nodes) for d in here}
+    degrees = {
+        d
+        for here in cluster.stage_degrees(any_divisor=any_divisor, whole_nodes=whole_nodes)
+        for d in here
+    }
     found: dict[int, dict[StageChoice, np.ndarray]] = {}
-    for choice in dict.fromkeys(replace(choice, remat="none") for choice in choices if choice.num_devices in degrees):
-        found.setdefault(choice.num_devices, {})[choice] = _state_bytes(graph, param_bytes, optimizer_bytes, choice)
+    for choice in dict.fromkeys(
+        replace(choice, remat="none") for choice in choices if choice.num_devices in degrees
+    ):
+        found.setdefault(choice.num_devices, {})[choice] = _state_bytes(
+            graph, param_bytes, optimizer_bytes, choice
+        )
     problem = SearchProblem(
         cluster,
         graph.num_layers,
@@ -61,31 +72,52 @@ def least_state(
 
 
 def _state_bytes(
-    graph: LayerGraph, param_bytes: Mapping[ParamSplit, Sequence[int]], optimizer_bytes: Sequence[int], choice: StageChoice
+    graph: LayerGraph,
+    param_bytes: Mapping[ParamSplit, Sequence[int]],
+    optimizer_bytes: Sequence[int],
+    choice: StageChoice,
 ) -> np.ndarray:
     """Of every stage [first, stop): int64 (L, L + 1), bytes per device."""
     params = np.array(param_bytes[choice.param_split], np.int64)
     part = params / np.maximum([tensor.nbytes for tensor in graph.params], 1)
     replicas = choice.data_parallel if choice.shard_optimizer and not choice.shard_params else 1
     optimizer = np.floor(np.array(optimizer_bytes) * part / replicas).astype(np.int64)
-    owned = [[p for p in layer.params if graph.param_owner(p) == layer.layer_id] for layer in graph.layers]
-    return 2 * once_per_stage([layer.params for layer in graph.layers], params) + once_per_stage(owned, optimizer)
+    owned = [
+        [p for p in layer.params if graph.param_owner(p) == layer.layer_id]
+        for layer in graph.layers
+    ]
+    return 2 * once_per_stage([layer.params for layer in graph.layers], params) + once_per_stage(
+        owned, optimizer
+    )
 
 
 def beyond_memory(result: SearchResult) -> Recommendation:
     """The recommendation where not even the state fits."""
-    why: dict[str, Any] = {"code": None, "summary": "", "memory_limit_bytes": None, "least_peak_bytes": None, "stage_id": None}
+    why: dict[str, Any] = {
+        "code": None,
+        "summary": "",
+        "memory_limit_bytes": None,
+        "least_peak_bytes": None,
+        "stage_id": None,
+    }
     assert result.why is not None, "it is infeasible"
     if not result.stages:  # whatever the memory
-        why |= {"code": result.why.code, "summary": result.why.message, "memory_limit_bytes": result.why.memory_limit_bytes}
+        why |= {
+            "code": result.why.code,
+            "summary": result.why.message,
+            "memory_limit_bytes": result.why.memory_limit_bytes,
+        }
         return Recommendation("infeasible", None, None, result, why)
     stage = max(result.stages, key=lambda stage: stage.peak_bytes)
     limit = result.why.memory_limit_bytes
     why |= {
         "code": "memory-limit",
-        "summary": f"Every plan needs at least {result.peak_bytes:,} bytes on a device for parameters, gradients and optimizer state alone "
-        f"(the least has layers {stage.first} to {stage.stop - 1} there), and memory_limit_bytes={limit:,}. Raise the limit, use more "
-        "devices, or parameters and optimizer state of fewer bytes. Nothing was measured. [memory-limit]",
+        "summary": f"Every plan needs at least {result.peak_bytes:,} bytes on a device for parameters, "
+        "gradients and optimizer state alone "
+        f"(the least has layers {stage.first} to {stage.stop - 1} there), and "
+        f"memory_limit_bytes={limit:,}. Raise the limit, use more "
+        "devices, or parameters and optimizer state of fewer bytes. Nothing was measured. "
+        "[memory-limit]",
         "memory_limit_bytes": limit,
         "least_state_bytes": result.peak_bytes,
     }

@@ -1,19 +1,24 @@
-"""Least sum of stage times where stages, updates and peaks have caps: one suffix programme over (device, stages after, layer).
+"""Least sum of stage times where stages, updates and peaks have caps: one suffix programme over
+(device, stages after, layer).
 
-A state is (p, a, first): the devices from p and the layers from ``first`` are to be placed, in a stages, as in ``reach.py``: of K
-position rows the last means "K or more", so a stops at K - 1. With ``value[r]`` the least value of a range over its choices at row r,
+A state is (p, a, first): the devices from p and the layers from ``first`` are to be placed, in a
+stages, as in ``reach.py``: of K position rows the last means "K or more", so a stops at K - 1. With
+``value[r]`` the least value of a range over its choices at row r,
 
-    tails[p][r + 1, first] = min over degree d at p, stop of value[d][r, first, stop] + tails[p + d][r, stop]
+    tails[p][r + 1, first] = min over degree d at p, stop of value[d][r, first, stop] + tails[p +
+    d][r, stop]
 
-The longest update of a plan is no sum. But it is at least any weighted mean, and the shares d / D of the devices add up to 1 in every
-plan, so that the sum of ``t + d / D x max(u, shortest)`` is at most the sum of t plus the longest u, where that is at least ``shortest``.
-The programme minimises this sum. It is exact once only one value of the longest update is left.
+The longest update of a plan is no sum. But it is at least any weighted mean, and the shares d / D
+of the devices add up to 1 in every plan, so that the sum of ``t + d / D x max(u, shortest)`` is at
+most the sum of t plus the longest u, where that is at least ``shortest``. The programme minimises
+this sum. It is exact once only one value of the longest update is left.
 
-The same programme without positions (K = 1, each stage at its best one) costs K times less. It bounds every sum from below; often its
-plan is allowed where it stands and thus the answer; and its prefixes and suffixes say which ranges can be part of a better plan.
+The same programme without positions (K = 1, each stage at its best one) costs K times less. It
+bounds every sum from below; often its plan is allowed where it stands and thus the answer; and its
+prefixes and suffixes say which ranges can be part of a better plan.
 
-Source: Alpa (OSDI 2022), section 5.2, solves a programme of this kind per candidate of the slowest stage; positions, choices and the
-update are ours.
+Source: Alpa (OSDI 2022), section 5.2, solves a programme of this kind per candidate of the slowest
+stage; positions, choices and the update are ours.
 """
 
 from __future__ import annotations
@@ -34,7 +39,8 @@ Cut = tuple[int, int, int]  # first, stop, degree
 
 @dataclass(frozen=True)
 class Caps:
-    """What a plan may be: stages up to ``slowest``, updates up to ``longest``; its longest update is at least ``shortest``."""
+    """What a plan may be: stages up to ``slowest``, updates up to ``longest``; its longest update
+    is at least ``shortest``."""
 
     slowest: int
     shortest: int
@@ -48,7 +54,8 @@ class TimedPlan:
     Attributes:
         stages: In pipeline order.
         value: ``Ticks.step``.
-        least_sum: What the programme minimised: no plan within the caps has a smaller sum of stages plus longest update.
+        least_sum: What the programme minimised: no plan within the caps has a smaller sum of stages
+            plus longest update.
         slowest: Largest value of a stage.
         update: Largest value of an update.
     """
@@ -77,7 +84,12 @@ class LeastSum:
         self.problem, self.ticks, self.limit = problem, ticks, min(limit, NEVER - 1)
         self.num_explored = 0
         self._fits = {
-            d: np.stack([problem.bytes_of_choice(d, choice) <= self.limit for choice in range(len(problem.choices[d]))])
+            d: np.stack(
+                [
+                    problem.bytes_of_choice(d, choice) <= self.limit
+                    for choice in range(len(problem.choices[d]))
+                ]
+            )
             for d in problem.used_degrees
         }
         self._fits_somewhere = {d: fits.any(axis=1) for d, fits in self._fits.items()}
@@ -86,20 +98,29 @@ class LeastSum:
         self._used: dict[int, tuple[np.ndarray, ...]] = {}
 
     def least_slowest(self) -> int:
-        """A lower bound for the slowest stage of every plan, whatever its positions; ``NEVER`` if there is no plan."""
-        fitting = {d: np.where(fits, self.ticks.stage[d], NEVER).min(axis=0) for d, fits in self._fits_somewhere.items()}
+        """A lower bound for the slowest stage of every plan, whatever its positions; ``NEVER`` if
+        there is no plan."""
+        fitting = {
+            d: np.where(fits, self.ticks.stage[d], NEVER).min(axis=0)
+            for d, fits in self._fits_somewhere.items()
+        }
         return least_largest(self.problem, fitting)
 
     def plan(self, caps: Caps, budget: int) -> TimedPlan | None:
         """The plan of least sum within caps; None if no sum is below ``budget``."""
         values = self._values(caps)
-        relaxed = {d: np.where(fits, values[d], NEVER).min(axis=0)[None] for d, fits in self._fits_somewhere.items()}
+        relaxed = {
+            d: np.where(fits, values[d], NEVER).min(axis=0)[None]
+            for d, fits in self._fits_somewhere.items()
+        }
         tails = self._tails(relaxed, None)
         if tails[0, 0, 0] >= min(budget, NEVER):
             return None
         cuts = self._read(relaxed, tails)
         placed = zip(range(len(cuts), 0, -1), cuts, strict=True)
-        if any(self._value(values, j, cut) != relaxed[cut[2]][0, cut[0], cut[1]] for j, cut in placed):
+        if any(
+            self._value(values, j, cut) != relaxed[cut[2]][0, cut[0], cut[1]] for j, cut in placed
+        ):
             full, spans = self._full(values, relaxed, tails[:, 0], budget)
             tails = self._tails(full, spans)
             if tails[0, :, 0].min() >= min(budget, NEVER):
@@ -108,9 +129,13 @@ class LeastSum:
         return self._timed(cuts, values, frugal=False)
 
     def frugal_plan(self, plan: TimedPlan) -> TimedPlan:
-        """The plan of least peak among those of least sum that exceed neither the slowest stage nor the longest update of a plan."""
+        """The plan of least peak among those of least sum that exceed neither the slowest stage nor
+        the longest update of a plan."""
         values = self._values(Caps(plan.slowest, plan.update, plan.update))
-        relaxed = {d: np.where(fits, values[d], NEVER).min(axis=0)[None] for d, fits in self._fits_somewhere.items()}
+        relaxed = {
+            d: np.where(fits, values[d], NEVER).min(axis=0)[None]
+            for d, fits in self._fits_somewhere.items()
+        }
         budget = plan.value - self.ticks.num_waits * (plan.slowest - 1) + 1
         full, spans = self._full(values, relaxed, self._tails(relaxed, None)[:, 0], budget)
         tails, own = self._tails(full, spans), self._bytes_of(values, full)
@@ -120,7 +145,11 @@ class LeastSum:
             value = full[d][rows, firsts, stops] + tails[p + d, rows, None, stops]
             states = np.minimum(np.arange(tails.shape[1])[rows] + 1, tails.shape[1] - 1)
             tight = value == tails[p, states, firsts][..., None]
-            peak = np.where(tight, np.maximum(own[d][rows, firsts, stops], peaks[p + d, rows, None, stops]), NEVER).min(axis=2)
+            peak = np.where(
+                tight,
+                np.maximum(own[d][rows, firsts, stops], peaks[p + d, rows, None, stops]),
+                NEVER,
+            ).min(axis=2)
             _one_more(peaks[p, :, firsts], rows, peak)
         return self._timed(self._read(full, tails, own, peaks), values, frugal=True)
 
@@ -130,7 +159,9 @@ class LeastSum:
         for d, stage in self.ticks.stage.items():
             update = self.ticks.update[d]
             share = np.maximum(update, caps.shortest) // num_devices * d
-            values[d] = np.where((stage <= caps.slowest) & (update <= caps.longest), stage + share, NEVER)
+            values[d] = np.where(
+                (stage <= caps.slowest) & (update <= caps.longest), stage + share, NEVER
+            )
         return values
 
     def _value(self, values: Tables, j: int, cut: Cut) -> int:
@@ -139,11 +170,15 @@ class LeastSum:
         fits = self._fits[d][:, min(j, self.problem.num_positions) - 1, first, stop]
         return int(np.where(fits, values[d][:, first, stop], NEVER).min())
 
-    def _full(self, values: Tables, relaxed: Tables, tail: np.ndarray, budget: int) -> tuple[dict[int, np.ndarray], list[tuple[int, int]]]:
-        """The values at every position, ``NEVER`` where no plan below the budget can be, and the first layers such a plan can have.
+    def _full(
+        self, values: Tables, relaxed: Tables, tail: np.ndarray, budget: int
+    ) -> tuple[dict[int, np.ndarray], list[tuple[int, int]]]:
+        """The values at every position, ``NEVER`` where no plan below the budget can be, and the
+        first layers such a plan can have.
 
         Returns:
-            Per degree (K, L, L + 1), overwritten by the next call; per p the interval of first layers, (0, 0) if none.
+            Per degree (K, L, L + 1), overwritten by the next call; per p the interval of first
+            layers, (0, 0) if none.
         """
         problem, budget = self.problem, min(budget, NEVER)
         head = np.full(tail.shape, NEVER)
@@ -161,11 +196,16 @@ class LeastSum:
             first, stop = self._used[d] = np.nonzero(mask)
             least = np.full((problem.num_positions, len(first)), NEVER)
             for fits, value in zip(self._fits[d], values[d], strict=True):
-                np.minimum(least, np.where(fits[:, first, stop], value[first, stop], NEVER), out=least)
+                np.minimum(
+                    least, np.where(fits[:, first, stop], value[first, stop], NEVER), out=least
+                )
             self._tables[d][:, first, stop] = least
         alive = head + tail < budget
         low, high = alive.argmax(axis=1), alive.shape[1] - alive[:, ::-1].argmax(axis=1)
-        return self._tables, [(int(a), int(b)) if some else (0, 0) for a, b, some in zip(low, high, alive.any(axis=1), strict=True)]
+        return self._tables, [
+            (int(a), int(b)) if some else (0, 0)
+            for a, b, some in zip(low, high, alive.any(axis=1), strict=True)
+        ]
 
     def _bytes_of(self, values: Tables, full: Tables) -> dict[int, np.ndarray]:
         """Least bytes over the choices that give the values of ``full``, (K, L, L + 1)."""
@@ -175,20 +215,32 @@ class LeastSum:
             here = np.full(len(row), NEVER)
             for choice, (fits, value) in enumerate(zip(self._fits[d], values[d], strict=True)):
                 gives = fits[row, first, stop] & (value[first, stop] == table[row, first, stop])
-                np.minimum(here, np.where(gives, self.problem.bytes_of_choice(d, choice)[row, first, stop], NEVER), out=here)
+                np.minimum(
+                    here,
+                    np.where(
+                        gives, self.problem.bytes_of_choice(d, choice)[row, first, stop], NEVER
+                    ),
+                    out=here,
+                )
             least[d] = np.full(table.shape, NEVER)
             least[d][row, first, stop] = here
         return least
 
-    def _blocks(self, spans: Sequence[tuple[int, int]] | None, num_rows: int) -> Iterator[tuple[int, int, slice, slice, slice]]:
-        """Device, degree, and the rows, first layers and next layers that matter, from the last device to the first."""
+    def _blocks(
+        self, spans: Sequence[tuple[int, int]] | None, num_rows: int
+    ) -> Iterator[tuple[int, int, slice, slice, slice]]:
+        """Device, degree, and the rows, first layers and next layers that matter, from the last
+        device to the first."""
         problem, num_layers = self.problem, self.problem.num_layers
         num_devices = len(problem.degrees)
         for p in reversed(range(num_devices)):
             low, high = spans[p] if spans is not None else (0, num_layers)
             for d in problem.degrees[p]:
                 next_low, next_high = spans[p + d] if spans is not None else (0, num_layers + 1)
-                rows = slice(min(problem.fewest_stages[p + d], num_rows - 1), min(num_devices - p - d, num_rows - 1) + 1)
+                rows = slice(
+                    min(problem.fewest_stages[p + d], num_rows - 1),
+                    min(num_devices - p - d, num_rows - 1) + 1,
+                )
                 stops = slice(max(next_low, low + 1), next_high)
                 if low < high and rows.start < rows.stop and stops.start < stops.stop:
                     yield p, d, rows, slice(low, high), stops
@@ -196,7 +248,9 @@ class LeastSum:
     def _tails(self, tables: Tables, spans: Sequence[tuple[int, int]] | None) -> np.ndarray:
         """Least sum from every state, (D + 1, K, L + 1)."""
         num_rows = next(iter(tables.values())).shape[0]
-        tails = np.full((self.problem.cluster.num_devices + 1, num_rows, self.problem.num_layers + 1), NEVER)
+        tails = np.full(
+            (self.problem.cluster.num_devices + 1, num_rows, self.problem.num_layers + 1), NEVER
+        )
         tails[-1, 0, -1] = 0
         for p, d, rows, firsts, stops in self._blocks(spans, num_rows):
             value = tables[d][rows, firsts, stops] + tails[p + d, rows, None, stops]
@@ -204,18 +258,32 @@ class LeastSum:
             _one_more(tails[p, :, firsts], rows, value.min(axis=2))
         return tails
 
-    def _read(self, tables: Tables, tails: np.ndarray, own: Tables | None = None, peaks: np.ndarray | None = None) -> list[Cut]:
-        """A plan of the least sum, and of the least peak among those if bytes and ``peaks`` are given."""
+    def _read(
+        self,
+        tables: Tables,
+        tails: np.ndarray,
+        own: Tables | None = None,
+        peaks: np.ndarray | None = None,
+    ) -> list[Cut]:
+        """A plan of the least sum, and of the least peak among those if bytes and ``peaks`` are
+        given."""
         num_rows = tails.shape[1]
-        keys = [(int(tails[0, a, 0]), 0 if peaks is None else int(peaks[0, a, 0]), a) for a in range(num_rows)]
+        keys = [
+            (int(tails[0, a, 0]), 0 if peaks is None else int(peaks[0, a, 0]), a)
+            for a in range(num_rows)
+        ]
         state, p, first, cuts = min(keys)[2], 0, 0, list[Cut]()
         while p < len(self.problem.degrees):
             # The last state comes before both of the last rows.
-            rows = [r for r in {state - 1, num_rows - 1} if r >= 0 and state == min(r + 1, num_rows - 1)]
+            rows = [
+                r for r in {state - 1, num_rows - 1} if r >= 0 and state == min(r + 1, num_rows - 1)
+            ]
             for row, d in product(sorted(rows), self.problem.degrees[p]):
                 best = tables[d][row, first] + tails[p + d, row] == tails[p, state, first]
                 if own is not None and peaks is not None:
-                    best &= np.maximum(own[d][row, first], peaks[p + d, row]) == peaks[p, state, first]
+                    best &= (
+                        np.maximum(own[d][row, first], peaks[p + d, row]) == peaks[p, state, first]
+                    )
                 if best.any():
                     break
             else:
@@ -226,29 +294,37 @@ class LeastSum:
         return cuts
 
     def _timed(self, cuts: Sequence[Cut], values: Tables, *, frugal: bool) -> TimedPlan:
-        """The stages with the choices of least value; among equal ones that of the fewest bytes, or else of the shortest update."""
+        """The stages with the choices of least value; among equal ones that of the fewest bytes, or
+        else of the shortest update."""
         stages, times, updates, device, least_sum = [], [], [], 0, 0
         for stage_id, (first, stop, d) in enumerate(cuts):
             own = self.problem.bytes_per_choice(d, len(cuts) - stage_id, first, stop)
             value = np.where(own <= self.limit, values[d][:, first, stop], NEVER)
             time, update = self.ticks.stage[d][:, first, stop], self.ticks.update[d][:, first, stop]
             choice = int(np.lexsort([update, own, value] if frugal else [own, update, value])[0])
-            stages.append(PlacedStage(first, stop, device, self.problem.choices[d][choice], int(own[choice])))
+            stages.append(
+                PlacedStage(first, stop, device, self.problem.choices[d][choice], int(own[choice]))
+            )
             times.append(int(time[choice]))
             updates.append(int(update[choice]))
             least_sum += int(value[choice])
             device += d
-        return TimedPlan(tuple(stages), self.ticks.step(times, updates), least_sum, max(times), max(updates))
+        return TimedPlan(
+            tuple(stages), self.ticks.step(times, updates), least_sum, max(times), max(updates)
+        )
 
 
 def least_largest(problem: SearchProblem, tables: Tables) -> int:
-    """The least that the largest value of a plan's stages can be, from (L, L + 1) values per degree; ``NEVER`` without a plan."""
+    """The least that the largest value of a plan's stages can be, from (L, L + 1) values per
+    degree; ``NEVER`` without a plan."""
     num_devices, num_layers = problem.cluster.num_devices, problem.num_layers
     tail = np.full((num_devices + 1, num_layers + 1), NEVER)
     tail[-1, -1] = 0
     for p in reversed(range(num_devices)):
         for d in problem.degrees[p]:
-            np.minimum(tail[p, :-1], np.maximum(tables[d], tail[p + d]).min(axis=1), out=tail[p, :-1])
+            np.minimum(
+                tail[p, :-1], np.maximum(tables[d], tail[p + d]).min(axis=1), out=tail[p, :-1]
+            )
     return int(tail[0, 0])
 
 

@@ -1,11 +1,16 @@
-"""Exact least peak over all plans: bounds that ignore the position, then bisection over the costs that occur.
+"""Exact least peak over all plans: bounds that ignore the position, then bisection over the costs
+that occur.
 
-1. With each stage at its best position, the programme over (devices used, next layer) bounds the peak of every prefix and suffix from
-   below, and the plan it finds bounds the least peak from above. With one position row (GPipe) the two meet and nothing is left to do.
-2. Otherwise the least peak is one of the costs between the bounds. Each probe asks ``Reach`` whether a plan stays within a limit.
+1. With each stage at its best position, the programme over (devices used, next layer) bounds the
+peak of every prefix and suffix from
+   below, and the plan it finds bounds the least peak from above. With one position row (GPipe) the
+   two meet and nothing is left to do.
+2. Otherwise the least peak is one of the costs between the bounds. Each probe asks ``Reach``
+whether a plan stays within a limit.
    A plan found lowers the upper bound to its own peak; none raises the lower bound.
 
-No enumeration, and no monotonicity is assumed: costs may be negative, and a longer stage may need less.
+No enumeration, and no monotonicity is assumed: costs may be negative, and a longer stage may need
+less.
 
 Source: replaces Algorithm 4 of CAPTURE III-C; same answer.
 """
@@ -27,7 +32,8 @@ TieBreakOption = Literal["auto", "full", "none"] | int
 
 #: Up to this many devices ``auto`` compares all of them.
 FULL_TIE_BREAK_DEVICES = 64
-#: Above, ``auto`` compares as many of the largest as keep states x columns below this: less than a second.
+#: Above, ``auto`` compares as many of the largest as keep states x columns below this: less than a
+#: second.
 AUTO_TIE_BREAK_CELLS = 1 << 20
 
 
@@ -36,19 +42,24 @@ def minmax(problem: SearchProblem, tie_break: TieBreakOption = "auto") -> Search
 
     Args:
         problem: What to place where.
-        tie_break: ``full`` compares all devices, a number that many of the largest, ``none`` takes any plan of least peak. ``auto``
-            is full up to 64 devices and wherever that is cheap, else as many of the largest as take less than a second; it
-            depends on the problem only, never on the machine.
+        tie_break: ``full`` compares all devices, a number that many of the largest, ``none`` takes
+            any plan of least peak. ``auto`` is full up to 64 devices and wherever that is cheap,
+            else as many of the largest as take less than a second; it depends on the problem only,
+            never on the machine.
 
     Returns:
-        A result whose peak is proven least. Equal plans that remain: the smallest degree, then the fewest layers first.
+        A result whose peak is proven least. Equal plans that remain: the smallest degree, then the
+            fewest layers first.
 
     Raises:
         PlanError: ``search-tie-break`` for another word or a number below 1.
     """
-    if tie_break not in ("auto", "full", "none") and not (isinstance(tie_break, int) and tie_break >= 1):
+    if tie_break not in ("auto", "full", "none") and not (
+        isinstance(tie_break, int) and tie_break >= 1
+    ):
         raise PlanError.of(
-            f"tie_break={tie_break!r} is unknown; use auto, full, none, or how many of the largest devices to compare (1 or more).",
+            f"tie_break={tie_break!r} is unknown; use auto, full, none, or how many of the "
+            "largest devices to compare (1 or more).",
             "search-tie-break",
         )
     num_devices = problem.cluster.num_devices
@@ -62,7 +73,11 @@ def minmax(problem: SearchProblem, tie_break: TieBreakOption = "auto") -> Search
         if tie_break == "full" or (tie_break == "auto" and num_devices <= FULL_TIE_BREAK_DEVICES):
             columns = num_devices
         else:
-            wanted = AUTO_TIE_BREAK_CELLS // int(np.bitwise_count(live).sum()) if tie_break == "auto" else int(tie_break)
+            wanted = (
+                AUTO_TIE_BREAK_CELLS // int(np.bitwise_count(live).sum())
+                if tie_break == "auto"
+                else int(tie_break)
+            )
             columns = min(num_devices, max(1, wanted))
         stages = place(problem, fairest_cuts(reach, live, peak, columns))
     return found(
@@ -77,7 +92,8 @@ def minmax(problem: SearchProblem, tie_break: TieBreakOption = "auto") -> Search
 
 
 def least_peak(problem: SearchProblem) -> tuple[tuple[PlacedStage, ...], Reach | None, int]:
-    """A plan of least peak, the states for further questions about it, and the number of table entries looked at.
+    """A plan of least peak, the states for further questions about it, and the number of table
+    entries looked at.
 
     Returns:
         () and None where no plan exists.
@@ -93,7 +109,9 @@ def least_peak(problem: SearchProblem) -> tuple[tuple[PlacedStage, ...], Reach |
     lower, upper = int(tail[0, 0]), max(stage.peak_bytes for stage in best)
     reach = Reach(problem, floors, head, tail, min(upper, NEVER - 1))
     num_explored = sum(ranges.rows.size for ranges in reach.ranges.values())
-    if upper >= NEVER:  # the plan takes positions that are impossible: ask for any plan before bisecting
+    if (
+        upper >= NEVER
+    ):  # the plan takes positions that are impossible: ask for any plan before bisecting
         best = _probe(reach, NEVER - 1)
         if not best:
             return (), None, num_explored
@@ -119,13 +137,16 @@ def _probe(reach: Reach, limit: int) -> tuple[PlacedStage, ...]:
 
 
 def _suffix_floor(degrees: list[list[int]], floors: Mapping[int, np.ndarray]) -> np.ndarray:
-    """tail[p, first]: least peak of layers [first, L) on devices p and on, each stage at its best position; (D + 1, L + 1)."""
+    """tail[p, first]: least peak of layers [first, L) on devices p and on, each stage at its best
+    position; (D + 1, L + 1)."""
     num_layers = len(next(iter(floors.values())))
     tail = np.full((len(degrees) + 1, num_layers + 1), NEVER)
     tail[-1, -1] = -NEVER
     for p in reversed(range(len(degrees))):
         for d in degrees[p]:
-            np.minimum(tail[p, :-1], np.maximum(floors[d], tail[p + d]).min(axis=1), out=tail[p, :-1])
+            np.minimum(
+                tail[p, :-1], np.maximum(floors[d], tail[p + d]).min(axis=1), out=tail[p, :-1]
+            )
     return tail
 
 
@@ -136,18 +157,24 @@ def _prefix_floor(degrees: list[list[int]], floors: Mapping[int, np.ndarray]) ->
     head[0, 0] = -NEVER
     for p, here in enumerate(degrees):
         for d in here:
-            np.minimum(head[p + d], np.maximum(floors[d], head[p, :-1, None]).min(axis=0), out=head[p + d])
+            np.minimum(
+                head[p + d], np.maximum(floors[d], head[p, :-1, None]).min(axis=0), out=head[p + d]
+            )
     return head
 
 
-def _read_floor(degrees: list[list[int]], floors: Mapping[int, np.ndarray], tail: np.ndarray) -> list[tuple[int, int, int]]:
+def _read_floor(
+    degrees: list[list[int]], floors: Mapping[int, np.ndarray], tail: np.ndarray
+) -> list[tuple[int, int, int]]:
     """The plan behind ``tail[0, 0]`` as (first, stop, degree)."""
     cuts, p, first = [], 0, 0
     while p < len(degrees):
         d, stop = next(
             (d, int(stops[0]))
             for d in degrees[p]
-            if len(stops := np.flatnonzero(np.maximum(floors[d][first], tail[p + d]) == tail[p, first]))
+            if len(
+                stops := np.flatnonzero(np.maximum(floors[d][first], tail[p + d]) == tail[p, first])
+            )
         )
         cuts.append((first, stop, d))
         p, first = p + d, stop

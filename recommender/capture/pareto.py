@@ -1,13 +1,17 @@
-"""The front of peak memory against step time: every plan for which no other one is both smaller and faster.
+"""The front of peak memory against step time: every plan for which no other one is both smaller and
+faster.
 
-Every point is the fastest plan within a memory limit. A plan of peak P, found within a limit of Q, proves that no other point lies
-between P and Q. The front is complete when the limits so covered leave no gap between the fastest plan and the least peak:
+Every point is the fastest plan within a memory limit. A plan of peak P, found within a limit of Q,
+proves that no other point lies between P and Q. The front is complete when the limits so covered
+leave no gap between the fastest plan and the least peak:
 
 1. the two ends: the fastest plan of all, and the fastest one of least peak;
 2. a few limits at equal distances, so that a front that is cut off is spread out;
-3. in the gap of the largest difference in time, the limit one byte below its faster end: a new point, or proof that there is none.
+3. in the gap of the largest difference in time, the limit one byte below its faster end: a new
+point, or proof that there is none.
 
-Source: the epsilon-constraint method (Haimes, Lasdon and Wismer, IEEE Trans. SMC 1971), with a peak as the constraint.
+Source: the epsilon-constraint method (Haimes, Lasdon and Wismer, IEEE Trans. SMC 1971), with a peak
+as the constraint.
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ from recommender.capture.throughput import Fastest
 #: Searches per front; each is one memory limit.
 MAX_SEARCHES = 32
 
-#: Programmes per search, so that a front takes seconds; a point that needs more says how far it is proven.
+#: Programmes per search, so that a front takes seconds; a point that needs more says how far it is
+#: proven.
 MAX_PROGRAMMES = 50
 
 
@@ -33,11 +38,14 @@ class Front:
     """Plans of which none is both smaller and faster than another.
 
     Attributes:
-        points: By ascending ``peak_bytes`` and descending ``step_seconds``; () if no plan exists or fits.
-        complete: Whether every point of the front is there; else it is a sample that has both ends. Between them, a sample may hold a
-            point that a plan of exactly the same time and a smaller peak would replace.
+        points: By ascending ``peak_bytes`` and descending ``step_seconds``; () if no plan exists or
+            fits.
+        complete: Whether every point of the front is there; else it is a sample that has both ends.
+            Between them, a sample may hold a point that a plan of exactly the same time and a
+            smaller peak would replace.
         optimal: Whether every point's step time is proven to be the least within its peak.
-        num_searches: Memory limits that were looked at, those that break ties at the fastest end aside.
+        num_searches: Memory limits that were looked at, those that break ties at the fastest end
+            aside.
         seconds: Wall time.
         why: Set exactly if there are no points.
     """
@@ -51,13 +59,18 @@ class Front:
 
 
 def pareto(
-    problem: SearchProblem, *, max_searches: int = MAX_SEARCHES, gap_fraction: float = 0.0, max_programmes: int = MAX_PROGRAMMES
+    problem: SearchProblem,
+    *,
+    max_searches: int = MAX_SEARCHES,
+    gap_fraction: float = 0.0,
+    max_programmes: int = MAX_PROGRAMMES,
 ) -> Front:
     """The front of peak memory against step time, within the memory limit.
 
     Args:
         problem: With ``seconds``.
-        max_searches: How many memory limits to look at; 2 give the ends alone. What is not looked at makes ``complete`` False.
+        max_searches: How many memory limits to look at; 2 give the ends alone. What is not looked
+            at makes ``complete`` False.
         gap_fraction, max_programmes: Of each search; see ``throughput``.
 
     Raises:
@@ -66,7 +79,9 @@ def pareto(
     start = time.perf_counter()
     search = _FrontSearch(Fastest(problem, gap_fraction, max_programmes), max_searches)
     search.run()
-    points = _undominated([search.fastest.result(point.plan, point.lower) for point in search.points])
+    points = _undominated(
+        [search.fastest.result(point.plan, point.lower) for point in search.points]
+    )
     return Front(
         points,
         complete=search.complete and all(point.optimal for point in points),
@@ -88,7 +103,12 @@ class _Point:
 
 class _FrontSearch:
     def __init__(self, fastest: Fastest, max_searches: int):
-        self.fastest, self.max_searches, self.num_searches, self.complete = fastest, max_searches, 0, True
+        self.fastest, self.max_searches, self.num_searches, self.complete = (
+            fastest,
+            max_searches,
+            0,
+            True,
+        )
         self.points: list[_Point] = []  # by ascending peak
 
     def run(self) -> None:
@@ -118,8 +138,15 @@ class _FrontSearch:
             self._look(max(gaps)[1])
 
     def _look(self, limit: int) -> None:
-        """The fastest plan within a limit that no point covers yet: a new point, or more of the gap above the point below it."""
-        i = next((i for i, point in enumerate(self.points) if point.plan.peak_bytes > limit), len(self.points)) - 1
+        """The fastest plan within a limit that no point covers yet: a new point, or more of the gap
+        above the point below it."""
+        i = (
+            next(
+                (i for i, point in enumerate(self.points) if point.plan.peak_bytes > limit),
+                len(self.points),
+            )
+            - 1
+        )
         if i < 0 or i + 1 == len(self.points) or limit <= self.points[i].limit:
             return
         below, above = self.points[i], self.points[i + 1]
@@ -131,7 +158,9 @@ class _FrontSearch:
             below.limit = limit
             self.complete &= lower >= sooner
             return
-        while i >= 0 and self.points[i].plan.peak_bytes >= plan.peak_bytes:  # only where times are not proven
+        while (
+            i >= 0 and self.points[i].plan.peak_bytes >= plan.peak_bytes
+        ):  # only where times are not proven
             del self.points[i]
             i -= 1
         self.points.insert(i + 1, _Point(plan, limit, lower))

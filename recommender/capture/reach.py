@@ -1,8 +1,9 @@
 """Which pipeline suffixes exist below a byte limit: 64 positions per machine word.
 
-A state is (p, a, first): p devices are used, a stages follow, ``first`` is the next layer. Row r = j - 1 of the cost table belongs to
-a stage with j stages to the end; the last of the K rows means "K or more". The set of a's of one (p, first) is a row of K bits, and
-bit b stands for a = b, the top bit for "K - 1 or more". One step of the programme is then an AND, an OR over stops and a shift:
+A state is (p, a, first): p devices are used, a stages follow, ``first`` is the next layer. Row r =
+j - 1 of the cost table belongs to a stage with j stages to the end; the last of the K rows means "K
+or more". The set of a's of one (p, first) is a row of K bits, and bit b stands for a = b, the top
+bit for "K - 1 or more". One step of the programme is then an AND, an OR over stops and a shift:
 
     suffixes[p][first] = shift(OR over d, stop of allowed[d][stop, first] & suffixes[p + d][stop])
 """
@@ -43,7 +44,14 @@ class Reach:
         upper: Entries above it are dropped.
     """
 
-    def __init__(self, problem: SearchProblem, floors: dict[int, np.ndarray], head: np.ndarray, tail: np.ndarray, upper: int):
+    def __init__(
+        self,
+        problem: SearchProblem,
+        floors: dict[int, np.ndarray],
+        head: np.ndarray,
+        tail: np.ndarray,
+        upper: int,
+    ):
         self.problem = problem
         self.num_words = -(-problem.num_positions // 64)
         self.state_floor = np.maximum(head, tail)
@@ -55,10 +63,14 @@ class Reach:
         self._mask, self._top = self._words(np.stack([used >= 0, used == used[-1]]))
 
     def spans(self, limit: int) -> list[tuple[int, int]]:
-        """Per p, the interval of first layers that a plan below the limit can have there; (0, 0) if none."""
+        """Per p, the interval of first layers that a plan below the limit can have there; (0, 0) if
+        none."""
         alive = self.state_floor <= limit
         low, high = alive.argmax(axis=1), alive.shape[1] - alive[:, ::-1].argmax(axis=1)
-        return [(int(a), int(b)) if some else (0, 0) for a, b, some in zip(low, high, alive.any(axis=1), strict=True)]
+        return [
+            (int(a), int(b)) if some else (0, 0)
+            for a, b, some in zip(low, high, alive.any(axis=1), strict=True)
+        ]
 
     def allowed(self, limit: int) -> dict[int, np.ndarray]:
         """Per degree, the positions at which a range stays within the limit.
@@ -71,19 +83,28 @@ class Reach:
             bits = self._words(ranges.rows <= limit)
             some = np.flatnonzero(bits.any(axis=1))
             first, width = ranges.first[some], ranges.stop[some] - ranges.first[some]
-            sets[d] = np.zeros((self.num_words, width.max(initial=0), self.problem.num_layers), np.uint64)
+            sets[d] = np.zeros(
+                (self.num_words, width.max(initial=0), self.problem.num_layers), np.uint64
+            )
             sets[d][:, width - 1, first] = bits[some].T
         return sets
 
     def suffixes(self, limit: int) -> np.ndarray:
-        """States from which the rest can be placed within the limit: uint64 (D + 1, words, L + 1)."""
-        return self._suffixes(self.allowed(limit), self.spans(limit))[:, :, : self.problem.num_layers + 1]
+        """States from which the rest can be placed within the limit: uint64 (D + 1, words, L +
+        1)."""
+        return self._suffixes(self.allowed(limit), self.spans(limit))[
+            :, :, : self.problem.num_layers + 1
+        ]
 
     def _suffixes(self, allowed: dict[int, np.ndarray], spans: list[tuple[int, int]]) -> np.ndarray:
         num_devices, num_layers = self.problem.cluster.num_devices, self.problem.num_layers
-        sets = np.zeros((num_devices + 1, self.num_words, 2 * num_layers), np.uint64)  # room for every first + width
+        sets = np.zeros(
+            (num_devices + 1, self.num_words, 2 * num_layers), np.uint64
+        )  # room for every first + width
         sets[-1, 0, num_layers] = 1
-        by_width = sliding_window_view(sets, num_layers, axis=2)  # [p, word, width, first] is sets[p, word, first + width]
+        by_width = sliding_window_view(
+            sets, num_layers, axis=2
+        )  # [p, word, width, first] is sets[p, word, first + width]
         for p in reversed(range(num_devices)):
             low, high = spans[p][0], min(spans[p][1], num_layers)
             if low >= high:
@@ -91,9 +112,15 @@ class Reach:
             here = np.zeros((self.num_words, high - low), np.uint64)
             for d in self.problem.degrees[p]:
                 # Widths that lead from this interval of first layers into the next one.
-                least, most = max(1, spans[p + d][0] - high + 1), min(allowed[d].shape[1] + 1, spans[p + d][1] - low)
+                least, most = (
+                    max(1, spans[p + d][0] - high + 1),
+                    min(allowed[d].shape[1] + 1, spans[p + d][1] - low),
+                )
                 if least < most:
-                    both = allowed[d][:, least - 1 : most - 1, low:high] & by_width[p + d, :, least:most, low:high]
+                    both = (
+                        allowed[d][:, least - 1 : most - 1, low:high]
+                        & by_width[p + d, :, least:most, low:high]
+                    )
                     here |= np.bitwise_or.reduce(both, axis=1)
             sets[p, :, low:high] = self._one_more(here)
         return sets
@@ -124,18 +151,26 @@ class Reach:
                     live[p + d] |= placed & suffixes[p + d]
         return live
 
-    def _read(self, allowed: dict[int, np.ndarray], suffixes: np.ndarray) -> list[tuple[int, int, int]]:
+    def _read(
+        self, allowed: dict[int, np.ndarray], suffixes: np.ndarray
+    ) -> list[tuple[int, int, int]]:
         num_rows = self.problem.num_positions
         state = next((b for b in range(num_rows) if _has(suffixes[0, :, 0], b)), None)
         cuts: list[tuple[int, int, int]] = []
         p, first = 0, 0
         while state is not None and p < len(self.problem.degrees):
-            rows = [r for r in (state - 1, num_rows - 1) if r >= 0 and state == min(r + 1, num_rows - 1)]
+            rows = [
+                r for r in (state - 1, num_rows - 1) if r >= 0 and state == min(r + 1, num_rows - 1)
+            ]
             state, d, stop = next(
                 (row, d, first + 1 + int(widths[0]))
                 for row in rows
                 for d in self.problem.degrees[p]
-                if len(widths := np.flatnonzero(_has(self._next_states(allowed[d], suffixes[p + d], first), row)))
+                if len(
+                    widths := np.flatnonzero(
+                        _has(self._next_states(allowed[d], suffixes[p + d], first), row)
+                    )
+                )
             )
             cuts.append((first, stop, d))
             p, first = p + d, stop
@@ -148,7 +183,11 @@ class Reach:
     def next_rows(self, states: np.ndarray) -> np.ndarray:
         """Rows that the next stage of each state may use, (words, n) to bool (K, n)."""
         octets = np.ascontiguousarray(self._one_less(states).T.astype("<u8")).view(np.uint8)
-        return np.unpackbits(octets, axis=1, bitorder="little", count=self.problem.num_positions).astype(bool).T
+        return (
+            np.unpackbits(octets, axis=1, bitorder="little", count=self.problem.num_positions)
+            .astype(bool)
+            .T
+        )
 
     def _words(self, bits: np.ndarray) -> np.ndarray:
         """bool (n, K) to uint64 (n, words)."""

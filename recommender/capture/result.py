@@ -32,7 +32,8 @@ class Infeasible:
     """Why no plan fits, and the cheapest change that a search can name.
 
     Attributes:
-        code: ``devices-unfillable``, ``too-few-layers``, ``no-possible-stage``, ``memory-limit``, or ``search-stopped`` (not proven).
+        code: ``devices-unfillable``, ``too-few-layers``, ``no-possible-stage``, ``memory-limit``,
+            or ``search-stopped`` (not proven).
         message: What is missing and what to change.
         memory_limit_bytes: The limit of the problem, if any.
         least_peak_bytes: The least limit that fits; None where no limit helps.
@@ -53,20 +54,25 @@ class SearchResult:
     """A plan, what it needs, and how far that is proven.
 
     Attributes:
-        status: ``infeasible`` if no plan exists or none stays within the memory limit; ``why`` then says more.
-        stages: In pipeline order; the least-peak plan too where only the memory limit is missed, () where no plan exists.
+        status: ``infeasible`` if no plan exists or none stays within the memory limit; ``why`` then
+            says more.
+        stages: In pipeline order; the least-peak plan too where only the memory limit is missed, ()
+            where no plan exists.
         peak_bytes: Largest of ``peak_bytes_per_device``; 0 without a plan.
         peak_bytes_per_device: In device order.
         algorithm: Name of the answer.
-        optimal: Whether what was minimised, the peak or the step time, is proven to be the least possible.
-        tie_break: How far plans of the same peak were compared: ``full`` (the sorted per-device bytes are the lexicographically
-            least), ``partial`` (only the ``tie_break_columns`` largest of them) or ``none``.
+        optimal: Whether what was minimised, the peak or the step time, is proven to be the least
+            possible.
+        tie_break: How far plans of the same peak were compared: ``full`` (the sorted per-device
+            bytes are the lexicographically least), ``partial`` (only the ``tie_break_columns``
+            largest of them) or ``none``.
         tie_break_columns: Number of largest per-device values proven lexicographically least.
         seconds: Wall time of the search.
         num_explored: Stage placements that were looked at.
         why: Set exactly if infeasible.
         step_seconds: Of a step, where the search was for speed and a plan was found.
-        bound_fraction: The least possible step time is proven to be at least ``step_seconds / (1 + bound_fraction)``; 0 if optimal.
+        bound_fraction: The least possible step time is proven to be at least ``step_seconds / (1 +
+            bound_fraction)``; 0 if optimal.
     """
 
     status: Literal["ok", "infeasible"]
@@ -90,7 +96,8 @@ class SearchResult:
 
 
 def place(problem: SearchProblem, cuts: Iterable[tuple[int, int, int]]) -> tuple[PlacedStage, ...]:
-    """Stages from (first, stop, degree) in pipeline order, each with its cheapest choice at its position."""
+    """Stages from (first, stop, degree) in pipeline order, each with its cheapest choice at its
+    position."""
     cuts, stages, device = list(cuts), [], 0
     for stage_id, (first, stop, d) in enumerate(cuts):
         choice, peak_bytes = problem.choose(d, len(cuts) - stage_id, first, stop)
@@ -114,10 +121,20 @@ def found(
     tie_break_columns: int,
     num_explored: int,
 ) -> SearchResult:
-    """The result for a plan: ``ok``, or ``infeasible`` if it misses the memory limit. ``search`` fills in the seconds."""
+    """The result for a plan: ``ok``, or ``infeasible`` if it misses the memory limit. ``search``
+    fills in the seconds."""
     peaks = per_device(stages)
     result = SearchResult(
-        "ok", stages, max(peaks), peaks, algorithm, optimal, tie_break, tie_break_columns, seconds=0.0, num_explored=num_explored
+        "ok",
+        stages,
+        max(peaks),
+        peaks,
+        algorithm,
+        optimal,
+        tie_break,
+        tie_break_columns,
+        seconds=0.0,
+        num_explored=num_explored,
     )
     limit = problem.memory_limit_bytes
     if limit is None or result.peak_bytes <= limit:
@@ -127,10 +144,14 @@ def found(
     least = "The least peak of any plan is" if optimal else "The best plan found needs"
     why = Infeasible(
         "memory-limit",
-        f"{least} {result.peak_bytes:,} bytes, {result.peak_bytes - limit:,} above memory_limit_bytes={limit:,}: stage_id={stage_id} "
-        f"(layers {stage.first} to {stage.stop - 1} on devices {stage.start_device} to {stage.stop_device - 1}, "
-        f"data_parallel={stage.choice.data_parallel}, tensor_parallel={stage.choice.tensor_parallel}). "
-        f"Raise the limit to {result.peak_bytes:,} bytes, or use more devices, more micro-batches of a smaller size, or rematerialisation. "
+        f"{least} {result.peak_bytes:,} bytes, {result.peak_bytes - limit:,} above "
+        f"memory_limit_bytes={limit:,}: stage_id={stage_id} "
+        f"(layers {stage.first} to {stage.stop - 1} on devices {stage.start_device} to "
+        f"{stage.stop_device - 1}, "
+        f"data_parallel={stage.choice.data_parallel}, "
+        f"tensor_parallel={stage.choice.tensor_parallel}). "
+        f"Raise the limit to {result.peak_bytes:,} bytes, or use more devices, more micro-batches "
+        "of a smaller size, or rematerialisation. "
         "[memory-limit]",
         limit,
         result.peak_bytes,
@@ -140,25 +161,50 @@ def found(
     return replace(result, status="infeasible", why=why)
 
 
-def nothing_found(problem: SearchProblem, *, algorithm: str, num_explored: int, proven: bool = True) -> SearchResult:
-    """The result where no plan exists whatever the memory limit, with the reason. ``search`` fills in the seconds."""
+def nothing_found(
+    problem: SearchProblem, *, algorithm: str, num_explored: int, proven: bool = True
+) -> SearchResult:
+    """The result where no plan exists whatever the memory limit, with the reason. ``search`` fills
+    in the seconds."""
     fewest, devices = problem.fewest_stages[0], problem.cluster.num_devices
     if fewest > devices:
         code = "devices-unfillable"
         text = (
-            f"No sequence of stages on {sorted(problem.choices)} devices fills the {devices} devices of cluster {problem.cluster}; "
+            f"No sequence of stages on {sorted(problem.choices)} devices fills the {devices} "
+            f"devices of cluster {problem.cluster}; "
             "allow stages on one device, or another cluster."
         )
     elif fewest > problem.num_layers:
         code = "too-few-layers"
         text = (
-            f"num_layers={problem.num_layers} cannot fill the {devices} devices of cluster {problem.cluster}: at least {fewest} stages "
-            f"of one layer or more are needed. Cut the model into {fewest} layers or more, allow larger stages, or use fewer devices."
+            f"num_layers={problem.num_layers} cannot fill the {devices} devices of cluster "
+            f"{problem.cluster}: at least {fewest} stages "
+            f"of one layer or more are needed. Cut the model into {fewest} layers or more, allow "
+            "larger stages, or use fewer devices."
         )
     else:
         code = "no-possible-stage"
-        text = f"Every plan for num_layers={problem.num_layers} on cluster {problem.cluster} needs a stage whose cost is marked impossible."
+        text = (
+            f"Every plan for num_layers={problem.num_layers} on cluster {problem.cluster} needs a "
+            "stage whose cost is marked impossible."
+        )
     if not proven:
-        code, text = "search-stopped", "The search stopped at its limit of explored placements before it met a plan; raise the limit."
+        code, text = (
+            "search-stopped",
+            "The search stopped at its limit of explored placements before it met a plan; raise "
+            "the limit.",
+        )
     why = Infeasible(code, f"{text} [{code}]", problem.memory_limit_bytes)
-    return SearchResult("infeasible", (), 0, (), algorithm, proven, "none", 0, seconds=0.0, num_explored=num_explored, why=why)
+    return SearchResult(
+        "infeasible",
+        (),
+        0,
+        (),
+        algorithm,
+        proven,
+        "none",
+        0,
+        seconds=0.0,
+        num_explored=num_explored,
+        why=why,
+    )

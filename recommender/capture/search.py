@@ -25,15 +25,20 @@ def search(problem: SearchProblem, algorithm: str = "minmax", **options: Any) ->
 
     Args:
         problem: Layers, devices, choices, cost and limit.
-        algorithm: ``minmax`` (exact, milliseconds to seconds), ``enumerate`` (the paper's; small problems), ``mcap`` and ``mcap-bf``
-            (pipeline only, one device per stage: exact, and brute force).
-        **options: Of that algorithm: see the function of its file. Unknown ones raise ``TypeError``.
+        algorithm: ``minmax`` (exact, milliseconds to seconds), ``enumerate`` (the paper's; small
+            problems), ``mcap`` and ``mcap-bf`` (pipeline only, one device per stage: exact, and
+            brute force).
+        **options: Of that algorithm: see the function of its file. Unknown ones raise
+            ``TypeError``.
 
     Raises:
         PlanError: ``search-algorithm`` for an unknown name.
     """
     if algorithm not in ALGORITHMS:
-        raise PlanError.of(f"algorithm={algorithm!r} is unknown; choose one of {', '.join(ALGORITHMS)}.", "search-algorithm")
+        raise PlanError.of(
+            f"algorithm={algorithm!r} is unknown; choose one of {', '.join(ALGORITHMS)}.",
+            "search-algorithm",
+        )
     start = time.perf_counter()
     result = ALGORITHMS[algorithm](problem, **options)
     return replace(result, seconds=time.perf_counter() - start)

@@ -2,19 +2,22 @@
 
     step = sum over stages of t + (M - 1) x the slowest t + the longest update
 
-For caps on the slowest stage and the longest update, ``LeastSum`` finds the least sum, the update or most of it included. What is left
-to do is to choose the caps, by branch and bound over boxes "slowest stage in [low, high], longest update in [shortest, longest]". A box
-can hold nothing better than
+For caps on the slowest stage and the longest update, ``LeastSum`` finds the least sum, the update
+or most of it included. What is left to do is to choose the caps, by branch and bound over boxes
+"slowest stage in [low, high], longest update in [shortest, longest]". A box can hold nothing better
+than
 
     (least sum within its caps) + (M - 1) low
 
-so the box of the least bound is looked at next. The least sum at a cap inside it gives a plan and splits it into what is slower, what
-is faster, and, where the sum lacks a part of the plan's update, shorter and longer updates. When no bound is below the best plan, that
-plan is proven; when the search stops before, the least bound says how far it can be from the best. No enumeration.
+so the box of the least bound is looked at next. The least sum at a cap inside it gives a plan and
+splits it into what is slower, what is faster, and, where the sum lacks a part of the plan's update,
+shorter and longer updates. When no bound is below the best plan, that plan is proven; when the
+search stops before, the least bound says how far it can be from the best. No enumeration.
 
 Of plans of equal time, the one of least peak; of those, the one of fewest stages.
 
-Source: the objective of Alpa (OSDI 2022), equation 2, whose search tries caps that are at least 1e-6 seconds apart.
+Source: the objective of Alpa (OSDI 2022), equation 2, whose search tries caps that are at least
+1e-6 seconds apart.
 """
 
 from __future__ import annotations
@@ -39,17 +42,21 @@ NOTHING = NEVER - 1
 MAX_PROGRAMMES = 1000
 
 
-def throughput(problem: SearchProblem, *, gap_fraction: float = 0.0, max_programmes: int = MAX_PROGRAMMES) -> SearchResult:
+def throughput(
+    problem: SearchProblem, *, gap_fraction: float = 0.0, max_programmes: int = MAX_PROGRAMMES
+) -> SearchResult:
     """The plan of least step time that stays within the memory limit.
 
     Args:
         problem: With ``seconds``; ``update_seconds`` and ``memory_limit_bytes`` as wanted.
-        gap_fraction: Stop once the step time is proven to be within this fraction of the least; 0 for the least.
-        max_programmes: Stop after so many once there is a plan; what is found depends on the problem only, never on the machine.
+        gap_fraction: Stop once the step time is proven to be within this fraction of the least; 0
+            for the least.
+        max_programmes: Stop after so many once there is a plan; what is found depends on the
+            problem only, never on the machine.
 
     Returns:
-        ``optimal`` and ``bound_fraction`` say what is proven about ``step_seconds``. Infeasible for the same reasons as the search for
-        least peak, whose plan is then there too.
+        ``optimal`` and ``bound_fraction`` say what is proven about ``step_seconds``. Infeasible for
+        the same reasons as the search for least peak, whose plan is then there too.
 
     Raises:
         PlanError: ``search-seconds`` if the problem has no times.
@@ -68,7 +75,12 @@ class Fastest:
         problem, gap_fraction, max_programmes: See ``throughput``.
     """
 
-    def __init__(self, problem: SearchProblem, gap_fraction: float = 0.0, max_programmes: int = MAX_PROGRAMMES):
+    def __init__(
+        self,
+        problem: SearchProblem,
+        gap_fraction: float = 0.0,
+        max_programmes: int = MAX_PROGRAMMES,
+    ):
         self.ticks = Ticks.of(problem)
         self.problem = _possible_in_time(problem, self.ticks.stage)
         self.limit = NOTHING if problem.memory_limit_bytes is None else problem.memory_limit_bytes
@@ -78,10 +90,13 @@ class Fastest:
         self._values = np.unique(np.concatenate([*stages, np.empty(0, np.int64)]))
         updates = [np.unique(t[t < NEVER]) for t in self.ticks.update.values()]
         self._updates = np.unique(np.concatenate([*updates, np.empty(0, np.int64)]))
-        self._least_update = least_largest(problem, {d: u.min(axis=0) for d, u in self.ticks.update.items()})
+        self._least_update = least_largest(
+            problem, {d: u.min(axis=0) for d, u in self.ticks.update.items()}
+        )
 
     def smallest_within(self, limit: int) -> tuple[TimedPlan | None, int]:
-        """The plan of least time within a memory limit, of these the one of least peak, and a proven lower bound as in ``within``."""
+        """The plan of least time within a memory limit, of these the one of least peak, and a
+        proven lower bound as in ``within``."""
         plan, lower = self.within(limit)
         smaller = plan
         while smaller is not None:
@@ -89,8 +104,11 @@ class Fastest:
             smaller, _ = self.within(plan.peak_bytes - 1, below=next_time)
         return plan, lower
 
-    def within(self, limit: int, *, below: int = NEVER, at_least: int = 0) -> tuple[TimedPlan | None, int]:
-        """The plan of least value within a memory limit, and a proven lower bound for the least value.
+    def within(
+        self, limit: int, *, below: int = NEVER, at_least: int = 0
+    ) -> tuple[TimedPlan | None, int]:
+        """The plan of least value within a memory limit, and a proven lower bound for the least
+        value.
 
         Of plans with the same sum, slowest stage and update it is the one of least peak.
 
@@ -102,7 +120,9 @@ class Fastest:
         Returns:
             None if no such plan exists (proven unless the bound is below ``below``).
         """
-        if self.problem.fewest_stages[0] > min(self.problem.num_layers, self.problem.cluster.num_devices) or not len(self._values):
+        if self.problem.fewest_stages[0] > min(
+            self.problem.num_layers, self.problem.cluster.num_devices
+        ) or not len(self._values):
             return None, below
         programme = LeastSum(self.problem, self.ticks, limit)
         plan, lower = self._search(programme, below, at_least)
@@ -113,15 +133,27 @@ class Fastest:
         self.num_explored += programme.num_explored
         return plan, lower
 
-    def _search(self, programme: LeastSum, below: int, at_least: int) -> tuple[TimedPlan | None, int]:
+    def _search(
+        self, programme: LeastSum, below: int, at_least: int
+    ) -> tuple[TimedPlan | None, int]:
         plan: TimedPlan | None = None
         best, waits, values, updates = below, self.ticks.num_waits, self._values, self._updates
         slowest = programme.least_slowest()
         if slowest >= NEVER:
             return None, best
-        # Boxes: (bound, low, high, shortest, longest, least sum); low and high are indices of values, shortest and longest of updates.
+        # Boxes: (bound, low, high, shortest, longest, least sum); low and high are indices of
+        # values, shortest and longest of updates.
         shortest = int(np.searchsorted(updates, self._least_update))
-        boxes = [(at_least, int(np.searchsorted(values, slowest)), len(values) - 1, shortest, len(updates) - 1, 0)]
+        boxes = [
+            (
+                at_least,
+                int(np.searchsorted(values, slowest)),
+                len(values) - 1,
+                shortest,
+                len(updates) - 1,
+                0,
+            )
+        ]
         num_programmes = 0
         while boxes:
             bound, low, high, shortest, longest, least_sum = heapq.heappop(boxes)
@@ -138,7 +170,8 @@ class Fastest:
                     plan, best = here, here.value
                 reached = int(np.searchsorted(values, here.slowest))
                 parts.append((low, reached - 1, shortest, longest, here.least_sum))
-                # What is as slow as this plan can only be better by the part of its update that the sum does not hold.
+                # What is as slow as this plan can only be better by the part of its update that the
+                # sum does not hold.
                 unproven = here.value - here.least_sum - waits * (here.slowest - 1)
                 if unproven > 0:
                     split = int(np.searchsorted(updates, here.update - unproven // 2))
@@ -152,7 +185,8 @@ class Fastest:
         return plan, best
 
     def _middle(self, low: int, high: int) -> int:
-        """Where to look first: the slowest stage of a good plan is seldom far above the least possible."""
+        """Where to look first: the slowest stage of a good plan is seldom far above the least
+        possible."""
         if self.ticks.num_waits == 0:
             return high
         least, most = int(self._values[low]), int(self._values[high])
@@ -172,7 +206,9 @@ class Fastest:
             num_explored=self.num_explored,
         )
         bound = 0.0 if optimal else plan.value / max(lower, 1) - 1
-        return replace(result, step_seconds=step_seconds(self.problem, plan.stages), bound_fraction=bound)
+        return replace(
+            result, step_seconds=step_seconds(self.problem, plan.stages), bound_fraction=bound
+        )
 
     def why_none(self) -> SearchResult:
         """The reason that the search for least peak gives."""
@@ -183,7 +219,8 @@ class Fastest:
 
 
 def _possible_in_time(problem: SearchProblem, stage: Mapping[int, np.ndarray]) -> SearchProblem:
-    """The same problem, where stages without a time are impossible in bytes too, so that both searches know the same plans."""
+    """The same problem, where stages without a time are impossible in bytes too, so that both
+    searches know the same plans."""
     upper = ~np.tri(problem.num_layers, problem.num_layers + 1, dtype=bool)
     cost = dict(problem.cost)
     for d, values in stage.items():

@@ -1,4 +1,5 @@
-"""The times of a problem as whole numbers, so that sums do not depend on their order and equal plans stay equal."""
+"""The times of a problem as whole numbers, so that sums do not depend on their order and equal
+plans stay equal."""
 
 from __future__ import annotations
 
@@ -18,9 +19,11 @@ _LARGEST_VALUE = 1 << 59
 
 @dataclass(frozen=True)
 class Ticks:
-    """Values of stages: ``unit`` x ticks of time, plus one per stage. So of two plans of equal time, the one of fewer stages is less.
+    """Values of stages: ``unit`` x ticks of time, plus one per stage. So of two plans of equal
+    time, the one of fewer stages is less.
 
-    A tick is a power of two seconds, below 1e-11 of the longest stage time unless micro-batches and devices are many thousands.
+    A tick is a power of two seconds, below 1e-11 of the longest stage time unless micro-batches and
+    devices are many thousands.
 
     Attributes:
         stage: Per degree, int64 (num_choices, L, L + 1); ``NEVER`` where impossible.
@@ -42,45 +45,80 @@ class Ticks:
             PlanError: ``search-seconds`` if it has none.
         """
         if problem.seconds is None:
-            raise PlanError.of("The problem has no times of stages, which a search for speed needs; give seconds.", "search-seconds")
+            raise PlanError.of(
+                "The problem has no times of stages, which a search for speed needs; give seconds.",
+                "search-seconds",
+            )
         num_layers, num_devices = problem.num_layers, problem.cluster.num_devices
         empty = np.tri(num_layers, num_layers + 1, dtype=bool)
         stage, update = {}, {}
         for d in problem.used_degrees:
-            end = np.zeros_like(problem.seconds[d]) if problem.update_seconds is None else problem.update_seconds[d]
+            end = (
+                np.zeros_like(problem.seconds[d])
+                if problem.update_seconds is None
+                else problem.update_seconds[d]
+            )
             possible = np.isfinite(problem.seconds[d]) & np.isfinite(end) & ~empty
-            stage[d], update[d] = np.where(possible, problem.seconds[d], np.inf), np.where(possible, end, 0.0)
-        longest = max((float(t[np.isfinite(t)].max(initial=0)) for t in stage.values()), default=0.0)
+            stage[d], update[d] = (
+                np.where(possible, problem.seconds[d], np.inf),
+                np.where(possible, end, 0.0),
+            )
+        longest = max(
+            (float(t[np.isfinite(t)].max(initial=0)) for t in stage.values()), default=0.0
+        )
         longest_update = max((float(t.max(initial=0)) for t in update.values()), default=0.0)
-        unit = 2 * num_devices  # a multiple of the devices, so that an update divides among them exactly
+        unit = (
+            2 * num_devices
+        )  # a multiple of the devices, so that an update divides among them exactly
         # Half a tick of rounding per term is what the last summand leaves room for.
         num_terms = num_devices + problem.num_microbatches
         upper = (num_terms * longest + longest_update) or 1.0
         per_second = 2.0 ** math.floor(math.log2((_LARGEST_VALUE // unit - num_terms) / upper))
-        whole = {d: np.rint(np.where(np.isfinite(t), t, 0) * per_second).astype(np.int64) * unit + 1 for d, t in stage.items()}
+        whole = {
+            d: np.rint(np.where(np.isfinite(t), t, 0) * per_second).astype(np.int64) * unit + 1
+            for d, t in stage.items()
+        }
         return cls(
             {d: np.where(np.isfinite(stage[d]), t, NEVER) for d, t in whole.items()},
-            {d: np.where(np.isfinite(stage[d]), np.rint(t * per_second).astype(np.int64) * unit, NEVER) for d, t in update.items()},
+            {
+                d: np.where(
+                    np.isfinite(stage[d]), np.rint(t * per_second).astype(np.int64) * unit, NEVER
+                )
+                for d, t in update.items()
+            },
             unit,
             problem.num_microbatches - 1,
         )
 
     def step(self, stage_values: Sequence[int], update_values: Iterable[int]) -> int:
-        """The value of a step: unit x (sum + (M - 1) max + the longest update), plus the number of stages."""
+        """The value of a step: unit x (sum + (M - 1) max + the longest update), plus the number of
+        stages."""
         return sum(stage_values) + self.num_waits * (max(stage_values) - 1) + max(update_values)
 
 
 def step_seconds(problem: SearchProblem, stages: Sequence[PlacedStage]) -> float:
     """Seconds of a step: ``sum t_s + (M - 1) max t_s + max u_s``.
 
-    **Assumes** 1F1B or GPipe with transfers that overlap computation; t_s is one micro-batch's forward and backward pass on stage s,
-    u_s its update.
+    **Assumes** 1F1B or GPipe with transfers that overlap computation; t_s is one micro-batch's
+    forward and backward pass on stage s, u_s its update.
 
     Source: Alpa (OSDI 2022), equation 2; GPipe (NeurIPS 2019) for the bubble.
     """
     assert problem.seconds is not None, "only problems with times have a step time"
-    at = [(s.choice.num_devices, problem.choices[s.choice.num_devices].index(s.choice), s.first, s.stop) for s in stages]
+    at = [
+        (
+            s.choice.num_devices,
+            problem.choices[s.choice.num_devices].index(s.choice),
+            s.first,
+            s.stop,
+        )
+        for s in stages
+    ]
     times = [float(problem.seconds[d][choice, first, stop]) for d, choice, first, stop in at]
     updates = problem.update_seconds
-    end = max(float(updates[d][choice, first, stop]) for d, choice, first, stop in at) if updates is not None else 0.0
+    end = (
+        max(float(updates[d][choice, first, stop]) for d, choice, first, stop in at)
+        if updates is not None
+        else 0.0
+    )
     return math.fsum(times) + (problem.num_microbatches - 1) * max(times) + end

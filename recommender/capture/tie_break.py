@@ -1,10 +1,13 @@
-"""The paper's tie-break, exactly: least of the per-device bytes sorted from the largest, lexicographically.
+"""The paper's tie-break, exactly: least of the per-device bytes sorted from the largest,
+lexicographically.
 
-Adding one stage to two suffixes that use the same devices never changes which of their sorted vectors is smaller, so a state needs
-only its least vector. That also holds for the C largest values alone: the first difference of two vectors stays the first difference.
-Candidates are compared column by column, and only those that still tie.
+Adding one stage to two suffixes that use the same devices never changes which of their sorted
+vectors is smaller, so a state needs only its least vector. That also holds for the C largest values
+alone: the first difference of two vectors stays the first difference. Candidates are compared
+column by column, and only those that still tie.
 
-Source: CAPTURE III-C, tie-breaking; devices are excluded one at a time until none is left (READINGS.md, C-o and C-p).
+Source: CAPTURE III-C, tie-breaking; devices are excluded one at a time until none is left
+(READINGS.md, C-o and C-p).
 """
 
 from __future__ import annotations
@@ -15,8 +18,11 @@ from recommender.capture.problem import NEVER
 from recommender.capture.reach import Ranges, Reach
 
 
-def fairest_cuts(reach: Reach, live: np.ndarray, peak: int, columns: int) -> list[tuple[int, int, int]]:
-    """The plan of the given least peak whose ``columns`` largest per-device bytes are lexicographically least.
+def fairest_cuts(
+    reach: Reach, live: np.ndarray, peak: int, columns: int
+) -> list[tuple[int, int, int]]:
+    """The plan of the given least peak whose ``columns`` largest per-device bytes are
+    lexicographically least.
 
     Args:
         reach: The reduced cost table of the problem.
@@ -25,17 +31,27 @@ def fairest_cuts(reach: Reach, live: np.ndarray, peak: int, columns: int) -> lis
         columns: How many of the largest values to compare.
 
     Returns:
-        (first, stop, degree) in pipeline order. Full ties: the smallest degree, then the latest row, then the fewest layers first.
+        (first, stop, degree) in pipeline order. Full ties: the smallest degree, then the latest
+        row, then the fewest layers first.
 
-    Time O(C K L^2 D log G) at worst; memory O(C K L D) at worst. Only states on a plan of least peak are visited.
+    Time O(C K L^2 D log G) at worst; memory O(C K L D) at worst. Only states on a plan of least
+    peak are visited.
     """
     problem = reach.problem
-    num_devices, num_layers, num_rows = len(problem.degrees), problem.num_layers, problem.num_positions
+    num_devices, num_layers, num_rows = (
+        len(problem.degrees),
+        problem.num_layers,
+        problem.num_positions,
+    )
     ranges = {d: _within(r, peak) for d, r in reach.ranges.items()}
     last_use = _last_use(problem.degrees)
 
-    vectors: dict[int, np.ndarray] = {num_devices: np.zeros((1, 0), np.int64)}  # p -> (states, C), each row descending
-    state_ids = np.full((num_devices + 1, num_rows, num_layers + 1), -1, np.int32)  # (p, a, first) -> row of vectors[p]
+    vectors: dict[int, np.ndarray] = {
+        num_devices: np.zeros((1, 0), np.int64)
+    }  # p -> (states, C), each row descending
+    state_ids = np.full(
+        (num_devices + 1, num_rows, num_layers + 1), -1, np.int32
+    )  # (p, a, first) -> row of vectors[p]
     state_ids[num_devices, 0, num_layers] = 0
     picks: dict[int, np.ndarray] = {}  # p -> (states, 3): degree, row, stop
     for p in reversed(range(num_devices)):
@@ -49,12 +65,20 @@ def fairest_cuts(reach: Reach, live: np.ndarray, peak: int, columns: int) -> lis
         for d in problem.degrees[p]:
             if p + d not in vectors:
                 continue
-            row, first, stop, own = _candidates(ranges[d], peak, rows_of_first, state_ids[p + d], firsts)
-            state = np.minimum(row + 1, num_rows - 1) * (num_layers + 1) + first if p else np.zeros_like(row)
+            row, first, stop, own = _candidates(
+                ranges[d], peak, rows_of_first, state_ids[p + d], firsts
+            )
+            state = (
+                np.minimum(row + 1, num_rows - 1) * (num_layers + 1) + first
+                if p
+                else np.zeros_like(row)
+            )
             child = state_ids[p + d, row, stop] + offset
             parts.append(np.stack([state, own, np.full_like(row, d), child, row, stop]))
             after = vectors[p + d]
-            pool.append(np.pad(after, ((0, 0), (0, width + 1 - after.shape[1])), constant_values=-NEVER))
+            pool.append(
+                np.pad(after, ((0, 0), (0, width + 1 - after.shape[1])), constant_values=-NEVER)
+            )
             offset += len(after)
         merged, children = np.concatenate(parts, axis=1), np.concatenate(pool)
         merged = merged[:, np.argsort(merged[0], kind="stable")]
@@ -94,8 +118,12 @@ def _last_use(degrees: list[list[int]]) -> dict[int, list[int]]:
 def _candidates(
     ranges: Ranges, peak: int, rows_of_first: np.ndarray, after: np.ndarray, firsts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Row, first, stop and bytes of every stage within the peak from a live state to a state that has a vector."""
-    window = slice(np.searchsorted(ranges.first, firsts[0]), np.searchsorted(ranges.first, firsts[-1], side="right"))
+    """Row, first, stop and bytes of every stage within the peak from a live state to a state that
+    has a vector."""
+    window = slice(
+        np.searchsorted(ranges.first, firsts[0]),
+        np.searchsorted(ranges.first, firsts[-1], side="right"),
+    )
     first, stop = ranges.first[window], ranges.stop[window]
     live_rows = np.flatnonzero(rows_of_first.any(axis=1))
     rows = slice(live_rows[0], live_rows[-1] + 1)
@@ -111,7 +139,8 @@ def _least_of_each_state(candidates: np.ndarray, children: np.ndarray, width: in
     """Per state the first candidate with the least merge of its child's vector and its own bytes.
 
     Args:
-        candidates: int64 (6, n) by ascending state: state, own bytes, copies of them, row of ``children``, ...
+        candidates: int64 (6, n) by ascending state: state, own bytes, copies of them, row of
+            ``children``, ...
         children: (m, width + 1), padded with ``-NEVER``.
         width: Columns to compare.
 
@@ -119,7 +148,12 @@ def _least_of_each_state(candidates: np.ndarray, children: np.ndarray, width: in
         Ascending indices of the winners.
     """
     state, own, copies, child = candidates[:4]
-    alive, taken, left, winners = np.arange(len(state)), np.zeros(len(state), np.int64), copies.copy(), []
+    alive, taken, left, winners = (
+        np.arange(len(state)),
+        np.zeros(len(state), np.int64),
+        copies.copy(),
+        [],
+    )
     for _ in range(width):
         starts = np.flatnonzero(np.diff(state[alive], prepend=-1))
         sizes = np.diff(starts, append=len(alive))
@@ -139,10 +173,13 @@ def _least_of_each_state(candidates: np.ndarray, children: np.ndarray, width: in
 
 
 def _with_own(children: np.ndarray, own: np.ndarray, copies: np.ndarray, width: int) -> np.ndarray:
-    """The ``width`` largest of each child's vector and ``copies`` times its own bytes, descending."""
+    """The ``width`` largest of each child's vector and ``copies`` times its own bytes,
+    descending."""
     result = np.empty((len(own), width), np.int64)
     for d in np.unique(copies):
         which = np.flatnonzero(copies == d)
-        both = np.concatenate([children[which, :width], np.repeat(own[which, None], min(d, width), axis=1)], axis=1)
+        both = np.concatenate(
+            [children[which, :width], np.repeat(own[which, None], min(d, width), axis=1)], axis=1
+        )
         result[which] = -np.sort(-both, axis=1)[:, :width]
     return result

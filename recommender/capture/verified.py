@@ -1,8 +1,10 @@
-"""Rank by what the compiler says: compile the best plan, look its stages up from then on, and search again.
+"""Rank by what the compiler says: compile the best plan, look its stages up from then on, and
+search again.
 
-A search over predictions may prefer a plan whose stages are predicted a little too low. Every round compiles the stages of the plan that is
-best by everything known so far. Once the best plan is one whose stages are all compiled, no other plan has a lower predicted peak, and the
-shown number is the compiler's.
+A search over predictions may prefer a plan whose stages are predicted a little too low. Every round
+compiles the stages of the plan that is best by everything known so far. Once the best plan is one
+whose stages are all compiled, no other plan has a lower predicted peak, and the shown number is the
+compiler's.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from capture.plan.stages import Plan
 from capture.predictor.times import TimePredictor
 from recommender.capture.recommendation import Recommendation
 
-#: ``compiled(plan, profile)`` compiles a plan's stages: the verification (``Verification.to_json``) and the profile that knows them.
+#: ``compiled(plan, profile)`` compiles a plan's stages: the verification (``Verification.to_json``)
+#: and the profile that knows them.
 Compile = Callable[[Plan, Profile], tuple[Mapping[str, Any], Profile]]
 #: ``recommend`` with everything but the profile.
 Ask = Callable[[Profile], Recommendation]
@@ -28,7 +31,13 @@ MOST_PLANS = 4
 
 
 def recommend_verified(
-    profile: Profile, question: Ask, compiled: Compile, max_plans: int, *, known: Recommendation | None = None, any_that_fits: bool = False
+    profile: Profile,
+    question: Ask,
+    compiled: Compile,
+    max_plans: int,
+    *,
+    known: Recommendation | None = None,
+    any_that_fits: bool = False,
 ) -> Recommendation:
     """The plan that is best by the question's objective among those whose stages are compiled.
 
@@ -38,17 +47,23 @@ def recommend_verified(
         compiled: Compiles it.
         max_plans: Most plans to compile, at least 1.
         known: An answer to the same question that is compiled already.
-        any_that_fits: End at the first plan that fits by the compiler, or when none is predicted to.
+        any_that_fits: End at the first plan that fits by the compiler, or when none is predicted
+            to.
 
     Returns:
-        Its ``plan.verification`` holds the compiler's peaks, which ``headroom`` and ``peak_bytes`` are of. ``why["verified"]`` says how
-        many plans were compiled, and whether another plan is still predicted to be better.
+        Its ``plan.verification`` holds the compiler's peaks, which ``headroom`` and ``peak_bytes``
+        are of. ``why["verified"]`` says how many plans were compiled, and whether another plan is
+        still predicted to be better.
     """
     best = known if known is not None and known.compiled else None
     checked = {best.plan} if best is not None else set()
     num_compiled = 0
     result = question(profile)
-    while result.plan is not None and _same_model(result.plan, profile) not in checked and num_compiled < max_plans:
+    while (
+        result.plan is not None
+        and _same_model(result.plan, profile) not in checked
+        and num_compiled < max_plans
+    ):
         if any_that_fits and best is not None and (best.status == "ok" or result.status != "ok"):
             break
         verification, profile = compiled(result.plan, profile)
@@ -61,14 +76,26 @@ def recommend_verified(
     if best is None or best.plan is None:
         return result
     settled = result.plan is None or _same_model(result.plan, profile) in checked
-    note = "no other plan is predicted to be better" if settled else "another plan, not compiled yet, is predicted to be better"
-    why = {**best.why, "verified": {"num_plans": len(checked), "settled": settled, "summary": f"{len(checked)} plans compiled; {note}."}}
+    note = (
+        "no other plan is predicted to be better"
+        if settled
+        else "another plan, not compiled yet, is predicted to be better"
+    )
+    why = {
+        **best.why,
+        "verified": {
+            "num_plans": len(checked),
+            "settled": settled,
+            "summary": f"{len(checked)} plans compiled; {note}.",
+        },
+    }
     return replace(best, why=why, plan=best.plan.with_(why=why))
 
 
 @dataclass
 class Knowledge:
-    """What is known of a model while questions are asked about it, so that no answer rests on an extrapolation.
+    """What is known of a model while questions are asked about it, so that no answer rests on an
+    extrapolation.
 
     Attributes:
         profile: Of the model, with every stage that was compiled so far.
@@ -82,18 +109,32 @@ class Knowledge:
     max_plans: int = MOST_PLANS
     always: bool = False
 
-    def answer(self, question: Ask, *, known: Recommendation | None = None, any_that_fits: bool = False) -> Recommendation:
-        """The recommendation, compiled where the prediction would be an extrapolation; the rest as for ``recommend_verified``.
+    def answer(
+        self, question: Ask, *, known: Recommendation | None = None, any_that_fits: bool = False
+    ) -> Recommendation:
+        """The recommendation, compiled where the prediction would be an extrapolation; the rest as
+        for ``recommend_verified``.
 
-        A plan is believed not to fit, without compiling, if the low end of its interval is above the limit.
+        A plan is believed not to fit, without compiling, if the low end of its interval is above
+        the limit.
         """
         result = question(self.profile)
-        if self.compiled is None or not (self.always or self._is_open(result) or (known is not None and known.compiled)):
+        if self.compiled is None or not (
+            self.always or self._is_open(result) or (known is not None and known.compiled)
+        ):
             return result
-        return recommend_verified(self.profile, question, self._learn, self.max_plans, known=known, any_that_fits=any_that_fits)
+        return recommend_verified(
+            self.profile,
+            question,
+            self._learn,
+            self.max_plans,
+            known=known,
+            any_that_fits=any_that_fits,
+        )
 
     def _is_open(self, result: Recommendation) -> bool:
-        """Whether an answer is of another size than those that were profiled, or of degrees, and could be one that fits."""
+        """Whether an answer is of another size than those that were profiled, or of degrees, and
+        could be one that fits."""
         plan, prediction, limit = result.plan, result.prediction, result.memory_limit_bytes
         if plan is None or prediction is None:
             return False
@@ -118,8 +159,11 @@ def _rank(result: Recommendation) -> tuple[bool, float, int]:
     return not fits, (result.search.step_seconds or 0.0) if fits else 0.0, result.peak_bytes
 
 
-def _of_compiler(result: Recommendation, verification: Mapping[str, Any], profile: Profile) -> Recommendation:
-    """The recommendation with the compiler's peaks and work in the place of predicted ones, as far as plans are ranked."""
+def _of_compiler(
+    result: Recommendation, verification: Mapping[str, Any], profile: Profile
+) -> Recommendation:
+    """The recommendation with the compiler's peaks and work in the place of predicted ones, as far
+    as plans are ranked."""
     assert result.plan is not None, "only plans are verified"
     peaks = verification["peak_bytes_per_device"]
     memory = Target.load(result.plan.cluster.target).memory
@@ -134,7 +178,9 @@ def _of_compiler(result: Recommendation, verification: Mapping[str, Any], profil
     if headroom is not None and headroom.verdict != "fits":
         status, why = "infeasible", _too_large(result.plan, peaks, headroom)
     elif result.status != "ok":
-        why = {"summary": f"compiled, the plan needs {max(peaks):,} bytes, less than was predicted."}
+        why = {
+            "summary": f"compiled, the plan needs {max(peaks):,} bytes, less than was predicted."
+        }
     plan = _same_model(result.plan, profile).with_(verification=verification, why=why)
     return replace(result, status=status, plan=plan, why=why, headroom=headroom, search=search)
 
@@ -144,8 +190,10 @@ def _too_large(plan: Plan, peaks: list[int], headroom: Headroom) -> dict[str, An
     stage, limit = plan.stages[stage_id], headroom.limit_bytes
     return {
         "code": "memory-limit",
-        "summary": f"Compiled, the plan needs {max(peaks):,} bytes, {max(peaks) - limit:,} above memory_limit_bytes={limit:,}: "
-        f"stage_id={stage_id} (layers {stage.first} to {stage.stop - 1}). Raise the limit, or use more devices, more micro-batches of a "
+        "summary": f"Compiled, the plan needs {max(peaks):,} bytes, {max(peaks) - limit:,} above "
+        f"memory_limit_bytes={limit:,}: "
+        f"stage_id={stage_id} (layers {stage.first} to {stage.stop - 1}). Raise the limit, or use "
+        "more devices, more micro-batches of a "
         "smaller size, or rematerialisation. [memory-limit]",
         "memory_limit_bytes": limit,
         "least_peak_bytes": max(peaks),
@@ -154,7 +202,12 @@ def _too_large(plan: Plan, peaks: list[int], headroom: Headroom) -> dict[str, An
 
 
 def _step_seconds(plan: Plan, profile: Profile) -> float:
-    """As the search for speed counts them (``recommender.capture.throughput``), from stages that the profile holds compiled."""
+    """As the search for speed counts them (``recommender.capture.throughput``), from stages that
+    the profile holds compiled."""
     times = TimePredictor(profile, max(plan.cluster.nodes)).stage_times(plan)
     passes = [stage.microbatch_seconds for stage in times]
-    return sum(passes) + (plan.num_microbatches - 1) * max(passes) + max(stage.update_seconds for stage in times)
+    return (
+        sum(passes)
+        + (plan.num_microbatches - 1) * max(passes)
+        + max(stage.update_seconds for stage in times)
+    )

@@ -1,4 +1,5 @@
-"""Which operators to shard, and for which batch size: ``osdp`` for a training task, the searches, and strategies to compare with."""
+"""Which operators to shard, and for which batch size: ``osdp`` for a training task, the searches,
+and strategies to compare with."""
 
 from capture.plan.sharding import ShardingPlan
 from recommender.osdp.emission import OsdpResult, osdp

@@ -1,6 +1,8 @@
-"""What OSDP is compared with, in the same cost model: DP, FSDP, GPipe, tensor parallelism, tuned 3D parallelism; and 3D with OSDP inside.
+"""What OSDP is compared with, in the same cost model: DP, FSDP, GPipe, tensor parallelism, tuned 3D
+parallelism; and 3D with OSDP inside.
 
-Source: paper 4.1. There, every strategy is tuned and its best throughput is reported; so it is here.
+Source: paper 4.1. There, every strategy is tuned and its best throughput is reported; so it is
+here.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from recommender.osdp.tensor_parallel import TensorParallelCost
 
 Costs = PaperCost | StepCost
 
-#: Micro-batches of a step that tuning tries: up to so many per stage, from which on the bubble is negligible (Huang et al. 2019, 2.3).
+#: Micro-batches of a step that tuning tries: up to so many per stage, from which on the bubble is
+#: negligible (Huang et al. 2019, 2.3).
 MICROBATCHES_PER_STAGE = 4
 
 
@@ -45,7 +48,11 @@ class Outcome:
     plan: ShardingPlan | None = None
 
     def to_json(self) -> dict[str, Any]:
-        document = {"status": self.status, "examples_per_second": self.examples_per_second, "setting": self.setting}
+        document = {
+            "status": self.status,
+            "examples_per_second": self.examples_per_second,
+            "setting": self.setting,
+        }
         return document if self.plan is None else {**document, **self.plan.summary()}
 
 
@@ -97,7 +104,8 @@ def tensor_parallel(costs: Costs) -> Outcome:
 
 
 def pipeline(costs: Costs) -> Outcome:
-    """One stage per device, all micro-batches in flight (GPipe); not applicable with fewer layers than devices."""
+    """One stage per device, all micro-batches in flight (GPipe); not applicable with fewer layers
+    than devices."""
     num_devices = costs.devices.num_devices
     if len(layers_of(costs.model)) < num_devices:
         return Outcome("n/a")
@@ -110,7 +118,8 @@ def three_d(costs: Costs) -> Outcome:
 
 
 def three_d_osdp(costs: Costs) -> Outcome:
-    """The same with OSDP in place of data parallelism; 3D itself is among the combinations, so it is never worse."""
+    """The same with OSDP in place of data parallelism; 3D itself is among the combinations, so it
+    is never worse."""
     return _best(chain(_combinations(costs, sharded=False), _combinations(costs, sharded=True)))
 
 
@@ -132,7 +141,11 @@ PURE = ("DP", "PP", "TP", "FSDP")
 
 def _searched(costs: CostModel, setting: str = "") -> Outcome:
     plan = search(ShardingProblem(costs)).plan
-    return Outcome("oom") if plan is None else Outcome("ok", plan.examples_per_second, setting or f"b {plan.batch_size}", plan)
+    return (
+        Outcome("oom")
+        if plan is None
+        else Outcome("ok", plan.examples_per_second, setting or f"b {plan.batch_size}", plan)
+    )
 
 
 def _best(outcomes: Iterator[Outcome]) -> Outcome:
@@ -157,15 +170,22 @@ def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def _pipelined(costs: Costs, tensor: int, stages: int, schedule: PipelineSchedule, sharded: bool) -> Iterator[Outcome]:
-    """The best micro-batch size for every number of micro-batches. With all replicated, a larger one is never slower per example."""
+def _pipelined(
+    costs: Costs, tensor: int, stages: int, schedule: PipelineSchedule, sharded: bool
+) -> Iterator[Outcome]:
+    """The best micro-batch size for every number of micro-batches. With all replicated, a larger
+    one is never slower per example."""
     devices = costs.devices
     replicas = devices.num_devices // tensor // stages
     inside = TensorParallelCost(replace(costs, devices=devices.group(replicas * tensor)), tensor)
     parts = Pipeline(inside if sharded else OneMode(inside, DP), stages, devices, schedule)
     for count in (1 << power for power in range((MICROBATCHES_PER_STAGE * stages).bit_length())):
         largest = parts.largest_microbatch(count)
-        sizes = np.unique(np.geomspace(1, largest, 4).astype(int)).tolist() if sharded and largest else [largest]
+        sizes = (
+            np.unique(np.geomspace(1, largest, 4).astype(int)).tolist()
+            if sharded and largest
+            else [largest]
+        )
         for size in filter(None, sizes):
             speed = replicas * count * size / parts.step_seconds(size, count)
             yield Outcome("ok", speed, f"dp {replicas}, tp {tensor}, pp {stages}, {count} x {size}")

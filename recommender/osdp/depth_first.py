@@ -1,11 +1,14 @@
-"""The paper's search: for every batch size, a depth-first walk over the modes of all operators, cut where it cannot lead to the best plan.
+"""The paper's search: for every batch size, a depth-first walk over the modes of all operators, cut
+where it cannot lead to the best plan.
 
-A node is an operator with a mode, under all operators before it. Two prunings, each can be turned off to count what it saves:
+A node is an operator with a mode, under all operators before it. Two prunings, each can be turned
+off to count what it saves:
 
     memory    of the operators so far above the limit
     time      of the operators so far not below that of the best plan of this batch size
 
-Exact where it ends; it has up to 2^n leaves per batch size, so beyond a few dozen operators it ends by ``max_nodes`` (O-d).
+Exact where it ends; it has up to 2^n leaves per batch size, so beyond a few dozen operators it ends
+by ``max_nodes`` (O-d).
 
 Source: paper, Algorithm 1 (with line 20 per example, O-f) and 3.2.
 """
@@ -20,7 +23,11 @@ from recommender.osdp.result import ShardingResult, answer, plan_of
 
 
 def depth_first(
-    problem: ShardingProblem, *, prune_memory: bool = True, prune_time: bool = True, max_nodes: int | None = None
+    problem: ShardingProblem,
+    *,
+    prune_memory: bool = True,
+    prune_time: bool = True,
+    max_nodes: int | None = None,
 ) -> ShardingResult:
     """Least time per example over the candidates of all batch sizes.
 
@@ -33,7 +40,13 @@ def depth_first(
     nodes, complete = 0, True
     for batch_size in range(1, problem.num_batch_sizes + 1):
         options = problem.options(batch_size)
-        walk = _Walk(options, problem.memory_limit_bytes, prune_memory, prune_time, None if max_nodes is None else max_nodes - nodes)
+        walk = _Walk(
+            options,
+            problem.memory_limit_bytes,
+            prune_memory,
+            prune_time,
+            None if max_nodes is None else max_nodes - nodes,
+        )
         complete &= walk.place(0, 0.0, 0.0, 0.0)
         nodes += walk.num_nodes
         if walk.best:
@@ -73,7 +86,11 @@ class _Walk:
             list(zip(*(column[kind, : len(modes)].tolist() for column in columns), strict=True))
             for kind, modes in enumerate(self.options.modes)
         ]
-        self._rows = [rows for rows, count in zip(by_kind, self.options.counts, strict=True) for _ in range(count)]
+        self._rows = [
+            rows
+            for rows, count in zip(by_kind, self.options.counts, strict=True)
+            for _ in range(count)
+        ]
 
     def place(self, depth: int, resident: float, transient: float, seconds: float) -> bool:
         """Give the next operator every mode; False if the walk ran into its limit."""
@@ -86,7 +103,9 @@ class _Walk:
                 return False
             self.num_nodes += 1
             now = resident + held, max(transient, passing), seconds + spent
-            if (self.prune_memory and now[0] + now[1] > self.limit) or (self.prune_time and now[2] >= self.best_seconds):
+            if (self.prune_memory and now[0] + now[1] > self.limit) or (
+                self.prune_time and now[2] >= self.best_seconds
+            ):
                 continue
             self._picks.append(pick)
             complete = self.place(depth + 1, *now)

@@ -1,24 +1,31 @@
-"""Exact search: bounds by a Lagrangian, and for what they leave open a dynamic programme over kinds of equal operators.
+"""Exact search: bounds by a Lagrangian, and for what they leave open a dynamic programme over kinds
+of equal operators.
 
-For one batch size and one value of the largest transient, this is a knapsack with several options per item: least seconds within a capacity
-of resident bytes. With any price p per byte,
+For one batch size and one value of the largest transient, this is a knapsack with several options
+per item: least seconds within a capacity of resident bytes. With any price p per byte,
 
     seconds >= L(p) = sum over operators of min over options (seconds + p bytes)  -  p capacity
 
-and an operator that takes another option than the cheapest adds its *reduced cost*, the difference, to that bound. So:
+and an operator that takes another option than the cheapest adds its *reduced cost*, the difference,
+to that bound. So:
 
-1. For every batch size, the best L over p, with the least transient taken off the limit, bounds the time per example from below. Batch
+1. For every batch size, the best L over p, with the least transient taken off the limit, bounds the
+time per example from below. Batch
    sizes are worked through in the order of these bounds until the bound is not below the best plan.
 2. For a batch size, the same for every value that the largest transient can have.
-3. For what is left, sums are built up operator by operator, equal operators by doubling; a sum whose reduced costs exceed the gap between
-   L and the best plan cannot be completed to a better one, nor can a sum that another one beats in bytes and seconds.
+3. For what is left, sums are built up operator by operator, equal operators by doubling; a sum
+whose reduced costs exceed the gap between
+   L and the best plan cannot be completed to a better one, nor can a sum that another one beats in
+   bytes and seconds.
 
-Every step is exact, so the plan is proven to be of least time per example, up to the rounding of sums of floating-point seconds. One case
-is too much for it: where latency is next to nothing, all modes of all operators have the same price, reduced costs tell nothing, and what
-is left is to fill the memory to the byte. Sums are then thinned to a number that can be handled; the answer is still within
-``bound_fraction`` of the best, a few ten-thousandths or less.
+Every step is exact, so the plan is proven to be of least time per example, up to the rounding of
+sums of floating-point seconds. One case is too much for it: where latency is next to nothing, all
+modes of all operators have the same price, reduced costs tell nothing, and what is left is to fill
+the memory to the byte. Sums are then thinned to a number that can be handled; the answer is still
+within ``bound_fraction`` of the best, a few ten-thousandths or less.
 
-Source: Kellerer, Pferschy, Pisinger 2004, *Knapsack Problems*, chapter 11 (multiple choice), and 5.1 (bounds of states).
+Source: Kellerer, Pferschy, Pisinger 2004, *Knapsack Problems*, chapter 11 (multiple choice), and
+5.1 (bounds of states).
 """
 
 from __future__ import annotations
@@ -47,14 +54,18 @@ def exact(problem: ShardingProblem) -> ShardingResult:
     """
     limit, sizes = problem.memory_limit_bytes, np.arange(1, problem.num_batch_sizes + 1)
     options = problem.options(sizes)
-    bounds = _relax(options, limit - options.transient_bytes.min(axis=-1).max(axis=-1)).bound / sizes
+    bounds = (
+        _relax(options, limit - options.transient_bytes.min(axis=-1).max(axis=-1)).bound / sizes
+    )
     best: ShardingPlan | None = None
     num_explored, unproven = 0, np.inf
     for row in np.argsort(bounds, kind="stable"):
         if best is not None and bounds[row] >= best.seconds_per_example * (1 - ROUNDING):
             break
         batch_size = int(sizes[row])
-        found = cheapest(options[row], limit, np.inf if best is None else best.seconds_per_example * batch_size)
+        found = cheapest(
+            options[row], limit, np.inf if best is None else best.seconds_per_example * batch_size
+        )
         num_explored += found.num_explored
         unproven = min(unproven, found.unproven_seconds / batch_size)
         if found.chosen is not None:
@@ -72,7 +83,8 @@ def exact(problem: ShardingProblem) -> ShardingResult:
 
 
 def fastest_at(problem: ShardingProblem, batch_size: int) -> ShardingPlan | None:
-    """The fastest plan at one batch size, proven: a candidate of Algorithm 1; None if nothing fits."""
+    """The fastest plan at one batch size, proven: a candidate of Algorithm 1; None if nothing
+    fits."""
     options = problem.options(batch_size)
     chosen = cheapest(options, problem.memory_limit_bytes).chosen
     return None if chosen is None else plan_of(problem, batch_size, options, chosen)
@@ -83,7 +95,8 @@ class Choice:
     """The answer for one batch size, or one capacity.
 
     Attributes:
-        chosen: By kind, the mode of each of its operators as an index; None if nothing (below the seconds of interest) fits.
+        chosen: By kind, the mode of each of its operators as an index; None if nothing (below the
+            seconds of interest) fits.
         num_explored: Sums that were looked at.
         unproven_seconds: No choice that was left out takes less; infinite where none was.
     """
@@ -118,13 +131,16 @@ def cheapest(options: Options, limit: float, below_seconds: float = np.inf) -> C
 
 @dataclass(frozen=True)
 class _Relaxation:
-    """The best price and what it proves; arrays over the leading dimension of the options, or one of each.
+    """The best price and what it proves; arrays over the leading dimension of the options, or one
+    of each.
 
     Attributes:
-        bound: L at that price: no choice within the capacity takes less; infinite where nothing fits.
+        bound: L at that price: no choice within the capacity takes less; infinite where nothing
+            fits.
         price: Seconds per byte.
         capacity: Of resident bytes.
-        fits, exceeds: (..., kinds): modes of least seconds + price x bytes. The first fit together, the others do not; or they are equal.
+        fits, exceeds: (..., kinds): modes of least seconds + price x bytes. The first fit together,
+            the others do not; or they are equal.
     """
 
     bound: np.ndarray
@@ -138,11 +154,15 @@ class _Relaxation:
 
 
 def _relax(options: Options, capacity: np.ndarray) -> _Relaxation:
-    """The best Lagrangian bound for every row; its price is found exactly, since L is concave and piecewise linear.
+    """The best Lagrangian bound for every row; its price is found exactly, since L is concave and
+    piecewise linear.
 
-    The fastest choice and the lightest one span a price; the cheapest choice at that price replaces one of them, until it is no cheaper.
+    The fastest choice and the lightest one span a price; the cheapest choice at that price replaces
+    one of them, until it is no cheaper.
     """
-    resident = np.where(np.isfinite(options.seconds), options.resident_bytes, 0)  # an infinite time rules the mode out already
+    resident = np.where(
+        np.isfinite(options.seconds), options.resident_bytes, 0
+    )  # an infinite time rules the mode out already
 
     def total(column: np.ndarray, picks: np.ndarray) -> np.ndarray:
         return np.take_along_axis(column, picks[..., None], axis=-1)[..., 0] @ options.counts
@@ -172,7 +192,9 @@ def _relax(options: Options, capacity: np.ndarray) -> _Relaxation:
 
 
 def _seconds(options: Options, chosen: Sequence[Sequence[int]]) -> float:
-    return sum(float(options.seconds[kind, picks].sum()) for kind, picks in enumerate(map(list, chosen)))
+    return sum(
+        float(options.seconds[kind, picks].sum()) for kind, picks in enumerate(map(list, chosen))
+    )
 
 
 def _solve(options: Options, relaxation: _Relaxation, below_seconds: float) -> Choice:
@@ -185,15 +207,21 @@ def _solve(options: Options, relaxation: _Relaxation, below_seconds: float) -> C
     gap = seconds * (1 - ROUNDING) - float(relaxation.bound)
     if gap <= 0:
         return Choice(best)
-    kinds = [_of_kind(options, kind, float(relaxation.price), gap) for kind in range(len(options.counts))]
-    # Two halves of about equal size: of two sums, the fastest that fits is found without looking at all pairs.
+    kinds = [
+        _of_kind(options, kind, float(relaxation.price), gap) for kind in range(len(options.counts))
+    ]
+    # Two halves of about equal size: of two sums, the fastest that fits is found without looking at
+    # all pairs.
     halves: tuple[list[int], list[int]] = ([], [])
     sizes = [0.0, 0.0]
     for kind in sorted(range(len(kinds)), key=lambda kind: -len(kinds[kind].seconds)):
         half = int(sizes[1] < sizes[0])
         halves[half].append(kind)
         sizes[half] += np.log(len(kinds[kind].seconds))
-    left, right = (reduce(lambda a, b: _merge(a, b, gap), [kinds[kind] for kind in half], _NOTHING) for half in halves)
+    left, right = (
+        reduce(lambda a, b: _merge(a, b, gap), [kinds[kind] for kind in half], _NOTHING)
+        for half in halves
+    )
     explored = sum(len(sums.seconds) for sums in (*kinds, left, right))
     unproven = float(relaxation.bound) if left.is_thinned or right.is_thinned else np.inf
     partner = np.searchsorted(right.nbytes, relaxation.capacity - left.nbytes, side="right") - 1
@@ -201,22 +229,33 @@ def _solve(options: Options, relaxation: _Relaxation, below_seconds: float) -> C
     row = int(np.argmin(totals))
     if totals[row] >= seconds * (1 - ROUNDING):
         return Choice(best, explored, unproven)
-    found = dict(zip(halves[0] + halves[1], left.unfold(row) + right.unfold(int(partner[row])), strict=True))
+    found = dict(
+        zip(halves[0] + halves[1], left.unfold(row) + right.unfold(int(partner[row])), strict=True)
+    )
     better = [sorted(found[kind]) for kind in range(len(kinds))]
     if unproven == np.inf:
         return Choice(better, explored)
-    again = _solve(options, relaxation, _seconds(options, better))  # the gap is smaller now, and may leave all that is left
+    again = _solve(
+        options, relaxation, _seconds(options, better)
+    )  # the gap is smaller now, and may leave all that is left
     return Choice(again.chosen or better, explored + again.num_explored, again.unproven_seconds)
 
 
 def _rounded(options: Options, relaxation: _Relaxation) -> list[list[int]]:
-    """A choice that fits: that of the relaxation, and as many operators as possible moved to the faster of its two modes."""
+    """A choice that fits: that of the relaxation, and as many operators as possible moved to the
+    faster of its two modes."""
     rows = np.arange(len(options.counts))
     resident, seconds = options.resident_bytes, options.seconds
     slack = float(relaxation.capacity - resident[rows, relaxation.fits] @ options.counts)
     found = []
-    for kind, slow, fast in zip(rows, relaxation.fits.tolist(), relaxation.exceeds.tolist(), strict=True):
-        more, count, moved = float(resident[kind, fast] - resident[kind, slow]), int(options.counts[kind]), 0
+    for kind, slow, fast in zip(
+        rows, relaxation.fits.tolist(), relaxation.exceeds.tolist(), strict=True
+    ):
+        more, count, moved = (
+            float(resident[kind, fast] - resident[kind, slow]),
+            int(options.counts[kind]),
+            0,
+        )
         if seconds[kind, fast] < seconds[kind, slow]:
             moved = count if more <= 0 else int(min(count, slack // more))
         slack -= moved * more
@@ -226,11 +265,13 @@ def _rounded(options: Options, relaxation: _Relaxation) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class _Sums:
-    """Totals of some operators that may belong to a better plan: bytes ascending, seconds descending, reduced costs within the gap.
+    """Totals of some operators that may belong to a better plan: bytes ascending, seconds
+    descending, reduced costs within the gap.
 
     Attributes:
         nbytes, seconds, reduced: By entry.
-        parts: The two sets of sums that were merged, with the entry of each; () for the options of one operator.
+        parts: The two sets of sums that were merged, with the entry of each; () for the options of
+            one operator.
         entries: (2, entries), into the parts; for one operator, its option.
         joins: Whether the parts are of one kind of operators, so that their picks are joined.
         is_thinned: Whether sums were left out that may belong to the best plan.
@@ -248,13 +289,17 @@ class _Sums:
         """At most so many of them, evenly over their order."""
         if len(self.nbytes) <= most or self.entries is None:
             return self
-        return replace(self.taken(np.linspace(0, len(self.nbytes) - 1, most).astype(int)), is_thinned=True)
+        return replace(
+            self.taken(np.linspace(0, len(self.nbytes) - 1, most).astype(int)), is_thinned=True
+        )
 
     def taken(self, order: np.ndarray) -> _Sums:
         """Those of some positions."""
         assert self.entries is not None, "sums are made of something"
         nbytes, seconds, reduced = self.nbytes[order], self.seconds[order], self.reduced[order]
-        return replace(self, nbytes=nbytes, seconds=seconds, reduced=reduced, entries=self.entries[:, order])
+        return replace(
+            self, nbytes=nbytes, seconds=seconds, reduced=reduced, entries=self.entries[:, order]
+        )
 
     def unfold(self, entry: int) -> list[list[int]]:
         """By kind, in the order of merging, the options behind an entry."""
@@ -262,7 +307,10 @@ class _Sums:
             return []
         if not self.parts:
             return [[int(self.entries[0, entry])]]
-        left, right = (part.unfold(int(index)) for part, index in zip(self.parts, self.entries[:, entry], strict=True))
+        left, right = (
+            part.unfold(int(index))
+            for part, index in zip(self.parts, self.entries[:, entry], strict=True)
+        )
         return [left[0] + right[0]] if self.joins else left + right
 
 
@@ -274,7 +322,9 @@ def _of_kind(options: Options, kind: int, price: float, gap: float) -> _Sums:
     allowed = np.flatnonzero(np.isfinite(options.seconds[kind]))
     nbytes, seconds = options.resident_bytes[kind, allowed], options.seconds[kind, allowed]
     reduced = seconds + price * nbytes
-    power = _kept(_Sums(nbytes, seconds, reduced - reduced.min(), entries=np.stack([allowed, allowed])), gap)
+    power = _kept(
+        _Sums(nbytes, seconds, reduced - reduced.min(), entries=np.stack([allowed, allowed])), gap
+    )
     total, left = _NOTHING, int(options.counts[kind])
     while True:
         if left & 1:

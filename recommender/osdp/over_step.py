@@ -1,8 +1,9 @@
 """The fastest plan whose memory, counted over the course of a step, stays within the limit.
 
-The exact search bounds a sum that no moment of a step reaches (``capture.step.sharded``), so that it leaves memory unused. Here it is
-asked, for a batch size, with the largest limit of that sum at which its answer stays within the true one. Nothing proves that no plan is
-faster; but at the batch sizes that were tried, none is that has all operators in one mode.
+The exact search bounds a sum that no moment of a step reaches (``capture.step.sharded``), so that
+it leaves memory unused. Here it is asked, for a batch size, with the largest limit of that sum at
+which its answer stays within the true one. Nothing proves that no plan is faster; but at the batch
+sizes that were tried, none is that has all operators in one mode.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ from recommender.osdp.exact import cheapest
 from recommender.osdp.problem import ShardingProblem
 from recommender.osdp.result import ShardingResult, plan_of
 
-#: Of the limit, by platform, what is left to gaps between buffers, workspaces of kernels and joined collectives, which only a compiler
-#: knows: estimates were up to 6 % below the compiled steps for H100 that were looked at, and 11 % for TPU v5e
-#: (``benchmarks/osdp_memory.py``).
-_RESERVED_FRACTIONS: Mapping[str, float] = MappingProxyType({"cpu": 0.06, "cuda": 0.06, "tpu": 0.12})
-#: The same of losses that compute in 16 bits, whose estimates are further below for reasons that are not known.
+#: Of the limit, by platform, what is left to gaps between buffers, workspaces of kernels and joined
+#: collectives, which only a compiler knows: estimates were up to 6 % below the compiled steps for
+#: H100 that were looked at, and 11 % for TPU v5e (``benchmarks/osdp_memory.py``).
+_RESERVED_FRACTIONS: Mapping[str, float] = MappingProxyType(
+    {"cpu": 0.06, "cuda": 0.06, "tpu": 0.12}
+)
+#: The same of losses that compute in 16 bits, whose estimates are further below for reasons that
+#: are not known.
 _RESERVED_FRACTION_OF_16_BITS = 0.2
 #: Batch sizes that are tried at once, before those around the best.
 _SIZES_TRIED = 24
@@ -44,7 +48,11 @@ def reserved_fraction(platform: str, dtype: str) -> float:
         platform: Of the target.
         dtype: In which the loss computes.
     """
-    return _RESERVED_FRACTIONS[platform] if dtype == "float32" else max(_RESERVED_FRACTION_OF_16_BITS, _RESERVED_FRACTIONS[platform])
+    return (
+        _RESERVED_FRACTIONS[platform]
+        if dtype == "float32"
+        else max(_RESERVED_FRACTION_OF_16_BITS, _RESERVED_FRACTIONS[platform])
+    )
 
 
 def fastest_over_step(
@@ -59,7 +67,8 @@ def fastest_over_step(
 
     Args:
         cost: Of the operators on the devices.
-        operators: The traced ones (``TracedOperators``), which say what parameters are steps of one array.
+        operators: The traced ones (``TracedOperators``), which say what parameters are steps of one
+            array.
         smallest_bytes: Smaller parameters are replicated whatever the mode.
         limit: Bytes of a device for the peak over the step.
         batch_size: Examples per device; None to choose it.
@@ -86,16 +95,29 @@ def fastest_over_step(
     )
 
 
-def least_over_step(cost: StepCost, operators: Any, smallest_bytes: int, batch_size: int) -> ShardingPlan:
-    """Of the plans with all operators in one mode, the one that needs least; arguments as of ``fastest_over_step``."""
+def least_over_step(
+    cost: StepCost, operators: Any, smallest_bytes: int, batch_size: int
+) -> ShardingPlan:
+    """Of the plans with all operators in one mode, the one that needs least; arguments as of
+    ``fastest_over_step``."""
     search = _search(cost, operators, smallest_bytes, 0.0, batch_size, None)
-    return min((search.placed(modes, batch_size) for modes in search.uniform()), key=lambda plan: plan.peak_bytes)
+    return min(
+        (search.placed(modes, batch_size) for modes in search.uniform()),
+        key=lambda plan: plan.peak_bytes,
+    )
 
 
 def _search(
-    cost: StepCost, operators: Any, smallest_bytes: int, limit: float, batch_size: int | None, max_batch_size: int | None
+    cost: StepCost,
+    operators: Any,
+    smallest_bytes: int,
+    limit: float,
+    batch_size: int | None,
+    max_batch_size: int | None,
 ) -> _Search:
-    return _Search(cost, operators, smallest_bytes, limit, ShardingProblem(cost, batch_size or max_batch_size))
+    return _Search(
+        cost, operators, smallest_bytes, limit, ShardingProblem(cost, batch_size or max_batch_size)
+    )
 
 
 @dataclass(frozen=True)
@@ -113,7 +135,9 @@ class _Search:
         while True:
             sizes = range(first, last + 1)
             if len(sizes) > _SIZES_TRIED:
-                sizes = np.unique(np.geomspace(first, last, _SIZES_TRIED).round().astype(int)).tolist()
+                sizes = np.unique(
+                    np.geomspace(first, last, _SIZES_TRIED).round().astype(int)
+                ).tolist()
             for size in sizes:
                 plan = None if size in found else self.plan_at(size)
                 if plan is not None:
@@ -131,13 +155,33 @@ class _Search:
 
         def within(limit: float) -> ShardingPlan | None:
             chosen = cheapest(options, limit).chosen
-            return None if chosen is None else self.placed(plan_of(self.problem, batch_size, options, chosen).modes, batch_size)
+            return (
+                None
+                if chosen is None
+                else self.placed(
+                    plan_of(self.problem, batch_size, options, chosen).modes, batch_size
+                )
+            )
 
-        plans = [uniform for modes in self.uniform() if (uniform := self.placed(modes, batch_size)).peak_bytes <= self.limit]
-        if (plan := within(self.limit)) is not None:  # the search's own answer: a plan within the sum is within the peak
+        plans = [
+            uniform
+            for modes in self.uniform()
+            if (uniform := self.placed(modes, batch_size)).peak_bytes <= self.limit
+        ]
+        if (
+            plan := within(self.limit)
+        ) is not None:  # the search's own answer: a plan within the sum is within the peak
             plans.append(plan)
-        low, high = self.limit, float(np.where(np.isfinite(options.seconds), options.resident_bytes, 0).max(axis=-1) @ options.counts)
-        high = max(low, high + float(options.transient_bytes[np.isfinite(options.transient_bytes)].max()))
+        low, high = (
+            self.limit,
+            float(
+                np.where(np.isfinite(options.seconds), options.resident_bytes, 0).max(axis=-1)
+                @ options.counts
+            ),
+        )
+        high = max(
+            low, high + float(options.transient_bytes[np.isfinite(options.transient_bytes)].max())
+        )
         trying = high
         while True:
             plan = within(trying)
@@ -154,13 +198,18 @@ class _Search:
         least, limit = self._least_bytes(batch_size), int(self.limit)
         if not any(operator.parameter_bytes for operator in self.cost.model.operators):
             return (
-                f"{batch_size} examples per device need {least:,} bytes, {least - limit:,} above {limit:,}, what of the limit may be "
-                f"planned with, and no parameter can be sharded: all are smaller than smallest_bytes={self.smallest_bytes:,}, or the "
-                "devices divide none of their dimensions. Give a smaller one, or a higher limit. [memory-limit]"
+                f"{batch_size} examples per device need {least:,} bytes, {least - limit:,} above "
+                f"{limit:,}, what of the limit may be "
+                "planned with, and no parameter can be sharded: all are smaller than "
+                f"smallest_bytes={self.smallest_bytes:,}, or the "
+                "devices divide none of their dimensions. Give a smaller one, or a higher limit. "
+                "[memory-limit]"
             )
         return (
-            f"{batch_size} example{'s' if batch_size > 1 else ''} per device: {least:,} bytes with all operators sharded, "
-            f"{least - limit:,} above {limit:,}, what of the limit may be planned with. Raise it, use more devices, more slices per "
+            f"{batch_size} example{'s' if batch_size > 1 else ''} per device: {least:,} bytes "
+            "with all operators sharded, "
+            f"{least - limit:,} above {limit:,}, what of the limit may be planned with. Raise it, "
+            "use more devices, more slices per "
             "operator, or rematerialisation. [memory-limit]"
         )
 
@@ -173,31 +222,47 @@ class _Search:
         stop = int(min(stop, most + 1))
         while stop - least > 1:
             middle = (least + stop) // 2
-            least, stop = (middle, stop) if self._least_bytes(middle) <= self.limit else (least, middle)
+            least, stop = (
+                (middle, stop) if self._least_bytes(middle) <= self.limit else (least, middle)
+            )
         return least
 
     def _least_bytes(self, batch_size: int) -> int:
-        return min(peak_bytes(self.cost, self.cost.model.operators, modes, batch_size) for modes in self.uniform())
+        return min(
+            peak_bytes(self.cost, self.cost.model.operators, modes, batch_size)
+            for modes in self.uniform()
+        )
 
     def uniform(self) -> Iterator[tuple[Mode, ...]]:
-        """Every operator replicated; sharded whole; sharded in so many slices, where it can be split."""
+        """Every operator replicated; sharded whole; sharded in so many slices, where it can be
+        split."""
         choices = [self.cost.modes(operator) for operator in self.cost.model.operators]
         yield (DP,) * len(choices)
         for granularity in sorted({max(1, g) for g in self.cost.granularities} | {1}):
             yield tuple(
-                next((mode for mode in modes if mode.num_slices == mode.num_sharded == granularity), _whole(modes)) for modes in choices
+                next(
+                    (mode for mode in modes if mode.num_slices == mode.num_sharded == granularity),
+                    _whole(modes),
+                )
+                for modes in choices
             )
 
     def placed(self, modes: tuple[Mode, ...], batch_size: int) -> ShardingPlan:
-        """The plan with its numbers, equal operators in the order that needs less: replicated ones first, or last.
+        """The plan with its numbers, equal operators in the order that needs less: replicated ones
+        first, or last.
 
-        The steps of a scan share arrays, so they get one mode: that of the operator among them that needs least memory.
+        The steps of a scan share arrays, so they get one mode: that of the operator among them that
+        needs least memory.
         """
         cost, candidates = self.cost, []
         for sharded_last in (True, False):
             ordered = list(modes)
             for equal in self._equal:
-                for i, mode in zip(equal, sorted((modes[i] for i in equal), key=_sharded, reverse=not sharded_last), strict=True):
+                for i, mode in zip(
+                    equal,
+                    sorted((modes[i] for i in equal), key=_sharded, reverse=not sharded_last),
+                    strict=True,
+                ):
                     ordered[i] = mode
             for steps in self._scanned:
                 least = max((ordered[i] for i in steps), key=_sharded)
@@ -205,11 +270,18 @@ class _Search:
                     least = replace(least, num_sharded=least.num_slices)
                 for i in steps:
                     ordered[i] = least
-            candidates.append((peak_bytes(cost, cost.model.operators, ordered, batch_size), tuple(ordered)))
+            candidates.append(
+                (peak_bytes(cost, cost.model.operators, ordered, batch_size), tuple(ordered))
+            )
         peak, chosen = min(candidates, key=lambda candidate: candidate[0])
         each = Counter(zip(cost.model.operators, chosen, strict=True))
-        seconds = sum(count * float(cost.cost(operator, mode, batch_size).seconds) for (operator, mode), count in each.items())
-        return ShardingPlan(batch_size, chosen, seconds, peak, cost.devices.num_devices * batch_size / seconds)
+        seconds = sum(
+            count * float(cost.cost(operator, mode, batch_size).seconds)
+            for (operator, mode), count in each.items()
+        )
+        return ShardingPlan(
+            batch_size, chosen, seconds, peak, cost.devices.num_devices * batch_size / seconds
+        )
 
     @cached_property
     def _equal(self) -> list[list[int]]:
@@ -221,7 +293,8 @@ class _Search:
 
     @cached_property
     def _scanned(self) -> list[set[int]]:
-        """Positions of operators that share arrays, as steps of a scan do; of sharded arrays, and also through a third one."""
+        """Positions of operators that share arrays, as steps of a scan do; of sharded arrays, and
+        also through a third one."""
         of_param = {p: i for i, own in enumerate(self.operators.params) for p in own}
         leaves, num_devices = self.operators.leaves, self.cost.devices.num_devices
         found: list[set[int]] = []
@@ -229,7 +302,9 @@ class _Search:
             if leaves[group[0]].can_shard(num_devices, self.smallest_bytes):
                 positions = {of_param[p] for p in group}
                 touching = [others for others in found if others & positions]
-                found = [others for others in found if others not in touching] + [positions.union(*touching)]
+                found = [others for others in found if others not in touching] + [
+                    positions.union(*touching)
+                ]
         return found
 
 

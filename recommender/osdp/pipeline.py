@@ -1,10 +1,14 @@
-"""Pipelines of replicas: the layers in contiguous stages, each data parallel, sharded or not, inside.
+"""Pipelines of replicas: the layers in contiguous stages, each data parallel, sharded or not,
+inside.
 
-    seconds of a step = of the busiest stage + what one micro-batch needs in all others (filling and draining)
+    seconds of a step = of the busiest stage + what one micro-batch needs in all others (filling and
+    draining)
 
-Parameters in ZDP mode are gathered for every micro-batch, and their gradients reduced after each; those in DP mode are reduced once.
+Parameters in ZDP mode are gathered for every micro-batch, and their gradients reduced after each;
+those in DP mode are reduced once.
 
-Source: Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B: stage i of p keeps p - i micro-batches).
+Source: Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B: stage i of p keeps p - i
+micro-batches).
 """
 
 from __future__ import annotations
@@ -44,7 +48,8 @@ class Pipeline:
     schedule: PipelineSchedule
 
     def step_seconds(self, microbatch_size: int, num_microbatches: int) -> float:
-        """Seconds of a step of so many micro-batches of so many examples per replica; infinite if some stage does not fit."""
+        """Seconds of a step of so many micro-batches of so many examples per replica; infinite if
+        some stage does not fit."""
         busy, filling = [], []
         for stage_id, stage in enumerate(self._stages):
             options, once = self._options(stage_id, microbatch_size, num_microbatches)
@@ -56,9 +61,13 @@ class Pipeline:
             sent = 0.0
             if stage_id:
                 stride = self.cluster.num_devices // self.num_stages
-                sent = 2 * self.cluster.send_seconds(microbatch_size * stage.operators[0].input_bytes, stride)  # and its gradient back
+                sent = 2 * self.cluster.send_seconds(
+                    microbatch_size * stage.operators[0].input_bytes, stride
+                )  # and its gradient back
             busy.append(seconds + num_microbatches * sent)
-            filling.append((seconds - sum(float(once[row]) for row in rows)) / num_microbatches + sent)
+            filling.append(
+                (seconds - sum(float(once[row]) for row in rows)) / num_microbatches + sent
+            )
         last = int(np.argmax(busy))
         return busy[last] + sum(filling) - filling[last]
 
@@ -71,7 +80,10 @@ class Pipeline:
         limit = self.cost.devices.memory_limit_bytes.value
 
         def fits(size: int) -> bool:
-            return all(self._options(i, size, num_microbatches)[0].least_bytes() <= limit for i in range(self.num_stages))
+            return all(
+                self._options(i, size, num_microbatches)[0].least_bytes() <= limit
+                for i in range(self.num_stages)
+            )
 
         least, stop = 0, 1
         while fits(stop):
@@ -81,10 +93,17 @@ class Pipeline:
             least, stop = (middle, stop) if fits(middle) else (least, middle)
         return least
 
-    def _options(self, stage_id: int, size: int, num_microbatches: int) -> tuple[Options, np.ndarray]:
-        """What may be chosen in a stage, and what of its seconds comes once per step rather than per micro-batch."""
+    def _options(
+        self, stage_id: int, size: int, num_microbatches: int
+    ) -> tuple[Options, np.ndarray]:
+        """What may be chosen in a stage, and what of its seconds comes once per step rather than
+        per micro-batch."""
         stage = self._stages[stage_id]
-        in_flight = num_microbatches if self.schedule == "gpipe" else min(self.num_stages - stage_id, num_microbatches)
+        in_flight = (
+            num_microbatches
+            if self.schedule == "gpipe"
+            else min(self.num_stages - stage_id, num_microbatches)
+        )
         kinds = [stage.operators[first] for first, _ in stage.counts]
         modes = tuple(map(self.cost.modes, kinds))
         columns = np.full((4, len(kinds), max(map(len, modes))), np.inf)
@@ -97,17 +116,23 @@ class Pipeline:
                 seconds, once = (step, none) if mode == DP else (num_microbatches * one, 0.0)
                 columns[:, i, j] = cost.resident_bytes[2], passing, seconds, once
         counts = np.array([count for _, count in stage.counts])
-        return Options(counts, modes, np.ceil(columns[0]), np.ceil(columns[1]), columns[2]), columns[3]
+        return Options(
+            counts, modes, np.ceil(columns[0]), np.ceil(columns[1]), columns[2]
+        ), columns[3]
 
 
 def layers_of(model: OperatorModel) -> list[tuple[Operator, ...]]:
-    """What a pipeline may part: one repetition of a block of several operators, with single operators before it, or after the last."""
+    """What a pipeline may part: one repetition of a block of several operators, with single
+    operators before it, or after the last."""
     return list(_layers(model))
 
 
 def _layers(model: OperatorModel) -> Iterator[tuple[Operator, ...]]:
     repetitions = [block.operators for block in model.blocks for _ in range(block.count)]
-    last = max((i for i, operators in enumerate(repetitions) if len(operators) > 1), default=len(repetitions) - 1)
+    last = max(
+        (i for i, operators in enumerate(repetitions) if len(operators) > 1),
+        default=len(repetitions) - 1,
+    )
     waiting: tuple[Operator, ...] = ()
     for i, operators in enumerate(repetitions):
         waiting += operators
@@ -132,14 +157,21 @@ def stages_of(model: OperatorModel, num_stages: int) -> tuple[OperatorModel, ...
         else:
             low = middle + 1
     cuts = [0, *np.cumsum([len(part) for part in _packed(weights, low, num_stages)]).tolist()]
-    parts = (tuple(operator for layer in layers[first:stop] for operator in layer) for first, stop in pairwise(cuts))
+    parts = (
+        tuple(operator for layer in layers[first:stop] for operator in layer)
+        for first, stop in pairwise(cuts)
+    )
     return tuple(
-        OperatorModel(f"{model.name}, stage {i}", (Block(part),), model.state_bytes_per_parameter_byte) for i, part in enumerate(parts)
+        OperatorModel(
+            f"{model.name}, stage {i}", (Block(part),), model.state_bytes_per_parameter_byte
+        )
+        for i, part in enumerate(parts)
     )
 
 
 def _packed(weights: Sequence[int], limit: int, num_parts: int) -> list[list[int]]:
-    """Contiguous parts, each as long as it stays within the limit and leaves one weight for each part to come."""
+    """Contiguous parts, each as long as it stays within the limit and leaves one weight for each
+    part to come."""
     parts: list[list[int]] = [[]]
     for i, weight in enumerate(weights):
         must_part = len(weights) - i <= num_parts - len(parts)

@@ -1,4 +1,5 @@
-"""What the searches of OSDP are asked: modes for all operators and a batch size, within the memory of a device."""
+"""What the searches of OSDP are asked: modes for all operators and a batch size, within the memory
+of a device."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from capture.step.operator_cost import CostModel
 
 @dataclass(frozen=True)
 class Options:
-    """What may be chosen for each kind of equal operators; the arrays are (..., kinds, modes), infinite where a kind has no further mode.
+    """What may be chosen for each kind of equal operators; the arrays are (..., kinds, modes),
+    infinite where a kind has no further mode.
 
     Leading dimensions are batch sizes, or limits of what may be transient.
 
@@ -33,12 +35,21 @@ class Options:
 
     def __getitem__(self, index) -> Options:
         """Of one batch size, or one limit."""
-        return Options(self.counts, self.modes, self.resident_bytes[index], self.transient_bytes[index], self.seconds[index])
+        return Options(
+            self.counts,
+            self.modes,
+            self.resident_bytes[index],
+            self.transient_bytes[index],
+            self.seconds[index],
+        )
 
     def within(self, transient_bytes: np.ndarray) -> Options:
         """For each of some limits, what stays within it: one more leading dimension."""
         allowed = self.transient_bytes <= transient_bytes[:, None, None]
-        columns = (np.where(allowed, column, np.inf) for column in (self.resident_bytes, self.transient_bytes, self.seconds))
+        columns = (
+            np.where(allowed, column, np.inf)
+            for column in (self.resident_bytes, self.transient_bytes, self.seconds)
+        )
         return Options(self.counts, self.modes, *columns)
 
     def transient_levels(self) -> np.ndarray:
@@ -47,7 +58,8 @@ class Options:
         return values[values >= self.transient_bytes.min(axis=-1).max()]
 
     def least_bytes(self) -> float:
-        """Least memory of any choice: not always that of the finest slices, whose buffers cost something too (O-o)."""
+        """Least memory of any choice: not always that of the finest slices, whose buffers cost
+        something too (O-o)."""
         levels = self.transient_levels()
         resident = self.within(levels).resident_bytes.min(axis=-1) @ self.counts
         return float((resident + levels).min())
@@ -64,7 +76,8 @@ class ShardingProblem:
         max_batch_size: Examples per device to try at most; None to go on until nothing fits.
 
     Raises:
-        PlanError: ``osdp-unbounded`` if no operator keeps anything per example and ``max_batch_size`` is None.
+        PlanError: ``osdp-unbounded`` if no operator keeps anything per example and
+            ``max_batch_size`` is None.
 
     Source: paper, Eq. 1 (there, nothing is transient).
     """
@@ -75,7 +88,8 @@ class ShardingProblem:
     def __post_init__(self):
         if self.max_batch_size is None and self.least_bytes == self.options(2).least_bytes():
             raise PlanError.of(
-                f"no operator of model {self.cost.model.name!r} keeps anything per example, so every batch size fits; give max_batch_size.",
+                f"no operator of model {self.cost.model.name!r} keeps anything per example, so "
+                "every batch size fits; give max_batch_size.",
                 "osdp-unbounded",
             )
 
@@ -90,7 +104,8 @@ class ShardingProblem:
 
     @cached_property
     def num_batch_sizes(self) -> int:
-        """Batch sizes 1, 2, ... for which a plan fits: memory never falls when a batch grows (Algorithm 1, line 12; 3.2, Scheduler)."""
+        """Batch sizes 1, 2, ... for which a plan fits: memory never falls when a batch grows
+        (Algorithm 1, line 12; 3.2, Scheduler)."""
         least, stop = 0, 1  # something fits at `least`; nothing at `stop`, or it is not asked for
         most = np.inf if self.max_batch_size is None else self.max_batch_size
         while stop <= most and self.options(stop).least_bytes() <= self.memory_limit_bytes:
@@ -118,4 +133,10 @@ class ShardingProblem:
                     cost.transient_bytes,
                     cost.seconds,
                 )
-        return Options(np.array([count for _, count in model.counts]), modes, np.ceil(columns[0]), np.ceil(columns[1]), columns[2])
+        return Options(
+            np.array([count for _, count in model.counts]),
+            modes,
+            np.ceil(columns[0]),
+            np.ceil(columns[1]),
+            columns[2],
+        )

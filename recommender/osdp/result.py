@@ -15,14 +15,15 @@ class ShardingResult:
     """A plan, and how far it is proven.
 
     Attributes:
-        status: ``infeasible`` if no plan fits, even for one example per device; ``why`` then says what is missing.
+        status: ``infeasible`` if no plan fits, even for one example per device; ``why`` then says
+            what is missing.
         plan: The fastest per example; None if infeasible.
         algorithm: Name of the answer.
         optimal: Whether no plan is faster per example.
         num_explored: Nodes or partial sums that were looked at.
         num_batch_sizes: Batch sizes that something fits.
-        bound_fraction: The least time per example is proven to be at least that of the plan / (1 + bound_fraction); 0 if optimal,
-            infinite if nothing is proven.
+        bound_fraction: The least time per example is proven to be at least that of the plan / (1 +
+            bound_fraction); 0 if optimal, infinite if nothing is proven.
         seconds: Wall time of the search.
         why: Set exactly if infeasible.
     """
@@ -38,7 +39,9 @@ class ShardingResult:
     why: str | None = None
 
 
-def plan_of(problem: ShardingProblem, batch_size: int, options: Options, chosen: Sequence[Sequence[int]]) -> ShardingPlan:
+def plan_of(
+    problem: ShardingProblem, batch_size: int, options: Options, chosen: Sequence[Sequence[int]]
+) -> ShardingPlan:
     """The plan of a choice.
 
     Args:
@@ -51,14 +54,20 @@ def plan_of(problem: ShardingProblem, batch_size: int, options: Options, chosen:
     modes: list[Mode] = [Mode()] * model.num_operators
     seconds, resident, transient = 0.0, 0.0, 0.0
     for kind, ((first, _), picks) in enumerate(zip(model.counts, chosen, strict=True)):
-        positions = [i for i, operator in enumerate(model.operators) if operator is model.operators[first]]
+        positions = [
+            i for i, operator in enumerate(model.operators) if operator is model.operators[first]
+        ]
         for position, pick in zip(positions, picks, strict=True):
             modes[position] = options.modes[kind][pick]
             seconds += float(options.seconds[kind, pick])
             resident += float(options.resident_bytes[kind, pick])
             transient = max(transient, float(options.transient_bytes[kind, pick]))
     return ShardingPlan(
-        batch_size, tuple(modes), seconds, int(resident + transient), problem.cost.devices.num_devices * batch_size / seconds
+        batch_size,
+        tuple(modes),
+        seconds,
+        int(resident + transient),
+        problem.cost.devices.num_devices * batch_size / seconds,
     )
 
 
@@ -74,13 +83,22 @@ def answer(
 ) -> ShardingResult:
     """The result for the best plan found. ``search`` fills in the seconds."""
     if plan is not None:
-        return ShardingResult("ok", plan, algorithm, optimal, num_explored, num_batch_sizes, bound_fraction)
+        return ShardingResult(
+            "ok", plan, algorithm, optimal, num_explored, num_batch_sizes, bound_fraction
+        )
     if num_batch_sizes:
-        why = "The search stopped at its limit of nodes before it met a plan; raise the limit. [search-stopped]"
+        why = (
+            "The search stopped at its limit of nodes before it met a plan; raise the limit. "
+            "[search-stopped]"
+        )
     else:
         why = (
             f"One example per device needs {int(problem.least_bytes):,} bytes at least, "
-            f"{int(problem.least_bytes - problem.memory_limit_bytes):,} above memory_limit_bytes={int(problem.memory_limit_bytes):,}. "
-            "Raise the limit, use more devices, more slices per operator, or rematerialisation. [memory-limit]"
+            f"{int(problem.least_bytes - problem.memory_limit_bytes):,} above "
+            f"memory_limit_bytes={int(problem.memory_limit_bytes):,}. "
+            "Raise the limit, use more devices, more slices per operator, or rematerialisation. "
+            "[memory-limit]"
         )
-    return ShardingResult("infeasible", None, algorithm, optimal, num_explored, num_batch_sizes, why=why)
+    return ShardingResult(
+        "infeasible", None, algorithm, optimal, num_explored, num_batch_sizes, why=why
+    )

@@ -14,7 +14,9 @@ from recommender.osdp.exact import exact
 from recommender.osdp.problem import ShardingProblem
 from recommender.osdp.result import ShardingResult
 
-ALGORITHMS: Mapping[str, Callable[..., ShardingResult]] = MappingProxyType({"exact": exact, "depth-first": depth_first})
+ALGORITHMS: Mapping[str, Callable[..., ShardingResult]] = MappingProxyType(
+    {"exact": exact, "depth-first": depth_first}
+)
 
 
 def search(problem: ShardingProblem, algorithm: str = "exact", **options: Any) -> ShardingResult:
@@ -23,7 +25,8 @@ def search(problem: ShardingProblem, algorithm: str = "exact", **options: Any) -
     Args:
         problem: Operators, devices and cost.
         algorithm: ``exact`` (proven, milliseconds), or ``depth-first`` (the paper's; small models).
-        **options: Of that algorithm: see the function of its file. Unknown ones raise ``TypeError``.
+        **options: Of that algorithm: see the function of its file. Unknown ones raise
+            ``TypeError``.
 
     Raises:
         PlanError: ``search-algorithm`` for an unknown name.
@@ -39,7 +42,10 @@ def search(problem: ShardingProblem, algorithm: str = "exact", **options: Any) -
         (True, True)
     """
     if algorithm not in ALGORITHMS:
-        raise PlanError.of(f"algorithm={algorithm!r} is unknown; choose one of {', '.join(ALGORITHMS)}.", "search-algorithm")
+        raise PlanError.of(
+            f"algorithm={algorithm!r} is unknown; choose one of {', '.join(ALGORITHMS)}.",
+            "search-algorithm",
+        )
     start = time.perf_counter()
     result = ALGORITHMS[algorithm](problem, **options)
     return replace(result, seconds=time.perf_counter() - start)

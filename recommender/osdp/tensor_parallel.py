@@ -1,4 +1,5 @@
-"""Costs of data parallelism, sharded or not, over replicas that each split their operators over several devices."""
+"""Costs of data parallelism, sharded or not, over replicas that each split their operators over
+several devices."""
 
 from __future__ import annotations
 
@@ -15,12 +16,14 @@ from capture.step.operator_cost import BatchSize, Cost, PaperCost, StepCost
 class TensorParallelCost:
     """Costs of one replica's devices, ``degree`` of which hold a part of every operator each.
 
-    A part has a share of the parameters, the FLOPs and the activations inside the operator; its input is whole on each device. The
-    stream between operators is all-reduced after every operator, once forwards and once backwards, and once more where the forward
-    pass is repeated; nothing overlaps with that. Examples of a batch are those of a replica.
+    A part has a share of the parameters, the FLOPs and the activations inside the operator; its
+    input is whole on each device. The stream between operators is all-reduced after every operator,
+    once forwards and once backwards, and once more where the forward pass is repeated; nothing
+    overlaps with that. Examples of a batch are those of a replica.
 
     Attributes:
-        whole: Costs of the same model without tensor parallelism, on all devices of a pipeline stage.
+        whole: Costs of the same model without tensor parallelism, on all devices of a pipeline
+            stage.
         degree: Devices per replica, neighbours in device order; divides their number.
 
     Source: Shoeybi et al. 2020, Megatron-LM, section 3.
@@ -50,10 +53,19 @@ class TensorParallelCost:
         part = self._replicas.cost(self._part(operator), mode, batch_size)
         if self.degree == 1:
             return part
-        # A table's result is reduced; of products, what comes in or goes out: the other is split (a head's logits).
-        stream = operator.output_bytes if operator.kind == "embedding" else min(operator.input_bytes, operator.output_bytes)
+        # A table's result is reduced; of products, what comes in or goes out: the other is split (a
+        # head's logits).
+        stream = (
+            operator.output_bytes
+            if operator.kind == "embedding"
+            else min(operator.input_bytes, operator.output_bytes)
+        )
         times = 3 if self.whole.remat else 2
-        return replace(part, seconds=part.seconds + times * self.whole.devices.reduce_seconds(batch_size * stream, self.degree))
+        return replace(
+            part,
+            seconds=part.seconds
+            + times * self.whole.devices.reduce_seconds(batch_size * stream, self.degree),
+        )
 
     def _part(self, operator: Operator) -> Operator:
         inside = max(0, operator.activation_bytes - operator.input_bytes)
@@ -65,5 +77,7 @@ class TensorParallelCost:
             flops=-(-operator.flops // self.degree),
             replicated_bytes=-(-operator.replicated_bytes // self.degree),
             tail_bytes=-(-operator.tail_bytes // self.degree),
-            gamma_seconds=None if operator.gamma_seconds is None else operator.gamma_seconds / self.degree,
+            gamma_seconds=None
+            if operator.gamma_seconds is None
+            else operator.gamma_seconds / self.degree,
         )

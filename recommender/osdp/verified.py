@@ -1,13 +1,15 @@
-"""The fastest plan whose compiled step stays within the limit: what the compiler says counts, not the estimate.
+"""The fastest plan whose compiled step stays within the limit: what the compiler says counts, not
+the estimate.
 
-An estimate follows operators and knows little of what a compiler fuses, keeps and schedules, so it may be too low by a third. But plans of
-one model that are close to one another are off alike: by as many bytes where only modes differ, by as large a part where the batch does.
-Every round compiles the step of the best plan for a budget, and asks again with
+An estimate follows operators and knows little of what a compiler fuses, keeps and schedules, so it
+may be too low by a third. But plans of one model that are close to one another are off alike: by as
+many bytes where only modes differ, by as large a part where the batch does. Every round compiles
+the step of the best plan for a budget, and asks again with
 
     budget = the lesser of  limit - (compiled - estimated),  limit x estimated / compiled
 
-until a plan fits, then once more where that leaves memory unused. If no estimate fits the budget any more, the plan that needs least by
-estimate has the last word.
+until a plan fits, then once more where that leaves memory unused. If no estimate fits the budget
+any more, the plan that needs least by estimate has the last word.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ from recommender.osdp.result import ShardingResult
 
 #: Plans that are compiled, at most, before the one that needs least.
 _MOST_ROUNDS = 4
-#: Of the limit, what may be left unused before a larger budget is tried, and how far a budget stays below what was scaled.
+#: Of the limit, what may be left unused before a larger budget is tried, and how far a budget stays
+#: below what was scaled.
 _CLOSE = 1 / 50
-#: An estimate so much above the limit is not compiled: none that was looked at was so much too high.
+#: An estimate so much above the limit is not compiled: none that was looked at was so much too
+#: high.
 _HOPELESS = 1.5
 
 
@@ -34,7 +38,8 @@ def fastest_compiled(
     limit: float,
     watch: Callable[[str], None],
 ) -> ShardingResult:
-    """The fastest plan that is found among those that compile within the limit; ``plan.compiled_peak_bytes`` says with how many bytes.
+    """The fastest plan that is found among those that compile within the limit;
+    ``plan.compiled_peak_bytes`` says with how many bytes.
 
     Args:
         question: The fastest plan whose estimate is within so many bytes.
@@ -51,10 +56,16 @@ def fastest_compiled(
     def ask(plan: ShardingPlan) -> int:
         if plan not in compiled:
             examples = f"{plan.batch_size} example{'s' if plan.batch_size > 1 else ''} per device"
-            watch(f"compiling the train step of a plan for {examples}, estimated at {format_bytes(plan.peak_bytes)} per device ...")
+            watch(
+                f"compiling the train step of a plan for {examples}, estimated at "
+                f"{format_bytes(plan.peak_bytes)} per device ..."
+            )
             compiled[plan] = measure(plan)
             verdict = "within" if compiled[plan] <= limit else "above"
-            watch(f"compiled: {format_bytes(compiled[plan])} per device, {verdict} the limit of {format_bytes(int(limit))}")
+            watch(
+                f"compiled: {format_bytes(compiled[plan])} per device, {verdict} the limit of "
+                f"{format_bytes(int(limit))}"
+            )
         return compiled[plan]
 
     first = found = question(limit * (1 - _CLOSE / 2))
@@ -67,14 +78,23 @@ def fastest_compiled(
         if plan.peak_bytes > _HOPELESS * limit:
             return first
         if ask(plan) > limit:
-            return replace(first, status="infeasible", plan=None, why=_why(plan, compiled[plan], limit))
+            return replace(
+                first, status="infeasible", plan=None, why=_why(plan, compiled[plan], limit)
+            )
         found = replace(first, status="ok", plan=plan, why=None)
     best = found.plan
     assert best is not None, "a plan fits"
     if compiled[best] < (1 - _CLOSE) * limit:
-        beyond = min((plan.peak_bytes for plan, nbytes in compiled.items() if nbytes > limit), default=float("inf"))
+        beyond = min(
+            (plan.peak_bytes for plan, nbytes in compiled.items() if nbytes > limit),
+            default=float("inf"),
+        )
         larger = question(min(_scaled(limit, best, compiled[best]), beyond) * (1 - _CLOSE / 2)).plan
-        if larger is not None and larger.seconds_per_example < best.seconds_per_example and ask(larger) <= limit:
+        if (
+            larger is not None
+            and larger.seconds_per_example < best.seconds_per_example
+            and ask(larger) <= limit
+        ):
             best = larger
     return replace(found, plan=replace(best, compiled_peak_bytes=compiled[best]))
 
@@ -87,6 +107,7 @@ def _why(plan: ShardingPlan, nbytes: int, limit: float) -> str:
     examples = f"{plan.batch_size} example{'s' if plan.batch_size > 1 else ''} per device"
     return (
         f"{examples}: the train step of the plan that needs least compiles to "
-        f"{nbytes:,} bytes (estimated {plan.peak_bytes:,}), {int(nbytes - limit):,} above the limit of {int(limit):,}. Raise it, use more "
+        f"{nbytes:,} bytes (estimated {plan.peak_bytes:,}), {int(nbytes - limit):,} above the "
+        f"limit of {int(limit):,}. Raise it, use more "
         "devices, more slices per operator, or rematerialisation. [memory-limit]"
     )

@@ -1,4 +1,5 @@
-"""Runs in Alpa's own environment (``make alpa``): the library is imported from this repository, with nothing of its own installed."""
+"""Runs in Alpa's own environment (``make alpa``): the library is imported from this repository,
+with nothing of its own installed."""
 
 import sys
 from pathlib import Path
@@ -18,7 +19,10 @@ assert shims
 @pytest.fixture
 def as_worker(monkeypatch):
     """What the worker changes in JAX and Alpa before it loads a workload; undone after the test."""
-    for module, name in ((jax.ad_checkpoint, "checkpoint_name"), (layer_construction, "add_pipeline_marks_for_sliced_eqns")):
+    for module, name in (
+        (jax.ad_checkpoint, "checkpoint_name"),
+        (layer_construction, "add_pipeline_marks_for_sliced_eqns"),
+    ):
         monkeypatch.setattr(module, name, getattr(module, name))
     worker.mark_layers()
     worker.let_scalars_cross()

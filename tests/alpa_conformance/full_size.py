@@ -1,7 +1,9 @@
-"""Live bytes of every stage of a plan: by Alpa's own instruction lists, and by the library's replay of the same stages.
+"""Live bytes of every stage of a plan: by Alpa's own instruction lists, and by the library's replay
+of the same stages.
 
-A script for Alpa's environment: reads a plan with a workload on standard input and writes the comparison to standard output, both as JSON.
-``benchmarks/alpa_replay.py`` runs it for plans of the paper's sizes, each in a process of its own, with the repository on ``PYTHONPATH``.
+A script for Alpa's environment: reads a plan with a workload on standard input and writes the
+comparison to standard output, both as JSON. ``benchmarks/alpa_replay.py`` runs it for plans of the
+paper's sizes, each in a process of its own, with the repository on ``PYTHONPATH``.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ from capture.predictor.formula import kept_of
 def compare(plan: Plan) -> dict[str, Any]:
     """Peaks per stage, and what they consist of; the worker's changes to Alpa are made."""
     start = time.perf_counter()
-    compiled = compile_method(*of_workload(plan), to_alpa(plan).build(mesh(len(plan.cluster.nodes), plan.cluster.nodes[0])))
+    compiled = compile_method(
+        *of_workload(plan),
+        to_alpa(plan).build(mesh(len(plan.cluster.nodes), plan.cluster.nodes[0])),
+    )
     peaks = [max(nbytes for _, nbytes in timeline) for timeline in replay(compiled)]
     replayed_at = time.perf_counter()
     stages = interfaces(compiled)

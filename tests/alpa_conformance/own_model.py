@@ -18,10 +18,16 @@ class Workload:
         return jnp.mean((x - batch["y"]) ** 2)
 
     def init(self, key):
-        return [0.1 * jax.random.normal(k, (self.width, self.width)) for k in jax.random.split(key, self.num_layers)]
+        return [
+            0.1 * jax.random.normal(k, (self.width, self.width))
+            for k in jax.random.split(key, self.num_layers)
+        ]
 
     def batch(self, key, batch_size):
-        return {"x": jax.random.normal(key, (batch_size, self.width)), "y": jnp.zeros((batch_size, self.width))}
+        return {
+            "x": jax.random.normal(key, (batch_size, self.width)),
+            "y": jnp.zeros((batch_size, self.width)),
+        }
 
 
 def model(num_layers=4, width=16):

@@ -1,7 +1,9 @@
-"""Let alpa 0.2.3 run on a machine without GPUs: jax 0.3.22 on a jaxlib from the package index, and no Ray.
+"""Let alpa 0.2.3 run on a machine without GPUs: jax 0.3.22 on a jaxlib from the package index, and
+no Ray.
 
-Importing this module before jax puts back what jaxlib lost between 0.3.22 and 0.4.13, and what only Alpa's own jaxlib has. All of Alpa's
-Python then runs as published, but for two passes of its compiler (auto-sharding, SPMD partitioning), for which ``harness`` has a rule.
+Importing this module before jax puts back what jaxlib lost between 0.3.22 and 0.4.13, and what only
+Alpa's own jaxlib has. All of Alpa's Python then runs as published, but for two passes of its
+compiler (auto-sharding, SPMD partitioning), for which ``harness`` has a rule.
 """
 
 from __future__ import annotations
@@ -75,7 +77,9 @@ def _jit_state() -> None:
 
     module.JitState, module.CompiledFunctionCache = _JitState, _NoCache
     module.global_state, module.thread_local_state = lambda: everywhere, of_thread
-    module.set_thread_local_state_initialization_callback = lambda callback: callbacks.__setitem__(slice(None), [callback])
+    module.set_thread_local_state_initialization_callback = lambda callback: callbacks.__setitem__(
+        slice(None), [callback]
+    )
     _EXTENSION.jax_jit = module
 
 
@@ -91,7 +95,9 @@ class _Slotless:
     __slots__ = ()
 
 
-class _ShardedArrayBase(_Slotless):  # a class that stands directly below object can be given no other bases
+class _ShardedArrayBase(
+    _Slotless
+):  # a class that stands directly below object can be given no other bases
     __slots__ = ()
 
 
@@ -100,7 +106,8 @@ class _ShardedArray(_ShardedArrayBase):
 
 
 def _arrays() -> None:
-    """Classes that jax registers and nothing here is an instance of; and the old methods of the class that arrays have now."""
+    """Classes that jax registers and nothing here is an instance of; and the old methods of the
+    class that arrays have now."""
     for module in (_EXTENSION, xla_client):
         module.Buffer = module.DeviceArray = _Buffer
         module.DeviceArrayBase = _DeviceArrayBase
@@ -118,7 +125,10 @@ def _arrays() -> None:
     array.device = lambda self: self._sharding._device
     array.copy_to_host_async = lambda self: self._copy_single_device_array_to_host_async()
     array.block_host_until_ready = lambda self: self.block_until_ready()
-    array.shape, array.dtype = property(lambda self: self.aval.shape), property(lambda self: self.aval.dtype)
+    array.shape, array.dtype = (
+        property(lambda self: self.aval.shape),
+        property(lambda self: self.aval.dtype),
+    )
 
 
 def _lowering() -> None:
@@ -129,7 +139,9 @@ def _lowering() -> None:
         module.__getattr__ = _absent_from(module)
     # jaxlib hands out StableHLO; jax 0.3.22 speaks MHLO.
     convert = _EXTENSION.mlir.xla_computation_to_mlir_module
-    _EXTENSION.mlir.xla_computation_to_mlir_module = lambda computation: convert(computation, emit_stable_hlo=False)
+    _EXTENSION.mlir.xla_computation_to_mlir_module = lambda computation: convert(
+        computation, emit_stable_hlo=False
+    )
     _EXTENSION.hlo_module_count_flop_dot_conv_only = _count_flops
 
 
@@ -147,10 +159,13 @@ def _absent_from(module: Any) -> Any:
 
 
 def _count_flops(module: Any) -> float:
-    """By XLA's own cost analysis, which counts a little more than the products that Alpa's jaxlib counts."""
+    """By XLA's own cost analysis, which counts a little more than the products that Alpa's jaxlib
+    counts."""
     from jax.lib import xla_bridge
 
-    return _EXTENSION.hlo_module_cost_analysis(xla_bridge.get_backend("cpu"), module).get("flops", 0.0)
+    return _EXTENSION.hlo_module_cost_analysis(xla_bridge.get_backend("cpu"), module).get(
+        "flops", 0.0
+    )
 
 
 class _Inert:
@@ -180,14 +195,24 @@ def _ray() -> None:
     class RayError(Exception):
         pass
 
-    errors = module("ray.exceptions", RayError=RayError, RayActorError=type("RayActorError", (RayError,), {}))
+    errors = module(
+        "ray.exceptions", RayError=RayError, RayActorError=type("RayActorError", (RayError,), {})
+    )
     group, queue = module("ray.util.placement_group"), module("ray.util.queue")
     util = module("ray.util", placement_group=group, queue=queue, ActorPool=_Inert)
 
     def remote(*args: Any, **options: Any) -> Any:
         return args[0] if args else lambda function: function
 
-    module("ray", __version__="2.1.0", exceptions=errors, util=util, remote=remote, get=lambda x, *args, **options: x, is_initialized=bool)
+    module(
+        "ray",
+        __version__="2.1.0",
+        exceptions=errors,
+        util=util,
+        remote=remote,
+        get=lambda x, *args, **options: x,
+        is_initialized=bool,
+    )
 
 
 _identity()

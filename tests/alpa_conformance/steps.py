@@ -26,10 +26,12 @@ def chain(
     dtype: Any = jnp.float32,
     master_copy: bool = False,
 ) -> Step:
-    """Layers of one product and one activation each; momentum for an optimizer, so that the update has state of its own.
+    """Layers of one product and one activation each; momentum for an optimizer, so that the update
+    has state of its own.
 
-    Layers of ``skip_to`` also read what the first one made. Parameters are of float32 and computed with in ``dtype``; with a master copy
-    they are of ``dtype`` themselves, and the copy is part of the state, as in the models of Alpa's suites.
+    Layers of ``skip_to`` also read what the first one made. Parameters are of float32 and computed
+    with in ``dtype``; with a master copy they are of ``dtype`` themselves, and the copy is part of
+    the state, as in the models of Alpa's suites.
     """
 
     def loss(params, x, y):
@@ -51,12 +53,20 @@ def chain(
         if not copy:
             return updated, momentum
         # Alpa's own trick to have old parameters donated to new ones.
-        return [new.astype(dtype) + 0 * old for new, old in zip(updated, params, strict=True)], momentum, updated
+        return (
+            [new.astype(dtype) + 0 * old for new, old in zip(updated, params, strict=True)],
+            momentum,
+            updated,
+        )
 
     def structs(dtype: Any) -> list[jax.ShapeDtypeStruct]:
         return [jax.ShapeDtypeStruct((width, width), dtype)] * num_layers
 
-    state = (structs(dtype), structs(jnp.float32), structs(jnp.float32)) if master_copy else (structs(jnp.float32), structs(jnp.float32))
+    state = (
+        (structs(dtype), structs(jnp.float32), structs(jnp.float32))
+        if master_copy
+        else (structs(jnp.float32), structs(jnp.float32))
+    )
     example = jax.ShapeDtypeStruct((batch_size, width), dtype)
     return step, (state, {"x": example, "y": example})
 
@@ -67,4 +77,7 @@ def of_workload(plan: Plan) -> Step:
     key = jax.random.PRNGKey(0)
     params = jax.eval_shape(workload.init, key)
     batch = jax.eval_shape(lambda key: workload.batch(key, plan.global_batch_size), key)
-    return worker.train_step(workload), ((params, jax.eval_shape(workload.optimizer.init, params)), batch)
+    return worker.train_step(workload), (
+        (params, jax.eval_shape(workload.optimizer.init, params)),
+        batch,
+    )

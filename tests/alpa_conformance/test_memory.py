@@ -1,4 +1,5 @@
-"""The library's replay of a step in Alpa's runtime, against the instruction lists that real Alpa makes: byte for byte, per mesh."""
+"""The library's replay of a step in Alpa's runtime, against the instruction lists that real Alpa
+makes: byte for byte, per mesh."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ ACCUMULATING = [plan for plan in GOOD if plan.num_microbatches > 1]
 
 def check(plan, **options):
     step, args = chain(NUM_LAYERS, BATCH_SIZE, **options)
-    compiled = compile_method(step, args, to_alpa(plan).build(mesh(len(plan.cluster.nodes), plan.cluster.nodes[0])))
+    compiled = compile_method(
+        step, args, to_alpa(plan).build(mesh(len(plan.cluster.nodes), plan.cluster.nodes[0]))
+    )
     expected = [max(nbytes for _, nbytes in timeline) for timeline in replay(compiled)]
     assert [peak.peak_bytes for peak in alpa_replay(plan, interfaces(compiled)).stages] == expected
 
@@ -40,17 +43,28 @@ def test_live_bytes_are_those_of_alpas_instructions(plan):
 SPLITTING = [
     plan
     for plan in ACCUMULATING
-    if plan.stages[0].remat == "full" and any(stage.shard_optimizer and stage.data_parallel > 1 for stage in plan.stages)
+    if plan.stages[0].remat == "full"
+    and any(stage.shard_optimizer and stage.data_parallel > 1 for stage in plan.stages)
 ]
 
 
 @pytest.mark.parametrize("plan", SPLITTING[:: max(1, len(SPLITTING) // 12)], ids=name)
 def test_a_master_copy_changes_live_bytes_as_it_does_in_alpas_instructions(plan):
-    """Alpa compiles both: the model in float32, and the one with 16-bit parameters and a float32 copy of them in the state."""
+    """Alpa compiles both: the model in float32, and the one with 16-bit parameters and a float32
+    copy of them in the state."""
     method = to_alpa(plan).build(mesh(len(plan.cluster.nodes), plan.cluster.nodes[0]))
-    model = {"width": 48, "dtype": jnp.float16}  # every degree divides it: the harness splits no state that it cannot split evenly
-    whole, narrow = (compile_method(*chain(NUM_LAYERS, BATCH_SIZE, **model, master_copy=on), method) for on in (False, True))
-    before, after = ([max(nbytes for _, nbytes in timeline) for timeline in replay(compiled)] for compiled in (whole, narrow))
+    model = {
+        "width": 48,
+        "dtype": jnp.float16,
+    }  # every degree divides it: the harness splits no state that it cannot split evenly
+    whole, narrow = (
+        compile_method(*chain(NUM_LAYERS, BATCH_SIZE, **model, master_copy=on), method)
+        for on in (False, True)
+    )
+    before, after = (
+        [max(nbytes for _, nbytes in timeline) for timeline in replay(compiled)]
+        for compiled in (whole, narrow)
+    )
     found = [alpa_replay(plan, interfaces(whole), master_copy=on).stages for on in (False, True)]
     assert [new - old for old, new in zip(before, after, strict=True)] == [
         new.peak_bytes - old.peak_bytes for old, new in zip(*found, strict=True)
@@ -68,7 +82,9 @@ def test_tensors_go_past_the_stages_that_do_not_read_them(skip_to, schedule):
         StagePlan((2, 4), [3], 1, 1),
         StagePlan((5, 5), range(4, 8), 2, 2),
     ]
-    check(Plan(Cluster((4, 4)), NUM_LAYERS, tuple(stages), BATCH_SIZE, 8, schedule), skip_to=skip_to)
+    check(
+        Plan(Cluster((4, 4)), NUM_LAYERS, tuple(stages), BATCH_SIZE, 8, schedule), skip_to=skip_to
+    )
 
 
 def zoo(family: str, **arguments) -> WorkloadSpec:
@@ -79,26 +95,60 @@ def paper_plan(workload, stops, degrees, num_microbatches, global_batch, schedul
     """Of four nodes with four devices each."""
     first, device, stages = 0, 0, []
     for stop, (dp, tp) in zip(stops, degrees, strict=True):
-        stages.append(StagePlan((first, stop - 1), range(device, device + dp * tp), dp, tp, remat, dp > 1))
+        stages.append(
+            StagePlan((first, stop - 1), range(device, device + dp * tp), dp, tp, remat, dp > 1)
+        )
         first, device = stop, device + dp * tp
-    return Plan(Cluster((4,) * 4), first, tuple(stages), global_batch, num_microbatches, schedule, workload=workload)
+    return Plan(
+        Cluster((4,) * 4),
+        first,
+        tuple(stages),
+        global_batch,
+        num_microbatches,
+        schedule,
+        workload=workload,
+    )
 
 
 @pytest.mark.parametrize(("remat", "schedule"), [("full", "1f1b"), ("none", "gpipe")])
 def test_a_scalar_goes_past_the_stages_that_do_not_read_it(remat, schedule, as_worker):
-    """The load-balancing loss is made by every second block; its gradient is sent back before the next one arrives."""
+    """The load-balancing loss is made by every second block; its gradient is sent back before the
+    next one arrives."""
     plan = paper_plan(zoo("moe", size="tiny"), range(1, 5), [(4, 1)] * 4, 4, 32, schedule, remat)
     stages = compare(plan)["stages"]
     assert [stage["replay_bytes"] for stage in stages] == [stage["peak_bytes"] for stage in stages]
 
 
-#: The paper's batch and micro-batches; the transformers have 8 of their blocks. Whole models: benchmarks/alpa_replay.py.
+#: The paper's batch and micro-batches; the transformers have 8 of their blocks. Whole models:
+#: benchmarks/alpa_replay.py.
 FULL_SIZE = [
     paper_plan(
-        zoo("gpt", size="2.6B", dtype="float16", num_layers=8), (3, 5, 6, 8), [(2, 4), (2, 2), (1, 2), (2, 1)], 64, 1024, "1f1b", "full"
+        zoo("gpt", size="2.6B", dtype="float16", num_layers=8),
+        (3, 5, 6, 8),
+        [(2, 4), (2, 2), (1, 2), (2, 1)],
+        64,
+        1024,
+        "1f1b",
+        "full",
     ),
-    paper_plan(zoo("moe", size="2.4B", dtype="float16", num_layers=8), range(1, 9), [(2, 1)] * 8, 32, 1024, "1f1b", "none"),
-    paper_plan(zoo("wide_resnet", size="1B"), (7, 12, 16), [(4, 1), (2, 2), (8, 1)], 24, 768, "gpipe", "none"),
+    paper_plan(
+        zoo("moe", size="2.4B", dtype="float16", num_layers=8),
+        range(1, 9),
+        [(2, 1)] * 8,
+        32,
+        1024,
+        "1f1b",
+        "none",
+    ),
+    paper_plan(
+        zoo("wide_resnet", size="1B"),
+        (7, 12, 16),
+        [(4, 1), (2, 2), (8, 1)],
+        24,
+        768,
+        "gpipe",
+        "none",
+    ),
 ]
 
 

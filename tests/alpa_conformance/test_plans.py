@@ -1,4 +1,5 @@
-"""Exported plans in real Alpa: accepted or refused alike, resolved to what the plan says, and read back as the same plan."""
+"""Exported plans in real Alpa: accepted or refused alike, resolved to what the plan says, and read
+back as the same plan."""
 
 from __future__ import annotations
 
@@ -38,10 +39,26 @@ def random_plan(seed: int) -> Plan | None:
     for size, stop in zip(sizes, [*cuts, NUM_LAYERS], strict=True):
         dp = draw.choice([d for d in range(1, size + 1) if size % d == 0])
         own = split if draw.random() < 0.8 else not split
-        stages.append(StagePlan((first, stop - 1), range(device, device + size), dp, size // dp, remat, own and dp > 1))
+        stages.append(
+            StagePlan(
+                (first, stop - 1),
+                range(device, device + size),
+                dp,
+                size // dp,
+                remat,
+                own and dp > 1,
+            )
+        )
         first, device = stop, device + size
     try:
-        return Plan(cluster, NUM_LAYERS, tuple(stages), BATCH_SIZE, draw.choice([1, 2, 4, 8]), draw.choice(["1f1b", "gpipe"]))
+        return Plan(
+            cluster,
+            NUM_LAYERS,
+            tuple(stages),
+            BATCH_SIZE,
+            draw.choice([1, 2, 4, 8]),
+            draw.choice(["1f1b", "gpipe"]),
+        )
     except PlanError:
         return None
 
@@ -81,14 +98,23 @@ def test_an_exported_plan_is_what_alpa_resolves_it_to(plan):
     found, options = compiled(plan), to_alpa(plan)
     stage_option = found.stage_option
     assert stage_option.forward_stage_layer_ids == options.forward_stage_layer_ids
-    assert [tuple(s) for s in stage_option.submesh_physical_shapes] == options.submesh_physical_shapes
+    assert [
+        tuple(s) for s in stage_option.submesh_physical_shapes
+    ] == options.submesh_physical_shapes
     assert [tuple(s) for s in stage_option.submesh_logical_shapes] == options.submesh_logical_shapes
-    assert stage_option.submesh_autosharding_option_dicts == options.submesh_autosharding_option_dicts
+    assert (
+        stage_option.submesh_autosharding_option_dicts == options.submesh_autosharding_option_dicts
+    )
     assert len(found.config.xla_stages) == 3 * plan.num_stages
     per_host = plan.cluster.nodes[0]
-    where = [[host * per_host + device for host, device in found.devices_of_mesh(m)] for m in range(plan.num_stages)]
+    where = [
+        [host * per_host + device for host, device in found.devices_of_mesh(m)]
+        for m in range(plan.num_stages)
+    ]
     assert where == [list(devices) for devices in options.placement]
-    assert sorted(device for devices in where for device in devices) == list(range(plan.cluster.num_devices))
+    assert sorted(device for devices in where for device in devices) == list(
+        range(plan.cluster.num_devices)
+    )
 
 
 @pytest.mark.parametrize("plan", SAMPLE, ids=name)
@@ -122,9 +148,17 @@ def test_alpas_own_plan_file_is_read_back_as_the_plan(plan):
     again = plan_from_alpa(written, global_batch_size=BATCH_SIZE)
     assert [stage.devices for stage in again.stages] == placed
     for one, other in zip(again.stages, plan.stages, strict=True):
-        assert (one.layers, one.data_parallel, one.tensor_parallel) == (other.layers, other.data_parallel, other.tensor_parallel)
+        assert (one.layers, one.data_parallel, one.tensor_parallel) == (
+            other.layers,
+            other.data_parallel,
+            other.tensor_parallel,
+        )
         assert (one.remat, one.shard_optimizer) == (other.remat, other.shard_optimizer)
-    assert (again.schedule, again.num_microbatches, again.cluster) == (plan.schedule, plan.num_microbatches, plan.cluster)
+    assert (again.schedule, again.num_microbatches, again.cluster) == (
+        plan.schedule,
+        plan.num_microbatches,
+        plan.cluster,
+    )
     assert to_alpa(again) == to_alpa(plan)
     method = alpa.plan_to_method(pickle.loads(written))
     method.devices = mesh(len(plan.cluster.nodes), plan.cluster.nodes[0])
@@ -137,7 +171,13 @@ def test_the_file_returns_the_same_method(plan, tmp_path):
     namespace: dict = {}
     exec(compile((tmp_path / "method.py").read_text(), "method.py", "exec"), namespace)
     method, expected = namespace["method"](), to_alpa(plan).build()
-    for attribute in ("num_micro_batches", "pipeline_schedule", "stage_option", "layer_option", "as_option"):
+    for attribute in (
+        "num_micro_batches",
+        "pipeline_schedule",
+        "stage_option",
+        "layer_option",
+        "as_option",
+    ):
         one, other = getattr(method, attribute), getattr(expected, attribute)
         assert getattr(one, "__dict__", one) == getattr(other, "__dict__", other)
 
@@ -176,24 +216,41 @@ def test_what_alpa_does_not_notice_is_refused_here():
     with pytest.raises(PlanError, match=r"\[plan-layers\]"):
         Plan(Cluster((2,)), NUM_LAYERS, (StagePlan((0, 5), [0]), StagePlan((6, 5), [1])), 8, 4)
     options = to_alpa(Plan(Cluster((4,)), NUM_LAYERS, (StagePlan((0, 5), range(4), 4),), 16, 4))
-    assert compile_method(*chain(NUM_LAYERS, 8), options.build(mesh(1, 4))).stage_option.submesh_logical_shapes == [(4, 1)]
+    assert compile_method(
+        *chain(NUM_LAYERS, 8), options.build(mesh(1, 4))
+    ).stage_option.submesh_logical_shapes == [(4, 1)]
 
 
 def test_layers_cut_automatically():
-    plan = Plan(Cluster((2,)), 4, (StagePlan((0, 1), [0]), StagePlan((2, 3), [1])), BATCH_SIZE, 4, auto_layers=True)
+    plan = Plan(
+        Cluster((2,)),
+        4,
+        (StagePlan((0, 1), [0]), StagePlan((2, 3), [1])),
+        BATCH_SIZE,
+        4,
+        auto_layers=True,
+    )
     found = compile_method(*chain(12, BATCH_SIZE, marked=False), to_alpa(plan).build(mesh(1, 2)))
     assert found.stage_option.forward_stage_layer_ids == [[0, 1], [2, 3]]
-    assert plan_from_alpa(pickle.dumps(found.executable.get_parallel_plan()), global_batch_size=BATCH_SIZE).auto_layers
+    assert plan_from_alpa(
+        pickle.dumps(found.executable.get_parallel_plan()), global_batch_size=BATCH_SIZE
+    ).auto_layers
 
 
 def test_nothing_of_alpa_or_jax_is_imported_to_export():
     code = (
-        "import sys; from capture.plan.stages import Plan, StagePlan; from capture.machine.cluster import Cluster; from capture.alpa import to_alpa\n"
+        "import sys; from capture.plan.stages import Plan, StagePlan; from "
+        "capture.machine.cluster import Cluster; from capture.alpa import to_alpa\n"
         "to_alpa(Plan(Cluster((1,)), 1, (StagePlan((0, 0), [0]),), 1, 1)).source()\n"
-        "sys.exit(any(name.split('.')[0] in ('jax', 'jaxlib', 'alpa', 'ray') for name in sys.modules))"
+        "sys.exit(any(name.split('.')[0] in ('jax', 'jaxlib', 'alpa', 'ray') for name in "
+        "sys.modules))"
     )
     assert (
-        subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(Path(__file__).resolve().parents[2])}, check=False).returncode
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+            check=False,
+        ).returncode
         == 0
     )
 

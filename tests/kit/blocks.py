@@ -1,6 +1,8 @@
-"""What the models of the kit are built from: parameters from shapes, data, losses, optimizers and a few blocks of operations.
+"""What the models of the kit are built from: parameters from shapes, data, losses, optimizers and a
+few blocks of operations.
 
-A tree of shapes (tuples of integers) says what the parameters are. Losses are means over the examples of a batch.
+A tree of shapes (tuples of integers) says what the parameters are. Losses are means over the
+examples of a batch.
 """
 
 from __future__ import annotations
@@ -49,12 +51,15 @@ def workload(loss, shapes, batch, optimizer: str) -> Workload:
     def init(key):
         keys = jax.random.split(key, len(leaves))
         values = [jax.random.normal(k, shape) for k, shape in zip(keys, leaves, strict=True)]
-        return tree.unflatten([1 + 0.1 * v if v.ndim < 2 else v * math.prod(v.shape[:-1]) ** -0.5 for v in values])
+        return tree.unflatten(
+            [1 + 0.1 * v if v.ndim < 2 else v * math.prod(v.shape[:-1]) ** -0.5 for v in values]
+        )
 
     return Workload(loss, init, batch, OPTIMIZERS[optimizer]())
 
 
-# ---- data ----------------------------------------------------------------------------------------------------------
+# ---- data
+# --------------------------------------------------------------------------------------------------
 
 
 def vectors(width: int, num_classes: int | None = None):
@@ -62,7 +67,11 @@ def vectors(width: int, num_classes: int | None = None):
 
     def batch(key, n):
         x = jax.random.normal(key, (n, width))
-        return x if num_classes is None else {"x": x, "labels": jax.random.randint(key, (n,), 0, num_classes)}
+        return (
+            x
+            if num_classes is None
+            else {"x": x, "labels": jax.random.randint(key, (n,), 0, num_classes)}
+        )
 
     return batch
 
@@ -81,16 +90,22 @@ def images(size: int, channels: int, num_classes: int):
     """Batches of images and labels."""
 
     def batch(key, n):
-        return {"x": jax.random.normal(key, (n, size, size, channels)), "labels": jax.random.randint(key, (n,), 0, num_classes)}
+        return {
+            "x": jax.random.normal(key, (n, size, size, channels)),
+            "labels": jax.random.randint(key, (n,), 0, num_classes),
+        }
 
     return batch
 
 
-# ---- losses --------------------------------------------------------------------------------------------------------
+# ---- losses
+# --------------------------------------------------------------------------------------------------
 
 
 def cross_entropy(logits, labels):
-    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits.astype(jnp.float32)), labels[..., None], -1))
+    return -jnp.mean(
+        jnp.take_along_axis(jax.nn.log_softmax(logits.astype(jnp.float32)), labels[..., None], -1)
+    )
 
 
 def mse(x, y):
@@ -103,7 +118,8 @@ def hinge(scores, labels):
     return jnp.mean(jnp.sum(jnp.maximum(0.0, 1.0 + scores - right), -1)) - 1.0
 
 
-# ---- blocks --------------------------------------------------------------------------------------------------------
+# ---- blocks
+# --------------------------------------------------------------------------------------------------
 
 
 def norm(x, gain=1.0):
@@ -134,7 +150,11 @@ def attention(p, x, memory=None, *, causal=False, mask=None, bias=0.0, heads=2):
     def split(a):
         return a.reshape(*a.shape[:-1], heads, a.shape[-1] // heads)
 
-    scores = jnp.einsum("bqhd,bkhd->bhqk", split(h @ p["q"]), split(keys)) * (h.shape[-1] // heads) ** -0.5 + bias
+    scores = (
+        jnp.einsum("bqhd,bkhd->bhqk", split(h @ p["q"]), split(keys))
+        * (h.shape[-1] // heads) ** -0.5
+        + bias
+    )
     if causal:
         scores = jnp.where(jnp.tri(scores.shape[-2], scores.shape[-1], dtype=bool), scores, -1e9)
     if mask is not None:
@@ -144,7 +164,10 @@ def attention(p, x, memory=None, *, causal=False, mask=None, bias=0.0, heads=2):
 
 
 def block_shapes(width: int, hidden: int | None = None):
-    return {"attention": attention_shapes(width), "ff": feed_forward_shapes(width, hidden or 4 * width)}
+    return {
+        "attention": attention_shapes(width),
+        "ff": feed_forward_shapes(width, hidden or 4 * width),
+    }
 
 
 def block(p, x, **options):

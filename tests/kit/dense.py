@@ -1,4 +1,5 @@
-"""Products of vectors: uneven, shared, gated, without parameters, with integers and booleans between layers, with several losses."""
+"""Products of vectors: uneven, shared, gated, without parameters, with integers and booleans
+between layers, with several losses."""
 
 from __future__ import annotations
 
@@ -8,7 +9,19 @@ from itertools import pairwise
 import jax
 import jax.numpy as jnp
 import numpy as np
-from blocks import chain, cross_entropy, dropout, feed_forward, feed_forward_shapes, hinge, mark, mse, norm, vectors, workload
+from blocks import (
+    chain,
+    cross_entropy,
+    dropout,
+    feed_forward,
+    feed_forward_shapes,
+    hinge,
+    mark,
+    mse,
+    norm,
+    vectors,
+    workload,
+)
 
 CLASSES = 10
 
@@ -47,7 +60,8 @@ def one_huge(position=3, width=24, huge=1024, depth=7, optimizer="adam"):
 
 
 def without_parameters(width=48, depth=4, optimizer="adam"):
-    """Layers that only normalise or activate between layers of products, and the loss alone at the end."""
+    """Layers that only normalise or activate between layers of products, and the loss alone at the
+    end."""
 
     def loss(params, batch):
         x = batch["x"]
@@ -96,11 +110,18 @@ def two_towers(left=64, right=32, depth=4, optimizer="adamw"):
                 x = mark(jax.nn.relu(x @ p))
             return x
 
-        a, b = tower(batch["x"][:, :left], params["left"]), tower(batch["x"][:, left:], params["right"])
+        a, b = (
+            tower(batch["x"][:, :left], params["left"]),
+            tower(batch["x"][:, left:], params["right"]),
+        )
         score = jnp.sum((a @ params["join"]) * b, -1)
         return jnp.mean(jnp.maximum(0.0, 1.0 - score * (2.0 * (batch["labels"] % 2) - 1.0)))
 
-    shapes = {"left": [(left, left)] * depth, "right": [(right, right)] * depth, "join": (left, right)}
+    shapes = {
+        "left": [(left, left)] * depth,
+        "right": [(right, right)] * depth,
+        "join": (left, right),
+    }
     return workload(loss, shapes, vectors(left + right, CLASSES), optimizer)
 
 
@@ -124,14 +145,28 @@ def gated(width=48, hidden=128, depth=7, optimizer="lion"):
             h = norm(x, p["gain"])
             return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
 
-        return cross_entropy(chain(batch["x"], [partial(step, p=p) for p in params["blocks"]]) @ params["head"], batch["labels"])
+        return cross_entropy(
+            chain(batch["x"], [partial(step, p=p) for p in params["blocks"]]) @ params["head"],
+            batch["labels"],
+        )
 
-    shape = {"gain": (width,), "gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
-    return workload(loss, {"blocks": [shape] * depth, "head": (width, CLASSES)}, vectors(width, CLASSES), optimizer)
+    shape = {
+        "gain": (width,),
+        "gate": (width, hidden),
+        "up": (width, hidden),
+        "down": (hidden, width),
+    }
+    return workload(
+        loss,
+        {"blocks": [shape] * depth, "head": (width, CLASSES)},
+        vectors(width, CLASSES),
+        optimizer,
+    )
 
 
 def tables(fields=6, rows=2000, width=16, depth=4, optimizer="adafactor"):
-    """Many large tables of categories, each in a layer of its own that adds to what was read, then a small network."""
+    """Many large tables of categories, each in a layer of its own that adds to what was read, then
+    a small network."""
 
     def loss(params, batch):
         x = 0.0
@@ -141,10 +176,17 @@ def tables(fields=6, rows=2000, width=16, depth=4, optimizer="adafactor"):
         return mse((x @ params["head"])[:, 0], batch["y"])
 
     def batch(key, n):
-        return {"ids": jax.random.randint(key, (n, fields), 0, rows), "y": jax.random.normal(key, (n,))}
+        return {
+            "ids": jax.random.randint(key, (n, fields), 0, rows),
+            "y": jax.random.normal(key, (n,)),
+        }
 
     blocks = [feed_forward_shapes(width, 4 * width)] * depth
-    shapes = {"tables": [(rows * (1 + i % 2), width) for i in range(fields)], "blocks": blocks, "head": (width, 1)}
+    shapes = {
+        "tables": [(rows * (1 + i % 2), width) for i in range(fields)],
+        "blocks": blocks,
+        "head": (width, 1),
+    }
     return workload(loss, shapes, batch, optimizer)
 
 
@@ -152,15 +194,24 @@ def low_rank(width=96, rank=4, depth=8, optimizer="adamw"):
     """Products that are not trained, and small ones beside them that are."""
 
     def loss(params, batch):
-        steps = [lambda x, p=p: x + jnp.tanh(x @ jax.lax.stop_gradient(p["w"]) + (x @ p["a"]) @ p["b"]) for p in params["blocks"]]
+        steps = [
+            lambda x, p=p: x + jnp.tanh(x @ jax.lax.stop_gradient(p["w"]) + (x @ p["a"]) @ p["b"])
+            for p in params["blocks"]
+        ]
         return cross_entropy(chain(batch["x"], steps) @ params["head"], batch["labels"])
 
     shape = {"w": (width, width), "a": (width, rank), "b": (rank, width)}
-    return workload(loss, {"blocks": [shape] * depth, "head": (width, CLASSES)}, vectors(width, CLASSES), optimizer)
+    return workload(
+        loss,
+        {"blocks": [shape] * depth, "head": (width, CLASSES)},
+        vectors(width, CLASSES),
+        optimizer,
+    )
 
 
 def routed(width=40, experts=4, depth=6, optimizer="adam"):
-    """The expert of every example, an integer, and whether it is used at all, a boolean, are chosen once and cross all layers."""
+    """The expert of every example, an integer, and whether it is used at all, a boolean, are chosen
+    once and cross all layers."""
 
     def loss(params, batch):
         x = batch["x"]
@@ -174,7 +225,11 @@ def routed(width=40, experts=4, depth=6, optimizer="adam"):
             x = mark(jnp.where(used[:, None], x + jnp.tanh(picked), x))
         return cross_entropy(x @ params["head"], batch["labels"]) + 0.01 * auxiliary
 
-    shapes = {"route": (width, experts), "experts": [(experts, width, width)] * depth, "head": (width, CLASSES)}
+    shapes = {
+        "route": (width, experts),
+        "experts": [(experts, width, width)] * depth,
+        "head": (width, CLASSES),
+    }
     return workload(loss, shapes, vectors(width, CLASSES), optimizer)
 
 
@@ -189,7 +244,12 @@ def masked(width=64, depth=7, optimizer="adam"):
             x, keep, dropped = mark((x, keep, dropped))
         return hinge(x @ params["head"] / (1 + dropped[:, None]), batch["labels"])
 
-    return workload(loss, {"blocks": [(width, width)] * depth, "head": (width, CLASSES)}, vectors(width, CLASSES), optimizer)
+    return workload(
+        loss,
+        {"blocks": [(width, width)] * depth, "head": (width, CLASSES)},
+        vectors(width, CLASSES),
+        optimizer,
+    )
 
 
 def deep_supervision(width=48, classes=200, depth=7, optimizer="momentum"):
@@ -212,7 +272,10 @@ def noisy(width=64, hidden=160, depth=7, optimizer="clipped_adamw"):
 
     def loss(params, batch, key):
         keys = jax.random.split(key, depth)
-        steps = [lambda x, p=p, k=k: dropout(feed_forward(p, x), k) for p, k in zip(params["blocks"], keys, strict=True)]
+        steps = [
+            lambda x, p=p, k=k: dropout(feed_forward(p, x), k)
+            for p, k in zip(params["blocks"], keys, strict=True)
+        ]
         return cross_entropy(chain(batch["x"], steps) @ params["head"], batch["labels"])
 
     shapes = {"blocks": [feed_forward_shapes(width, hidden)] * depth, "head": (width, CLASSES)}
@@ -230,7 +293,11 @@ def hypernetwork(width=16, code=32, depth=6, optimizer="adam"):
             x = mark(x + jnp.tanh(jnp.einsum("bd,bde->be", x, matrix) @ p))
         return mse(x, batch["x"])
 
-    shapes = {"code": (width, code), "weights": (code, width * width), "blocks": [(width, width)] * depth}
+    shapes = {
+        "code": (width, code),
+        "weights": (code, width * width),
+        "blocks": [(width, width)] * depth,
+    }
     return workload(loss, shapes, vectors(width, CLASSES), optimizer)
 
 
@@ -239,7 +306,10 @@ def half_precision(width=64, hidden=192, depth=7, optimizer="adamw"):
 
     def loss(params, batch):
         low = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-        x = chain(batch["x"].astype(jnp.bfloat16), [lambda x, p=p: feed_forward(p, x) for p in low["blocks"]])
+        x = chain(
+            batch["x"].astype(jnp.bfloat16),
+            [lambda x, p=p: feed_forward(p, x) for p in low["blocks"]],
+        )
         return cross_entropy(x @ low["head"], batch["labels"])
 
     shapes = {"blocks": [feed_forward_shapes(width, hidden)] * depth, "head": (width, CLASSES)}

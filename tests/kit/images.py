@@ -25,7 +25,11 @@ def vgg(channels=8, levels=3, hidden=128, size=16, optimizer="momentum"):
 
     widths = [3, *(channels << i for i in range(levels))]
     kernels = [{"a": (3, 3, a, b), "b": (3, 3, b, b)} for a, b in pairwise(widths)]
-    shapes = {"levels": kernels, "hidden": ((size >> levels) ** 2 * widths[-1], hidden), "head": (hidden, CLASSES)}
+    shapes = {
+        "levels": kernels,
+        "hidden": ((size >> levels) ** 2 * widths[-1], hidden),
+        "head": (hidden, CLASSES),
+    }
     return workload(loss, shapes, images(size, 3, CLASSES), optimizer)
 
 
@@ -45,8 +49,16 @@ def skips(channels=8, levels=3, size=16, optimizer="adam"):
 
     widths = [channels << i for i in range(levels)]
     down = [(3, 3, a, b) for a, b in zip([3, *widths[:-1]], widths, strict=True)]
-    up = [(3, 3, b + below, b) for b, below in zip(reversed(widths), [2 * widths[-1], *reversed(widths[1:])], strict=True)]
-    shapes = {"down": down, "middle": (3, 3, widths[-1], 2 * widths[-1]), "up": up, "out": (1, 1, channels, 3)}
+    up = [
+        (3, 3, b + below, b)
+        for b, below in zip(reversed(widths), [2 * widths[-1], *reversed(widths[1:])], strict=True)
+    ]
+    shapes = {
+        "down": down,
+        "middle": (3, 3, widths[-1], 2 * widths[-1]),
+        "up": up,
+        "out": (1, 1, channels, 3),
+    }
     return workload(loss, shapes, images(size, 3, CLASSES), optimizer)
 
 
@@ -61,7 +73,13 @@ def depthwise(channels=16, depth=7, size=12, optimizer="adamw"):
         x = chain(conv(batch["x"], params["stem"]), [partial(step, p) for p in params["blocks"]])
         return cross_entropy(x.mean((1, 2)) @ params["head"], batch["labels"])
 
-    blocks = [{"space": (3, 3, 1, channels), "up": (channels, 4 * channels), "down": (4 * channels, channels)}] * depth
+    blocks = [
+        {
+            "space": (3, 3, 1, channels),
+            "up": (channels, 4 * channels),
+            "down": (4 * channels, channels),
+        }
+    ] * depth
     shapes = {"stem": (3, 3, 3, channels), "blocks": blocks, "head": (channels, CLASSES)}
     return workload(loss, shapes, images(size, 3, CLASSES), optimizer)
 
@@ -83,7 +101,14 @@ def residual(channels=8, levels=3, size=16, optimizer="momentum"):
     for _ in range(levels):
         blocks.append({"gain": (width,), "a": (3, 3, width, width), "b": (3, 3, width, width)})
         wide = 2 * width
-        blocks.append({"gain": (width,), "a": (3, 3, width, wide), "b": (3, 3, wide, wide), "skip": (1, 1, width, wide)})
+        blocks.append(
+            {
+                "gain": (width,),
+                "a": (3, 3, width, wide),
+                "b": (3, 3, wide, wide),
+                "skip": (1, 1, width, wide),
+            }
+        )
         width = wide
     shapes = {"stem": (3, 3, 3, channels), "blocks": blocks, "head": (width, CLASSES)}
     return workload(loss, shapes, images(size, 3, CLASSES), optimizer)
@@ -118,8 +143,16 @@ def dilated(channels=16, depth=7, length=64, optimizer="lion"):
     def batch(key, n):
         return {"x": jax.random.normal(key, (n, length, 4))}
 
-    blocks = [{"kernel": (2, channels, 2 * channels), "out": (channels, channels), "skip": (channels, channels)}] * depth
-    return workload(loss, {"stem": (4, channels), "blocks": blocks, "head": (channels, 4)}, batch, optimizer)
+    blocks = [
+        {
+            "kernel": (2, channels, 2 * channels),
+            "out": (channels, channels),
+            "skip": (channels, channels),
+        }
+    ] * depth
+    return workload(
+        loss, {"stem": (4, channels), "blocks": blocks, "head": (channels, 4)}, batch, optimizer
+    )
 
 
 def image_autoencoder(channels=8, levels=3, size=16, optimizer="adam"):
@@ -136,5 +169,8 @@ def image_autoencoder(channels=8, levels=3, size=16, optimizer="adam"):
 
     widths = [3, *(channels << i for i in range(levels))]
     pairs = list(pairwise(widths))
-    shapes = {"down": [(3, 3, a, b) for a, b in pairs], "up": [(3, 3, b, a) for a, b in reversed(pairs)]}
+    shapes = {
+        "down": [(3, 3, a, b) for a, b in pairs],
+        "up": [(3, 3, b, a) for a, b in reversed(pairs)],
+    }
     return workload(loss, shapes, images(size, 3, CLASSES), optimizer)

@@ -33,7 +33,9 @@ def gated_recurrent(width=32, depth=6, length=12, optimizer="adam"):
         return mse(chain(x, [partial(gru, p) for p in params["layers"]]) @ params["out"], x)
 
     shapes = {"layers": [gru_shapes(width, width)] * depth, "out": (width, width)}
-    return workload(loss, shapes, lambda key, n: jax.random.normal(key, (n, length, width)), optimizer)
+    return workload(
+        loss, shapes, lambda key, n: jax.random.normal(key, (n, length, width)), optimizer
+    )
 
 
 def recurrent_language_model(width=32, depth=5, vocab=1500, length=10, optimizer="clipped_adamw"):
@@ -51,17 +53,25 @@ def recurrent_language_model(width=32, depth=5, vocab=1500, length=10, optimizer
         return over_time(cell, (zeros, zeros), x @ p["x"])
 
     def loss(params, batch):
-        x = chain(params["embedding"][batch["tokens"]], [partial(lstm, p) for p in params["layers"]])
+        x = chain(
+            params["embedding"][batch["tokens"]], [partial(lstm, p) for p in params["layers"]]
+        )
         return cross_entropy(x @ params["embedding"].T, batch["labels"])
 
     hidden = [width * (2 if i % 2 else 1) for i in range(depth)]
     hidden[-1] = width
-    layers = [{"x": (a, 4 * b), "h": (b, 4 * b)} for a, b in zip([width, *hidden[:-1]], hidden, strict=True)]
-    return workload(loss, {"embedding": (vocab, width), "layers": layers}, tokens(length, vocab), optimizer)
+    layers = [
+        {"x": (a, 4 * b), "h": (b, 4 * b)}
+        for a, b in zip([width, *hidden[:-1]], hidden, strict=True)
+    ]
+    return workload(
+        loss, {"embedding": (vocab, width), "layers": layers}, tokens(length, vocab), optimizer
+    )
 
 
 def translator(width=32, depth=3, vocab=1000, length=8, tied=True, optimizer="adam"):
-    """A recurrent encoder whose last state begins every layer of the decoder, which reads all states by attention."""
+    """A recurrent encoder whose last state begins every layer of the decoder, which reads all
+    states by attention."""
 
     def loss(params, batch):
         memory = params["embedding"][batch["tokens"]]
@@ -71,10 +81,17 @@ def translator(width=32, depth=3, vocab=1000, length=8, tied=True, optimizer="ad
         x = params["embedding" if tied else "target"][batch["labels"]]
         for p in params["decoder"]:
             x = mark(attention(p["attention"], gru(p["gru"], x, last), memory))
-        return cross_entropy((norm(x) @ (params["embedding"].T if tied else params["head"]))[:, :-1], batch["labels"][:, 1:])
+        return cross_entropy(
+            (norm(x) @ (params["embedding"].T if tied else params["head"]))[:, :-1],
+            batch["labels"][:, 1:],
+        )
 
     decoder = [{"gru": gru_shapes(width, width), "attention": attention_shapes(width)}] * depth
-    shapes = {"embedding": (vocab, width), "encoder": [gru_shapes(width, width)] * depth, "decoder": decoder}
+    shapes = {
+        "embedding": (vocab, width),
+        "encoder": [gru_shapes(width, width)] * depth,
+        "decoder": decoder,
+    }
     if not tied:
         shapes |= {"target": (vocab, width), "head": (width, vocab)}
     return workload(loss, shapes, tokens(length, vocab), optimizer)
@@ -86,14 +103,23 @@ def state_space(width=24, depth=7, length=32, optimizer="lion"):
     def step(p, x):
         decay = jnp.broadcast_to(jax.nn.sigmoid(p["decay"]), x.shape)
         gate = jax.nn.silu(x @ p["gate"])
-        _, h = lax.associative_scan(lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (decay, x @ p["in"]), axis=1)
+        _, h = lax.associative_scan(
+            lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (decay, x @ p["in"]), axis=1
+        )
         return x + (h * gate) @ p["out"]
 
     def loss(params, x):
         return mse(chain(x, [partial(step, p) for p in params["blocks"]])[:, :-1], x[:, 1:])
 
-    blocks = [{"decay": (width,), "gate": (width, width), "in": (width, width), "out": (width, width)}] * depth
-    return workload(loss, {"blocks": blocks}, lambda key, n: jax.random.normal(key, (n, length, width)), optimizer)
+    blocks = [
+        {"decay": (width,), "gate": (width, width), "in": (width, width), "out": (width, width)}
+    ] * depth
+    return workload(
+        loss,
+        {"blocks": blocks},
+        lambda key, n: jax.random.normal(key, (n, length, width)),
+        optimizer,
+    )
 
 
 def scanned_layers(width=32, depth=8, vocab=500, length=8, optimizer="adamw"):
@@ -106,8 +132,17 @@ def scanned_layers(width=32, depth=8, vocab=500, length=8, optimizer="adamw"):
         x, _ = lax.scan(body, params["embedding"][batch["tokens"]], params["blocks"])
         return cross_entropy(x @ params["head"], batch["labels"])
 
-    stacked = jax.tree.map(lambda shape: (depth, *shape), block_shapes(width), is_leaf=lambda node: isinstance(node, tuple))
-    return workload(loss, {"embedding": (vocab, width), "blocks": stacked, "head": (width, vocab)}, tokens(length, vocab), optimizer)
+    stacked = jax.tree.map(
+        lambda shape: (depth, *shape),
+        block_shapes(width),
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+    return workload(
+        loss,
+        {"embedding": (vocab, width), "blocks": stacked, "head": (width, vocab)},
+        tokens(length, vocab),
+        optimizer,
+    )
 
 
 def scanned_groups(width=40, groups=3, per_group=3, optimizer="adam"):
@@ -121,7 +156,10 @@ def scanned_groups(width=40, groups=3, per_group=3, optimizer="adam"):
         x, sizes = lax.scan(lambda x, p: lax.scan(layer, x, p), batch["x"], params["blocks"])
         return cross_entropy(x @ params["head"], batch["labels"]) + 0.01 * sizes.sum()
 
-    blocks = {"up": (groups, per_group, width, 2 * width), "down": (groups, per_group, 2 * width, width)}
+    blocks = {
+        "up": (groups, per_group, width, 2 * width),
+        "down": (groups, per_group, 2 * width, width),
+    }
     return workload(loss, {"blocks": blocks, "head": (width, 10)}, vectors(width, 10), optimizer)
 
 
@@ -147,6 +185,14 @@ def repeated_inside(width=32, depth=6, times=3, optimizer="adam"):
         return lax.scan(lambda x, _: (norm(x + jnp.tanh(x @ p)), None), x, None, length=times)[0]
 
     def loss(params, batch):
-        return cross_entropy(chain(batch["x"], [partial(step, p) for p in params["blocks"]]) @ params["head"], batch["labels"])
+        return cross_entropy(
+            chain(batch["x"], [partial(step, p) for p in params["blocks"]]) @ params["head"],
+            batch["labels"],
+        )
 
-    return workload(loss, {"blocks": [(width, width)] * depth, "head": (width, 10)}, vectors(width, 10), optimizer)
+    return workload(
+        loss,
+        {"blocks": [(width, width)] * depth, "head": (width, 10)},
+        vectors(width, 10),
+        optimizer,
+    )

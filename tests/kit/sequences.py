@@ -1,4 +1,5 @@
-"""Transformers and others over tokens: embeddings tied and not, encoders with decoders, keys, masks, shared tables."""
+"""Transformers and others over tokens: embeddings tied and not, encoders with decoders, keys,
+masks, shared tables."""
 
 from __future__ import annotations
 
@@ -36,20 +37,36 @@ def language_model(width=32, depth=6, vocab=2000, length=16, tied=True, optimize
         return cross_entropy(norm(x) @ head, batch["labels"])
 
     shapes = {"embedding": (vocab, width), "blocks": [block_shapes(width)] * depth}
-    return workload(loss, shapes if tied else shapes | {"head": (width, vocab)}, tokens(length, vocab), optimizer)
+    return workload(
+        loss,
+        shapes if tied else shapes | {"head": (width, vocab)},
+        tokens(length, vocab),
+        optimizer,
+    )
 
 
 def apart(width=24, depth=5, vocab=4000, length=8, tied=True, optimizer="sgd"):
-    """Embedding and head are layers of their own, so that the largest parameter is all that the first and the last layer have."""
+    """Embedding and head are layers of their own, so that the largest parameter is all that the
+    first and the last layer have."""
 
     def loss(params, batch):
         x = mark(params["embedding"][batch["tokens"]])
         for p in params["blocks"]:
             x = mark(feed_forward(p, x))
-        return cross_entropy(x @ (params["embedding"].T if tied else params["head"]), batch["labels"])
+        return cross_entropy(
+            x @ (params["embedding"].T if tied else params["head"]), batch["labels"]
+        )
 
-    shapes = {"embedding": (vocab, width), "blocks": [feed_forward_shapes(width, 3 * width)] * depth}
-    return workload(loss, shapes if tied else shapes | {"head": (width, vocab)}, tokens(length, vocab), optimizer)
+    shapes = {
+        "embedding": (vocab, width),
+        "blocks": [feed_forward_shapes(width, 3 * width)] * depth,
+    }
+    return workload(
+        loss,
+        shapes if tied else shapes | {"head": (width, vocab)},
+        tokens(length, vocab),
+        optimizer,
+    )
 
 
 def three_readers(width=32, depth=7, vocab=1500, length=8, optimizer="adam"):
@@ -64,7 +81,10 @@ def three_readers(width=32, depth=7, vocab=1500, length=8, optimizer="adam"):
             x, auxiliary = mark((x, auxiliary)) if i >= depth // 2 else (mark(x), auxiliary)
         return cross_entropy(norm(x) @ params["embedding"].T, batch["labels"]) + 0.3 * auxiliary
 
-    shapes = {"embedding": (vocab, width), "blocks": [feed_forward_shapes(width, 2 * width)] * depth}
+    shapes = {
+        "embedding": (vocab, width),
+        "blocks": [feed_forward_shapes(width, 2 * width)] * depth,
+    }
     return workload(loss, shapes, tokens(length, vocab), optimizer)
 
 
@@ -74,11 +94,18 @@ def every_reader(width=24, depth=7, vocab=1000, length=8, optimizer="momentum"):
     def loss(params, batch):
         x = jnp.zeros((*batch["tokens"].shape, width))
         for p in params["blocks"]:
-            x = mark(feed_forward(p | {"gain": params["gain"]}, x + params["embedding"][batch["tokens"]]))
+            x = mark(
+                feed_forward(p | {"gain": params["gain"]}, x + params["embedding"][batch["tokens"]])
+            )
         return cross_entropy(x @ params["head"], batch["labels"])
 
     blocks = [{"up": (width, 2 * width), "down": (2 * width, width)}] * depth
-    shapes = {"embedding": (vocab, width), "gain": (width,), "blocks": blocks, "head": (width, vocab)}
+    shapes = {
+        "embedding": (vocab, width),
+        "gain": (width,),
+        "blocks": blocks,
+        "head": (width, vocab),
+    }
     return workload(loss, shapes, tokens(length, vocab), optimizer)
 
 
@@ -87,15 +114,22 @@ def shared_blocks(width=32, depth=8, period=1, vocab=300, length=8, optimizer="a
 
     def loss(params, batch):
         x = params["embedding"][batch["tokens"]]
-        x = chain(x, [partial(block, params["blocks"][i % period], causal=True) for i in range(depth)])
+        x = chain(
+            x, [partial(block, params["blocks"][i % period], causal=True) for i in range(depth)]
+        )
         return cross_entropy(x @ params["head"], batch["labels"])
 
-    shapes = {"embedding": (vocab, width), "blocks": [block_shapes(width)] * period, "head": (width, vocab)}
+    shapes = {
+        "embedding": (vocab, width),
+        "blocks": [block_shapes(width)] * period,
+        "head": (width, vocab),
+    }
     return workload(loss, shapes, tokens(length, vocab), optimizer)
 
 
 def encoder_decoder(width=32, depth=3, vocab=2000, length=8, tied=True, optimizer="sgd"):
-    """What the encoder made crosses all cuts of the decoder; tied, three places read the embedding."""
+    """What the encoder made crosses all cuts of the decoder; tied, three places read the
+    embedding."""
 
     def loss(params, batch):
         memory = params["embedding"][batch["tokens"]]
@@ -109,7 +143,11 @@ def encoder_decoder(width=32, depth=3, vocab=2000, length=8, tied=True, optimize
         return cross_entropy(logits[:, :-1], batch["labels"][:, 1:])
 
     decoder = [{"self": block_shapes(width), "cross": attention_shapes(width)}] * depth
-    shapes = {"embedding": (vocab, width), "encoder": [block_shapes(width)] * depth, "decoder": decoder}
+    shapes = {
+        "embedding": (vocab, width),
+        "encoder": [block_shapes(width)] * depth,
+        "decoder": decoder,
+    }
     if not tied:
         shapes |= {"target": (vocab, width), "head": (width, vocab)}
     return workload(loss, shapes, tokens(length, vocab), optimizer)
@@ -130,7 +168,8 @@ def with_keys(width=32, depth=6, vocab=500, length=16, rate=0.1, optimizer="clip
 
 
 def relative_bias(width=32, depth=7, vocab=400, length=16, optimizer="adafactor"):
-    """All layers read one table of biases by distance; the loss has a term for the size of the logits."""
+    """All layers read one table of biases by distance; the loss has a term for the size of the
+    logits."""
 
     def loss(params, batch):
         distance = jnp.arange(length)[:, None] - jnp.arange(length) + length - 1
@@ -138,14 +177,22 @@ def relative_bias(width=32, depth=7, vocab=400, length=16, optimizer="adafactor"
         bias = params["bias"][:, distance]
         x = chain(x, [partial(block, p, bias=bias) for p in params["blocks"]])
         logits = x @ params["head"]
-        return cross_entropy(logits, batch["labels"]) + 1e-3 * jnp.mean(jax.nn.logsumexp(logits, -1) ** 2)
+        return cross_entropy(logits, batch["labels"]) + 1e-3 * jnp.mean(
+            jax.nn.logsumexp(logits, -1) ** 2
+        )
 
-    shapes = {"embedding": (vocab, width), "bias": (2, 2 * length - 1), "blocks": [block_shapes(width)] * depth, "head": (width, vocab)}
+    shapes = {
+        "embedding": (vocab, width),
+        "bias": (2, 2 * length - 1),
+        "blocks": [block_shapes(width)] * depth,
+        "head": (width, vocab),
+    }
     return workload(loss, shapes, tokens(length, vocab), optimizer)
 
 
 def padded_classifier(width=32, depth=6, vocab=300, length=24, optimizer="lion"):
-    """A boolean mask of padding crosses all cuts; a mean over the tokens that count, then one label."""
+    """A boolean mask of padding crosses all cuts; a mean over the tokens that count, then one
+    label."""
 
     def loss(params, batch):
         x, mask = params["embedding"][batch["tokens"]], batch["tokens"] > vocab // 4
@@ -154,12 +201,17 @@ def padded_classifier(width=32, depth=6, vocab=300, length=24, optimizer="lion")
         pooled = jnp.sum(jnp.where(mask[..., None], x, 0), 1) / (1 + mask.sum(1, keepdims=True))
         return cross_entropy(pooled @ params["head"], batch["labels"][:, 0] % 5)
 
-    shapes = {"embedding": (vocab, width), "blocks": [block_shapes(width)] * depth, "head": (width, 5)}
+    shapes = {
+        "embedding": (vocab, width),
+        "blocks": [block_shapes(width)] * depth,
+        "head": (width, 5),
+    }
     return workload(loss, shapes, tokens(length, vocab), optimizer)
 
 
 def experts(width=32, num_experts=4, depth=6, vocab=300, length=8, optimizer="adamw"):
-    """Every other block sends tokens to experts by products with one-hot choices; their balance is part of the loss."""
+    """Every other block sends tokens to experts by products with one-hot choices; their balance is
+    part of the loss."""
 
     def sparse(p, x):
         probabilities = jax.nn.softmax(norm(x, p["gain"]) @ p["route"])
@@ -186,11 +238,17 @@ def experts(width=32, num_experts=4, depth=6, vocab=300, length=8, optimizer="ad
         "down": (num_experts, 2 * width, width),
     }
     blocks = [routed if i % 2 else block_shapes(width) for i in range(depth)]
-    return workload(loss, {"embedding": (vocab, width), "blocks": blocks, "head": (width, vocab)}, tokens(length, vocab), optimizer)
+    return workload(
+        loss,
+        {"embedding": (vocab, width), "blocks": blocks, "head": (width, vocab)},
+        tokens(length, vocab),
+        optimizer,
+    )
 
 
 def linear_attention(width=32, depth=7, vocab=200, length=48, optimizer="adam"):
-    """Sums over what came before instead of a softmax, in a recurrence that XLA sees as a product with a triangle."""
+    """Sums over what came before instead of a softmax, in a recurrence that XLA sees as a product
+    with a triangle."""
 
     def mixed(p, x):
         q, k, v = jnp.split(norm(x, p["gain"]) @ p["qkv"], 3, -1)
@@ -198,11 +256,18 @@ def linear_attention(width=32, depth=7, vocab=200, length=48, optimizer="adam"):
         return x + (weights @ v / (1e-3 + weights.sum(-1, keepdims=True))) @ p["out"]
 
     def loss(params, batch):
-        x = chain(params["embedding"][batch["tokens"]], [partial(mixed, p) for p in params["blocks"]])
+        x = chain(
+            params["embedding"][batch["tokens"]], [partial(mixed, p) for p in params["blocks"]]
+        )
         return cross_entropy(x @ params["head"], batch["labels"])
 
     blocks = [{"gain": (width,), "qkv": (width, 3 * width), "out": (width, width)}] * depth
-    return workload(loss, {"embedding": (vocab, width), "blocks": blocks, "head": (width, vocab)}, tokens(length, vocab), optimizer)
+    return workload(
+        loss,
+        {"embedding": (vocab, width), "blocks": blocks, "head": (width, vocab)},
+        tokens(length, vocab),
+        optimizer,
+    )
 
 
 def narrowing(width=64, depth=4, vocab=800, length=32, optimizer="adamw"):
@@ -229,10 +294,16 @@ def text_convolution(width=48, depth=6, vocab=3000, length=32, optimizer="muon")
         return x + a * jax.nn.sigmoid(b)
 
     def loss(params, batch):
-        x = chain(params["embedding"][batch["tokens"]], [partial(step, p) for p in params["blocks"]])
+        x = chain(
+            params["embedding"][batch["tokens"]], [partial(step, p) for p in params["blocks"]]
+        )
         return cross_entropy(x.max(1) @ params["head"], batch["labels"][:, 0] % 20)
 
-    shapes = {"embedding": (vocab, width), "blocks": [{"kernel": (3, width, 2 * width)}] * depth, "head": (width, 20)}
+    shapes = {
+        "embedding": (vocab, width),
+        "blocks": [{"kernel": (3, width, 2 * width)}] * depth,
+        "head": (width, 20),
+    }
     return workload(loss, shapes, tokens(length, vocab), optimizer)
 
 
@@ -242,7 +313,9 @@ def patches(width=48, depth=6, size=16, optimizer="muon"):
     def loss(params, images):
         n = images.shape[0]
         seen = images.reshape(n, size // 4, 4, size // 4, 4, 3).swapaxes(2, 3).reshape(n, -1, 48)
-        x = chain(seen @ params["in"] + params["position"], [partial(block, p) for p in params["blocks"]])
+        x = chain(
+            seen @ params["in"] + params["position"], [partial(block, p) for p in params["blocks"]]
+        )
         return mse(x @ params["out"], seen)
 
     shapes = {
@@ -251,4 +324,6 @@ def patches(width=48, depth=6, size=16, optimizer="muon"):
         "blocks": [block_shapes(width)] * depth,
         "out": (width, 48),
     }
-    return workload(loss, shapes, lambda key, n: jax.random.normal(key, (n, size, size, 3)), optimizer)
+    return workload(
+        loss, shapes, lambda key, n: jax.random.normal(key, (n, size, size, 3)), optimizer
+    )

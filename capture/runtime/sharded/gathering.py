@@ -1,16 +1,22 @@
-"""One operation that reads sharded parameters, with its own derivative: gathers, computes, forgets; and gathers again to go backwards.
+"""One operation that reads sharded parameters, with its own derivative: gathers, computes, forgets;
+and gathers again to go backwards.
 
-Plain ``jax.jit`` on sharded parameters gathers once and keeps the whole parameter until the backward pass. Here
+Plain ``jax.jit`` on sharded parameters gathers once and keeps the whole parameter until the
+backward pass. Here
 
 * only the shards and the operation's other operands are saved; the backward pass gathers again;
-* gathers are tied to what the operation needs anyway (``lax.optimization_barrier``), so that XLA gathers neither ahead nor twice as one;
-  or, looking ahead, to what the operation before needed: the forward pass then has two operations' parameters at most. Backwards, nothing
-  is gathered ahead: an operation has two products there, and gathers beside the first and scatters beside the second;
-* gradients are brought to the parameter's sharding at once, before anything further back is computed: what XLA makes of that is a
-  reduce-scatter. A scalar that is passed from operation to operation carries that order through the backward pass, and forwards what
-  gathers may look ahead to.
+* gathers are tied to what the operation needs anyway (``lax.optimization_barrier``), so that XLA
+  gathers neither ahead nor twice as one; or, looking ahead, to what the operation before needed:
+  the forward pass then has two operations' parameters at most. Backwards, nothing is gathered
+  ahead: an operation has two products there, and gathers beside the first and scatters beside the
+  second;
+* gradients are brought to the parameter's sharding at once, before anything further back is
+  computed: what XLA makes of that is a reduce-scatter. A scalar that is passed from operation to
+  operation carries that order through the backward pass, and forwards what gathers may look ahead
+  to.
 
-A split operation is a sum of pieces, each on a slice of its parameter, gathered after the sum of those before.
+A split operation is a sum of pieces, each on a slice of its parameter, gathered after the sum of
+those before.
 
 Source: Jiang et al. 2023 (OSDP), 2.2 and 3.3.
 """
@@ -35,9 +41,11 @@ class Part:
     Attributes:
         first, stop: The rows, along the dimension that the leaf is split in.
         stored: Its sharding.
-        reduced: Shardings that its gradient is brought to, one after the other; the last is ``stored``.
+        reduced: Shardings that its gradient is brought to, one after the other; the last is
+            ``stored``.
         num_slices: Slices that are gathered one by one where an operation can be split.
-        num_blocks: Shards along the dimension of the slices, each of which has a share of every slice; 1 if it is sharded along another.
+        num_blocks: Shards along the dimension of the slices, each of which has a share of every
+            slice; 1 if it is sharded along another.
     """
 
     first: int
@@ -52,7 +60,8 @@ class Part:
         return not self.stored.is_fully_replicated
 
     def slices(self, offset: int = 0) -> list[Rows]:
-        """Rows of each slice, of an array in which the part begins at ``offset``; sizes differ by one per block at most."""
+        """Rows of each slice, of an array in which the part begins at ``offset``; sizes differ by
+        one per block at most."""
         size = (self.stop - self.first) // self.num_blocks
         bounds = [size * i // self.num_slices for i in range(self.num_slices + 1)]
         return [Rows(offset, self.num_blocks, size, a, b) for a, b in pairwise(bounds) if b > a]
@@ -60,7 +69,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of every one of equal blocks that follow each other: a slice of a sharded dimension is that slice of every shard.
+    """Some rows of every one of equal blocks that follow each other: a slice of a sharded dimension
+    is that slice of every shard.
 
     Attributes:
         start: Of the first block.
@@ -76,29 +86,44 @@ class Rows:
 
     def of(self, array: Any, dim: int) -> Any:
         """They alone, in their order, of a parameter: blocks are its shards."""
-        blocks = array.reshape(*array.shape[:dim], self.num_blocks, self.block_size, *array.shape[dim + 1 :])
-        return lax.slice_in_dim(blocks, self.first, self.stop, axis=dim + 1).reshape(*array.shape[:dim], -1, *array.shape[dim + 1 :])
+        blocks = array.reshape(
+            *array.shape[:dim], self.num_blocks, self.block_size, *array.shape[dim + 1 :]
+        )
+        return lax.slice_in_dim(blocks, self.first, self.stop, axis=dim + 1).reshape(
+            *array.shape[:dim], -1, *array.shape[dim + 1 :]
+        )
 
     def put(self, whole: Any, part: Any, dim: int) -> Any:
         """The parameter with the part in their place; built up in place, slice by slice."""
-        blocks = whole.reshape(*whole.shape[:dim], self.num_blocks, self.block_size, *whole.shape[dim + 1 :])
+        blocks = whole.reshape(
+            *whole.shape[:dim], self.num_blocks, self.block_size, *whole.shape[dim + 1 :]
+        )
         part = part.reshape(*part.shape[:dim], self.num_blocks, -1, *part.shape[dim + 1 :])
-        return lax.dynamic_update_slice_in_dim(blocks, part, self.first, axis=dim + 1).reshape(whole.shape)
+        return lax.dynamic_update_slice_in_dim(blocks, part, self.first, axis=dim + 1).reshape(
+            whole.shape
+        )
 
     def of_activation(self, array: Any, dim: int) -> Any:
-        """They alone, of an array that is whole along the dimension, often its last: a TPU would copy all of it to reshape that."""
-        return jnp.concatenate([lax.slice_in_dim(array, a, b, axis=dim) for a, b in self._spans()], axis=dim)
+        """They alone, of an array that is whole along the dimension, often its last: a TPU would
+        copy all of it to reshape that."""
+        return jnp.concatenate(
+            [lax.slice_in_dim(array, a, b, axis=dim) for a, b in self._spans()], axis=dim
+        )
 
     def put_activation(self, whole: Any, part: Any, dim: int) -> Any:
         """The array with the part in their place."""
-        for (a, _), of_block in zip(self._spans(), jnp.split(part, self.num_blocks, axis=dim), strict=True):
+        for (a, _), of_block in zip(
+            self._spans(), jnp.split(part, self.num_blocks, axis=dim), strict=True
+        ):
             whole = lax.dynamic_update_slice_in_dim(whole, of_block, a, axis=dim)
         return whole
 
     def position(self, indices: Any) -> Any:
         """Of rows of the array, the position among these; -1 of others."""
         block, within = jnp.divmod(indices - self.start, self.block_size)
-        inside = (block >= 0) & (block < self.num_blocks) & (within >= self.first) & (within < self.stop)
+        inside = (
+            (block >= 0) & (block < self.num_blocks) & (within >= self.first) & (within < self.stop)
+        )
         return jnp.where(inside, block * (self.stop - self.first) + within - self.first, -1)
 
     def _spans(self) -> list[tuple[int, int]]:
@@ -130,8 +155,12 @@ class Taken:
         """An array of the whole's shape with the part in its place."""
         if self.rows is None:
             return part
-        whole = jnp.zeros(whole.shape, part.dtype) if isinstance(whole, jax.ShapeDtypeStruct) else whole
-        return (self.rows.put_activation if self.is_activation else self.rows.put)(whole, part, self.dim)
+        whole = (
+            jnp.zeros(whole.shape, part.dtype) if isinstance(whole, jax.ShapeDtypeStruct) else whole
+        )
+        return (self.rows.put_activation if self.is_activation else self.rows.put)(
+            whole, part, self.dim
+        )
 
 
 @dataclass(frozen=True)
@@ -141,7 +170,8 @@ class Piece:
     Attributes:
         params: What it needs of the parameters' arrays.
         partner: What it needs of one of the other operands, where that is split as well.
-        compute: From the gathered parameters and the other operands, one of them sliced, to the results.
+        compute: From the gathered parameters and the other operands, one of them sliced, to the
+            results.
     """
 
     params: tuple[Taken, ...]
@@ -163,7 +193,11 @@ class ParamArray:
 
     def gathered(self, shard: Any) -> Any:
         value = self.cast(shard)
-        return lax.with_sharding_constraint(value, replicated(self.part.stored)) if self.part.is_sharded else value
+        return (
+            lax.with_sharding_constraint(value, replicated(self.part.stored))
+            if self.part.is_sharded
+            else value
+        )
 
     def scattered(self, shard: Any, gradient: Any) -> Any:
         """The gradient of a shard from that of what was gathered from it."""
@@ -187,7 +221,8 @@ def run_gathered(
     hand_on: bool = False,
     look_ahead: bool = False,
 ) -> tuple[list[Any], Any, Any]:
-    """Results of an operation on parameters and other operands, the token for the next one, and the first of the other operands.
+    """Results of an operation on parameters and other operands, the token for the next one, and the
+    first of the other operands.
 
     Args:
         arrays: What ``params`` are.
@@ -195,10 +230,13 @@ def run_gathered(
         params: As stored.
         others: Its other operands.
         token: What makes backward passes go one after the other (``with_token``).
-        keep_results: Of an operation that a compiler would rather repeat: not to keep what was gathered for that.
-        hand_on: Whether another operation reads the first operand: it has to wait for this one, or they would be made one.
-        look_ahead: Forwards, whether the gather may start with the operation before, not only when the operands are there. Not of an
-            operation that is repeated to go backwards: nobody then reads the token, and XLA would drop it.
+        keep_results: Of an operation that a compiler would rather repeat: not to keep what was
+            gathered for that.
+        hand_on: Whether another operation reads the first operand: it has to wait for this one, or
+            they would be made one.
+        look_ahead: Forwards, whether the gather may start with the operation before, not only when
+            the operands are there. Not of an operation that is repeated to go backwards: nobody
+            then reads the token, and XLA would drop it.
     """
     moving = [i for i, x in enumerate(others) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
@@ -232,10 +270,14 @@ def run_gathered(
         params, others = saved
         gradients, token, of_first = cotangents
         to_params: list[Any] = [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in params]
-        to_others: list[Any] = [jax.ShapeDtypeStruct(others[i].shape, others[i].dtype) for i in moving]
+        to_others: list[Any] = [
+            jax.ShapeDtypeStruct(others[i].shape, others[i].dtype) for i in moving
+        ]
         order: Any = token
         for piece in pieces:
-            held, (gradients, order) = tied([params[taken.array] for taken in piece.params], (gradients, order))
+            held, (gradients, order) = tied(
+                [params[taken.array] for taken in piece.params], (gradients, order)
+            )
             shards = shards_of(piece, held)
             given = sliced(piece, others)
 
@@ -247,13 +289,22 @@ def run_gathered(
 
             _, vjp = jax.vjp(compute, gather(piece, shards), [given[i] for i in moving])
             of_full, of_others = vjp(gradients)
-            of_shards = [arrays[t.array].scattered(s, g) for t, s, g in zip(piece.params, shards, of_full, strict=True)]
+            of_shards = [
+                arrays[t.array].scattered(s, g)
+                for t, s, g in zip(piece.params, shards, of_full, strict=True)
+            ]
             (of_shards, of_others), order = tied((of_shards, of_others), order)
             for taken, gradient in zip(piece.params, of_shards, strict=True):
                 whole = taken.put(to_params[taken.array], gradient)
-                to_params[taken.array] = lax.with_sharding_constraint(whole, arrays[taken.array].part.stored)
+                to_params[taken.array] = lax.with_sharding_constraint(
+                    whole, arrays[taken.array].part.stored
+                )
             for n, (i, gradient) in enumerate(zip(moving, of_others, strict=True)):
-                part = piece.partner if piece.partner is not None and piece.partner.array == i else None
+                part = (
+                    piece.partner
+                    if piece.partner is not None and piece.partner.array == i
+                    else None
+                )
                 to_others[n] = gradient if part is None else part.put(to_others[n], gradient)
         found: list[Any] = [None] * len(others)
         for i, gradient in zip(moving, to_others, strict=True):
@@ -263,29 +314,40 @@ def run_gathered(
         return to_params, found, order
 
     def shards_of(piece, held):
-        """Slices are taken behind the barrier, or XLA would keep them from the forward to the backward pass."""
+        """Slices are taken behind the barrier, or XLA would keep them from the forward to the
+        backward pass."""
         return [taken.of(array) for taken, array in zip(piece.params, held, strict=True)]
 
     def gather(piece, shards):
-        return [arrays[taken.array].gathered(shard) for taken, shard in zip(piece.params, shards, strict=True)]
+        return [
+            arrays[taken.array].gathered(shard)
+            for taken, shard in zip(piece.params, shards, strict=True)
+        ]
 
     run.defvjp(forward, backward)
     return run(list(params), list(others), token)
 
 
 def with_token(params: Any) -> tuple[Any, Any]:
-    """The parameters as they are, and a scalar 0, whose gradient, also 0, is added to that of the smallest of them.
+    """The parameters as they are, and a scalar 0, whose gradient, also 0, is added to that of the
+    smallest of them.
 
     So that it is used in the end, or XLA would drop it from all barriers.
     """
     leaves, tree = jax.tree.flatten(params)
-    smallest = min((i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)), key=lambda i: leaves[i].size)
+    smallest = min(
+        (i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)),
+        key=lambda i: leaves[i].size,
+    )
 
     @jax.custom_vjp
     def run(leaf):
         return leaf, jnp.zeros(())
 
-    run.defvjp(lambda leaf: (run(leaf), None), lambda _, gradients: (gradients[0] + gradients[1].astype(gradients[0].dtype),))
+    run.defvjp(
+        lambda leaf: (run(leaf), None),
+        lambda _, gradients: (gradients[0] + gradients[1].astype(gradients[0].dtype),),
+    )
     leaves[smallest], token = run(leaves[smallest])
     return jax.tree.unflatten(tree, leaves), token
 
@@ -300,7 +362,9 @@ def awaited(params: Any, token: Any) -> tuple[Any, Any]:
     def run(params, token):
         return params, token
 
-    run.defvjp(lambda params, token: (run(params, token), None), lambda _, gradients: tied(*gradients))
+    run.defvjp(
+        lambda params, token: (run(params, token), None), lambda _, gradients: tied(*gradients)
+    )
     return run(params, token)
 
 
@@ -311,9 +375,14 @@ def sliced(piece: Piece, others: Sequence[Any]) -> list[Any]:
 
 
 def tied(first: Any, second: Any) -> tuple[Any, Any]:
-    """Both as they are, and neither before the other is there. Random keys and gradients of integers are left out."""
+    """Both as they are, and neither before the other is there. Random keys and gradients of
+    integers are left out."""
     leaves, tree = jax.tree.flatten((first, second))
-    plain = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jnp.bool_]
+    plain = [
+        i
+        for i, x in enumerate(leaves)
+        if jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jnp.bool_
+    ]
     for i, value in zip(plain, lax.optimization_barrier([leaves[i] for i in plain]), strict=True):
         leaves[i] = value
     return jax.tree.unflatten(tree, leaves)

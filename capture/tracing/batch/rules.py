@@ -11,7 +11,17 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from capture.tracing.batch.states import Kind, State, broken, common_degree, function, linear, product, scaled, unknown
+from capture.tracing.batch.states import (
+    Kind,
+    State,
+    broken,
+    common_degree,
+    function,
+    linear,
+    product,
+    scaled,
+    unknown,
+)
 from capture.tracing.split_rule import PRIMITIVE, split_rule
 
 
@@ -36,7 +46,11 @@ class Step:
 
     @property
     def where(self) -> str:
-        return f"{self.name} in {self.scope}" if self.scope else f"{self.name} at the top level of the loss"
+        return (
+            f"{self.name} in {self.scope}"
+            if self.scope
+            else f"{self.name} at the top level of the loss"
+        )
 
     @property
     def params(self) -> Mapping[str, Any]:
@@ -48,17 +62,27 @@ class Step:
 
     @cached_property
     def in_grown(self) -> list[tuple[int, ...]]:
-        return [grown_dims(a.aval.shape, b.aval.shape) for a, b in zip(self.one.invars, self.two.invars, strict=True)]
+        return [
+            grown_dims(a.aval.shape, b.aval.shape)
+            for a, b in zip(self.one.invars, self.two.invars, strict=True)
+        ]
 
     @cached_property
     def out_grown(self) -> list[tuple[int, ...]]:
-        return [grown_dims(a.aval.shape, b.aval.shape) for a, b in zip(self.one.outvars, self.two.outvars, strict=True)]
+        return [
+            grown_dims(a.aval.shape, b.aval.shape)
+            for a, b in zip(self.one.outvars, self.two.outvars, strict=True)
+        ]
 
     @cached_property
     def out_dims(self) -> list[tuple[int, ...] | None]:
-        """Batch dimension of each result (empty if it has none); None where it did not exactly double."""
+        """Batch dimension of each result (empty if it has none); None where it did not exactly
+        double."""
         outputs = zip(self.one.outvars, self.two.outvars, self.out_grown, strict=True)
-        return [dims if all(b.aval.shape[d] == 2 * a.aval.shape[d] for d in dims) else None for a, b, dims in outputs]
+        return [
+            dims if all(b.aval.shape[d] == 2 * a.aval.shape[d] for d in dims) else None
+            for a, b, dims in outputs
+        ]
 
     def in_dim(self, operand: int) -> int | None:
         return next(iter(self.in_grown[operand]), None)
@@ -69,7 +93,8 @@ class Step:
 
 
 Rule = Callable[[Step, Sequence[State]], State | list[State]]
-#: Where the batch dimension of an operand goes in the result; None if its examples are moved or mixed.
+#: Where the batch dimension of an operand goes in the result; None if its examples are moved or
+#: mixed.
 Flow = Callable[[Step, int], int | None]
 
 
@@ -98,9 +123,13 @@ def _mover(flow: Flow, is_linear: bool = True, operands: int | None = None) -> R
                 return broken(f"{step.where} works along the examples of the micro-batch")
             return unknown(f"{step.where} rearranges the examples of the micro-batch")
         if any(s.is_aggregated for s in positions):
-            return broken(f"{step.where} is not linear in a value computed from the whole micro-batch")
+            return broken(
+                f"{step.where} is not linear in a value computed from the whole micro-batch"
+            )
         if not all(s.is_fixed for s in positions):
-            return unknown(f"{step.where} reads positions that depend on the data or the batch size")
+            return unknown(
+                f"{step.where} reads positions that depend on the data or the batch size"
+            )
         return linear(data, step.where) if is_linear else function(data, step.where)
 
     return rule
@@ -111,15 +140,22 @@ def _transposed(step: Step, operand: int) -> int:
 
 
 def _reshaped(step: Step, operand: int) -> int | None:
-    """The examples stay in blocks of equal order if the dimensions before the batch dimension hold as many elements."""
+    """The examples stay in blocks of equal order if the dimensions before the batch dimension hold
+    as many elements."""
     before, after = step.in_dim(operand), step.out_dim
     if after is None:
         return -1
-    return after if math.prod(step.in_shapes[operand][:before]) == math.prod(step.one.outvars[0].aval.shape[:after]) else -1
+    return (
+        after
+        if math.prod(step.in_shapes[operand][:before])
+        == math.prod(step.one.outvars[0].aval.shape[:after])
+        else -1
+    )
 
 
 def _except(*names: str) -> Flow:
-    """The dimension stays, unless it is one of those that a parameter names; all in front of a removed one move up."""
+    """The dimension stays, unless it is one of those that a parameter names; all in front of a
+    removed one move up."""
 
     def flow(step: Step, operand: int) -> int | None:
         dim, ndim = step.in_dim(operand), len(step.in_shapes[operand])
@@ -137,7 +173,9 @@ def _whole(step: Step, operand: int) -> int | None:
     """The dimension stays where all of it is taken."""
     dim = step.in_dim(operand)
     assert dim is not None, "a flow is asked for operands with a batch dimension"
-    sizes = ((eqn.invars[operand].aval.shape, eqn.outvars[0].aval.shape) for eqn in (step.one, step.two))
+    sizes = (
+        (eqn.invars[operand].aval.shape, eqn.outvars[0].aval.shape) for eqn in (step.one, step.two)
+    )
     strides = step.params.get("strides") or (1,) * (dim + 1)
     return dim if strides[dim] == 1 and all(a[dim] == b[dim] for a, b in sizes) else -1
 
@@ -152,7 +190,13 @@ def _windowed(step: Step, operand: int) -> int | None:
     assert dim is not None, "a flow is asked for operands with a batch dimension"
     single = all(
         params[name] is None or params[name][dim] in (1, (0, 0))
-        for name in ("window_dimensions", "window_strides", "padding", "base_dilation", "window_dilation")
+        for name in (
+            "window_dimensions",
+            "window_strides",
+            "padding",
+            "base_dilation",
+            "window_dilation",
+        )
         if name in params
     )
     return dim if single else -1
@@ -170,7 +214,9 @@ def _power(step: Step, states: Sequence[State]) -> State:
 
 
 def _linear(step: Step, states: Sequence[State]) -> list[State]:
-    if len(states) > 1 and len(step.one.outvars) == len(states):  # optimization_barrier and the like: each by itself
+    if len(states) > 1 and len(step.one.outvars) == len(
+        states
+    ):  # optimization_barrier and the like: each by itself
         return list(states)
     if len(states) == 1:
         return [states[0]]
@@ -179,16 +225,22 @@ def _linear(step: Step, states: Sequence[State]) -> list[State]:
 
 def _converted(step: Step, states: Sequence[State]) -> State:
     source, target = step.one.invars[0].aval.dtype, step.one.outvars[0].aval.dtype
-    if jnp.issubdtype(target, jnp.floating) or (jnp.issubdtype(source, jnp.integer) and jnp.issubdtype(target, jnp.integer)):
+    if jnp.issubdtype(target, jnp.floating) or (
+        jnp.issubdtype(source, jnp.integer) and jnp.issubdtype(target, jnp.integer)
+    ):
         return states[0]
     return function(states, step.where)
 
 
 def _partitioned(step: Step, states: Sequence[State]) -> State:
-    """An operation that says itself which dimensions may be split: the examples are independent if theirs may, in every result."""
+    """An operation that says itself which dimensions may be split: the examples are independent if
+    theirs may, in every result."""
     rule, batch = split_rule(step.one), set()
     if rule is not None:
-        for factors, grown in (*zip(rule.operands, step.in_grown, strict=True), *zip(rule.results, step.out_grown, strict=True)):
+        for factors, grown in (
+            *zip(rule.operands, step.in_grown, strict=True),
+            *zip(rule.results, step.out_grown, strict=True),
+        ):
             batch |= {factors[dim] for dim in grown}
     reduces = any(step.in_grown) and not all(step.out_grown)
     if rule is None or None in batch or len(batch) > 1 or reduces:
@@ -202,17 +254,27 @@ def _mul(step: Step, states: Sequence[State]) -> State:
 
 def _div(step: Step, states: Sequence[State]) -> State:
     top, bottom = states
-    if bottom.is_data_free and bottom.degree is not None and top.kind in (Kind.SAME, Kind.EXAMPLES, Kind.AGGREGATE, Kind.MIXED):
+    if (
+        bottom.is_data_free
+        and bottom.degree is not None
+        and top.kind in (Kind.SAME, Kind.EXAMPLES, Kind.AGGREGATE, Kind.MIXED)
+    ):
         return scaled(top, -bottom.degree)
     if bottom.is_aggregated:
         return broken(f"{step.where} divides by a value computed from the whole micro-batch")
     if bottom.kind is not Kind.EXAMPLES:
         return function(states, step.where)
-    return product(top, State(Kind.EXAMPLES, None if bottom.degree is None else -bottom.degree), step.where)
+    return product(
+        top, State(Kind.EXAMPLES, None if bottom.degree is None else -bottom.degree), step.where
+    )
 
 
 def _compared(step: Step, states: Sequence[State]) -> State:
-    if step.name == "lt" and states[0].kind is Kind.POSITION and states[1] == State(Kind.SAME, None):
+    if (
+        step.name == "lt"
+        and states[0].kind is Kind.POSITION
+        and states[1] == State(Kind.SAME, None)
+    ):
         return State(Kind.NEVER)
     return function(states, step.where, 0.0)
 
@@ -248,21 +310,37 @@ def _spread(step: Step, states: Sequence[State]) -> State:
 def _reshape(step: Step, states: Sequence[State]) -> State:
     if not _flows(step, [0], _reshaped):
         return unknown(f"{step.where} rearranges the examples of the micro-batch")
-    if states[0].kind is Kind.POSITION and step.in_shapes[0][step.in_dim(0) or 0] != step.one.outvars[0].aval.shape[step.out_dim or 0]:
+    if (
+        states[0].kind is Kind.POSITION
+        and step.in_shapes[0][step.in_dim(0) or 0]
+        != step.one.outvars[0].aval.shape[step.out_dim or 0]
+    ):
         return unknown(f"{step.where} reads the positions of the examples in the micro-batch")
     return states[0]
 
 
 def _concatenate(step: Step, states: Sequence[State]) -> State:
     dim = step.params["dimension"]
-    if any(s.kind is Kind.POSITION for s in states) and dim == len(step.in_shapes[0]) - 1 != step.out_dim:
+    if (
+        any(s.kind is Kind.POSITION for s in states)
+        and dim == len(step.in_shapes[0]) - 1 != step.out_dim
+    ):
         if any(s.kind not in (Kind.POSITION, Kind.SAME, Kind.EXAMPLES) for s in states):
             return unknown(f"{step.where} makes indices from what is not known")
         starts = [sum(shape[dim] for shape in step.in_shapes[:i]) for i in range(len(states))]
         widths = zip(starts, step.in_shapes, states, strict=True)
-        own = frozenset(start + c for start, shape, s in widths if s.kind is Kind.POSITION for c in range(shape[dim]))
+        own = frozenset(
+            start + c
+            for start, shape, s in widths
+            if s.kind is Kind.POSITION
+            for c in range(shape[dim])
+        )
         return State(Kind.ADDRESS, columns=own)
-    return linear(states, step.where) if dim != step.out_dim or len(states) == 1 else unknown(f"{step.where} joins several micro-batches")
+    return (
+        linear(states, step.where)
+        if dim != step.out_dim or len(states) == 1
+        else unknown(f"{step.where} joins several micro-batches")
+    )
 
 
 def _sum(step: Step, states: Sequence[State]) -> State:
@@ -270,7 +348,11 @@ def _sum(step: Step, states: Sequence[State]) -> State:
     if step.in_dim(0) in step.params["axes"]:
         if state.kind in (Kind.EXAMPLES, Kind.MIXED):
             return State(Kind.AGGREGATE, None if state.degree is None else state.degree + 1)
-        return scaled(state, 1) if state.kind in (Kind.SAME, Kind.AGGREGATE) else unknown(f"{step.where} sums positions")
+        return (
+            scaled(state, 1)
+            if state.kind in (Kind.SAME, Kind.AGGREGATE)
+            else unknown(f"{step.where} sums positions")
+        )
     return linear(states, step.where)
 
 
@@ -278,7 +360,9 @@ def _reduce(step: Step, states: Sequence[State]) -> State:
     if step.in_dim(0) in step.params["axes"]:
         if states[0].is_data_free:
             return unknown(f"{step.where} reduces over the batch dimension")
-        return broken(f"{step.where} reduces over the examples of the micro-batch, and not by a sum or a mean")
+        return broken(
+            f"{step.where} reduces over the examples of the micro-batch, and not by a sum or a mean"
+        )
     return function(states, step.where, 1.0 if step.name in ("reduce_max", "reduce_min") else None)
 
 
@@ -299,7 +383,9 @@ def _dot(step: Step, states: Sequence[State]) -> State:
             return scaled(State(kind, result.degree), 1)
         taken = {*contracted[side], *batched[side]}
         free = [d for d in range(len(step.in_shapes[side])) if d not in taken]
-        lead = len(batched[0]) + (len(step.in_shapes[0]) - len(contracted[0]) - len(batched[0]) if side else 0)
+        lead = len(batched[0]) + (
+            len(step.in_shapes[0]) - len(contracted[0]) - len(batched[0]) if side else 0
+        )
         place = list(batched[side]).index(dim) if dim in batched[side] else lead + free.index(dim)
         if place != step.out_dim:
             return unknown(f"{step.where} rearranges the examples of the micro-batch")
@@ -308,7 +394,11 @@ def _dot(step: Step, states: Sequence[State]) -> State:
 
 def _conv(step: Step, states: Sequence[State]) -> State:
     numbers = step.params["dimension_numbers"]
-    plain = step.params["batch_group_count"] == 1 and step.in_dim(0) in (None, numbers.lhs_spec[0]) and step.in_dim(1) is None
+    plain = (
+        step.params["batch_group_count"] == 1
+        and step.in_dim(0) in (None, numbers.lhs_spec[0])
+        and step.in_dim(1) is None
+    )
     if not plain or step.out_dim not in (None, numbers.out_spec[0]):
         return unknown(f"{step.where} has the examples in another dimension than that of the batch")
     return product(states[0], states[1], step.where)
@@ -326,15 +416,33 @@ def _gather(step: Step, states: Sequence[State]) -> State:
         return elsewhere
     if dim is not None:
         if dim in numbers.operand_batching_dims:
-            if numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(dim)] != index_dim:
+            if (
+                numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(dim)]
+                != index_dim
+            ):
                 return elsewhere
-        elif dim in numbers.collapsed_slice_dims:  # x[arange(batch_size), ...]: each example reads itself
-            own = indices.columns if indices.kind is Kind.ADDRESS else {0} if indices.kind is Kind.POSITION else set()
+        elif (
+            dim in numbers.collapsed_slice_dims
+        ):  # x[arange(batch_size), ...]: each example reads itself
+            own = (
+                indices.columns
+                if indices.kind is Kind.ADDRESS
+                else {0}
+                if indices.kind is Kind.POSITION
+                else set()
+            )
             if dim not in numbers.start_index_map or numbers.start_index_map.index(dim) not in own:
                 return elsewhere
         else:
-            windows = [d for d in range(len(sizes)) if d not in {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}]
-            if _shape_and_slice_differ(step, dim) or numbers.offset_dims[windows.index(dim)] != step.out_dim:
+            windows = [
+                d
+                for d in range(len(sizes))
+                if d not in {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+            ]
+            if (
+                _shape_and_slice_differ(step, dim)
+                or numbers.offset_dims[windows.index(dim)] != step.out_dim
+            ):
                 return elsewhere
         indices = State(Kind.EXAMPLES) if indices.kind in (Kind.ADDRESS, Kind.POSITION) else indices
     elif indices.kind in (Kind.ADDRESS, Kind.POSITION):
@@ -342,13 +450,20 @@ def _gather(step: Step, states: Sequence[State]) -> State:
     if indices.is_fixed and index_dim is None:
         return operand
     if operand.is_aggregated:
-        return linear([operand, State(Kind.SAME)], step.where) if indices.is_data_free else function(states, step.where)
+        return (
+            linear([operand, State(Kind.SAME)], step.where)
+            if indices.is_data_free
+            else function(states, step.where)
+        )
     result = function([indices, State(operand.kind)], step.where)
     return result if operand.degree is None else scaled(result, operand.degree)
 
 
 def _shape_and_slice_differ(step: Step, dim: int) -> bool:
-    return any(eqn.params["slice_sizes"][dim] != eqn.invars[0].aval.shape[dim] for eqn in (step.one, step.two))
+    return any(
+        eqn.params["slice_sizes"][dim] != eqn.invars[0].aval.shape[dim]
+        for eqn in (step.one, step.two)
+    )
 
 
 def _random(step: Step, states: Sequence[State]) -> State:
@@ -356,8 +471,16 @@ def _random(step: Step, states: Sequence[State]) -> State:
     if step.out_dim is None:
         return function(states, step.where)
     if all(not dims for dims in step.in_grown):
-        return State(Kind.EXAMPLES) if all(s.is_data_free for s in states) else function(states, step.where)
-    return function(states, step.where) if _flows(step, range(len(states)), _kept) else unknown(f"{step.where} rearranges random keys")
+        return (
+            State(Kind.EXAMPLES)
+            if all(s.is_data_free for s in states)
+            else function(states, step.where)
+        )
+    return (
+        function(states, step.where)
+        if _flows(step, range(len(states)), _kept)
+        else unknown(f"{step.where} rearranges random keys")
+    )
 
 
 def _table() -> dict[str, Rule]:
@@ -368,8 +491,10 @@ def _table() -> dict[str, Rule]:
 
     add(
         _elementwise(None),
-        "acos acosh and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil cos cosh digamma erf erf_inv erfc exp exp2 expm1 "
-        "floor is_finite lgamma log log1p logistic nextafter not or polygamma population_count pow igamma igammac rem round "
+        "acos acosh and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil cos cosh "
+        "digamma erf erf_inv erfc exp exp2 expm1 "
+        "floor is_finite lgamma log log1p logistic nextafter not or polygamma population_count "
+        "pow igamma igammac rem round "
         "shift_left shift_right_arithmetic shift_right_logical sin sinh tan tanh xor",
     )
     add(_elementwise(1.0), "abs clamp max min")
@@ -381,7 +506,8 @@ def _table() -> dict[str, Rule]:
     add(_compared, "eq ne lt le gt ge")
     add(
         _linear,
-        "add add_any sub neg copy copy_p name real imag conj reduce_precision stop_gradient optimization_barrier sharding_constraint "
+        "add add_any sub neg copy copy_p name real imag conj reduce_precision stop_gradient "
+        "optimization_barrier sharding_constraint "
         "device_put pvary",
     )
     add(_converted, "convert_element_type")
@@ -410,7 +536,11 @@ def _table() -> dict[str, Rule]:
     add(_conv, "conv_general_dilated")
     add(_gather, "gather")
     add(_partitioned, PRIMITIVE)
-    add(_random, "random_bits random_fold_in random_split random_unwrap random_wrap random_clone random_seed")
+    add(
+        _random,
+        "random_bits random_fold_in random_split random_unwrap random_wrap random_clone "
+        "random_seed",
+    )
     return rules
 
 

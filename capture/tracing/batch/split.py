@@ -1,7 +1,9 @@
-"""Whether a loss splits over micro-batches: the loss of a batch is the mean of the losses of its parts.
+"""Whether a loss splits over micro-batches: the loss of a batch is the mean of the losses of its
+parts.
 
-Pipelines and gradient accumulation rely on it. Batch normalisation on the statistics of the micro-batch, a weighted mean
-``sum(w * l) / sum(w)``, a sum over the examples or a contrastive loss do not split: the step then depends on the number of micro-batches.
+Pipelines and gradient accumulation rely on it. Batch normalisation on the statistics of the
+micro-batch, a weighted mean ``sum(w * l) / sum(w)``, a sum over the examples or a contrastive loss
+do not split: the step then depends on the number of micro-batches.
 """
 
 from __future__ import annotations
@@ -24,12 +26,16 @@ from capture.tracing.model import _batch, _loss_jaxpr
 
 #: Relative difference of losses that rounding does not explain, ...
 TOLERANCE = 1e-4
-#: ... unless there are 16-bit values, or choices that a last bit decides (routing to experts), in a program that splits by itself.
+#: ... unless there are 16-bit values, or choices that a last bit decides (routing to experts), in a
+#: program that splits by itself.
 ROUNDING_TOLERANCE = 2e-2
 _NUMERIC_LIMIT_FLOPS = 2e9
 _NUMERIC_LIMIT_BATCH_ELEMENTS = 2**22
 #: Compiling takes longer than running once.
-_QUICK_COMPILE: dict[str, str | bool] = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
+_QUICK_COMPILE: dict[str, str | bool] = {
+    "xla_backend_optimization_level": "0",
+    "xla_llvm_disable_expensive_passes": True,
+}
 
 
 @dataclass(frozen=True)
@@ -58,13 +64,15 @@ class _Traced:
     batch_dims: list[int | None]
 
 
-def check_split(workload: WorkloadProtocol, microbatch_size: int, *, numeric_limit_parameters: int = 5_000_000) -> SplitCheck:
+def check_split(
+    workload: WorkloadProtocol, microbatch_size: int, *, numeric_limit_parameters: int = 5_000_000
+) -> SplitCheck:
     """Decide whether ``loss(batch) == mean(loss(part) for part in halves(batch))``.
 
-    A small model is run on the CPU, on its own ``batch`` and with random parameters: initial ones may be zero, and hide what follows
-    them. A larger one, or one whose
-    loss takes a random key, is traced for n and for 2 n examples and judged by what each operation does to the examples; nothing
-    is allocated. Only the value of the loss is judged.
+    A small model is run on the CPU, on its own ``batch`` and with random parameters: initial ones
+    may be zero, and hide what follows them. A larger one, or one whose loss takes a random key, is
+    traced for n and for 2 n examples and judged by what each operation does to the examples;
+    nothing is allocated. Only the value of the loss is judged.
 
     Args:
         workload: The task.
@@ -80,9 +88,17 @@ def check_split(workload: WorkloadProtocol, microbatch_size: int, *, numeric_lim
     """
     key = jax.eval_shape(lambda: jax.random.key(0))
     params = jax.eval_shape(workload.init, key)
-    small = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)) < numeric_limit_parameters and not takes_key(workload)
+    small = sum(
+        math.prod(leaf.shape) for leaf in jax.tree.leaves(params)
+    ) < numeric_limit_parameters and not takes_key(workload)
     last = max(2, microbatch_size)
-    sizes = dict.fromkeys([*(2**i for i in range(1, last.bit_length()) if 2**i < last and small), last, microbatch_size])
+    sizes = dict.fromkeys(
+        [
+            *(2**i for i in range(1, last.bit_length()) if 2**i < last and small),
+            last,
+            microbatch_size,
+        ]
+    )
     traced, error = None, ""
     for size in sizes:
         try:
@@ -91,7 +107,11 @@ def check_split(workload: WorkloadProtocol, microbatch_size: int, *, numeric_lim
         except Exception as refused:  # a model may refuse a batch in any way
             error = error or f"{type(refused).__name__}: {refused}"
     if traced is None:
-        return SplitCheck(None, "abstract", f"The loss cannot be traced for {last} and {2 * last} examples: {error}")
+        return SplitCheck(
+            None,
+            "abstract",
+            f"The loss cannot be traced for {last} and {2 * last} examples: {error}",
+        )
     found = _verdict(loss_state(traced.closed, traced.doubled, len(jax.tree.leaves(params))))
     if small and _can_run(traced):
         return _compare(workload, traced, found)
@@ -103,9 +123,13 @@ def split_warning(check: SplitCheck) -> str | None:
     if check.splits:
         return None
     if check.splits is None:
-        return f"Whether the loss splits over micro-batches was not decided: {check.reason} [workload-split]"
+        return (
+            f"Whether the loss splits over micro-batches was not decided: {check.reason} "
+            "[workload-split]"
+        )
     return (
-        "The loss of a batch is not the mean of the losses of its micro-batches, so a step depends on the number of micro-batches: "
+        "The loss of a batch is not the mean of the losses of its micro-batches, so a step "
+        "depends on the number of micro-batches: "
         f"{check.reason} [workload-split]"
     )
 
@@ -113,7 +137,13 @@ def split_warning(check: SplitCheck) -> str | None:
 def _trace_twice(workload: WorkloadProtocol, params: PyTree, size: int, key: Any) -> _Traced:
     batch, dims = _batch(workload, size, key)
     doubled = jax.eval_shape(lambda k: workload.batch(k, 2 * size), key)
-    return _Traced(size, _loss_jaxpr(workload, params, batch, key), _loss_jaxpr(workload, params, doubled, key), params, dims)
+    return _Traced(
+        size,
+        _loss_jaxpr(workload, params, batch, key),
+        _loss_jaxpr(workload, params, doubled, key),
+        params,
+        dims,
+    )
 
 
 def _verdict(state: State) -> SplitCheck:
@@ -122,36 +152,65 @@ def _verdict(state: State) -> SplitCheck:
             return SplitCheck(True, "abstract", "The loss is a mean over the examples.")
         if math.isclose(state.degree, 1, abs_tol=1e-6):
             return SplitCheck(False, "abstract", "The loss is a sum over the examples, not a mean.")
-        return SplitCheck(False, "abstract", f"The loss of twice as many examples is scaled by {2**state.degree:.4g} on top of their mean.")
+        return SplitCheck(
+            False,
+            "abstract",
+            f"The loss of twice as many examples is scaled by {2**state.degree:.4g} on top of "
+            "their mean.",
+        )
     reason = state.reason or "the loss depends on the positions of the examples"
-    return SplitCheck(False if state.kind is Kind.BROKEN else None, "abstract", f"{reason[:1].upper()}{reason[1:]}.")
+    return SplitCheck(
+        False if state.kind is Kind.BROKEN else None,
+        "abstract",
+        f"{reason[:1].upper()}{reason[1:]}.",
+    )
 
 
 def _can_run(traced: _Traced) -> bool:
     if not all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(traced.params)):
         return False  # integers, keys: only ``init`` knows what they may be
-    elements = sum(math.prod(v.aval.shape) for v in traced.doubled.jaxpr.invars[len(jax.tree.leaves(traced.params)) :])
+    elements = sum(
+        math.prod(v.aval.shape)
+        for v in traced.doubled.jaxpr.invars[len(jax.tree.leaves(traced.params)) :]
+    )
     flops = sum(map(equation_flops, traced.doubled.jaxpr.eqns))
     return elements < _NUMERIC_LIMIT_BATCH_ELEMENTS and flops < _NUMERIC_LIMIT_FLOPS
 
 
 def _compare(workload: WorkloadProtocol, traced: _Traced, found: SplitCheck) -> SplitCheck:
-    """Run the loss on a batch and on its halves; what the program shows (``found``) names the operation, and decides if rounding may."""
+    """Run the loss on a batch and on its halves; what the program shows (``found``) names the
+    operation, and decides if rounding may."""
     try:
         with jax.default_device(jax.devices("cpu")[0]):
             whole, first, second = _losses(workload, traced)
-    except Exception:  # no CPU backend in this process, a kernel for another device, ...: what was traced is what is known
+    # no CPU backend in this process, a kernel for another device, ...: what was traced is what is
+    # known
+    except Exception:
         return found
     mean, n = (first + second) / 2, traced.num_examples
     difference = abs(whole - mean) / max(abs(whole), abs(mean), 1e-30)
     may_be_rounding = found.splits or _is_16_bit(traced)
-    if not math.isfinite(difference) or (TOLERANCE < difference < ROUNDING_TOLERANCE and may_be_rounding):
+    if not math.isfinite(difference) or (
+        TOLERANCE < difference < ROUNDING_TOLERANCE and may_be_rounding
+    ):
         return found
     if difference <= TOLERANCE:
-        caveat = f" That may change with other data: {found.reason}" if found.splits is False else ""
-        return SplitCheck(True, "numeric", f"The loss of {2 * n} examples is {whole:.6g}, and so is the mean over its halves.{caveat}")
+        caveat = (
+            f" That may change with other data: {found.reason}" if found.splits is False else ""
+        )
+        return SplitCheck(
+            True,
+            "numeric",
+            f"The loss of {2 * n} examples is {whole:.6g}, and so is the mean over its "
+            f"halves.{caveat}",
+        )
     cause = f" {found.reason}" if found.splits is False else ""
-    return SplitCheck(False, "numeric", f"The loss of {2 * n} examples is {whole:.6g}, and the mean over its halves {mean:.6g}.{cause}")
+    return SplitCheck(
+        False,
+        "numeric",
+        f"The loss of {2 * n} examples is {whole:.6g}, and the mean over its halves "
+        f"{mean:.6g}.{cause}",
+    )
 
 
 def _losses(workload: WorkloadProtocol, traced: _Traced) -> tuple[float, float, float]:
@@ -160,7 +219,10 @@ def _losses(workload: WorkloadProtocol, traced: _Traced) -> tuple[float, float, 
     params = [_random_leaf(leaf, random) for leaf in jax.tree.leaves(traced.params)]
     batch = jax.tree.leaves(_quickly(lambda key: workload.batch(key, 2 * n), jax.random.key(0)))
     halves = [
-        [leaf if dim is None else np.split(np.asarray(leaf), 2, axis=dim)[i] for leaf, dim in zip(batch, traced.batch_dims, strict=True)]
+        [
+            leaf if dim is None else np.split(np.asarray(leaf), 2, axis=dim)[i]
+            for leaf, dim in zip(batch, traced.batch_dims, strict=True)
+        ]
         for i in (0, 1)
     ]
     (whole,) = _quickly(jex_core.jaxpr_as_fun(traced.doubled), *params, *batch)
@@ -169,10 +231,13 @@ def _losses(workload: WorkloadProtocol, traced: _Traced) -> tuple[float, float, 
 
 
 def _random_leaf(leaf: jax.ShapeDtypeStruct, random: np.random.Generator) -> np.ndarray:
-    """Near 1 for scales and biases, else small enough that products keep the size of their inputs."""
+    """Near 1 for scales and biases, else small enough that products keep the size of their
+    inputs."""
     if len(leaf.shape) < 2:
         return random.uniform(0.5, 1.5, leaf.shape).astype(leaf.dtype)
-    return (random.standard_normal(leaf.shape, np.float32) / math.sqrt(math.prod(leaf.shape[:-1]))).astype(leaf.dtype)
+    return (
+        random.standard_normal(leaf.shape, np.float32) / math.sqrt(math.prod(leaf.shape[:-1]))
+    ).astype(leaf.dtype)
 
 
 def _compiled(function: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:

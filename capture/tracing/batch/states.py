@@ -1,6 +1,8 @@
-"""What becomes of a value when a batch is cut into micro-batches: the states of ``batch_flow`` and their arithmetic.
+"""What becomes of a value when a batch is cut into micro-batches: the states of ``batch_flow`` and
+their arithmetic.
 
-With v the value in the whole batch of 2 n examples, and v1, v2 those in its halves, a state says, for a degree d,
+With v the value in the whole batch of 2 n examples, and v1, v2 those in its halves, a state says,
+for a degree d,
 
     same        v = 2^d v1 = 2^d v2    no data; repeated along the batch dimension if it has one
     examples    v = 2^d [v1; v2]       along the batch dimension
@@ -24,8 +26,9 @@ import numpy as np
 class Kind(enum.Enum):
     """See the module; the last five are bookkeeping.
 
-    ``POSITION`` is each example's own index along the batch dimension (``jnp.arange(batch_size)``), ``NEVER`` a mask that is all false,
-    ``ADDRESS`` indices of which some columns are positions, ``BROKEN`` a value that breaks the split and ``UNKNOWN`` one not understood.
+    ``POSITION`` is each example's own index along the batch dimension (``jnp.arange(batch_size)``),
+    ``NEVER`` a mask that is all false, ``ADDRESS`` indices of which some columns are positions,
+    ``BROKEN`` a value that breaks the split and ``UNKNOWN`` one not understood.
     """
 
     SAME = "same"
@@ -85,9 +88,15 @@ def unknown(reason: str) -> State:
 
 def constant_state(value: Any, doubled: Any, where: str) -> State:
     """State of a constant of the program, from its values at n and at 2 n examples."""
-    if value is doubled or (np.shape(value) == np.shape(doubled) and np.array_equal(value, doubled)):
+    if value is doubled or (
+        np.shape(value) == np.shape(doubled) and np.array_equal(value, doubled)
+    ):
         return State(Kind.SAME, None if _is_zero(value) else 0.0)
-    if np.shape(value) == np.shape(doubled) == () and float(value) and (ratio := float(doubled) / float(value)) > 0:
+    if (
+        np.shape(value) == np.shape(doubled) == ()
+        and float(value)
+        and (ratio := float(doubled) / float(value)) > 0
+    ):
         return State(Kind.SAME, math.log2(ratio))
     if np.ndim(value) == np.ndim(doubled) == 1 and len(doubled) == 2 * len(value):
         if np.array_equal(doubled, np.arange(len(doubled))):
@@ -98,7 +107,11 @@ def constant_state(value: Any, doubled: Any, where: str) -> State:
 
 
 def _is_zero(value: Any) -> bool:
-    return np.ndim(value) == 0 and isinstance(value, (bool, int, float, np.generic, np.ndarray)) and value == 0
+    return (
+        np.ndim(value) == 0
+        and isinstance(value, (bool, int, float, np.generic, np.ndarray))
+        and value == 0
+    )
 
 
 def scaled(state: State, degree: float) -> State:
@@ -111,7 +124,9 @@ def common_degree(states: Sequence[State]) -> float | None:
     degrees = [s.degree for s in states if s.degree is not None]
     if not degrees:
         return None
-    return degrees[0] if all(math.isclose(d, degrees[0], abs_tol=1e-6) for d in degrees) else math.nan
+    return (
+        degrees[0] if all(math.isclose(d, degrees[0], abs_tol=1e-6) for d in degrees) else math.nan
+    )
 
 
 def linear(states: Sequence[State], where: str) -> State:
@@ -121,7 +136,10 @@ def linear(states: Sequence[State], where: str) -> State:
         degree = common_degree(states)
         if degree is not None and math.isnan(degree):
             if kinds & set(_AGGREGATED):
-                return broken(f"{where} adds values that grow differently with the number of examples, such as a sum and a mean over them")
+                return broken(
+                    f"{where} adds values that grow differently with the number of examples, such "
+                    "as a sum and a mean over them"
+                )
             return unknown(f"{where} reads the number of examples")
         return State(kinds.pop() if len(kinds) == 1 else Kind.MIXED if kinds else Kind.SAME, degree)
     return _special(where)
@@ -131,12 +149,21 @@ def product(left: State, right: State, where: str) -> State:
     """An element-wise product, or another function linear in each."""
     for factor, other in ((left, right), (right, left)):
         if factor.is_data_free:
-            degree = None if factor.degree is None or other.degree is None else factor.degree + other.degree
+            degree = (
+                None
+                if factor.degree is None or other.degree is None
+                else factor.degree + other.degree
+            )
             return State(other.kind, degree) if other.kind in _ORDINARY else _special(where)
     if left.is_aggregated or right.is_aggregated:
-        return broken(f"{where} multiplies a value computed from the whole micro-batch by other data")
+        return broken(
+            f"{where} multiplies a value computed from the whole micro-batch by other data"
+        )
     if left.kind is right.kind is Kind.EXAMPLES:
-        return State(Kind.EXAMPLES, None if left.degree is None or right.degree is None else left.degree + right.degree)
+        return State(
+            Kind.EXAMPLES,
+            None if left.degree is None or right.degree is None else left.degree + right.degree,
+        )
     return _special(where)
 
 
