@@ -206,7 +206,8 @@ def _step(
     case: Case, workload: Any, microbatch_size: int, layer: int, where: str
 ) -> dict[str, Any]:
     from capture.machine.cluster import Cluster
-    from capture.plan.stages import Plan, StagePlan
+    from capture.plan.choices import StageChoice
+    from capture.plan.stages import Plan, Stage
     from profiling_runs.collect import open_measurements
     from profiling_runs.verify import verify
 
@@ -214,7 +215,7 @@ def _step(
     task = workload.load()
     measurements = open_measurements(task, num_devices=1, target=target)
     graph = measurements.backend.traced(microbatch_size).graph
-    stage = StagePlan((0, graph.num_layers - 1), (0,), remat=case.remat)
+    stage = Stage(0, graph.num_layers, (0,), StageChoice(remat=case.remat))
     plan = Plan(Cluster((1,), target), graph.num_layers, (stage,), 2 * microbatch_size, 2, "1f1b")
     if where != "here":
         found = verify(plan, measurements)

@@ -52,10 +52,10 @@ from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
-from capture.plan.choices import StageChoice, hybrid_choices, with_sharded_params
+from capture.plan.choices import StageChoice
+from capture.plan.space import StageSpace
 from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
-from capture.profiler.windows import choices_to_profile
 from profiling_runs.collect import Measurements, open_measurements, profile
 from profiling_runs.pools.where import Where
 from profiling_runs.verify import verify, with_verified
@@ -146,12 +146,8 @@ def main() -> int:
 
 def choices() -> list[StageChoice]:
     """Those of both spaces."""
-    plain = choices_to_profile(
-        Cluster((NUM_DEVICES,), TARGET),
-        hybrid_choices(NUM_DEVICES, remat="full"),
-        GLOBAL_BATCH // NUM_MICROBATCHES,
-    )
-    return with_sharded_params(plain)
+    cluster, size = Cluster((NUM_DEVICES,), TARGET), GLOBAL_BATCH // NUM_MICROBATCHES
+    return StageSpace().choices(cluster, size, ("full",), shard_params=True)
 
 
 @dataclass
@@ -215,7 +211,7 @@ class Planner:
                 num_microbatches=NUM_MICROBATCHES,
                 memory_limit_bytes=limit_bytes,
                 objective="throughput",
-                whole_nodes=True,
+                space=StageSpace(whole_nodes=True),
             )
 
         def compiled(plan: Plan, known: Profile) -> tuple[dict[str, Any], Profile]:
@@ -267,7 +263,7 @@ class Planner:
                 for p, peak in zip(predicted, verified.peak_bytes_per_device, strict=True)
             ],
             "num_stages": plan.num_stages,
-            "num_stages_with_shard_params": sum(stage.shard_params for stage in plan.stages),
+            "num_stages_with_shard_params": sum(stage.choice.shard_params for stage in plan.stages),
             "is_proven": fits and result.search.optimal and result.why["verified"]["settled"],
             "stages": [stage.to_json() for stage in plan.stages],
         }

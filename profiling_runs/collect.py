@@ -4,7 +4,7 @@ together."""
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -16,16 +16,16 @@ from capture.measured.profile import Calibration, Profile, StageConfig, StageErr
 from capture.measured.stage_cost import StageCost
 from capture.measured.store import Store
 from capture.model.workload import WorkloadProtocol, WorkloadSpec
-from capture.plan.choices import StageChoice, hybrid_choices, with_sharded_params
-from capture.plan.sampling import DrawnStage, random_plans
+from capture.plan.choices import Remat, StageChoice
+from capture.plan.sampling import random_plans
 from capture.plan.schedule import SCHEDULES
-from capture.plan.stages import Plan, Remat, StagePlan, TensorParallelRule
+from capture.plan.space import StageSpace
+from capture.plan.stages import Plan, TensorParallelRule
 from capture.predictor import AdditivePredictor
 from capture.predictor.statistics import without_windows
 from capture.profiler.paper import PaperStatistics, paper_runs, run_paper_profile
 from capture.profiler.windows import (
     DEFAULT_NEIGHBOURS,
-    choices_to_profile,
     profiled_microbatch_sizes,
     window_configs,
 )
@@ -191,7 +191,7 @@ def open_measurements(
     unmarked_layers: int | None = None,
     tensor_parallel_rule: TensorParallelRule = "auto",
     store: Store | None = None,
-    where: Where = Where(),  # noqa: B008 (frozen)
+    where: Where = Where(),
     progress: Progress = lambda kind, done, total: None,
     watch: Watch = lambda event: None,
 ) -> Measurements:
@@ -231,14 +231,13 @@ def profile(
     shard_optimizer: bool = False,
     shard_params: bool = False,
     choices: Iterable[StageChoice] | None = None,
-    whole_nodes: bool = False,
-    any_divisor: bool = False,
+    space: StageSpace = StageSpace(),
     num_neighbours: int = DEFAULT_NEIGHBOURS,
     tensor_parallel_rule: TensorParallelRule = "auto",
     calibration_plans: int = DEFAULT_CALIBRATION_PLANS,
     paper: tuple[str, int] | None = None,
     store: Store | None = None,
-    where: Where = Where(),  # noqa: B008 (frozen)
+    where: Where = Where(),
     progress: Progress = lambda kind, done, total: None,
     watch: Watch = lambda event: None,
     measurements: Measurements | None = None,
@@ -265,7 +264,7 @@ def profile(
             that do not.
         choices: Of the windows, instead of all data- and tensor-parallel degree pairs that fit the
             cluster.
-        whole_nodes, any_divisor: Of the windows; see ``Cluster.stage_degrees``.
+        space: Of the windows: submeshes of stages.
         num_neighbours: Of the windows: most neighbours of M_a.
         tensor_parallel_rule: ``"auto"`` or ``"largest"``.
         calibration_plans: Random plans whose stages are measured to calibrate the interval of the
@@ -347,8 +346,7 @@ def profile(
         choices,
         num_neighbours=num_neighbours,
         calibration_plans=calibration_plans,
-        whole_nodes=whole_nodes,
-        any_divisor=any_divisor,
+        space=space,
         shard_params=shard_params,
         paper=paper,
     )
@@ -410,8 +408,7 @@ class Question:
     choices: tuple[StageChoice, ...]
     num_neighbours: int = DEFAULT_NEIGHBOURS
     calibration_plans: int = DEFAULT_CALIBRATION_PLANS
-    whole_nodes: bool = False
-    any_divisor: bool = False
+    space: StageSpace = StageSpace()
     paper: PaperQuestion | None = None
 
     @classmethod
@@ -425,23 +422,24 @@ class Question:
         *,
         shard_params: bool = False,
         paper: tuple[str, int] | None,
-        whole_nodes: bool,
-        any_divisor: bool,
+        space: StageSpace,
         **rest: int,
     ) -> Question:
         """From the arguments of ``profile``."""
         if choices is None:
-            choices = default_choices(
-                cluster, microbatch_size, remat, shard_optimizer, whole_nodes, any_divisor
+            choices = space.choices(
+                cluster,
+                microbatch_size,
+                remat,
+                shard_optimizer=shard_optimizer,
+                shard_params=shard_params,
             )
-            choices = with_sharded_params(choices) if shard_params else choices
         asked = None if paper is None else PaperQuestion(*paper, remat[0], shard_optimizer)
         return cls(
             cluster,
             microbatch_size,
             tuple(choices),
-            whole_nodes=whole_nodes,
-            any_divisor=any_divisor,
+            space=space,
             paper=asked,
             **rest,
         )
@@ -472,7 +470,7 @@ def wanted_configs(question: Question, measurements: Measurements) -> dict[str, 
     if question.calibration_plans:
         known = {measurements.key(config) for config in windows}
         configs = [
-            stage_config(s, question.microbatch_size)
+            StageConfig.of(s, question.microbatch_size)
             for plan in calibration_of(question, measurements)
             for s in plan.stages
         ]
@@ -640,40 +638,6 @@ def check_backend(
     ProfileError.check(violations)
 
 
-def default_choices(
-    cluster: Cluster,
-    microbatch_size: int,
-    remat: Sequence[Remat],
-    shard_optimizer: bool,
-    whole_nodes: bool,
-    any_divisor: bool,
-) -> list[StageChoice]:
-    """Every degree pair, for each way to rematerialise."""
-    found = []
-    for policy in remat:
-        hybrid = hybrid_choices(cluster.num_devices, remat=policy, shard_optimizer=shard_optimizer)
-        if any_divisor:
-            hybrid = divisor_choices(cluster.num_devices, policy, shard_optimizer)
-        found += choices_to_profile(
-            cluster, hybrid, microbatch_size, any_divisor=any_divisor, whole_nodes=whole_nodes
-        )
-    return found
-
-
-def divisor_choices(
-    max_devices: int, remat: Remat, shard_optimizer: bool
-) -> dict[int, tuple[StageChoice, ...]]:
-    """All pairs of degrees whose product is the number of devices, for any number."""
-    return {
-        d: tuple(
-            StageChoice(d // tp, tp, remat, shard_optimizer)
-            for tp in range(1, d + 1)
-            if d % tp == 0
-        )
-        for d in range(1, max_devices + 1)
-    }
-
-
 def paper_profile(
     measurements: Measurements,
     cluster: Cluster,
@@ -718,13 +682,18 @@ def calibration_of(question: Question, measurements: Measurements) -> list[Plan]
             result.graph.num_layers,
             by_degree,
             CALIBRATION_SEED,
-            whole_nodes=question.whole_nodes,
-            any_divisor=question.any_divisor,
+            question.space,
         )
     except PlanError:
         return []
     return [
-        plan_of(drawn, result, cluster, 8 * question.microbatch_size, 8, name)
+        result.plan(
+            cluster,
+            drawn,
+            global_batch_size=8 * question.microbatch_size,
+            num_microbatches=8,
+            schedule=name,
+        )
         for drawn in islice(draws, question.calibration_plans)
         for name in SCHEDULES
     ]
@@ -739,7 +708,7 @@ def calibrate(result: Profile, measurements: Measurements, plans: Sequence[Plan]
     known = {measurements.key(config) for config in result.measurements}
     predictor, errors = AdditivePredictor(result), dict[Any, StageError]()
     for plan in plans:
-        configs = [stage_config(stage, plan.microbatch_size) for stage in plan.stages]
+        configs = [StageConfig.of(stage, plan.microbatch_size) for stage in plan.stages]
         fresh = [
             measurements.key(config) not in known and config in measurements.costs
             for config in configs
@@ -761,39 +730,3 @@ def calibrate(result: Profile, measurements: Measurements, plans: Sequence[Plan]
                 error = truth[stage.devices[0]] / predicted.stages[s].peak_bytes - 1
                 errors[plan.schedule, plan.num_stages - s, config] = StageError(config, error)
     return Calibration(tuple(errors.values()), CALIBRATION_SEED, len(plans) // len(SCHEDULES))
-
-
-def plan_of(
-    drawn: Sequence[DrawnStage],
-    result: Profile,
-    cluster: Cluster,
-    global_batch_size: int,
-    num_microbatches: int,
-    schedule: str,
-) -> Plan:
-    """A plan from drawn stages."""
-    stages = tuple(
-        StagePlan(
-            (stage.first, stage.stop - 1),
-            tuple(range(stage.start_device, stage.start_device + stage.choice.num_devices)),
-            **asdict(stage.choice),
-        )
-        for stage in drawn
-    )
-    return Plan(
-        cluster,
-        result.graph.num_layers,
-        stages,
-        global_batch_size,
-        num_microbatches,
-        schedule,
-        result.auto_layers,
-        result.tensor_parallel_rule,
-        result.model_hashes.get(global_batch_size // num_microbatches, ""),
-        result.workload,
-    )
-
-
-def stage_config(stage: StagePlan, microbatch_size: int) -> StageConfig:
-    """The config of a plan's stage."""
-    return StageConfig(stage.first, stage.stop, StageChoice.of(stage), microbatch_size)

@@ -18,7 +18,8 @@ from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile
 from capture.measured.store import Store
 from capture.model.workload import WorkloadProtocol, WorkloadSpec
-from capture.plan.stages import Remat, TensorParallelRule
+from capture.plan.choices import Remat
+from capture.plan.stages import TensorParallelRule
 from capture.profiler.execution import Machine, ProfilingRun
 from capture.profiler.paper import (
     PaperRuns,
@@ -53,7 +54,7 @@ def executed_profile(
     memory_limit_bytes: int | None = None,
     store: Store | None = None,
     repeats: int = 1,
-    where: Where = Where(),  # noqa: B008 (frozen)
+    where: Where = Where(),
     progress: Progress = lambda kind, done, total: None,
     watch: Watch = lambda event: None,
     alpa_python: str | None = None,

@@ -11,7 +11,9 @@ from capture.machine.cluster import Cluster
 from capture.machine.target import Target
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
-from capture.plan.stages import Remat, TensorParallelRule
+from capture.plan.choices import Remat
+from capture.plan.space import StageSpace
+from capture.plan.stages import TensorParallelRule
 from capture.profiler.execution import Machine
 from capture.profiler.paper import most_run_devices, paper_runs
 from profiling_runs.collect import Question, check_backend, open_measurements, wanted_configs
@@ -109,8 +111,7 @@ def list_jobs(
     remat: Sequence[Remat],
     shard_optimizer: bool,
     shard_params: bool,
-    whole_nodes: bool,
-    any_divisor: bool,
+    space: StageSpace,
     num_neighbours: int,
     tensor_parallel_rule: TensorParallelRule,
     calibration_plans: int,
@@ -147,8 +148,7 @@ def list_jobs(
             shard_optimizer,
             num_neighbours=num_neighbours,
             calibration_plans=calibration_plans,
-            whole_nodes=whole_nodes,
-            any_divisor=any_divisor,
+            space=space,
             shard_params=shard_params,
             paper=paper,
         )

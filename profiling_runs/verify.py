@@ -9,7 +9,7 @@ from typing import Any
 
 from capture.errors import PlanError, ProfileError
 from capture.machine.target import Target
-from capture.measured.profile import Profile
+from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
 from capture.model.graph import LayerGraph
 from capture.plan.stages import Plan
@@ -19,7 +19,7 @@ from capture.step.ledger import Ledger
 from capture.step.program import StepProgram, build_step, replay
 from capture.step.timeline import StepTimeline, plan_timeline
 from capture.step.times import TimeModel
-from profiling_runs.collect import Measurements, stage_config
+from profiling_runs.collect import Measurements
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def verify(plan: Plan, measurements: Measurements) -> Verification:
         ProfileError: ``verify-stage`` naming the stages that do not compile.
     """
     check_model(plan, measurements)
-    configs = [stage_config(stage, plan.microbatch_size) for stage in plan.stages]
+    configs = [StageConfig.of(stage, plan.microbatch_size) for stage in plan.stages]
     known = set(measurements.backend.store.get({measurements.key(config) for config in configs}))
     missing = {key for config in configs if (key := measurements.key(config)) not in known}
     measurements.require({"stages of the plan": configs})
@@ -142,7 +142,7 @@ def with_verified(profile: Profile, plan: Plan, measurements: Measurements) -> P
     size, graph = plan.microbatch_size, measurements.backend.traced(plan.microbatch_size).graph
     costs = {
         config: measurements.costs[config]
-        for config in (stage_config(stage, size) for stage in plan.stages)
+        for config in (StageConfig.of(stage, size) for stage in plan.stages)
     }
     verified = {
         config: replace(

@@ -23,7 +23,7 @@ from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import StageChoice
-from capture.plan.stages import Plan, StagePlan
+from capture.plan.stages import Plan, Stage
 from capture.predictor import AdditivePredictor
 from capture.profiler.alpa import AlpaBackend
 from capture.profiler.execution import ProfilingRun
@@ -44,9 +44,9 @@ PLAN = Plan(
     Cluster((4, 4)),
     6,
     (
-        StagePlan((0, 1), range(4), 4, 1, "full", True),
-        StagePlan((2, 4), (4, 5), 1, 2, "full"),
-        StagePlan((5, 5), (6, 7), 2, 1, "full", True),
+        Stage(0, 2, range(4), StageChoice(4, 1, "full", True)),
+        Stage(2, 5, (4, 5), StageChoice(1, 2, "full")),
+        Stage(5, 6, (6, 7), StageChoice(2, 1, "full", True)),
     ),
     64,
     8,
@@ -80,7 +80,7 @@ def test_options_say_what_the_plan_says():
 
 
 def test_a_stage_that_keeps_its_optimizer_whole_says_so():
-    stages = (*PLAN.stages[:2], StagePlan((5, 5), (6, 7), 2, 1, "full"))
+    stages = (*PLAN.stages[:2], Stage(5, 6, (6, 7), StageChoice(2, 1, "full")))
     options = to_alpa(PLAN.with_(stages=stages))
     assert options.default_auto_sharding_option == {"prefer_reduce_scatter": False}
     assert [d.get("prefer_reduce_scatter") for d in options.submesh_autosharding_option_dicts] == [
@@ -104,13 +104,15 @@ def test_what_alpa_cannot_place(nodes, sizes, code):
 
 
 def test_split_parameters_are_not_alpas():
-    stages = (StagePlan((0, 1), [0, 1], 2, 1, "none", shard_optimizer=True, shard_params=True),)
+    stages = (
+        Stage(0, 2, [0, 1], StageChoice(2, 1, "none", shard_optimizer=True, shard_params=True)),
+    )
     assert codes_of(lambda: to_alpa(Plan(Cluster((2,)), 2, stages, 4, 2))) == ("alpa-shard-params",)
 
 
 @pytest.mark.parametrize("modes", [("none", "full"), ("dots", "dots")])
 def test_remat_is_one_for_all_layers(modes):
-    stages = tuple(StagePlan((s, s), [s], 1, 1, mode) for s, mode in enumerate(modes))
+    stages = tuple(Stage(s, s + 1, [s], StageChoice(1, 1, mode)) for s, mode in enumerate(modes))
     assert codes_of(lambda: to_alpa(Plan(Cluster((2,)), 2, stages, 4, 2))) == ("alpa-remat",)
 
 
@@ -172,9 +174,12 @@ MANUAL = {
 def test_manual_options_are_read():
     dicts = [{"force_data_parallel": True}, {"force_batch_dim_to_mesh_dim": 0}]
     found = plan_from_alpa({**OPTIONS, "submesh_autosharding_option_dicts": dicts}, **MANUAL)
-    assert [(s.layers, s.data_parallel, s.tensor_parallel, s.devices) for s in found.stages] == [
-        ((0, 1), 2, 1, (2, 3)),
-        ((2, 2), 1, 2, (0, 1)),
+    assert [
+        (s.first, s.stop, s.choice.data_parallel, s.choice.tensor_parallel, s.devices)
+        for s in found.stages
+    ] == [
+        (0, 2, 2, 1, (2, 3)),
+        (2, 3, 1, 2, (0, 1)),
     ]
 
 
@@ -184,7 +189,10 @@ def test_a_choice_that_is_left_to_alpas_solver_is_not_guessed():
         "alpa-undecided",
     )
     found = plan_from_alpa(OPTIONS, **MANUAL, undecided="tensor_parallel")
-    assert [(s.data_parallel, s.tensor_parallel) for s in found.stages] == [(1, 2), (1, 2)]
+    assert [(s.choice.data_parallel, s.choice.tensor_parallel) for s in found.stages] == [
+        (1, 2),
+        (1, 2),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ from capture.cli.main import _show_warning, main
 from capture.cli.progress import progress
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
-from capture.plan.stages import Plan, StagePlan
+from capture.plan.choices import StageChoice
+from capture.plan.stages import Plan, Stage
 from capture.predictor import AdditivePredictor
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -374,9 +375,7 @@ def test_a_model_without_marks_is_planned_and_its_layers_are_said(inside, capsys
 
     workload = WorkloadSpec.parse("plain.py:model?layers=10").load()
     assert trace_for_plan(workload, plan).graph.model_hash == plan.model_hash
-    by_hand = plan.with_(
-        auto_layers=False, model_hash="", num_layers=5, stages=[StagePlan((0, 4), [0])]
-    )
+    by_hand = plan.with_(auto_layers=False, model_hash="", num_layers=5, stages=[Stage(0, 5, [0])])
     assert trace_for_plan(workload, by_hand).graph.num_layers == 5
     assert not Plan.load("plan.json").auto_layers
 
@@ -385,7 +384,7 @@ def test_a_plan_by_hand_is_predicted_for_reports_and_differences(inside, capsys)
     """By a profile of the degrees of its stages, which is said; the prediction is that of the
     profile that is there."""
     by_hand = Plan.load("plan.json").with_(
-        prediction=None, why=None, stages=[StagePlan((0, 7), [0, 1], tensor_parallel=2)]
+        prediction=None, why=None, stages=[Stage(0, 8, [0, 1], StageChoice(tensor_parallel=2))]
     )
     by_hand.save("hand.json")
     assert (

@@ -22,14 +22,15 @@ from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.store import Store
 from capture.model.workload import Workload
-from capture.plan.choices import StageChoice, hybrid_choices
+from capture.plan.choices import StageChoice
+from capture.plan.space import StageSpace
 from capture.predictor import AdditivePredictor
 from capture.predictor.same_stages import stage_signature
 from capture.profiler.compile import CompileBackend
-from capture.profiler.windows import choices_to_profile, profiled_microbatch_sizes, window_configs
+from capture.profiler.windows import profiled_microbatch_sizes, window_configs
 from capture.runtime.pipeline import pipeshard
 from profiling_runs import profile
-from profiling_runs.collect import CALIBRATION_SEED, divisor_choices
+from profiling_runs.collect import CALIBRATION_SEED
 from profiling_runs.jobs import Job, Queue
 from profiling_runs.pools.worker import measure_job
 from recommender import recommend
@@ -84,17 +85,14 @@ def test_half_the_microbatch_is_profiled_where_every_choice_splits_it():
 
 def test_choices_are_those_that_a_stage_of_the_cluster_may_have():
     def pairs(cluster, microbatch_size, **options):
-        choices = choices_to_profile(
-            cluster, options.pop("choices", hybrid_choices(8)), microbatch_size, **options
-        )
+        choices = StageSpace(**options).choices(cluster, microbatch_size)
         return [(c.data_parallel, c.tensor_parallel) for c in choices]
 
     assert pairs(Cluster((4, 2)), 8) == [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4)]
     assert pairs(Cluster((4,)), 2) == [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)]
     assert pairs(Cluster((1, 1)), 8) == [(1, 1)]
     assert pairs(Cluster((1, 1)), 8, whole_nodes=True) == [(1, 1), (2, 1), (1, 2)]
-    by_three = divisor_choices(3, "none", False)
-    assert pairs(Cluster((3,)), 3, any_divisor=True, choices=by_three) == [(1, 1), (3, 1), (1, 3)]
+    assert pairs(Cluster((3,)), 3, any_divisor=True) == [(1, 1), (3, 1), (1, 3)]
 
 
 # ---- measuring
@@ -375,7 +373,7 @@ def test_stages_may_split_their_parameters_and_a_plan_is_never_the_worse_for_it(
     )
     free, bound = (recommend(one, cluster, **question) for one in (found, without))
     assert free.plan is not None and bound.plan is not None
-    assert [stage.shard_params for stage in free.plan.stages] == [True]
+    assert [stage.choice.shard_params for stage in free.plan.stages] == [True]
     replayed = [
         max(pipeshard(task, plan).replay().peak_bytes_per_device)
         for plan in (free.plan, bound.plan)

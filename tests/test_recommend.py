@@ -17,9 +17,10 @@ from capture.errors import CaptureError
 from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile
 from capture.plan.choices import StageChoice, hybrid_choices
-from capture.plan.sampling import DrawnStage, random_plans
+from capture.plan.sampling import random_plans
 from capture.plan.schedule import SCHEDULES
-from capture.plan.stages import Plan
+from capture.plan.space import StageSpace
+from capture.plan.stages import Plan, Stage
 from capture.predictor import AdditivePredictor
 from capture.predictor.paper import PaperPredictor
 from capture.profiler.paper import (
@@ -29,7 +30,6 @@ from capture.profiler.paper import (
     paper_runs,
     run_paper_profile,
 )
-from profiling_runs.collect import divisor_choices, plan_of
 from recommender import baseline_plan, recommend
 from recommender.capture.autostage import LABEL
 from recommender.capture.recommendation import (
@@ -106,7 +106,7 @@ def test_no_random_plan_is_predicted_to_need_less(cluster, schedule):
     predictor = AdditivePredictor(profile)
     draws = random_plans(cluster, 18, hybrid_choices(8), 3)
     for drawn in islice(draws, 100):
-        other = plan_of(drawn, profile, cluster, 128, 8, schedule)
+        other = profile.plan(cluster, drawn, **BATCH, schedule=schedule)
         mine, theirs = (
             tuple(sorted(predictor.predict(p).peak_bytes_per_device, reverse=True))
             for p in (plan, other)
@@ -137,10 +137,10 @@ def test_what_shared_parameters_exchange_is_seen_by_the_search(seed, shared):
         for chosen in product(*(problem.choices[d] for _, _, d in cuts)):
             starts = accumulate((d for _, _, d in cuts), initial=0)
             drawn = [
-                DrawnStage(first, stop, at, choice)
+                Stage.at(at, first, stop, choice)
                 for (first, stop, _), at, choice in zip(cuts, starts, chosen, strict=False)
             ]
-            prediction = predictor.predict(plan_of(drawn, profile, cluster, 128, 8, "1f1b"))
+            prediction = predictor.predict(profile.plan(cluster, drawn, **BATCH, schedule="1f1b"))
             peaks.append(tuple(sorted(prediction.peak_bytes_per_device, reverse=True)))
     found = tuple(sorted(result.prediction.peak_bytes_per_device, reverse=True))
     if result.search.optimal:
@@ -213,17 +213,16 @@ def test_too_few_layers_for_the_devices_is_a_result_without_a_plan():
 
 
 def test_whole_nodes_and_any_divisor_widen_the_space():
-    choices = [choice for same in divisor_choices(6, "none", False).values() for choice in same]
+    space = StageSpace(whole_nodes=True, any_divisor=True)
+    choices = space.choices(Cluster((3, 3)), 48)
     planted = Planted(6, 1)
-    profile = planted.profile([c for c in choices if c.num_devices in (1, 2, 3, 6)], sizes=(24, 48))
+    profile = planted.profile([*choices, StageChoice(2, 1), StageChoice(1, 2)], sizes=(24, 48))
     batch = {"global_batch_size": 48 * 8, "num_microbatches": 8}
     narrow = recommend(profile, Cluster((3, 3)), **batch).search
-    wide = recommend(profile, Cluster((3, 3)), **batch, any_divisor=True, whole_nodes=True).search
+    wide = recommend(profile, Cluster((3, 3)), **batch, space=space).search
     assert {s.choice.num_devices for s in narrow.stages} <= {1, 2}
     assert wide.sorted_peaks <= narrow.sorted_peaks
-    problem = search_problem(
-        profile, Cluster((3, 3)), **batch, schedule="1f1b", any_divisor=True, whole_nodes=True
-    )
+    problem = search_problem(profile, Cluster((3, 3)), **batch, schedule="1f1b", space=space)
     assert wide.sorted_peaks == brute_force(problem)
     assert {d for here in problem.degrees for d in here} == {1, 3, 6}
 
@@ -231,7 +230,10 @@ def test_whole_nodes_and_any_divisor_widen_the_space():
 def test_the_paper_mode_searches_data_or_tensor_parallelism_by_the_papers_numbers():
     profile, cluster = with_paper(), Cluster((4,))
     result = recommend(profile, cluster, **BATCH, schedule="gpipe", mode="paper")
-    assert all(1 in (stage.data_parallel, stage.tensor_parallel) for stage in result.plan.stages)
+    assert all(
+        1 in (stage.choice.data_parallel, stage.choice.tensor_parallel)
+        for stage in result.plan.stages
+    )
     predictor = PaperPredictor(PaperStatistics.from_json(profile.paper))
     assert result.search.peak_bytes_per_device == tuple(
         np.ceil(predictor.predict(result.plan)).astype(int)
@@ -352,7 +354,7 @@ def test_an_algorithm_answers_its_own_objectives_alone():
         "algorithm='mcap' does not search for objective='throughput' in mode='default'; choose "
         "throughput or autostage. [plan-algorithm]"
     )
-    options = {"algorithm": "autostage", "merge_layers": 2, "any_divisor": True}
+    options = {"algorithm": "autostage", "merge_layers": 2, "space": StageSpace(any_divisor=True)}
     assert codes_of(lambda: recommend(profile, cluster, **BATCH, **options)) == (
         "plan-algorithm",
         "plan-algorithm",

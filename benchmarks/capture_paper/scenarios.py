@@ -50,11 +50,11 @@ from capture.machine.target import Target
 from capture.measured.profile import Profile
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
-from capture.plan.choices import StageChoice, hybrid_choices
-from capture.plan.stages import Plan, StagePlan
+from capture.plan.choices import StageChoice
+from capture.plan.space import StageSpace
+from capture.plan.stages import Plan, Stage
 from capture.predictor import AdditivePredictor
 from capture.predictor.step_time import predicted_timeline
-from capture.profiler.windows import choices_to_profile
 from profiling_runs.collect import Measurements, open_measurements, profile
 from profiling_runs.pools.where import Where
 from profiling_runs.verify import Verification, verify, with_verified
@@ -145,9 +145,12 @@ class Profiled:
 def stage_choices(microbatch_size: int, max_devices: int) -> list[StageChoice]:
     """The space of both planners: Alpa's default, tensor parallelism inside nodes and data
     parallelism across them."""
-    hybrid = hybrid_choices(max_devices, remat="full", shard_optimizer=True)
-    found = choices_to_profile(CLUSTER, hybrid, microbatch_size, whole_nodes=True)
-    return [choice for choice in found if choice.tensor_parallel <= CLUSTER.nodes[0]]
+    space = StageSpace(whole_nodes=True)
+    return [
+        choice
+        for choice in space.choices(CLUSTER, microbatch_size, ("full",), shard_optimizer=True)
+        if choice.tensor_parallel <= CLUSTER.nodes[0] and choice.num_devices <= max_devices
+    ]
 
 
 def profiled(model: Model, options: argparse.Namespace) -> Profiled:
@@ -164,7 +167,7 @@ def profiled(model: Model, options: argparse.Namespace) -> Profiled:
             CLUSTER,
             microbatch_size=microbatch_size,
             choices=stage_choices(microbatch_size, model.max_stage_devices),
-            whole_nodes=True,
+            space=StageSpace(whole_nodes=True),
             calibration_plans=0,  # nothing here needs intervals
             measurements=measurements,
         )
@@ -384,7 +387,7 @@ class Planner:
             known,
             cluster or self.cluster,
             **self.question,
-            whole_nodes=self.scenario.is_hybrid,
+            space=StageSpace(whole_nodes=self.scenario.is_hybrid),
             **options,
         )
 
@@ -403,7 +406,7 @@ class Planner:
         for point in found.why.get("front", {"points": ()})["points"]:
             assert found.plan is not None, "a front has plans"
             plan = self._predicted(
-                found.plan.with_(stages=tuple(map(StagePlan.from_json, point["stages"])))
+                found.plan.with_(stages=tuple(map(Stage.from_json, point["stages"])))
             )
             if (
                 float(predicted_timeline(plan, self.profile).step_seconds) > 1.02 * longest

@@ -113,7 +113,7 @@ def alpa_replay(
     ]
     if master_copy:
         placed = [
-            _in_16_bits(stage, StageChoice.of(of_plan))
+            _in_16_bits(stage, of_plan.choice)
             for stage, of_plan in zip(placed, plan.stages, strict=True)
         ]
     ledger = replay(build_step(placed, plan.schedule_table, as_alpa=True), plan.cluster.num_devices)

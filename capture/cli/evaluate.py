@@ -99,9 +99,10 @@ def finite(number: float) -> float | None:
 def main(options: argparse.Namespace) -> int:
     cluster = shared.read_cluster(options)
     global_batch, num_microbatches = shared.read_batch(options)
+    from capture.measured.profile import StageConfig
     from capture.plan.sampling import random_plans
     from capture.predictor import AdditivePredictor
-    from profiling_runs.collect import paper_profile, plan_of, profile, stage_config
+    from profiling_runs.collect import paper_profile, profile
 
     microbatch_size = global_batch // num_microbatches
     spec = WorkloadSpec.parse(options.workload)
@@ -112,8 +113,7 @@ def main(options: argparse.Namespace) -> int:
         microbatch_size=microbatch_size,
         remat=(options.remat,),
         shard_optimizer=options.shard_optimizer,
-        whole_nodes=options.whole_nodes,
-        any_divisor=options.any_divisor,
+        space=shared.read_space(options),
         num_neighbours=options.neighbours,
         calibration_plans=options.calibration_plans,
         measurements=measurements,
@@ -129,8 +129,7 @@ def main(options: argparse.Namespace) -> int:
         result.graph.num_layers,
         by_degree,
         generator,
-        whole_nodes=options.whole_nodes,
-        any_divisor=options.any_divisor,
+        space=shared.read_space(options),
     )
     known = {measurements.key(config) for config in measurements.costs}
     schedules = tuple(SCHEDULES) if options.schedule == "both" else (options.schedule,)
@@ -149,7 +148,16 @@ def main(options: argparse.Namespace) -> int:
     known_to_paper = {measurements.key(config) for config in measurements.costs}
     limit = None if options.memory is None else parse_bytes(options.memory)
     drawn = (
-        {s: plan_of(stages, result, cluster, global_batch, num_microbatches, s) for s in schedules}
+        {
+            s: result.plan(
+                cluster,
+                stages,
+                global_batch_size=global_batch,
+                num_microbatches=num_microbatches,
+                schedule=s,
+            )
+            for s in schedules
+        }
         for stages in draws
     )
     fitting = drawn if limit is None else _fitting(drawn, AdditivePredictor(result), limit)
@@ -161,7 +169,7 @@ def main(options: argparse.Namespace) -> int:
     measurements.require(
         {
             "stages of the plans": [
-                stage_config(s, microbatch_size) for plan in plans.values() for s in plan.stages
+                StageConfig.of(s, microbatch_size) for plan in plans.values() for s in plan.stages
             ]
         }
     )
@@ -232,11 +240,11 @@ def outcomes(
 ) -> tuple[list[Outcome], list[Outcome]]:
     """Per device and plan, the outcome of the default mode and of the paper's."""
     from capture.errors import ProfileError
+    from capture.measured.profile import StageConfig
     from capture.predictor import AdditivePredictor
     from capture.predictor.paper import PaperPredictor
     from capture.step.interface import plan_interfaces
     from capture.step.program import build_step, replay
-    from profiling_runs.collect import stage_config
 
     predictor = AdditivePredictor(result)
     paper_predictors = {
@@ -244,7 +252,7 @@ def outcomes(
     }
     default, paper = [], []
     for key, plan in plans.items():
-        configs = [stage_config(stage, plan.microbatch_size) for stage in plan.stages]
+        configs = [StageConfig.of(stage, plan.microbatch_size) for stage in plan.stages]
         if any(config not in measurements.costs for config in configs):
             continue
         graph = measurements.backend.traced(plan.microbatch_size).graph

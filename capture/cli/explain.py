@@ -12,8 +12,9 @@ from capture.cli import options as shared
 from capture.cli.output import emit, table
 from capture.cli.progress import progress
 from capture.errors import ProfileError
+from capture.plan.choices import Remat
 from capture.plan.schedule import SCHEDULES
-from capture.plan.stages import Plan, Remat
+from capture.plan.stages import Plan
 from capture.quantities import format_bytes
 from capture.step.attribution import attribute, group
 
@@ -44,14 +45,14 @@ def main(options: argparse.Namespace) -> int:
 def explain(plan: Plan, measurements: Any) -> dict[str, Any]:
     """The document of ``capture explain --json``: peaks with their parts, and every single change
     with what it saves."""
-    from profiling_runs.collect import stage_config
+    from capture.measured.profile import StageConfig
     from profiling_runs.verify import verify
 
     verified = verify(plan, measurements)
     ledger = verified.ledger
     peak = max(ledger.peak_bytes_per_device)
     buffers = measurements.buffers(
-        [stage_config(stage, plan.microbatch_size) for stage in plan.stages]
+        [StageConfig.of(stage, plan.microbatch_size) for stage in plan.stages]
     )
     graph = measurements.backend.traced(plan.microbatch_size).graph
     attributions = attribute(
@@ -60,7 +61,7 @@ def explain(plan: Plan, measurements: Any) -> dict[str, Any]:
     stages = [
         {
             "stage_id": s,
-            "layers": list(stage.layers),
+            "layers": [stage.first, stage.stop - 1],
             "devices": list(stage.devices),
             "peak_bytes": found.peak.peak_bytes,
             "instant": found.peak.instant,
@@ -94,32 +95,31 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
     for schedule in SCHEDULES:
         if schedule != plan.schedule:
             yield f"schedule {schedule}", plan.with_(schedule=schedule)
+    choices = [stage.choice for stage in plan.stages]
+
+    def changed(**fields: Any) -> Plan:
+        found = (replace(choice, **fields) for choice in choices)
+        if "shard_params" in fields:  # of replicas alone
+            found = (replace(choice, shard_params=choice.data_parallel > 1) for choice in found)
+        return plan.with_(
+            stages=tuple(
+                replace(stage, choice=choice)
+                for stage, choice in zip(plan.stages, found, strict=True)
+            )
+        )
+
     policies: tuple[Remat, ...] = ("dots", "full")
     for remat in policies:
-        if any(stage.remat != remat for stage in plan.stages):
-            yield (
-                f"remat {remat}",
-                plan.with_(stages=tuple(replace(stage, remat=remat) for stage in plan.stages)),
-            )
-    if any(stage.data_parallel > 1 and not stage.shard_optimizer for stage in plan.stages):
-        yield (
-            "shard the optimizer",
-            plan.with_(stages=tuple(replace(stage, shard_optimizer=True) for stage in plan.stages)),
-        )
-    if any(stage.data_parallel > 1 and not stage.shard_params for stage in plan.stages):
-        yield (
-            "shard the parameters",
-            plan.with_(
-                stages=tuple(
-                    replace(stage, shard_optimizer=True, shard_params=stage.data_parallel > 1)
-                    for stage in plan.stages
-                )
-            ),
-        )
+        if any(choice.remat != remat for choice in choices):
+            yield f"remat {remat}", changed(remat=remat)
+    if any(choice.data_parallel > 1 and not choice.shard_optimizer for choice in choices):
+        yield "shard the optimizer", changed(shard_optimizer=True)
+    if any(choice.data_parallel > 1 and not choice.shard_params for choice in choices):
+        yield "shard the parameters", changed(shard_optimizer=True, shard_params=True)
     doubled = 2 * plan.num_microbatches
     fits = plan.global_batch_size % doubled == 0
     if fits and all(
-        (plan.global_batch_size // doubled) % stage.data_parallel == 0 for stage in plan.stages
+        (plan.global_batch_size // doubled) % choice.data_parallel == 0 for choice in choices
     ):
         yield (
             f"{doubled} micro-batches of half the size",

@@ -57,7 +57,7 @@ def main(options: argparse.Namespace) -> int:
         rows.append(
             [
                 s,
-                f"{stage.layers[0]}-{stage.layers[1]}",
+                f"{stage.first}-{stage.stop - 1}",
                 f"{_span(hosts)}:{local}",
                 *shapes,
                 exported.submesh_autosharding_option_dicts[s],

@@ -16,13 +16,12 @@ from capture.machine.target import Target, resolved_target, target_names
 from capture.measured.profile import Profile
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
-from capture.plan.choices import StageChoice
+from capture.plan.choices import REMAT_POLICIES, Remat
 from capture.plan.schedule import SCHEDULES
+from capture.plan.space import StageSpace
 from capture.plan.stages import (
-    REMAT_POLICIES,
     TENSOR_PARALLEL_RULES,
     Plan,
-    Remat,
     TensorParallelRule,
     batch_violations,
 )
@@ -262,6 +261,11 @@ def read_cluster(options: argparse.Namespace) -> Cluster:
     return Cluster.parse(options.cluster, resolved_target(options.target, Path()))
 
 
+def read_space(options: argparse.Namespace) -> StageSpace:
+    """Submeshes of stages; ``options`` are those of ``add_cluster``."""
+    return StageSpace(options.whole_nodes, options.any_divisor)
+
+
 def prepare(*clusters: Cluster) -> None:
     """Make this process one that compiles for the clusters: as many virtual devices, and no search
     for devices that need not be there."""
@@ -353,7 +357,7 @@ def _profile_of(options: argparse.Namespace, plan: Plan) -> Profile:
         workload_of(plan, options.workload),
         plan.cluster,
         microbatch_size=plan.microbatch_size,
-        choices=sorted({StageChoice.of(stage) for stage in plan.stages}),
+        choices=sorted({stage.choice for stage in plan.stages}),
         num_neighbours=options.neighbours,
         calibration_plans=options.calibration_plans,
         measurements=measurements,
@@ -543,8 +547,7 @@ def asked(
         "remat": remat_policies(options) if remat is None else (remat,),
         "shard_optimizer": options.shard_optimizer if shard_optimizer is None else shard_optimizer,
         "shard_params": options.shard_params,
-        "whole_nodes": options.whole_nodes,
-        "any_divisor": options.any_divisor,
+        "space": read_space(options),
         "num_neighbours": options.neighbours,
         "tensor_parallel_rule": options.tensor_parallel_rule,
         "calibration_plans": options.calibration_plans

@@ -244,7 +244,7 @@ def _least_state(
     from recommender.capture.least_state import least_state
 
     asked = shared.asked(options, asks.pop("microbatch_size", size), **asks)
-    names = ("remat", "shard_optimizer", "shard_params", "whole_nodes", "any_divisor")
+    names = ("remat", "shard_optimizer", "shard_params", "space")
     question = Question.of(
         cluster, asked["microbatch_size"], **{name: asked[name] for name in names}, paper=None
     )
@@ -260,8 +260,7 @@ def _least_state(
         question.choices,
         cluster,
         memory_limit_bytes=limit,
-        whole_nodes=options.whole_nodes,
-        any_divisor=options.any_divisor,
+        space=shared.read_space(options),
     )
 
 
@@ -358,8 +357,7 @@ def _ask(
         objective=options.objective,
         mode=options.mode,
         algorithm=options.algorithm,
-        whole_nodes=options.whole_nodes,
-        any_divisor=options.any_divisor,
+        space=shared.read_space(options),
         merge_layers=options.merge_layers,
     )
 

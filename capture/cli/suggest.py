@@ -20,6 +20,7 @@ from typing import Any
 from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
+from capture.plan.space import StageSpace
 from capture.quantities import format_bytes
 
 
@@ -95,8 +96,7 @@ def cheapest_change(
             "global_batch_size": global_batch,
             "num_microbatches": change.num_microbatches,
             "schedule": change.schedule,
-            "whole_nodes": options.whole_nodes,
-            "any_divisor": options.any_divisor,
+            "space": StageSpace(options.whole_nodes, options.any_divisor),
         }
         # A stage on several of the added nodes may take more devices than this process was prepared
         # for.

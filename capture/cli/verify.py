@@ -75,7 +75,7 @@ def as_text(plan: Plan, document: dict[str, Any], headroom: Headroom | None) -> 
         rows.append(
             [
                 found["stage_id"],
-                f"{stage.layers[0]}-{stage.layers[1]}",
+                f"{stage.first}-{stage.stop - 1}",
                 f"{stage.devices[0]}-{stage.devices[-1]}"
                 if stage.num_devices > 1
                 else stage.devices[0],

@@ -21,7 +21,7 @@ from capture.errors import PlanError
 from capture.machine.target import Target
 from capture.measured.profile import Profile
 from capture.plan.headroom import Headroom
-from capture.plan.stages import Plan, StagePlan
+from capture.plan.stages import Plan, Stage
 from capture.predictor.additive import AdditivePredictor
 from capture.predictor.step_time import has_times, predicted_timeline
 from capture.step.program import build_step
@@ -38,7 +38,7 @@ class StageFacts:
 
     Attributes:
         stage_id: In pipeline order.
-        plan: Layers, devices, degrees.
+        stage: Layers, devices, degrees.
         predicted_bytes: Peak.
         interval_bytes: (low, high) around it.
         verified_bytes: Peak by the compiler of the target; None if the plan was not verified.
@@ -49,7 +49,7 @@ class StageFacts:
     """
 
     stage_id: int
-    plan: StagePlan
+    stage: Stage
     predicted_bytes: int
     interval_bytes: tuple[int, int]
     verified_bytes: int | None
@@ -69,7 +69,7 @@ class StageFacts:
 
     @property
     def devices_text(self) -> str:
-        devices = self.plan.devices
+        devices = self.stage.devices
         whole = devices == tuple(range(devices[0], devices[-1] + 1))
         return (
             (str(devices[0]) if len(devices) == 1 else f"{devices[0]}-{devices[-1]}")
@@ -79,7 +79,7 @@ class StageFacts:
 
     @property
     def layers_text(self) -> str:
-        first, last = self.plan.layers
+        first, last = self.stage.first, self.stage.stop - 1
         return str(first) if first == last else f"{first}-{last}"
 
 
@@ -119,7 +119,7 @@ class FrontPoint:
 
     peak_bytes: int
     step_seconds: float
-    stages: tuple[StagePlan, ...]
+    stages: tuple[Stage, ...]
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class ReportFacts:
             "stages": [
                 {
                     "stage_id": stage.stage_id,
-                    **stage.plan.to_json(),
+                    **stage.stage.to_json(),
                     "predicted_peak_bytes": stage.predicted_bytes,
                     "interval_bytes": list(stage.interval_bytes),
                     "verified_peak_bytes": stage.verified_bytes,
@@ -347,10 +347,10 @@ def _stages(plan: Plan) -> tuple[StageFacts, ...]:
     for s, (stage, note) in enumerate(zip(plan.stages, predicted, strict=True)):
         low, high = note.integers("interval_bytes", length=2)
         layers = note.objects("layers_bytes")
-        if len(layers) != stage.stop - stage.first:
+        if len(layers) != stage.num_layers:
             raise FieldError(
                 f"prediction.stages[{s}].layers_bytes has {len(layers)} items and must have "
-                f"{stage.stop - stage.first}, one per layer"
+                f"{stage.num_layers}, one per layer"
             )
         found.append(
             StageFacts(
@@ -381,7 +381,7 @@ def _front(why: Mapping[str, Any]) -> Front | None:
         FrontPoint(
             point.integer("peak_bytes"),
             point.number("step_seconds"),
-            tuple(StagePlan.from_json(stage.data) for stage in point.objects("stages")),
+            tuple(Stage.from_json(stage.data) for stage in point.objects("stages")),
         )
         for point in note.objects("points")
     )

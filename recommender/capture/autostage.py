@@ -43,7 +43,7 @@ from capture.predictor import AdditivePredictor
 from capture.predictor.formula import StageMemory
 from capture.predictor.times import TimePredictor
 from recommender.capture.problem import NEVER, SearchProblem
-from recommender.capture.recommendation import Recommendation, plan_of_stages
+from recommender.capture.recommendation import Recommendation
 from recommender.capture.result import SearchResult
 from recommender.capture.throughput import throughput
 
@@ -270,18 +270,13 @@ def autostage(
             {"summary": _missing(limit, within), "code": "autostaging"},
         )
     placed = alpa_placement(cluster, [stage.choice.num_devices for stage in result.stages])
-    plan = plan_of_stages(
-        result.stages,
-        profile,
-        Cluster((cluster.num_devices,), cluster.target),
-        global_batch_size,
-        num_microbatches,
-        schedule,
+    plan = profile.plan(
+        cluster,
+        (replace(s, devices=devices) for s, devices in zip(result.stages, placed, strict=True)),
+        global_batch_size=global_batch_size,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
     )
-    stages = tuple(
-        replace(stage, devices=devices) for stage, devices in zip(plan.stages, placed, strict=True)
-    )
-    plan = plan.with_(cluster=cluster, stages=stages)
     prediction = AdditivePredictor(profile).predict(plan)
     why = {
         "summary": (

@@ -17,6 +17,7 @@ import numpy as np
 from capture.machine.cluster import Cluster
 from capture.model.graph import LayerGraph
 from capture.plan.choices import ParamSplit, StageChoice
+from capture.plan.space import StageSpace
 from capture.predictor.additive import once_per_stage
 from recommender.capture.minmax import minmax
 from recommender.capture.problem import SearchProblem
@@ -31,9 +32,8 @@ def least_state(
     choices: Sequence[StageChoice],
     cluster: Cluster,
     *,
+    space: StageSpace = StageSpace(),
     memory_limit_bytes: int | None = None,
-    whole_nodes: bool = False,
-    any_divisor: bool = False,
 ) -> SearchResult:
     """The plan of least state: its peak is a lower bound on that of every plan of the space.
 
@@ -44,14 +44,11 @@ def least_state(
         optimizer_bytes: Of the whole state of every parameter. It is taken to be split as the
             parameter is, and evenly over replicas that split it.
         choices: Of the stages.
-        cluster: With ``whole_nodes`` and ``any_divisor`` as for ``recommend``.
+        cluster: Devices.
+        space: Submeshes of stages.
         memory_limit_bytes: Per device.
     """
-    degrees = {
-        d
-        for here in cluster.stage_degrees(any_divisor=any_divisor, whole_nodes=whole_nodes)
-        for d in here
-    }
+    degrees = space.all_degrees(cluster)
     found: dict[int, dict[StageChoice, np.ndarray]] = {}
     for choice in dict.fromkeys(
         replace(choice, remat="none") for choice in choices if choice.num_devices in degrees
@@ -64,8 +61,7 @@ def least_state(
         graph.num_layers,
         {d: tuple(of) for d, of in found.items()},
         {d: np.stack(list(of.values()))[:, None] for d, of in found.items()},
-        whole_nodes,
-        any_divisor,
+        space,
         memory_limit_bytes,
     )
     return minmax(problem, tie_break="none")

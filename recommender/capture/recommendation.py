@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +18,8 @@ from capture.measured.profile import Profile
 from capture.plan.choices import StageChoice
 from capture.plan.headroom import Headroom
 from capture.plan.schedule import SCHEDULES
-from capture.plan.stages import Plan, StagePlan, batch_violations
+from capture.plan.space import StageSpace
+from capture.plan.stages import Plan, Stage, batch_violations
 from capture.predictor import AdditivePredictor, Prediction
 from capture.predictor.paper import PaperPredictor
 from capture.predictor.times import TimePredictor
@@ -207,8 +208,7 @@ def recommend(
     objective: str | None = None,
     mode: str = "default",
     algorithm: str | None = None,
-    whole_nodes: bool = False,
-    any_divisor: bool = False,
+    space: StageSpace = StageSpace(),
     merge_layers: int | None = None,
 ) -> Recommendation:
     """The plan of least peak memory on a cluster, or the fastest one that fits.
@@ -229,7 +229,7 @@ def recommend(
             either of them, the paper's predictor.
         algorithm: One of those that ``SEARCHES`` has for the objective and the mode; None takes the
             first of them.
-        whole_nodes, any_divisor: See ``Cluster.stage_degrees``.
+        space: Submeshes of stages.
         merge_layers: Cut only between layers that the paper's layer merger leaves; None cuts
             anywhere.
 
@@ -255,7 +255,7 @@ def recommend(
                 mode,
                 algorithm,
                 merge_layers=merge_layers,
-                any_divisor=any_divisor,
+                any_divisor=space.any_divisor,
             ),
         ]
     )
@@ -280,8 +280,7 @@ def recommend(
         **batch,
         memory_limit_bytes=memory_limit_bytes,
         mode=mode,
-        whole_nodes=whole_nodes,
-        any_divisor=any_divisor,
+        space=space,
         merge_layers=merge_layers,
         with_times=objective != "memory",
     )
@@ -290,9 +289,7 @@ def recommend(
         result = ask(problem)
         if not result.stages:
             return result, None
-        plan = plan_of_stages(
-            result.stages, profile, cluster, global_batch_size, num_microbatches, schedule
-        )
+        plan = profile.plan(cluster, result.stages, **batch)
         if mode == "default" and objective == "memory":
             plan = plan.with_(
                 stages=_with_best_choices(result.stages, problem, AdditivePredictor(profile), plan)
@@ -390,9 +387,7 @@ def _front(problem: SearchProblem, profile: Profile, plan: Plan) -> dict[str, An
                 "peak_bytes": point.peak_bytes,
                 "step_seconds": point.step_seconds,
                 "bound_fraction": point.bound_fraction,
-                "stages": [
-                    stage.to_json() for stage in _as_plan(point.stages, profile, plan).stages
-                ],
+                "stages": [stage.to_json() for stage in point.stages],
             }
             for point in front.points
         ],
@@ -400,12 +395,6 @@ def _front(problem: SearchProblem, profile: Profile, plan: Plan) -> dict[str, An
         "extrapolated": plan.microbatch_size not in profile.microbatch_sizes,
         "seconds": front.seconds,
     }
-
-
-def _as_plan(stages: Sequence[PlacedStage], profile: Profile, like: Plan) -> Plan:
-    return plan_of_stages(
-        stages, profile, like.cluster, like.global_batch_size, like.num_microbatches, like.schedule
-    )
 
 
 def question_violations(
@@ -454,8 +443,7 @@ def search_problem(
     schedule: str,
     memory_limit_bytes: int | None = None,
     mode: str = "default",
-    whole_nodes: bool = False,
-    any_divisor: bool = False,
+    space: StageSpace = StageSpace(),
     merge_layers: int | None = None,
     with_times: bool = False,
     least: bool = False,
@@ -474,11 +462,7 @@ def search_problem(
             accelerator.
     """
     microbatch_size = global_batch_size // num_microbatches
-    degrees = {
-        d
-        for here in cluster.stage_degrees(any_divisor=any_divisor, whole_nodes=whole_nodes)
-        for d in here
-    }
+    degrees = space.all_degrees(cluster)
     usable: dict[int, list[StageChoice]] = {}
     for choice in _choices(profile, mode, degrees, microbatch_size):
         if choice.num_devices in degrees and microbatch_size % choice.data_parallel == 0:
@@ -488,7 +472,7 @@ def search_problem(
         raise ProfileError.of(f"no measurement succeeded:\n{failed}", "profile-failed")
     if not usable:
         raise ProfileError.of(
-            f"the profile has no choice for stages on {sorted(degrees)} devices at "
+            f"the profile has no choice for stages on {degrees} devices at "
             f"microbatch_size={microbatch_size}; "
             f"profile for cluster {cluster}.",
             "profile-degrees",
@@ -511,9 +495,7 @@ def search_problem(
     choices = {
         d: found if len(cost[d]) == len(found) else found[:1] for d, found in choices.items()
     }
-    problem = SearchProblem(
-        cluster, num_layers, choices, cost, whole_nodes, any_divisor, memory_limit_bytes
-    )
+    problem = SearchProblem(cluster, num_layers, choices, cost, space, memory_limit_bytes)
     if not with_times:
         return problem
     times = TimePredictor(profile, max(cluster.nodes))
@@ -555,7 +537,7 @@ def _cost_table(
 
 def _with_best_choices(
     stages: Sequence[PlacedStage], problem: SearchProblem, predictor: AdditivePredictor, plan: Plan
-) -> tuple[StagePlan, ...]:
+) -> tuple[Stage, ...]:
     """The stages of a plan, each with the best choice of its degree at its position, where the
     search looked at a reduced table."""
     resolved = []
@@ -564,7 +546,7 @@ def _with_best_choices(
             resolved.append(stage)
             continue
 
-        def peak(choice: StageChoice, s: int = s, stage: StagePlan = stage) -> int:
+        def peak(choice: StageChoice, s: int = s, stage: Stage = stage) -> int:
             rows = predictor.peaks(
                 choice, plan.microbatch_size, plan.schedule, plan.num_microbatches, plan.num_stages
             )
@@ -579,11 +561,11 @@ def _with_best_choices(
             ),
             key=peak,
         )
-        resolved.append(replace(stage, **asdict(best)))
+        resolved.append(replace(stage, choice=best))
     return tuple(resolved)
 
 
-def _fits(choice: StageChoice, stage: StagePlan, microbatch_size: int) -> bool:
+def _fits(choice: StageChoice, stage: Stage, microbatch_size: int) -> bool:
     return choice.num_devices == stage.num_devices and microbatch_size % choice.data_parallel == 0
 
 
@@ -676,36 +658,6 @@ def _blocked(num_layers: int, merge: int | None, alone: np.ndarray) -> np.ndarra
     return blocked
 
 
-def plan_of_stages(
-    stages: Sequence[PlacedStage],
-    profile: Profile,
-    cluster: Cluster,
-    global_batch_size: int,
-    num_microbatches: int,
-    schedule: str,
-) -> Plan:
-    """A plan from placed stages."""
-    return Plan(
-        cluster=cluster,
-        num_layers=profile.graph.num_layers,
-        stages=tuple(
-            StagePlan(
-                (stage.first, stage.stop - 1),
-                tuple(range(stage.start_device, stage.stop_device)),
-                **asdict(stage.choice),
-            )
-            for stage in stages
-        ),
-        global_batch_size=global_batch_size,
-        num_microbatches=num_microbatches,
-        schedule=schedule,
-        auto_layers=profile.auto_layers,
-        tensor_parallel_rule=profile.tensor_parallel_rule,
-        model_hash=profile.model_hashes.get(global_batch_size // num_microbatches, ""),
-        workload=profile.workload,
-    )
-
-
 def baseline_plan(
     profile: Profile,
     cluster: Cluster,
@@ -743,7 +695,13 @@ def baseline_plan(
             "baseline-degree",
         )
     stages = fixed_degree_plan(cluster, weights, fitting[0])
-    plan = plan_of_stages(stages, profile, cluster, global_batch_size, num_microbatches, schedule)
+    plan = profile.plan(
+        cluster,
+        stages,
+        global_batch_size=global_batch_size,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+    )
     return plan.with_(prediction=predict_plan(profile, plan).to_json())
 
 
