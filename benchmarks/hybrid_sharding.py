@@ -56,11 +56,13 @@ from capture.plan.choices import StageChoice
 from capture.plan.space import StageSpace
 from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
-from profiling_runs.collect import Measurements, open_measurements, profile
+from profiling_runs.collect import profile
+from profiling_runs.measurements import Measurements, open_measurements
 from profiling_runs.pools.where import Where
+from profiling_runs.question import ProfileQuestion
 from profiling_runs.verify import verify, with_verified
-from recommender import recommend
-from recommender.capture.recommendation import Recommendation
+from recommender import PlanQuestion
+from recommender.answer import Answer
 from recommender.capture.verified import recommend_verified
 
 WORKLOAD = WorkloadSpec.parse("models/gpt.py:gpt?size=6.7B&num_layers=7&dtype=bfloat16")
@@ -161,21 +163,20 @@ class Planner:
     def of(cls, store: Path, workers: int) -> Planner:
         store.parent.mkdir(parents=True, exist_ok=True)
         measurements = open_measurements(
-            WORKLOAD,
-            num_devices=NUM_DEVICES,
-            target=TARGET,
-            num_layers=None,
+            ProfileQuestion(WORKLOAD, Cluster((NUM_DEVICES,), TARGET), 8, num_layers=None),
             store=Store(store),
             where=Where(workers),
             progress=partial(say, "GPT-3"),
         )
         made = profile(
-            WORKLOAD,
-            Cluster((NUM_DEVICES,), TARGET),
-            microbatch_size=GLOBAL_BATCH // NUM_MICROBATCHES,
-            choices=choices(),
-            num_neighbours=1,
-            calibration_plans=0,  # nothing here needs intervals
+            ProfileQuestion(
+                WORKLOAD,
+                Cluster((NUM_DEVICES,), TARGET),
+                microbatch_size=GLOBAL_BATCH // NUM_MICROBATCHES,
+                choices=choices(),
+                num_neighbours=1,
+                calibration_plans=0,
+            ),
             measurements=measurements,
         )
         return cls(made, measurements)
@@ -203,16 +204,14 @@ class Planner:
     def fastest(self, space: str, cluster: Cluster, limit_bytes: int) -> dict[str, Any]:
         """The fastest plan of a space that fits, by the compiler, and how it was predicted."""
 
-        def question(known: Profile) -> Recommendation:
-            return recommend(
-                known,
-                cluster,
-                global_batch_size=GLOBAL_BATCH,
-                num_microbatches=NUM_MICROBATCHES,
-                memory_limit_bytes=limit_bytes,
-                objective="throughput",
-                space=StageSpace(whole_nodes=True),
-            )
+        question = PlanQuestion(
+            cluster,
+            GLOBAL_BATCH,
+            NUM_MICROBATCHES,
+            memory_limit_bytes=limit_bytes,
+            objective="throughput",
+            space=StageSpace(whole_nodes=True),
+        )
 
         def compiled(plan: Plan, known: Profile) -> tuple[dict[str, Any], Profile]:
             verification = verify(plan, self.measurements).to_json()
@@ -239,7 +238,7 @@ class Planner:
             verified=inside(self.profile.verified),
         )
 
-    def _described(self, result: Recommendation) -> dict[str, Any]:
+    def _described(self, result: Answer) -> dict[str, Any]:
         plan = result.plan
         verified = verify(plan, self.measurements)
         timeline = verified.timeline()

@@ -52,6 +52,7 @@ from capture.plan.stages import Plan, Stage
 from capture.predictor import AdditivePredictor
 from capture.step.interface import plan_interfaces
 from capture.step.program import build_step, replay
+from profiling_runs.question import ProfileQuestion
 
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "kit"
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "lion", "adafactor", "clipped_adamw", "muon")
@@ -302,19 +303,22 @@ def ask(
         CaptureError: whatever stands in the way; ``profile-missing`` if a window or a stage does
             not compile.
     """
-    from profiling_runs.collect import open_measurements, profile
+    from profiling_runs.collect import profile
+    from profiling_runs.measurements import open_measurements
 
     task, cluster, size = question.workload.load(), question.cluster, question.microbatch_size
     measurements = open_measurements(
-        task, num_devices=cluster.num_devices, num_layers=question.num_layers, store=store
+        ProfileQuestion(task, cluster, 8, num_layers=question.num_layers), store=store
     )
     result = profile(
-        task,
-        cluster,
-        microbatch_size=size,
-        num_layers=question.num_layers,
-        choices=question.choices,
-        calibration_plans=calibration_plans,
+        ProfileQuestion(
+            task,
+            cluster,
+            microbatch_size=size,
+            num_layers=question.num_layers,
+            choices=question.choices,
+            calibration_plans=calibration_plans,
+        ),
         measurements=measurements,
     )
     known = {measurements.key(config) for config in measurements.costs}

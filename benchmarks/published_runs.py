@@ -46,7 +46,7 @@ from capture import environment
 if TYPE_CHECKING:
     from capture.plan.choices import Remat
     from capture.plan.stages import Plan, Stage
-    from profiling_runs.collect import Measurements
+    from profiling_runs.measurements import Measurements
     from profiling_runs.verify import Verification
 
 TARGET = "v100-32g"
@@ -272,16 +272,16 @@ def measure(
     case: Case, store: Any, workers: int, progress: Callable[[str, int, int], None]
 ) -> dict[str, Any]:
     """Compile the case, simulate a step, and put both beside what was published."""
-    from profiling_runs.collect import open_measurements
+    from capture.machine.cluster import Cluster
+    from profiling_runs.measurements import open_measurements
     from profiling_runs.pools.where import Where
+    from profiling_runs.question import ProfileQuestion
     from profiling_runs.verify import verify
 
     plan = plan_of(case)
     largest = max(stage.num_devices for stage in plan.stages)
     measurements = open_measurements(
-        plan.workload,
-        num_devices=largest,
-        target=TARGET,
+        ProfileQuestion(plan.workload, Cluster((largest,), TARGET), 8),
         store=store,
         where=Where(workers),
         progress=progress,

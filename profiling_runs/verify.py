@@ -3,7 +3,7 @@ compiler's reports."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from capture.step.ledger import Ledger
 from capture.step.program import StepProgram, build_step, replay
 from capture.step.timeline import StepTimeline, plan_timeline
 from capture.step.times import TimeModel
-from profiling_runs.collect import Measurements
+from profiling_runs.measurements import Measurements
 
 
 @dataclass(frozen=True)
@@ -178,3 +178,46 @@ def check_profile(profile: Profile, measurements: Measurements) -> None:
             f"{found}. Profile it again.",
             "profile-other-model",
         )
+
+
+class PlanCompiler:
+    """Compiles plans, so that no answer rests on an extrapolation
+    (``recommender.capture.verified.Compile``); the workload is loaded with the first.
+
+    Args:
+        profile: That answers are asked of; the workload must be its own.
+        open_measurements: Opens those of the workload.
+        say: Is told, in words, why the first is compiled.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        open_measurements: Callable[[], Measurements],
+        say: Callable[[str], None] = lambda text: None,
+    ):
+        self._profile, self._open, self._say = profile, open_measurements, say
+        self._measurements: Measurements | None = None
+
+    def open(self) -> Measurements:
+        """The measurements.
+
+        Raises:
+            WorkloadError, TargetError: if the workload cannot be loaded.
+            ProfileError: ``profile-other-model``.
+        """
+        if self._measurements is None:
+            self._measurements = self._open()
+            check_profile(self._profile, self._measurements)
+        return self._measurements
+
+    def __call__(self, plan: Plan, known: Profile) -> tuple[Mapping[str, Any], Profile]:
+        sizes = self._profile.microbatch_sizes
+        if plan.microbatch_size not in sizes and self._measurements is None:
+            profiled = " and ".join(map(str, sizes))
+            self._say(
+                f"micro-batch size {plan.microbatch_size} was not profiled ({profiled} were): "
+                "compiling the stages of the best plans (--no-compile extrapolates)"
+            )
+        measurements = self.open()
+        return verify(plan, measurements).to_json(), with_verified(known, plan, measurements)

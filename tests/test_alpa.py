@@ -27,7 +27,8 @@ from capture.plan.stages import Plan, Stage
 from capture.predictor import AdditivePredictor
 from capture.profiler.alpa import AlpaBackend
 from capture.profiler.execution import ProfilingRun
-from profiling_runs.executions import executed_profile
+from profiling_runs import ProfileQuestion
+from profiling_runs import profile as make_profile
 from recommender.capture.autostage import (
     LABEL,
     MOST_SUCCESSORS,
@@ -36,6 +37,7 @@ from recommender.capture.autostage import (
     autostaging_tables,
     search_tables,
 )
+from recommender.question import PlanQuestion
 
 PICKLED = (
     Path(__file__).parent / "data" / "alpa_parallel_plan.pickle"
@@ -342,7 +344,8 @@ def test_the_command_writes_the_file_and_shows_the_placement(tmp_path, capsys):
 def test_autostaging_is_labelled_and_stands_where_alpa_places_stages():
     profile = planted_profile(8, max_devices=4)
     found = autostage(
-        profile, Cluster((4, 4), profile.target), global_batch_size=64, num_microbatches=4
+        profile,
+        PlanQuestion(Cluster((4, 4), profile.target), global_batch_size=64, num_microbatches=4),
     )
     assert (
         found.status == "ok" and LABEL in found.search.algorithm and LABEL in found.why["summary"]
@@ -353,7 +356,8 @@ def test_autostaging_is_labelled_and_stands_where_alpa_places_stages():
     )
     with pytest.raises(PlanError, match=r"\[alpa-cluster\]"):
         autostage(
-            profile, Cluster((4, 2), profile.target), global_batch_size=64, num_microbatches=4
+            profile,
+            PlanQuestion(Cluster((4, 2), profile.target), global_batch_size=64, num_microbatches=4),
         )
 
 
@@ -363,24 +367,32 @@ def test_alpas_check_of_memory_may_take_a_plan_that_does_not_fit():
     profile = planted_profile(8, max_devices=4)
     batch = {"global_batch_size": 64, "num_microbatches": 4, "schedule": "gpipe"}
     cluster = Cluster((4, 4), profile.target)
-    peak = autostage(profile, cluster, **batch).prediction.peak_bytes
+    peak = autostage(profile, PlanQuestion(cluster, **batch)).prediction.peak_bytes
     refused = [
         found
         for percent in range(50, 100, 4)
         if (
-            found := autostage(profile, cluster, **batch, memory_limit_bytes=peak * percent // 100)
+            found := autostage(
+                profile, PlanQuestion(cluster, **batch, memory_limit_bytes=peak * percent // 100)
+            )
         ).plan
         and found.status != "ok"
     ]
     assert refused and all(found.headroom.verdict == "does not fit" for found in refused)
     assert refused[0].why["code"] == "autostaging" and "are predicted" in refused[0].why["summary"]
-    nothing = autostage(profile, cluster, **batch, memory_limit_bytes=1)
+    nothing = autostage(profile, PlanQuestion(cluster, **batch, memory_limit_bytes=1))
     least = int(nothing.why["summary"].rpartition(" is ")[2].rstrip(".").replace(",", ""))
     assert (
         nothing.plan is None
-        and autostage(profile, cluster, **batch, memory_limit_bytes=least).plan is not None
+        and autostage(profile, PlanQuestion(cluster, **batch, memory_limit_bytes=least)).plan
+        is not None
     )
-    assert autostage(profile, cluster, **batch, memory_limit_bytes=least * 98 // 100).plan is None
+    assert (
+        autostage(
+            profile, PlanQuestion(cluster, **batch, memory_limit_bytes=least * 98 // 100)
+        ).plan
+        is None
+    )
 
 
 def test_optimizer_state_leaves_less_room_for_what_micro_batches_keep():
@@ -430,7 +442,8 @@ def test_the_command_plans_as_alpa_would(tmp_path, capsys):
     document = json.loads(capsys.readouterr().out)
     assert LABEL in document["search"]["algorithm"] and LABEL in document["why"]["summary"]
     expected = autostage(
-        profile, Cluster((4, 4), profile.target), global_batch_size=64, num_microbatches=4
+        profile,
+        PlanQuestion(Cluster((4, 4), profile.target), global_batch_size=64, num_microbatches=4),
     )
     assert Plan.load(tmp_path / "plan.json").stages == expected.plan.stages
     assert main([*asked, "--algorithm", "autostage", "--memory", "1B"]) == 1
@@ -519,13 +532,15 @@ def test_a_run_whose_process_ends_is_a_failed_run(tmp_path):
 )
 def test_an_interpreter_without_alpa_is_refused_at_once(python, said):
     with pytest.raises(ExecutionError, match=rf"{said}.*\[alpa-python\]$"):
-        executed_profile(
-            SPEC,
-            Cluster((2,)),
-            microbatch_size=4,
-            schedule="gpipe",
-            num_microbatches=4,
-            alpa_python=python,
+        make_profile(
+            ProfileQuestion(
+                SPEC,
+                Cluster((2,)),
+                microbatch_size=4,
+                backend="alpa",
+                paper=("gpipe", 4),
+                alpa_python=python,
+            )
         )
 
 

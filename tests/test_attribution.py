@@ -19,14 +19,15 @@ from capture.plan.stages import Plan, Stage
 from capture.profiler.compile import CompileBackend
 from capture.step.attribution import Buffer, attribute, group
 from capture.tracing.source import model_line, operation_name
-from profiling_runs.collect import open_measurements
+from profiling_runs.measurements import open_measurements
+from profiling_runs.question import ProfileQuestion
 from profiling_runs.verify import verify
 
 HERE = "tests/pipeline_models.py"
 
 
 def attributions(workload, plan):
-    measurements = open_measurements(workload, num_devices=plan.cluster.num_devices)
+    measurements = open_measurements(ProfileQuestion(workload, plan.cluster, 8))
     verified = verify(plan, measurements)
     buffers = measurements.buffers(
         [StageConfig.of(stage, plan.microbatch_size) for stage in plan.stages]

@@ -28,7 +28,8 @@ from capture.plan.stages import Plan, Stage
 from capture.profiler.compile import CompileBackend
 from capture.step.interface import plan_interfaces
 from capture.step.ledger import Peak
-from profiling_runs.collect import open_measurements
+from profiling_runs.measurements import open_measurements
+from profiling_runs.question import ProfileQuestion
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -92,7 +93,7 @@ def test_a_run_of_one_stage_is_counted_as_one_program(tmp_path, monkeypatch):
     )
     store = Store(tmp_path / "store.db")
     measurements = open_measurements(
-        spec, num_devices=2, target="cpu", store=store, progress=lambda *_: None
+        ProfileQuestion(spec, Cluster((2,), "cpu"), 8), store=store, progress=lambda *_: None
     )
     num_params, state, update = 1_000_000, 4_000_001, 5_000_000
     stage = SimpleNamespace(

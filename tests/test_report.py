@@ -34,7 +34,7 @@ from capture.report.palette import CATEGORIES
 from capture.report.schedule_figure import MAX_BARS, NUM_SLOTS, slots
 from capture.report.words import paragraph
 from capture.step.timeline import compute_stream
-from recommender import recommend
+from recommender import PlanQuestion, recommend
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 STAGES = [
@@ -383,10 +383,12 @@ def test_the_front_has_its_points_and_this_plan(facts):
 def test_the_front_of_a_recommendation_is_drawn(profile):
     found = recommend(
         profile,
-        Cluster((4, 4), "a100-40g"),
-        global_batch_size=128,
-        num_microbatches=8,
-        objective="pareto",
+        PlanQuestion(
+            Cluster((4, 4), "a100-40g"),
+            global_batch_size=128,
+            num_microbatches=8,
+            objective="pareto",
+        ),
     )
     facts = report_facts(found.plan, profile)
     (curve, _), points = drawn(facts)["front"].traces, found.why["front"]["points"]

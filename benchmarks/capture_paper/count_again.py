@@ -33,7 +33,7 @@ from benchmarks.capture_paper.scenarios import (
     prepare,
 )
 from capture.plan.stages import Plan, Stage
-from profiling_runs.collect import Measurements
+from profiling_runs.measurements import Measurements
 
 FIGURES: dict[str, ModuleType] = {"paper_figure_6": figure_6, "paper_figure_8": figure_8}
 

@@ -18,7 +18,7 @@ HELP = "hand a plan to Alpa"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    shared.add_plan(parser)
+    shared.add_plan_alone(parser)
     parser.add_argument("--to", choices=("alpa",), required=True, help="whose options")
     parser.add_argument(
         "-o",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.output import emit, say, table
 from capture.model.workload import WorkloadSpec
@@ -88,8 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    cluster = shared.read_cluster(options)
-    shared.prepare(cluster)
+    cluster = asked.read_cluster(vars(options))
+    asked.prepare(cluster)
     from recommender.osdp import osdp
 
     result = osdp(

@@ -3,7 +3,7 @@ through."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -70,6 +70,14 @@ class StageChoice:
     def replicas_text(self) -> str:
         """Replicas, for people: ``4``, or ``4 (ZeRO-3)`` where they split the parameters."""
         return f"{self.data_parallel}{' (ZeRO-3)' * self.shard_params}"
+
+
+def by_degree(choices: Iterable[StageChoice]) -> dict[int, tuple[StageChoice, ...]]:
+    """Choices by their number of devices."""
+    found: dict[int, tuple[StageChoice, ...]] = {}
+    for choice in choices:
+        found[choice.num_devices] = (*found.get(choice.num_devices, ()), choice)
+    return found
 
 
 def paper_choices(

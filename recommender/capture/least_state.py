@@ -19,9 +19,9 @@ from capture.model.graph import LayerGraph
 from capture.plan.choices import ParamSplit, StageChoice
 from capture.plan.space import StageSpace
 from capture.predictor.additive import once_per_stage
+from recommender.answer import Answer
 from recommender.capture.minmax import minmax
 from recommender.capture.problem import SearchProblem
-from recommender.capture.recommendation import Recommendation
 from recommender.capture.result import SearchResult
 
 
@@ -87,7 +87,7 @@ def _state_bytes(
     )
 
 
-def beyond_memory(result: SearchResult) -> Recommendation:
+def beyond_memory(result: SearchResult) -> Answer:
     """The recommendation where not even the state fits."""
     why: dict[str, Any] = {
         "code": None,
@@ -103,7 +103,7 @@ def beyond_memory(result: SearchResult) -> Recommendation:
             "summary": result.why.message,
             "memory_limit_bytes": result.why.memory_limit_bytes,
         }
-        return Recommendation("infeasible", None, None, result, why)
+        return Answer("infeasible", None, None, result, why)
     stage = max(result.stages, key=lambda stage: stage.peak_bytes)
     limit = result.why.memory_limit_bytes
     why |= {
@@ -117,4 +117,4 @@ def beyond_memory(result: SearchResult) -> Recommendation:
         "memory_limit_bytes": limit,
         "least_state_bytes": result.peak_bytes,
     }
-    return Recommendation("infeasible", None, None, result, why)
+    return Answer("infeasible", None, None, result, why)
