@@ -235,7 +235,7 @@ def step_of(
 HALVES = {"global_batch_size": 8, "num_microbatches": 2, "schedule": "1f1b"}
 
 
-@case("step of the demo's GPT", compiles=True)
+@case("step of the demo's GPT", compiles=True, sample=False)
 def step_of_demo(bench: Bench) -> dict[str, Any]:
     stages = (
         {"layers": [0, 0], "devices": [0, 1], "data_parallel": 2},
@@ -305,7 +305,7 @@ def plan_verified(bench: Bench) -> dict[str, Any]:
     return {**access.recommendation_facts(code, document), "programs": sorted(emitted)}
 
 
-@case("predict at another size", compiles=True)
+@case("predict at another size", compiles=True, sample=False)
 def predict_compiled(bench: Bench) -> dict[str, Any]:
     plan = json.loads((FILES / "hand_uneven.plan.json").read_text())
     plan |= {"num_microbatches": 4, "global_batch_size": 24, "workload": None}

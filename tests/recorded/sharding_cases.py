@@ -55,7 +55,7 @@ for _name, _arguments in SHARDED.items():
     )
 
 
-@case("osdp compiled", compiles=True, timed=True)
+@case("osdp compiled", compiles=True, timed=True, sample=False)
 def sharding_compiled(bench: Bench) -> dict[str, Any]:
     """For a target file of schema 1 with the CPU's compiler."""
     return access.sharded(
