@@ -250,7 +250,7 @@ def step_facts(workload: str, plan_file: Path, *, lines: bool = False) -> dict[s
 
 def step_lines(program: Any) -> list[str]:
     """One line per instruction, the text of ``tests/test_step.py``."""
-    from capture.step import Feed, Free, Move, Run
+    from capture.step.program import Feed, Free, Move, Run
 
     def names(slots: Sequence[int]) -> str:
         return " ".join(program.slots[slot].name for slot in slots)
@@ -281,9 +281,10 @@ def synthetic_step(
     """
     from itertools import pairwise
 
-    from capture.interface import StageCost, stage_interface
-    from capture.schedule import make_schedule
-    from capture.step import build_step, replay
+    from capture.measured.stage_cost import StageCost
+    from capture.plan.schedule import make_schedule
+    from capture.step.interface import stage_interface
+    from capture.step.program import build_step, replay
     from tests.synthetic_graphs import chain
 
     graph = chain(8, skips=[(0, 3), (2, 7), (1, 5)], shared=[(0, 7), (1, 4, 6)])
@@ -338,7 +339,7 @@ def placed_text(stage: Any) -> str:
 def searched(problem: Any, algorithm: str) -> str:
     """The answer of a search in one line."""
     from recommender import search
-    from recommender.throughput import throughput
+    from recommender.capture.throughput import throughput
 
     result = throughput(problem) if algorithm == "throughput" else search(problem, algorithm)
     stages = "; ".join(map(placed_text, result.stages))
@@ -347,7 +348,7 @@ def searched(problem: Any, algorithm: str) -> str:
 
 
 def front_of(problem: Any) -> str:
-    from recommender.pareto import pareto
+    from recommender.capture.pareto import pareto
 
     front = pareto(problem)
     points = [(p.peak_bytes_per_device, p.step_seconds) for p in front.points]
@@ -403,7 +404,7 @@ def sharding_facts(plan: Any) -> Any:
 
 def strategies(model: str, limit_gib: int, nodes: int) -> dict[str, Any]:
     """Every strategy that OSDP is compared with: status, speed and setting."""
-    from capture.osdp.cost import StepCost
+    from capture.step.operator_cost import StepCost
     from recommender.osdp.baselines import STRATEGIES
     from tests.osdp_problems import devices, family
 
@@ -482,7 +483,7 @@ def sharding_document_facts(plan: Mapping[str, Any]) -> list[Any]:
 
 def sharding_file_facts(file: Path) -> list[Any]:
     """Of a sharding plan as the library reads it."""
-    from capture.osdp.plan import ShardingPlan
+    from capture.plan.sharding import ShardingPlan
 
     plan = ShardingPlan.load(file)
     return [*sharding_facts(plan), *of(plan, "remat smallest_bytes look_ahead")]
