@@ -16,7 +16,7 @@ from capture.measured.work import Collective, ProgramWork
 from capture.plan.choices import StageChoice
 from capture.predictor.step_time import has_times, predicted_timeline, time_summary
 from capture.predictor.times import TimePredictor
-from capture.step.times import TimeModel
+from capture.step.times import TimeModel, busiest_seconds, pipeline_seconds
 
 RATES = Target.load("a100-40g").rates
 FAST, SLOW = RATES.intra_node, RATES.inter_node
@@ -62,9 +62,11 @@ def alpha_beta(link, steps: int, nbytes: float) -> float:
     ],
 )
 def test_collectives_have_their_closed_form(kind, group_size, stride, expected):
-    assert MODEL.collective_seconds(Collective(kind, NBYTES, group_size, stride)) == pytest.approx(
+    assert MODEL.links.seconds(kind, NBYTES, group_size, stride) == pytest.approx(
         expected, rel=1e-12
     )
+    sent = ProgramWork(0, "bfloat16", 0, 0, ((Collective(kind, NBYTES, group_size, stride), 3),))
+    assert MODEL.program_seconds(sent) == pytest.approx(3 * expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -182,3 +184,17 @@ def test_virtual_cpu_devices_have_no_times():
         ProfileError, match=r"target='cpu' says nothing about time.*\[profile-no-times\]$"
     ):
         TimePredictor(profile, 4)
+
+
+def test_the_two_closed_forms_of_a_pipeline():
+    """They are one where the slowest stage has the longest update; otherwise the form that takes
+    each maximum by itself says more."""
+    times, microbatches = [3.0, 5.0, 2.0], 8
+
+    def both(updates):
+        busy = [microbatches * t + u for t, u in zip(times, updates, strict=True)]
+        return busiest_seconds(busy, times), pipeline_seconds(times, updates, microbatches)
+
+    assert both([1.0, 4.0, 2.0]) == (10 + 7 * 5 + 4, 10 + 7 * 5 + 4)
+    assert both([9.0, 4.0, 2.0]) == (10 + 7 * 5 + 4, 10 + 7 * 5 + 9)
+    assert both([30.0, 4.0, 2.0]) == (10 + 7 * 3 + 30, 10 + 7 * 5 + 30)

@@ -13,8 +13,8 @@ as it is:
     compute          flops_per_second by data type, efficiency (fraction of that rate which large matrix products reach)
     products         optional: dtypes, fuse_operands and their source, see ``Products``
     memory_rate      bytes_per_second, efficiency
-    links            intra_node, inter_node, host: latency_seconds, bytes_per_second in one
-                     direction per device
+    links            intra_node, inter_node: latency_seconds, bytes_per_second in one direction per
+                     device; host: the same as to_device and to_host, and duplex (true or false)
     compiler         cuda: the device description that XLA plans with; tpu: topologies by name,
                      ascending. Both: ``options`` of XLA
 
@@ -75,6 +75,22 @@ class Link:
 
 
 @dataclass(frozen=True)
+class HostLink:
+    """What joins a device and the memory of its host.
+
+    Attributes:
+        to_device, to_host: Each direction while the other one is idle.
+        duplex: Whether both keep their bandwidth while both are busy; otherwise they share it.
+        duplex_source: Where that is from.
+    """
+
+    to_device: Link
+    to_host: Link
+    duplex: bool
+    duplex_source: str
+
+
+@dataclass(frozen=True)
 class DeviceMemory:
     """What a process can use of a device's memory.
 
@@ -132,7 +148,8 @@ class Rates:
         compute_efficiency: Fraction of it that large matrix products reach.
         bytes_per_second: Specified, of the device's memory.
         memory_efficiency: Fraction of it that streaming reaches.
-        intra_node, inter_node, host: Links.
+        intra_node, inter_node: Links between devices.
+        host: Link with the memory of the host.
         default_dtypes: By data type, the one in which products at default precision compute
             (``Products.dtypes``).
     """
@@ -143,7 +160,7 @@ class Rates:
     memory_efficiency: Sourced
     intra_node: Link
     inter_node: Link
-    host: Link
+    host: HostLink
     default_dtypes: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def computed_in(self, dtype: str, precision: str) -> str:
@@ -173,6 +190,15 @@ class Rates:
         return self.flops_per_second.get(
             self.computed_in(dtype, precision), self.flops_per_second["float32"]
         )
+
+    def reached_flops_per_second(self, dtype: str, precision: str = "highest") -> float:
+        """What large products reach of that rate."""
+        return self.rate_of(dtype, precision).value * self.compute_efficiency.value
+
+    @property
+    def reached_bytes_per_second(self) -> float:
+        """What streaming reaches of the rate of the memory."""
+        return self.bytes_per_second.value * self.memory_efficiency.value
 
 
 @dataclass(frozen=True)
@@ -228,7 +254,7 @@ class Target:
         Raises:
             TargetError: ``target-unknown``, ``target-file`` if a path does not exist or is no JSON,
                 ``target-schema`` for an unknown schema version, ``target-corrupt`` for a missing or
-                wrong field.
+                wrong field, ``target-devices`` for the device information of earlier versions.
         """
         return _load(known_name(name))
 
@@ -324,6 +350,14 @@ def _load(name: str) -> Target:
         ) from None
     except ValueError as error:
         raise TargetError.of(f"target file {name!r} is not JSON: {error}.", "target-file") from None
+    if isinstance(data, Mapping) and "devices_per_node" in data:
+        raise TargetError.of(
+            f"target file {name!r} is the device information of an earlier version (num_nodes, "
+            "devices_per_node, memory_limit_bytes, ...). Write a target file, which holds rates "
+            "and links in the same units (capture/machine/target.py says how); the number of "
+            "devices is the cluster's (2x8), and a memory limit is given beside it.",
+            "target-devices",
+        )
     version = data.get("schema_version") if isinstance(data, Mapping) else None
     if version != TARGET_SCHEMA_VERSION:
         raise TargetError.of(
@@ -377,22 +411,41 @@ def _read_rates(fields: Fields, compute: Fields, products: Products) -> Rates:
     found = {dtype: _sourced(flops.object(dtype)) for dtype in flops.data}
     if "float32" not in found:
         raise FieldError("compute.flops_per_second.float32 is missing")
-    intra_node, inter_node, host = (
-        Link(
-            _sourced(links.object(kind).object("latency_seconds")),
-            _sourced(links.object(kind).object("bytes_per_second")),
-        )
-        for kind in ("intra_node", "inter_node", "host")
-    )
     return Rates(
         found,
         _sourced(compute.object("efficiency")),
         _sourced(memory.object("bytes_per_second")),
         _sourced(memory.object("efficiency")),
-        intra_node,
-        inter_node,
-        host,
+        _read_link(links, "intra_node"),
+        _read_link(links, "inter_node"),
+        _read_host_link(links),
         products.dtypes,
+    )
+
+
+def _read_link(fields: Fields, name: str) -> Link:
+    own = fields.object(name)
+    link = Link(_sourced(own.object("latency_seconds")), _sourced(own.object("bytes_per_second")))
+    latency, rate = link.latency_seconds.value, link.bytes_per_second.value
+    if latency < 0 or rate <= 0:
+        raise FieldError(
+            f"links' {name} has latency_seconds {latency:g} and bytes_per_second {rate:g}; the first "
+            "must be 0 or more, the second above 0"
+        )
+    return link
+
+
+def _read_host_link(links: Fields) -> HostLink:
+    host = links.object("host")
+    if "latency_seconds" in host.data:  # a file from before the directions
+        link = _read_link(links, "host")
+        return HostLink(link, link, False, "not given, so both directions share the bandwidth")
+    duplex = host.object("duplex")
+    return HostLink(
+        _read_link(host, "to_device"),
+        _read_link(host, "to_host"),
+        duplex.flag("value"),
+        duplex.text("source"),
     )
 
 
