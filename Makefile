@@ -82,6 +82,10 @@ format: $(VENV)/.stamp-dev ## Rewrite the sources in the project's style
 test: $(VENV)/.stamp-dev ## All tests, the README's blocks and the doctests
 	$(VENV)/bin/python -m pytest -q -n $(JOBS)
 
+.PHONY: recorded
+recorded: $(VENV)/.stamp-dev ## All recorded cases, to the byte; make test compares a sample
+	$(VENV)/bin/python -m pytest -q -n $(JOBS) --dist=load -m "recorded or not recorded" tests/recorded
+
 .PHONY: ray
 ray: $(VENV)/.stamp-dev ## Profiling on Ray clusters of several nodes on this machine, some of which are killed
 	$(VENV)/bin/python -m pytest -q -m ray tests/test_ray.py

@@ -5,8 +5,8 @@
                                                                     path, says nothing of any
                                                                     network
 
-Prints the link in the form that device information of ``capture.machine.devices`` takes, every
-timing, and how far the fit is from them.
+Prints the link in the form that ``links`` of a target file takes (``capture/machine/target.py``),
+every timing, and how far the fit is from them.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from capture.documents import write
 from capture.errors import ProfileError
 from capture.measured.profile import StageConfig
 from capture.plan.choices import Remat
@@ -82,7 +83,7 @@ class Explanation:
                 "parts_bytes": found.peak.parts,
                 "layers_bytes": {str(layer): parts for layer, parts in found.layers.items()},
                 "attributed_fraction": found.attributed_fraction,
-                "buffers": [alike.to_json() for alike in group(found.buffers)[:NUM_GROUPS]],
+                "buffers": write(group(found.buffers)[:NUM_GROUPS]),
             }
             for s, (stage, found) in enumerate(zip(self.plan.stages, self.stages, strict=True))
         ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from capture import environment
+from capture.documents import read
 from capture.errors import ProfileError, plain
 from capture.machine.target import Target
 from capture.measured.profile import Profile, StageConfig
@@ -101,7 +102,7 @@ class Measurements:
                 values[outcome.job.key] = outcome.value
         for key, configs in configs_of.items():
             if key in values:
-                self.costs.update(dict.fromkeys(configs, StageCost.from_json(values[key])))
+                self.costs.update(dict.fromkeys(configs, read(values[key], StageCost)))
             else:
                 self.failures.update(dict.fromkeys(configs, errors[key]))
 
@@ -125,9 +126,7 @@ class Measurements:
                     f"{outcome.job.what} does not compile: {plain(outcome.error)}.", "verify-stage"
                 )
             found[outcome.job.key] = outcome.value
-        return [
-            StageBuffers.from_json(found[self.backend.buffers_key(config)]) for config in configs
-        ]
+        return [read(found[self.backend.buffers_key(config)], StageBuffers) for config in configs]
 
     @property
     def setting(self) -> Setting | None:

@@ -8,8 +8,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from capture.machine.devices import Devices
-from capture.machine.target import Link, Sourced
+from capture.machine.cluster import Cluster, Machine
+from capture.machine.target import HostLink, Link, Rates, Sourced, Target
 from capture.model.operators import Block, Operator, OperatorModel
 from capture.model.transformer import transformer
 from capture.plan.sharding import Mode
@@ -32,9 +32,19 @@ def link(alpha: float, bytes_per_second: float) -> Link:
     return Link(Sourced(alpha, "test"), Sourced(bytes_per_second, "test"))
 
 
-def devices(limit: float, num_nodes: int = 1, per_node: int = 8, alpha: float = 1e-4) -> Devices:
-    rates = Sourced(limit, "test"), Sourced(11e12, "test"), Sourced(5e11, "test")
-    return Devices("test", num_nodes, per_node, *rates, link(alpha, 4.5e9), link(2 * alpha, 1.5e9))
+def machine(limit: float, num_nodes: int = 1, per_node: int = 8, alpha: float = 1e-4) -> Machine:
+    inside, all_of_it = link(alpha, 4.5e9), Sourced(1.0, "test")
+    rates = Rates(
+        {"float32": Sourced(11e12, "test")},
+        all_of_it,
+        Sourced(5e11, "test"),
+        all_of_it,
+        inside,
+        link(2 * alpha, 1.5e9),
+        HostLink(inside, inside, True, "test"),
+    )
+    target = Target("test", "eight for tests", "cuda", rates=rates)
+    return Machine(Cluster((per_node,) * num_nodes, "test"), target, limit)
 
 
 def family(name: str) -> OperatorModel:
@@ -47,7 +57,7 @@ class PlantedCost:
     further example."""
 
     model: OperatorModel
-    devices: Devices
+    machine: Machine
     table: tuple[tuple[tuple[float, float, float], ...], ...]
 
     def _kind(self, operator: Operator) -> int:
@@ -99,16 +109,16 @@ def random_problem(seed: int, max_operators: int = 6, max_modes: int = 3) -> Sha
         blocks.append(Block((operator,), count))
     model = OperatorModel(f"random {seed}", tuple(blocks))
     limit = float(generator.integers(1, max(2, 3 * largest * model.num_operators // 4)))
-    return ShardingProblem(PlantedCost(model, devices(limit), table))
+    return ShardingProblem(PlantedCost(model, machine(limit), table))
 
 
 def paper_problem(
     name: str, limit: float, granularities: tuple[int, ...] = (1,), remat: bool = False
 ) -> ShardingProblem:
-    return ShardingProblem(PaperCost(family(name), devices(limit), granularities, remat))
+    return ShardingProblem(PaperCost(family(name), machine(limit), granularities, remat))
 
 
 def step_problem(
     name: str, limit: float, granularities: tuple[int, ...] = (1, 4), **options
 ) -> ShardingProblem:
-    return ShardingProblem(StepCost(family(name), devices(limit), granularities, **options))
+    return ShardingProblem(StepCost(family(name), machine(limit), granularities, **options))

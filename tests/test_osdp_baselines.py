@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
-from osdp_problems import devices, family
+from osdp_problems import family, machine
 
 from capture.model.operators import Block, Operator, OperatorModel
 from capture.model.transformer import transformer
@@ -24,7 +24,7 @@ SMALL = transformer("small", [(8, 512)], seq_len=128, vocab_size=5000)
 @pytest.mark.parametrize(("cost", "limit"), [(PaperCost, 2 * GIB), (StepCost, 0.25 * GIB)])
 def test_osdp_is_no_worse_than_what_it_contains(cost, limit):
     found = {
-        name: strategy(cost(SMALL, devices(limit, per_node=4), (1, 4)))
+        name: strategy(cost(SMALL, machine(limit, per_node=4), (1, 4)))
         for name, strategy in STRATEGIES.items()
     }
     speeds = {name: outcome.examples_per_second for name, outcome in found.items()}
@@ -35,9 +35,9 @@ def test_osdp_is_no_worse_than_what_it_contains(cost, limit):
 
 
 def test_a_pipeline_needs_as_many_layers_as_devices():
-    assert STRATEGIES["PP"](StepCost(family("W&S"), devices(64 * GIB))).status == "n/a"
-    assert STRATEGIES["PP"](StepCost(SMALL, devices(64 * GIB))).status == "ok"
-    assert STRATEGIES["PP"](StepCost(SMALL, devices(GIB / 64))).status == "oom"
+    assert STRATEGIES["PP"](StepCost(family("W&S"), machine(64 * GIB))).status == "n/a"
+    assert STRATEGIES["PP"](StepCost(SMALL, machine(64 * GIB))).status == "ok"
+    assert STRATEGIES["PP"](StepCost(SMALL, machine(GIB / 64))).status == "oom"
 
 
 def test_layers_and_stages():
@@ -65,12 +65,12 @@ def test_a_pipeline_without_communication_is_its_closed_form():
     than GPipe."""
     layer = Operator("w", "matmul", 1000, 10_000, 100, 100, flops=11 * 10**9)
     model = OperatorModel("equal", (Block((layer, replace(layer, name="v", output_bytes=99)), 4),))
-    cluster = devices(GIB, per_node=4, alpha=0.0)
+    cluster = machine(GIB, per_node=4, alpha=0.0)
     costs = OneMode(StepCost(model, cluster.group(1)), DP)
     pipeline = Pipeline(costs, 4, cluster, "1f1b")
     seconds, sent = 2 * 3 * 11e9 / 11e12, 2 * 100 / 4.5e9
     assert pipeline.step_seconds(1, 8) == pytest.approx((8 + 3) * seconds + (8 + 2) * sent)
-    tight = devices(2 * 4000 + 1300 + 6 * 20_000, per_node=4).memory_limit_bytes.value
+    tight = machine(2 * 4000 + 1300 + 6 * 20_000, per_node=4).memory_limit_bytes
     fits = {
         schedule: Pipeline(
             OneMode(StepCost(model, cluster.group(1).with_limit(tight)), DP), 4, cluster, schedule
@@ -85,16 +85,18 @@ def test_tensor_parallel_parts():
     the stream, a third with remat."""
     product = Operator("w", "matmul", 8_000_000, 3000, 1000, 1000, flops=10**9)
     model = OperatorModel("one", (Block((product,)),))
-    eight = devices(GIB)
+    eight = machine(GIB)
     part = replace(product, parameter_bytes=4_000_000, activation_bytes=2000, flops=5 * 10**8)
     for remat, times in ((False, 2), (True, 3)):
         whole = StepCost(model, eight, remat=remat)
         costs = TensorParallelCost(whole, 2)
-        assert costs.devices.num_devices == 4
-        alone = StepCost(model, costs.devices, remat=remat).cost(part, ZDP, 5)
+        assert costs.machine.num_devices == 4
+        alone = StepCost(model, costs.machine, remat=remat).cost(part, ZDP, 5)
         found = costs.cost(product, ZDP, 5)
         assert (found.resident_bytes, found.transient_bytes) == (
             alone.resident_bytes,
             alone.transient_bytes,
         )
-        assert found.seconds - alone.seconds == pytest.approx(times * eight.reduce_seconds(5000, 2))
+        assert found.seconds - alone.seconds == pytest.approx(
+            times * eight.links.seconds("all-reduce", 5000, 2)
+        )

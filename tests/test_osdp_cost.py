@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from osdp_problems import devices, family, link
+from osdp_problems import family, link, machine
 
 from capture.errors import TargetError, WorkloadError
-from capture.machine.cluster import Cluster
-from capture.machine.devices import Devices
+from capture.machine.cluster import Cluster, Machine
 from capture.machine.link_fit import MeasuredCollective, fit_link
 from capture.machine.target import Sourced
 from capture.model.operators import Block, Operator, OperatorModel
@@ -29,7 +28,7 @@ PRODUCT = Operator(
     flops=10**9,
 )
 MODEL = OperatorModel("one", (Block((PRODUCT,)),))
-EIGHT = devices(8e9, alpha=1e-4)
+EIGHT = machine(8e9, alpha=1e-4)
 STEP = 1e-4 + 1e6 / 4.5e9  # one step of a ring of eight with 8 MB
 GAMMA = 3 * 10**9 / 11e12
 
@@ -56,11 +55,11 @@ def test_the_papers_slices_are_operators_of_their_own():
 
 
 def test_one_device_has_nothing_to_send_or_to_share():
-    alone = PaperCost(MODEL, devices(8e9, per_node=1))
+    alone = PaperCost(MODEL, machine(8e9, per_node=1))
     assert cost_of(alone, DP) == cost_of(alone, ZDP) and cost_of(alone, DP)[2] == pytest.approx(
         2 * GAMMA
     )
-    assert alone.modes(PRODUCT) == StepCost(MODEL, alone.devices).modes(PRODUCT) == (DP,)
+    assert alone.modes(PRODUCT) == StepCost(MODEL, alone.machine).modes(PRODUCT) == (DP,)
 
 
 def test_gathering_is_transient_and_falls_with_the_slices():
@@ -97,7 +96,8 @@ def test_gathers_of_fewer_bits_are_smaller_and_faster_and_replicated_operands_ma
 
 def test_memory_on_the_chip_holds_what_is_in_use_and_fits():
     def transient(on_chip, mode, batch_size):
-        model = StepCost(MODEL, replace(EIGHT, on_chip_bytes=Sourced(on_chip, "test")))
+        target = replace(EIGHT.target, on_chip_bytes=Sourced(on_chip, "test"))
+        model = StepCost(MODEL, replace(EIGHT, target=target))
         return cost_of(model, mode, batch_size)[1]
 
     assert transient(1500, DP, 1) == 50 + 2000  # of the gradients, the input's fits
@@ -140,7 +140,7 @@ def test_remat_gathers_once_more_in_zdp_mode_only():
 def test_two_nodes():
     """Rings of four inside, of two between; shared inside a node, gathers never leave it, and
     gradients are reduced over the nodes."""
-    two = devices(8e9, num_nodes=2, per_node=4)
+    two = machine(8e9, num_nodes=2, per_node=4)
     model = StepCost(MODEL, two)
     assert model.modes(PRODUCT) == (DP, ZDP, Mode(1, 1, 4))
     inside, between = (
@@ -151,10 +151,12 @@ def test_two_nodes():
     assert cost_of(model, ZDP)[2] == pytest.approx(3 * (inside + between) + 2 * GAMMA)
     assert cost_of(model, Mode(1, 1, 4))[2] == pytest.approx(3 * inside + 2 * between + 2 * GAMMA)
     assert cost_of(model, Mode(1, 1, 4))[0] == 8e6 + 6000
-    assert (
-        two.ring.bytes_per_second.value == 4.5e9 and two.ring.latency_seconds.value == 2e-4
-    )  # of a node: 4 x 1.5 GB/s
-    assert two.send_seconds(1.5e9, stride=4) == pytest.approx(1 + 2e-4)
+    ring = two.links.slowest_of_ring(2)
+    assert (ring.bytes_per_second.value, ring.latency_seconds.value) == (4.5e9, 2e-4)
+    slow = two.links.slowest_of_ring(1)  # of a node: 4 x 1.5 GB/s, more than inside
+    assert slow == two.rates.intra_node
+    sent = two.links.seconds("collective-permute", 1.5e9, 2, stride=4)
+    assert sent == pytest.approx(1 + 2e-4)
 
 
 def test_unknown_operators_are_not_split_and_those_without_parameters_have_nothing_to_shard():
@@ -191,11 +193,9 @@ def test_equal_operators_are_counted_whatever_their_names():
 
 
 def test_descriptions_survive_json(tmp_path):
-    model, two = family("W&S"), devices(8e9, num_nodes=2, per_node=4)
-    for value in (model, two):
-        path = tmp_path / "description.json"
-        path.write_text(json.dumps(value.to_json()))
-        assert type(value).load(path) == value
+    model, path = family("W&S"), tmp_path / "description.json"
+    path.write_text(json.dumps(model.to_json()))
+    assert OperatorModel.load(path) == model
 
 
 def test_a_wrong_description_is_refused_with_all_that_is_wrong():
@@ -228,33 +228,34 @@ def test_a_wrong_description_is_refused_with_all_that_is_wrong():
     assert caught.value.codes == ("osdp-overlap", "osdp-granularity")
 
 
-def test_wrong_devices_are_refused():
-    data = EIGHT.to_json()
-    with pytest.raises(TargetError, match=r"schema_version=None; .*\[devices-schema\]$"):
-        Devices.from_json({})
-    with pytest.raises(
-        TargetError, match=r"devices_per_node 0; both must be 1 or more.*\[devices-corrupt\]$"
-    ):
-        Devices.from_json({**data, "devices_per_node": 0})
-    with pytest.raises(TargetError, match=r"memory_limit_bytes is missing.*\[devices-corrupt\]$"):
-        Devices.from_json(
-            {key: value for key, value in data.items() if key != "memory_limit_bytes"}
-        )
-    with pytest.raises(TargetError, match=r"\[devices-file\]$"):
-        Devices.load("no/such/file.json")
+def test_a_machine_has_times_and_equal_nodes():
     with pytest.raises(TargetError, match=r"target='cpu' has no rates.*\[devices-no-rates\]$"):
-        Devices.of_target(Cluster((8,)))
+        Machine.of(Cluster((8,)))
     with pytest.raises(TargetError, match=r"nodes of several sizes.*\[devices-uneven\]$"):
-        Devices.of_target(Cluster((4, 2), "h100"))
+        Machine.of(Cluster((4, 2), "h100"))
 
 
-def test_devices_of_a_target():
-    found = Devices.of_target(Cluster((4, 4), "a100-40g"), "bfloat16")
-    assert (found.num_devices, found.devices_per_node) == (
-        8,
-        4,
-    ) and 3e10 < found.memory_limit_bytes.value < 4e10
-    assert found.flops_per_second.value == pytest.approx(312e12 * 0.869)
+def test_device_information_of_earlier_versions_is_refused_with_what_to_do(tmp_path):
+    """It was JSON with ``schema_version`` 1, as target files are."""
+    path = tmp_path / "devices.json"
+    number = {"value": 1, "source": "test"}
+    path.write_text(
+        json.dumps(
+            {"schema_version": 1, "name": "mine", "num_nodes": 1, "devices_per_node": 8}
+            | {"memory_limit_bytes": number, "flops_per_second": number}
+        )
+    )
+    with pytest.raises(TargetError, match=r"Write a target file, .*\[target-devices\]$"):
+        Machine.of(Cluster((8,), str(path)))
+
+
+def test_the_machine_of_a_target():
+    found = Machine.of(Cluster((4, 4), "a100-40g"), "bfloat16")
+    assert (found.num_devices, found.devices_per_node) == (8, 4)
+    assert 3e10 < found.memory_limit_bytes < 4e10
+    assert found.flops_per_second == pytest.approx(312e12 * 0.869)
+    part = found.group(4, stride=2)  # every other device
+    assert part.cluster.nodes == (2, 2) and part.memory_limit_bytes == found.memory_limit_bytes
 
 
 @pytest.mark.parametrize(
@@ -268,9 +269,8 @@ def test_devices_of_a_target():
     ],
 )
 def test_float32_has_the_rate_that_products_compute_it_at(target, precision, flops_per_second):
-    assert Devices.of_target(
-        Cluster((4,), target), "float32", precision
-    ).flops_per_second.value == pytest.approx(flops_per_second)
+    found = Machine.of(Cluster((4,), target), "float32", precision)
+    assert found.flops_per_second == pytest.approx(flops_per_second)
 
 
 def test_a_link_is_recovered_from_noisy_timings():

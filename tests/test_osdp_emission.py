@@ -376,9 +376,7 @@ def gathered(emitted: Emission, loss_fn, has_aux: bool = False) -> dict[int, int
         out_shardings=(None, emitted.shardings()),
     )
     (module,) = step.lower(*structs).compile().runtime_executable().hlo_modules()
-    return {
-        c.nbytes: count for c, count in work_of_module(module).collectives if c.kind == "all-gather"
-    }
+    return {c.nbytes: c.count for c in work_of_module(module).collectives if c.kind == "all-gather"}
 
 
 # ---- where arrays lie

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from osdp_problems import FAMILIES, devices, paper_problem, random_problem, step_problem
+from osdp_problems import FAMILIES, machine, paper_problem, random_problem, step_problem
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from capture.errors import PlanError
@@ -95,7 +95,7 @@ def check_plan(problem: ShardingProblem, plan) -> None:
         cost.transient_bytes for cost in costs
     )
     assert needed <= plan.peak_bytes <= needed + len(costs) + 1  # rounded up, per operator
-    num_devices = problem.cost.devices.num_devices
+    num_devices = problem.cost.machine.num_devices
     assert plan.examples_per_second == pytest.approx(
         num_devices * plan.batch_size / plan.step_seconds
     )
@@ -123,7 +123,7 @@ def test_exact_and_depth_first_are_exhaustive_search(seed):
 def test_sixteen_operators_of_a_transformer_are_exhaustive(cost, limit):
     model = transformer("small", [(4, 256), (3, 512)], seq_len=64, vocab_size=1000)
     assert model.num_operators == 16
-    problem = ShardingProblem(cost(model, devices(limit)), max_batch_size=4)
+    problem = ShardingProblem(cost(model, machine(limit)), max_batch_size=4)
     result = search(problem)
     check_plan(problem, result.plan)
     assert result.plan.seconds_per_example == pytest.approx(enumerated(problem), rel=1e-12)
@@ -154,7 +154,7 @@ def test_an_integer_programme_finds_no_better_plan_of_a_family(name, gib):
 
 def test_each_pruning_saves_nodes_and_changes_no_answer():
     model = transformer("small", [(3, 256)], seq_len=64, vocab_size=1000)
-    problem = ShardingProblem(PaperCost(model, devices(4e7)), max_batch_size=2)
+    problem = ShardingProblem(PaperCost(model, machine(4e7)), max_batch_size=2)
     results = {
         (m, t): search(problem, "depth-first", prune_memory=m, prune_time=t)
         for m in (True, False)
@@ -186,7 +186,7 @@ def test_a_smaller_batch_wins_where_its_saved_communication_is_worth_more():
     gathering it costs more than it gains."""
     large = Operator("large", "other", 8_000_000_000, 10**9, 0, 0, flops=10**9)
     model = OperatorModel("one", (Block((large,)),), state_bytes_per_parameter_byte=1)
-    cheap = ShardingProblem(PaperCost(model, devices(9.5e9)), max_batch_size=2)
+    cheap = ShardingProblem(PaperCost(model, machine(9.5e9)), max_batch_size=2)
     assert (cheap.num_batch_sizes, search(cheap).plan.batch_size) == (
         2,
         2,
@@ -201,7 +201,7 @@ class PlantedSlow:
 
     def __init__(self, cost):
         self._cost = cost
-        self.model, self.devices, self.modes = cost.model, cost.devices, cost.modes
+        self.model, self.machine, self.modes = cost.model, cost.machine, cost.modes
 
     def cost(self, operator, mode, batch_size):
         cost = self._cost.cost(operator, mode, batch_size)
@@ -214,13 +214,13 @@ def test_without_latency_the_answer_may_be_unproven_and_says_how_far_it_can_be_o
     layers = [(20, 2688), (18, 1024), (17, 2432), (6, 2816), (9, 1728), (11, 1600)]
     model = transformer("unrelated", layers, seq_len=128, vocab_size=50257)
     problem = ShardingProblem(
-        PaperCost(model, devices(model.parameter_bytes * 1.2 + 2e9, alpha=0.0)), max_batch_size=2
+        PaperCost(model, machine(model.parameter_bytes * 1.2 + 2e9, alpha=0.0)), max_batch_size=2
     )
     result = search(problem)
     check_plan(problem, result.plan)
     assert not result.optimal and 0 < result.bound_fraction < 1e-3
     with_latency = ShardingProblem(
-        PaperCost(model, devices(model.parameter_bytes * 1.2 + 2e9, alpha=1e-6)), max_batch_size=2
+        PaperCost(model, machine(model.parameter_bytes * 1.2 + 2e9, alpha=1e-6)), max_batch_size=2
     )
     assert search(with_latency).optimal
 
@@ -248,7 +248,7 @@ def test_70b_on_64_devices():
     )
     assert 6.4e10 < model.parameter_bytes / 2 < 7.5e10
     problem = ShardingProblem(
-        StepCost(model, devices(72e9, num_nodes=8), (1, 2, 4, 8, 16), remat=True)
+        StepCost(model, machine(72e9, num_nodes=8), (1, 2, 4, 8, 16), remat=True)
     )
     result = search(problem)
     assert result.optimal and result.status == "ok" and result.num_batch_sizes == 7
@@ -266,8 +266,8 @@ def test_nothing_fits_says_what_is_missing():
 def test_a_model_without_activations_needs_a_largest_batch():
     model = OperatorModel("states", (Block((Operator("w", "matmul", 100, 0, 0, 0),)),))
     with pytest.raises(PlanError, match=r"give max_batch_size\. \[osdp-unbounded\]$"):
-        ShardingProblem(PaperCost(model, devices(1e9)))
-    assert ShardingProblem(PaperCost(model, devices(1e9)), max_batch_size=3).num_batch_sizes == 3
+        ShardingProblem(PaperCost(model, machine(1e9)))
+    assert ShardingProblem(PaperCost(model, machine(1e9)), max_batch_size=3).num_batch_sizes == 3
 
 
 def test_another_algorithm_is_refused():

@@ -51,6 +51,10 @@ def _document(name: str) -> dict:
     return json.loads((TARGETS_FOLDER / f"{name}.json").read_text())
 
 
+def with_links(**changes) -> dict:
+    return {"links": _document("h100")["links"] | changes}
+
+
 def message(call) -> str:
     with pytest.raises(TargetError) as error:
         call()
@@ -101,6 +105,11 @@ def test_every_number_has_a_source_and_the_rates_are_plausible(name):
         target.rates.intra_node.bytes_per_second.value
         >= target.rates.inter_node.bytes_per_second.value
     )
+    host = target.rates.host
+    assert len(host.duplex_source) > 8 and all(
+        link.bytes_per_second.value <= target.rates.intra_node.bytes_per_second.value
+        for link in (host.to_device, host.to_host)
+    )
     assert (
         0.8 * target.memory.capacity_bytes.value
         < target.memory.usable_bytes
@@ -126,9 +135,42 @@ def test_a_file_of_a_user(tmp_path):
     assert (target.description, target.memory) == ("mine", Target.load("h100").memory)
 
 
+def test_a_host_link_without_directions_has_the_same_in_both_which_share_it(tmp_path):
+    """As files were before the directions."""
+    link = _document("a100-40g")["links"]["intra_node"]
+    target = Target.load(a_file(tmp_path, **with_links(host=link)))
+    host = target.rates.host
+    assert host.to_device == host.to_host == Target.load("a100-40g").rates.intra_node
+    assert not host.duplex and Target.load("h100").rates.host.duplex
+
+
+def a_host(bytes_per_second: float = 5e10, **changes) -> dict:
+    link = {
+        "latency_seconds": {"value": 1e-5, "source": "test"},
+        "bytes_per_second": {"value": bytes_per_second, "source": "test"},
+    }
+    duplex = {"value": True, "source": "test"}
+    return {"to_device": link, "to_host": link, "duplex": duplex} | changes
+
+
 @pytest.mark.parametrize(
     ("changes", "wrong", "code"),
     [
+        (
+            with_links(host=a_host(to_host={})),
+            "links.host.to_host.latency_seconds is missing",
+            "target-corrupt",
+        ),
+        (
+            with_links(host=a_host(duplex={"value": 1, "source": "test"})),
+            "links.host.duplex.value is 1 and must be true or false",
+            "target-corrupt",
+        ),
+        (
+            with_links(host=a_host(0)),
+            "links.host.to_device has latency_seconds 1e-05 and bytes_per_second 0; the first must",
+            "target-corrupt",
+        ),
         (
             {"schema_version": 2},
             "has schema_version=2; this version of capture reads 1",
@@ -141,7 +183,7 @@ def test_a_file_of_a_user(tmp_path):
         ),
         ({"memory": {}}, "memory.capacity_bytes is missing", "target-corrupt"),
         (
-            {"compute": {"flops_per_second": {}, "efficiency": 1}},
+            {"compute": {"flops_per_second": {}, "efficiency": {"value": 1, "source": ""}}},
             "compute.flops_per_second.float32 is missing",
             "target-corrupt",
         ),
@@ -162,7 +204,7 @@ def test_unknown_names_and_files(tmp_path):
         "target='h900' is unknown; choose one of a100-40g, a100-80g, b200, cpu, "
     )
     assert message(lambda: Target.load(str(tmp_path / "no.json"))).endswith(
-        "cannot be read: No such file or directory. [target-file]"
+        "does not exist. [target-file]"
     )
     (tmp_path / "broken.json").write_text("{")
     assert message(lambda: Target.load(str(tmp_path / "broken.json"))).endswith("[target-file]")

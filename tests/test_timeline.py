@@ -435,7 +435,7 @@ def test_links_of_a_target():
     busy = step.simulation.busy_seconds
     assert busy["stage 0 -> stage 1"] == rates.intra_node.seconds(16) == busy["stage 1 -> stage 0"]
     assert busy["stage 1 -> stage 2"] == rates.inter_node.seconds(32) == busy["stage 2 -> stage 1"]
-    assert busy["stage 0 host"] == rates.host.seconds(48) == busy["stage 2 host"]
+    assert busy["stage 0 host"] == rates.host.to_device.seconds(48) == busy["stage 2 host"]
 
 
 def test_a_trace_shows_every_stage_with_its_streams_and_memory(tmp_path):

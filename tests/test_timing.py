@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from synthetic_profiles import Planted, configs_of, hybrid, make_plan
 
+from capture.documents import read, write
 from capture.errors import ProfileError
 from capture.machine.cluster import Cluster
 from capture.machine.target import Target
@@ -16,7 +17,7 @@ from capture.measured.work import Collective, ProgramWork
 from capture.plan.choices import StageChoice
 from capture.predictor.step_time import has_times, predicted_timeline, time_summary
 from capture.predictor.times import TimePredictor
-from capture.step.times import TimeModel
+from capture.step.times import TimeModel, busiest_seconds, pipeline_seconds
 
 RATES = Target.load("a100-40g").rates
 FAST, SLOW = RATES.intra_node, RATES.inter_node
@@ -62,9 +63,11 @@ def alpha_beta(link, steps: int, nbytes: float) -> float:
     ],
 )
 def test_collectives_have_their_closed_form(kind, group_size, stride, expected):
-    assert MODEL.collective_seconds(Collective(kind, NBYTES, group_size, stride)) == pytest.approx(
+    assert MODEL.links.seconds(kind, NBYTES, group_size, stride) == pytest.approx(
         expected, rel=1e-12
     )
+    sent = ProgramWork(0, "bfloat16", 0, 0, (Collective(kind, NBYTES, group_size, stride, 3),))
+    assert MODEL.program_seconds(sent) == pytest.approx(3 * expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -101,15 +104,15 @@ def test_products_hide_their_own_bytes_and_no_others():
     )
     bound_by_memory = ProgramWork(10**9, "bfloat16", 10**10, 0)
     assert MODEL.program_seconds(bound_by_memory) == pytest.approx(10**10 / memory)
-    reduced = replace(bound_by_memory, collectives=((Collective("all-reduce", NBYTES, 4, 1), 3),))
+    reduced = replace(bound_by_memory, collectives=(Collective("all-reduce", NBYTES, 4, 1, 3),))
     assert MODEL.program_seconds(reduced) == pytest.approx(
         10**10 / memory + 3 * alpha_beta(FAST, 6, NBYTES / 4)
     )
 
 
 def test_work_survives_json():
-    work = ProgramWork(3, "float32", 4, 5, ((Collective("all-gather", 6, 2, 1), 7),), "highest")
-    assert ProgramWork.from_json(work.to_json()) == work
+    work = ProgramWork(3, "float32", 4, 5, (Collective("all-gather", 6, 2, 1, 7),), "highest")
+    assert read(write(work), ProgramWork) == work
 
 
 def timed(planted: Planted, profile: Profile) -> Profile:
@@ -182,3 +185,17 @@ def test_virtual_cpu_devices_have_no_times():
         ProfileError, match=r"target='cpu' says nothing about time.*\[profile-no-times\]$"
     ):
         TimePredictor(profile, 4)
+
+
+def test_the_two_closed_forms_of_a_pipeline():
+    """They are one where the slowest stage has the longest update; otherwise the form that takes
+    each maximum by itself says more."""
+    times, microbatches = [3.0, 5.0, 2.0], 8
+
+    def both(updates):
+        busy = [microbatches * t + u for t, u in zip(times, updates, strict=True)]
+        return busiest_seconds(busy, times), pipeline_seconds(times, updates, microbatches)
+
+    assert both([1.0, 4.0, 2.0]) == (10 + 7 * 5 + 4, 10 + 7 * 5 + 4)
+    assert both([9.0, 4.0, 2.0]) == (10 + 7 * 5 + 4, 10 + 7 * 5 + 9)
+    assert both([30.0, 4.0, 2.0]) == (10 + 7 * 3 + 30, 10 + 7 * 5 + 30)

@@ -111,7 +111,7 @@ def fully_sharded(cost: StepCost, limit: float) -> float:
             float(cost.cost(operator, mode, batch_size).seconds)
             for operator, mode in zip(operators, modes, strict=True)
         )
-        best = max(best, cost.devices.num_devices * batch_size / seconds)
+        best = max(best, cost.machine.num_devices * batch_size / seconds)
         batch_size += 1
     return best
 

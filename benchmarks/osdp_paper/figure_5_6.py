@@ -70,8 +70,8 @@ def main() -> int:
     options = parser.parse_args()
     rows = []
     for setting, limit in chosen(options):
-        devices = (titan if options.gpus == 8 else servers)(limit)
-        cost = costs(setting, devices)
+        machine = (titan if options.gpus == 8 else servers)(limit)
+        cost = costs(setting, machine)
         outcomes = {name: strategy(cost) for name, strategy in STRATEGIES.items()}
         speeds = {name: outcome.examples_per_second for name, outcome in outcomes.items()}
         print(

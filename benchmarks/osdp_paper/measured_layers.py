@@ -33,7 +33,7 @@ from benchmarks.osdp_paper.settings import (
     measured,
     titan,
 )
-from capture.machine.devices import Devices
+from capture.machine.cluster import Machine
 from capture.model.operators import Block, Operator, OperatorModel
 from capture.plan.sharding import Mode
 from capture.step.operator_cost import Cost
@@ -56,7 +56,7 @@ class MeasuredCost:
     slices stands for mode k."""
 
     model: OperatorModel
-    devices: Devices
+    machine: Machine
     hidden: int
 
     def modes(self, operator: Operator) -> tuple[Mode, ...]:
@@ -116,8 +116,8 @@ def main() -> int:
 
 def problem(layers: int, hidden: int, limit_mb: float) -> ShardingProblem:
     model = OperatorModel("layers", (Block((Operator("layer", "other", 1, 1, 0, 0),), layers),))
-    devices = titan(8).with_limit((limit_mb - measured()["overhead_MB"]) * MIB)
-    return ShardingProblem(MeasuredCost(model, devices, hidden), max_batch_size=ROWS[-1])
+    machine = titan(8).with_limit((limit_mb - measured()["overhead_MB"]) * MIB)
+    return ShardingProblem(MeasuredCost(model, machine, hidden), max_batch_size=ROWS[-1])
 
 
 def gains(family: str, layers: int, hidden: int, limit_gib: int) -> dict[str, Any]:

@@ -25,8 +25,7 @@ from benchmarks.osdp_paper.settings import (
     finish,
     titan,
 )
-from capture.machine.cluster import Cluster
-from capture.machine.devices import Devices
+from capture.machine.cluster import Cluster, Machine
 from capture.model.transformer import transformer
 from capture.step.operator_cost import PaperCost, StepCost
 from recommender.osdp import ShardingProblem, search
@@ -56,7 +55,7 @@ def main() -> int:
             "70B",
             StepCost(
                 large,
-                Devices.of_target(Cluster((8,) * 8, "h100"), "bfloat16"),
+                Machine.of(Cluster((8,) * 8, "h100"), "bfloat16"),
                 GRANULARITIES,
                 remat=True,
             ),
@@ -76,7 +75,7 @@ def exact_row(name: str, cost: StepCost) -> dict[str, Any]:
     return {
         "model": name,
         "operators": cost.model.num_operators,
-        "limit_gib": round(cost.devices.memory_limit_bytes.value / 2**30, 2),
+        "limit_gib": round(cost.machine.memory_limit_bytes / 2**30, 2),
         "cpu_seconds": time.process_time() - start,
         "optimal": result.optimal,
         "status": result.status,
@@ -92,8 +91,8 @@ def depth_first_rows() -> list[dict[str, Any]]:
         model = transformer(
             f"{num_layers} layers", [(num_layers, 1024)], seq_len=SEQ_LEN, vocab_size=VOCAB_SIZE
         )
-        devices = titan(8).with_limit(model.parameter_bytes * 4 * 0.55)
-        problem = ShardingProblem(PaperCost(model, devices), max_batch_size=3)
+        machine = titan(8).with_limit(model.parameter_bytes * 4 * 0.55)
+        problem = ShardingProblem(PaperCost(model, machine), max_batch_size=3)
         nodes = {}
         for memory, seconds in ((True, True), (False, True), (True, False), (False, False)):
             found = search(problem, "depth-first", prune_memory=memory, prune_time=seconds)

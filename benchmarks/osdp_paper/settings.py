@@ -27,10 +27,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.drawing import COLORS, draw, grouped_bars
-from capture.machine.cluster import Cluster
-from capture.machine.devices import Devices
+from capture.machine.cluster import Cluster, Machine
 from capture.machine.link_fit import FittedLink, MeasuredCollective, fit_link, fit_overlap
-from capture.machine.target import Link, Sourced
+from capture.machine.target import HostLink, Link, Rates, Sourced, Target
 from capture.model.operators import OperatorModel
 from capture.model.transformer import transformer
 from capture.step.operator_cost import PAPER_GRANULARITY, StepCost
@@ -131,46 +130,54 @@ def fitted_overlap() -> float:
     return fit_overlap(compute, sent, step)
 
 
-def titan(limit_gib: float) -> Devices:
-    """One server of eight RTX TITAN with PCIe 3, less the overhead that the released code takes off
-    the limit."""
-    link = fitted_link().link
-    return Devices(
-        "8x RTX TITAN",
-        1,
-        8,
-        Sourced(
-            limit_gib * GIB - measured()["overhead_MB"] * MIB,
-            "limit of the paper, less 800 MB as in the released code",
-        ),
-        Sourced(fitted_flops_per_second(), "fitted to the authors' measured layers"),
-        Sourced(0.8 * 672e9, "NVIDIA TITAN RTX datasheet; 80 % of it is assumed to be reached"),
+def limit_bytes(limit_gib: float) -> float:
+    """A limit of the paper, less the overhead that the released code takes off it (800 MB)."""
+    return limit_gib * GIB - measured()["overhead_MB"] * MIB
+
+
+@cache
+def rtx_titan() -> Target:
+    """The paper's device, in a server with PCIe 3."""
+    fitted, link = "fitted to the authors' measured layers", fitted_link().link
+    host = Link(Sourced(1e-5, "order of one launch"), Sourced(12e9, "from the PCIe generation: 3"))
+    rates = Rates(
+        {"float32": Sourced(fitted_flops_per_second(), fitted)},
+        Sourced(1.0, f"{fitted}: what was reached"),
+        Sourced(672e9, "NVIDIA TITAN RTX datasheet"),
+        Sourced(0.8, "assumed to be reached"),
         link,
         link,
+        HostLink(host, host, True, "from the PCIe generation"),
     )
+    return Target("rtx-titan", "NVIDIA TITAN RTX 24 GB; PCIe 3", "cuda", rates=rates)
 
 
-def servers(limit_gib: float) -> Devices:
+def titan(limit_gib: float) -> Machine:
+    """One server of eight RTX TITAN."""
+    return Machine(Cluster((8,), "rtx-titan"), rtx_titan(), limit_bytes(limit_gib))
+
+
+def servers(limit_gib: float) -> Machine:
     """Two servers of eight A100 joined by 100 Gb/s, which eight GPUs share."""
-    found = Devices.of_target(
+    found = Machine.of(
         Cluster((8, 8), "a100-40g"), precision="highest"
     )  # PyTorch has no TF32 in products unless asked
     network = Link(
-        found.inter_node.latency_seconds,
+        found.rates.inter_node.latency_seconds,
         Sourced(100e9 / 8 / 8, "paper 4.1: 100 Gb/s between the servers, over eight GPUs"),
     )
-    limit = limit_gib * GIB - measured()["overhead_MB"] * MIB
-    return replace(found, inter_node=network).with_limit(
-        limit, "limit of the paper, less 800 MB as in the released code"
+    rates = replace(found.rates, inter_node=network)
+    return replace(found, target=replace(found.target, rates=rates)).with_limit(
+        limit_bytes(limit_gib)
     )
 
 
-def costs(setting: Setting, devices: Devices, **options: Any) -> StepCost:
+def costs(setting: Setting, machine: Machine, **options: Any) -> StepCost:
     """Our cost model with the paper's granularity and the measured overlap, unless other options
     are given."""
     return StepCost(
         setting.model,
-        devices,
+        machine,
         **{
             "granularities": (1, PAPER_GRANULARITY),
             "overlap_fraction": fitted_overlap(),

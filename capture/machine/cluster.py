@@ -1,14 +1,16 @@
-"""The devices a plan may use: nodes of equal devices, in node-major order."""
+"""The devices a plan may use: nodes of equal devices, in node-major order; and with what their
+target says of them, the machine."""
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from capture.errors import ClusterError
-from capture.machine.target import known_name
+from capture.errors import ClusterError, TargetError
+from capture.machine.links import Links
+from capture.machine.target import Rates, Target, known_name
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,97 @@ class Cluster:
     @cached_property
     def node_of_device(self) -> tuple[int, ...]:
         return tuple(node for node, size in enumerate(self.nodes) for _ in range(size))
+
+    def group(self, size: int, stride: int = 1) -> Cluster:
+        """So many of the devices of equal nodes, a stride apart, as a cluster of their own.
+
+        Example:
+            >>> Cluster((8, 8)).group(4).nodes, Cluster((8, 8)).group(4, stride=4).nodes
+            ((4,), (2, 2))
+        """
+        per_node = max(1, min(size, self.nodes[0] // stride))
+        return Cluster((per_node,) * -(-size // per_node), self.target)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A cluster of equal nodes with its target: what a choice between memory and time asks.
+
+    Attributes:
+        cluster: How many devices, and in which nodes.
+        target: Of the devices, with rates.
+        memory_limit_bytes: Of one device.
+        computed_in: The data type whose rate products have (``Rates.computed_in``).
+
+    Example:
+        >>> machine = Machine.of(Cluster((8, 8), "h100"))
+        >>> machine.num_devices, machine.computed_in, machine.with_limit(2**34).memory_limit_bytes
+        (16, 'tf32', 17179869184)
+    """
+
+    cluster: Cluster
+    target: Target
+    memory_limit_bytes: float
+    computed_in: str = "float32"
+
+    @classmethod
+    def of(cls, cluster: Cluster, dtype: str = "float32", precision: str = "default") -> Machine:
+        """The machine that a cluster's target describes, with all of the usable memory.
+
+        Args:
+            cluster: Of equal nodes.
+            dtype: Of what products read.
+            precision: That they ask for; ``"highest"`` for the rate of ``dtype`` itself.
+
+        Raises:
+            TargetError: ``devices-no-rates`` for a target without rates or memory (``cpu``),
+                ``devices-uneven`` for nodes of several sizes, and those of ``Target.load``.
+        """
+        target = Target.load(cluster.target)
+        if target.rates is None or target.memory is None:
+            raise TargetError.of(
+                f"target={cluster.target!r} has no rates or no memory, so no time or limit "
+                "follows from it; name an accelerator.",
+                "devices-no-rates",
+            )
+        if len(set(cluster.nodes)) > 1:
+            raise TargetError.of(
+                f"cluster {cluster} has nodes of several sizes; collectives of two levels need "
+                "equal nodes.",
+                "devices-uneven",
+            )
+        computed_in = target.rates.computed_in(dtype, precision)
+        return cls(cluster, target, target.memory.usable_bytes, computed_in)
+
+    @property
+    def rates(self) -> Rates:
+        assert self.target.rates is not None, "a machine has times"
+        return self.target.rates
+
+    @property
+    def num_devices(self) -> int:
+        return self.cluster.num_devices
+
+    @property
+    def devices_per_node(self) -> int:
+        return self.cluster.nodes[0]
+
+    @cached_property
+    def links(self) -> Links:
+        return Links(self.rates.intra_node, self.rates.inter_node, self.devices_per_node)
+
+    @cached_property
+    def flops_per_second(self) -> float:
+        """That products reach."""
+        return self.rates.reached_flops_per_second(self.computed_in)
+
+    def with_limit(self, memory_limit_bytes: float) -> Machine:
+        """The same devices, less or more of whose memory may be used."""
+        return replace(self, memory_limit_bytes=memory_limit_bytes)
+
+    def group(self, size: int, stride: int = 1) -> Machine:
+        """Some of the devices (``Cluster.group``)."""
+        return replace(self, cluster=self.cluster.group(size, stride))
 
 
 def _did_you_mean(spelled: str) -> str:

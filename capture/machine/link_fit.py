@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from capture.errors import TargetError
+from capture.machine.links import ring_steps
 from capture.machine.target import Link, Sourced
 
 
@@ -31,8 +32,8 @@ class MeasuredCollective:
 
     @property
     def num_steps(self) -> int:
-        """Of the ring: n - 1, twice for an all-reduce (paper, 2.1)."""
-        return (self.group_size - 1) * (2 if self.kind == "all-reduce" else 1)
+        """Of the ring."""
+        return ring_steps(self.kind, self.group_size)
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def fit_link(measured: Sequence[MeasuredCollective], source: str) -> FittedLink:
         >>> round(found.latency_seconds.value * 1e6, 3), round(found.bytes_per_second.value / 1e9, 3)
         (10.0, 4.0)
 
-    Source: paper 3.1, the (alpha, beta, gamma) model of Hockney 1994.
+    Source: OSDP, 3.1: the (alpha, beta, gamma) model of Hockney 1994.
     """
     if len({row.nbytes / row.group_size for row in measured if row.num_steps}) < 2:
         raise TargetError.of(

@@ -3,9 +3,9 @@ through."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 Remat = Literal["none", "dots", "full"]
 REMAT_POLICIES: tuple[Remat, ...] = ("none", "dots", "full")
@@ -34,17 +34,6 @@ class StageChoice:
     remat: Remat = "none"
     shard_optimizer: bool = False
     shard_params: bool = False
-
-    @classmethod
-    def of_row(cls, row: Mapping[str, Any]) -> StageChoice:
-        """That of a row of a document."""
-        return cls(
-            row["data_parallel"],
-            row["tensor_parallel"],
-            row["remat"],
-            row["shard_optimizer"],
-            row.get("shard_params", False),
-        )
 
     def __str__(self) -> str:
         said = [f"data parallel {self.data_parallel}", f"tensor parallel {self.tensor_parallel}"]
@@ -78,6 +67,15 @@ def by_degree(choices: Iterable[StageChoice]) -> dict[int, tuple[StageChoice, ..
     for choice in choices:
         found[choice.num_devices] = (*found.get(choice.num_devices, ()), choice)
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoiceRow(StageChoice):
+    """A row of a document that has the fields of a choice among its own."""
+
+    @property
+    def choice(self) -> StageChoice:
+        return StageChoice(*(getattr(self, field.name) for field in fields(StageChoice)))
 
 
 def paper_choices(

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from capture.errors import Violation, WorkloadError
-from capture.machine.devices import Devices
+from capture.machine.cluster import Machine
 from capture.model.operators import Operator, OperatorModel
 from capture.plan.sharding import DP, Mode
 
@@ -48,7 +48,7 @@ class CostModel(Protocol):
     """What searches ask."""
 
     @property
-    def devices(self) -> Devices: ...
+    def machine(self) -> Machine: ...
 
     @property
     def model(self) -> OperatorModel: ...
@@ -104,7 +104,7 @@ class PaperCost:
     computed twice (2.3, O-l). Nothing overlaps, and gathering needs no memory (O-b, O-m).
 
     Attributes:
-        model, devices: What is trained, and on what.
+        model, machine: What is trained, and on what.
         granularities: Slices per operator to choose from; 1 is unsplit (OSDP-base).
         remat: Whether activations are rematerialised ("checkpointing").
 
@@ -112,15 +112,16 @@ class PaperCost:
     """
 
     model: OperatorModel
-    devices: Devices
+    machine: Machine
     granularities: tuple[int, ...] = (1,)
     remat: bool = False
 
     def modes(self, operator: Operator) -> tuple[Mode, ...]:
-        return sliced_modes(operator, self.granularities) if self.devices.num_devices > 1 else (DP,)
+        return sliced_modes(operator, self.granularities) if self.machine.num_devices > 1 else (DP,)
 
     def cost(self, operator: Operator, mode: Mode, batch_size: BatchSize) -> Cost:
-        n, link = self.devices.num_devices, self.devices.ring
+        n = self.machine.num_devices
+        link = self.machine.links.slowest_of_ring(len(self.machine.cluster.nodes))
         sharded = mode.num_sharded / mode.num_slices
         ratio = self.model.state_bytes_per_parameter_byte
         states, replicated = operator.parameter_bytes * ratio, operator.replicated_bytes
@@ -140,7 +141,7 @@ class PaperCost:
             + batch_size * held
             + operator.workspace_bytes,
             0.0,
-            sent + compute_seconds(operator, self.devices, batch_size, self.remat),
+            sent + compute_seconds(operator, self.machine, batch_size, self.remat),
         )
 
 
@@ -164,7 +165,7 @@ class StepCost:
       gradients of a shard are also reduced over the nodes.
 
     Attributes:
-        model, devices: What is trained, and on what.
+        model, machine: What is trained, and on what.
         granularities: Slices per operator to choose from.
         remat: Whether activations are rematerialised: one more gather of what is sharded, and the
             forward pass twice.
@@ -177,7 +178,7 @@ class StepCost:
     """
 
     model: OperatorModel
-    devices: Devices
+    machine: Machine
     granularities: tuple[int, ...] = (1,)
     remat: bool = False
     overlap_fraction: float = 0.0
@@ -204,20 +205,20 @@ class StepCost:
         WorkloadError.check(violations)
 
     def modes(self, operator: Operator) -> tuple[Mode, ...]:
-        devices = self.devices
-        if devices.num_devices == 1:
+        num_devices, per_node = self.machine.num_devices, self.machine.devices_per_node
+        if num_devices == 1:
             return (DP,)
-        by_node = self.node_groups and devices.num_nodes > 1 and devices.devices_per_node > 1
+        by_node = self.node_groups and num_devices > per_node > 1
         return sliced_modes(
             operator,
             self.granularities,
-            (None, devices.devices_per_node) if by_node else (None,),
+            (None, per_node) if by_node else (None,),
             self.partly,
         )
 
     def cost(self, operator: Operator, mode: Mode, batch_size: BatchSize) -> Cost:
         size = operator.parameter_bytes
-        group = mode.group_size or self.devices.num_devices
+        group = mode.group_size or self.machine.num_devices
         sharded = mode.num_sharded / mode.num_slices
         states = self.model.state_bytes_per_parameter_byte * (
             operator.replicated_bytes + size * (1 - sharded + sharded / group)
@@ -232,9 +233,9 @@ class StepCost:
             * partial_sums
             * batch_size
             * operator.output_bytes
-            / self.devices.memory_bytes_per_second.value
+            / self.machine.rates.reached_bytes_per_second
         )
-        computed = compute_seconds(operator, self.devices, batch_size, self.remat) + added * (
+        computed = compute_seconds(operator, self.machine, batch_size, self.remat) + added * (
             2 if self.remat else 1
         )
         sent = self._sent_seconds(operator, mode, group)
@@ -292,7 +293,7 @@ class StepCost:
     def _on_chip(self, *arrays: Any) -> Any:
         """Bytes that memory on the chip holds of arrays that are in use at once: of those that fit
         into it."""
-        capacity = self.devices.on_chip_bytes.value
+        capacity = self.machine.target.on_chip_bytes.value
         return (
             np.minimum(
                 capacity,
@@ -314,30 +315,29 @@ class StepCost:
         return operator.activation_bytes - (0 if mode.num_sharded else operator.fused_bytes)
 
     def _sent_seconds(self, operator: Operator, mode: Mode, group: int) -> float:
-        devices, slice_bytes = self.devices, operator.parameter_bytes / mode.num_slices
+        n, sent = self.machine.num_devices, self.machine.links.seconds
+        slice_bytes = operator.parameter_bytes / mode.num_slices
         replicated = operator.replicated_bytes + slice_bytes * (mode.num_slices - mode.num_sharded)
-        seconds = devices.reduce_seconds(replicated, devices.num_devices) if replicated else 0.0
+        seconds = sent("all-reduce", replicated, n) if replicated else 0.0
         if mode.num_sharded:
             gathers = (
                 3 if self.remat else 2
                 # forward and backward; the reduce-scatter of gradients takes as long as one of all bits
             )
-            each = gathers * devices.gather_seconds(slice_bytes * operator.gathered_fraction, group)
-            each += devices.gather_seconds(slice_bytes, group)
-            if group < devices.num_devices:
-                each += devices.reduce_seconds(
-                    slice_bytes / group, devices.num_devices // group, stride=group
-                )
+            each = gathers * sent("all-gather", slice_bytes * operator.gathered_fraction, group)
+            each += sent("reduce-scatter", slice_bytes, group)
+            if group < n:
+                each += sent("all-reduce", slice_bytes / group, n // group, stride=group)
             seconds += mode.num_sharded * each
         return seconds
 
 
 def compute_seconds(
-    operator: Operator, devices: Devices, batch_size: BatchSize, remat: bool
+    operator: Operator, machine: Machine, batch_size: BatchSize, remat: bool
 ) -> Any:
     """b gamma: forward, and backward twice as long; rematerialised, forward once more (a third: the
     paper's "roughly 30%", 2.3)."""
     gamma = operator.gamma_seconds
     if gamma is None:
-        gamma = 3 * operator.flops / devices.flops_per_second.value
+        gamma = 3 * operator.flops / machine.flops_per_second
     return batch_size * gamma * (4 / 3 if remat else 1)

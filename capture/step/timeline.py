@@ -81,7 +81,7 @@ class LinkTimes:
 
     def feed_seconds(self, nbytes: int, stage_id: int) -> float:
         """Over the link from the host."""
-        return self.rates.host.seconds(nbytes)
+        return self.rates.host.to_device.seconds(nbytes)
 
 
 @dataclass(frozen=True)

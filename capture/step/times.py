@@ -1,5 +1,5 @@
 """Seconds from what programs compute, read and send: a roofline per program, alpha-beta per
-collective.
+collective; and of a pipeline's step from those of its stages.
 
     program    = max(flops / F, product bytes / B) + other bytes / B + collectives
     F, B       = specified rates of the target, each times the fraction of it that is reached in
@@ -11,27 +11,25 @@ float32 is TF32 on NVIDIA GPUs since Ampere and bfloat16 on TPUs (``Rates.comput
 Matrix products may hide their own memory traffic; every other kernel is bound by memory, and
 kernels run one after the other.
 
-    all-reduce over n devices by rings      2 (n - 1) (alpha + bytes / n / bandwidth)
-    all-gather, reduce-scatter              (n - 1) (alpha + bytes / n / bandwidth), of the whole
-                                            array's bytes
-    all-to-all                              (n - 1) (alpha + bytes / n / bandwidth)
-    collective-permute                      alpha + bytes / bandwidth
+Collectives are those of ``capture.machine.links``. Nothing is taken to overlap, so these are times
+of a step whose collectives are all exposed.
 
-A group on several nodes works in two levels: between nodes, each device of a node has its share of
-the bytes, but for an all-to-all, which has none to share. Nothing is taken to overlap, so these are
-times of a step whose collectives are all exposed.
-
-Source: Williams, Waterman, Patterson 2009 (roofline); Thakur, Rabenseifner, Gropp 2005
-(collectives).
+Source: Williams, Waterman, Patterson 2009 (roofline).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from capture.machine.target import Link, Rates
+import numpy as np
+
+from capture.machine.links import Links
+from capture.machine.target import Rates
 from capture.measured.stage_cost import StageCost
-from capture.measured.work import Collective, ProgramWork
+from capture.measured.work import ProgramWork
 
 
 @dataclass(frozen=True)
@@ -71,16 +69,18 @@ class TimeModel:
     rates: Rates
     devices_per_node: int
 
+    @cached_property
+    def links(self) -> Links:
+        return Links(self.rates.intra_node, self.rates.inter_node, self.devices_per_node)
+
     def program_seconds(self, work: ProgramWork) -> float:
         """One execution on every device of a stage."""
-        flops_per_second = (
-            self.rates.rate_of(work.dtype, work.precision).value
-            * self.rates.compute_efficiency.value
-        )
-        bytes_per_second = self.rates.bytes_per_second.value * self.rates.memory_efficiency.value
+        flops_per_second = self.rates.reached_flops_per_second(work.dtype, work.precision)
+        bytes_per_second = self.rates.reached_bytes_per_second
         products = max(work.flops / flops_per_second, work.product_bytes / bytes_per_second)
         sent = sum(
-            count * self.collective_seconds(collective) for collective, count in work.collectives
+            one.count * self.links.seconds(one.kind, one.nbytes, one.group_size, one.stride)
+            for one in work.collectives
         )
         return products + work.other_bytes / bytes_per_second + sent
 
@@ -92,39 +92,36 @@ class TimeModel:
             *map(self.program_seconds, (cost.forward_work, cost.backward_work, cost.update_work))
         )
 
-    def collective_seconds(self, collective: Collective) -> float:
-        """One collective, alone on its links.
 
-        Example:
-            >>> from capture.machine.target import Target
-            >>> model = TimeModel(Target.load("a100-40g").rates, devices_per_node=4)
-            >>> one = model.collective_seconds(Collective("all-reduce", 300_000_000, group_size=2, stride=1))
-            >>> round(one * 1e3, 3)  # 2 * 150 MB at 300 GB/s
-            1.007
-        """
-        inside, nodes = self._layout(collective)
-        fast, slow = self.rates.intra_node, self.rates.inter_node
-        kind, nbytes, n = collective.kind, collective.nbytes, collective.group_size
-        if kind == "collective-permute":
-            return (slow if nodes > 1 else fast).seconds(nbytes)
-        if nodes == 1 or inside == 1:
-            return _ring(kind, nbytes, n, slow if nodes > 1 else fast)
-        if kind == "all-reduce":
-            return 2 * _ring("all-gather", nbytes, inside, fast) + _ring(
-                kind, nbytes / inside, nodes, slow
-            )
-        if kind == "all-to-all":
-            return _ring(kind, nbytes, inside, fast) + _ring(kind, nbytes, nodes, slow)
-        return _ring(kind, nbytes, inside, fast) + _ring(kind, nbytes / inside, nodes, slow)
+def pipeline_seconds(
+    microbatch: Sequence[float], once: Sequence[float], num_microbatches: int
+) -> float:
+    """A step by Alpa's closed form: ``sum t_s + (M - 1) max t_s + max u_s``.
 
-    def _layout(self, collective: Collective) -> tuple[int, int]:
-        """(members of the group in one node, nodes of the group)."""
-        inside = max(1, min(collective.group_size, self.devices_per_node // collective.stride))
-        return inside, -(-collective.group_size // inside)
+    **Assumes** 1F1B or GPipe with transfers that overlap computation.
+
+    Args:
+        microbatch: t_s, forward and backward of one micro-batch in every stage.
+        once: u_s, what every stage does once per step, its update.
+        num_microbatches: M.
+
+    Source: Alpa (OSDI 2022), equation 2; GPipe (NeurIPS 2019) for the bubble.
+    """
+    return math.fsum(microbatch) + (num_microbatches - 1) * max(microbatch) + max(once)
 
 
-def _ring(kind: str, nbytes: float, n: int, link: Link) -> float:
-    if n < 2:
-        return 0.0
-    steps = 2 * (n - 1) if kind == "all-reduce" else n - 1
-    return steps * link.seconds(nbytes / n)
+def busiest_seconds(busy: Sequence[float], filling: Sequence[float]) -> float:
+    """A step by its busiest stage: all that it does, and one micro-batch through all others.
+
+    With ``busy = M t + u`` and ``filling = t`` at most ``pipeline_seconds``, and equal to it where
+    the slowest stage has the longest update. It is no sum over stages and a maximum of each, which
+    the searches for speed need; so they minimise the other.
+
+    Args:
+        busy: Of every stage, in the whole step.
+        filling: Of every stage, for one micro-batch.
+
+    Source: Huang et al. 2019 (GPipe).
+    """
+    last = int(np.argmax(busy))
+    return busy[last] + sum(filling) - filling[last]

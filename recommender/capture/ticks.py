@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from capture.errors import PlanError
+from capture.step.times import pipeline_seconds
 from recommender.capture.problem import NEVER, SearchProblem
 from recommender.capture.result import PlacedStage
 
@@ -91,19 +92,12 @@ class Ticks:
         )
 
     def step(self, stage_values: Sequence[int], update_values: Iterable[int]) -> int:
-        """The value of a step: unit x (sum + (M - 1) max + the longest update), plus the number of
-        stages."""
+        """The value of a step: unit x ``pipeline_seconds`` in ticks, plus the number of stages."""
         return sum(stage_values) + self.num_waits * (max(stage_values) - 1) + max(update_values)
 
 
 def step_seconds(problem: SearchProblem, stages: Sequence[PlacedStage]) -> float:
-    """Seconds of a step: ``sum t_s + (M - 1) max t_s + max u_s``.
-
-    **Assumes** 1F1B or GPipe with transfers that overlap computation; t_s is one micro-batch's
-    forward and backward pass on stage s, u_s its update.
-
-    Source: Alpa (OSDI 2022), equation 2; GPipe (NeurIPS 2019) for the bubble.
-    """
+    """Seconds of a step: ``pipeline_seconds`` of the stages' times."""
     assert problem.seconds is not None, "only problems with times have a step time"
     at = [
         (
@@ -116,9 +110,9 @@ def step_seconds(problem: SearchProblem, stages: Sequence[PlacedStage]) -> float
     ]
     times = [float(problem.seconds[d][choice, first, stop]) for d, choice, first, stop in at]
     updates = problem.update_seconds
-    end = (
-        max(float(updates[d][choice, first, stop]) for d, choice, first, stop in at)
-        if updates is not None
-        else 0.0
+    once = (
+        [0.0]
+        if updates is None
+        else [float(updates[d][choice, first, stop]) for d, choice, first, stop in at]
     )
-    return math.fsum(times) + (problem.num_microbatches - 1) * max(times) + end
+    return pipeline_seconds(times, once, problem.num_microbatches)

@@ -18,6 +18,7 @@ from capture.measured.profile import Profile
 from capture.plan.headroom import Headroom
 from capture.plan.stages import Plan
 from capture.predictor.times import TimePredictor
+from capture.step.times import pipeline_seconds
 from recommender.answer import Answer
 from recommender.capture.recommendation import recommend
 from recommender.question import PlanQuestion
@@ -204,8 +205,5 @@ def _step_seconds(plan: Plan, profile: Profile) -> float:
     the profile holds compiled."""
     times = TimePredictor(profile, max(plan.cluster.nodes)).stage_times(plan)
     passes = [stage.microbatch_seconds for stage in times]
-    return (
-        sum(passes)
-        + (plan.num_microbatches - 1) * max(passes)
-        + max(stage.update_seconds for stage in times)
-    )
+    updates = [stage.update_seconds for stage in times]
+    return pipeline_seconds(passes, updates, plan.num_microbatches)

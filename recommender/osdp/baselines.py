@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from capture.machine.devices import Devices
+from capture.machine.cluster import Machine
 from capture.model.operators import Operator, OperatorModel
 from capture.plan.sharding import DP, ZDP, Mode, ShardingPlan
 from capture.step.operator_cost import BatchSize, Cost, CostModel, PaperCost, StepCost
@@ -64,8 +64,8 @@ class OneMode:
     mode: Mode
 
     @property
-    def devices(self) -> Devices:
-        return self.costs.devices
+    def machine(self) -> Machine:
+        return self.costs.machine
 
     @property
     def model(self) -> OperatorModel:
@@ -100,13 +100,13 @@ def osdp_base(costs: Costs) -> Outcome:
 
 def tensor_parallel(costs: Costs) -> Outcome:
     """Every operator over all devices (Megatron-LM)."""
-    return _searched(OneMode(TensorParallelCost(costs, costs.devices.num_devices), DP))
+    return _searched(OneMode(TensorParallelCost(costs, costs.machine.num_devices), DP))
 
 
 def pipeline(costs: Costs) -> Outcome:
     """One stage per device, all micro-batches in flight (GPipe); not applicable with fewer layers
     than devices."""
-    num_devices = costs.devices.num_devices
+    num_devices = costs.machine.num_devices
     if len(layers_of(costs.model)) < num_devices:
         return Outcome("n/a")
     return _best(_pipelined(costs, 1, num_devices, "gpipe", sharded=False))
@@ -154,13 +154,13 @@ def _best(outcomes: Iterator[Outcome]) -> Outcome:
 
 def _combinations(costs: Costs, sharded: bool) -> Iterator[Outcome]:
     """Tensor-parallel groups inside a node, stages of whole groups, the rest replicas."""
-    devices = costs.devices
-    for tensor in _divisors(devices.devices_per_node):
-        for stages in _divisors(devices.num_devices // tensor):
+    machine = costs.machine
+    for tensor in _divisors(machine.devices_per_node):
+        for stages in _divisors(machine.num_devices // tensor):
             if stages == 1:
                 inside = TensorParallelCost(costs, tensor)
                 found = _searched(inside if sharded else OneMode(inside, DP))
-                replicas = devices.num_devices // tensor
+                replicas = machine.num_devices // tensor
                 yield replace(found, setting=f"dp {replicas}, tp {tensor}, pp 1, {found.setting}")
             elif stages <= len(layers_of(costs.model)):
                 yield from _pipelined(costs, tensor, stages, "1f1b", sharded)
@@ -175,10 +175,10 @@ def _pipelined(
 ) -> Iterator[Outcome]:
     """The best micro-batch size for every number of micro-batches. With all replicated, a larger
     one is never slower per example."""
-    devices = costs.devices
-    replicas = devices.num_devices // tensor // stages
-    inside = TensorParallelCost(replace(costs, devices=devices.group(replicas * tensor)), tensor)
-    parts = Pipeline(inside if sharded else OneMode(inside, DP), stages, devices, schedule)
+    machine = costs.machine
+    replicas = machine.num_devices // tensor // stages
+    inside = TensorParallelCost(replace(costs, machine=machine.group(replicas * tensor)), tensor)
+    parts = Pipeline(inside if sharded else OneMode(inside, DP), stages, machine, schedule)
     for count in (1 << power for power in range((MICROBATCHES_PER_STAGE * stages).bit_length())):
         largest = parts.largest_microbatch(count)
         sizes = (

@@ -9,8 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from capture.errors import ClusterError, PlanError, TargetError, Violation
-from capture.machine.cluster import Cluster
-from capture.machine.devices import Devices
+from capture.machine.cluster import Cluster, Machine
 from capture.machine.target import Target
 from capture.model.operators import Operator
 from capture.model.workload import WorkloadProtocol
@@ -242,7 +241,7 @@ def osdp(
 
     Raises:
         TargetError: ``osdp-target`` for a mesh without a target, ``osdp-dtype``, and those of
-            ``Devices.of_target``;
+            ``Machine.of``;
         ClusterError: ``osdp-where``, ``osdp-nodes``;
         PlanError: ``memory-syntax``, ``osdp-limit``, ``osdp-batch-size``, ``osdp-granularity``,
             ``osdp-smallest``; TracingError: those of
@@ -273,7 +272,7 @@ def osdp(
         cluster = cluster_of(where, _named(target), devices_per_node)
     described = Target.load(cluster.target)
     operators = traced_operators(workload, "traced", products=described.products)
-    devices = Devices.of_target(
+    machine = Machine.of(
         cluster, *((dtype, "highest") if dtype else (operators.dtype, operators.precision))
     )
     if (
@@ -287,17 +286,17 @@ def osdp(
             "osdp-dtype",
         )
     if limit is not None:
-        devices = devices.with_limit(limit)
+        machine = machine.with_limit(limit)
     cost = StepCost(
-        operators.sharded_over(devices.num_devices, smallest_bytes),
-        devices,
+        operators.sharded_over(machine.num_devices, smallest_bytes),
+        machine,
         granularities,
         remat,
         overlap_fraction,
-        node_groups=isinstance(where, Cluster) or has_groups(where, devices.devices_per_node),
+        node_groups=isinstance(where, Cluster) or has_groups(where, machine.devices_per_node),
         partly=partly,
     )
-    memory = devices.memory_limit_bytes.value
+    memory = machine.memory_limit_bytes
     emitted: dict[str, Any] = {
         "names": tuple(operator.name for operator in _all(cost)),
         "params": operators.names,

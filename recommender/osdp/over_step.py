@@ -280,7 +280,7 @@ class _Search:
             for (operator, mode), count in each.items()
         )
         return ShardingPlan(
-            batch_size, chosen, seconds, peak, cost.devices.num_devices * batch_size / seconds
+            batch_size, chosen, seconds, peak, cost.machine.num_devices * batch_size / seconds
         )
 
     @cached_property
@@ -296,7 +296,7 @@ class _Search:
         """Positions of operators that share arrays, as steps of a scan do; of sharded arrays, and
         also through a third one."""
         of_param = {p: i for i, own in enumerate(self.operators.params) for p in own}
-        leaves, num_devices = self.operators.leaves, self.cost.devices.num_devices
+        leaves, num_devices = self.operators.leaves, self.cost.machine.num_devices
         found: list[set[int]] = []
         for group in self.operators.stacked_params:
             if leaves[group[0]].can_shard(num_devices, self.smallest_bytes):

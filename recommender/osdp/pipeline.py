@@ -1,8 +1,8 @@
 """Pipelines of replicas: the layers in contiguous stages, each data parallel, sharded or not,
 inside.
 
-    seconds of a step = of the busiest stage + what one micro-batch needs in all others (filling and
-    draining)
+The step takes what its busiest stage does, and one micro-batch through the others to fill and to
+drain (``busiest_seconds``).
 
 Parameters in ZDP mode are gathered for every micro-batch, and their gradients reduced after each;
 those in DP mode are reduced once.
@@ -21,10 +21,11 @@ from typing import Literal
 
 import numpy as np
 
-from capture.machine.devices import Devices
+from capture.machine.cluster import Machine
 from capture.model.operators import Block, Operator, OperatorModel
 from capture.plan.sharding import DP
 from capture.step.operator_cost import CostModel
+from capture.step.times import busiest_seconds
 from recommender.osdp.exact import cheapest
 from recommender.osdp.problem import Options
 
@@ -38,13 +39,13 @@ class Pipeline:
     Attributes:
         cost: Of operators on the devices of one stage.
         num_stages: p; not more than layers.
-        cluster: All devices.
+        machine: All devices.
         schedule: ``gpipe`` keeps all micro-batches, ``1f1b`` those in flight.
     """
 
     cost: CostModel
     num_stages: int
-    cluster: Devices
+    machine: Machine
     schedule: PipelineSchedule
 
     def step_seconds(self, microbatch_size: int, num_microbatches: int) -> float:
@@ -53,23 +54,23 @@ class Pipeline:
         busy, filling = [], []
         for stage_id, stage in enumerate(self._stages):
             options, once = self._options(stage_id, microbatch_size, num_microbatches)
-            chosen = cheapest(options, self.cost.devices.memory_limit_bytes.value).chosen
+            chosen = cheapest(options, self.cost.machine.memory_limit_bytes).chosen
             if chosen is None:
                 return float("inf")
             rows = [(kind, pick) for kind, picks in enumerate(chosen) for pick in picks]
             seconds = sum(float(options.seconds[row]) for row in rows)
             sent = 0.0
             if stage_id:
-                stride = self.cluster.num_devices // self.num_stages
-                sent = 2 * self.cluster.send_seconds(
-                    microbatch_size * stage.operators[0].input_bytes, stride
+                stride = self.machine.num_devices // self.num_stages
+                nbytes = microbatch_size * stage.operators[0].input_bytes
+                sent = 2 * self.machine.links.seconds(
+                    "collective-permute", nbytes, 2, stride
                 )  # and its gradient back
             busy.append(seconds + num_microbatches * sent)
             filling.append(
                 (seconds - sum(float(once[row]) for row in rows)) / num_microbatches + sent
             )
-        last = int(np.argmax(busy))
-        return busy[last] + sum(filling) - filling[last]
+        return busiest_seconds(busy, filling)
 
     @cached_property
     def _stages(self) -> tuple[OperatorModel, ...]:
@@ -77,7 +78,7 @@ class Pipeline:
 
     def largest_microbatch(self, num_microbatches: int) -> int:
         """Most examples of a micro-batch that fit; 0 if one does not."""
-        limit = self.cost.devices.memory_limit_bytes.value
+        limit = self.cost.machine.memory_limit_bytes
 
         def fits(size: int) -> bool:
             return all(

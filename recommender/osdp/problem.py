@@ -69,7 +69,7 @@ class Options:
 class ShardingProblem:
     """Minimise seconds per example over modes and batch sizes, subject to
 
-        sum of resident bytes + largest transient bytes <= memory limit of the devices
+        sum of resident bytes + largest transient bytes <= memory limit of a device
 
     Attributes:
         cost: Of operators in modes, for a model on devices.
@@ -95,7 +95,7 @@ class ShardingProblem:
 
     @property
     def memory_limit_bytes(self) -> float:
-        return self.cost.devices.memory_limit_bytes.value
+        return self.cost.machine.memory_limit_bytes
 
     @cached_property
     def least_bytes(self) -> float:

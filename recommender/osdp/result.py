@@ -67,7 +67,7 @@ def plan_of(
         tuple(modes),
         seconds,
         int(resident + transient),
-        problem.cost.devices.num_devices * batch_size / seconds,
+        problem.cost.machine.num_devices * batch_size / seconds,
     )
 
 

@@ -23,7 +23,7 @@ def search(problem: ShardingProblem, algorithm: str = "exact", **options: Any) -
     """The modes and the batch size of least time per example, or why nothing fits.
 
     Args:
-        problem: Operators, devices and cost.
+        problem: Operators, machine and cost.
         algorithm: ``exact`` (proven, milliseconds), or ``depth-first`` (the paper's; small models).
         **options: Of that algorithm: see the function of its file. Unknown ones raise
             ``TypeError``.
@@ -32,12 +32,11 @@ def search(problem: ShardingProblem, algorithm: str = "exact", **options: Any) -
         PlanError: ``search-algorithm`` for an unknown name.
 
     Example:
-        >>> from capture.machine.cluster import Cluster
+        >>> from capture.machine.cluster import Cluster, Machine
         >>> from capture.step.operator_cost import StepCost
-        >>> from capture.machine.devices import Devices
         >>> from capture.model.transformer import transformer
         >>> model = transformer("1.3B", [(24, 2048)], seq_len=1024, vocab_size=51200)
-        >>> result = search(ShardingProblem(StepCost(model, Devices.of_target(Cluster((8,), "a100-40g")), (1, 4))))
+        >>> result = search(ShardingProblem(StepCost(model, Machine.of(Cluster((8,), "a100-40g")), (1, 4))))
         >>> result.optimal, 0 < result.plan.sharded_fraction < 1
         (True, True)
     """

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from capture.machine.devices import Devices
+from capture.machine.cluster import Machine
 from capture.model.operators import Operator, OperatorModel
 from capture.plan.sharding import Mode
 from capture.step.operator_cost import BatchSize, Cost, PaperCost, StepCost
@@ -37,14 +37,14 @@ class TensorParallelCost:
         return self.whole.model
 
     @cached_property
-    def devices(self) -> Devices:
+    def machine(self) -> Machine:
         """One device of each replica: those that data parallelism is over."""
-        devices = self.whole.devices
-        return devices.group(devices.num_devices // self.degree, stride=self.degree)
+        whole = self.whole.machine
+        return whole.group(whole.num_devices // self.degree, stride=self.degree)
 
     @cached_property
     def _replicas(self) -> PaperCost | StepCost:
-        return replace(self.whole, devices=self.devices)
+        return replace(self.whole, machine=self.machine)
 
     def modes(self, operator: Operator) -> tuple[Mode, ...]:
         return self._replicas.modes(operator)
@@ -64,7 +64,8 @@ class TensorParallelCost:
         return replace(
             part,
             seconds=part.seconds
-            + times * self.whole.devices.reduce_seconds(batch_size * stream, self.degree),
+            + times
+            * self.whole.machine.links.seconds("all-reduce", batch_size * stream, self.degree),
         )
 
     def _part(self, operator: Operator) -> Operator:
