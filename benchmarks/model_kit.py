@@ -51,7 +51,8 @@ from capture.plan.schedule import SCHEDULES
 from capture.plan.stages import Plan, StagePlan
 from capture.predictor import AdditivePredictor
 from capture.step.interface import plan_interfaces
-from capture.step.program import build_step, replay
+from capture.step.pipeline import build_step
+from capture.step.program import replay
 
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "kit"
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "lion", "adafactor", "clipped_adamw", "muon")

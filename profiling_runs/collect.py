@@ -32,7 +32,8 @@ from capture.profiler.windows import (
 )
 from capture.step.attribution import StageBuffers
 from capture.step.interface import plan_interfaces
-from capture.step.program import build_step, replay
+from capture.step.pipeline import build_step
+from capture.step.program import replay
 from profiling_runs.batch import Batch, Progress, Watch
 from profiling_runs.executions import executed_profile
 from profiling_runs.failures import causes, ways
@@ -753,7 +754,7 @@ def calibrate(result: Profile, measurements: Measurements, plans: Sequence[Plan]
         program = build_step(
             plan_interfaces(plan, result.graph, result.param_bytes, costs), plan.schedule_table
         )
-        truth = replay(program, plan.cluster.num_devices).peak_bytes_per_device
+        truth = replay(program).peak_bytes_per_device
         predicted = predictor.predict(plan)
         for s, (stage, config) in enumerate(zip(plan.stages, configs, strict=True)):
             if fresh[s]:

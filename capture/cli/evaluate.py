@@ -235,7 +235,8 @@ def outcomes(
     from capture.predictor import AdditivePredictor
     from capture.predictor.paper import PaperPredictor
     from capture.step.interface import plan_interfaces
-    from capture.step.program import build_step, replay
+    from capture.step.pipeline import build_step
+    from capture.step.program import replay
     from profiling_runs.collect import stage_config
 
     predictor = AdditivePredictor(result)
@@ -251,9 +252,7 @@ def outcomes(
         interfaces = plan_interfaces(
             plan, graph, result.param_bytes, [measurements.costs[config] for config in configs]
         )
-        truth = replay(
-            build_step(interfaces, plan.schedule_table), plan.cluster.num_devices
-        ).peak_bytes_per_device
+        truth = replay(build_step(interfaces, plan.schedule_table)).peak_bytes_per_device
         predicted = predictor.predict(plan)
         for s, (stage, config) in enumerate(zip(plan.stages, configs, strict=True)):
             seen = measurements.key(config)

@@ -55,9 +55,8 @@ def explain(plan: Plan, measurements: Any) -> dict[str, Any]:
         [stage_config(stage, plan.microbatch_size) for stage in plan.stages]
     )
     graph = measurements.backend.traced(plan.microbatch_size).graph
-    attributions = attribute(
-        verified.program, [(stage.first, stage.stop) for stage in plan.stages], graph, buffers
-    )
+    ranges = [(stage.first, stage.stop) for stage in plan.stages]
+    attributions = attribute(verified.program, verified.stages, ranges, graph, buffers)
     stages = [
         {
             "stage_id": s,
