@@ -238,7 +238,7 @@ def _step(
     state, metrics = step(state, batch)
     jax.block_until_ready((state, metrics.loss))
     peak = _peak(device)
-    booked = replay(step.program, 1).peak_bytes_per_device[0]
+    booked = replay(step.program).peak_bytes_per_device[0]
     return {
         "compiled_bytes": booked,
         "argument_bytes": None,

@@ -51,7 +51,8 @@ from capture.plan.schedule import SCHEDULES
 from capture.plan.stages import Plan, Stage
 from capture.predictor import AdditivePredictor
 from capture.step.interface import plan_interfaces
-from capture.step.program import build_step, replay
+from capture.step.pipeline import build_step
+from capture.step.program import replay
 from profiling_runs.question import ProfileQuestion
 
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "kit"

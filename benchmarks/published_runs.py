@@ -346,7 +346,7 @@ def peak_gib(case: Case, found: Verification, measurements: Measurements) -> flo
     return (
         max(
             alpa_replay(
-                found.plan, found.program.stages, master_copy=case.master_copy
+                found.plan, found.stages, master_copy=case.master_copy
             ).peak_bytes_per_device
         )
         / GIB
@@ -396,7 +396,7 @@ def one_program_bytes(
     both = measurements.backend.compiler_of(config)(
         accumulate, (params, batch, params), donate=(2,), out_shardings=shardings
     )
-    stage = found.program.stages[0]
+    stage = found.stages[0]
     held, state = stage.params_bytes, stage.optimizer_bytes
     if case.master_copy:
         held, state = with_master_copy(held, state, whole.choice)

@@ -15,7 +15,8 @@ from capture.plan.schedule import SCHEDULES
 from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
 from capture.step.interface import plan_interfaces
-from capture.step.program import build_step, replay
+from capture.step.pipeline import build_step
+from capture.step.program import replay
 from profiling_runs.held_out import held_out_sizes, held_out_stages
 from profiling_runs.measurements import Measurements, unmeasured
 from profiling_runs.question import ProfileQuestion
@@ -78,7 +79,7 @@ def calibrate(result: Profile, measurements: Measurements, plans: Sequence[Plan]
         program = build_step(
             plan_interfaces(plan, result.graph, result.param_bytes, costs), plan.schedule_table
         )
-        truth = replay(program, plan.cluster.num_devices).peak_bytes_per_device
+        truth = replay(program).peak_bytes_per_device
         predicted = predictor.predict(plan)
         for s, (stage, config) in enumerate(zip(plan.stages, configs, strict=True)):
             if fresh[s]:

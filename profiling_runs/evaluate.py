@@ -26,7 +26,8 @@ from capture.predictor import AdditivePredictor
 from capture.predictor.accuracy import Outcome, finite, statistics
 from capture.predictor.paper import PaperPredictor
 from capture.step.interface import plan_interfaces
-from capture.step.program import build_step, replay
+from capture.step.pipeline import build_step
+from capture.step.program import replay
 from profiling_runs.collect import paper_profile, profile
 from profiling_runs.measurements import Measurements
 from profiling_runs.question import ProfileQuestion
@@ -204,7 +205,7 @@ def _truth(
     program = build_step(
         plan_interfaces(plan, graph, result.param_bytes, costs), plan.schedule_table
     )
-    return tuple(replay(program, plan.cluster.num_devices).peak_bytes_per_device)
+    return tuple(replay(program).peak_bytes_per_device)
 
 
 def _by_paper(predictor: PaperPredictor, plan: Plan) -> list[float]:

@@ -109,9 +109,8 @@ def explain(plan: Plan, measurements: Measurements) -> Explanation:
         [StageConfig.of(stage, plan.microbatch_size) for stage in plan.stages]
     )
     graph = measurements.backend.traced(plan.microbatch_size).graph
-    stages = attribute(
-        verified.program, [(stage.first, stage.stop) for stage in plan.stages], graph, buffers
-    )
+    ranges = [(stage.first, stage.stop) for stage in plan.stages]
+    stages = attribute(verified.program, verified.stages, ranges, graph, buffers)
     found = []
     for name, changed in _changes(plan):
         try:

@@ -14,10 +14,11 @@ from capture.measured.stage_cost import StageCost
 from capture.model.graph import LayerGraph
 from capture.plan.stages import Plan
 from capture.predictor.formula import kept_bytes
-from capture.step.interface import plan_interfaces
+from capture.step.interface import StageInterface, plan_interfaces
 from capture.step.ledger import Ledger
-from capture.step.program import StepProgram, build_step, replay
-from capture.step.timeline import StepTimeline, plan_timeline
+from capture.step.pipeline import build_step, plan_timeline
+from capture.step.program import Step, replay
+from capture.step.timeline import StepTimeline
 from capture.step.times import TimeModel
 from profiling_runs.measurements import Measurements
 
@@ -28,6 +29,7 @@ class Verification:
 
     Attributes:
         plan: Verified.
+        stages: What its stages hold and hand over.
         program: The instructions of its step.
         ledger: Their replay: peaks per device with their parts.
         provenance: Backend, target, versions, flags.
@@ -37,7 +39,8 @@ class Verification:
     """
 
     plan: Plan
-    program: StepProgram
+    stages: Sequence[StageInterface]
+    program: Step
     ledger: Ledger
     provenance: Mapping[str, Any]
     num_compiled: int
@@ -53,7 +56,7 @@ class Verification:
         model = TimeModel(rates, max(self.plan.cluster.nodes))
         times = [found for cost in self.costs if (found := model.stage_times(cost)) is not None]
         return (
-            plan_timeline(self.plan, self.program.stages, times, rates)
+            plan_timeline(self.program, self.plan.cluster, times, rates)
             if len(times) == len(self.costs)
             else None
         )
@@ -109,9 +112,12 @@ def verify(plan: Plan, measurements: Measurements) -> Verification:
     }
     costs = [measurements.costs[config] for config in configs]
     graph = backend.traced(plan.microbatch_size).graph
-    program = build_step(plan_interfaces(plan, graph, param_bytes, costs), plan.schedule_table)
-    ledger = replay(program, plan.cluster.num_devices)
-    return Verification(plan, program, ledger, backend.provenance, len(missing), graph, costs)
+    stages = plan_interfaces(plan, graph, param_bytes, costs)
+    program = build_step(stages, plan.schedule_table)
+    ledger = replay(program)
+    return Verification(
+        plan, stages, program, ledger, backend.provenance, len(missing), graph, costs
+    )
 
 
 def check_model(plan: Plan, measurements: Measurements) -> None:

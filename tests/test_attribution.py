@@ -33,9 +33,8 @@ def attributions(workload, plan):
         [StageConfig.of(stage, plan.microbatch_size) for stage in plan.stages]
     )
     graph = measurements.backend.traced(plan.microbatch_size).graph
-    return attribute(
-        verified.program, [(stage.first, stage.stop) for stage in plan.stages], graph, buffers
-    )
+    ranges = [(stage.first, stage.stop) for stage in plan.stages]
+    return attribute(verified.program, verified.stages, ranges, graph, buffers)
 
 
 def plan_of(num_layers, *stages, schedule="1f1b", batch=16):

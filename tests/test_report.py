@@ -343,7 +343,7 @@ def test_a_large_schedule_is_an_image_that_says_so(large):
     kinds, _ = slots(large.schedule, 16, NUM_SLOTS)
     length = large.schedule.simulation.seconds / NUM_SLOTS
     for s, row in enumerate(kinds):
-        busy = large.schedule.simulation.busy_seconds[compute_stream(s)]
+        busy = large.schedule.simulation.busy_seconds[compute_stream(f"stage {s}")]
         # A program's ends fall into slots that are partly something else's: at most half a slot
         # each is given to the wrong side.
         assert abs(sum(kind is not None for kind in row) * length - busy) <= 129 * length

@@ -19,7 +19,8 @@ from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
 from capture.predictor.step_time import predicted_timeline
 from capture.step.interface import plan_interfaces
-from capture.step.program import build_step, replay
+from capture.step.pipeline import build_step
+from capture.step.program import replay
 from recommender import PlanQuestion, recommend
 from recommender.capture.verified import recommend_verified
 
@@ -55,11 +56,7 @@ class Compiler:
             self.profile.param_bytes,
             list(map(self.cost, configs_of(plan))),
         )
-        return list(
-            replay(
-                build_step(interfaces, plan.schedule_table), plan.cluster.num_devices
-            ).peak_bytes_per_device
-        )
+        return list(replay(build_step(interfaces, plan.schedule_table)).peak_bytes_per_device)
 
     def __call__(self, plan: Plan, profile: Profile):
         self.compiled.append(plan)

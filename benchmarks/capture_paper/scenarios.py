@@ -439,7 +439,7 @@ def counted(
     """Compile the stages of a plan and count what a step needs, in our runtime and in Alpa's."""
     found = verify(plan, measurements)
     try:
-        in_alpa = alpa_replay(plan, found.program.stages, master_copy=model.master_copy)
+        in_alpa = alpa_replay(plan, found.stages, master_copy=model.master_copy)
     except PlanError:
         in_alpa = None
     return Planned(plan, found, in_alpa, is_alpas, predicted_bytes)

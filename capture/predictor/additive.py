@@ -34,8 +34,7 @@ from capture.predictor.formula import (
 )
 from capture.predictor.same_stages import stage_signature
 from capture.predictor.statistics import extend_windows
-from capture.step.interface import plan_interfaces
-from capture.step.program import StageInterface
+from capture.step.interface import StageInterface, plan_interfaces
 
 #: Rows of a statistics table.
 COMPONENTS = ("kept", "forward", "backward", "update", "optimizer", "summarize", "summary")

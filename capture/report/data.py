@@ -25,9 +25,10 @@ from capture.plan.prediction import StagePrediction
 from capture.plan.stages import Plan, Stage, StageRow
 from capture.predictor.additive import AdditivePredictor
 from capture.predictor.step_time import has_times, predicted_timeline
-from capture.step.program import build_step
-from capture.step.simulator import Device, MemoryUse, Simulation, Work, simulate
-from capture.step.timeline import StepTimeline, compute_stream, pipeline_timeline
+from capture.step.ledger import Memory
+from capture.step.pipeline import build_step, stage_seconds
+from capture.step.simulator import MemoryUse, Simulation, Work, simulate
+from capture.step.timeline import Seconds, StepTimeline, compute_stream, simulate_step
 from capture.step.times import StageTimes
 
 Clock = Literal["seconds", "units", "clocks"]
@@ -100,7 +101,7 @@ class ScheduleFacts:
     simulation: Simulation
     waits_fraction: tuple[float, ...]
     memory: tuple[MemoryUse, ...]
-    processes: Mapping[Device, str]
+    processes: Mapping[Memory, str]
 
     @property
     def step_seconds(self) -> float | None:
@@ -294,12 +295,12 @@ def schedule_facts(plan: Plan, profile: Profile | None) -> ScheduleFacts:
     if has_times(profile) and not extrapolated:
         return _of_timeline("seconds", predicted_timeline(plan, profile))
     program = build_step(predictor.interfaces(plan), plan.schedule_table)
-    times = [StageTimes(1, 1, 1, 1)] * plan.num_stages
-    return _of_timeline("units", pipeline_timeline(program, times, lambda *_: 0, lambda *_: 0))
+    units = stage_seconds(program, [StageTimes(1, 1, 1, 1)] * plan.num_stages)
+    return _of_timeline("units", simulate_step(program, Seconds(units, lambda *_: 0)))
 
 
 def _of_timeline(clock: Clock, timeline: StepTimeline) -> ScheduleFacts:
-    memory = tuple(timeline.memory[stage.devices[0]] for stage in timeline.stages)
+    memory = tuple(timeline.memory_of(place.devices[0]) for place in timeline.step.places)
     waits = tuple(map(float, timeline.bubble_fraction))
     return ScheduleFacts(clock, timeline.simulation, waits, memory, timeline.processes)
 
@@ -311,11 +312,13 @@ def _clocks(plan: Plan) -> ScheduleFacts:
         first = len(work)
         for task in clock:
             label = f"{task.kind} {task.microbatch} on stage {task.stage_id}"
-            work.append(Work(label, (compute_stream(task.stage_id),), 1, before, kind=task.kind))
+            work.append(
+                Work(label, (compute_stream(f"stage {task.stage_id}"),), 1, before, kind=task.kind)
+            )
         before = tuple(range(first, len(work)))
     simulation = simulate(work)
     waits = tuple(
-        1 - simulation.busy_seconds[compute_stream(s)] / simulation.seconds
+        1 - simulation.busy_seconds[compute_stream(f"stage {s}")] / simulation.seconds
         for s in range(plan.num_stages)
     )
     return ScheduleFacts(
@@ -323,7 +326,7 @@ def _clocks(plan: Plan) -> ScheduleFacts:
         simulation,
         waits,
         (),
-        {compute_stream(s): f"stage {s}" for s in range(plan.num_stages)},
+        {compute_stream(f"stage {s}"): f"stage {s}" for s in range(plan.num_stages)},
     )
 
 
