@@ -100,7 +100,7 @@ def main() -> int:
     import jax
 
     from capture.profiler.sharded_step import StepCompiler
-    from recommender.osdp import ShardingQuestion, osdp
+    from recommender.osdp import ShardingQuestion
     from recommender.osdp.over_step import reserved_fraction
 
     jax.config.update("jax_default_matmul_precision", options.precision)
@@ -124,18 +124,18 @@ def main() -> int:
                 )
                 most = (
                     int(
-                        osdp(replace(question, memory_limit=1e15), verify=False).plan.peak_bytes
+                        planned(question, 1e15).plan.peak_bytes
                         / (1 - reserved_fraction(target.platform, options.dtype))
                     )
                     + 1
                 )
                 most = min(most, target.memory.usable_bytes)
-                if osdp(replace(question, memory_limit=most), verify=False).plan is None:
+                if planned(question, most).plan is None:
                     continue
-                least = least_limit(plan_for, most)
+                least = least_limit(question, most)
                 for fraction in FRACTIONS:
                     limit = least + fraction * (most - least)
-                    result = osdp(replace(question, memory_limit=limit), verify=False)
+                    result = planned(question, limit)
                     start = time.perf_counter()
                     measured, program = compiler.measure(workload, result.emission, batch_size)
                     rows.append(
@@ -162,16 +162,19 @@ def main() -> int:
     return 0
 
 
+def planned(question: Any, limit: float) -> Any:
+    """The answer of ``osdp`` within a limit, not compiled."""
+    from recommender.osdp import osdp
+
+    return osdp(replace(question, memory_limit=limit), verify=False)
+
+
 def least_limit(plan_for: Any, most: int) -> int:
     """The least limit that a plan fits, within a thousandth of ``most``."""
     low, high = 0, most
     while high - low > most // 1000:
         middle = (low + high) // 2
-        low, high = (
-            (low, middle)
-            if osdp(replace(question, memory_limit=middle), verify=False).plan is not None
-            else (middle, high)
-        )
+        low, high = (low, middle) if planned(question, middle).plan is not None else (middle, high)
     return high
 
 
