@@ -169,7 +169,7 @@ def planned(question: Any, limit: float) -> Any:
     return osdp(replace(question, memory_limit=limit), verify=False)
 
 
-def least_limit(plan_for: Any, most: int) -> int:
+def least_limit(question: Any, most: int) -> int:
     """The least limit that a plan fits, within a thousandth of ``most``."""
     low, high = 0, most
     while high - low > most // 1000:
