@@ -42,7 +42,8 @@ import optax  # noqa: E402
 
 from capture.machine.cluster import Cluster  # noqa: E402
 from capture.model.workload import WorkloadProtocol, WorkloadSpec  # noqa: E402
-from capture.plan.stages import Plan, StagePlan  # noqa: E402
+from capture.plan.choices import StageChoice  # noqa: E402
+from capture.plan.stages import Plan, Stage  # noqa: E402
 from capture.runtime.meter import measure_heap  # noqa: E402
 from capture.runtime.pipeline import PipelinedStep, pipeshard  # noqa: E402
 from capture.runtime.reshard import plan_reshard  # noqa: E402
@@ -68,11 +69,11 @@ def make_plan(degrees: tuple[tuple[int, int], ...], num_layers: int) -> Plan:
     stages, device = [], 0
     for s, (data, tensor) in enumerate(degrees):
         stages.append(
-            StagePlan(
-                (cuts[s], cuts[s + 1] - 1),
+            Stage(
+                cuts[s],
+                cuts[s + 1],
                 tuple(range(device, device + data * tensor)),
-                data,
-                tensor,
+                StageChoice(data, tensor),
             )
         )
         device += data * tensor
@@ -192,7 +193,7 @@ def measure_dispatch(plan_name: str, num_steps: int) -> list[dict[str, Any]]:
         ]
         run_seconds, move_seconds = timer.median(runs), timer.median(moves)
         degrees = [
-            f"DP{stage.data_parallel}xTP{stage.tensor_parallel}"
+            f"DP{stage.choice.data_parallel}xTP{stage.choice.tensor_parallel}"
             for stage in step.plan.stages[s : s + 2]
         ]
         rows.append(

@@ -49,7 +49,7 @@ def held_out_stages(
     for plan in plans:
         for s, stage in enumerate(plan.stages):
             first_of.setdefault(
-                StageConfig(stage.first, stage.stop, StageChoice.of(stage), plan.microbatch_size),
+                StageConfig.of(stage, plan.microbatch_size),
                 (plan, s),
             )
     num_of = dict[StageChoice, int]()
@@ -84,7 +84,7 @@ def size_errors(
         if config in measurements.costs:
             size = config.microbatch_size
             costs = [
-                predictor.stage_cost(stage.first, stage.stop, StageChoice.of(stage), size)
+                predictor.stage_cost(stage.first, stage.stop, stage.choice, size)
                 for stage in plan.stages
             ]
             costs[s] = measurements.costs[config]

@@ -115,7 +115,7 @@ def alpa_replay(
     ]
     if master_copy:
         placed = [
-            _in_16_bits(stage, StageChoice.of(of_plan))
+            _in_16_bits(stage, of_plan.choice)
             for stage, of_plan in zip(placed, plan.stages, strict=True)
         ]
     ledger = replay(build_alpa_step(placed, plan.schedule_table))

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.output import emit, table
 from capture.errors import CaptureError, ProfileError, Violation
 from capture.measured.profile import Profile
 from capture.plan.stages import Plan
-from capture.quantities import format_bytes, parse_bytes
+from capture.quantities import format_bytes
 
 if TYPE_CHECKING:
     from capture.report.data import ReportFacts
@@ -45,14 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="limit per device (default: what each target's devices can use)",
     )
     shared.add_plan_workload(parser)
-    shared.add_store(parser)
-    shared.add_profiling(parser)
+    shared.add(parser, *shared.STORE, *shared.PROFILING)
 
 
 def main(options: argparse.Namespace) -> int:
     from capture.report.difference import compare
 
-    limit = None if options.memory is None else parse_bytes(options.memory)
+    limit = asked.read_limit(vars(options))
     first, second = _facts(
         options, (options.first, options.second), _profiles(options.profile), limit
     )
@@ -76,12 +76,12 @@ def _facts(
         plan.prediction is None and profile is None
         for plan, profile in zip(plans, profiles, strict=True)
     ):
-        shared.prepare(
+        asked.prepare(
             *(plan.cluster for plan in plans)
         )  # once: the first of them would decide for both
     for path, plan, profile in zip(paths, plans, profiles, strict=True):
         try:
-            found.append(report_facts(*shared.with_prediction(options, plan, profile), limit))
+            found.append(report_facts(*asked.with_prediction(options, plan, profile), limit))
         except CaptureError as error:
             violations += [
                 Violation(f"{str(path)!r}: {violation.message}", violation.code)

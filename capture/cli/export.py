@@ -18,7 +18,7 @@ HELP = "hand a plan to Alpa"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    shared.add_plan(parser)
+    shared.add_plan_alone(parser)
     parser.add_argument("--to", choices=("alpa",), required=True, help="whose options")
     parser.add_argument(
         "-o",
@@ -57,7 +57,7 @@ def main(options: argparse.Namespace) -> int:
         rows.append(
             [
                 s,
-                f"{stage.layers[0]}-{stage.layers[1]}",
+                f"{stage.first}-{stage.stop - 1}",
                 f"{_span(hosts)}:{local}",
                 *shapes,
                 exported.submesh_autosharding_option_dicts[s],

@@ -6,10 +6,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.output import emit, say, table
 from capture.model.workload import WorkloadSpec
 from capture.quantities import format_bytes
+from recommender.osdp import ShardingQuestion, osdp
 
 NAME = "osdp"
 HELP = "shard a model's operators over data-parallel devices"
@@ -88,11 +90,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    cluster = shared.read_cluster(options)
-    shared.prepare(cluster)
-    from recommender.osdp import osdp
-
-    result = osdp(
+    cluster = asked.read_cluster(vars(options))
+    asked.prepare(cluster)
+    question = ShardingQuestion(
         WorkloadSpec.parse(options.workload).load(),
         cluster,
         options.memory,
@@ -102,9 +102,8 @@ def main(options: argparse.Namespace) -> int:
         partly=options.partly,
         remat=options.remat,
         overlap_fraction=options.overlap,
-        verify=not options.no_verify,
-        watch=lambda text: say(options, text),
     )
+    result = osdp(question, verify=not options.no_verify, watch=lambda text: say(options, text))
     facts = {"status": result.status, "verified": result.verified}
     if result.plan is None:
         emit(options, {**facts, "why": result.why}, str(result))

@@ -7,13 +7,13 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from capture.cli import asked
 from capture.cli import options as shared
-from capture.cli.compiled import PlanCompiler, add_no_compile
-from capture.cli.output import emit, peak_line, stage_table
-from capture.cli.progress import progress
+from capture.cli.output import emit, peak_line, say, stage_table
 from capture.errors import PlanError, WorkloadError
 from capture.measured.profile import Profile
 from capture.plan.stages import Plan
+from profiling_runs.verify import PlanCompiler
 
 NAME = "predict"
 HELP = "predict a plan's memory from a profile"
@@ -40,9 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also predict degrees that were not profiled, with a wider interval",
     )
-    add_no_compile(parser)
-    shared.add_plan_workload(parser)
-    shared.add_store(parser)
+    shared.add(parser, shared.NO_COMPILE, *shared.STORE)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -60,9 +58,9 @@ def main(options: argparse.Namespace) -> int:
     lines = []
     if prediction.extrapolated and not options.no_compile:
         compiler = PlanCompiler(
-            options,
             profile,
-            lambda: shared.open_plan_measurements(options, plan, progress(options)),
+            lambda: asked.plan_measurements(options, plan),
+            lambda text: say(options, text),
         )
         try:
             compiler.open()

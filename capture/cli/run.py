@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from capture import environment
+from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.output import emit, say, table
 from capture.errors import PlanError
@@ -41,7 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compare loss and gradients with one device, and the ledger with live arrays",
     )
-    shared.add_plan_workload(parser)
     parser.add_argument(
         "--save", type=Path, metavar="DIR", help="save the state with Orbax at the end"
     )
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     plan = Plan.load(options.plan)
-    spec = shared.workload_of(plan, options.workload)
+    spec = asked.workload_of(plan, options.workload)
     environment.prepare(num_devices=plan.cluster.num_devices)
     document = execute(
         plan,

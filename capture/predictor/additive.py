@@ -289,10 +289,9 @@ class AdditivePredictor:
         simulations of its step."""
         size = plan.microbatch_size
         costs = [
-            self.stage_cost(stage.first, stage.stop, StageChoice.of(stage), size)
-            for stage in plan.stages
+            self.stage_cost(stage.first, stage.stop, stage.choice, size) for stage in plan.stages
         ]
-        splits = {StageChoice.of(stage).param_split for stage in plan.stages}
+        splits = {stage.choice.param_split for stage in plan.stages}
         param_bytes = {split: self._param_bytes(split).tolist() for split in splits}
         return plan_interfaces(plan, self.graph(size), param_bytes, costs)
 
@@ -409,10 +408,10 @@ class AdditivePredictor:
         for s, (stage, memory) in enumerate(
             zip(plan.stages, of_interfaces(self.interfaces(plan)), strict=True)
         ):
-            choice = StageChoice.of(stage)
+            choice = stage.choice
             instant, parts = peak_parts(memory, schedule.occupancies[s])
             peak = sum(parts.values())
-            config = StageConfig(stage.first, stage.stop, choice, plan.microbatch_size)
+            config = StageConfig.of(stage, plan.microbatch_size)
             verified = config in self.profile.verified
             extrapolated = not verified and self.is_extrapolated(choice, plan.microbatch_size)
             low, high = (1.0, 1.0) if verified else self._interval(config, extrapolated)

@@ -22,7 +22,7 @@ from capture.machine.target import Target
 from capture.measured.profile import Profile
 from capture.plan.headroom import Headroom
 from capture.plan.prediction import StagePrediction
-from capture.plan.stages import Plan, StagePlan, StageRow
+from capture.plan.stages import Plan, Stage, StageRow
 from capture.predictor.additive import AdditivePredictor
 from capture.predictor.step_time import has_times, predicted_timeline
 from capture.step.ledger import Memory
@@ -40,7 +40,7 @@ class StageFacts:
 
     Attributes:
         stage_id: In pipeline order.
-        plan: Layers, devices, degrees.
+        stage: Layers, devices, degrees.
         predicted_bytes: Peak.
         interval_bytes: (low, high) around it.
         verified_bytes: Peak by the compiler of the target; None if the plan was not verified.
@@ -51,7 +51,7 @@ class StageFacts:
     """
 
     stage_id: int
-    plan: StagePlan
+    stage: Stage
     predicted_bytes: int
     interval_bytes: tuple[int, int]
     verified_bytes: int | None
@@ -71,7 +71,7 @@ class StageFacts:
 
     @property
     def devices_text(self) -> str:
-        devices = self.plan.devices
+        devices = self.stage.devices
         whole = devices == tuple(range(devices[0], devices[-1] + 1))
         return (
             (str(devices[0]) if len(devices) == 1 else f"{devices[0]}-{devices[-1]}")
@@ -81,7 +81,7 @@ class StageFacts:
 
     @property
     def layers_text(self) -> str:
-        first, last = self.plan.layers
+        first, last = self.stage.first, self.stage.stop - 1
         return str(first) if first == last else f"{first}-{last}"
 
 
@@ -121,7 +121,7 @@ class FrontPoint:
 
     peak_bytes: int
     step_seconds: float
-    stages: tuple[StagePlan, ...]
+    stages: tuple[Stage, ...]
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class ReportFacts:
             "stages": [
                 {
                     "stage_id": stage.stage_id,
-                    **stage.plan.to_json(),
+                    **stage.stage.to_json(),
                     "predicted_peak_bytes": stage.predicted_bytes,
                     "interval_bytes": list(stage.interval_bytes),
                     "verified_peak_bytes": stage.verified_bytes,
@@ -367,7 +367,7 @@ def _stages(plan: Plan, predicted: Sequence[StagePrediction]) -> tuple[StageFact
     found = []
     for s, (stage, note) in enumerate(zip(plan.stages, predicted, strict=True)):
         path = f"prediction.stages[{s}].layers_bytes"
-        _check_length(note.layers_bytes, stage.stop - stage.first, path, ", one per layer")
+        _check_length(note.layers_bytes, stage.num_layers, path, ", one per layer")
         found.append(
             StageFacts(
                 s,

@@ -18,7 +18,6 @@ from capture.errors import ExecutionError, PlanError, Violation
 from capture.model.workload import PyTree, WorkloadProtocol
 from capture.partition.sharding import ModelSharding
 from capture.partition.tensor_parallel import Rule
-from capture.plan.choices import StageChoice
 from capture.plan.stages import Plan
 from capture.runtime.dispatch import BoundStep, Observer, to_device, to_host
 from capture.runtime.microbatches import split_microbatches
@@ -179,13 +178,13 @@ class PipelinedStep:
                 graph,
                 traced.slice(stage.first, stage.stop),
                 [devices[d] for d in stage.devices],
-                stage.data_parallel,
-                stage.tensor_parallel,
-                sharding.specs(stage.tensor_parallel),
+                stage.choice.data_parallel,
+                stage.choice.tensor_parallel,
+                sharding.specs(stage.choice.tensor_parallel),
                 self.optimizer.stages[s],
-                remat=stage.remat,
-                shard_optimizer=stage.shard_optimizer,
-                shard_params=stage.shard_params,
+                remat=stage.choice.remat,
+                shard_optimizer=stage.choice.shard_optimizer,
+                shard_params=stage.choice.shard_params,
                 num_arriving={p: borrowers.count(p) for p in borrowers},
                 num_microbatches=plan.num_microbatches,
                 clears_apart=devices[0].platform == "cpu",
@@ -195,7 +194,7 @@ class PipelinedStep:
         ]
         self._param_bytes = {
             split: sharding.param_bytes(split)
-            for split in {StageChoice.of(stage).param_split for stage in plan.stages}
+            for split in {stage.choice.param_split for stage in plan.stages}
         }
 
     @cached_property

@@ -60,7 +60,7 @@ class StagePrograms:
         specs: Per parameter of the graph, how it is split over the mesh axis ``"model"`` (``()`` if
             not).
         update: The stage's slice of the optimizer, for the parameters that it owns.
-        remat: See ``StagePlan.remat``.
+        remat: See ``StageChoice``.
         shard_optimizer: Optimizer state split over the replicas.
         shard_params: Parameters and gradients as well; the compiler gathers and scatters where the
             layers use them.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from capture.measured.stage_cost import StageCost
 from capture.model.graph import LayerGraph
-from capture.plan.choices import ParamSplit, StageChoice
+from capture.plan.choices import ParamSplit
 from capture.plan.stages import Plan
 
 
@@ -187,8 +187,8 @@ def plan_interfaces(
             stage.first,
             stage.stop,
             stage.devices,
-            stage.data_parallel,
-            param_bytes[StageChoice.of(stage).param_split],
+            stage.choice.data_parallel,
+            param_bytes[stage.choice.param_split],
             cost,
         )
         for stage, cost in zip(plan.stages, costs, strict=True)
