@@ -339,14 +339,9 @@ def ask(
         configs = [StageConfig.of(stage, size) for stage in plan.stages]
         costs = [measurements.costs[config] for config in configs]
         truth = replay(
-            build_step(
-                plan_interfaces(plan, graph, result.param_bytes, costs), plan.schedule_table
-            ),
-            cluster.num_devices,
+            build_step(plan_interfaces(plan, graph, result.param_bytes, costs), plan.schedule_table)
         )
-        of_parts = replay(
-            build_step(mine.interfaces(plan), plan.schedule_table), cluster.num_devices
-        )
+        of_parts = replay(build_step(mine.interfaces(plan), plan.schedule_table))
         prediction = mine.predict(plan)
         layout = ", ".join(
             f"{s.first}-{s.stop - 1}:{s.choice.data_parallel}x{s.choice.tensor_parallel}"

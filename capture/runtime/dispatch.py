@@ -218,7 +218,9 @@ def _after(slots: Sequence[int], action: Action) -> Action:
 
 def _ready(frame: Frame, slot: int) -> None:
     """Every array of a copy is one of its own."""
-    for array in frame.slots[slot] or ():
+    arrays = frame.slots[slot]
+    assert arrays is not None, f"slot {slot} is awaited and not alive"
+    for array in arrays:
         array.block_until_ready()
 
 

@@ -28,7 +28,7 @@ from capture.errors import ExecutionError, Violation
 from capture.model.workload import PyTree
 from capture.runtime.dispatch import Observer
 from capture.runtime.pipeline import PipelinedStep, PipelineState, StepMetrics
-from capture.step.ledger import Ledger, Memory
+from capture.step.ledger import Ledger, Memory, name_of
 from capture.step.program import Instruction, Run, Step, begin, book
 
 #: A device, the kind of its memories, and an address there.
@@ -295,7 +295,7 @@ class LiveArrayMeter:
             self.num_checks += 1
             ExecutionError.check(
                 Violation(
-                    f"before {label!r} device {memory} holds {nbytes} bytes of live arrays and "
+                    f"before {label!r} {name_of(memory)} holds {nbytes} bytes of live arrays and "
                     f"the ledger has booked {booked[memory]}; an array "
                     "outlives its last use, or dies early: drop references to arrays of the step, "
                     "or report a defect of the runtime.",

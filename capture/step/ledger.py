@@ -14,11 +14,16 @@ program.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Memory = int | str
 """That of a device, by its id, or another one, such as a host's, by its name."""
+
+
+def name_of(memory: Memory) -> str:
+    """For people."""
+    return f"device {memory}" if isinstance(memory, int) else memory
 
 
 @dataclass(frozen=True)
@@ -72,15 +77,16 @@ class Ledger:
             self._live[memory] -= nbytes
             self._parts[memory][category] -= nbytes
             assert self._parts[memory][category] >= 0, (
-                f"{category} on device {memory} dropped more than was held"
+                f"{category} on {name_of(memory)} dropped more than was held"
             )
             if self.record_timeline:
                 self.timeline.append((f"free {category}", memory, self._live[memory]))
 
-    def execute(self, memories: Iterable[Memory], transient_bytes: int, label: str) -> None:
+    def execute(self, memories: Sequence[Memory], transient_bytes: int, label: str) -> None:
         """A program runs and needs so much in each of the memories beside what is live."""
-        for memory in memories:
-            self._mark(memory, transient_bytes, label)
+        for memory in dict.fromkeys(memories):
+            times = 1 if isinstance(memory, int) else memories.count(memory)
+            self._mark(memory, times * transient_bytes, label)
 
     def _mark(self, memory: Memory, transient_bytes: int, label: str) -> None:
         total = self._live[memory] + transient_bytes

@@ -319,8 +319,12 @@ def _unawaited(step: Step) -> Iterator[Violation]:
             case Run():
                 for slot in (slot for group in instruction.inputs for slot in group):
                     users[slot].pop(slot, None)
+                for slot in instruction.donated:
+                    source_of.pop(slot, None)  # nothing is left to wait for
+                    users.pop(slot, None)
             case Free():
                 for slot in instruction.slots:
+                    source_of.pop(slot, None)
                     for target, label in users.pop(slot, {}).items():
                         yield Violation(
                             f"slot {step.slots[slot].name!r} is freed while {label!r} may still "

@@ -32,7 +32,7 @@ from itertools import product
 
 from capture.machine.cluster import Cluster
 from capture.machine.target import Rates
-from capture.step.ledger import Ledger, Memory, Peak
+from capture.step.ledger import Ledger, Memory, Peak, name_of
 from capture.step.program import Copy, Feed, Free, Instruction, Place, Run, Step, Wait, replay
 from capture.step.simulator import Buffer, MemoryUse, Simulation, Work, simulate
 
@@ -188,8 +188,7 @@ class _Items:
         standing, users = step.standing_for, step.users
         self.processes: dict[Memory, str] = {}
         for memory, names in users.items():
-            alone = f"device {standing[memory]}" if isinstance(memory, int) else memory
-            self.processes[memory] = names[0] if len(names) == 1 else alone
+            self.processes[memory] = names[0] if len(names) == 1 else name_of(standing[memory])
         #: By place, what its streams are called by.
         self._lanes = {
             place.name: tuple(dict.fromkeys(self.processes[memory] for memory in place.memories))
@@ -220,12 +219,8 @@ class _Items:
             case Wait(slot=slot):
                 self._add(Work("wait", after=self._after({self._writer[slot]}), kind="wait"))
                 self._waited = (len(self.work) - 1,)
-            case Free(slots=slots) if slots:
-                after = {self._writer[slot] for slot in slots}.union(
-                    *(self._readers[slot] for slot in slots)
-                )
-                names = self._names(slots)
-                self._add(Work("free", after=self._after(after), frees=names, kind="free"))
+            case Free(slots=slots):
+                self._free(slots)
 
     def _add(self, item: Work, reads: Sequence[int] = (), writes: Sequence[int] = ()) -> None:
         i = len(self.work)
@@ -295,6 +290,18 @@ class _Items:
             kind=program.kind,
         )
         self._add(item, reads, run.outputs)
+
+    def _free(self, slots: Sequence[int]) -> None:
+        """What one place gives back does not wait for another."""
+        at: dict[str, list[int]] = {}
+        for slot in slots:
+            at.setdefault(self._step.slots[slot].place.name, []).append(slot)
+        for here in at.values():
+            after = {self._writer[slot] for slot in here}.union(
+                *(self._readers[slot] for slot in here)
+            )
+            names = self._names(here)
+            self._add(Work("free", after=self._after(after), frees=names, kind="free"))
 
     def _copy(self, copy: Copy) -> None:
         source, target = (self._step.slots[slot].place for slot in (copy.source, copy.target))

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from capture.step.ledger import Memory
+from capture.step.ledger import Memory, name_of
 from capture.step.simulator import Simulation
 
 MICROSECONDS = 1e6
@@ -69,7 +69,7 @@ def trace_events(
                 }
             )
     for device, use in simulation.memory.items():
-        name = f"memory of device {device}" if isinstance(device, int) else f"memory of {device}"
+        name = f"memory of {name_of(device)}"
         event = {"ph": "C", "name": name, "pid": pid_of(device, "memory")}
         timed += [
             event | {"ts": _microseconds(seconds), "args": {"bytes": nbytes}}
