@@ -9,11 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from capture.cli import options as shared
+from capture.cli import sharding
 from capture.cli.output import emit, table
 from capture.cli.progress import progress
 from capture.documents import write
 from capture.errors import ProfileError
+from capture.plan.kinds import load_plan
 from capture.plan.schedule import SCHEDULES
+from capture.plan.sharding import ShardingPlan
 from capture.plan.stages import Plan, Remat
 from capture.quantities import format_bytes
 from capture.step.attribution import attribute, group
@@ -32,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    plan = Plan.load(options.plan)
+    plan = load_plan(options.plan)
+    if isinstance(plan, ShardingPlan):
+        return sharding.explain(options, plan)
     measurements = shared.open_plan_measurements(options, plan, progress(options))
     from profiling_runs.verify import check_model
 

@@ -18,6 +18,7 @@ from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import StageChoice
 from capture.plan.schedule import SCHEDULES
+from capture.plan.sharding import ShardingPlan
 from capture.plan.stages import (
     REMAT_POLICIES,
     TENSOR_PARALLEL_RULES,
@@ -415,7 +416,7 @@ def _open_measurements(
     )
 
 
-def workload_of(plan: Plan, named: str | None) -> WorkloadSpec:
+def workload_of(plan: Plan | ShardingPlan, named: str | None) -> WorkloadSpec:
     """The workload that a plan remembers, or the one that is named.
 
     Raises:

@@ -11,9 +11,11 @@ import argparse
 from pathlib import Path
 
 from capture.cli import options as shared
+from capture.cli import sharding
 from capture.cli.output import emit, table
 from capture.measured.profile import Profile
-from capture.plan.stages import Plan
+from capture.plan.kinds import load_plan
+from capture.plan.sharding import ShardingPlan
 from capture.quantities import parse_bytes
 
 NAME = "report"
@@ -49,12 +51,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
+    plan = load_plan(options.plan)
+    if isinstance(plan, ShardingPlan):
+        return sharding.report(options, plan)
     from capture.report.data import report_facts
     from capture.report.words import HEADER, last_lines, paragraph, rows, title
 
     limit = None if options.memory is None else parse_bytes(options.memory)
     profile = None if options.profile is None else Profile.load(options.profile)
-    facts = report_facts(*shared.with_prediction(options, Plan.load(options.plan), profile), limit)
+    facts = report_facts(*shared.with_prediction(options, plan, profile), limit)
     written = {}
     if options.output is not None:
         from capture.report.page import page

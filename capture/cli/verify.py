@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from capture.cli import options as shared
+from capture.cli import sharding
 from capture.cli.output import emit, table
 from capture.cli.progress import progress
 from capture.machine.target import Target
 from capture.plan.headroom import Headroom
+from capture.plan.kinds import load_plan
+from capture.plan.sharding import ShardingPlan
 from capture.plan.stages import Plan
 from capture.predictor.step_time import describe_time, time_summary
 from capture.quantities import format_bytes, parse_bytes
@@ -35,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    plan = Plan.load(options.plan)
+    plan = load_plan(options.plan)
+    if isinstance(plan, ShardingPlan):
+        return sharding.verify(options, plan)
     limit = None if options.memory is None else parse_bytes(options.memory)
     measurements = shared.open_plan_measurements(options, plan, progress(options))
     from profiling_runs.verify import verify
