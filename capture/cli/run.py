@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from capture import environment
-from capture.cli import asked
+from capture.cli import asked, sharding
 from capture.cli import options as shared
 from capture.cli.output import emit, say, table
-from capture.plan.stages import Plan
+from capture.plan.kinds import load_plan
+from capture.plan.sharding import ShardingPlan
 from capture.quantities import format_bytes
 
 NAME = "run"
@@ -52,7 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    plan = Plan.load(options.plan)
+    plan = load_plan(options.plan)
+    if isinstance(plan, ShardingPlan):
+        return sharding.run(options, plan)
     spec = asked.workload_of(plan, options.workload)
     environment.prepare(num_devices=plan.cluster.num_devices)
     from capture.runtime.training import Training, train
@@ -102,12 +105,11 @@ def as_text(document: dict[str, Any]) -> str:
     lines.append("loss " + " ".join(f"{loss:.6f}" for loss in document["loss"]))
     if "reference_loss" in document:
         lines.append("one device " + " ".join(f"{loss:.6f}" for loss in document["reference_loss"]))
+        errors = []
         if "max_relative_loss_error" in document:
-            lines.append(
-                f"largest relative error: loss {document['max_relative_loss_error']:.1e}, "
-            )
-            lines[-1] += (
-                f"gradients {document['max_relative_gradient_error']:.1e} "
-                f"({document['worst_gradient']})"
-            )
+            errors.append(f"loss {document['max_relative_loss_error']:.1e}")
+        if "max_relative_gradient_error" in document:
+            worst = document["worst_gradient"]
+            errors.append(f"gradients {document['max_relative_gradient_error']:.1e} ({worst})")
+        lines.append(f"largest relative error: {', '.join(errors)}")
     return "\n".join(lines)
