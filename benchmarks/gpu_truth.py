@@ -208,7 +208,8 @@ def _step(
 ) -> dict[str, Any]:
     from capture.machine.cluster import Cluster
     from capture.plan.choices import StageChoice
-    from capture.plan.stages import Plan, Stage
+    from capture.plan.stage import Stage
+    from capture.plan.stages import Plan
     from profiling_runs.measurements import open_measurements
     from profiling_runs.verify import verify
 

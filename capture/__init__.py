@@ -24,7 +24,7 @@ _MODULE_OF = {
     "Plan": "capture.plan.stages",
     "Prediction": "capture.predictor",
     "Profile": "capture.measured.profile",
-    "Stage": "capture.plan.stages",
+    "Stage": "capture.plan.stage",
     "StageChoice": "capture.plan.choices",
     "ShardingPlan": "capture.plan.sharding",
     "Store": "capture.measured.store",

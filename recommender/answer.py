@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from capture.plan.headroom import Headroom
 from capture.plan.prediction import Prediction
 from capture.plan.stages import Plan
+from capture.plan.why import Why
 from recommender.capture.result import SearchResult
 
 
@@ -32,7 +32,7 @@ class Answer:
     plan: Plan | None
     prediction: Prediction | None
     search: SearchResult
-    why: Mapping[str, Any]
+    why: Why
     headroom: Headroom | None = None
 
     @property
@@ -40,7 +40,7 @@ class Answer:
         """Of the device that needs most: the compiler's if the plan is verified, else predicted; 0
         without a plan."""
         if self.plan is not None and self.plan.verification is not None:
-            return int(max(self.plan.verification["peak_bytes_per_device"]))
+            return self.plan.verification.peak_bytes
         return 0 if self.prediction is None else self.prediction.peak_bytes
 
     @property
@@ -75,6 +75,6 @@ class Answer:
                 "step_seconds": self.search.step_seconds,
                 "bound_fraction": self.search.bound_fraction,
             },
-            "why": dict(self.why),
+            "why": self.why.to_json(),
             "headroom": None if self.headroom is None else self.headroom.to_json(),
         }

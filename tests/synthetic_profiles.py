@@ -14,7 +14,8 @@ from capture.measured.profile import Calibration, Profile, StageConfig, StageErr
 from capture.measured.stage_cost import StageCost
 from capture.model.graph import LayerGraph
 from capture.plan.choices import StageChoice, hybrid_choices
-from capture.plan.stages import Plan, Stage
+from capture.plan.stage import Stage
+from capture.plan.stages import Plan
 from capture.profiler.windows import window_configs
 from capture.step.interface import stage_values
 

@@ -103,12 +103,12 @@ def test_the_answer_says_what_is_needed_and_is_a_document():
         memory_limit_bytes=1000,
     )
     why = json.loads(json.dumps(beyond_memory(found).to_json()))["why"]
-    assert (why["code"], why["memory_limit_bytes"], why["least_state_bytes"]) == (
+    assert (why.code, why.memory_limit_bytes, why.least_state_bytes) == (
         "memory-limit",
         1000,
         2 * sum(sizes),
     )
-    assert why["summary"].startswith(
+    assert why.summary.startswith(
         f"Every plan needs at least {2 * sum(sizes):,} bytes on a device for parameters, "
         "gradients and "
     )
@@ -120,7 +120,7 @@ def test_the_answer_says_what_is_needed_and_is_a_document():
         Cluster((1,) * 8),
         memory_limit_bytes=1000,
     )
-    assert beyond_memory(few).why["code"] == "too-few-layers"
+    assert beyond_memory(few).why.code == "too-few-layers"
 
 
 # ---- changes

@@ -20,7 +20,8 @@ from capture.plan.choices import StageChoice, hybrid_choices
 from capture.plan.sampling import random_plans
 from capture.plan.schedule import SCHEDULES
 from capture.plan.space import StageSpace
-from capture.plan.stages import Plan, Stage
+from capture.plan.stage import Stage
+from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
 from capture.predictor.paper import PaperPredictor
 from capture.profiler.paper import (
@@ -192,13 +193,13 @@ def test_a_memory_limit_that_nothing_fits_is_a_result_with_a_reason():
     assert result.status == "infeasible"
     assert result.plan == free.plan  # the least-peak plan, to look at
     why = result.why
-    assert (why["code"], why["least_peak_bytes"], why["memory_limit_bytes"]) == (
+    assert (why.code, why.least_peak_bytes, why.memory_limit_bytes) == (
         "memory-limit",
         least,
         least - 1,
     )
-    assert result.search.stages[why["stage_id"]].peak_bytes == least
-    assert why["summary"].startswith(
+    assert result.search.stages[why.stage_id].peak_bytes == least
+    assert why.summary.startswith(
         f"The least peak of any plan is {least:,} bytes, 1 above "
         f"memory_limit_bytes={least - 1:,}: stage_id="
     )
@@ -207,7 +208,7 @@ def test_a_memory_limit_that_nothing_fits_is_a_result_with_a_reason():
 def test_too_few_layers_for_the_devices_is_a_result_without_a_plan():
     result = recommend(a_profile(3, 1), PlanQuestion(Cluster((1,) * 8), **BATCH))
     assert (result.status, result.plan, result.prediction) == ("infeasible", None, None)
-    assert result.why["code"] == "too-few-layers"
+    assert result.why.code == "too-few-layers"
     assert json.loads(json.dumps(result.to_json()))["plan"] is None
 
 
@@ -415,7 +416,7 @@ def test_every_plan_that_may_be_written_has_its_prediction():
     ]
     plans += [baseline_plan(timed, PlanQuestion(cluster, **BATCH, schedule="1f1b"))]
     for plan in plans:
-        assert len(plan.prediction["peak_bytes_per_device"]) == plan.cluster.num_devices == 4
+        assert len(plan.prediction.peak_bytes_per_device) == plan.cluster.num_devices == 4
 
 
 # ---- baselines

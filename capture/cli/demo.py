@@ -66,7 +66,7 @@ def main(options: argparse.Namespace) -> int:
         "num_microbatches": question.num_microbatches,
         "schedule": question.schedule,
         "search": recommended.to_json()["search"],
-        "why": recommended.why,
+        "why": recommended.why.to_json(),
     }
     for name, plan in plans.items():
         say(options, f"running the {name} plan on {cluster.num_devices} virtual devices")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from capture.measured.profile import Profile
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import Remat
 from capture.plan.schedule import SCHEDULES
+from capture.plan.why import Front
 from capture.predictor.step_time import describe_time, has_times, predicted_timeline, time_summary
 from capture.quantities import format_bytes
 from profiling_runs.collect import profile as make_profile
@@ -145,7 +146,7 @@ def main(options: argparse.Namespace) -> int:
         "warnings": list(profile.warnings),
         "failures": list(profile.failures),
     }
-    summary = f"{result.status}{', extrapolated' * result.extrapolated}: {result.why['summary']}"
+    summary = f"{result.status}{', extrapolated' * result.extrapolated}: {result.why.summary}"
     lines = [*asked.layers_note(of_profile, profile), summary]
     if attempts:
         document["attempts"] = [attempt.to_json() for attempt in attempts]
@@ -162,8 +163,8 @@ def main(options: argparse.Namespace) -> int:
                 predicted_timeline(result.plan, knowledge.profile), result.plan, graph
             )
             lines.append(describe_time(document["time"]))
-        if result.why.get("front", {}).get("points"):
-            lines += front_table(result.why["front"])
+        if result.why.front and result.why.front.points:
+            lines += front_table(result.why.front)
         if result.status == "ok":
             result.plan.save(options.output)
             lines.append(
@@ -274,7 +275,7 @@ def _refused(
     ):  # on fewer devices a plan may exist
         return None
     result = beyond_memory(found)
-    document, lines = {**result.to_json(), "warnings": []}, [f"infeasible: {result.why['summary']}"]
+    document, lines = {**result.to_json(), "warnings": []}, [f"infeasible: {result.why.summary}"]
     if found.stages and limit is not None:
         num_layers = measurements.backend.traced(of_profile.microbatch_size).graph.num_layers
         measuring = _measuring(of_profile, measurements)
@@ -376,21 +377,21 @@ def attempts_table(attempts: Sequence[Attempt]) -> str:
     return table(["tried", "status", "peak", "is", "step"], rows)
 
 
-def front_table(front: Mapping[str, Any]) -> list[str]:
+def front_table(front: Front) -> list[str]:
     """The front of peak memory against step time, smallest peak first."""
     rows = [
         [
-            format_bytes(point["peak_bytes"]),
-            f"{point['step_seconds']:.4g} s",
+            format_bytes(point.peak_bytes),
+            f"{point.step_seconds:.4g} s",
             ", ".join(
-                f"{s['layers'][0]}-{s['layers'][1]} ({s['data_parallel']}x{s['tensor_parallel']})"
-                for s in point["stages"]
+                f"{s.first}-{s.stop - 1} ({s.choice.data_parallel}x{s.choice.tensor_parallel})"
+                for s in point.stages
             ),
         ]
-        for point in front["points"]
+        for point in front.points
     ]
-    said = "every plan that none beats in both" if front["complete"] else "a sample with both ends"
-    said += ", extrapolated" * front["extrapolated"]
+    said = "every plan that none beats in both" if front.complete else "a sample with both ends"
+    said += ", extrapolated" * front.extrapolated
     return [
         f"front of memory and time ({said}):",
         table(["peak", "step", "layers (dp x tp)"], rows),

@@ -113,7 +113,7 @@ def train(
     document |= {
         "predicted_peak_bytes_per_device": None
         if predicted is None
-        else predicted["peak_bytes_per_device"],
+        else list(predicted.peak_bytes_per_device),
         "replayed_peak_bytes_per_device": list(step.replay().peak_bytes_per_device),
         "measured_peak_bytes_per_device": None
         if measured is None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from capture.plan.choices import StageChoice
-from capture.plan.stages import Stage
+from capture.plan.stage import Stage
 from recommender.capture.problem import SearchProblem
 
 TieBreak = Literal["full", "partial", "none"]

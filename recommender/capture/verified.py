@@ -9,23 +9,24 @@ compiler's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from capture.machine.target import Target
 from capture.measured.profile import Profile
 from capture.plan.headroom import Headroom
+from capture.plan.prediction import Verified
 from capture.plan.stages import Plan
+from capture.plan.why import CompiledPlans, Why
 from capture.predictor.times import TimePredictor
 from capture.step.times import pipeline_seconds
 from recommender.answer import Answer
 from recommender.capture.recommendation import recommend
 from recommender.question import PlanQuestion
 
-#: ``compiled(plan, profile)`` compiles a plan's stages: the verification (``Verification.to_json``)
-#: and the profile that knows them.
-Compile = Callable[[Plan, Profile], tuple[Mapping[str, Any], Profile]]
+#: ``compiled(plan, profile)`` compiles a plan's stages: what the compiler says, and the profile that
+#: knows it.
+Compile = Callable[[Plan, Profile], tuple[Verified, Profile]]
 
 #: Most plans that are compiled for one answer at a size that was not profiled.
 MOST_PLANS = 4
@@ -53,7 +54,7 @@ def recommend_verified(
 
     Returns:
         Its ``plan.verification`` holds the compiler's peaks, which ``headroom`` and ``peak_bytes``
-        are of. ``why["verified"]`` says how many plans were compiled, and whether another plan is
+        are of. ``why.verified`` says how many plans were compiled, and whether another plan is
         still predicted to be better.
     """
     best = known if known is not None and known.compiled else None
@@ -82,14 +83,8 @@ def recommend_verified(
         if settled
         else "another plan, not compiled yet, is predicted to be better"
     )
-    why = {
-        **best.why,
-        "verified": {
-            "num_plans": len(checked),
-            "settled": settled,
-            "summary": f"{len(checked)} plans compiled; {note}.",
-        },
-    }
+    summary = f"{len(checked)} plans compiled; {note}."
+    why = replace(best.why, verified=CompiledPlans(len(checked), settled, summary))
     return replace(best, why=why, plan=best.plan.with_(why=why))
 
 
@@ -143,7 +138,7 @@ class Knowledge:
             return False
         return limit is None or max(low for low, _ in prediction.interval_bytes_per_device) <= limit
 
-    def _learn(self, plan: Plan, profile: Profile) -> tuple[Mapping[str, Any], Profile]:
+    def _learn(self, plan: Plan, profile: Profile) -> tuple[Verified, Profile]:
         assert self.compiled is not None, "asked before"
         verification, self.profile = self.compiled(plan, profile)
         return verification, self.profile
@@ -160,11 +155,11 @@ def _rank(result: Answer) -> tuple[bool, float, int]:
     return not fits, (result.search.step_seconds or 0.0) if fits else 0.0, result.peak_bytes
 
 
-def _of_compiler(result: Answer, verification: Mapping[str, Any], profile: Profile) -> Answer:
+def _of_compiler(result: Answer, verification: Verified, profile: Profile) -> Answer:
     """The recommendation with the compiler's peaks and work in the place of predicted ones, as far
     as plans are ranked."""
     assert result.plan is not None, "only plans are verified"
-    peaks = verification["peak_bytes_per_device"]
+    peaks = verification.peak_bytes_per_device
     memory = Target.load(result.plan.cluster.target).memory
     limit = result.headroom.limit_bytes if result.headroom else None
     headroom = Headroom.of(peaks, [(peak, peak) for peak in peaks], 1.0, limit, memory)
@@ -177,27 +172,24 @@ def _of_compiler(result: Answer, verification: Mapping[str, Any], profile: Profi
     if headroom is not None and headroom.verdict != "fits":
         status, why = "infeasible", _too_large(result.plan, peaks, headroom)
     elif result.status != "ok":
-        why = {
-            "summary": f"compiled, the plan needs {max(peaks):,} bytes, less than was predicted."
-        }
+        why = Why(f"compiled, the plan needs {max(peaks):,} bytes, less than was predicted.")
     plan = _same_model(result.plan, profile).with_(verification=verification, why=why)
     return replace(result, status=status, plan=plan, why=why, headroom=headroom, search=search)
 
 
-def _too_large(plan: Plan, peaks: list[int], headroom: Headroom) -> dict[str, Any]:
+def _too_large(plan: Plan, peaks: Sequence[int], headroom: Headroom) -> Why:
     stage_id = max(range(plan.num_stages), key=lambda s: peaks[plan.stages[s].devices[0]])
     stage, limit = plan.stages[stage_id], headroom.limit_bytes
-    return {
-        "code": "memory-limit",
-        "summary": f"Compiled, the plan needs {max(peaks):,} bytes, {max(peaks) - limit:,} above "
-        f"memory_limit_bytes={limit:,}: "
-        f"stage_id={stage_id} (layers {stage.first} to {stage.stop - 1}). Raise the limit, or use "
-        "more devices, more micro-batches of a "
+    return Why(
+        f"Compiled, the plan needs {max(peaks):,} bytes, {max(peaks) - limit:,} above "
+        f"memory_limit_bytes={limit:,}: stage_id={stage_id} (layers {stage.first} to "
+        f"{stage.stop - 1}). Raise the limit, or use more devices, more micro-batches of a "
         "smaller size, or rematerialisation. [memory-limit]",
-        "memory_limit_bytes": limit,
-        "least_peak_bytes": max(peaks),
-        "stage_id": stage_id,
-    }
+        code="memory-limit",
+        memory_limit_bytes=limit,
+        least_peak_bytes=max(peaks),
+        stage_id=stage_id,
+    )
 
 
 def _step_seconds(plan: Plan, profile: Profile) -> float:
