@@ -12,6 +12,7 @@ from capture.machine.target import Target
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
 from capture.model.graph import LayerGraph
+from capture.plan.kinds import of_stages
 from capture.plan.stages import Plan
 from capture.predictor.formula import kept_bytes
 from capture.step.interface import StageInterface, plan_interfaces
@@ -90,6 +91,7 @@ def verify(plan: Plan, measurements: Measurements) -> Verification:
             made for.
         ProfileError: ``verify-stage`` naming the stages that do not compile.
     """
+    of_stages(plan, "Compile it with capture.profiler.sharded_run.compile_plan.")
     check_model(plan, measurements)
     configs = [StageConfig.of(stage, plan.microbatch_size) for stage in plan.stages]
     known = set(measurements.backend.store.get({measurements.key(config) for config in configs}))

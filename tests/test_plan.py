@@ -124,7 +124,8 @@ def test_stages_cover_the_layers_and_the_devices_once(plan):
 def test_the_document_names_its_units_and_what_follows_from_the_fields():
     document = two_stages().to_json()
     assert document == {
-        "schema_version": 1,
+        "schema_version": 2,
+        "kind": "stages",
         "workload": None,
         "model_hash": "",
         "cluster": {"nodes": [4], "target_per_node": ["cpu"]},
@@ -322,12 +323,12 @@ def test_files_that_are_no_plan(tmp_path):
 
 @pytest.mark.parametrize(
     ("document", "version"),
-    [({"schema_version": 2}, "2"), ({}, "None"), ([], "None"), ("plan", "None"), (None, "None")],
+    [({"schema_version": 3}, "3"), ({}, "None"), ([], "None"), ("plan", "None"), (None, "None")],
 )
 def test_another_schema_version(document, version):
     assert messages(lambda: Plan.from_json(document)) == [
-        f"plan has schema_version={version}; this version of capture reads 1. Make the plan again "
-        "with capture plan. [plan-schema]"
+        f"plan has schema_version={version}; this version of capture reads 1 and 2. Make the "
+        "plan again with capture plan. [plan-schema]"
     ]
 
 

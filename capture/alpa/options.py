@@ -25,6 +25,7 @@ from typing import Any
 from capture import __version__
 from capture.alpa.placement import Shape, alpa_placement, physical_shape
 from capture.errors import ExecutionError, PlanError, Violation
+from capture.plan.kinds import of_stages
 from capture.plan.stages import Plan
 
 ALPA_VERSION = "0.2.3"
@@ -199,6 +200,7 @@ def to_alpa(plan: Plan) -> AlpaOptions:
         >>> options.submesh_logical_shapes, options.submesh_autosharding_option_dicts
         ([(2, 1)], [{'force_batch_dim_to_mesh_dim': 0}])
     """
+    plan = of_stages(plan, "Alpa shards by itself.")
     PlanError.check(_violations(plan))
     placement = alpa_placement(plan.cluster, [stage.num_devices for stage in plan.stages])
     per_node = plan.cluster.nodes[0]

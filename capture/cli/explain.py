@@ -7,10 +7,11 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from capture.cli import asked
+from capture.cli import asked, sharding
 from capture.cli import options as shared
 from capture.cli.output import emit, table
-from capture.plan.stages import Plan
+from capture.plan.kinds import load_plan
+from capture.plan.sharding import ShardingPlan
 from capture.quantities import format_bytes
 
 #: Groups of buffers and layers of a stage in the text.
@@ -26,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    plan = Plan.load(options.plan)
+    plan = load_plan(options.plan)
+    if isinstance(plan, ShardingPlan):
+        return sharding.explain(options, plan)
     measurements = asked.plan_measurements(options, plan)
     from profiling_runs.explain import explain
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from capture.cli import asked
+from capture.cli import asked, sharding
 from capture.cli import options as shared
 from capture.cli.output import emit, table
 from capture.measured.profile import Profile
-from capture.plan.stages import Plan
+from capture.plan.kinds import load_plan
+from capture.plan.sharding import ShardingPlan
 
 NAME = "report"
 HELP = "show a plan: a table, a page with figures, a trace of the schedule"
@@ -47,12 +48,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
+    plan = load_plan(options.plan)
+    if isinstance(plan, ShardingPlan):
+        return sharding.report(options, plan)
     from capture.report.data import report_facts
     from capture.report.words import HEADER, last_lines, paragraph, rows, title
 
     limit = asked.read_limit(vars(options))
     profile = None if options.profile is None else Profile.load(options.profile)
-    facts = report_facts(*asked.with_prediction(options, Plan.load(options.plan), profile), limit)
+    facts = report_facts(*asked.with_prediction(options, plan, profile), limit)
     written = {}
     if options.output is not None:
         from capture.report.page import page

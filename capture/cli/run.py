@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from capture import environment
-from capture.cli import asked
+from capture.cli import asked, sharding
 from capture.cli import options as shared
 from capture.cli.output import emit, say, table
 from capture.errors import PlanError
+from capture.plan.kinds import load_plan
+from capture.plan.sharding import ShardingPlan
 from capture.plan.stages import Plan
 from capture.quantities import format_bytes
 
@@ -54,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    plan = Plan.load(options.plan)
+    plan = load_plan(options.plan)
+    if isinstance(plan, ShardingPlan):
+        return sharding.run(options, plan)
     spec = asked.workload_of(plan, options.workload)
     environment.prepare(num_devices=plan.cluster.num_devices)
     document = execute(

@@ -7,11 +7,13 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from capture.cli import asked
+from capture.cli import asked, sharding
 from capture.cli import options as shared
 from capture.cli.output import emit, table
 from capture.machine.target import Target
 from capture.plan.headroom import Headroom
+from capture.plan.kinds import load_plan
+from capture.plan.sharding import ShardingPlan
 from capture.plan.stages import Plan
 from capture.predictor.step_time import describe_time, time_summary
 from capture.quantities import format_bytes
@@ -34,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    plan = Plan.load(options.plan)
+    plan = load_plan(options.plan)
+    if isinstance(plan, ShardingPlan):
+        return sharding.verify(options, plan)
     limit = asked.read_limit(vars(options))
     measurements = asked.plan_measurements(options, plan)
     from profiling_runs.verify import verify

@@ -7,7 +7,6 @@ classes below; ``stages[].layers`` is ``[first, last]``.
 
 from __future__ import annotations
 
-import json
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -18,13 +17,19 @@ from typing import Any, Literal, Self
 from capture import documents
 from capture.errors import PlanError, Violation
 from capture.machine.cluster import Cluster
-from capture.machine.target import relative_target, resolved_target
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import REMAT_POLICIES, ChoiceRow, StageChoice
+from capture.plan.files import ClusterRow, resolved, save
 from capture.plan.schedule import SCHEDULES, Schedule, make_schedule
 
 PLAN = documents.Format(
-    "plan", PlanError, "plan", "make the plan again with capture plan", strict=True
+    "plan",
+    PlanError,
+    "plan",
+    "make the plan again with capture plan",
+    versions=(1, 2),
+    kind="stages",
+    strict=True,
 )
 
 TensorParallelRule = Literal["auto", "largest"]
@@ -174,47 +179,31 @@ class Plan:
         return replace(self, **changes)
 
     def to_json(self) -> dict[str, Any]:
-        cluster = _Cluster(self.cluster.nodes, (self.cluster.target,) * len(self.cluster.nodes))
         written = {name: documents.write(getattr(self, name)) for name in _DOCUMENT}
-        return PLAN.write({**written, "cluster": documents.fields_of(cluster)})
+        return PLAN.write({**written, "cluster": documents.write(ClusterRow.of(self.cluster))})
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
         """The plan that ``to_json`` wrote.
 
         Raises:
-            PlanError: ``plan-schema`` for an unknown schema version, ``plan-corrupt`` for missing
-                or wrong fields, ``plan-mixed-targets`` for nodes of different targets, and the
+            PlanError: ``plan-schema`` for an unknown schema version, ``plan-kind`` for a plan of
+                another kind, ``plan-corrupt`` for missing or wrong fields, ``plan-mixed-targets`` for nodes of different targets, and the
                 codes of the constructor.
         """
         document = PLAN.read(data, _Document)
-        targets = set(document.cluster.target_per_node)
-        if len(targets) > 1:
-            raise PlanError.of(
-                f"plan mixes the targets {sorted(targets)}; one target per plan for now.",
-                "plan-mixed-targets",
-            )
-        if not targets:
-            raise PLAN.corrupt(
-                "cluster.target_per_node is empty and must have a target for every node"
-            )
+        if document.cluster.wrong:
+            raise PLAN.corrupt(document.cluster.wrong)
         return cls(
             **{name: getattr(document, name) for name in _SAME},
-            cluster=Cluster(document.cluster.nodes, targets.pop()),
+            cluster=document.cluster.cluster,
             stages=tuple(row.stage for row in document.stages),
         )
 
     def save(self, path: Path | str) -> None:
         """Write JSON; the paths of the workload and of a target's file are stored relative to the
         file."""
-        path = Path(path)
-        plan = replace(
-            self,
-            cluster=replace(self.cluster, target=relative_target(self.cluster.target, path.parent)),
-        )
-        if plan.workload is not None:
-            plan = replace(plan, workload=plan.workload.relative_to(path.parent))
-        path.write_text(json.dumps(plan.to_json(), indent=2) + "\n")
+        save(self, path)
 
     @classmethod
     def load(cls, path: Path | str) -> Plan:
@@ -224,23 +213,7 @@ class Plan:
             PlanError: ``plan-file`` if there is no such file, ``plan-corrupt`` if it is no JSON,
                 and the codes of ``from_json``.
         """
-        path = Path(path)
-        plan = cls.from_json(PLAN.load(path))
-        plan = replace(
-            plan,
-            cluster=replace(plan.cluster, target=resolved_target(plan.cluster.target, path.parent)),
-        )
-        return (
-            plan
-            if plan.workload is None
-            else replace(plan, workload=plan.workload.resolved_from(path.parent))
-        )
-
-
-@dataclass(frozen=True)
-class _Cluster:
-    nodes: tuple[int, ...]
-    target_per_node: tuple[str, ...]
+        return resolved(cls.from_json(PLAN.load(path)), path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +222,7 @@ class _Document:
 
     workload: WorkloadSpec | None = None
     model_hash: str = ""
-    cluster: _Cluster
+    cluster: ClusterRow
     num_layers: int
     auto_layers: bool = False
     global_batch_size: int

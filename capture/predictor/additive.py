@@ -21,6 +21,7 @@ from capture.measured.size_errors import octaves_away
 from capture.measured.stage_cost import StageCost
 from capture.model.graph import LayerGraph
 from capture.plan.choices import ParamSplit, StageChoice
+from capture.plan.kinds import of_stages
 from capture.plan.prediction import Prediction, StagePrediction
 from capture.plan.schedule import make_schedule, occupancy_by_position
 from capture.plan.stages import Plan
@@ -402,6 +403,7 @@ class AdditivePredictor:
                 ``profile-target`` if it is for another target than the profile, and the codes of
                 ``table``.
         """
+        of_stages(plan, "Its estimate is in the plan.")
         self._check_model(plan)
         schedule = make_schedule(plan.schedule, plan.num_stages, plan.num_microbatches)
         stages = []

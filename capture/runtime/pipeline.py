@@ -18,6 +18,7 @@ from capture.errors import ExecutionError, PlanError, Violation
 from capture.model.workload import PyTree, WorkloadProtocol
 from capture.partition.sharding import ModelSharding
 from capture.partition.tensor_parallel import Rule
+from capture.plan.kinds import of_stages
 from capture.plan.stages import Plan
 from capture.runtime.dispatch import BoundStep, Observer, to_device, to_host
 from capture.runtime.microbatches import split_microbatches
@@ -92,6 +93,7 @@ def pipeshard(
         ExecutionError: ``run-devices`` if there are fewer devices than the plan uses.
     """
     environment.warn()
+    of_stages(plan, "Train with what recommender.osdp.osdp hands out.")
     devices = jax.devices() if devices is None else devices
     if len(devices) < plan.cluster.num_devices:
         raise ExecutionError.of(

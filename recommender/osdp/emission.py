@@ -3,7 +3,7 @@ loss."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -13,7 +13,7 @@ from capture.machine.cluster import Cluster, Machine
 from capture.machine.target import Target
 from capture.model.operators import Operator
 from capture.model.workload import WorkloadProtocol
-from capture.plan.sharding import Mode, ShardingPlan
+from capture.plan.sharding import Mode, OperatorCost, ShardingPlan
 from capture.quantities import format_bytes
 from capture.step.operator_cost import StepCost
 from recommender.osdp.over_step import fastest_over_step, least_over_step, reserved_fraction
@@ -28,8 +28,7 @@ class OperatorRow:
 
     Attributes:
         name, mode: Of the operator.
-        parameter_bytes: Of all of its parameters, unsharded.
-        resident_bytes, transient_bytes, seconds: See ``Cost``.
+        parameter_bytes, resident_bytes, transient_bytes, seconds: See ``OperatorCost``.
     """
 
     name: str
@@ -139,27 +138,10 @@ class OsdpResult:
     @property
     def rows(self) -> list[OperatorRow]:
         """The plan's operators in program order; none without a plan."""
-        return (
-            []
-            if self.plan is None
-            else [
-                self._row(*row)
-                for row in zip(_all(self.cost), self.plan.names, self.plan.modes, strict=True)
-            ]
-        )
-
-    def _row(self, operator: Operator, name: str, mode: Mode) -> OperatorRow:
-        assert self.plan is not None
-        cost = self.cost.cost(operator, mode, self.plan.batch_size)
-        total = operator.parameter_bytes + operator.replicated_bytes
-        return OperatorRow(
-            name,
-            mode,
-            total,
-            float(cost.resident_bytes),
-            float(cost.transient_bytes),
-            float(cost.seconds),
-        )
+        if self.plan is None:
+            return []
+        each = zip(self.plan.names, self.plan.modes, self.plan.costs, strict=True)
+        return [OperatorRow(name, mode, **vars(cost)) for name, mode, cost in each]
 
     def __str__(self) -> str:
         if self.plan is None:
@@ -266,7 +248,19 @@ def osdp(
             watch(f"not compiled: {unverified_why}")
     found = found or fastest(memory * (1 - reserved_fraction(described.platform, operators.dtype)))
     plan = None if found.plan is None else replace(found.plan, **emitted)
+    plan = plan and replace(plan, cluster=question.cluster, costs=tuple(_costs(cost, plan)))
     return OsdpResult(found, plan, cost, described.name, unverified_why, workload, operators, where)
+
+
+def _costs(model: StepCost, plan: ShardingPlan) -> Iterator[OperatorCost]:
+    for operator, mode in zip(_all(model), plan.modes, strict=True):
+        cost = model.cost(operator, mode, plan.batch_size)
+        yield OperatorCost(
+            operator.parameter_bytes + operator.replicated_bytes,
+            float(cost.resident_bytes),
+            float(cost.transient_bytes),
+            float(cost.seconds),
+        )
 
 
 def _all(cost: StepCost) -> tuple[Operator, ...]:
