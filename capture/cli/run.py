@@ -249,12 +249,11 @@ def as_text(document: dict[str, Any]) -> str:
     lines.append("loss " + " ".join(f"{loss:.6f}" for loss in document["loss"]))
     if "reference_loss" in document:
         lines.append("one device " + " ".join(f"{loss:.6f}" for loss in document["reference_loss"]))
+        errors = []
         if "max_relative_loss_error" in document:
-            lines.append(
-                f"largest relative error: loss {document['max_relative_loss_error']:.1e}, "
-            )
-            lines[-1] += (
-                f"gradients {document['max_relative_gradient_error']:.1e} "
-                f"({document['worst_gradient']})"
-            )
+            errors.append(f"loss {document['max_relative_loss_error']:.1e}")
+        if "max_relative_gradient_error" in document:
+            worst = document["worst_gradient"]
+            errors.append(f"gradients {document['max_relative_gradient_error']:.1e} ({worst})")
+        lines.append(f"largest relative error: {', '.join(errors)}")
     return "\n".join(lines)
