@@ -23,6 +23,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, get_args, get_type_hints
 
 from capture import documents
+from capture.plan.kinds import KINDS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 REFERENCE = REPOSITORY / "docs" / "reference"
@@ -31,12 +32,12 @@ PACKAGES = ("capture", "recommender", "profiling_runs", "models")
 SHARED_BY = 3
 #: What is in a file: the classes that read and write it, and those of its notes.
 DOCUMENTS: dict[str, tuple[str, ...]] = {
-    "plan.json": (
+    "plan.json, of kind stages": (
         "capture.plan.stages:Plan",
         "capture.plan.prediction:Prediction",
         "profiling_runs.verify:Verification",
     ),
-    "sharding.json": ("capture.plan.sharding:ShardingPlan",),
+    "plan.json, of kind sharding": ("capture.plan.sharding:ShardingPlan",),
     "profile.json": ("capture.measured.profile:Profile",),
     "Target files": ("capture.machine.target:Target",),
     "Descriptions of operators": ("capture.model.operators:OperatorModel",),
@@ -367,6 +368,9 @@ def _fields(cls: type, public: type) -> list[tuple[str, str, str]]:
         (f"`{key}`", f"`{types[name]}`" if name in types else "", meaning.get(name, ""))
         for key, name in _keys(cls) or [(name, name) for name in types]
     ]
+    for kind, of in KINDS.items():
+        if public is of:
+            rows.insert(0, ("`kind`", "`str`", f'`"{kind}"`'))
     versions = [f.versions for f in vars(module).values() if isinstance(f, documents.Format)]
     if cls is not public or (versions and "schema_version" in types):
         rows.insert(0, ("`schema_version`", "`int`", " or ".join(map(str, versions[0]))))
@@ -427,12 +431,13 @@ def _summary(cls: type) -> str:
 
 
 def _job_file() -> list[str]:
-    from capture.cli import job_file, profile
+    from capture.cli import job_file
 
     parser = argparse.ArgumentParser(add_help=False)
-    profile.add_arguments(parser)
-    options = [a for a in parser._actions if a.dest not in job_file._OF_THE_COMMAND]
-    rows = [(f"`{action.dest}`", _option(action)[1]) for action in options]
+    parser.add_argument("workload", help="what to profile")
+    for option in job_file.OPTIONS:
+        option.add_to(parser)
+    rows = [(f"`{action.dest}`", _option(action)[1]) for action in parser._actions]
     return [
         "## Job files",
         "",
