@@ -1,11 +1,9 @@
-"""From a training task to a sharded one: trace, search, and hand out shardings and the transformed
-loss."""
+"""From a training task to a sharding plan: trace, search, and ask the target's compiler."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from capture.errors import ClusterError, PlanError, TargetError, Violation
@@ -45,11 +43,11 @@ class OperatorRow:
 
 @dataclass(frozen=True, eq=False)
 class OsdpResult:
-    """What to train with: use it in place of the shardings of fully sharded data parallelism.
+    """The answer to a question of ``osdp``, as data; ``capture.shard`` trains with its plan.
 
     Attributes:
         search: The answer of the search. Where it is infeasible, ``why`` says what is missing, and
-            there is no plan and nothing to emit.
+            there is no plan.
         plan: Batch size and modes, with the names of operators and parameters; it can be saved.
         cost: The model of costs that it was chosen by.
         target: Whose compiler was asked, or was not.
@@ -61,9 +59,6 @@ class OsdpResult:
     cost: StepCost
     target: str
     unverified_why: str | None
-    _workload: WorkloadProtocol
-    _operators: Any
-    _where: Any
 
     @property
     def status(self) -> str:
@@ -87,57 +82,6 @@ class OsdpResult:
     def compiled_peak_bytes(self) -> int | None:
         """Of a device, by the target's compiler; None if it was not asked."""
         return None if self.plan is None else self.plan.compiled_peak_bytes
-
-    @cached_property
-    def mesh(self) -> Any:
-        """The mesh that was given; for a cluster, one of this process's devices."""
-        from capture.runtime.sharded.emission import mesh_of
-
-        return mesh_of(self._where) if isinstance(self._where, Cluster) else self._where
-
-    @cached_property
-    def emission(self) -> Any:
-        """The plan on the mesh (``capture.runtime.sharded.emission.Emission``).
-
-        Raises:
-            PlanError: ``osdp-infeasible`` if there is no plan.
-        """
-        from capture.runtime.sharded.emission import Emission
-
-        if self.plan is None:
-            raise PlanError.of(f"there is no plan to emit: {self.why}", "osdp-infeasible")
-        return Emission(self.plan, self.mesh, self._operators, self._workload.optimizer)
-
-    def shardings(self, params: Any = None) -> Any:
-        """See ``Emission.shardings``."""
-        return self.emission.shardings(params)
-
-    @property
-    def opt_state_shardings(self) -> Any:
-        """See ``Emission.opt_state_shardings``."""
-        return self.emission.opt_state_shardings
-
-    @property
-    def batch_sharding(self) -> Any:
-        """See ``Emission.batch_sharding``."""
-        return self.emission.batch_sharding
-
-    @property
-    def replicated(self) -> tuple[str, ...]:
-        """See ``Emission.replicated``."""
-        return self.emission.replicated
-
-    def transform(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
-        """See ``Emission.transform``."""
-        return self.emission.transform(loss_fn, has_aux)
-
-    def split(self, params: Any) -> Any:
-        """See ``Emission.split``."""
-        return self.emission.split(params)
-
-    def join(self, params: Any) -> Any:
-        """See ``Emission.join``."""
-        return self.emission.join(params)
 
     @property
     def rows(self) -> list[OperatorRow]:
@@ -209,7 +153,7 @@ def osdp(
     Args:
         workload: The task; nothing is allocated. Where the loop's own loss returns ``(loss, aux)``
             or takes more arguments, that of the workload is the scalar alone, and the loop's is
-            given to ``transform``.
+            given to ``Sharded.transform``.
         where: A ``Cluster``, or a ``jax.sharding.Mesh`` whose axes are all data-parallel.
         memory_limit: Per device, in bytes or as text ("30GiB"); None: what the target can use. The
             compiled step stays within it; a plan that is not compiled leaves a part of it to the
@@ -249,7 +193,7 @@ def osdp(
 
     Source: Jiang et al. 2023 (OSDP), 3.3 and Figure 3.
     """
-    from capture.runtime.sharded.emission import cluster_of, has_groups
+    from capture.runtime.sharded.mesh import cluster_of, has_groups
     from capture.tracing.operators import traced_operators
 
     limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
@@ -297,7 +241,7 @@ def osdp(
         partly=partly,
     )
     memory = machine.memory_limit_bytes
-    emitted: dict[str, Any] = {
+    described_by: dict[str, Any] = {
         "names": tuple(operator.name for operator in _all(cost)),
         "params": operators.names,
         "remat": remat,
@@ -314,24 +258,24 @@ def osdp(
     found, unverified_why = None, None if verify else "verify=False"
     if verify:
         from capture.profiler.sharded_step import StepCompiler
-        from capture.runtime.sharded.emission import Emission
+        from capture.runtime.sharded import Sharded
 
         try:
             compiler = StepCompiler(described, where)
 
             def measure(plan: ShardingPlan) -> int:
-                emission = Emission(
-                    replace(plan, **emitted), compiler.mesh, operators, workload.optimizer
-                )
-                return compiler.measure(workload, emission, plan.batch_size)[0]
+                whole = replace(plan, **described_by)
+                return compiler.measure(Sharded(workload, whole, compiler.mesh, operators.traced))[
+                    0
+                ]
 
             found = fastest_compiled(question, least, measure, memory, watch)
         except TargetError as error:
             unverified_why = str(error)
             watch(f"not compiled: {unverified_why}")
     found = found or question(memory * (1 - reserved_fraction(described.platform, operators.dtype)))
-    plan = None if found.plan is None else replace(found.plan, **emitted)
-    return OsdpResult(found, plan, cost, described.name, unverified_why, workload, operators, where)
+    plan = None if found.plan is None else replace(found.plan, **described_by)
+    return OsdpResult(found, plan, cost, described.name, unverified_why)
 
 
 def _wrong(
