@@ -176,10 +176,10 @@ def least_limit(plan_for: Any, most: int) -> int:
 def sent(work: Any) -> dict[str, dict[str, int]]:
     """By kind of collective, how many and their bytes; XLA joins small ones."""
     found: dict[str, dict[str, int]] = {}
-    for collective, count in work.collectives:
+    for collective in work.collectives:
         row = found.setdefault(collective.kind, {"count": 0, "bytes": 0})
-        row["count"] += count
-        row["bytes"] += count * collective.nbytes
+        row["count"] += collective.count
+        row["bytes"] += collective.count * collective.nbytes
     return found
 
 

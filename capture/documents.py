@@ -1,126 +1,232 @@
-"""Fields of a JSON document, read by name and type; whatever is missing or wrong is named with its
-path."""
+"""One codec for all that is stored as JSON: dataclasses become documents and come back.
+
+A document has the fields of its class. Where the two differ (a derived number that people want to
+see, rows that are flat), the class has a ``to_json``, and a small dataclass next to it is the shape
+that is read. Whatever is missing or wrong is named with its path.
+"""
 
 from __future__ import annotations
 
 import difflib
+import json
 import reprlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-_MISSING = object()
+import msgspec
+
+from capture.errors import CaptureError
+
+T = TypeVar("T")
+
+_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 
 class FieldError(ValueError):
     """A field that is missing or of another type; the message names it."""
 
 
-class Fields:
-    """A JSON object.
+def read(data: Any, kind: type[T], path: str = "", *, strict: bool = False) -> T:
+    """What a document says, as a dataclass.
 
     Args:
         data: What a JSON parser returned.
-        path: Of the object in its document, for messages.
+        kind: The class; its fields without defaults must be there.
+        path: Of the data in their document, for messages.
+        strict: Whether a field that no class has is refused: a misspelt one would be ignored.
 
     Raises:
-        FieldError: if it is no object; the methods raise it for a field that is missing (unless a
-            default is given) or wrong.
+        FieldError: naming the first field that is missing or wrong; what the class itself raises.
 
     Example:
-        >>> stage = Fields({"layers": [0, 1.5]}, "stages[0]")
-        >>> stage.integers("layers")
+        >>> @dataclass
+        ... class Stage:
+        ...     layers: tuple[int, int]
+        >>> read({"layers": [0, 1]}, Stage)
+        Stage(layers=(0, 1))
+        >>> read({"layers": [0, 1.5]}, Stage, "stages[0]")
         Traceback (most recent call last):
         capture.documents.FieldError: stages[0].layers[1] is 1.5 and must be a whole number
     """
+    if strict and (wrong := next(_wrong(data, kind, path, strict), None)):
+        raise FieldError(wrong)
+    try:
+        return msgspec.convert(data, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise FieldError(next(_wrong(data, kind, path, strict), str(error))) from None
 
-    def __init__(self, data: Any, path: str = ""):
-        self._data: Mapping[str, Any] = _checked(data, Mapping, path or "the document", "an object")
-        self._path = path
-        self._asked: set[str] = set()
 
-    def integer(self, key: str, default: Any = _MISSING) -> int:
-        return _checked(self._get(key, default), int, self._at(key), "a whole number")
+def write(value: Any) -> Any:
+    """What a JSON writer takes for a value: the inverse of ``read``, with ``to_json`` of those that
+    have one."""
+    if hasattr(value, "to_json"):
+        return value.to_json()
+    if is_dataclass(value):
+        return fields_of(value)
+    if isinstance(value, Mapping):
+        return {str(key): write(item) for key, item in value.items()}
+    return [write(item) for item in value] if isinstance(value, (list, tuple)) else value
 
-    def number(self, key: str, default: Any = _MISSING) -> float:
-        return _checked(self._get(key, default), (int, float), self._at(key), "a number")
 
-    def text(self, key: str, default: Any = _MISSING) -> str:
-        return _checked(self._get(key, default), str, self._at(key), "a text")
+def fields_of(value: Any) -> dict[str, Any]:
+    """Those of a dataclass, written, in the order of the class."""
+    return {field.name: write(getattr(value, field.name)) for field in fields(value)}
 
-    def flag(self, key: str, default: Any = _MISSING) -> bool:
-        return _checked(self._get(key, default), bool, self._at(key), "true or false")
 
-    def integers(self, key: str, length: int | None = None) -> tuple[int, ...]:
-        items = self._items(key)
-        if length not in (None, len(items)):
-            raise FieldError(f"{self._at(key)} has {len(items)} items and must have {length}")
-        return tuple(_checked(item, int, path, "a whole number") for path, item in items)
+@dataclass(frozen=True)
+class Format:
+    """One kind of document, and how one that is not of it is refused.
 
-    def texts(self, key: str) -> tuple[str, ...]:
-        return tuple(_checked(item, str, path, "a text") for path, item in self._items(key))
+    Attributes:
+        name: For sentences.
+        error: What is raised.
+        code: The beginning of its codes: ``<code>-file`` if it cannot be read, ``<code>-schema``
+            for an unknown version, ``<code>-corrupt`` for all else.
+        advice: What to do about it.
+        versions: Of the schema that are read; the last is written.
+        not_json: The end of the code of a file that is no JSON.
+        strict: Whether fields that no class has are refused.
+    """
 
-    def object(self, key: str) -> Fields:
-        return Fields(self._get(key), self._at(key))
+    name: str
+    error: type[CaptureError]
+    code: str
+    advice: str
+    versions: tuple[int, ...] = (1,)
+    not_json: Literal["corrupt", "file"] = "corrupt"
+    strict: bool = False
 
-    def optional_object(self, key: str) -> Fields | None:
-        """None if the field is null or missing."""
-        return None if self._get(key, None) is None else self.object(key)
-
-    def objects(self, key: str) -> tuple[Fields, ...]:
-        return tuple(Fields(item, path) for path, item in self._items(key))
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """All fields, as they are."""
-        return dict(self._data)
-
-    def refuse_others(self, *also: str) -> None:
-        """Call it after the last field was read.
-
-        Args:
-            also: Fields that may be there although they were not read.
+    def load(self, path: Path | str) -> Any:
+        """What a file holds.
 
         Raises:
-            FieldError: for a field that nobody asked for: a misspelt one would be ignored.
+            CaptureError: ``<code>-file`` if it cannot be read, ``<code>-corrupt`` if it is no JSON.
         """
-        known = self._asked.union(also)
-        for key in self._data:
-            if key not in known:
-                near = difflib.get_close_matches(key, known, 1)
-                raise FieldError(
-                    f"{self._at(key)} is no field{f'; {near[0]!r} is' if near else ''}"
-                )
+        named = f"{self.name} {str(path)!r}"
+        try:
+            return json.loads(Path(path).read_text())
+        except FileNotFoundError:
+            raise self.error.of(f"{named} does not exist.", f"{self.code}-file") from None
+        except OSError as error:
+            raise self.error.of(
+                f"{named} cannot be read: {error.strerror}.", f"{self.code}-file"
+            ) from None
+        except ValueError as error:
+            raise self.error.of(
+                f"{named} is not JSON: {error}. {self._advice}", f"{self.code}-{self.not_json}"
+            ) from None
 
-    def _at(self, key: str) -> str:
-        return f"{self._path}.{key}" if self._path else key
+    def check(self, data: Any) -> dict[str, Any]:
+        """The fields of a document of a known version.
 
-    def _get(self, key: str, default: Any = _MISSING) -> Any:
-        self._asked.add(key)
-        value = self._data.get(key, default)
-        if value is _MISSING:
-            raise FieldError(f"{self._at(key)} is missing")
-        return value
+        Raises:
+            CaptureError: ``<code>-schema``.
+        """
+        version = data.get("schema_version") if isinstance(data, Mapping) else None
+        if isinstance(version, bool) or version not in self.versions:
+            known = " and ".join(map(str, self.versions))
+            raise self.error.of(
+                f"{self.name} has schema_version={version!r}; this version of capture reads "
+                f"{known}. {self._advice}",
+                f"{self.code}-schema",
+            )
+        return {key: value for key, value in data.items() if key != "schema_version"}
 
-    def _items(self, key: str) -> list[tuple[str, Any]]:
-        items = _checked(self._get(key), list, self._at(key), "a list")
-        return [(f"{self._at(key)}[{i}]", item) for i, item in enumerate(items)]
+    def read(self, data: Any, kind: type[T]) -> T:
+        """What a document says, as a dataclass.
+
+        Raises:
+            CaptureError: ``<code>-schema``, ``<code>-corrupt``.
+        """
+        known = self.check(data)
+        try:
+            return read(known, kind, strict=self.strict)
+        except FieldError as error:
+            raise self.corrupt(str(error)) from None
+
+    def write(self, written: Mapping[str, Any]) -> dict[str, Any]:
+        """The document with these fields."""
+        return {"schema_version": self.versions[-1], **written}
+
+    def corrupt(self, wrong: str) -> CaptureError:
+        """The error of a document in which something is wrong."""
+        return self.error.of(
+            f"{self.name} is not one: {wrong}. {self._advice}", f"{self.code}-corrupt"
+        )
+
+    @property
+    def _advice(self) -> str:
+        return f"{self.advice[0].upper()}{self.advice[1:]}."
 
 
-def _checked(value: Any, kind: type | tuple[type, ...], path: str, name: str) -> Any:
-    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-        raise FieldError(f"{path} is {reprlib.repr(value)} and must be {name}")
-    return value
+def _wrong(value: Any, hint: Any, path: str, strict: bool) -> Iterator[str]:
+    """What of a value is not of a type, in sentences."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if is_dataclass(hint):
+        yield from _wrong_fields(value, hint, path, strict)  # type: ignore[arg-type]
+    elif origin in (Union, UnionType):
+        others = [option for option in arguments if option is not NoneType]
+        if value is not None or len(others) == len(arguments):
+            # Of several types, which are numbers all, the widest.
+            yield from _wrong(value, others[-1], path, strict)
+    elif origin is Literal:
+        if value not in arguments:
+            yield f"{path} is {reprlib.repr(value)} and must be one of {', '.join(arguments)}"
+    elif origin is tuple or origin in (list, Sequence):
+        yield from _wrong_items(value, arguments, path, strict)
+    elif hint is dict or origin in (dict, Mapping):
+        if not isinstance(value, Mapping):
+            yield _sentence(value, path, "an object")
+        else:
+            for key, item in value.items() if arguments else ():
+                yield from _wrong(item, arguments[1], _at(path, key), strict)
+    elif hint in _NAMES:
+        numbers = (int, float) if hint is float else hint
+        if not isinstance(value, numbers) or (hint is not bool and isinstance(value, bool)):
+            yield _sentence(value, path, _NAMES[hint])
 
 
-def describe(error: Exception) -> str:
-    """What is wrong with a document, given the exception that reading it raised.
+def _wrong_fields(value: Any, kind: type, path: str, strict: bool) -> Iterator[str]:
+    if not isinstance(value, Mapping):
+        yield _sentence(value, path or "the document", "an object")
+        return
+    hints, known = _hints(kind), [field.name for field in fields(kind)]
+    for field in fields(kind):
+        if field.name in value:
+            at = _at(path, field.name)
+            yield from _wrong(value[field.name], hints[field.name], at, strict)
+        elif field.default is MISSING and field.default_factory is MISSING:
+            yield f"{_at(path, field.name)} is missing"
+    for key in value if strict else ():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            yield f"{_at(path, key)} is no field{f'; {near[0]!r} is' if near else ''}"
 
-    Example:
-        >>> describe(KeyError("schedule"))
-        "the field 'schedule' is missing"
-    """
-    if isinstance(error, FieldError):
-        return str(error)
-    if isinstance(error, KeyError):
-        return f"the field {error.args[0]!r} is missing"
-    return f"a field has the wrong form ({error})"
+
+def _wrong_items(value: Any, kinds: Sequence[Any], path: str, strict: bool) -> Iterator[str]:
+    if not isinstance(value, (list, tuple)):
+        yield _sentence(value, path, "a list")
+        return
+    repeated = len(kinds) == 1 or kinds[-1] is Ellipsis
+    if not repeated and len(value) != len(kinds):
+        yield f"{path} has {len(value)} items and must have {len(kinds)}"
+    for i, item in enumerate(value):
+        kind = kinds[0] if repeated else kinds[min(i, len(kinds) - 1)]
+        yield from _wrong(item, kind, f"{path}[{i}]", strict)
+
+
+@lru_cache(maxsize=256)
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _at(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _sentence(value: Any, path: str, wanted: str) -> str:
+    return f"{path} is {reprlib.repr(value)} and must be {wanted}"

@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any
 
 from capture import environment
+from capture.documents import read
 from capture.errors import PlanError, ProfileError, TargetError, Violation, plain
 from capture.machine.cluster import Cluster
 from capture.machine.target import Target
@@ -131,7 +132,7 @@ class Measurements:
                 values[outcome.job.key] = outcome.value
         for key, configs in configs_of.items():
             if key in values:
-                self.costs.update(dict.fromkeys(configs, StageCost.from_json(values[key])))
+                self.costs.update(dict.fromkeys(configs, read(values[key], StageCost)))
             else:
                 self.failures.update(dict.fromkeys(configs, errors[key]))
 
@@ -155,9 +156,7 @@ class Measurements:
                     f"{outcome.job.what} does not compile: {plain(outcome.error)}.", "verify-stage"
                 )
             found[outcome.job.key] = outcome.value
-        return [
-            StageBuffers.from_json(found[self.backend.buffers_key(config)]) for config in configs
-        ]
+        return [read(found[self.backend.buffers_key(config)], StageBuffers) for config in configs]
 
     @property
     def setting(self) -> Setting | None:

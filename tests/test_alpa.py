@@ -218,7 +218,7 @@ def test_memory_in_alpas_runtime_stands_where_alpa_places_stages():
             == peak.peak_bytes
             == sum(peak.parts.values())
         )
-        assert peak.peak_bytes >= native.stages[stage].parts["parameters"]
+        assert peak.peak_bytes >= native.stages[stage].parts_bytes["parameters"]
 
 
 def splitting_profile() -> Profile:

@@ -60,10 +60,10 @@ PLANS = [
 @pytest.mark.parametrize(("workload", "plan"), PLANS)
 def test_buffers_sum_to_the_peak_category_by_category(workload, plan):
     for found, stage in zip(attributions(workload, plan), plan.stages, strict=True):
-        assert sum(buffer.nbytes for buffer in found.buffers) == found.peak.peak_bytes
+        assert sum(buffer.bytes for buffer in found.buffers) == found.peak.peak_bytes
         by_category: dict[str, int] = {}
         for buffer in found.buffers:
-            by_category[buffer.category] = by_category.get(buffer.category, 0) + buffer.nbytes
+            by_category[buffer.category] = by_category.get(buffer.category, 0) + buffer.bytes
         assert by_category == found.peak.parts
         assert set(found.layers) <= set(range(stage.first, stage.stop)) | {stage.first - 1}
         assert found.attributed_fraction > 0.95
@@ -76,8 +76,8 @@ def test_activations_and_temporaries_name_their_line():
     )
     found = replace(first, buffers=first.buffers + last.buffers)
     computed = [b for b in found.buffers if b.category in ("activations", "temporaries")]
-    assert sum(b.nbytes for b in computed if b.source.startswith(HERE)) > 0.9 * sum(
-        b.nbytes for b in computed
+    assert sum(b.bytes for b in computed if b.source.startswith(HERE)) > 0.9 * sum(
+        b.bytes for b in computed
     )
     assert {b.layer for b in computed} >= {0, 1, 2, 3}
     names = {b.what for b in found.buffers if b.category == "parameters"}

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from capture.documents import read
 from capture.errors import ProfileError
 from capture.measured.stage_cost import StageCost
 from capture.model.graph import LayerGraph, Tensor, content_hash, item_bytes
@@ -24,8 +25,8 @@ def test_an_unknown_schema_version_is_refused():
     with pytest.raises(ProfileError) as caught:
         LayerGraph.from_json({**chain(2).to_json(), "schema_version": 7})
     assert str(caught.value) == (
-        "layer graph has schema_version=7; this version reads 1. Profile the model again. "
-        "[graph-schema]"
+        "layer graph has schema_version=7; this version of capture reads 1. Profile the model "
+        "again. [graph-schema]"
     )
 
 
@@ -151,7 +152,7 @@ def test_interface_of_a_stage_turns_positions_into_ids_and_shards_by_its_degree(
 
 def test_cost_json_round_trip():
     cost = StageCost(1, 2, 3, 4, 5, (0, 2), (1,), (), 6, 7)
-    assert StageCost.from_json(json.loads(json.dumps(cost.to_json()))) == cost
+    assert read(json.loads(json.dumps(cost.to_json())), StageCost) == cost
 
 
 def test_content_hash_does_not_depend_on_the_order_of_keys():

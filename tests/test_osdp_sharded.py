@@ -370,9 +370,7 @@ def gathered(sharded: Sharded, loss_fn, has_aux: bool = False) -> dict[int, int]
         out_shardings=(None, sharded.shardings()),
     )
     (module,) = step.lower(*structs).compile().runtime_executable().hlo_modules()
-    return {
-        c.nbytes: count for c, count in work_of_module(module).collectives if c.kind == "all-gather"
-    }
+    return {c.nbytes: c.count for c in work_of_module(module).collectives if c.kind == "all-gather"}
 
 
 # ---- where arrays lie

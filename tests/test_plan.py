@@ -304,14 +304,11 @@ def test_a_plan_and_its_model_may_move_together(tmp_path, monkeypatch):
 
 def test_files_that_are_no_plan(tmp_path):
     path = tmp_path / "plan.json"
-    assert messages(lambda: Plan.load(path)) == [
-        f"plan file {str(path)!r} does not exist. [plan-file]"
-    ]
+    assert messages(lambda: Plan.load(path)) == [f"plan {str(path)!r} does not exist. [plan-file]"]
     path.write_text('{"schema_version": 1,')
     assert messages(lambda: Plan.load(path)) == [
-        f"plan file {str(path)!r} is not JSON: Expecting property name enclosed in double quotes: "
-        "line 1 column 22 (char 21). "
-        "[plan-corrupt]"
+        f"plan {str(path)!r} is not JSON: Expecting property name enclosed in double quotes: "
+        "line 1 column 22 (char 21). Make the plan again with capture plan. [plan-corrupt]"
     ]
     path.write_bytes(b"\xff\xfe\x00")
     assert messages(lambda: Plan.load(path))[0].endswith("[plan-corrupt]")
@@ -340,8 +337,8 @@ def test_a_missing_field_is_named():
     document = two_stages().to_json()
     del document["stages"][1]["devices"]
     assert messages(lambda: Plan.from_json(document)) == [
-        "the plan is not one: stages[1].devices is missing. Correct it, or make the plan again "
-        "with capture plan. [plan-corrupt]"
+        "plan is not one: stages[1].devices is missing. Make the plan again with capture plan. "
+        "[plan-corrupt]"
     ]
 
 
@@ -406,8 +403,7 @@ def test_a_wrong_field_is_named_with_its_path(path, value, wrong):
         inner = inner[key]
     inner[path[-1]] = value
     assert messages(lambda: Plan.from_json(document)) == [
-        f"the plan is not one: {wrong}. Correct it, or make the plan again with capture plan. "
-        "[plan-corrupt]"
+        f"plan is not one: {wrong}. Make the plan again with capture plan. [plan-corrupt]"
     ]
 
 

@@ -229,7 +229,9 @@ def test_under_1f1b_the_same_layers_need_less_further_back_and_under_gpipe_as_mu
     }
     kept = [predictor.memory(ONE, 16).kept[layer, layer + 1] for layer in range(4)]
     in_flight = {
-        name: [stage.parts["activations"] / one for stage, one in zip(found, kept, strict=True)]
+        name: [
+            stage.parts_bytes["activations"] / one for stage, one in zip(found, kept, strict=True)
+        ]
         for name, found in by_schedule.items()
     }
     assert in_flight == {"1f1b": [4, 3, 2, 1], "gpipe": [8, 8, 8, 8]}
@@ -265,15 +267,17 @@ def test_parts_sum_to_the_peak_and_layers_to_the_parts(schedule):
             [s.stop - s.first for s in drawn], [s.choice for s in drawn], schedule=schedule
         )
         for stage, predicted in zip(plan.stages, predictor.predict(plan).stages, strict=True):
-            assert sum(predicted.parts.values()) == predicted.peak_bytes
-            assert len(predicted.layers) == stage.stop - stage.first
-            for category, total in predicted.parts.items():
-                assert sum(layer.get(category, 0) for layer in predicted.layers) == total, category
-            assert all(nbytes > 0 for layer in predicted.layers for nbytes in layer.values())
+            assert sum(predicted.parts_bytes.values()) == predicted.peak_bytes
+            assert len(predicted.layers_bytes) == stage.stop - stage.first
+            for category, total in predicted.parts_bytes.items():
+                assert sum(layer.get(category, 0) for layer in predicted.layers_bytes) == total, (
+                    category
+                )
+            assert all(nbytes > 0 for layer in predicted.layers_bytes for nbytes in layer.values())
             assert not any(
-                "received activations" in layer for layer in predicted.layers[1:]
+                "received activations" in layer for layer in predicted.layers_bytes[1:]
             )  # what passes belongs to the border
-            assert not any("received gradients" in layer for layer in predicted.layers[:-1])
+            assert not any("received gradients" in layer for layer in predicted.layers_bytes[:-1])
 
 
 def test_a_negative_sum_is_no_memory_but_zero():
@@ -588,7 +592,7 @@ def test_temporaries_of_a_stage_that_was_not_compiled_may_be_more_than_their_sum
         for stage in (
             AdditivePredictor(profile).predict(make_plan(layers, [ONE] * len(layers))).stages
         ):
-            least = stage.peak_bytes + fraction * stage.parts["temporaries"]
+            least = stage.peak_bytes + fraction * stage.parts_bytes["temporaries"]
             assert stage.interval_bytes[1] >= least and (
                 fraction or stage.interval_bytes[1] < 1.05 * stage.peak_bytes
             )

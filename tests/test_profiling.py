@@ -333,7 +333,7 @@ def test_a_shared_parameter_is_predicted_as_the_runtime_needs_it():
         compiled = pipeshard(task, plan).replay()
         assert predicted.peak_bytes_per_device == compiled.peak_bytes_per_device
         assert (
-            "received gradients" in predicted.stages[0].parts
+            "received gradients" in predicted.stages[0].parts_bytes
             or predicted.stages[0].instant != "update"
         )
 

@@ -14,6 +14,7 @@ import pytest
 from synthetic_profiles import Planted, make_plan
 
 from capture.cli.main import main
+from capture.documents import read, write
 from capture.machine.cluster import Cluster
 from capture.measured.profile import Calibration, Profile, StageConfig
 from capture.measured.size_errors import FLOOR_FRACTION, SizeError, extrapolation_width
@@ -496,7 +497,7 @@ def test_the_interval_of_an_extrapolation_widens_with_the_distance():
     assert extrapolation_width([SizeError(0.2, 1.0), SizeError(-0.4, 2.0)], 1.0)[
         0
     ] == pytest.approx(0.3)
-    assert SizeError.from_json(json.loads(json.dumps(errors[3].to_json()))) == errors[3]
+    assert read(json.loads(json.dumps(write(errors[3]))), SizeError) == errors[3]
 
 
 def test_a_profile_holds_sizes_out_and_its_intervals_know(made):

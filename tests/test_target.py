@@ -168,7 +168,7 @@ def a_host(bytes_per_second: float = 5e10, **changes) -> dict:
         ),
         (
             with_links(host=a_host(0)),
-            "links' to_device has latency_seconds 1e-05 and bytes_per_second 0; the first must",
+            "links.host.to_device has latency_seconds 1e-05 and bytes_per_second 0; the first must",
             "target-corrupt",
         ),
         (
@@ -183,7 +183,7 @@ def a_host(bytes_per_second: float = 5e10, **changes) -> dict:
         ),
         ({"memory": {}}, "memory.capacity_bytes is missing", "target-corrupt"),
         (
-            {"compute": {"flops_per_second": {}, "efficiency": 1}},
+            {"compute": {"flops_per_second": {}, "efficiency": {"value": 1, "source": ""}}},
             "compute.flops_per_second.float32 is missing",
             "target-corrupt",
         ),
@@ -204,7 +204,7 @@ def test_unknown_names_and_files(tmp_path):
         "target='h900' is unknown; choose one of a100-40g, a100-80g, b200, cpu, "
     )
     assert message(lambda: Target.load(str(tmp_path / "no.json"))).endswith(
-        "cannot be read: No such file or directory. [target-file]"
+        "does not exist. [target-file]"
     )
     (tmp_path / "broken.json").write_text("{")
     assert message(lambda: Target.load(str(tmp_path / "broken.json"))).endswith("[target-file]")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from synthetic_profiles import Planted, configs_of, hybrid, make_plan
 
+from capture.documents import read, write
 from capture.errors import ProfileError
 from capture.machine.cluster import Cluster
 from capture.machine.target import Target
@@ -65,7 +66,7 @@ def test_collectives_have_their_closed_form(kind, group_size, stride, expected):
     assert MODEL.links.seconds(kind, NBYTES, group_size, stride) == pytest.approx(
         expected, rel=1e-12
     )
-    sent = ProgramWork(0, "bfloat16", 0, 0, ((Collective(kind, NBYTES, group_size, stride), 3),))
+    sent = ProgramWork(0, "bfloat16", 0, 0, (Collective(kind, NBYTES, group_size, stride, 3),))
     assert MODEL.program_seconds(sent) == pytest.approx(3 * expected, rel=1e-12)
 
 
@@ -103,15 +104,15 @@ def test_products_hide_their_own_bytes_and_no_others():
     )
     bound_by_memory = ProgramWork(10**9, "bfloat16", 10**10, 0)
     assert MODEL.program_seconds(bound_by_memory) == pytest.approx(10**10 / memory)
-    reduced = replace(bound_by_memory, collectives=((Collective("all-reduce", NBYTES, 4, 1), 3),))
+    reduced = replace(bound_by_memory, collectives=(Collective("all-reduce", NBYTES, 4, 1, 3),))
     assert MODEL.program_seconds(reduced) == pytest.approx(
         10**10 / memory + 3 * alpha_beta(FAST, 6, NBYTES / 4)
     )
 
 
 def test_work_survives_json():
-    work = ProgramWork(3, "float32", 4, 5, ((Collective("all-gather", 6, 2, 1), 7),), "highest")
-    assert ProgramWork.from_json(work.to_json()) == work
+    work = ProgramWork(3, "float32", 4, 5, (Collective("all-gather", 6, 2, 1, 7),), "highest")
+    assert read(write(work), ProgramWork) == work
 
 
 def timed(planted: Planted, profile: Profile) -> Profile:

@@ -11,6 +11,7 @@ from typing import Any
 from capture.cli import options as shared
 from capture.cli.output import emit, table
 from capture.cli.progress import progress
+from capture.documents import write
 from capture.errors import ProfileError
 from capture.plan.schedule import SCHEDULES
 from capture.plan.stages import Plan, Remat
@@ -67,7 +68,7 @@ def explain(plan: Plan, measurements: Any) -> dict[str, Any]:
             "parts_bytes": found.peak.parts,
             "layers_bytes": {str(layer): parts for layer, parts in found.layers.items()},
             "attributed_fraction": found.attributed_fraction,
-            "buffers": [alike.to_json() for alike in group(found.buffers)[:NUM_GROUPS]],
+            "buffers": write(group(found.buffers)[:NUM_GROUPS]),
         }
         for s, (stage, found) in enumerate(zip(plan.stages, attributions, strict=True))
     ]

@@ -71,7 +71,7 @@ def stage_table(plan: Any, stages: Sequence[Any]) -> str:
             *([format_bytes(compiled[stage.devices[0]])] if compiled else []),
             f"{format_bytes(predicted.interval_bytes[0])} to "
             f"{format_bytes(predicted.interval_bytes[1])}",
-            max(predicted.parts, key=lambda category: predicted.parts[category]),
+            max(predicted.parts_bytes, key=lambda category: predicted.parts_bytes[category]),
         ]
         for s, (stage, predicted) in enumerate(zip(plan.stages, stages, strict=True))
     ]

@@ -78,7 +78,7 @@ def parse_buffers(
     held = [(life.name, life.size) for life in _at_peak(lives)] + results
     origin = _Origins(program, layer_of)
     buffers = [Buffer(size, "temporaries", *origin.of(name)) for name, size in held if size]
-    return tuple(sorted(buffers, key=lambda buffer: -buffer.nbytes))
+    return tuple(sorted(buffers, key=lambda buffer: -buffer.bytes))
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ def work_of_module(module: Any) -> ProgramWork:
         dtype=dtype,
         product_bytes=product_bytes,
         other_bytes=max(0, counted_bytes - (product_bytes - in_calls)),
-        collectives=tuple((collective, count) for collective, count in sorted(collectives.items())),
+        collectives=tuple(replace(found, count=n) for found, n in sorted(collectives.items())),
         precision=precision,
     )
 

@@ -24,20 +24,25 @@ as it is:
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from capture.documents import FieldError, Fields
+from capture import documents
 from capture.errors import TargetError
 from capture.quantities import format_bytes
 
-TARGET_SCHEMA_VERSION = 1
+TARGET = documents.Format(
+    "target file",
+    TargetError,
+    "target",
+    "see capture/machine/target.py, which says what it holds",
+    not_json="file",
+)
 TARGETS_FOLDER = Path(__file__).parent / "targets"
 
 Platform = Literal["cpu", "cuda", "tpu"]
@@ -48,7 +53,7 @@ PLATFORMS: tuple[Platform, ...] = ("cpu", "cuda", "tpu")
 class Sourced:
     """A number and where it is from."""
 
-    value: float
+    value: int | float
     source: str
 
 
@@ -121,11 +126,7 @@ class DeviceMemory:
         return self.usable_bytes / self.capacity_bytes.value
 
     def to_json(self) -> dict[str, Any]:
-        terms = {
-            name: {"value": getattr(self, name).value, "source": getattr(self, name).source}
-            for name in self.__dataclass_fields__
-        }
-        return {"usable_bytes": self.usable_bytes, **terms}
+        return {"usable_bytes": self.usable_bytes, **documents.fields_of(self)}
 
     def __str__(self) -> str:
         capacity, context, collective = (
@@ -341,15 +342,7 @@ def _load(name: str) -> Target:
             f"{_did_you_mean(name)}",
             "target-unknown",
         )
-    path = Path(name) if is_file else TARGETS_FOLDER / f"{name}.json"
-    try:
-        data = json.loads(path.read_text())
-    except OSError as error:
-        raise TargetError.of(
-            f"target file {name!r} cannot be read: {error.strerror}.", "target-file"
-        ) from None
-    except ValueError as error:
-        raise TargetError.of(f"target file {name!r} is not JSON: {error}.", "target-file") from None
+    data = TARGET.load(name if is_file else TARGETS_FOLDER / f"{name}.json")
     if isinstance(data, Mapping) and "devices_per_node" in data:
         raise TargetError.of(
             f"target file {name!r} is the device information of an earlier version (num_nodes, "
@@ -358,96 +351,108 @@ def _load(name: str) -> Target:
             "devices is the cluster's (2x8), and a memory limit is given beside it.",
             "target-devices",
         )
-    version = data.get("schema_version") if isinstance(data, Mapping) else None
-    if version != TARGET_SCHEMA_VERSION:
-        raise TargetError.of(
-            f"target file {name!r} has schema_version={version!r}; this version of capture reads "
-            f"{TARGET_SCHEMA_VERSION}.",
-            "target-schema",
-        )
+    file = replace(TARGET, name=f"target file {name!r}")
     try:
-        return _read(Fields(data), name)
-    except FieldError as error:
-        raise TargetError.of(
-            f"target file {name!r} is not one: {error}; capture/machine/target.py says what it "
-            "holds.",
-            "target-corrupt",
-        ) from None
+        return file.read(data, _Document).target(name)
+    except documents.FieldError as error:
+        raise file.corrupt(str(error)) from None
 
 
-def _read(fields: Fields, name: str) -> Target:
-    platform = fields.text("platform")
-    if platform not in PLATFORMS:
-        raise FieldError(f"platform is {platform!r} and must be one of {', '.join(PLATFORMS)}")
-    memory, compute = fields.optional_object("memory"), fields.optional_object("compute")
-    on_chip, described = fields.optional_object("on_chip_bytes"), fields.optional_object("products")
-    products = (
-        Products()
-        if described is None
-        else Products(described.object("dtypes").data, described.flag("fuse_operands"))
-    )
-    return Target(
-        name,
-        fields.text("description", ""),
-        platform,
-        None
-        if memory is None
-        else DeviceMemory(
-            *(_sourced(memory.object(key)) for key in DeviceMemory.__dataclass_fields__)
-        ),
-        None if compute is None else _read_rates(fields, compute, products),
-        fields.object("compiler").data,
-        Target.on_chip_bytes if on_chip is None else _sourced(on_chip),
-        products,
-    )
+@dataclass(frozen=True)
+class _Compute:
+    flops_per_second: Mapping[str, Sourced]
+    efficiency: Sourced
 
 
-def _read_rates(fields: Fields, compute: Fields, products: Products) -> Rates:
-    flops, memory, links = (
-        compute.object("flops_per_second"),
-        fields.object("memory_rate"),
-        fields.object("links"),
-    )
-    found = {dtype: _sourced(flops.object(dtype)) for dtype in flops.data}
-    if "float32" not in found:
-        raise FieldError("compute.flops_per_second.float32 is missing")
-    return Rates(
-        found,
-        _sourced(compute.object("efficiency")),
-        _sourced(memory.object("bytes_per_second")),
-        _sourced(memory.object("efficiency")),
-        _read_link(links, "intra_node"),
-        _read_link(links, "inter_node"),
-        _read_host_link(links),
-        products.dtypes,
-    )
+@dataclass(frozen=True)
+class _MemoryRate:
+    bytes_per_second: Sourced
+    efficiency: Sourced
 
 
-def _read_link(fields: Fields, name: str) -> Link:
-    own = fields.object(name)
-    link = Link(_sourced(own.object("latency_seconds")), _sourced(own.object("bytes_per_second")))
-    latency, rate = link.latency_seconds.value, link.bytes_per_second.value
-    if latency < 0 or rate <= 0:
-        raise FieldError(
-            f"links' {name} has latency_seconds {latency:g} and bytes_per_second {rate:g}; the first "
-            "must be 0 or more, the second above 0"
+@dataclass(frozen=True)
+class _Duplex:
+    value: bool
+    source: str
+
+
+@dataclass(frozen=True)
+class _HostLink:
+    to_device: Link
+    to_host: Link
+    duplex: _Duplex
+
+
+@dataclass(frozen=True)
+class _Links:
+    intra_node: Link
+    inter_node: Link
+    host: Mapping[str, Any]
+
+    @property
+    def host_link(self) -> HostLink:
+        if "latency_seconds" in self.host:  # a file from before the directions
+            link = documents.read(self.host, Link, "links.host")
+            shared = "not given, so both directions share the bandwidth"
+            return HostLink(link, link, False, shared)
+        host = documents.read(self.host, _HostLink, "links.host")
+        return HostLink(host.to_device, host.to_host, host.duplex.value, host.duplex.source)
+
+
+@dataclass(frozen=True)
+class _Document:
+    """A target's file."""
+
+    platform: Platform
+    compiler: Mapping[str, Any]
+    description: str = ""
+    memory: DeviceMemory | None = None
+    compute: _Compute | None = None
+    memory_rate: _MemoryRate | None = None
+    links: _Links | None = None
+    on_chip_bytes: Sourced | None = None
+    products: Products | None = None
+
+    def target(self, name: str) -> Target:
+        products = self.products or Products()
+        return Target(
+            name,
+            self.description,
+            self.platform,
+            self.memory,
+            None if self.compute is None else self._rates(self.compute, products),
+            self.compiler,
+            self.on_chip_bytes or Target.on_chip_bytes,
+            products,
         )
-    return link
 
-
-def _read_host_link(links: Fields) -> HostLink:
-    host = links.object("host")
-    if "latency_seconds" in host.data:  # a file from before the directions
-        link = _read_link(links, "host")
-        return HostLink(link, link, False, "not given, so both directions share the bandwidth")
-    duplex = host.object("duplex")
-    return HostLink(
-        _read_link(host, "to_device"),
-        _read_link(host, "to_host"),
-        duplex.flag("value"),
-        duplex.text("source"),
-    )
-
-
-def _sourced(fields: Fields) -> Sourced:
-    return Sourced(fields.number("value"), fields.text("source"))
+    def _rates(self, compute: _Compute, products: Products) -> Rates:
+        if "float32" not in compute.flops_per_second:
+            raise documents.FieldError("compute.flops_per_second.float32 is missing")
+        if self.memory_rate is None or self.links is None:
+            wanted = "memory_rate" if self.memory_rate is None else "links"
+            raise documents.FieldError(f"{wanted} is missing")
+        host = self.links.host_link
+        links = {
+            "intra_node": self.links.intra_node,
+            "inter_node": self.links.inter_node,
+            "host.to_device": host.to_device,
+            "host.to_host": host.to_host,
+        }
+        for link_name, link in links.items():
+            latency, rate = link.latency_seconds.value, link.bytes_per_second.value
+            if latency < 0 or rate <= 0:
+                raise documents.FieldError(
+                    f"links.{link_name} has latency_seconds {latency:g} and bytes_per_second "
+                    f"{rate:g}; the first must be 0 or more, the second above 0"
+                )
+        return Rates(
+            compute.flops_per_second,
+            compute.efficiency,
+            self.memory_rate.bytes_per_second,
+            self.memory_rate.efficiency,
+            self.links.intra_node,
+            self.links.inter_node,
+            host,
+            products.dtypes,
+        )

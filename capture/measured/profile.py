@@ -17,17 +17,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from capture.documents import Fields, describe
+from capture import documents
 from capture.errors import ProfileError
 from capture.machine.target import relative_target, resolved_target
 from capture.measured.size_errors import UNCALIBRATED_FRACTION, SizeError, extrapolation_width
 from capture.measured.stage_cost import StageCost
-from capture.model.graph import LayerGraph, Tensor
+from capture.model.graph import GRAPH, LayerGraph, Tensor
 from capture.model.workload import WorkloadSpec
-from capture.plan.choices import ParamSplit, StageChoice
+from capture.plan.choices import ChoiceRow, ParamSplit, StageChoice
 from capture.plan.stages import TensorParallelRule
 
-PROFILE_SCHEMA_VERSION = 1
+PROFILE = documents.Format("profile", ProfileError, "profile", "make it again with capture profile")
 
 
 @dataclass(frozen=True, order=True)
@@ -208,72 +208,52 @@ class Profile:
         return rescaled(self.graph, microbatch_size, self.model_hashes.get(microbatch_size, ""))
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "schema_version": PROFILE_SCHEMA_VERSION,
-            "workload": None if self.workload is None else self.workload.to_json(),
-            "provenance": dict(self.provenance),
-            "auto_layers": self.auto_layers,
-            "tensor_parallel_rule": self.tensor_parallel_rule,
-            "microbatch_sizes": list(self.microbatch_sizes),
-            "model_hashes": {str(b): h for b, h in self.model_hashes.items()},
-            "graph": self.graph.to_json(),
-            "param_bytes_by_tensor_parallel": {
-                _split_name(split): list(sizes) for split, sizes in self.param_bytes.items()
-            },
-            "measurements": _rows(self.measurements),
-            "verified": _rows(self.verified),
-            "paper": self.paper,
-            "calibration": None
-            if self.calibration is None
-            else _calibration_to_json(self.calibration),
-            "warnings": list(self.warnings),
-            "failures": list(self.failures),
-        }
+        return PROFILE.write(
+            {
+                "workload": documents.write(self.workload),
+                "provenance": dict(self.provenance),
+                "auto_layers": self.auto_layers,
+                "tensor_parallel_rule": self.tensor_parallel_rule,
+                "microbatch_sizes": list(self.microbatch_sizes),
+                "model_hashes": documents.write(self.model_hashes),
+                "graph": self.graph.to_json(),
+                "param_bytes_by_tensor_parallel": {
+                    _split_name(split): list(sizes) for split, sizes in self.param_bytes.items()
+                },
+                "measurements": _rows(self.measurements),
+                "verified": _rows(self.verified),
+                "paper": self.paper,
+                "calibration": None
+                if self.calibration is None
+                else _calibration_to_json(self.calibration),
+                "warnings": list(self.warnings),
+                "failures": list(self.failures),
+            }
+        )
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Profile:
+    def from_json(cls, data: Any) -> Profile:
         """The profile that ``to_json`` wrote.
 
         Raises:
-            ProfileError: ``profile-schema`` for an unknown schema version, ``profile-corrupt`` for
-                missing or wrong fields.
+            ProfileError: ``profile-schema`` or ``graph-schema`` for an unknown schema version,
+                ``profile-corrupt`` for missing or wrong fields.
         """
-        version = data.get("schema_version") if isinstance(data, Mapping) else None
-        if version != PROFILE_SCHEMA_VERSION:
-            raise ProfileError.of(
-                f"profile has schema_version={version!r}; this version of capture reads "
-                f"{PROFILE_SCHEMA_VERSION}. "
-                "Make it again with capture profile.",
-                "profile-schema",
-            )
-        try:
-            calibration = data["calibration"]
-            return cls(
-                graph=LayerGraph.from_json(data["graph"]),
-                measurements=_read_rows(data["measurements"]),
-                verified=_read_rows(data.get("verified", [])),
-                param_bytes={
-                    _read_split(name): tuple(sizes)
-                    for name, sizes in data["param_bytes_by_tensor_parallel"].items()
-                },
-                provenance=data["provenance"],
-                workload=None
-                if data["workload"] is None
-                else WorkloadSpec.from_json(Fields(data).object("workload")),
-                auto_layers=data["auto_layers"],
-                tensor_parallel_rule=data["tensor_parallel_rule"],
-                microbatch_sizes=tuple(data["microbatch_sizes"]),
-                model_hashes={int(b): h for b, h in data["model_hashes"].items()},
-                paper=data["paper"],
-                calibration=None if calibration is None else _read_calibration(calibration),
-                warnings=tuple(data["warnings"]),
-                failures=tuple(data["failures"]),
-            )
-        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
-            raise ProfileError.of(
-                f"profile is not what capture profile writes: {describe(error)}. Make it again.",
-                "profile-corrupt",
-            ) from error
+        known = PROFILE.check(data)
+        if isinstance(known.get("graph"), Mapping):
+            GRAPH.check(known["graph"])
+        document = PROFILE.read(data, _Document)
+        calibration = document.calibration
+        return cls(
+            **{name: getattr(document, name) for name in _AS_THEY_ARE},
+            measurements={row.config: row.cost for row in document.measurements},
+            verified={row.config: row.cost for row in document.verified},
+            param_bytes={
+                _read_split(name): sizes
+                for name, sizes in document.param_bytes_by_tensor_parallel.items()
+            },
+            calibration=None if calibration is None else calibration.read(),
+        )
 
     def save(self, path: Path | str) -> None:
         """Write JSON; the path of a target's file is stored relative to the file."""
@@ -293,21 +273,7 @@ class Profile:
                 JSON, and the codes of ``from_json``.
         """
         path = Path(path)
-        try:
-            data = json.loads(path.read_text())
-        except FileNotFoundError:
-            raise ProfileError.of(
-                f"profile {str(path)!r} does not exist.", "profile-file"
-            ) from None
-        except OSError as error:
-            raise ProfileError.of(
-                f"profile {str(path)!r} cannot be read: {error.strerror}.", "profile-file"
-            ) from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ProfileError.of(
-                f"profile {str(path)!r} is not JSON: {error}. Make it again.", "profile-corrupt"
-            ) from None
-        profile = cls.from_json(data)
+        profile = cls.from_json(PROFILE.load(path))
         target = resolved_target(profile.target, path.parent)
         return (
             profile
@@ -328,52 +294,93 @@ def _read_split(name: str) -> ParamSplit:
 
 def _calibration_to_json(calibration: Calibration) -> dict[str, Any]:
     errors = [{**_config_to_json(e.config), "error_fraction": e.error} for e in calibration.errors]
-    sizes = [e.to_json() for e in calibration.size_errors]
-    return {
-        "errors": errors,
-        "seed": calibration.seed,
-        "num_plans": calibration.num_plans,
-        "size_errors": sizes,
-    }
-
-
-def _read_calibration(data: Mapping[str, Any]) -> Calibration | None:
-    """None for a calibration of earlier versions, whose errors do not say what they are of and
-    leave out what stages exchange."""
-    if any(isinstance(row, (int, float)) for row in data["errors"]):
-        return None
-    errors = tuple(StageError(_read_config(row), row["error_fraction"]) for row in data["errors"])
-    return Calibration(
-        errors,
-        data["seed"],
-        data["num_plans"],
-        tuple(map(SizeError.from_json, data.get("size_errors", ()))),
-    )
+    return {**documents.fields_of(calibration), "errors": errors}
 
 
 def _rows(measurements: Mapping[StageConfig, StageCost]) -> list[dict[str, Any]]:
     return [
-        {**_config_to_json(config), "cost": cost.to_json()}
+        {**_config_to_json(config), "cost": documents.write(cost)}
         for config, cost in sorted(measurements.items())
     ]
-
-
-def _read_rows(rows: Sequence[Mapping[str, Any]]) -> dict[StageConfig, StageCost]:
-    return {_read_config(row): StageCost.from_json(row["cost"]) for row in rows}
 
 
 def _config_to_json(config: StageConfig) -> dict[str, Any]:
     return {
         "layers": [config.first, config.stop - 1],
-        **asdict(config.choice),
+        **documents.fields_of(config.choice),
         "microbatch_size": config.microbatch_size,
     }
 
 
-def _read_config(row: Mapping[str, Any]) -> StageConfig:
-    return StageConfig(
-        row["layers"][0], row["layers"][1] + 1, StageChoice.of_row(row), row["microbatch_size"]
-    )
+@dataclass(frozen=True, kw_only=True)
+class _Row(ChoiceRow):
+    layers: tuple[int, int]
+    microbatch_size: int
+
+    @property
+    def config(self) -> StageConfig:
+        first, last = self.layers
+        return StageConfig(first, last + 1, self.choice, self.microbatch_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Measured(_Row):
+    cost: StageCost
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Error(_Row):
+    error_fraction: float
+
+
+@dataclass(frozen=True)
+class _Calibration:
+    """As it is written; one of earlier versions is refused, whose errors do not say what they are
+    of and leave out what stages exchange."""
+
+    errors: tuple[float | _Error, ...]
+    seed: int
+    num_plans: int
+    size_errors: tuple[SizeError, ...] = ()
+
+    def read(self) -> Calibration | None:
+        rows = [row for row in self.errors if isinstance(row, _Error)]
+        errors = tuple(StageError(row.config, row.error_fraction) for row in rows)
+        whole = len(errors) == len(self.errors)
+        return Calibration(errors, self.seed, self.num_plans, self.size_errors) if whole else None
+
+
+#: Fields of a profile that are written as they are.
+_AS_THEY_ARE = (
+    "graph",
+    "provenance",
+    "workload",
+    "auto_layers",
+    "tensor_parallel_rule",
+    "microbatch_sizes",
+    "model_hashes",
+    "paper",
+    "warnings",
+    "failures",
+)
+
+
+@dataclass(frozen=True)
+class _Document:
+    graph: LayerGraph
+    measurements: tuple[_Measured, ...]
+    param_bytes_by_tensor_parallel: Mapping[str, tuple[int, ...]]
+    provenance: Mapping[str, Any]
+    workload: WorkloadSpec | None
+    auto_layers: bool
+    tensor_parallel_rule: TensorParallelRule
+    microbatch_sizes: tuple[int, ...]
+    model_hashes: Mapping[int, str]
+    paper: Mapping[str, Any] | None
+    calibration: _Calibration | None
+    warnings: tuple[str, ...]
+    failures: tuple[str, ...]
+    verified: tuple[_Measured, ...] = ()
 
 
 def rescaled(graph: LayerGraph, microbatch_size: int, model_hash: str = "") -> LayerGraph:

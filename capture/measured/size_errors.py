@@ -3,10 +3,9 @@ and the interval that they support."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import log2
-from typing import Any
 
 #: Never narrower than this: nobody saw where the compiler changes its mind.
 FLOOR_FRACTION = 0.05
@@ -25,13 +24,6 @@ class SizeError:
 
     error: float
     octaves: float
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> SizeError:
-        return cls(data["error"], data["octaves"])
 
 
 def octaves_away(microbatch_size: int, profiled: Sequence[int]) -> float:

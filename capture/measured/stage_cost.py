@@ -3,10 +3,10 @@ they do."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
+from capture import documents
 from capture.measured.work import ProgramWork
 
 
@@ -22,11 +22,7 @@ class UpdateCost:
     update_work: ProgramWork | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return _to_json(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> UpdateCost:
-        return cls(**_arguments(data))
+        return _known(self)
 
 
 @dataclass(frozen=True)
@@ -62,32 +58,13 @@ class StageCost:
     update_work: ProgramWork | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return _to_json(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> StageCost:
-        return cls(**_arguments(data))
+        return _known(self)
 
 
 #: Of a stage whose programs need nothing, or are not known.
 NO_COST = StageCost(0, 0, 0, 0, 0, (), (), ())
 
-_WORK = ("forward_work", "backward_work", "update_work")
 
-
-def _to_json(cost: StageCost | UpdateCost) -> dict[str, Any]:
-    work = {name: getattr(cost, name, None) for name in _WORK}
-    return {
-        **{key: value for key, value in asdict(cost).items() if key not in _WORK},
-        **{name: found.to_json() for name, found in work.items() if found is not None},
-    }
-
-
-def _arguments(data: Mapping[str, Any]) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in data.items()
-    }
-    return {
-        **fields,
-        **{key: ProgramWork.from_json(fields[key]) for key in _WORK if fields.get(key) is not None},
-    }
+def _known(cost: StageCost | UpdateCost) -> dict[str, Any]:
+    """Without the work that was not counted."""
+    return {key: value for key, value in documents.fields_of(cost).items() if value is not None}

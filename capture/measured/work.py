@@ -3,14 +3,12 @@ which times are estimated."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, order=True)
 class Collective:
-    """One collective operation of a program.
+    """Equal collective operations of a program.
 
     Attributes:
         kind: ``all-reduce``, ``all-gather``, ``reduce-scatter``, ``all-to-all`` or
@@ -19,12 +17,14 @@ class Collective:
         group_size: Devices that take part.
         stride: Distance of neighbours in the stage's device order: 1 for tensor-parallel groups,
             the tensor-parallel degree for replicas.
+        count: How many there are.
     """
 
     kind: str
     nbytes: int
     group_size: int
     stride: int
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ProgramWork:
         dtype: In which its matrix products take their operands, mostly.
         product_bytes: That kernels with matrix products or convolutions read and write.
         other_bytes: That all other kernels do.
-        collectives: With their numbers.
+        collectives: Different ones.
         precision: That most of its products ask for: ``default``, ``high`` or ``highest``
             (``jax.lax.Precision``).
     """
@@ -45,24 +45,5 @@ class ProgramWork:
     dtype: str
     product_bytes: int
     other_bytes: int
-    collectives: tuple[tuple[Collective, int], ...] = ()
+    collectives: tuple[Collective, ...] = ()
     precision: str = "default"
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            **asdict(self),
-            "collectives": [
-                {**asdict(collective), "count": count} for collective, count in self.collectives
-            ],
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> ProgramWork:
-        collectives = tuple(
-            (Collective(row["kind"], row["nbytes"], row["group_size"], row["stride"]), row["count"])
-            for row in data["collectives"]
-        )
-        sizes = (data["product_bytes"], data["other_bytes"])
-        return cls(
-            data["flops"], data["dtype"], *sizes, collectives, data.get("precision", "default")
-        )

@@ -12,14 +12,14 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from capture import documents
 from capture.errors import ProfileError
 
-GRAPH_SCHEMA_VERSION = 1
+GRAPH = documents.Format("layer graph", ProfileError, "graph", "profile the model again")
 
 #: Bytes per element by dtype name, for dtypes that NumPy does not know or that JAX stores
 #: differently.
@@ -202,40 +202,17 @@ class LayerGraph:
         return sum(p.size for p in self.params)
 
     def to_json(self) -> dict[str, Any]:
-        return {"schema_version": GRAPH_SCHEMA_VERSION, **asdict(self)}
+        return GRAPH.write(documents.fields_of(self))
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> LayerGraph:
+    def from_json(cls, data: Any) -> LayerGraph:
         """The graph that ``to_json`` wrote.
 
         Raises:
-            ProfileError: ``graph-schema`` if the schema version is unknown.
+            ProfileError: ``graph-schema`` if the schema version is unknown, ``graph-corrupt`` for a
+                missing or wrong field.
         """
-        if data.get("schema_version") != GRAPH_SCHEMA_VERSION:
-            raise ProfileError.of(
-                f"layer graph has schema_version={data.get('schema_version')!r}; this version "
-                f"reads {GRAPH_SCHEMA_VERSION}. "
-                "Profile the model again.",
-                "graph-schema",
-            )
-
-        def tensors(rows):
-            return tuple(Tensor(**{**row, "shape": tuple(row["shape"])}) for row in rows)
-
-        def layer(row):
-            fields: dict[str, Any] = {
-                k: tuple(v) if isinstance(v, list) else v for k, v in row.items()
-            }
-            return Layer(**fields)
-
-        return cls(
-            model_hash=data["model_hash"],
-            microbatch_size=data["microbatch_size"],
-            layers=tuple(map(layer, data["layers"])),
-            params=tensors(data["params"]),
-            values=tensors(data["values"]),
-            batch=tensors(data["batch"]),
-        )
+        return GRAPH.read(data, cls)
 
 
 def content_hash(data: Any) -> str:

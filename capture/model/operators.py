@@ -14,18 +14,23 @@ A description is JSON; sizes are those of one example, on one device, unsharded:
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from capture.documents import FieldError, Fields
+from capture import documents
 from capture.errors import Violation, WorkloadError
 
-OPERATORS_SCHEMA_VERSION = 1
+OPERATORS = documents.Format(
+    "model description",
+    WorkloadError,
+    "operators",
+    "see capture/model/operators.py, which says what it holds",
+    not_json="file",
+)
 
 Kind = Literal["matmul", "conv", "embedding", "other"]
 
@@ -196,7 +201,7 @@ class OperatorModel:
         return sum(operator.flops for operator in self.operators)
 
     def to_json(self) -> dict[str, Any]:
-        return {"schema_version": OPERATORS_SCHEMA_VERSION, **asdict(self)}
+        return OPERATORS.write(documents.fields_of(self))
 
     @classmethod
     def from_json(cls, data: Any) -> OperatorModel:
@@ -206,33 +211,7 @@ class OperatorModel:
             WorkloadError: ``operators-schema`` for an unknown version, ``operators-corrupt`` for a
                 missing or wrong field, and those of the class.
         """
-        version = data.get("schema_version") if isinstance(data, Mapping) else None
-        if version != OPERATORS_SCHEMA_VERSION:
-            raise WorkloadError.of(
-                f"the model description has schema_version={version!r}; this version of capture "
-                f"reads {OPERATORS_SCHEMA_VERSION}.",
-                "operators-schema",
-            )
-        try:
-            document = Fields(data)
-            blocks = tuple(
-                Block(
-                    tuple(map(_read_operator, block.objects("operators"))),
-                    block.integer("count", 1),
-                )
-                for block in document.objects("blocks")
-            )
-            return cls(
-                document.text("name"),
-                blocks,
-                document.number("state_bytes_per_parameter_byte", 4.0),
-            )
-        except FieldError as error:
-            raise WorkloadError.of(
-                f"the model description is not one: {error}; capture/model/operators.py says what "
-                "it holds.",
-                "operators-corrupt",
-            ) from None
+        return OPERATORS.read(data, cls)
 
     @classmethod
     def load(cls, path: str | Path) -> OperatorModel:
@@ -242,32 +221,4 @@ class OperatorModel:
             WorkloadError: ``operators-file`` if it cannot be read or is no JSON, and those of
                 ``from_json``.
         """
-        try:
-            data = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
-            raise WorkloadError.of(
-                f"model description {str(path)!r} cannot be read: {error}.", "operators-file"
-            ) from None
-        return cls.from_json(data)
-
-
-def _read_operator(document: Fields) -> Operator:
-    gamma, crossing = document.data.get("gamma_seconds"), document.data.get("crossing_bytes")
-    return Operator(
-        document.text("name"),
-        document.text("kind"),  # type: ignore[arg-type]  # checked by the model, together with all else
-        document.integer("parameter_bytes"),
-        document.integer("activation_bytes"),
-        document.integer("input_bytes"),
-        document.integer("output_bytes"),
-        document.integer("workspace_bytes", 0),
-        document.integer("flops", 0),
-        None if gamma is None else document.number("gamma_seconds"),
-        document.integer("replicated_bytes", 0),
-        document.integer("tail_bytes", 0),
-        None if crossing is None else document.integer("crossing_bytes"),
-        document.number("gathered_fraction", 1.0),
-        document.integer("fused_bytes", 0),
-        document.integer("backward_bytes", 0),
-        document.integer("again_bytes", 0),
-    )
+        return cls.from_json(OPERATORS.load(path))

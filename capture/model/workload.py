@@ -20,7 +20,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
-from capture.documents import Fields
 from capture.errors import Violation, WorkloadError
 from capture.extras import missing_extra
 
@@ -148,24 +147,6 @@ class WorkloadSpec:
             for key, value in self.arguments.items()
         )
         return f"{self.location}:{self.function}" + (f"?{query}" if query else "")
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "location": self.location,
-            "function": self.function,
-            "arguments": dict(self.arguments),
-        }
-
-    @classmethod
-    def from_json(cls, fields: Fields) -> WorkloadSpec:
-        """The name that ``to_json`` wrote.
-
-        Raises:
-            FieldError: naming the field that is missing or wrong.
-        """
-        return cls(
-            fields.text("location"), fields.text("function"), fields.object("arguments").data
-        )
 
     @property
     def is_file(self) -> bool:

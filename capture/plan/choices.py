@@ -3,11 +3,15 @@ through."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Literal
 
-from capture.plan.stages import Remat, StagePlan
+if TYPE_CHECKING:
+    from capture.plan.stages import StagePlan
+
+Remat = Literal["none", "dots", "full"]
+REMAT_POLICIES: tuple[Remat, ...] = ("none", "dots", "full")
 
 #: Ways in which parameters are split by tensor parallelism, and each part over replicas.
 ParamSplit = tuple[int, int]
@@ -42,17 +46,6 @@ class StageChoice:
             stage.shard_params,
         )
 
-    @classmethod
-    def of_row(cls, row: Mapping[str, Any]) -> StageChoice:
-        """That of a row of a document."""
-        return cls(
-            row["data_parallel"],
-            row["tensor_parallel"],
-            row["remat"],
-            row["shard_optimizer"],
-            row.get("shard_params", False),
-        )
-
     def __str__(self) -> str:
         said = [f"data parallel {self.data_parallel}", f"tensor parallel {self.tensor_parallel}"]
         said += [f"remat {self.remat}"] * (self.remat != "none")
@@ -72,6 +65,15 @@ class StageChoice:
         """How many ways parameters are split by tensor parallelism, and beyond that over
         replicas."""
         return self.tensor_parallel, self.data_parallel if self.shard_params else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoiceRow(StageChoice):
+    """A row of a document that has the fields of a choice among its own."""
+
+    @property
+    def choice(self) -> StageChoice:
+        return StageChoice(*(getattr(self, field.name) for field in fields(StageChoice)))
 
 
 def paper_choices(

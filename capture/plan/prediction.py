@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from capture.documents import write
 from capture.machine.target import DeviceMemory
 from capture.plan.headroom import Headroom
 
@@ -18,9 +19,9 @@ class StagePrediction:
         peak_bytes: Per device.
         interval_bytes: (low, high) that holds the measured peak with the calibrated probability.
         instant: What runs at the peak: forward, backward or update.
-        parts: Bytes by category; they sum to ``peak_bytes``.
-        layers: Per layer of the stage, the same by category; they sum to ``parts`` but for what
-            passes between stages.
+        parts_bytes: By category; they sum to ``peak_bytes``.
+        layers_bytes: Per layer of the stage, the same by category; they sum to ``parts_bytes`` but
+            for what passes between stages.
         extrapolated: Whether a degree or a micro-batch size was not profiled.
         verified: Whether the stage was compiled as it is: its peak is the compiler's.
     """
@@ -28,21 +29,10 @@ class StagePrediction:
     peak_bytes: int
     interval_bytes: tuple[int, int]
     instant: str
-    parts: Mapping[str, int]
-    layers: tuple[Mapping[str, int], ...]
-    extrapolated: bool
+    parts_bytes: Mapping[str, int]
+    layers_bytes: tuple[Mapping[str, int], ...]
+    extrapolated: bool = False
     verified: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "peak_bytes": self.peak_bytes,
-            "interval_bytes": list(self.interval_bytes),
-            "instant": self.instant,
-            "parts_bytes": dict(self.parts),
-            "layers_bytes": [dict(layer) for layer in self.layers],
-            "extrapolated": self.extrapolated,
-            "verified": self.verified,
-        }
 
 
 @dataclass(frozen=True)
@@ -88,11 +78,9 @@ class Prediction:
     def to_json(self) -> dict[str, Any]:
         return {
             "peak_bytes_per_device": list(self.peak_bytes_per_device),
-            "interval_bytes_per_device": [
-                list(interval) for interval in self.interval_bytes_per_device
-            ],
+            "interval_bytes_per_device": write(self.interval_bytes_per_device),
             "interval_coverage": self.coverage,
             "extrapolated": self.extrapolated,
             "source": dict(self.source),
-            "stages": [stage.to_json() for stage in self.stages],
+            "stages": write(self.stages),
         }

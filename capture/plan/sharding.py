@@ -19,15 +19,20 @@ A plan is JSON:
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from capture.documents import FieldError, Fields
+from capture import documents
 from capture.errors import PlanError
 
-SHARDING_PLAN_SCHEMA_VERSION = 1
+SHARDING_PLAN = documents.Format(
+    "sharding plan",
+    PlanError,
+    "osdp-plan",
+    "see capture/plan/sharding.py, which says what it holds",
+    not_json="file",
+)
 
 
 @dataclass(frozen=True, order=True)
@@ -172,25 +177,12 @@ class ShardingPlan:
             self.params or [()] * len(self.modes),
             strict=True,
         )
-        return {
-            "schema_version": SHARDING_PLAN_SCHEMA_VERSION,
-            "batch_size": self.batch_size,
-            "step_seconds": self.step_seconds,
-            "peak_bytes": self.peak_bytes,
-            "examples_per_second": self.examples_per_second,
-            **(
-                {}
-                if self.compiled_peak_bytes is None
-                else {"compiled_peak_bytes": self.compiled_peak_bytes}
-            ),
-            "remat": self.remat,
-            "smallest_bytes": self.smallest_bytes,
-            "look_ahead": self.look_ahead,
-            "operators": [
-                {"name": name, "mode": asdict(mode), "params": list(params)}
-                for name, mode, params in rows
-            ],
-        }
+        operators = tuple(_Operator(name, mode, params) for name, mode, params in rows)
+        document = _Document(operators=operators, **{name: getattr(self, name) for name in _SAME})
+        written = documents.fields_of(document)
+        if self.compiled_peak_bytes is None:
+            del written["compiled_peak_bytes"]
+        return SHARDING_PLAN.write(written)
 
     @classmethod
     def from_json(cls, data: Any) -> ShardingPlan:
@@ -200,37 +192,23 @@ class ShardingPlan:
             PlanError: ``osdp-plan-schema`` for an unknown version, ``osdp-plan-corrupt`` for a
                 missing or wrong field.
         """
-        version = data.get("schema_version") if isinstance(data, Mapping) else None
-        if version != SHARDING_PLAN_SCHEMA_VERSION:
-            raise PlanError.of(
-                f"the sharding plan has schema_version={version!r}; this version of capture reads "
-                f"{SHARDING_PLAN_SCHEMA_VERSION}.",
-                "osdp-plan-schema",
-            )
-        try:
-            document = Fields(data)
-            operators = document.objects("operators")
-            return cls(
-                document.integer("batch_size"),
-                tuple(_read_mode(operator.object("mode")) for operator in operators),
-                document.number("step_seconds"),
-                document.integer("peak_bytes"),
-                document.number("examples_per_second"),
-                tuple(operator.text("name") for operator in operators),
-                tuple(operator.texts("params") for operator in operators),
-                document.flag("remat"),
-                document.integer("smallest_bytes"),
-                document.flag("look_ahead"),
-                document.integer("compiled_peak_bytes")
-                if "compiled_peak_bytes" in document.data
-                else None,
-            )
-        except FieldError as error:
-            raise PlanError.of(
-                f"the sharding plan is not one: {error}; capture/plan/sharding.py says what it "
-                "holds.",
-                "osdp-plan-corrupt",
-            ) from None
+        document = SHARDING_PLAN.read(data, _Document)
+        for i, operator in enumerate(document.operators):
+            mode = operator.mode
+            if not 0 <= mode.num_sharded <= mode.num_slices or 0 in (
+                mode.num_slices,
+                mode.group_size,
+            ):
+                raise SHARDING_PLAN.corrupt(
+                    f"operators[{i}].mode has {mode.num_sharded} of {mode.num_slices} slices "
+                    f"sharded by {mode.group_size}; give 0 <= num_sharded <= num_slices"
+                )
+        return cls(
+            modes=tuple(operator.mode for operator in document.operators),
+            names=tuple(operator.name for operator in document.operators),
+            params=tuple(operator.params for operator in document.operators),
+            **{name: getattr(document, name) for name in _SAME},
+        )
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n")
@@ -243,25 +221,27 @@ class ShardingPlan:
             PlanError: ``osdp-plan-file`` if it cannot be read or is no JSON, and those of
                 ``from_json``.
         """
-        try:
-            data = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
-            raise PlanError.of(
-                f"sharding plan {str(path)!r} cannot be read: {error}.", "osdp-plan-file"
-            ) from None
-        return cls.from_json(data)
+        return cls.from_json(SHARDING_PLAN.load(path))
 
 
-def _read_mode(document: Fields) -> Mode:
-    slices, sharded = document.integer("num_slices"), document.integer("num_sharded")
-    group = (
-        document.integer("group_size", None)
-        if document.data.get("group_size") is not None
-        else None
-    )
-    if slices < 1 or not 0 <= sharded <= slices or (group is not None and group < 1):
-        raise FieldError(
-            f"a mode has {sharded} of {slices} slices sharded by {group}; give 0 <= num_sharded "
-            "<= num_slices"
-        )
-    return Mode(slices, sharded, group)
+@dataclass(frozen=True)
+class _Operator:
+    name: str
+    mode: Mode
+    params: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Document:
+    batch_size: int
+    step_seconds: float
+    peak_bytes: int
+    examples_per_second: float
+    compiled_peak_bytes: int | None = None
+    remat: bool
+    smallest_bytes: int
+    look_ahead: bool
+    operators: tuple[_Operator, ...]
+
+
+_SAME = tuple(field.name for field in fields(_Document) if field.name != "operators")

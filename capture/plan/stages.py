@@ -10,22 +10,22 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-from capture.documents import FieldError, Fields
+from capture import documents
 from capture.errors import PlanError, Violation
 from capture.machine.cluster import Cluster
 from capture.machine.target import relative_target, resolved_target
 from capture.model.workload import WorkloadSpec
+from capture.plan.choices import REMAT_POLICIES, ChoiceRow, Remat
 from capture.plan.schedule import SCHEDULES, Schedule, make_schedule
 
-PLAN_SCHEMA_VERSION = 1
-
-Remat = Literal["none", "dots", "full"]
-REMAT_POLICIES: tuple[Remat, ...] = ("none", "dots", "full")
+PLAN = documents.Format(
+    "plan", PlanError, "plan", "make the plan again with capture plan", strict=True
+)
 
 TensorParallelRule = Literal["auto", "largest"]
 TENSOR_PARALLEL_RULES: tuple[TensorParallelRule, ...] = ("auto", "largest")
@@ -104,21 +104,20 @@ class StagePlan:
         Raises:
             FieldError: naming the field that is missing or wrong.
         """
-        return cls._read(Fields(data))
+        return documents.read(data, StageRow, strict=True).stage
 
-    @classmethod
-    def _read(cls, fields: Fields) -> StagePlan:
-        stage = cls(
-            cast(tuple[int, int], fields.integers("layers", length=2)),
-            fields.integers("devices"),
-            fields.integer("data_parallel", 1),
-            fields.integer("tensor_parallel", 1),
-            cast(Remat, fields.text("remat", "none")),
-            fields.flag("shard_optimizer", False),
-            fields.flag("shard_params", False),
-        )
-        fields.refuse_others("num_devices")
-        return stage
+
+@dataclass(frozen=True, kw_only=True)
+class StageRow(ChoiceRow):
+    """A stage as files have it: ``layers`` is ``[first, last]``."""
+
+    layers: tuple[int, int]
+    devices: tuple[int, ...]
+    num_devices: int = 0
+
+    @property
+    def stage(self) -> StagePlan:
+        return StagePlan(self.layers, self.devices, **documents.fields_of(self.choice))
 
 
 @dataclass(frozen=True)
@@ -191,26 +190,9 @@ class Plan:
         return replace(self, **changes)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "schema_version": PLAN_SCHEMA_VERSION,
-            "workload": None if self.workload is None else self.workload.to_json(),
-            "model_hash": self.model_hash,
-            "cluster": {
-                "nodes": list(self.cluster.nodes),
-                "target_per_node": [self.cluster.target] * len(self.cluster.nodes),
-            },
-            "num_layers": self.num_layers,
-            "auto_layers": self.auto_layers,
-            "global_batch_size": self.global_batch_size,
-            "num_microbatches": self.num_microbatches,
-            "microbatch_size": self.microbatch_size,
-            "schedule": self.schedule,
-            "tensor_parallel_rule": self.tensor_parallel_rule,
-            "stages": [stage.to_json() for stage in self.stages],
-            "prediction": self.prediction,
-            "why": self.why,
-            "verification": self.verification,
-        }
+        cluster = _Cluster(self.cluster.nodes, (self.cluster.target,) * len(self.cluster.nodes))
+        written = {name: documents.write(getattr(self, name)) for name in _DOCUMENT}
+        return PLAN.write({**written, "cluster": documents.fields_of(cluster)})
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
@@ -221,57 +203,22 @@ class Plan:
                 or wrong fields, ``plan-mixed-targets`` for nodes of different targets, and the
                 codes of the constructor.
         """
-        if not isinstance(data, Mapping) or data.get("schema_version") != PLAN_SCHEMA_VERSION:
-            version = data.get("schema_version") if isinstance(data, Mapping) else None
-            raise PlanError.of(
-                f"plan has schema_version={version!r}; this version of capture reads "
-                f"{PLAN_SCHEMA_VERSION}. "
-                "Make the plan again with capture plan.",
-                "plan-schema",
-            )
-        try:
-            return cls._read(Fields(data))
-        except FieldError as error:
-            raise PlanError.of(
-                f"the plan is not one: {error}. Correct it, or make the plan again with capture "
-                "plan.",
-                "plan-corrupt",
-            ) from None
-
-    @classmethod
-    def _read(cls, fields: Fields) -> Plan:
-        cluster = fields.object("cluster")
-        targets = set(cluster.texts("target_per_node"))
+        document = PLAN.read(data, _Document)
+        targets = set(document.cluster.target_per_node)
         if len(targets) > 1:
             raise PlanError.of(
                 f"plan mixes the targets {sorted(targets)}; one target per plan for now.",
                 "plan-mixed-targets",
             )
         if not targets:
-            raise FieldError(
+            raise PLAN.corrupt(
                 "cluster.target_per_node is empty and must have a target for every node"
             )
-        workload = fields.optional_object("workload")
-        notes = {
-            name: fields.optional_object(name) for name in ("prediction", "why", "verification")
-        }
-        plan = cls(
-            cluster=Cluster(cluster.integers("nodes"), targets.pop()),
-            num_layers=fields.integer("num_layers"),
-            stages=tuple(map(StagePlan._read, fields.objects("stages"))),
-            global_batch_size=fields.integer("global_batch_size"),
-            num_microbatches=fields.integer("num_microbatches"),
-            schedule=fields.text("schedule", "1f1b"),
-            auto_layers=fields.flag("auto_layers", False),
-            tensor_parallel_rule=cast(
-                TensorParallelRule, fields.text("tensor_parallel_rule", "auto")
-            ),
-            model_hash=fields.text("model_hash", ""),
-            workload=None if workload is None else WorkloadSpec.from_json(workload),
-            **{name: None if note is None else note.data for name, note in notes.items()},
+        return cls(
+            **{name: getattr(document, name) for name in _SAME},
+            cluster=Cluster(document.cluster.nodes, targets.pop()),
+            stages=tuple(row.stage for row in document.stages),
         )
-        fields.refuse_others("schema_version", "microbatch_size")
-        return plan
 
     def save(self, path: Path | str) -> None:
         """Write JSON; the paths of the workload and of a target's file are stored relative to the
@@ -294,15 +241,7 @@ class Plan:
                 and the codes of ``from_json``.
         """
         path = Path(path)
-        try:
-            data = json.loads(path.read_text())
-        except FileNotFoundError:
-            raise PlanError.of(f"plan file {str(path)!r} does not exist.", "plan-file") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise PlanError.of(
-                f"plan file {str(path)!r} is not JSON: {error}.", "plan-corrupt"
-            ) from None
-        plan = cls.from_json(data)
+        plan = cls.from_json(PLAN.load(path))
         plan = replace(
             plan,
             cluster=replace(plan.cluster, target=resolved_target(plan.cluster.target, path.parent)),
@@ -312,6 +251,36 @@ class Plan:
             if plan.workload is None
             else replace(plan, workload=plan.workload.resolved_from(path.parent))
         )
+
+
+@dataclass(frozen=True)
+class _Cluster:
+    nodes: tuple[int, ...]
+    target_per_node: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Document:
+    """A plan as files have it."""
+
+    workload: WorkloadSpec | None = None
+    model_hash: str = ""
+    cluster: _Cluster
+    num_layers: int
+    auto_layers: bool = False
+    global_batch_size: int
+    num_microbatches: int
+    microbatch_size: int | None = None
+    schedule: str = "1f1b"
+    tensor_parallel_rule: str = "auto"
+    stages: tuple[StageRow, ...]
+    prediction: Mapping[str, Any] | None = None
+    why: Mapping[str, Any] | None = None
+    verification: Mapping[str, Any] | None = None
+
+
+_DOCUMENT = tuple(field.name for field in fields(_Document))
+_SAME = tuple(name for name in _DOCUMENT if name not in ("cluster", "stages", "microbatch_size"))
 
 
 def batch_violations(global_batch_size: int, num_microbatches: int) -> list[Violation]:

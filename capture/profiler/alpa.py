@@ -21,6 +21,7 @@ import capture.alpa.worker
 from capture import environment
 from capture.alpa import to_alpa
 from capture.alpa.placement import physical_shape
+from capture.documents import write
 from capture.errors import ExecutionError
 from capture.machine.cluster import Cluster
 from capture.measured.store import Store
@@ -148,7 +149,7 @@ class AlpaBackend(RunBackend):
             str(Path(self.spec.location).resolve()) if self.spec.is_file else self.spec.location
         )
         return {
-            "workload": {**self.spec.to_json(), "location": location},
+            "workload": {**write(self.spec), "location": location},
             "method": options.source(f"Profiling run of {list(run.partitioning)} layers."),
             "num_hosts": options.num_hosts,
             "num_devices_per_host": options.num_devices_per_host,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -23,6 +23,7 @@ from capture.compiler.assembler import write_assembler
 from capture.compiler.executable import Executable, compile_program
 from capture.compiler.report_compiler import ReportCompiler
 from capture.compiler.target_devices import devices_of
+from capture.documents import read, write
 from capture.errors import TargetError
 from capture.machine.target import Target
 from capture.measured.profile import StageConfig
@@ -38,6 +39,8 @@ from capture.runtime.programs import StagePrograms
 from capture.step.attribution import StageBuffers
 from capture.step.interface import owned_and_borrowed, shared_onwards
 from capture.tracing import TracedModel, trace
+
+Measured = TypeVar("Measured", StageCost, UpdateCost, StageBuffers)
 
 #: Bump when the programs of a stage change for the same model, so that old measurements are not
 #: taken for new ones.
@@ -254,19 +257,18 @@ class CompileBackend:
             TargetError: as ``devices_of``; ``target-refused`` if the compiler does not take the
                 model.
         """
-        return StageCost.from_json(
-            self._stored(
-                self.key(config),
-                lambda: self.programs(config).cost_given_update(self.measure_update(config)),
-            )
+        return self._stored(
+            StageCost,
+            self.key(config),
+            lambda: self.programs(config).cost_given_update(self.measure_update(config)),
         )
 
     def measure_update(self, config: StageConfig) -> UpdateCost:
         """As ``measure``, of the end of a step alone."""
-        return UpdateCost.from_json(
-            self._stored(
-                self.update_key(config), lambda: self.programs(_of_update(config)).update_cost
-            )
+        return self._stored(
+            UpdateCost,
+            self.update_key(config),
+            lambda: self.programs(_of_update(config)).update_cost,
         )
 
     def buffers_key(self, config: StageConfig) -> str:
@@ -277,20 +279,20 @@ class CompileBackend:
 
     def measure_buffers(self, config: StageConfig) -> StageBuffers:
         """As ``measure``: which buffers the bytes consist of, and which layer they belong to."""
-        return StageBuffers.from_json(
-            self._stored(
-                self.buffers_key(config), lambda: self.programs(config, name_buffers=True).buffers
-            )
+        return self._stored(
+            StageBuffers,
+            self.buffers_key(config),
+            lambda: self.programs(config, name_buffers=True).buffers,
         )
 
     def _stored(
-        self, key: str, compile_it: Callable[[], StageCost | UpdateCost | StageBuffers]
-    ) -> dict[str, Any]:
+        self, kind: type[Measured], key: str, compile_it: Callable[[], Measured]
+    ) -> Measured:
         found = self.store.get([key])
         if key not in found:
             start = time.perf_counter()
             try:
-                found = {key: compile_it().to_json()}
+                found = {key: write(compile_it())}
             except RuntimeError as error:  # JAX's, where it lowers for a device, and XLA's
                 said = (str(error).strip() or type(error).__name__).splitlines()[0]
                 raise TargetError.of(
@@ -300,7 +302,7 @@ class CompileBackend:
             self.store.put(
                 key, found[key], provenance=self.provenance, seconds=time.perf_counter() - start
             )
-        return found[key]
+        return read(found[key], kind)
 
     def programs(
         self,

@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from capture.documents import read
 from capture.errors import ProfileError
 from capture.measured.profile import StageConfig
 from capture.measured.stage_cost import NO_COST, StageCost
 from capture.model.graph import LayerGraph
-from capture.plan.choices import ParamSplit, StageChoice
+from capture.plan.choices import ChoiceRow, ParamSplit, StageChoice
 from capture.plan.schedule import make_schedule
 from capture.plan.stages import Remat
 from capture.predictor.formula import of_interfaces, peak_of
@@ -100,20 +101,42 @@ class PaperStatistics:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> PaperStatistics:
+    def from_json(cls, data: Any) -> PaperStatistics:
+        """The statistics that ``to_json`` wrote.
+
+        Raises:
+            FieldError: naming the field that is missing or wrong.
+        """
+        document = read(data, _Document)
         statistics: dict[StageChoice, dict[int, LayerStatistics]] = {}
-        for row in data["statistics"]:
-            choice = StageChoice.of_row(row)
-            layer = LayerStatistics(_to_array(row["isolated_bytes"]), _to_array(row["added_bytes"]))
-            statistics.setdefault(choice, {})[row["num_microbatches"]] = layer
+        for row in document.statistics:
+            layer = LayerStatistics(_to_array(row.isolated_bytes), _to_array(row.added_bytes))
+            statistics.setdefault(row.choice, {})[row.num_microbatches] = layer
         return cls(
             statistics,
-            data["num_runs"],
-            data["schedule"],
-            data["microbatch_size"],
-            tuple(data["failed"]),
-            data.get("num_failed_runs", len(data["failed"])),
+            document.num_runs,
+            document.schedule,
+            document.microbatch_size,
+            document.failed,
+            len(document.failed) if document.num_failed_runs is None else document.num_failed_runs,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row(ChoiceRow):
+    num_microbatches: int
+    isolated_bytes: tuple[int | None, ...]
+    added_bytes: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class _Document:
+    num_runs: int
+    schedule: str
+    microbatch_size: int
+    failed: tuple[str, ...]
+    statistics: tuple[_Row, ...]
+    num_failed_runs: int | None = None
 
 
 def _to_list(values: np.ndarray) -> list[int | None]:

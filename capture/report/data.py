@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
 
-from capture.documents import FieldError, Fields
+from capture.documents import FieldError, read
 from capture.errors import PlanError
 from capture.machine.target import Target
 from capture.measured.profile import Profile
 from capture.plan.headroom import Headroom
-from capture.plan.stages import Plan, StagePlan
+from capture.plan.prediction import StagePrediction
+from capture.plan.stages import Plan, StagePlan, StageRow
 from capture.predictor.additive import AdditivePredictor
 from capture.predictor.step_time import has_times, predicted_timeline
 from capture.step.program import build_step
@@ -241,13 +242,9 @@ def report_facts(
             "report-prediction",
         )
     try:
-        stages = _stages(plan)
-        note = Fields(plan.prediction, "prediction")
-        calibrated = (
-            None
-            if plan.prediction.get("interval_coverage") is None
-            else note.number("interval_coverage")
-        )
+        note = read(plan.prediction, _Predicted, "prediction")
+        stages = _stages(plan, note.stages)
+        calibrated = note.interval_coverage
         front = _front(plan.why or {})
         peaks = _per_device(plan, [stage.peak_bytes for stage in stages])
         if plan.verification is None:
@@ -257,7 +254,6 @@ def report_facts(
             )
         else:
             ends, coverage = [(peak, peak) for peak in peaks], 1.0
-        source = note.object("source").data
     except FieldError as error:
         raise PlanError.of(
             f"the plan is not one: {error}. Correct it, or predict it again with capture predict "
@@ -270,7 +266,7 @@ def report_facts(
         peaks, ends, coverage, memory_limit_bytes, memory, extrapolated=extrapolated
     )
     return ReportFacts(
-        plan, stages, headroom, calibrated, source, schedule_facts(plan, profile), front
+        plan, stages, headroom, calibrated, note.source, schedule_facts(plan, profile), front
     )
 
 
@@ -331,61 +327,80 @@ def _clocks(plan: Plan) -> ScheduleFacts:
     )
 
 
-def _stages(plan: Plan) -> tuple[StageFacts, ...]:
-    predicted = Fields(plan.prediction, "prediction").objects("stages")
-    if len(predicted) != plan.num_stages:
-        raise FieldError(
-            f"prediction.stages has {len(predicted)} items and must have {plan.num_stages}, one "
-            "per stage"
-        )
+@dataclass(frozen=True)
+class _Predicted:
+    """What a report reads of ``plan.prediction``."""
+
+    stages: tuple[StagePrediction, ...]
+    source: Mapping[str, Any]
+    interval_coverage: float | None = None
+
+
+@dataclass(frozen=True)
+class _Verified:
+    peak_bytes_per_device: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Point:
+    peak_bytes: int
+    step_seconds: float
+    stages: tuple[StageRow, ...]
+
+
+@dataclass(frozen=True)
+class _Front:
+    points: tuple[_Point, ...]
+    complete: bool
+
+
+def _stages(plan: Plan, predicted: Sequence[StagePrediction]) -> tuple[StageFacts, ...]:
+    _check_length(predicted, plan.num_stages, "prediction.stages", ", one per stage")
     verified = None
     if plan.verification is not None:
-        verified = Fields(plan.verification, "verification").integers(
-            "peak_bytes_per_device", length=plan.cluster.num_devices
-        )
+        verified = read(plan.verification, _Verified, "verification").peak_bytes_per_device
+        num_devices = plan.cluster.num_devices
+        _check_length(verified, num_devices, "verification.peak_bytes_per_device")
     found = []
     for s, (stage, note) in enumerate(zip(plan.stages, predicted, strict=True)):
-        low, high = note.integers("interval_bytes", length=2)
-        layers = note.objects("layers_bytes")
-        if len(layers) != stage.stop - stage.first:
-            raise FieldError(
-                f"prediction.stages[{s}].layers_bytes has {len(layers)} items and must have "
-                f"{stage.stop - stage.first}, one per layer"
-            )
+        path = f"prediction.stages[{s}].layers_bytes"
+        _check_length(note.layers_bytes, stage.stop - stage.first, path, ", one per layer")
         found.append(
             StageFacts(
                 s,
                 stage,
-                note.integer("peak_bytes"),
-                (low, high),
+                note.peak_bytes,
+                note.interval_bytes,
                 None if verified is None else max(verified[device] for device in stage.devices),
-                note.text("instant"),
-                _bytes(note.object("parts_bytes")),
-                tuple(map(_bytes, layers)),
+                note.instant,
+                note.parts_bytes,
+                note.layers_bytes,
                 max(occupancy.num_kept for occupancy in plan.schedule_table.occupancies[s]),
             )
         )
     return tuple(found)
 
 
-def _bytes(fields: Fields) -> dict[str, int]:
-    return {category: fields.integer(category) for category in fields.data}
+def _check_length(items: Sequence[Any], wanted: int, path: str, each: str = "") -> None:
+    if len(items) != wanted:
+        raise FieldError(f"{path} has {len(items)} items and must have {wanted}{each}")
 
 
 def _front(why: Mapping[str, Any]) -> Front | None:
     """As ``recommend`` with the objective ``pareto`` writes it; one without points says nothing."""
-    note = Fields(why, "why").optional_object("front")
-    if note is None:
+    note = why.get("front")
+    if note is None or note == {} or not note.get("points"):
         return None
-    points = tuple(
-        FrontPoint(
-            point.integer("peak_bytes"),
-            point.number("step_seconds"),
-            tuple(StagePlan.from_json(stage.data) for stage in point.objects("stages")),
-        )
-        for point in note.objects("points")
+    front = read(note, _Front, "why.front")
+    return Front(
+        tuple(
+            FrontPoint(
+                point.peak_bytes, point.step_seconds, tuple(row.stage for row in point.stages)
+            )
+            for point in front.points
+        ),
+        front.complete,
     )
-    return Front(points, note.flag("complete")) if points else None
 
 
 def _per_device(plan: Plan, per_stage: Sequence[Any]) -> list[Any]:

@@ -26,31 +26,18 @@ class Buffer:
     """Bytes per device that are live at an instant.
 
     Attributes:
-        nbytes: Per device.
+        bytes: Per device.
         category: As in the parts of a peak.
         layer: Whose it is; None if nothing tells.
         what: The parameter or the operation.
         source: ``file:line`` in the model; empty if unknown.
     """
 
-    nbytes: int
+    bytes: int
     category: str
     layer: int | None
     what: str
     source: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "bytes": self.nbytes,
-            "category": self.category,
-            "layer": self.layer,
-            "what": self.what,
-            "source": self.source,
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Buffer:
-        return cls(data["bytes"], data["category"], data["layer"], data["what"], data["source"])
 
 
 @dataclass(frozen=True)
@@ -66,26 +53,6 @@ class StageBuffers:
     optimizer: tuple[Buffer, ...] = ()
     residuals: tuple[Buffer, ...] = ()
     programs: Mapping[str, tuple[Buffer, ...]] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "optimizer": _to_json(self.optimizer),
-            "residuals": _to_json(self.residuals),
-            "programs": {name: _to_json(buffers) for name, buffers in self.programs.items()},
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> StageBuffers:
-        programs = {name: _from_json(buffers) for name, buffers in data["programs"].items()}
-        return cls(_from_json(data["optimizer"]), _from_json(data["residuals"]), programs)
-
-
-def _to_json(buffers: Iterable[Buffer]) -> list[Any]:
-    return [buffer.to_json() for buffer in buffers]
-
-
-def _from_json(rows: Iterable[Mapping[str, Any]]) -> tuple[Buffer, ...]:
-    return tuple(map(Buffer.from_json, rows))
 
 
 @dataclass(frozen=True)
@@ -104,7 +71,7 @@ class Attribution:
     @property
     def attributed_fraction(self) -> float:
         """Share of the peak that is known to be of a layer."""
-        return sum(b.nbytes for b in self.buffers if b.layer is not None) / self.peak.peak_bytes
+        return sum(b.bytes for b in self.buffers if b.layer is not None) / self.peak.peak_bytes
 
     @property
     def layers(self) -> dict[int, dict[str, int]]:
@@ -113,7 +80,7 @@ class Attribution:
         for buffer in self.buffers:
             if buffer.layer is not None:
                 parts = found.setdefault(buffer.layer, {})
-                parts[buffer.category] = parts.get(buffer.category, 0) + buffer.nbytes
+                parts[buffer.category] = parts.get(buffer.category, 0) + buffer.bytes
         return dict(sorted(found.items()))
 
 
@@ -123,14 +90,14 @@ class BufferGroup:
     micro-batches.
 
     Attributes:
-        nbytes: Of one.
+        bytes: Of one.
         count: How many.
         category, source: As of a ``Buffer``.
         what: The operation or parameter; ``*`` where the names differ by a number.
         layers: Ascending; empty if nothing tells.
     """
 
-    nbytes: int
+    bytes: int
     count: int
     category: str
     what: str
@@ -139,17 +106,7 @@ class BufferGroup:
 
     @property
     def total_bytes(self) -> int:
-        return self.nbytes * self.count
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "bytes": self.nbytes,
-            "count": self.count,
-            "category": self.category,
-            "what": self.what,
-            "source": self.source,
-            "layers": list(self.layers),
-        }
+        return self.bytes * self.count
 
 
 def group(buffers: Iterable[Buffer]) -> list[BufferGroup]:
@@ -163,7 +120,7 @@ def group(buffers: Iterable[Buffer]) -> list[BufferGroup]:
     members_of: dict[tuple[Any, ...], list[Buffer]] = {}
     for buffer in buffers:
         members_of.setdefault(
-            (buffer.nbytes, buffer.category, re.sub(r"\d+", "*", buffer.what), buffer.source), []
+            (buffer.bytes, buffer.category, re.sub(r"\d+", "*", buffer.what), buffer.source), []
         ).append(buffer)
     groups = []
     for (nbytes, category, pattern, source), members in members_of.items():
@@ -212,7 +169,7 @@ def attribute(
             else:
                 parts = buffers[s].programs.get(running[peak.instant], ())
             live += parts
-            rest = nbytes - sum(part.nbytes for part in parts)
+            rest = nbytes - sum(part.bytes for part in parts)
             if rest > 0:
                 category = slots[name].category if name in slots else "temporaries"
                 live.append(
@@ -223,7 +180,7 @@ def attribute(
                         FRAGMENTATION if name not in slots else slots[name].what,
                     )
                 )
-        found.append(Attribution(peak, tuple(sorted(live, key=lambda buffer: -buffer.nbytes))))
+        found.append(Attribution(peak, tuple(sorted(live, key=lambda buffer: -buffer.bytes))))
     return found
 
 
@@ -257,7 +214,7 @@ def _of_slot(
         case "params" | "gradients":
             return [of_param(p) for p in stage.owned]
         case "param" | "gradient":
-            return [replace(of_param(key), nbytes=slot.nbytes)]
+            return [replace(of_param(key), bytes=slot.nbytes)]
         case "optimizer":
             return [replace(buffer, category=slot.category) for buffer in buffers.optimizer]
         case "residuals":

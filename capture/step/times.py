@@ -79,8 +79,8 @@ class TimeModel:
         bytes_per_second = self.rates.reached_bytes_per_second
         products = max(work.flops / flops_per_second, work.product_bytes / bytes_per_second)
         sent = sum(
-            count * self.links.seconds(one.kind, one.nbytes, one.group_size, one.stride)
-            for one, count in work.collectives
+            one.count * self.links.seconds(one.kind, one.nbytes, one.group_size, one.stride)
+            for one in work.collectives
         )
         return products + work.other_bytes / bytes_per_second + sent
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import capture
 from capture import environment
+from capture.documents import write
 from capture.errors import CaptureError, ProfileError, violations_of
 from capture.machine.target import Target
 from capture.profiler.execution import ProfilingRun, replay_key
@@ -91,7 +92,7 @@ def _of_stage(backend: Any, job: Job) -> Outcome:
         "update": backend.measure_update,
         "buffers": backend.measure_buffers,
     }
-    return Outcome(job, measure[job.part](job.what).to_json())
+    return Outcome(job, write(measure[job.part](job.what)))
 
 
 def _of_run(backend: Any, job: Job) -> Outcome:

@@ -752,7 +752,7 @@ def _why(
 ) -> dict[str, Any]:
     stage_id = max(range(len(result.stages)), key=lambda s: prediction.stages[s].peak_bytes)
     stage, predicted = result.stages[stage_id], prediction.stages[stage_id]
-    largest = max(predicted.parts, key=lambda category: predicted.parts[category])
+    largest = max(predicted.parts_bytes, key=lambda category: predicted.parts_bytes[category])
     count = f"{len(result.stages)} stage{'s' * (len(result.stages) > 1)}"
     if result.step_seconds is None:
         proof = (

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from capture.alpa import worker
+from capture.documents import write
 from capture.plan.stages import Plan
 
 assert shims
@@ -73,7 +74,7 @@ def chain(
 
 def of_workload(plan: Plan) -> Step:
     """What a profiling job of the plan's workload trains; the worker's changes to Alpa are made."""
-    workload = worker.load_workload(plan.workload.to_json())
+    workload = worker.load_workload(write(plan.workload))
     key = jax.random.PRNGKey(0)
     params = jax.eval_shape(workload.init, key)
     batch = jax.eval_shape(lambda key: workload.batch(key, plan.global_batch_size), key)
