@@ -406,9 +406,9 @@ def strategies(model: str, limit_gib: int, nodes: int) -> dict[str, Any]:
     """Every strategy that OSDP is compared with: status, speed and setting."""
     from capture.step.operator_cost import StepCost
     from recommender.osdp.baselines import STRATEGIES
-    from tests.osdp_problems import devices, family
+    from tests.osdp_problems import family, machine
 
-    costs = StepCost(family(model), devices(limit_gib * 2**30, nodes), (1, 4))
+    costs = StepCost(family(model), machine(limit_gib * 2**30, nodes), (1, 4))
     found = {name: strategy(costs) for name, strategy in STRATEGIES.items()}
     return {name: of(o, "status examples_per_second setting") for name, o in found.items()}
 
