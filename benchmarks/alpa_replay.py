@@ -111,7 +111,8 @@ def plan_of(case: Case) -> Any:
     """The case as a plan; replicas split the optimizer's state, as Alpa does by default."""
     from capture.machine.cluster import Cluster
     from capture.model.workload import WorkloadSpec
-    from capture.plan.stages import Plan, StagePlan
+    from capture.plan.choices import StageChoice
+    from capture.plan.stages import Plan, Stage
 
     arguments = {
         "size": case.size,
@@ -124,8 +125,11 @@ def plan_of(case: Case) -> Any:
     first, device, stages = 0, 0, []
     for stop, (dp, tp) in zip(case.stops, case.degrees, strict=True):
         stages.append(
-            StagePlan(
-                (first, stop - 1), range(device, device + dp * tp), dp, tp, case.remat, dp > 1
+            Stage(
+                first,
+                stop,
+                range(device, device + dp * tp),
+                StageChoice(dp, tp, case.remat, dp > 1),
             )
         )
         first, device = stop, device + dp * tp
@@ -173,7 +177,7 @@ class Tracer:
         micro-batch."""
         from capture.step.interface import stage_interface
 
-        share = microbatch_size // stage.data_parallel
+        share = microbatch_size // stage.choice.data_parallel
         traced, param_bytes = (
             self._backend.traced(share),
             self._backend.sharding(share).param_bytes((1, 1)),
@@ -199,9 +203,12 @@ class Tracer:
         from capture.plan.choices import StageChoice
         from capture.runtime.programs import shard_bytes
 
-        one = StageConfig(stage.first, stage.stop, StageChoice(1, 1, stage.remat), share)
+        one = StageConfig(stage.first, stage.stop, StageChoice(1, 1, stage.choice.remat), share)
         split = replace(
-            one, choice=StageChoice(stage.data_parallel, 1, stage.remat, stage.shard_optimizer)
+            one,
+            choice=StageChoice(
+                stage.choice.data_parallel, 1, stage.choice.remat, stage.choice.shard_optimizer
+            ),
         )
         optimizer_bytes = sum(
             map(shard_bytes, self._backend.programs(split, compiler=only_trace).state_structs())
@@ -240,7 +247,7 @@ def own_account(plan: Any, tracer: Tracer) -> tuple[list[dict[str, int] | None],
     peaks = alpa_replay(plan, stages).stages
     found = [
         None
-        if stage.tensor_parallel > 1
+        if stage.choice.tensor_parallel > 1
         else {
             "peak_bytes": peak.peak_bytes,
             "params_bytes": interface.params_bytes,
@@ -261,8 +268,8 @@ def measure(case: Case, python: Path, tracer: Tracer) -> dict[str, Any]:
         peak = alpa["peak_bytes"]
         rows.append(
             {
-                "layers": list(stage.layers),
-                "degrees": [stage.data_parallel, stage.tensor_parallel],
+                "layers": [stage.first, stage.stop - 1],
+                "degrees": [stage.choice.data_parallel, stage.choice.tensor_parallel],
                 "alpa": alpa,
                 "own": ours,
                 "replay_over_alpa": alpa["replay_bytes"] / peak,

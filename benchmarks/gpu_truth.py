@@ -33,6 +33,7 @@ from statistics import mean
 from typing import Any
 
 from capture import environment
+from profiling_runs.question import ProfileQuestion
 
 #: Part of the name that the driver gives a GPU -> target file.
 TARGET_OF = {
@@ -206,15 +207,16 @@ def _step(
     case: Case, workload: Any, microbatch_size: int, layer: int, where: str
 ) -> dict[str, Any]:
     from capture.machine.cluster import Cluster
-    from capture.plan.stages import Plan, StagePlan
-    from profiling_runs.collect import open_measurements
+    from capture.plan.choices import StageChoice
+    from capture.plan.stages import Plan, Stage
+    from profiling_runs.measurements import open_measurements
     from profiling_runs.verify import verify
 
     target = "cpu" if where == "here" else where
     task = workload.load()
-    measurements = open_measurements(task, num_devices=1, target=target)
+    measurements = open_measurements(ProfileQuestion(task, Cluster((1,), target), 8))
     graph = measurements.backend.traced(microbatch_size).graph
-    stage = StagePlan((0, graph.num_layers - 1), (0,), remat=case.remat)
+    stage = Stage(0, graph.num_layers, (0,), StageChoice(remat=case.remat))
     plan = Plan(Cluster((1,), target), graph.num_layers, (stage,), 2 * microbatch_size, 2, "1f1b")
     if where != "here":
         found = verify(plan, measurements)
@@ -236,7 +238,7 @@ def _step(
     state, metrics = step(state, batch)
     jax.block_until_ready((state, metrics.loss))
     peak = _peak(device)
-    booked = replay(step.program, 1).peak_bytes_per_device[0]
+    booked = replay(step.program).peak_bytes_per_device[0]
     return {
         "compiled_bytes": booked,
         "argument_bytes": None,

@@ -52,15 +52,17 @@ from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
-from capture.plan.choices import StageChoice, hybrid_choices, with_sharded_params
+from capture.plan.choices import StageChoice
+from capture.plan.space import StageSpace
 from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
-from capture.profiler.windows import choices_to_profile
-from profiling_runs.collect import Measurements, open_measurements, profile
+from profiling_runs.collect import profile
+from profiling_runs.measurements import Measurements, open_measurements
 from profiling_runs.pools.where import Where
+from profiling_runs.question import ProfileQuestion
 from profiling_runs.verify import verify, with_verified
-from recommender import recommend
-from recommender.capture.recommendation import Recommendation
+from recommender import PlanQuestion
+from recommender.answer import Answer
 from recommender.capture.verified import recommend_verified
 
 WORKLOAD = WorkloadSpec.parse("models/gpt.py:gpt?size=6.7B&num_layers=7&dtype=bfloat16")
@@ -146,12 +148,8 @@ def main() -> int:
 
 def choices() -> list[StageChoice]:
     """Those of both spaces."""
-    plain = choices_to_profile(
-        Cluster((NUM_DEVICES,), TARGET),
-        hybrid_choices(NUM_DEVICES, remat="full"),
-        GLOBAL_BATCH // NUM_MICROBATCHES,
-    )
-    return with_sharded_params(plain)
+    cluster, size = Cluster((NUM_DEVICES,), TARGET), GLOBAL_BATCH // NUM_MICROBATCHES
+    return StageSpace().choices(cluster, size, ("full",), shard_params=True)
 
 
 @dataclass
@@ -165,21 +163,20 @@ class Planner:
     def of(cls, store: Path, workers: int) -> Planner:
         store.parent.mkdir(parents=True, exist_ok=True)
         measurements = open_measurements(
-            WORKLOAD,
-            num_devices=NUM_DEVICES,
-            target=TARGET,
-            num_layers=None,
+            ProfileQuestion(WORKLOAD, Cluster((NUM_DEVICES,), TARGET), 8, num_layers=None),
             store=Store(store),
             where=Where(workers),
             progress=partial(say, "GPT-3"),
         )
         made = profile(
-            WORKLOAD,
-            Cluster((NUM_DEVICES,), TARGET),
-            microbatch_size=GLOBAL_BATCH // NUM_MICROBATCHES,
-            choices=choices(),
-            num_neighbours=1,
-            calibration_plans=0,  # nothing here needs intervals
+            ProfileQuestion(
+                WORKLOAD,
+                Cluster((NUM_DEVICES,), TARGET),
+                microbatch_size=GLOBAL_BATCH // NUM_MICROBATCHES,
+                choices=choices(),
+                num_neighbours=1,
+                calibration_plans=0,
+            ),
             measurements=measurements,
         )
         return cls(made, measurements)
@@ -207,16 +204,14 @@ class Planner:
     def fastest(self, space: str, cluster: Cluster, limit_bytes: int) -> dict[str, Any]:
         """The fastest plan of a space that fits, by the compiler, and how it was predicted."""
 
-        def question(known: Profile) -> Recommendation:
-            return recommend(
-                known,
-                cluster,
-                global_batch_size=GLOBAL_BATCH,
-                num_microbatches=NUM_MICROBATCHES,
-                memory_limit_bytes=limit_bytes,
-                objective="throughput",
-                whole_nodes=True,
-            )
+        question = PlanQuestion(
+            cluster,
+            GLOBAL_BATCH,
+            NUM_MICROBATCHES,
+            memory_limit_bytes=limit_bytes,
+            objective="throughput",
+            space=StageSpace(whole_nodes=True),
+        )
 
         def compiled(plan: Plan, known: Profile) -> tuple[dict[str, Any], Profile]:
             verification = verify(plan, self.measurements).to_json()
@@ -243,7 +238,7 @@ class Planner:
             verified=inside(self.profile.verified),
         )
 
-    def _described(self, result: Recommendation) -> dict[str, Any]:
+    def _described(self, result: Answer) -> dict[str, Any]:
         plan = result.plan
         verified = verify(plan, self.measurements)
         timeline = verified.timeline()
@@ -267,7 +262,7 @@ class Planner:
                 for p, peak in zip(predicted, verified.peak_bytes_per_device, strict=True)
             ],
             "num_stages": plan.num_stages,
-            "num_stages_with_shard_params": sum(stage.shard_params for stage in plan.stages),
+            "num_stages_with_shard_params": sum(stage.choice.shard_params for stage in plan.stages),
             "is_proven": fits and result.search.optimal and result.why["verified"]["settled"],
             "stages": [stage.to_json() for stage in plan.stages],
         }

@@ -41,17 +41,19 @@ from capture import environment
 from capture.cli.output import table
 from capture.errors import CaptureError
 from capture.machine.cluster import Cluster
-from capture.measured.profile import Profile
+from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import StageChoice
 from capture.plan.sampling import random_plans
 from capture.plan.schedule import SCHEDULES
-from capture.plan.stages import Plan, StagePlan
+from capture.plan.stages import Plan, Stage
 from capture.predictor import AdditivePredictor
 from capture.step.interface import plan_interfaces
-from capture.step.program import build_step, replay
+from capture.step.pipeline import build_step
+from capture.step.program import replay
+from profiling_runs.question import ProfileQuestion
 
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "kit"
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "lion", "adafactor", "clipped_adamw", "muon")
@@ -302,26 +304,29 @@ def ask(
         CaptureError: whatever stands in the way; ``profile-missing`` if a window or a stage does
             not compile.
     """
-    from profiling_runs.collect import open_measurements, profile, stage_config
+    from profiling_runs.collect import profile
+    from profiling_runs.measurements import open_measurements
 
     task, cluster, size = question.workload.load(), question.cluster, question.microbatch_size
     measurements = open_measurements(
-        task, num_devices=cluster.num_devices, num_layers=question.num_layers, store=store
+        ProfileQuestion(task, cluster, 8, num_layers=question.num_layers), store=store
     )
     result = profile(
-        task,
-        cluster,
-        microbatch_size=size,
-        num_layers=question.num_layers,
-        choices=question.choices,
-        calibration_plans=calibration_plans,
+        ProfileQuestion(
+            task,
+            cluster,
+            microbatch_size=size,
+            num_layers=question.num_layers,
+            choices=question.choices,
+            calibration_plans=calibration_plans,
+        ),
         measurements=measurements,
     )
     known = {measurements.key(config) for config in measurements.costs}
     mine = predictor(result)
     plans = list(drawn_plans(question, result, num_plans))
     measurements.require(
-        {"stages of the plans": [stage_config(s, size) for plan in plans for s in plan.stages]}
+        {"stages of the plans": [StageConfig.of(s, size) for plan in plans for s in plan.stages]}
     )
     if measurements.failures:
         (config, error), *_ = measurements.failures.items()
@@ -331,20 +336,16 @@ def ask(
         )
     graph, found = measurements.backend.traced(size).graph, {}
     for plan in plans:
-        configs = [stage_config(stage, size) for stage in plan.stages]
+        configs = [StageConfig.of(stage, size) for stage in plan.stages]
         costs = [measurements.costs[config] for config in configs]
         truth = replay(
-            build_step(
-                plan_interfaces(plan, graph, result.param_bytes, costs), plan.schedule_table
-            ),
-            cluster.num_devices,
+            build_step(plan_interfaces(plan, graph, result.param_bytes, costs), plan.schedule_table)
         )
-        of_parts = replay(
-            build_step(mine.interfaces(plan), plan.schedule_table), cluster.num_devices
-        )
+        of_parts = replay(build_step(mine.interfaces(plan), plan.schedule_table))
         prediction = mine.predict(plan)
         layout = ", ".join(
-            f"{s.first}-{s.stop - 1}:{s.data_parallel}x{s.tensor_parallel}" for s in plan.stages
+            f"{s.first}-{s.stop - 1}:{s.choice.data_parallel}x{s.choice.tensor_parallel}"
+            for s in plan.stages
         )
         for s, (stage, config) in enumerate(zip(plan.stages, configs, strict=True)):
             device, told = stage.devices[0], prediction.stages[s]
@@ -388,8 +389,6 @@ def ask(
 
 def drawn_plans(question: Question, result: Profile, num_plans: int) -> Iterable[Plan]:
     """Random plans of a question, each under all schedules and numbers of micro-batches."""
-    from profiling_runs.collect import plan_of
-
     by_degree: dict[int, tuple[StageChoice, ...]] = {}
     for choice in question.choices:
         by_degree[choice.num_devices] = (*by_degree.get(choice.num_devices, ()), choice)
@@ -402,13 +401,12 @@ def drawn_plans(question: Question, result: Profile, num_plans: int) -> Iterable
     for stages in islice(draws, num_plans):
         for schedule in SCHEDULES:
             for count in question.num_microbatches:
-                yield plan_of(
-                    stages,
-                    result,
+                yield result.plan(
                     question.cluster,
-                    count * question.microbatch_size,
-                    count,
-                    schedule,
+                    stages,
+                    global_batch_size=count * question.microbatch_size,
+                    num_microbatches=count,
+                    schedule=schedule,
                 )
 
 
@@ -449,7 +447,7 @@ def errors_of_a_step(
     workload = workload_of(model, **({"optimizer": optimizer} if optimizer else {})).load()
     num_layers = trace(workload, microbatch_size).graph.num_layers
     half = num_layers // 2
-    stages = (StagePlan((0, half - 1), (0,)), StagePlan((half, num_layers - 1), (1,)))
+    stages = (Stage(0, half, (0,)), Stage(half, num_layers, (1,)))
     plan = Plan(
         Cluster((2,)),
         num_layers,

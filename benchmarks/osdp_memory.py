@@ -35,6 +35,7 @@ import platform
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def main() -> int:
 
     from capture.profiler.sharded_step import StepCompiler
     from capture.runtime.sharded import shard
-    from recommender.osdp import osdp
+    from recommender.osdp import ShardingQuestion
     from recommender.osdp.over_step import reserved_fraction
 
     jax.config.update("jax_default_matmul_precision", options.precision)
@@ -114,30 +115,28 @@ def main() -> int:
                 f"models/mingpt.py:mingpt?size={layers}&vocab_size={VOCAB_SIZE}&dtype={options.dtype}"
             ).load()
             for batch_size in batch_sizes if options.only in name else ():
-                plan_for = lambda limit, w=workload, b=batch_size, m=mesh, t=target: osdp(  # noqa: E731
-                    w,
-                    m,
-                    limit,
-                    target=t.name,
-                    batch_size=b,
+                question = ShardingQuestion(
+                    workload,
+                    mesh,
+                    target=target.name,
+                    batch_size=batch_size,
                     remat=options.remat,
                     overlap_fraction=options.overlap,
-                    verify=False,
                 )
                 most = (
                     int(
-                        plan_for(1e15).plan.peak_bytes
+                        planned(question, 1e15).plan.peak_bytes
                         / (1 - reserved_fraction(target.platform, options.dtype))
                     )
                     + 1
                 )
                 most = min(most, target.memory.usable_bytes)
-                if plan_for(most).plan is None:
+                if planned(question, most).plan is None:
                     continue
-                least = least_limit(plan_for, most)
+                least = least_limit(question, most)
                 for fraction in FRACTIONS:
                     limit = least + fraction * (most - least)
-                    result = plan_for(limit)
+                    result = planned(question, limit)
                     start = time.perf_counter()
                     measured, program = compiler.measure(shard(workload, result.plan, mesh))
                     rows.append(
@@ -164,12 +163,19 @@ def main() -> int:
     return 0
 
 
-def least_limit(plan_for: Any, most: int) -> int:
+def planned(question: Any, limit: float) -> Any:
+    """The answer of ``osdp`` within a limit, not compiled."""
+    from recommender.osdp import osdp
+
+    return osdp(replace(question, memory_limit=limit), verify=False)
+
+
+def least_limit(question: Any, most: int) -> int:
     """The least limit that a plan fits, within a thousandth of ``most``."""
     low, high = 0, most
     while high - low > most // 1000:
         middle = (low + high) // 2
-        low, high = (low, middle) if plan_for(middle).plan is not None else (middle, high)
+        low, high = (low, middle) if planned(question, middle).plan is not None else (middle, high)
     return high
 
 

@@ -72,16 +72,15 @@ def main() -> int:
 
 def row(case: str, limit: int, target: Target) -> dict[str, Any]:
     """One answer."""
-    from recommender.osdp import osdp
+    from recommender.osdp import ShardingQuestion, osdp
 
     said: list[str] = []
     workload = WorkloadSpec.parse(f"benchmarks/plain_gpt.py:gpt?num_blocks=4&{case}").load()
     start = time.perf_counter()
     result = osdp(
-        workload,
-        Cluster((NUM_DEVICES,), target.name),
-        limit,
-        batch_size=BATCH_SIZE,
+        ShardingQuestion(
+            workload, Cluster((NUM_DEVICES,), target.name), limit, batch_size=BATCH_SIZE
+        ),
         watch=said.append,
     )
     return {

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from capture import environment
+from profiling_runs.question import ProfileQuestion
 
 PARTS = ("rate", "overhead", "kills", "queue", "changed")
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -139,10 +140,10 @@ def toy_jobs(count: int) -> tuple[Any, Any, list[Any]]:
     from capture.model.workload import WorkloadSpec
     from capture.plan.choices import StageChoice
     from capture.profiler.windows import window_configs
-    from profiling_runs.collect import open_measurements
+    from profiling_runs.measurements import open_measurements
 
     spec = WorkloadSpec("model.py", "model", {"layers": 2 + count // 3})
-    measurements = open_measurements(spec, num_devices=1)
+    measurements = open_measurements(ProfileQuestion(spec, Cluster((1,)), 8))
     configs = window_configs(measurements.backend.traced(4).graph.num_layers, [StageChoice()], [4])
     jobs = [job for job in measurements.jobs({"toy": configs}) if job.part == "stage"][:count]
     return (
@@ -363,13 +364,12 @@ def queue(count: int) -> dict[str, Any]:
         "from capture import environment\nenvironment.prepare(num_devices=8)\n"
         "from capture.machine.cluster import Cluster\nfrom capture.measured.store import Store\n"
         "from capture.model.workload import WorkloadSpec\n"
-        "from profiling_runs.batch import Batch\nfrom profiling_runs.collect import Question, "
-        "open_measurements, wanted_configs\n"
+        "from profiling_runs.batch import Batch\nfrom profiling_runs.collect import wanted_configs\n"
+        "from profiling_runs.measurements import open_measurements\n"
+        "from profiling_runs.question import ProfileQuestion\n"
         f"spec = WorkloadSpec('model.py', 'model', {{'layers': {max(2, count // 77)}}})\n"
-        "measurements = open_measurements(spec, num_devices=8, store=Store(Path('queue.sqlite')))\n"
-        "question = Question.of(Cluster((8,)), 16, ('none',), False, num_neighbours=2, "
-        "calibration_plans=0, whole_nodes=False,\n"
-        "                       any_divisor=False, paper=None)\n"
+        "question = ProfileQuestion(spec, Cluster((8,)), 16, calibration_plans=0)\n"
+        "measurements = open_measurements(question, store=Store(Path('queue.sqlite')))\n"
         "jobs = measurements.jobs(wanted_configs(question, measurements))\n"
         "keyed = time.perf_counter()\n"
         "known = measurements.backend.store.get(job.key for job in jobs)\n"

@@ -44,8 +44,9 @@ from typing import TYPE_CHECKING, Any
 from capture import environment
 
 if TYPE_CHECKING:
-    from capture.plan.stages import Plan, Remat, StagePlan
-    from profiling_runs.collect import Measurements
+    from capture.plan.choices import Remat
+    from capture.plan.stages import Plan, Stage
+    from profiling_runs.measurements import Measurements
     from profiling_runs.verify import Verification
 
 TARGET = "v100-32g"
@@ -237,7 +238,8 @@ def plan_of(case: Case) -> Plan:
     """The published configuration as a plan."""
     from capture.machine.cluster import Cluster
     from capture.model.workload import WorkloadSpec
-    from capture.plan.stages import Plan, StagePlan
+    from capture.plan.choices import StageChoice
+    from capture.plan.stages import Plan, Stage
 
     per_node = min(case.num_gpus, GPUS_PER_NODE)
     cluster = Cluster((per_node,) * (case.num_gpus // per_node), TARGET)
@@ -247,13 +249,11 @@ def plan_of(case: Case) -> Plan:
     for layers, (dp, tp) in zip(case.stages, case.degrees, strict=True):
         stop = first + layers * blocks_per_layer
         stages.append(
-            StagePlan(
-                (first, stop - 1),
+            Stage(
+                first,
+                stop,
                 tuple(range(device, device + dp * tp)),
-                dp,
-                tp,
-                case.remat,
-                dp > 1,
+                StageChoice(dp, tp, case.remat, dp > 1),
             )
         )
         first, device = stop, device + dp * tp
@@ -272,16 +272,16 @@ def measure(
     case: Case, store: Any, workers: int, progress: Callable[[str, int, int], None]
 ) -> dict[str, Any]:
     """Compile the case, simulate a step, and put both beside what was published."""
-    from profiling_runs.collect import open_measurements
+    from capture.machine.cluster import Cluster
+    from profiling_runs.measurements import open_measurements
     from profiling_runs.pools.where import Where
+    from profiling_runs.question import ProfileQuestion
     from profiling_runs.verify import verify
 
     plan = plan_of(case)
     largest = max(stage.num_devices for stage in plan.stages)
     measurements = open_measurements(
-        plan.workload,
-        num_devices=largest,
-        target=TARGET,
+        ProfileQuestion(plan.workload, Cluster((largest,), TARGET), 8),
         store=store,
         where=Where(workers),
         progress=progress,
@@ -321,9 +321,15 @@ def measure(
 def with_tensors_split(plan: Plan, stages: Sequence[int]) -> Plan:
     """The plan with tensor parallelism alone in some of its stages."""
 
-    def split(stage: StagePlan) -> StagePlan:
+    def split(stage: Stage) -> Stage:
         return replace(
-            stage, data_parallel=1, tensor_parallel=stage.num_devices, shard_optimizer=False
+            stage,
+            choice=replace(
+                stage.choice,
+                data_parallel=1,
+                tensor_parallel=stage.num_devices,
+                shard_optimizer=False,
+            ),
         )
 
     return plan.with_(
@@ -340,7 +346,7 @@ def peak_gib(case: Case, found: Verification, measurements: Measurements) -> flo
     return (
         max(
             alpa_replay(
-                found.plan, found.program.stages, master_copy=case.master_copy
+                found.plan, found.stages, master_copy=case.master_copy
             ).peak_bytes_per_device
         )
         / GIB
@@ -362,10 +368,10 @@ def one_program_bytes(
     import jax
 
     from capture.alpa.memory import with_master_copy
+    from capture.measured.profile import StageConfig
     from capture.plan.choices import StageChoice
-    from profiling_runs.collect import stage_config
 
-    whole = stage_config(plan.stages[0], plan.microbatch_size)
+    whole = StageConfig.of(plan.stages[0], plan.microbatch_size)
     replica = StageChoice(1, whole.choice.tensor_parallel, whole.choice.remat)
     config = replace(
         whole, choice=replica, microbatch_size=plan.microbatch_size // whole.choice.data_parallel
@@ -390,7 +396,7 @@ def one_program_bytes(
     both = measurements.backend.compiler_of(config)(
         accumulate, (params, batch, params), donate=(2,), out_shardings=shardings
     )
-    stage = found.program.stages[0]
+    stage = found.stages[0]
     held, state = stage.params_bytes, stage.optimizer_bytes
     if case.master_copy:
         held, state = with_master_copy(held, state, whole.choice)

@@ -42,11 +42,13 @@ import optax  # noqa: E402
 
 from capture.machine.cluster import Cluster  # noqa: E402
 from capture.model.workload import WorkloadProtocol, WorkloadSpec  # noqa: E402
-from capture.plan.stages import Plan, StagePlan  # noqa: E402
+from capture.plan.choices import StageChoice  # noqa: E402
+from capture.plan.stages import Plan, Stage  # noqa: E402
 from capture.runtime.meter import measure_heap  # noqa: E402
 from capture.runtime.pipeline import PipelinedStep, pipeshard  # noqa: E402
 from capture.runtime.reshard import plan_reshard  # noqa: E402
-from capture.step.program import Feed, Move, Run  # noqa: E402
+from capture.step.pipeline import program_name  # noqa: E402
+from capture.step.program import Copy, Feed, Run  # noqa: E402
 
 GPT = str(Path(__file__).parents[1] / "models" / "gpt.py") + ":gpt?size=tiny"
 WORKLOADS = {"gpt tiny": GPT, "gpt tiny, sequence 256": GPT + "&seq_len=256"}
@@ -67,11 +69,11 @@ def make_plan(degrees: tuple[tuple[int, int], ...], num_layers: int) -> Plan:
     stages, device = [], 0
     for s, (data, tensor) in enumerate(degrees):
         stages.append(
-            StagePlan(
-                (cuts[s], cuts[s + 1] - 1),
+            Stage(
+                cuts[s],
+                cuts[s + 1],
                 tuple(range(device, device + data * tensor)),
-                data,
-                tensor,
+                StageChoice(data, tensor),
             )
         )
         device += data * tensor
@@ -178,21 +180,20 @@ def measure_dispatch(plan_name: str, num_steps: int) -> list[dict[str, Any]]:
         state, _ = step(state, batch, observer=bare)
     rows = []
     for s in range(step.plan.num_stages - 1):
-        of_stage = [i for i in step.program.instructions if isinstance(i, Run) and i.stage_id == s]
-        runs = [i for i in of_stage if i.program == "forward"]
-        moves = [
+        runs = [
             i
             for i in step.program.instructions
-            if isinstance(i, Move) and i.kind == "value" and _sends(step, i, s)
+            if isinstance(i, Run) and i.program == program_name("forward", s)
         ]
+        moves = [i for i in step.program.instructions if isinstance(i, Copy) and _sends(step, i, s)]
         feeds = [
             i
             for i in step.program.instructions
-            if isinstance(i, Feed) and step.program.slots[i.slot].stage_id == s
+            if isinstance(i, Feed) and _stage(step, i.slot) == s
         ]
         run_seconds, move_seconds = timer.median(runs), timer.median(moves)
         degrees = [
-            f"DP{stage.data_parallel}xTP{stage.tensor_parallel}"
+            f"DP{stage.choice.data_parallel}xTP{stage.choice.tensor_parallel}"
             for stage in step.plan.stages[s : s + 2]
         ]
         rows.append(
@@ -230,26 +231,31 @@ class BareCalls:
 
     def __call__(self, instruction: Any, slots: list[Any]) -> None:
         jax.block_until_ready(slots)
-        if isinstance(instruction, Run) and instruction.program == "forward":
+        program, s = "", 0
+        if isinstance(instruction, Run):
+            program = self._step.program.programs[instruction.program].kind
+            s = _stage(self._step, instruction.outputs[0])
+        if isinstance(instruction, Run) and program == "forward":
             args = [
                 [array for slot in group for array in slots[slot]] for group in instruction.inputs
             ]
             call = self._step.executable(instruction).call
-            self._held.setdefault(instruction.stage_id, []).append(
-                self._timed(self._calls, instruction.stage_id, lambda: call(*args))
+            self._held.setdefault(s, []).append(self._timed(self._calls, s, lambda: call(*args)))
+        if program == "backward":
+            self._held[s].pop(0)
+        if isinstance(instruction, Copy):
+            s, key = (
+                _stage(self._step, instruction.source),
+                self._step.program.slots[instruction.target].key,
             )
-        if isinstance(instruction, Run) and instruction.program == "backward":
-            self._held[instruction.stage_id].pop(0)
-        if isinstance(instruction, Move) and instruction.kind == "value":
-            s = self._step.program.slots[instruction.source].stage_id
             if _sends(self._step, instruction, s):
                 (array,) = slots[instruction.source]
-                if instruction.key not in self._moves:
-                    target = self._step.stages[s + 1].value_sharding(instruction.key)
-                    self._moves[instruction.key] = plan_reshard(
+                if key not in self._moves:
+                    target = self._step.stages[s + 1].value_sharding(key)
+                    self._moves[key] = plan_reshard(
                         array.shape, array.dtype, array.sharding, target
                     )
-                self._timed(self._reshards, s, lambda: self._moves[instruction.key](array))
+                self._timed(self._reshards, s, lambda: self._moves[key](array))
 
     def _timed(self, times: dict[int, list[float]], stage_id: int, call: Callable[[], Any]) -> Any:
         start = time.perf_counter()
@@ -266,14 +272,19 @@ class BareCalls:
         return median(self._reshards[stage_id])
 
 
-def _sends(step: PipelinedStep, move: Move, stage_id: int) -> bool:
+def _stage(step: PipelinedStep, slot: int) -> int:
+    return step.program.places.index(step.program.slots[slot].place)
+
+
+def _sends(step: PipelinedStep, copy: Copy, stage_id: int) -> bool:
     """Whether it takes an activation from this stage to the next."""
-    source, target = (step.program.slots[slot].stage_id for slot in (move.source, move.target))
-    return (source, target) == (stage_id, stage_id + 1)
+    source, target = (_stage(step, slot) for slot in (copy.source, copy.target))
+    is_value = step.program.slots[copy.target].what == "input"
+    return is_value and (source, target) == (stage_id, stage_id + 1)
 
 
 def _group_sizes(step: PipelinedStep, run: Run) -> list[tuple[int, ...]]:
-    stage = step.stages[run.stage_id]
+    stage = step.stages[_stage(step, run.outputs[0])]
     return [stage.params, *run.inputs[1:]]
 
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from capture.machine.cluster import Cluster
 from capture.plan.choices import StageChoice, hybrid_choices, paper_choices
+from capture.plan.space import StageSpace
 from recommender.capture.problem import NEVER, InFlightCost, SearchProblem
 from recommender.capture.search import ALGORITHMS, search
 
@@ -127,11 +128,11 @@ def main() -> None:
     runs = []
     for _ in range(args.repeat):
         start = time.perf_counter()
-        used = {d for here in cluster.stage_degrees(whole_nodes=args.whole_nodes) for d in here}
+        used = StageSpace(args.whole_nodes).all_degrees(cluster)
         cost = additive_cost(statistics, {d: choices[d] for d in used}, in_flight)
         table_seconds = time.perf_counter() - start
         result = search(
-            SearchProblem(cluster, args.layers, choices, cost, whole_nodes=args.whole_nodes),
+            SearchProblem(cluster, args.layers, choices, cost, StageSpace(args.whole_nodes)),
             args.algorithm,
             **options,
         )

@@ -88,6 +88,7 @@ class Format:
             for an unknown version, ``<code>-corrupt`` for all else.
         advice: What to do about it.
         versions: Of the schema that are read; the last is written.
+        kind: Of the document, where files of one format hold several kinds; schema 1 had none.
         not_json: The end of the code of a file that is no JSON.
         strict: Whether fields that no class has are refused.
     """
@@ -97,6 +98,7 @@ class Format:
     code: str
     advice: str
     versions: tuple[int, ...] = (1,)
+    kind: str = ""
     not_json: Literal["corrupt", "file"] = "corrupt"
     strict: bool = False
 
@@ -121,10 +123,10 @@ class Format:
             ) from None
 
     def check(self, data: Any) -> dict[str, Any]:
-        """The fields of a document of a known version.
+        """The fields of a document of a known version and the right kind.
 
         Raises:
-            CaptureError: ``<code>-schema``.
+            CaptureError: ``<code>-schema``, ``<code>-kind``.
         """
         version = data.get("schema_version") if isinstance(data, Mapping) else None
         if isinstance(version, bool) or version not in self.versions:
@@ -134,13 +136,20 @@ class Format:
                 f"{known}. {self._advice}",
                 f"{self.code}-schema",
             )
-        return {key: value for key, value in data.items() if key != "schema_version"}
+        fields = {key: value for key, value in data.items() if key != "schema_version"}
+        if self.kind and (kind := fields.pop("kind", self.kind)) != self.kind:
+            raise self.error.of(
+                f"{self.name} is of kind {kind!r}, and this is for plans of kind {self.kind!r}. "
+                "capture.plan.kinds.load_plan reads every kind.",
+                f"{self.code}-kind",
+            )
+        return fields
 
     def read(self, data: Any, kind: type[T]) -> T:
         """What a document says, as a dataclass.
 
         Raises:
-            CaptureError: ``<code>-schema``, ``<code>-corrupt``.
+            CaptureError: ``<code>-schema``, ``<code>-kind``, ``<code>-corrupt``.
         """
         known = self.check(data)
         try:
@@ -150,7 +159,8 @@ class Format:
 
     def write(self, written: Mapping[str, Any]) -> dict[str, Any]:
         """The document with these fields."""
-        return {"schema_version": self.versions[-1], **written}
+        kind = {"kind": self.kind} if self.kind else {}
+        return {"schema_version": self.versions[-1], **kind, **written}
 
     def corrupt(self, wrong: str) -> CaptureError:
         """The error of a document in which something is wrong."""

@@ -14,15 +14,11 @@ from typing import TYPE_CHECKING
 
 from capture import environment
 from capture.errors import ProfileError, plain
-from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile
 from capture.measured.store import Store
-from capture.model.workload import WorkloadProtocol, WorkloadSpec
-from capture.plan.stages import Remat, TensorParallelRule
 from capture.profiler.execution import Machine, ProfilingRun
 from capture.profiler.paper import (
     PaperRuns,
-    PaperStatistics,
     RunPeaks,
     form_statistics,
     most_run_devices,
@@ -32,6 +28,7 @@ from capture.profiler.paper import (
 from profiling_runs.batch import Batch, Progress, Watch
 from profiling_runs.jobs import Job, Setting
 from profiling_runs.pools.where import Where, setting_of
+from profiling_runs.question import ProfileQuestion
 
 if TYPE_CHECKING:
     from capture.profiler.run import RunBackend
@@ -40,42 +37,17 @@ PROFILING_RUNS = "profiling runs"
 
 
 def executed_profile(
-    workload: WorkloadProtocol | WorkloadSpec,
-    cluster: Cluster,
-    *,
-    microbatch_size: int,
-    schedule: str,
-    num_microbatches: int,
-    num_layers: int | None = None,
-    remat: Remat = "none",
-    shard_optimizer: bool = False,
-    tensor_parallel_rule: TensorParallelRule = "auto",
-    memory_limit_bytes: int | None = None,
-    store: Store | None = None,
-    repeats: int = 1,
-    where: Where = Where(),  # noqa: B008 (frozen)
-    progress: Progress = lambda kind, done, total: None,
-    watch: Watch = lambda event: None,
-    alpa_python: str | None = None,
+    question: ProfileQuestion, store: Store | None, where: Where, progress: Progress, watch: Watch
 ) -> Profile:
-    """A profile for the paper's mode from executed runs alone.
+    """A profile for the paper's mode from executed runs alone; they have half and a quarter as many
+    micro-batches as the target.
 
     Args:
-        workload: The task, or its name; by name it is run in worker processes.
-        cluster: Decides the numbers of stages and the degrees.
-        microbatch_size, schedule, num_microbatches: Of the target; the runs have half and a quarter
-            as many micro-batches.
-        num_layers: None cuts at the model's marks; a number cuts automatically.
-        remat, shard_optimizer: Of every stage.
-        tensor_parallel_rule: ``"auto"`` or ``"largest"``.
-        memory_limit_bytes: A run that needs more on a device is not made, and named as failed.
+        question: With a backend that executes.
         store: Of finished runs; in memory if None.
-        repeats: Steps that are measured in every run; the largest peaks count.
         where: The runs of a workload by name are made. On accelerators every run gets a process of
             its own.
         progress, watch: Told how far the runs are (``profiling_runs.batch``).
-        alpa_python: Have the runs made by Alpa, with this interpreter of its environment, on its
-            Ray cluster of these nodes.
 
     Returns:
         The profile; it holds no measurement of a layer window. Runs that failed are named in
@@ -87,111 +59,13 @@ def executed_profile(
         ExecutionError: ``alpa-python`` if that interpreter cannot import alpa.
         WorkloadError, TracingError: if the model cannot be traced.
     """
-    from capture.profiler.run import RunBackend
-
-    spec = workload if isinstance(workload, WorkloadSpec) else None
-    setting, machine = None, None
-    backend: RunBackend | None = None
-    if alpa_python is not None:
-        from capture.profiler.alpa import AlpaBackend
-
-        if spec is None:
-            raise ProfileError.of(
-                "backend='alpa' needs a workload by name: another process imports it.",
-                "profile-backend",
-            )
-        backend = AlpaBackend(spec, cluster, alpa_python, num_layers, store)
-        assert backend.versions, "asked at once: a wrong interpreter would fail every run"
-    elif spec is not None and not where.here:
-        num_devices = most_run_devices(cluster.num_devices)
-        setting = Setting(
-            spec,
-            num_layers,
-            tensor_parallel_rule,
-            num_devices,
-            "run",
-            cluster.target,
-            memory_limit_bytes,
-        )
-        machine = machine_of_workers(setting_of(setting), where)
-        setting = setting_of(replace(setting, fresh_process=machine.platform != "cpu"))
-    if backend is None:
-        backend = RunBackend(
-            workload.load() if isinstance(workload, WorkloadSpec) else workload,
-            num_layers,
-            tensor_parallel_rule,
-            store,
-            memory_limit_bytes=memory_limit_bytes,
-            machine=machine,
-            fresh_process=setting is not None and setting.fresh_process,
-            num_devices=cluster.num_devices,
-        )
-    graph = backend.compiler.traced(microbatch_size).graph
+    setting, backend = _opened(question, store, where)
+    size = question.microbatch_size
+    graph = backend.compiler.traced(size).graph
     num_layers = backend.compiler.num_layers
     setting = setting and replace(setting, num_layers=num_layers)
-    sets = paper_runs(
-        graph.num_layers, cluster.num_devices, microbatch_size, remat, shard_optimizer
-    )
-    statistics = run_statistics(
-        backend,
-        setting,
-        sets,
-        microbatch_size,
-        schedule,
-        num_microbatches,
-        repeats=repeats,
-        workload=spec,
-        where=where,
-        progress=progress,
-        watch=watch,
-    )
-    sharding = backend.compiler.sharding(microbatch_size)
-    return Profile(
-        graph=graph,
-        measurements={},
-        param_bytes={
-            split: sharding.param_bytes(split)
-            for split in sorted({one.choice.param_split for one in sets})
-        },
-        provenance={**backend.provenance, "created": environment.now()},
-        workload=spec,
-        auto_layers=num_layers is not None,
-        tensor_parallel_rule=tensor_parallel_rule,
-        microbatch_sizes=(microbatch_size,),
-        model_hashes={microbatch_size: graph.model_hash},
-        paper=statistics.to_json(),
-        failures=statistics.failed,
-    )
-
-
-def run_statistics(
-    backend: RunBackend,
-    setting: Setting | None,
-    sets: Sequence[PaperRuns],
-    microbatch_size: int,
-    schedule: str,
-    num_microbatches: int,
-    *,
-    repeats: int,
-    workload: WorkloadSpec | None,
-    where: Where,
-    progress: Progress,
-    watch: Watch,
-) -> PaperStatistics:
-    """The statistics of executed runs: those that the store does not have are made.
-
-    Args:
-        backend: Knows keys and the store.
-        setting: How workers rebuild it; None makes the runs in this process.
-        sets: From ``paper_runs``.
-        microbatch_size, schedule, num_microbatches: Of the target.
-        repeats, where, progress, watch: As for ``executed_profile``.
-        workload: By name, for the store's rows.
-
-    Raises:
-        ProfileError: ``profile-runs`` if every run failed.
-    """
-    jobs = profiling_jobs(backend, sets, microbatch_size, schedule, num_microbatches, repeats)
+    sets = paper_runs_of(question, graph.num_layers)
+    jobs = profiling_jobs(backend, question, sets)
     outcomes = {
         run: peaks
         for runs in jobs.values()
@@ -200,7 +74,7 @@ def run_statistics(
     }
     missing = {job.key: job for job, runs in jobs.items() if runs[0] not in outcomes}
     batch = Batch(
-        list(missing.values()), backend.store, backend.provenance, workload, progress, watch
+        list(missing.values()), backend.store, backend.provenance, question.spec, progress, watch
     )
     for outcome in batch.run(lambda: where.open(setting, backend, len(missing))):
         for run in jobs[outcome.job]:
@@ -208,33 +82,101 @@ def run_statistics(
             assert found is not None, "it has just been kept"
             outcomes[run] = found
     _check_some(list(outcomes.values()))
-    num_layers = backend.compiler.traced(microbatch_size).graph.num_layers
-    return form_statistics(
+    assert question.paper is not None, "checked"
+    schedule, num_microbatches = question.paper
+    statistics = form_statistics(
         sets,
-        num_layers,
-        microbatch_size,
+        graph.num_layers,
+        size,
         schedule,
         num_microbatches,
-        lambda choice, p, m: outcomes[
-            ProfilingRun(p, choice, microbatch_size, m, schedule, repeats)
-        ],
+        lambda choice, p, m: outcomes[ProfilingRun(p, choice, size, m, schedule, question.repeats)],
+    )
+    sharding = backend.compiler.sharding(size)
+    return Profile(
+        graph=graph,
+        measurements={},
+        param_bytes={
+            split: sharding.param_bytes(split)
+            for split in sorted({one.choice.param_split for one in sets})
+        },
+        provenance={**backend.provenance, "created": environment.now()},
+        workload=question.spec,
+        auto_layers=num_layers is not None,
+        tensor_parallel_rule=question.tensor_parallel_rule,
+        microbatch_sizes=(size,),
+        model_hashes={size: graph.model_hash},
+        paper=statistics.to_json(),
+        failures=statistics.failed,
+    )
+
+
+def _opened(
+    question: ProfileQuestion, store: Store | None, where: Where
+) -> tuple[Setting | None, RunBackend]:
+    """How workers make the runs (None: in this process), and the backend of this process."""
+    from capture.profiler.run import RunBackend
+
+    spec, cluster = question.spec, question.cluster
+    if question.backend == "alpa":
+        from capture.profiler.alpa import AlpaBackend
+
+        if spec is None or question.alpa_python is None:
+            raise ProfileError.of(
+                "backend='alpa' needs a workload by name: another process imports it.",
+                "profile-backend",
+            )
+        backend = AlpaBackend(spec, cluster, question.alpa_python, question.num_layers, store)
+        assert backend.versions, "asked at once: a wrong interpreter would fail every run"
+        return None, backend
+    setting, machine = None, None
+    if spec is not None and not where.here:
+        setting = Setting(
+            spec,
+            question.num_layers,
+            question.tensor_parallel_rule,
+            most_run_devices(cluster.num_devices),
+            "run",
+            cluster.target,
+            question.memory_limit_bytes,
+        )
+        machine = machine_of_workers(setting_of(setting), where)
+        setting = setting_of(replace(setting, fresh_process=machine.platform != "cpu"))
+    return setting, RunBackend(
+        question.task,
+        question.num_layers,
+        question.tensor_parallel_rule,
+        store,
+        memory_limit_bytes=question.memory_limit_bytes,
+        machine=machine,
+        fresh_process=setting is not None and setting.fresh_process,
+        num_devices=cluster.num_devices,
+    )
+
+
+def paper_runs_of(question: ProfileQuestion, num_layers: int) -> list[PaperRuns]:
+    """The sets of the paper's profiling runs."""
+    return paper_runs(
+        num_layers,
+        question.cluster.num_devices,
+        question.microbatch_size,
+        question.remat[0],
+        question.shard_optimizer,
     )
 
 
 def profiling_jobs(
-    backend: RunBackend,
-    sets: Sequence[PaperRuns],
-    microbatch_size: int,
-    schedule: str,
-    num_microbatches: int,
-    repeats: int,
+    backend: RunBackend, question: ProfileQuestion, sets: Sequence[PaperRuns]
 ) -> dict[Job, list[ProfilingRun]]:
     """The different runs of some sets, as jobs, each with the runs that it stands for."""
+    assert question.paper is not None, "checked"
+    schedule, num_microbatches = question.paper
+    size, repeats = question.microbatch_size, question.repeats
     runs_of: dict[str, list[ProfilingRun]] = {}
     for one in sets:
         for m in profile_batches(num_microbatches):
             for partitioning in one.partitionings:
-                run = ProfilingRun(partitioning, one.choice, microbatch_size, m, schedule, repeats)
+                run = ProfilingRun(partitioning, one.choice, size, m, schedule, repeats)
                 runs_of.setdefault(backend.key(run), []).append(run)
     return {Job(key, same[0], "run", PROFILING_RUNS): same for key, same in runs_of.items()}
 

@@ -13,7 +13,8 @@ from capture.plan.choices import StageChoice
 from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
 from capture.step.interface import plan_interfaces
-from capture.step.program import build_step, replay
+from capture.step.pipeline import build_step
+from capture.step.program import replay
 
 #: Different stages per size.
 MOST_STAGES = 6
@@ -48,7 +49,7 @@ def held_out_stages(
     for plan in plans:
         for s, stage in enumerate(plan.stages):
             first_of.setdefault(
-                StageConfig(stage.first, stage.stop, StageChoice.of(stage), plan.microbatch_size),
+                StageConfig.of(stage, plan.microbatch_size),
                 (plan, s),
             )
     num_of = dict[StageChoice, int]()
@@ -83,16 +84,14 @@ def size_errors(
         if config in measurements.costs:
             size = config.microbatch_size
             costs = [
-                predictor.stage_cost(stage.first, stage.stop, StageChoice.of(stage), size)
+                predictor.stage_cost(stage.first, stage.stop, stage.choice, size)
                 for stage in plan.stages
             ]
             costs[s] = measurements.costs[config]
             interfaces = plan_interfaces(
                 plan, measurements.backend.traced(size).graph, result.param_bytes, costs
             )
-            peaks = replay(
-                build_step(interfaces, plan.schedule_table), plan.cluster.num_devices
-            ).peak_bytes_per_device
+            peaks = replay(build_step(interfaces, plan.schedule_table)).peak_bytes_per_device
             predicted = predictor.predict(plan).stages[s].peak_bytes
             octaves = octaves_away(size, result.microbatch_sizes)
             found.append(SizeError(peaks[plan.stages[s].devices[0]] / predicted - 1, octaves))

@@ -7,16 +7,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from capture.machine.cluster import Cluster
 from capture.machine.target import Target
 from capture.measured.store import Store
-from capture.model.workload import WorkloadSpec
-from capture.plan.stages import Remat, TensorParallelRule
 from capture.profiler.execution import Machine
-from capture.profiler.paper import most_run_devices, paper_runs
-from profiling_runs.collect import Question, check_backend, open_measurements, wanted_configs
-from profiling_runs.executions import profiling_jobs
+from capture.profiler.paper import most_run_devices
+from profiling_runs.collect import wanted_configs
+from profiling_runs.executions import paper_runs_of, profiling_jobs
 from profiling_runs.jobs import Job
+from profiling_runs.measurements import open_measurements
+from profiling_runs.question import ProfileQuestion
 
 #: Seconds of a job where the store knows none of its kind, by part; roughly those of a model of
 #: some hundred million parameters.
@@ -98,84 +97,42 @@ def listing(
     return Listing(kinds, tuple(guessed))
 
 
-def list_jobs(
-    workload: WorkloadSpec,
-    cluster: Cluster,
-    store: Store,
-    *,
-    microbatch_size: int,
-    backend: str,
-    num_layers: int | None,
-    remat: Sequence[Remat],
-    shard_optimizer: bool,
-    shard_params: bool,
-    whole_nodes: bool,
-    any_divisor: bool,
-    num_neighbours: int,
-    tensor_parallel_rule: TensorParallelRule,
-    calibration_plans: int,
-    paper: tuple[str, int] | None,
-    repeats: int,
-    alpa_python: str | None,
-) -> Listing:
-    """The jobs of ``profile`` with the same arguments; the model is traced for it.
+def list_jobs(question: ProfileQuestion, store: Store) -> Listing:
+    """The jobs of ``profile`` with the same question; the model is traced for it.
 
     Runs are listed as of the devices of the cluster's target, which may not be what the workers
     turn out to have.
 
     Raises:
-        ProfileError: ``profile-backend``, as of ``profile``.
         ExecutionError: ``alpa-python`` if that interpreter cannot import alpa.
         WorkloadError, TracingError: if the model cannot be traced.
     """
-    check_backend(
-        backend, paper, None, repeats, alpa_python, tensor_parallel_rule, shard_params or None
-    )
-    if backend == "compile":
-        measurements = open_measurements(
-            workload,
-            num_devices=cluster.num_devices,
-            target=cluster.target,
-            num_layers=num_layers,
-            tensor_parallel_rule=tensor_parallel_rule,
-            store=store,
-        )
-        question = Question.of(
-            cluster,
-            microbatch_size,
-            remat,
-            shard_optimizer,
-            num_neighbours=num_neighbours,
-            calibration_plans=calibration_plans,
-            whole_nodes=whole_nodes,
-            any_divisor=any_divisor,
-            shard_params=shard_params,
-            paper=paper,
-        )
-        jobs, name = (
-            measurements.jobs(wanted_configs(question, measurements)),
-            f"compile:{cluster.target}",
-        )
+    cluster = question.cluster
+    if question.backend == "compile":
+        measurements = open_measurements(question, store=store)
+        jobs = measurements.jobs(wanted_configs(question, measurements))
+        name = f"compile:{cluster.target}"
     else:
         from capture.profiler.run import RunBackend
 
-        assert paper is not None, "checked"
-        if alpa_python is not None:
+        if question.alpa_python is not None:
             from capture.profiler.alpa import AlpaBackend
 
-            runs: RunBackend = AlpaBackend(workload, cluster, alpa_python, num_layers, store)
+            assert question.spec is not None, "jobs are listed of workloads by name"
+            runs: RunBackend = AlpaBackend(
+                question.spec, cluster, question.alpa_python, question.num_layers, store
+            )
         else:
             platform = Target.load(cluster.target).platform
-            machine = Machine(platform, cluster.target, most_run_devices(cluster.num_devices))
             runs = RunBackend(
-                workload.load(),
-                num_layers,
-                tensor_parallel_rule,
+                question.task,
+                question.num_layers,
+                question.tensor_parallel_rule,
                 store,
-                machine=machine,
+                machine=Machine(platform, cluster.target, most_run_devices(cluster.num_devices)),
                 num_devices=cluster.num_devices,
             )
-        layers = runs.compiler.traced(microbatch_size).graph.num_layers
-        sets = paper_runs(layers, cluster.num_devices, microbatch_size, remat[0], shard_optimizer)
-        jobs, name = list(profiling_jobs(runs, sets, microbatch_size, *paper, repeats)), backend
+        num_layers = runs.compiler.traced(question.microbatch_size).graph.num_layers
+        jobs = list(profiling_jobs(runs, question, paper_runs_of(question, num_layers)))
+        name = question.backend
     return listing(jobs, store.get(job.key for job in jobs), store.typical_seconds(), name)

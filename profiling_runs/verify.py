@@ -3,23 +3,25 @@ compiler's reports."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from capture.errors import PlanError, ProfileError
 from capture.machine.target import Target
-from capture.measured.profile import Profile
+from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
 from capture.model.graph import LayerGraph
+from capture.plan.kinds import of_stages
 from capture.plan.stages import Plan
 from capture.predictor.formula import kept_bytes
-from capture.step.interface import plan_interfaces
+from capture.step.interface import StageInterface, plan_interfaces
 from capture.step.ledger import Ledger
-from capture.step.program import StepProgram, build_step, replay
-from capture.step.timeline import StepTimeline, plan_timeline
+from capture.step.pipeline import build_step, plan_timeline
+from capture.step.program import Step, replay
+from capture.step.timeline import StepTimeline
 from capture.step.times import TimeModel
-from profiling_runs.collect import Measurements, stage_config
+from profiling_runs.measurements import Measurements
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Verification:
 
     Attributes:
         plan: Verified.
+        stages: What its stages hold and hand over.
         program: The instructions of its step.
         ledger: Their replay: peaks per device with their parts.
         provenance: Backend, target, versions, flags.
@@ -37,7 +40,8 @@ class Verification:
     """
 
     plan: Plan
-    program: StepProgram
+    stages: Sequence[StageInterface]
+    program: Step
     ledger: Ledger
     provenance: Mapping[str, Any]
     num_compiled: int
@@ -53,7 +57,7 @@ class Verification:
         model = TimeModel(rates, max(self.plan.cluster.nodes))
         times = [found for cost in self.costs if (found := model.stage_times(cost)) is not None]
         return (
-            plan_timeline(self.plan, self.program.stages, times, rates)
+            plan_timeline(self.program, self.plan.cluster, times, rates)
             if len(times) == len(self.costs)
             else None
         )
@@ -87,8 +91,9 @@ def verify(plan: Plan, measurements: Measurements) -> Verification:
             made for.
         ProfileError: ``verify-stage`` naming the stages that do not compile.
     """
+    of_stages(plan, "Compile it with capture.profiler.sharded_run.compile_plan.")
     check_model(plan, measurements)
-    configs = [stage_config(stage, plan.microbatch_size) for stage in plan.stages]
+    configs = [StageConfig.of(stage, plan.microbatch_size) for stage in plan.stages]
     known = set(measurements.backend.store.get({measurements.key(config) for config in configs}))
     missing = {key for config in configs if (key := measurements.key(config)) not in known}
     measurements.require({"stages of the plan": configs})
@@ -109,9 +114,12 @@ def verify(plan: Plan, measurements: Measurements) -> Verification:
     }
     costs = [measurements.costs[config] for config in configs]
     graph = backend.traced(plan.microbatch_size).graph
-    program = build_step(plan_interfaces(plan, graph, param_bytes, costs), plan.schedule_table)
-    ledger = replay(program, plan.cluster.num_devices)
-    return Verification(plan, program, ledger, backend.provenance, len(missing), graph, costs)
+    stages = plan_interfaces(plan, graph, param_bytes, costs)
+    program = build_step(stages, plan.schedule_table)
+    ledger = replay(program)
+    return Verification(
+        plan, stages, program, ledger, backend.provenance, len(missing), graph, costs
+    )
 
 
 def check_model(plan: Plan, measurements: Measurements) -> None:
@@ -142,7 +150,7 @@ def with_verified(profile: Profile, plan: Plan, measurements: Measurements) -> P
     size, graph = plan.microbatch_size, measurements.backend.traced(plan.microbatch_size).graph
     costs = {
         config: measurements.costs[config]
-        for config in (stage_config(stage, size) for stage in plan.stages)
+        for config in (StageConfig.of(stage, size) for stage in plan.stages)
     }
     verified = {
         config: replace(
@@ -178,3 +186,46 @@ def check_profile(profile: Profile, measurements: Measurements) -> None:
             f"{found}. Profile it again.",
             "profile-other-model",
         )
+
+
+class PlanCompiler:
+    """Compiles plans, so that no answer rests on an extrapolation
+    (``recommender.capture.verified.Compile``); the workload is loaded with the first.
+
+    Args:
+        profile: That answers are asked of; the workload must be its own.
+        open_measurements: Opens those of the workload.
+        say: Is told, in words, why the first is compiled.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        open_measurements: Callable[[], Measurements],
+        say: Callable[[str], None] = lambda text: None,
+    ):
+        self._profile, self._open, self._say = profile, open_measurements, say
+        self._measurements: Measurements | None = None
+
+    def open(self) -> Measurements:
+        """The measurements.
+
+        Raises:
+            WorkloadError, TargetError: if the workload cannot be loaded.
+            ProfileError: ``profile-other-model``.
+        """
+        if self._measurements is None:
+            self._measurements = self._open()
+            check_profile(self._profile, self._measurements)
+        return self._measurements
+
+    def __call__(self, plan: Plan, known: Profile) -> tuple[Mapping[str, Any], Profile]:
+        sizes = self._profile.microbatch_sizes
+        if plan.microbatch_size not in sizes and self._measurements is None:
+            profiled = " and ".join(map(str, sizes))
+            self._say(
+                f"micro-batch size {plan.microbatch_size} was not profiled ({profiled} were): "
+                "compiling the stages of the best plans (--no-compile extrapolates)"
+            )
+        measurements = self.open()
+        return verify(plan, measurements).to_json(), with_verified(known, plan, measurements)

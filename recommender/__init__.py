@@ -1,17 +1,20 @@
-"""Plans of least peak memory: from a profile to a recommendation, and the searches behind it. Never
-loads JAX."""
+"""Plans of least peak memory: from a profile to an answer, and the searches behind it. Never loads
+JAX."""
 
+from recommender.answer import Answer
 from recommender.capture.problem import NEVER, InFlightCost, SearchProblem
-from recommender.capture.recommendation import Recommendation, baseline_plan, recommend
+from recommender.capture.recommendation import baseline_plan, recommend
 from recommender.capture.result import Infeasible, PlacedStage, SearchResult
 from recommender.capture.search import search
+from recommender.question import PlanQuestion
 
 __all__ = [
     "NEVER",
+    "Answer",
     "InFlightCost",
     "Infeasible",
     "PlacedStage",
-    "Recommendation",
+    "PlanQuestion",
     "SearchProblem",
     "SearchResult",
     "baseline_plan",

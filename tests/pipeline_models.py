@@ -13,7 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from capture.machine.cluster import Cluster
 from capture.model.workload import Workload
-from capture.plan.stages import Plan, StagePlan
+from capture.plan.choices import StageChoice
+from capture.plan.stages import Plan, Stage
 
 WIDTH, VOCAB, LENGTH = 16, 32, 4
 
@@ -125,7 +126,9 @@ def pipeline(
     for count, (data, tensor) in zip(layers, degrees, strict=True):
         devices = tuple(range(device, device + data * tensor))
         shared = (shard_optimizer and data > 1, shard_params and data > 1)
-        stages.append(StagePlan((first, first + count - 1), devices, data, tensor, remat, *shared))
+        stages.append(
+            Stage(first, first + count, devices, StageChoice(data, tensor, remat, *shared))
+        )
         first, device = first + count, device + data * tensor
     return Plan(
         Cluster((device,)), first, tuple(stages), global_batch_size, num_microbatches, schedule

@@ -15,7 +15,7 @@ from capture.measured.stage_cost import StageCost
 from capture.measured.work import ProgramWork
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import StageChoice
-from capture.plan.stages import Plan, StagePlan
+from capture.plan.stages import Plan, Stage
 from capture.predictor import AdditivePredictor
 
 GB = 10**9
@@ -84,7 +84,7 @@ def written_plan(
 ) -> Plan:
     """Two stages on three devices with a prediction written by hand: 24 GB and 12 GB, each within 2
     %."""
-    stages = (StagePlan((0, 1), (0, 1), 2, 1), StagePlan((2, 2), (2,), 1, 1, "full"))
+    stages = (Stage(0, 2, (0, 1), StageChoice(2, 1)), Stage(2, 3, (2,), StageChoice(1, 1, "full")))
     parts = (
         {"parameters": 4 * GB, "gradients": 4 * GB, "activations": 10 * GB, "temporaries": 6 * GB},
         {"parameters": 2 * GB, "gradients": 2 * GB, "optimizer": 4 * GB, "temporaries": 4 * GB},

@@ -10,6 +10,7 @@ import numpy as np
 
 from capture.machine.cluster import Cluster
 from capture.plan.choices import StageChoice, hybrid_choices, paper_choices
+from capture.plan.space import StageSpace
 from recommender.capture.problem import NEVER, InFlightCost, SearchProblem
 
 #: (nodes, layers, whole_nodes, any_divisor); each is small enough for brute force.
@@ -48,11 +49,8 @@ def random_problem(seed: int) -> SearchProblem:
     generator = np.random.default_rng(seed)
     nodes, num_layers, whole_nodes, any_divisor = SHAPES[seed % len(SHAPES)]
     cluster = Cluster(nodes)
-    degrees = {
-        d
-        for here in cluster.stage_degrees(whole_nodes=whole_nodes, any_divisor=any_divisor)
-        for d in here
-    }
+    space = StageSpace(whole_nodes, any_divisor)
+    degrees = space.all_degrees(cluster)
     powers = (paper_choices, hybrid_choices)[seed % 2](cluster.num_devices)
     choices = {d: powers.get(d, (StageChoice(d, 1), StageChoice(1, d))) for d in degrees}
     num_positions = int(generator.integers(1, min(cluster.num_devices, num_layers) + 2))
@@ -73,9 +71,7 @@ def random_problem(seed: int) -> SearchProblem:
                 -largest // 4, largest // 2 + 1, (shape[0], num_positions, *shape[1:])
             )
             cost[d] = np.where(empty[:, None] if empty.ndim == 3 else empty, NEVER, rows)
-    return SearchProblem(
-        cluster, num_layers, choices, cost, whole_nodes=whole_nodes, any_divisor=any_divisor
-    )
+    return SearchProblem(cluster, num_layers, choices, cost, space)
 
 
 def timed_problem(seed: int) -> SearchProblem:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from capture.measured.stage_cost import StageCost
 from capture.model.graph import Layer, LayerGraph, Tensor
-from capture.step.interface import stage_interface, stage_values
-from capture.step.program import StageInterface
+from capture.step.interface import StageInterface, stage_interface, stage_values
 
 MICROBATCH_SIZE = 4
 LOSS_BYTES = 4

@@ -14,7 +14,7 @@ from capture.measured.profile import Calibration, Profile, StageConfig, StageErr
 from capture.measured.stage_cost import StageCost
 from capture.model.graph import LayerGraph
 from capture.plan.choices import StageChoice, hybrid_choices
-from capture.plan.stages import Plan, StagePlan
+from capture.plan.stages import Plan, Stage
 from capture.profiler.windows import window_configs
 from capture.step.interface import stage_values
 
@@ -144,13 +144,16 @@ def make_plan(
     for count, choice in zip(layers, choices, strict=True):
         devices = tuple(range(device, device + choice.num_devices))
         stages.append(
-            StagePlan(
-                (first, first + count - 1),
+            Stage(
+                first,
+                first + count,
                 devices,
-                choice.data_parallel,
-                choice.tensor_parallel,
-                choice.remat,
-                choice.shard_optimizer,
+                StageChoice(
+                    choice.data_parallel,
+                    choice.tensor_parallel,
+                    choice.remat,
+                    choice.shard_optimizer,
+                ),
             )
         )
         first, device = first + count, device + choice.num_devices
@@ -166,12 +169,4 @@ def make_plan(
 
 def configs_of(plan: Plan) -> list[StageConfig]:
     """The stage config of every stage."""
-    return [
-        StageConfig(
-            s.first,
-            s.stop,
-            StageChoice(s.data_parallel, s.tensor_parallel, s.remat, s.shard_optimizer),
-            plan.microbatch_size,
-        )
-        for s in plan.stages
-    ]
+    return [StageConfig.of(s, plan.microbatch_size) for s in plan.stages]

@@ -23,11 +23,12 @@ from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import StageChoice
-from capture.plan.stages import Plan, StagePlan
+from capture.plan.stages import Plan, Stage
 from capture.predictor import AdditivePredictor
 from capture.profiler.alpa import AlpaBackend
 from capture.profiler.execution import ProfilingRun
-from profiling_runs.executions import executed_profile
+from profiling_runs import ProfileQuestion
+from profiling_runs import profile as make_profile
 from recommender.capture.autostage import (
     LABEL,
     MOST_SUCCESSORS,
@@ -36,6 +37,7 @@ from recommender.capture.autostage import (
     autostaging_tables,
     search_tables,
 )
+from recommender.question import PlanQuestion
 
 PICKLED = (
     Path(__file__).parent / "data" / "alpa_parallel_plan.pickle"
@@ -44,9 +46,9 @@ PLAN = Plan(
     Cluster((4, 4)),
     6,
     (
-        StagePlan((0, 1), range(4), 4, 1, "full", True),
-        StagePlan((2, 4), (4, 5), 1, 2, "full"),
-        StagePlan((5, 5), (6, 7), 2, 1, "full", True),
+        Stage(0, 2, range(4), StageChoice(4, 1, "full", True)),
+        Stage(2, 5, (4, 5), StageChoice(1, 2, "full")),
+        Stage(5, 6, (6, 7), StageChoice(2, 1, "full", True)),
     ),
     64,
     8,
@@ -80,7 +82,7 @@ def test_options_say_what_the_plan_says():
 
 
 def test_a_stage_that_keeps_its_optimizer_whole_says_so():
-    stages = (*PLAN.stages[:2], StagePlan((5, 5), (6, 7), 2, 1, "full"))
+    stages = (*PLAN.stages[:2], Stage(5, 6, (6, 7), StageChoice(2, 1, "full")))
     options = to_alpa(PLAN.with_(stages=stages))
     assert options.default_auto_sharding_option == {"prefer_reduce_scatter": False}
     assert [d.get("prefer_reduce_scatter") for d in options.submesh_autosharding_option_dicts] == [
@@ -104,13 +106,15 @@ def test_what_alpa_cannot_place(nodes, sizes, code):
 
 
 def test_split_parameters_are_not_alpas():
-    stages = (StagePlan((0, 1), [0, 1], 2, 1, "none", shard_optimizer=True, shard_params=True),)
+    stages = (
+        Stage(0, 2, [0, 1], StageChoice(2, 1, "none", shard_optimizer=True, shard_params=True)),
+    )
     assert codes_of(lambda: to_alpa(Plan(Cluster((2,)), 2, stages, 4, 2))) == ("alpa-shard-params",)
 
 
 @pytest.mark.parametrize("modes", [("none", "full"), ("dots", "dots")])
 def test_remat_is_one_for_all_layers(modes):
-    stages = tuple(StagePlan((s, s), [s], 1, 1, mode) for s, mode in enumerate(modes))
+    stages = tuple(Stage(s, s + 1, [s], StageChoice(1, 1, mode)) for s, mode in enumerate(modes))
     assert codes_of(lambda: to_alpa(Plan(Cluster((2,)), 2, stages, 4, 2))) == ("alpa-remat",)
 
 
@@ -172,9 +176,12 @@ MANUAL = {
 def test_manual_options_are_read():
     dicts = [{"force_data_parallel": True}, {"force_batch_dim_to_mesh_dim": 0}]
     found = plan_from_alpa({**OPTIONS, "submesh_autosharding_option_dicts": dicts}, **MANUAL)
-    assert [(s.layers, s.data_parallel, s.tensor_parallel, s.devices) for s in found.stages] == [
-        ((0, 1), 2, 1, (2, 3)),
-        ((2, 2), 1, 2, (0, 1)),
+    assert [
+        (s.first, s.stop, s.choice.data_parallel, s.choice.tensor_parallel, s.devices)
+        for s in found.stages
+    ] == [
+        (0, 2, 2, 1, (2, 3)),
+        (2, 3, 1, 2, (0, 1)),
     ]
 
 
@@ -184,7 +191,10 @@ def test_a_choice_that_is_left_to_alpas_solver_is_not_guessed():
         "alpa-undecided",
     )
     found = plan_from_alpa(OPTIONS, **MANUAL, undecided="tensor_parallel")
-    assert [(s.data_parallel, s.tensor_parallel) for s in found.stages] == [(1, 2), (1, 2)]
+    assert [(s.choice.data_parallel, s.choice.tensor_parallel) for s in found.stages] == [
+        (1, 2),
+        (1, 2),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -334,7 +344,8 @@ def test_the_command_writes_the_file_and_shows_the_placement(tmp_path, capsys):
 def test_autostaging_is_labelled_and_stands_where_alpa_places_stages():
     profile = planted_profile(8, max_devices=4)
     found = autostage(
-        profile, Cluster((4, 4), profile.target), global_batch_size=64, num_microbatches=4
+        profile,
+        PlanQuestion(Cluster((4, 4), profile.target), global_batch_size=64, num_microbatches=4),
     )
     assert (
         found.status == "ok" and LABEL in found.search.algorithm and LABEL in found.why["summary"]
@@ -345,7 +356,8 @@ def test_autostaging_is_labelled_and_stands_where_alpa_places_stages():
     )
     with pytest.raises(PlanError, match=r"\[alpa-cluster\]"):
         autostage(
-            profile, Cluster((4, 2), profile.target), global_batch_size=64, num_microbatches=4
+            profile,
+            PlanQuestion(Cluster((4, 2), profile.target), global_batch_size=64, num_microbatches=4),
         )
 
 
@@ -355,24 +367,32 @@ def test_alpas_check_of_memory_may_take_a_plan_that_does_not_fit():
     profile = planted_profile(8, max_devices=4)
     batch = {"global_batch_size": 64, "num_microbatches": 4, "schedule": "gpipe"}
     cluster = Cluster((4, 4), profile.target)
-    peak = autostage(profile, cluster, **batch).prediction.peak_bytes
+    peak = autostage(profile, PlanQuestion(cluster, **batch)).prediction.peak_bytes
     refused = [
         found
         for percent in range(50, 100, 4)
         if (
-            found := autostage(profile, cluster, **batch, memory_limit_bytes=peak * percent // 100)
+            found := autostage(
+                profile, PlanQuestion(cluster, **batch, memory_limit_bytes=peak * percent // 100)
+            )
         ).plan
         and found.status != "ok"
     ]
     assert refused and all(found.headroom.verdict == "does not fit" for found in refused)
     assert refused[0].why["code"] == "autostaging" and "are predicted" in refused[0].why["summary"]
-    nothing = autostage(profile, cluster, **batch, memory_limit_bytes=1)
+    nothing = autostage(profile, PlanQuestion(cluster, **batch, memory_limit_bytes=1))
     least = int(nothing.why["summary"].rpartition(" is ")[2].rstrip(".").replace(",", ""))
     assert (
         nothing.plan is None
-        and autostage(profile, cluster, **batch, memory_limit_bytes=least).plan is not None
+        and autostage(profile, PlanQuestion(cluster, **batch, memory_limit_bytes=least)).plan
+        is not None
     )
-    assert autostage(profile, cluster, **batch, memory_limit_bytes=least * 98 // 100).plan is None
+    assert (
+        autostage(
+            profile, PlanQuestion(cluster, **batch, memory_limit_bytes=least * 98 // 100)
+        ).plan
+        is None
+    )
 
 
 def test_optimizer_state_leaves_less_room_for_what_micro_batches_keep():
@@ -422,7 +442,8 @@ def test_the_command_plans_as_alpa_would(tmp_path, capsys):
     document = json.loads(capsys.readouterr().out)
     assert LABEL in document["search"]["algorithm"] and LABEL in document["why"]["summary"]
     expected = autostage(
-        profile, Cluster((4, 4), profile.target), global_batch_size=64, num_microbatches=4
+        profile,
+        PlanQuestion(Cluster((4, 4), profile.target), global_batch_size=64, num_microbatches=4),
     )
     assert Plan.load(tmp_path / "plan.json").stages == expected.plan.stages
     assert main([*asked, "--algorithm", "autostage", "--memory", "1B"]) == 1
@@ -511,13 +532,15 @@ def test_a_run_whose_process_ends_is_a_failed_run(tmp_path):
 )
 def test_an_interpreter_without_alpa_is_refused_at_once(python, said):
     with pytest.raises(ExecutionError, match=rf"{said}.*\[alpa-python\]$"):
-        executed_profile(
-            SPEC,
-            Cluster((2,)),
-            microbatch_size=4,
-            schedule="gpipe",
-            num_microbatches=4,
-            alpa_python=python,
+        make_profile(
+            ProfileQuestion(
+                SPEC,
+                Cluster((2,)),
+                microbatch_size=4,
+                backend="alpa",
+                paper=("gpipe", 4),
+                alpa_python=python,
+            )
         )
 
 

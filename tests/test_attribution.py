@@ -15,26 +15,26 @@ from capture.compiler.buffers import parse_buffers
 from capture.machine.cluster import Cluster
 from capture.measured.profile import StageConfig
 from capture.plan.choices import StageChoice
-from capture.plan.stages import Plan, StagePlan
+from capture.plan.stages import Plan, Stage
 from capture.profiler.compile import CompileBackend
 from capture.step.attribution import Buffer, attribute, group
 from capture.tracing.source import model_line, operation_name
-from profiling_runs.collect import open_measurements, stage_config
+from profiling_runs.measurements import open_measurements
+from profiling_runs.question import ProfileQuestion
 from profiling_runs.verify import verify
 
 HERE = "tests/pipeline_models.py"
 
 
 def attributions(workload, plan):
-    measurements = open_measurements(workload, num_devices=plan.cluster.num_devices)
+    measurements = open_measurements(ProfileQuestion(workload, plan.cluster, 8))
     verified = verify(plan, measurements)
     buffers = measurements.buffers(
-        [stage_config(stage, plan.microbatch_size) for stage in plan.stages]
+        [StageConfig.of(stage, plan.microbatch_size) for stage in plan.stages]
     )
     graph = measurements.backend.traced(plan.microbatch_size).graph
-    return attribute(
-        verified.program, [(stage.first, stage.stop) for stage in plan.stages], graph, buffers
-    )
+    ranges = [(stage.first, stage.stop) for stage in plan.stages]
+    return attribute(verified.program, verified.stages, ranges, graph, buffers)
 
 
 def plan_of(num_layers, *stages, schedule="1f1b", batch=16):
@@ -43,17 +43,24 @@ def plan_of(num_layers, *stages, schedule="1f1b", batch=16):
 
 
 PLANS = [
-    (mlp(optax.adamw(1e-3)), plan_of(4, StagePlan((0, 1), (0,)), StagePlan((2, 3), (1,)))),
-    (mlp(optax.adamw(1e-3)), plan_of(4, StagePlan((0, 3), (0, 1, 2, 3), 2, 2), schedule="gpipe")),
+    (mlp(optax.adamw(1e-3)), plan_of(4, Stage(0, 2, (0,)), Stage(2, 4, (1,)))),
+    (
+        mlp(optax.adamw(1e-3)),
+        plan_of(4, Stage(0, 4, (0, 1, 2, 3), StageChoice(2, 2)), schedule="gpipe"),
+    ),
     (
         mlp(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, 0.9))),
-        plan_of(4, StagePlan((0, 2), (0,)), StagePlan((3, 3), (1,))),
+        plan_of(4, Stage(0, 3, (0,)), Stage(3, 4, (1,))),
     ),
     (
         mlp(),
-        plan_of(4, StagePlan((0, 1), (0,), remat="full"), StagePlan((2, 3), (1,), remat="full")),
+        plan_of(
+            4,
+            Stage(0, 2, (0,), StageChoice(remat="full")),
+            Stage(2, 4, (1,), StageChoice(remat="full")),
+        ),
     ),
-    (tied(), plan_of(4, StagePlan((0, 1), (0,)), StagePlan((2, 3), (1,)))),
+    (tied(), plan_of(4, Stage(0, 2, (0,)), Stage(2, 4, (1,)))),
 ]
 
 
@@ -71,9 +78,7 @@ def test_buffers_sum_to_the_peak_category_by_category(workload, plan):
 
 
 def test_activations_and_temporaries_name_their_line():
-    first, last = attributions(
-        mlp(), plan_of(4, StagePlan((0, 1), (0,)), StagePlan((2, 3), (1,)), batch=1024)
-    )
+    first, last = attributions(mlp(), plan_of(4, Stage(0, 2, (0,)), Stage(2, 4, (1,)), batch=1024))
     found = replace(first, buffers=first.buffers + last.buffers)
     computed = [b for b in found.buffers if b.category in ("activations", "temporaries")]
     assert sum(b.bytes for b in computed if b.source.startswith(HERE)) > 0.9 * sum(

@@ -13,6 +13,7 @@ from capture.machine.cluster import Cluster
 from capture.model.workload import Workload, WorkloadProtocol, WorkloadSpec
 from capture.tracing.batch.split import SplitCheck, check_split, split_warning
 from profiling_runs.collect import profile
+from profiling_runs.question import ProfileQuestion
 
 FEATURES, CLASSES = 6, 5
 
@@ -282,6 +283,8 @@ def test_a_profile_warns():
         return losses(params["b"], {**batch, "x": x}).sum()
 
     task = Workload(loss, init, toy(None).batch, optax.sgd(0.1))
-    result = profile(task, Cluster.parse("1x1"), microbatch_size=2, calibration_plans=0)
+    result = profile(
+        ProfileQuestion(task, Cluster.parse("1x1"), microbatch_size=2, calibration_plans=0)
+    )
     assert len(result.warnings) == 1
     assert "a sum over the examples, not a mean. [workload-split]" in result.warnings[0]

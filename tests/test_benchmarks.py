@@ -20,13 +20,16 @@ from benchmarks import alpa_replay, drawing, gpu_truth, hybrid_sharding, mutatio
 from benchmarks.capture_paper import count_again, figure_7, scenarios
 from capture.alpa.memory import AlpaMemory
 from capture.machine.cluster import Cluster
+from capture.measured.profile import StageConfig
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
-from capture.plan.stages import Plan, StagePlan
+from capture.plan.choices import StageChoice
+from capture.plan.stages import Plan, Stage
 from capture.profiler.compile import CompileBackend
 from capture.step.interface import plan_interfaces
 from capture.step.ledger import Peak
-from profiling_runs.collect import open_measurements, stage_config
+from profiling_runs.measurements import open_measurements
+from profiling_runs.question import ProfileQuestion
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -81,11 +84,16 @@ def test_a_run_of_one_stage_is_counted_as_one_program(tmp_path, monkeypatch):
         {"size": "tiny", "num_layers": 2, "dtype": "float16"},
     )
     plan = Plan(
-        Cluster((2,)), 2, (StagePlan((0, 1), (0, 1), 2, 1, "full", True),), 16, 4, workload=spec
+        Cluster((2,)),
+        2,
+        (Stage(0, 2, (0, 1), StageChoice(2, 1, "full", True)),),
+        16,
+        4,
+        workload=spec,
     )
     store = Store(tmp_path / "store.db")
     measurements = open_measurements(
-        spec, num_devices=2, target="cpu", store=store, progress=lambda *_: None
+        ProfileQuestion(spec, Cluster((2,), "cpu"), 8), store=store, progress=lambda *_: None
     )
     num_params, state, update = 1_000_000, 4_000_001, 5_000_000
     stage = SimpleNamespace(
@@ -129,7 +137,9 @@ def test_stages_that_alpas_solver_split_are_named():
             (1, dp * tp) if s in case.undecided else (dp, tp)
             for s, (dp, tp) in enumerate(case.degrees)
         ]
-        assert [(stage.data_parallel, stage.tensor_parallel) for stage in split] == degrees
+        assert [
+            (stage.choice.data_parallel, stage.choice.tensor_parallel) for stage in split
+        ] == degrees
 
 
 def test_without_a_gpu_nothing_is_measured_and_nothing_written(tmp_path):
@@ -198,8 +208,8 @@ def test_a_replica_traced_alone_holds_what_the_compiled_stage_does(tmp_path):
         {"size": "tiny", "num_layers": 3, "dtype": "float16"},
     )
     stages = (
-        StagePlan((0, 1), [0, 1], 2, 1, "none", True),
-        StagePlan((2, 2), [2, 3], 2, 1, "full", True),
+        Stage(0, 2, [0, 1], StageChoice(2, 1, "none", True)),
+        Stage(2, 3, [2, 3], StageChoice(2, 1, "full", True)),
     )
     plan = Plan(Cluster((4,)), 3, stages, 16, 4, "1f1b", workload=spec)
     backend, tracer = (
@@ -208,7 +218,7 @@ def test_a_replica_traced_alone_holds_what_the_compiled_stage_does(tmp_path):
     )
     graph, param_bytes = backend.traced(4).graph, {(1, 1): backend.sharding(4).param_bytes((1, 1))}
     compiled = plan_interfaces(
-        plan, graph, param_bytes, [backend.measure(stage_config(stage, 4)) for stage in stages]
+        plan, graph, param_bytes, [backend.measure(StageConfig.of(stage, 4)) for stage in stages]
     )
     traced = [tracer.interface(stage, 4) for stage in stages]
     assert [replace(stage, transient_bytes={}) for stage in traced] == [

@@ -19,12 +19,13 @@ from types import SimpleNamespace
 import pytest
 from timeouts import TIMEOUT_SECONDS
 
-from capture.cli import options as shared
+from capture.cli import asked, plan
 from capture.cli.main import _show_warning, main
 from capture.cli.progress import progress
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
-from capture.plan.stages import Plan, StagePlan
+from capture.plan.choices import StageChoice
+from capture.plan.stages import Plan, Stage
 from capture.predictor import AdditivePredictor
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -374,9 +375,7 @@ def test_a_model_without_marks_is_planned_and_its_layers_are_said(inside, capsys
 
     workload = WorkloadSpec.parse("plain.py:model?layers=10").load()
     assert trace_for_plan(workload, plan).graph.model_hash == plan.model_hash
-    by_hand = plan.with_(
-        auto_layers=False, model_hash="", num_layers=5, stages=[StagePlan((0, 4), [0])]
-    )
+    by_hand = plan.with_(auto_layers=False, model_hash="", num_layers=5, stages=[Stage(0, 5, [0])])
     assert trace_for_plan(workload, by_hand).graph.num_layers == 5
     assert not Plan.load("plan.json").auto_layers
 
@@ -385,7 +384,7 @@ def test_a_plan_by_hand_is_predicted_for_reports_and_differences(inside, capsys)
     """By a profile of the degrees of its stages, which is said; the prediction is that of the
     profile that is there."""
     by_hand = Plan.load("plan.json").with_(
-        prediction=None, why=None, stages=[StagePlan((0, 7), [0, 1], tensor_parallel=2)]
+        prediction=None, why=None, stages=[Stage(0, 8, [0, 1], StageChoice(tensor_parallel=2))]
     )
     by_hand.save("hand.json")
     assert (
@@ -525,7 +524,7 @@ def test_a_limit_below_the_state_is_answered_without_measuring(inside, capsys, t
 def test_the_plain_answer_comes_before_anything_is_measured_for_a_change(
     inside, capsys, monkeypatch
 ):
-    made, make_profile = [], shared.make_profile
+    made, make_profile = [], plan.make_profile
 
     def once(*arguments, **changes):
         if made:
@@ -533,7 +532,7 @@ def test_the_plain_answer_comes_before_anything_is_measured_for_a_change(
         made.append(changes)
         return make_profile(*arguments, **changes)
 
-    monkeypatch.setattr(shared, "make_profile", once)
+    monkeypatch.setattr(plan, "make_profile", once)
     code, out, err = run_here(
         capsys,
         "plan",
@@ -860,14 +859,15 @@ def test_a_worker_that_dies_is_an_error_with_what_to_do(inside, capsys, tmp_path
 def test_the_store_is_in_the_cache_folder_unless_it_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert (
-        shared.open_store(SimpleNamespace(store=None)).path == tmp_path / "capture" / "store.sqlite"
+        asked.open_store(SimpleNamespace(store=None)).path == tmp_path / "capture" / "store.sqlite"
     )
-    assert shared.open_store(SimpleNamespace(store=tmp_path / "mine")).path == tmp_path / "mine"
+    assert asked.open_store(SimpleNamespace(store=tmp_path / "mine")).path == tmp_path / "mine"
 
 
 def test_one_device_is_planned_for_where_no_cluster_is_named_and_that_is_said(capsys):
     options = SimpleNamespace(cluster=None, target="CPU", quiet=False)
-    assert shared.read_cluster(options) == shared.read_cluster(options) == Cluster((1,), "cpu")
+    assert asked.read_cluster(vars(options)) == Cluster((1,), "cpu")
+    asked.say_one_device(options)
     assert (
         capsys.readouterr().err
         == "for one device (--cluster 1x1); --cluster NxG is for N nodes of G devices\n"
@@ -875,7 +875,7 @@ def test_one_device_is_planned_for_where_no_cluster_is_named_and_that_is_said(ca
 
 
 def test_a_batch_defaults_to_sixteen_examples_per_microbatch():
-    assert shared.read_batch(SimpleNamespace(global_batch=None, microbatches=4)) == (64, 4)
+    assert asked.read_batch({"global_batch": None, "microbatches": 4}) == (64, 4)
 
 
 def test_quiet_progress_says_nothing(capsys):
@@ -944,7 +944,7 @@ def test_what_python_cannot_read_is_named_by_its_line(inside, capsys):
 
 
 def test_a_warning_is_a_line_that_names_a_file_of_the_users_alone(inside, capsys):
-    for file in (str(inside / "tiny.py"), shared.__file__):
+    for file in (str(inside / "tiny.py"), asked.__file__):
         _show_warning("mind this", UserWarning, file, 3)
     assert capsys.readouterr().err == "warning: tiny.py:3: mind this\nwarning: mind this\n"
 

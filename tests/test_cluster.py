@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from capture.errors import CaptureError, ClusterError, Violation
 from capture.machine.cluster import Cluster
+from capture.plan.space import StageSpace
 
 clusters = st.builds(
     Cluster,
@@ -91,12 +92,12 @@ def test_devices_are_counted_node_by_node(cluster):
     ],
 )
 def test_stage_degrees(nodes, options, expected):
-    assert Cluster(nodes).stage_degrees(**options) == expected
+    assert StageSpace(**options).degrees(Cluster(nodes)) == expected
 
 
 @given(clusters, st.booleans(), st.booleans())
 def test_a_stage_fits_into_its_node_or_fills_whole_equal_nodes(cluster, any_divisor, whole_nodes):
-    degrees = cluster.stage_degrees(any_divisor=any_divisor, whole_nodes=whole_nodes)
+    degrees = StageSpace(whole_nodes, any_divisor).degrees(cluster)
     assert len(degrees) == cluster.num_devices
     for first, here in enumerate(degrees):
         assert here == sorted(set(here)) and here[0] == 1

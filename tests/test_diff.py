@@ -13,7 +13,7 @@ from report_plans import GB, planted_profile, predicted_plan, verified, written_
 from capture.cli.main import main
 from capture.machine.cluster import Cluster
 from capture.plan.choices import StageChoice
-from capture.plan.stages import Plan, StagePlan
+from capture.plan.stages import Plan, Stage
 from capture.report.data import report_facts
 from capture.report.difference import DeviceGroup, Difference, device_groups, differences
 
@@ -38,7 +38,9 @@ def merged(plan: Plan) -> Plan:
         "stages": [{**note, "layers_bytes": [{}] * 3}],
     }
     return plan.with_(
-        stages=(StagePlan((0, 2), (0, 1, 2), 1, 3),), prediction=prediction, num_microbatches=6
+        stages=(Stage(0, 3, (0, 1, 2), StageChoice(1, 3)),),
+        prediction=prediction,
+        num_microbatches=6,
     )
 
 
@@ -71,7 +73,12 @@ def test_a_single_change_is_a_single_difference(change, name, first, second):
 )
 def test_an_option_of_a_stage_is_named_with_its_stage(change, first, second):
     plan = written_plan()
-    other = plan.with_(stages=(plan.stages[0], replace(plan.stages[1], **change)))
+    other = plan.with_(
+        stages=(
+            plan.stages[0],
+            replace(plan.stages[1], choice=replace(plan.stages[1].choice, **change)),
+        )
+    )
     (name,) = change
     assert differences(plan, other) == [Difference(f"stages[1].{name}", first, second)]
 
@@ -133,7 +140,7 @@ def chain_plan(degrees: list[int]) -> Plan:
     """Stages of a layer each on so many devices; stage s needs s + 1 bytes per device."""
     ends = [sum(degrees[: s + 1]) for s in range(len(degrees))]
     stages = tuple(
-        StagePlan((s, s), tuple(range(end - d, end)), 1, d)
+        Stage(s, s + 1, tuple(range(end - d, end)), StageChoice(1, d))
         for s, (d, end) in enumerate(zip(degrees, ends, strict=True))
     )
     notes = [

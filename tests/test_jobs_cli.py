@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from timeouts import TIMEOUT_SECONDS
 
+from capture.cli.job_file import ProfileJob
 from capture.cli.main import build_parser, main
 from capture.cli.progress import Events, Tally
 from capture.errors import ProfileError
@@ -51,11 +52,10 @@ global_batch = 2
 """
 
 
-def read(path: Path, *arguments: str):
+def read(path: Path):
     from capture.cli.job_file import read_job_file
 
-    options = build_parser().parse_args(["profile", "--jobs", str(path), *arguments])
-    return read_job_file(path, options.parser, options)
+    return read_job_file(path)
 
 
 def run(capsys, *arguments: str) -> tuple[int, dict, str]:
@@ -82,22 +82,13 @@ def inside(folder, monkeypatch) -> Path:
 
 
 def test_a_file_is_read_as_the_command_line_is(folder):
-    small, large, other = read(folder / "jobs.toml", "--workers", "0", "--store", "mine.sqlite")
-    given = {
-        "--microbatches": 2,
-        "--global-batch": 4,
-        "--workers": 0,
-        "--store": "mine.sqlite",
-        "-o": "profiles/mlp-4.json",
-    }
-    pairs = [str(word) for pair in given.items() for word in pair]
-    written = build_parser().parse_args(["profile", *QUESTION[:3], *SMALL, *pairs])
-    ignored = {"jobs", "main", "parser"}
-    assert {k: v for k, v in vars(large).items() if k not in ignored} == {
-        k: v for k, v in vars(written).items() if k not in ignored
-    }
-    assert (small.global_batch, str(small.output)) == (2, "profiles/mlp-2.json")
-    assert (other.shard_optimizer, other.cluster, str(other.output)) == (
+    small, large, other = read(folder / "jobs.toml")
+    given = ["--microbatches", "2", "--global-batch", "4", "-o", "profiles/mlp-4.json"]
+    written = build_parser().parse_args(["profile", *QUESTION[:3], *SMALL, *given])
+    assert large.question == ProfileJob.of(vars(written)).question
+    assert large.values == {name: vars(written)[name] for name in large.values}
+    assert (small.question.microbatch_size, str(small.output)) == (1, "profiles/mlp-2.json")
+    assert (other.question.shard_optimizer, str(other.question.cluster), str(other.output)) == (
         True,
         "1x1",
         "profile.json",

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import optax
 import pytest
 from pipeline_models import mlp, tied
 from synthetic_profiles import Planted, hybrid
 
-from capture.cli.suggest import cheapest_change
 from capture.machine.cluster import Cluster
 from capture.plan.choices import StageChoice, hybrid_choices
 from capture.plan.schedule import SCHEDULES
 from capture.profiler.compile import CompileBackend
-from recommender import recommend
+from recommender import PlanQuestion, recommend
+from recommender.capture.changes import Measuring, cheapest_change
 from recommender.capture.least_state import beyond_memory, least_state
 from recommender.capture.verified import Knowledge
 
@@ -30,7 +29,7 @@ def test_it_is_a_lower_bound_on_the_least_peak(seed, nodes):
     none = [0] * len(profile.graph.params)  # whatever the optimizer
     least = least_state(profile.graph, profile.param_bytes, none, profile.choices, cluster)
     for schedule in SCHEDULES:
-        found = recommend(profile, cluster, **BATCH, schedule=schedule)
+        found = recommend(profile, PlanQuestion(cluster, **BATCH, schedule=schedule))
         assert 0 < least.peak_bytes <= found.search.peak_bytes
         fits = least_state(
             profile.graph,
@@ -128,11 +127,6 @@ def test_the_answer_says_what_is_needed_and_is_a_document():
 # --------------------------------------------------------------------------------------------------
 
 
-OPTIONS = SimpleNamespace(
-    schedule="1f1b", shard_optimizer=False, remat="none", whole_nodes=False, any_divisor=False
-)
-
-
 class Measured:
     """What was measured for changes, in order; the profile of each is the same."""
 
@@ -143,49 +137,45 @@ class Measured:
         self.asked.append(changes)
         return self._profile
 
+    def with_state(self, least_state) -> Measuring:
+        return Measuring(("none",), False, self, least_state)
+
 
 def test_a_change_under_which_the_state_does_not_fit_is_not_measured():
     planted = Planted(4, 1)
     profile, cluster = planted.profile(hybrid(2)), Cluster((2,))
-    peak = recommend(profile, cluster, **BATCH).search.peak_bytes
+    peak = recommend(profile, PlanQuestion(cluster, **BATCH)).search.peak_bytes
     reprofile = Measured(
         planted.profile([c for d in (1, 2) for c in hybrid_choices(2, remat="full")[d]])
     )
 
     def state(of, **changes):
-        return 0 if changes.get("remat") == "full" else 2 * peak + 1
+        return 0 if changes.get("remat") == ("full",) else 2 * peak + 1
 
-    found = cheapest_change(
-        OPTIONS,
-        Knowledge(profile),
-        4,
-        cluster,
-        128,
-        8,
-        peak * 2,
-        reprofile=reprofile,
-        least_state=state,
-    )
+    question = PlanQuestion(cluster, **BATCH, memory_limit_bytes=peak * 2)
+    found = cheapest_change(question, 4, Knowledge(profile), reprofile.with_state(state))
     assert (
-        reprofile.asked == [{"remat": "full"}]
-        and found["change"] == "--remat full"
-        and found["peak_bytes"] <= 2 * peak
+        reprofile.asked == [{"remat": ("full",)}]
+        and found.change == "--remat full"
+        and found.peak_bytes <= 2 * peak
     )
 
 
 def test_nothing_is_measured_for_a_change_where_nothing_was_for_the_question():
     reprofile = Measured(None)
-    asked = {
-        "reprofile": reprofile,
-        "least_state": lambda of, **changes: 7 if of.num_devices == 4 else 9,
-    }
-    found = cheapest_change(OPTIONS, None, 4, Cluster((2,)), 128, 8, 8, **asked)
-    assert not reprofile.asked and (
-        found["change"],
-        found["peak_bytes"],
-        found["least_state_bytes"],
-    ) == ("--cluster 2x2", None, 7)
-    assert cheapest_change(OPTIONS, None, 4, Cluster((2,)), 128, 8, 6, **asked) is None
+    measuring = reprofile.with_state(lambda of, **changes: 7 if of.num_devices == 4 else 9)
+
+    def change(limit):
+        question = PlanQuestion(Cluster((2,)), **BATCH, memory_limit_bytes=limit)
+        return cheapest_change(question, 4, None, measuring)
+
+    found = change(8)
+    assert not reprofile.asked and (found.change, found.peak_bytes, found.least_state_bytes) == (
+        "--cluster 2x2",
+        None,
+        7,
+    )
+    assert change(6) is None
 
 
 def test_a_change_that_cannot_save_enough_of_what_is_measured_is_not_measured():
@@ -206,26 +196,18 @@ def test_a_change_that_cannot_save_enough_of_what_is_measured_is_not_measured():
         profile.choices,
         cluster,
     ).peak_bytes
-    peak = recommend(profile, cluster, **BATCH).search.peak_bytes
+    peak = recommend(profile, PlanQuestion(cluster, **BATCH)).search.peak_bytes
     assert state < peak - 1
-    for limit, asked in ((peak - 1, [{"remat": "dots"}, {"remat": "full"}]), (state // 2, [])):
+    for limit, asked in (
+        (peak - 1, [{"remat": ("dots",)}, {"remat": ("full",)}]),
+        (state // 2, []),
+    ):
         reprofile = Measured(profile)
 
         def no_smaller_batch(of, limit=limit, **changes):
             return limit + 1 if "microbatch_size" in changes else None
 
-        assert (
-            cheapest_change(
-                OPTIONS,
-                Knowledge(profile),
-                0,
-                cluster,
-                128,
-                8,
-                limit,
-                reprofile=reprofile,
-                least_state=no_smaller_batch,
-            )
-            is None
-        )
+        question = PlanQuestion(cluster, **BATCH, memory_limit_bytes=limit)
+        measuring = reprofile.with_state(no_smaller_batch)
+        assert cheapest_change(question, 0, Knowledge(profile), measuring) is None
         assert reprofile.asked == asked

@@ -83,7 +83,7 @@ def small() -> PipelinedStep:
 
 def test_a_leaked_buffer_is_noticed(small):
     """The observer keeps what the first forward pass has sent."""
-    meter, leaked = LiveArrayMeter(small, strict=True), []
+    meter, leaked = LiveArrayMeter.of(small, strict=True), []
 
     def observer(instruction, environment):
         if isinstance(instruction, Run) and instruction.label == "backward 0 on stage 0":
@@ -113,7 +113,7 @@ def test_a_leaked_buffer_is_noticed(small):
 
 
 def test_a_leak_raises_the_measured_peak(small):
-    meter, leaked = LiveArrayMeter(small), []
+    meter, leaked = LiveArrayMeter.of(small), []
 
     def observer(instruction, environment):
         meter(instruction, environment)

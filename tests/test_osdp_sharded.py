@@ -22,6 +22,7 @@ from capture.plan.sharding import DP, ZDP, Mode, ShardingPlan
 from capture.runtime.sharded import Sharded, shard
 from capture.runtime.sharded.placement import SplitLeaf
 from capture.tracing.operators import TracedOperators, traced_operators
+from recommender.osdp import ShardingQuestion
 from recommender.osdp import osdp as verified_osdp
 
 #: Plans by their estimate: what the compiler says of them is ``test_osdp_verified.py``'s.
@@ -423,15 +424,19 @@ def test_a_leaf_of_which_a_part_is_sharded_is_two():
 
 def test_from_a_task_to_shardings(tmp_path):
     workload = mlp()
-    everything = osdp(workload, all_devices(), target="h100", batch_size=2, smallest_bytes=0)
+    everything = osdp(
+        ShardingQuestion(workload, all_devices(), target="h100", batch_size=2, smallest_bytes=0)
+    )
     assert everything.status == "ok" and set(everything.plan.modes) == {DP}
     tight = osdp(
-        workload,
-        all_devices(),
-        everything.plan.peak_bytes * 0.75,
-        target="h100",
-        batch_size=2,
-        smallest_bytes=0,
+        ShardingQuestion(
+            workload,
+            all_devices(),
+            everything.plan.peak_bytes * 0.75,
+            target="h100",
+            batch_size=2,
+            smallest_bytes=0,
+        )
     )
     assert tight.plan.peak_bytes <= everything.plan.peak_bytes * 0.75
     assert (
@@ -444,12 +449,14 @@ def test_from_a_task_to_shardings(tmp_path):
     tight.plan.save(tmp_path / "plan.json")
     assert ShardingPlan.load(tmp_path / "plan.json") == tight.plan
     cluster = osdp(
-        workload,
-        Cluster((4, 4), "h100"),
-        "80GB",
-        max_batch_size=4,
-        smallest_bytes=0,
-        overlap_fraction=0.5,
+        ShardingQuestion(
+            workload,
+            Cluster((4, 4), "h100"),
+            "80GB",
+            max_batch_size=4,
+            smallest_bytes=0,
+            overlap_fraction=0.5,
+        )
     )
     assert cluster.plan.look_ahead and not tight.plan.look_ahead
     over_nodes = shard(workload, cluster.plan, Cluster((4, 4), "h100"))
@@ -460,11 +467,18 @@ def test_from_a_task_to_shardings(tmp_path):
 def test_the_steps_of_a_scan_get_one_mode():
     workload = mlp(scan=True)
     whole = osdp(
-        workload, all_devices(), target="h100", batch_size=1, smallest_bytes=0
+        ShardingQuestion(workload, all_devices(), target="h100", batch_size=1, smallest_bytes=0)
     ).plan.peak_bytes
     for fraction in (0.9, 0.8, 0.7):
         found = osdp(
-            workload, all_devices(), whole * fraction, target="h100", batch_size=1, smallest_bytes=0
+            ShardingQuestion(
+                workload,
+                all_devices(),
+                whole * fraction,
+                target="h100",
+                batch_size=1,
+                smallest_bytes=0,
+            )
         )
         modes = {found.plan.mode_of_param[f"layers[{i}]"] for i in range(3)}
         assert len(modes) == 1 and found.plan.peak_bytes <= whole * fraction
@@ -472,7 +486,9 @@ def test_the_steps_of_a_scan_get_one_mode():
 
 
 def test_what_does_not_fit_says_so():
-    found = osdp(mlp(), all_devices(), 1000, target="h100", batch_size=3, smallest_bytes=0)
+    found = osdp(
+        ShardingQuestion(mlp(), all_devices(), 1000, target="h100", batch_size=3, smallest_bytes=0)
+    )
     assert found.status == "infeasible" and found.plan is None and found.rows == []
     assert found.why.startswith("3 examples per device: ") and str(found).startswith(
         "infeasible: 3 examples"
@@ -512,10 +528,10 @@ def test_steps_of_a_scan_get_modes_that_can_be_emitted(smallest_bytes, partly):
         "smallest_bytes": smallest_bytes,
         "partly": partly,
     }
-    most = osdp(workload, all_devices(), **options).plan.peak_bytes
+    most = osdp(ShardingQuestion(workload, all_devices(), **options)).plan.peak_bytes
     seen = set()
     for fraction in (0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
-        found = osdp(workload, all_devices(), most * fraction, **options)
+        found = osdp(ShardingQuestion(workload, all_devices(), most * fraction, **options))
         if found.plan is not None:
             seen.add(str(shard(workload, found.plan, all_devices()).shardings()))
     assert len(seen) > 1
@@ -528,34 +544,41 @@ def test_what_is_refused(tmp_path):
         jax.eval_shape(workload.init, jax.random.key(0)),
         workload.batch(jax.random.key(0), 8),
     )
-    assert code_of(lambda: osdp(workload, all_devices())) == "osdp-target"
+    assert code_of(lambda: osdp(ShardingQuestion(workload, all_devices()))) == "osdp-target"
     wrong = {"memory_limit": 0, "batch_size": 2.5, "granularities": (), "smallest_bytes": -1}
     with pytest.raises(PlanError) as error:
-        osdp(workload, Cluster((8,), "h100"), **wrong)
+        osdp(ShardingQuestion(workload, Cluster((8,), "h100"), **wrong))
     assert error.value.codes == (
         "osdp-limit",
         "osdp-batch-size",
         "osdp-granularity",
         "osdp-smallest",
     )
-    assert code_of(lambda: osdp(workload, Cluster((8,), "h100"), dtype="fp8")) == "osdp-dtype"
-    assert code_of(lambda: osdp(workload, 8)) == "osdp-where"
+    assert (
+        code_of(lambda: osdp(ShardingQuestion(workload, Cluster((8,), "h100"), dtype="fp8")))
+        == "osdp-dtype"
+    )
+    assert code_of(lambda: osdp(ShardingQuestion(workload, 8))) == "osdp-where"
     bare = Workload(
         lambda p, batch: jnp.mean(batch["labels"] * 1.0),
         lambda key: {},
         workload.batch,
         workload.optimizer,
     )
-    assert code_of(lambda: osdp(bare, Cluster((8,), "h100"))) == "trace-params"
+    assert code_of(lambda: osdp(ShardingQuestion(bare, Cluster((8,), "h100")))) == "trace-params"
     assert (
         "smaller than smallest_bytes=1,048,576"
-        in osdp(workload, all_devices(), 1, target="h100", batch_size=1).why
+        in osdp(ShardingQuestion(workload, all_devices(), 1, target="h100", batch_size=1)).why
     )
     assert (
-        code_of(lambda: osdp(workload, all_devices(), target="h100", devices_per_node=3))
+        code_of(
+            lambda: osdp(
+                ShardingQuestion(workload, all_devices(), target="h100", devices_per_node=3)
+            )
+        )
         == "osdp-nodes"
     )
-    for_16 = osdp(workload, Cluster((16,), "h100"), max_batch_size=1).plan
+    for_16 = osdp(ShardingQuestion(workload, Cluster((16,), "h100"), max_batch_size=1)).plan
     assert code_of(lambda: shard(workload, for_16, Cluster((16,), "h100"))) == "osdp-devices"
     assert code_of(lambda: sharded_by("mlp", Mode(1, 1, 4))) == "osdp-mesh"
     assert code_of(lambda: sharded_by("scan", ZDP, DP)) == "osdp-scan"

@@ -20,7 +20,7 @@ from capture.model.workload import Workload, WorkloadSpec
 from capture.plan.sharding import DP, ZDP, ShardingPlan
 from capture.profiler.sharded_step import StepCompiler
 from capture.runtime.sharded import shard
-from recommender.osdp import osdp
+from recommender.osdp import ShardingQuestion, osdp
 from recommender.osdp.result import ShardingResult
 from recommender.osdp.verified import fastest_compiled
 
@@ -38,16 +38,16 @@ def cpu_target(folder: Path) -> str:
 def test_the_answer_compiles_within_the_limit_where_the_estimate_is_above_it(tmp_path):
     cluster = Cluster((8,), cpu_target(tmp_path))
     workload, options = WorkloadSpec.parse(GPT).load(), {"batch_size": 4, "smallest_bytes": 1024}
-    everything = osdp(workload, cluster, 1e9, verify=False, **options)
+    everything = osdp(ShardingQuestion(workload, cluster, 1e9, **options), verify=False)
     limit = (
         1.07 * everything.plan.peak_bytes
     )  # the estimate promises it with what is left to the compiler
-    estimated = osdp(workload, cluster, limit, verify=False, **options)
+    estimated = osdp(ShardingQuestion(workload, cluster, limit, **options), verify=False)
     assert estimated.plan.modes == everything.plan.modes
     assert not estimated.verified and "(estimated, not compiled: verify=False)" in str(estimated)
 
     said: list[str] = []
-    found = osdp(workload, cluster, limit, watch=said.append, **options)
+    found = osdp(ShardingQuestion(workload, cluster, limit, **options), watch=said.append)
     assert found.verified and found.compiled_peak_bytes <= limit
     assert found.plan.sharded_fraction > 0 and found.estimated_peak_bytes == found.plan.peak_bytes
     assert f"as compiled for {cluster.target} (estimated: " in str(found)
@@ -70,7 +70,7 @@ def test_the_answer_for_an_absent_gpu_compiles_within_the_limit():
         Cluster((8,), "h100"),
     )
     limit = 200e6  # replicated, the step compiles to 205 MB
-    found = osdp(workload, cluster, limit, batch_size=16, smallest_bytes=1024)
+    found = osdp(ShardingQuestion(workload, cluster, limit, batch_size=16, smallest_bytes=1024))
     assert found.verified and found.compiled_peak_bytes <= limit
     assert found.plan.sharded_fraction > 0 and "as compiled for h100 (estimated: " in str(found)
 
@@ -80,7 +80,7 @@ def test_a_step_far_above_its_estimate_is_an_answer_too(tmp_path, monkeypatch):
     same."""
     monkeypatch.setattr(StepCompiler, "measure", lambda self, sharded: (10**9, None))
     cluster, workload = Cluster((8,), cpu_target(tmp_path)), WorkloadSpec.parse(GPT).load()
-    found = osdp(workload, cluster, 3e6, batch_size=4, smallest_bytes=1024)
+    found = osdp(ShardingQuestion(workload, cluster, 3e6, batch_size=4, smallest_bytes=1024))
     assert found.status == "infeasible" and "compiles to 1,000,000,000 bytes" in str(found)
 
 
@@ -123,7 +123,9 @@ def of_the_users_loop(workload: Workload, plan: ShardingPlan, batch_size: int) -
 
 def test_a_target_whose_compiler_is_missing_gives_an_estimate_and_says_so(monkeypatch):
     monkeypatch.setattr(target_devices, "find_spec", lambda name: None)
-    found = osdp(WorkloadSpec.parse(GPT).load(), Cluster((8,), "h100"), "1GB", batch_size=1)
+    found = osdp(
+        ShardingQuestion(WorkloadSpec.parse(GPT).load(), Cluster((8,), "h100"), "1GB", batch_size=1)
+    )
     assert found.status == "ok" and not found.verified and found.compiled_peak_bytes is None
     assert install_command(
         "cuda-targets"

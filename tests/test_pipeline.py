@@ -169,7 +169,7 @@ def test_sharded_parameters():
     replicated = pipeshard(mlp(optimizer), pipeline(*layout, remat="full", shard_optimizer=True))
     held, whole = (
         {
-            (slot.stage_id, slot.category): slot.nbytes
+            (s.program.places.index(slot.place), slot.category): slot.nbytes
             for slot in map(s.program.slots.__getitem__, s.program.persistent.values())
         }
         for s in (step, replicated)

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from capture.errors import ClusterError, PlanError
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
-from capture.plan.stages import REMAT_POLICIES, Plan, StagePlan, batch_violations
+from capture.plan.choices import StageChoice
+from capture.plan.stages import REMAT_POLICIES, Plan, Stage, batch_violations
 
 
 def two_stages(**changes) -> Plan:
     stages = (
-        StagePlan((0, 1), (0, 1), data_parallel=2),
-        StagePlan((2, 2), (2, 3), tensor_parallel=2),
+        Stage(0, 2, (0, 1), StageChoice(data_parallel=2)),
+        Stage(2, 3, (2, 3), StageChoice(tensor_parallel=2)),
     )
     return Plan(
         **{
@@ -52,13 +53,16 @@ def plans(draw) -> Plan:
         )
         degree = data_parallel * tensor_parallel
         stages.append(
-            StagePlan(
-                (layer, layer + num_layers - 1),
+            Stage(
+                layer,
+                layer + num_layers,
                 tuple(draw(st.permutations(range(device, device + degree)))),
-                data_parallel,
-                tensor_parallel,
-                draw(st.sampled_from(REMAT_POLICIES)),
-                draw(st.booleans()),
+                StageChoice(
+                    data_parallel,
+                    tensor_parallel,
+                    draw(st.sampled_from(REMAT_POLICIES)),
+                    draw(st.booleans()),
+                ),
             )
         )
         layer, device = layer + num_layers, device + degree
@@ -120,7 +124,8 @@ def test_stages_cover_the_layers_and_the_devices_once(plan):
 def test_the_document_names_its_units_and_what_follows_from_the_fields():
     document = two_stages().to_json()
     assert document == {
-        "schema_version": 1,
+        "schema_version": 2,
+        "kind": "stages",
         "workload": None,
         "model_hash": "",
         "cluster": {"nodes": [4], "target_per_node": ["cpu"]},
@@ -161,9 +166,9 @@ def test_the_document_names_its_units_and_what_follows_from_the_fields():
 
 def test_all_violations_are_reported_at_once():
     stages = (
-        StagePlan((0, 0), (0, 4), data_parallel=3),
-        StagePlan((2, 3), (0,), remat="some"),
-        StagePlan((4, 5), (1, 2, 3), data_parallel=3),
+        Stage(0, 1, (0, 4), StageChoice(data_parallel=3)),
+        Stage(2, 4, (0,), StageChoice(remat="some")),
+        Stage(4, 6, (1, 2, 3), StageChoice(data_parallel=3)),
     )
     call = lambda: Plan(  # noqa: E731
         Cluster((4,)), 7, stages, 16, 4, schedule="zigzag", tensor_parallel_rule="most"
@@ -224,7 +229,7 @@ def test_batches(global_batch_size, num_microbatches, expected):
 
 
 def test_more_stages_than_layers():
-    stages = tuple(StagePlan((s, s), (s,)) for s in range(3))
+    stages = tuple(Stage(s, s + 1, (s,)) for s in range(3))
     assert messages(lambda: Plan(Cluster((3,)), 2, stages, 4, 4)) == [
         "num_stages=3 is more than num_layers=2; every stage needs a layer: use fewer stages or "
         "cut the model into more layers "
@@ -239,9 +244,9 @@ def test_idle_devices():
     ]
 
 
-@pytest.mark.parametrize("layers", [((0, 1), (2, 1)), ((0, 1), (1, 2)), ((1, 1), (2, 2))])
+@pytest.mark.parametrize("layers", [((0, 2), (2, 2)), ((0, 2), (1, 3)), ((1, 2), (2, 3))])
 def test_layers_that_are_missing_empty_or_twice(layers):
-    stages = (StagePlan(layers[0], (0,)), StagePlan(layers[1], (1,)))
+    stages = (Stage(*layers[0], (0,)), Stage(*layers[1], (1,)))
     with pytest.raises(PlanError) as caught:
         Plan(Cluster((2,)), 3, stages, 4, 4)
     assert set(caught.value.codes) == {"plan-layers"}
@@ -256,7 +261,9 @@ def test_no_stages():
 
 
 def test_negative_degrees_do_not_cancel():
-    assert messages(lambda: Plan(Cluster((1,)), 1, (StagePlan((0, 0), (0,), -1, -1),), 4, 4)) == [
+    assert messages(
+        lambda: Plan(Cluster((1,)), 1, (Stage(0, 1, (0,), StageChoice(-1, -1)),), 4, 4)
+    ) == [
         "stage 0 has data_parallel=-1 x tensor_parallel=-1 on 1 devices; the product must be the "
         "number of devices. [plan-degrees]"
     ]
@@ -316,12 +323,12 @@ def test_files_that_are_no_plan(tmp_path):
 
 @pytest.mark.parametrize(
     ("document", "version"),
-    [({"schema_version": 2}, "2"), ({}, "None"), ([], "None"), ("plan", "None"), (None, "None")],
+    [({"schema_version": 3}, "3"), ({}, "None"), ([], "None"), ("plan", "None"), (None, "None")],
 )
 def test_another_schema_version(document, version):
     assert messages(lambda: Plan.from_json(document)) == [
-        f"plan has schema_version={version}; this version of capture reads 1. Make the plan again "
-        "with capture plan. [plan-schema]"
+        f"plan has schema_version={version}; this version of capture reads 1 and 2. Make the "
+        "plan again with capture plan. [plan-schema]"
     ]
 
 
@@ -410,7 +417,10 @@ def test_a_wrong_field_is_named_with_its_path(path, value, wrong):
 def test_parameters_are_split_with_their_optimizer_state():
     with pytest.raises(PlanError, match="plan-shard-params"):
         two_stages().with_(
-            stages=tuple(replace(stage, shard_params=True) for stage in two_stages().stages)
+            stages=tuple(
+                replace(stage, choice=replace(stage.choice, shard_params=True))
+                for stage in two_stages().stages
+            )
         )
 
 
@@ -433,10 +443,10 @@ def test_a_plan_written_by_hand_may_leave_out_what_has_a_default():
 
 
 def test_sequences_become_tuples_and_a_plan_has_a_hash():
-    stage = StagePlan([0, 1], range(2), data_parallel=2)
-    assert (stage.layers, stage.devices) == ((0, 1), (0, 1))
+    stage = Stage(0, 2, range(2), StageChoice(data_parallel=2))
+    assert stage.devices == (0, 1)
     plan = two_stages(
-        stages=[stage, StagePlan((2, 2), (2, 3), tensor_parallel=2)],
+        stages=[stage, Stage(2, 3, (2, 3), StageChoice(tensor_parallel=2))],
         workload=WorkloadSpec("net.py", "net", {"depth": 3}),
     )
     assert hash(plan) == hash(two_stages(workload=plan.workload)) and plan == two_stages(
@@ -448,20 +458,20 @@ def test_sequences_become_tuples_and_a_plan_has_a_hash():
     ("layers", "devices", "message"),
     [
         (
+            (0, "2"),
             (0,),
-            (0,),
-            "a stage has layers=(0,); give (first, last), two whole numbers. [plan-layers]",
+            "a stage has (first, stop)=(0, '2'); give a sequence of whole numbers. [plan-layers]",
         ),
         (
             (0, 1.5),
             (0,),
-            "a stage has layers=(0, 1.5); give (first, last), two whole numbers. [plan-layers]",
+            "a stage has (first, stop)=(0, 1.5); give a sequence of whole numbers. [plan-layers]",
         ),
-        ((0, 1), 2, "a stage has devices=2; give a sequence of whole numbers. [plan-devices]"),
+        ((0, 2), 2, "a stage has devices=2; give a sequence of whole numbers. [plan-devices]"),
     ],
 )
 def test_a_stage_of_other_types_is_refused(layers, devices, message):
-    assert messages(lambda: StagePlan(layers, devices)) == [message]
+    assert messages(lambda: Stage(*layers, devices)) == [message]
 
 
 def test_codes_of_the_constructor_pass_through_a_document():

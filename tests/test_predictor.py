@@ -36,7 +36,8 @@ from capture.profiler.paper import (
     run_paper_profile,
 )
 from capture.step.interface import plan_interfaces
-from capture.step.program import build_step, replay
+from capture.step.pipeline import build_step
+from capture.step.program import replay
 
 ONE = StageChoice()
 LOSS_BYTES = 4

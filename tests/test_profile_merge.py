@@ -15,7 +15,7 @@ from capture.measured.merge import merge_profiles
 from capture.measured.profile import Profile
 from capture.plan.choices import StageChoice, hybrid_choices
 from profiling_runs.collect import missing_statistics
-from recommender import recommend
+from recommender import PlanQuestion, recommend
 
 ONE, TWO = StageChoice(), StageChoice(2, 1)
 BATCH = {"global_batch_size": 128, "num_microbatches": 8}
@@ -42,8 +42,8 @@ def test_profiles_of_other_degrees_and_sizes_are_one():
     assert together.measurements == whole.measurements
     assert together.calibration.errors == whole.calibration.errors * 2
     mine, theirs = (
-        recommend(parts, Cluster((2,)), **BATCH),
-        recommend(together, Cluster((2,)), **BATCH),
+        recommend(parts, PlanQuestion(Cluster((2,)), **BATCH)),
+        recommend(together, PlanQuestion(Cluster((2,)), **BATCH)),
     )
     assert mine.plan == theirs.plan and {stage.num_devices for stage in mine.plan.stages} <= {1, 2}
     assert Profile.from_json(json.loads(json.dumps(together.to_json()))) == together
@@ -87,7 +87,7 @@ def test_of_another_target_only_what_tracing_says_is_taken():
 )
 def test_a_mixture_that_makes_no_sense_is_refused(change, says):
     with pytest.raises(ProfileError) as error:
-        recommend([profile(), change(profile())], Cluster((2,)), **BATCH)
+        recommend([profile(), change(profile())], PlanQuestion(Cluster((2,)), **BATCH))
     assert error.value.codes == ("profile-mixture",)
     assert says in str(error.value)
 
@@ -97,7 +97,7 @@ def test_profiles_of_other_targets_alone_are_refused():
         ProfileError,
         match=r"no profile is of target='cpu' \(there is h100\); profile for it\. \[profile-mixture\]",
     ):
-        recommend([of_target(profile(), "h100")], Cluster((2,)), **BATCH)
+        recommend([of_target(profile(), "h100")], PlanQuestion(Cluster((2,)), **BATCH))
 
 
 # ---- what is missing
@@ -125,10 +125,10 @@ def test_a_choice_that_cannot_be_predicted_is_done_without():
         "data parallel 1, tensor parallel 1; micro-batch size 16: M_a is not known of every layer "
         "(without "
     ) in warning
-    plan = recommend(lacking, Cluster((2,)), **BATCH).plan
+    plan = recommend(lacking, PlanQuestion(Cluster((2,)), **BATCH)).plan
     assert [stage.num_devices for stage in plan.stages] == [2]
     with pytest.raises(ProfileError) as error:
-        recommend(lacking, Cluster((1, 1)), **BATCH)
+        recommend(lacking, PlanQuestion(Cluster((1, 1)), **BATCH))
     assert error.value.codes == ("profile-missing",)
 
 
@@ -139,7 +139,8 @@ def test_a_longer_window_that_is_missing_costs_a_neighbour_only():
         "it is taken with 1. Layers count from 0."
     )
     mine, theirs = (
-        recommend(p, Cluster((1, 1)), **BATCH).prediction.peak_bytes for p in (lacking, whole)
+        recommend(p, PlanQuestion(Cluster((1, 1)), **BATCH)).prediction.peak_bytes
+        for p in (lacking, whole)
     )
     assert mine == theirs  # what is planted adds up, so that one neighbour says as much as two
 
@@ -150,4 +151,4 @@ def test_where_nothing_can_be_predicted_the_refusal_names_what_is_missing():
         ProfileError,
         match=r"the profile lacks layer 0, data .*\nfailed: layer 0, data .*: no \[profile-missing\]$",
     ):
-        recommend(lacking, Cluster((1,)), **BATCH)
+        recommend(lacking, PlanQuestion(Cluster((1,)), **BATCH))

@@ -22,17 +22,19 @@ from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.store import Store
 from capture.model.workload import Workload
-from capture.plan.choices import StageChoice, hybrid_choices
+from capture.plan.choices import StageChoice
+from capture.plan.space import StageSpace
 from capture.predictor import AdditivePredictor
 from capture.predictor.same_stages import stage_signature
 from capture.profiler.compile import CompileBackend
-from capture.profiler.windows import choices_to_profile, profiled_microbatch_sizes, window_configs
+from capture.profiler.windows import profiled_microbatch_sizes, window_configs
 from capture.runtime.pipeline import pipeshard
 from profiling_runs import profile
-from profiling_runs.collect import CALIBRATION_SEED, divisor_choices
+from profiling_runs.calibrate import CALIBRATION_SEED
 from profiling_runs.jobs import Job, Queue
 from profiling_runs.pools.worker import measure_job
-from recommender import recommend
+from profiling_runs.question import ProfileQuestion
+from recommender import PlanQuestion, recommend
 
 ONE, TWO, SPLIT = StageChoice(), StageChoice(2, 1), StageChoice(1, 2)
 
@@ -84,17 +86,14 @@ def test_half_the_microbatch_is_profiled_where_every_choice_splits_it():
 
 def test_choices_are_those_that_a_stage_of_the_cluster_may_have():
     def pairs(cluster, microbatch_size, **options):
-        choices = choices_to_profile(
-            cluster, options.pop("choices", hybrid_choices(8)), microbatch_size, **options
-        )
+        choices = StageSpace(**options).choices(cluster, microbatch_size)
         return [(c.data_parallel, c.tensor_parallel) for c in choices]
 
     assert pairs(Cluster((4, 2)), 8) == [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4)]
     assert pairs(Cluster((4,)), 2) == [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)]
     assert pairs(Cluster((1, 1)), 8) == [(1, 1)]
     assert pairs(Cluster((1, 1)), 8, whole_nodes=True) == [(1, 1), (2, 1), (1, 2)]
-    by_three = divisor_choices(3, "none", False)
-    assert pairs(Cluster((3,)), 3, any_divisor=True, choices=by_three) == [(1, 1), (3, 1), (1, 3)]
+    assert pairs(Cluster((3,)), 3, any_divisor=True) == [(1, 1), (3, 1), (1, 3)]
 
 
 # ---- measuring
@@ -236,11 +235,13 @@ def test_workers_stay_with_a_group_and_leave_no_job(groups, num_workers):
 def test_a_profile_in_this_process_measures_and_calibrates_by_another_seed():
     store, seen = Store(), []
     result = profile(
-        mlp(num_blocks=5),
-        Cluster((1, 1)),
-        microbatch_size=2,
-        num_neighbours=1,
-        calibration_plans=3,
+        ProfileQuestion(
+            mlp(num_blocks=5),
+            Cluster((1, 1)),
+            microbatch_size=2,
+            num_neighbours=1,
+            calibration_plans=3,
+        ),
         store=store,
         progress=lambda what, done, total: seen.append((what, done, total)),
     )
@@ -261,11 +262,13 @@ def test_a_profile_in_this_process_measures_and_calibrates_by_another_seed():
         rows == sum(totals.values()) and totals["optimizer updates"] <= 5
     )  # the end of a step of 1 to 5 equal layers
     again = profile(
-        mlp(num_blocks=5),
-        Cluster((1, 1)),
-        microbatch_size=2,
-        num_neighbours=1,
-        calibration_plans=3,
+        ProfileQuestion(
+            mlp(num_blocks=5),
+            Cluster((1, 1)),
+            microbatch_size=2,
+            num_neighbours=1,
+            calibration_plans=3,
+        ),
         store=store,
     )
     assert (
@@ -296,11 +299,13 @@ def test_what_calibration_compiled_is_known_of_equal_stages_too():
     """Inner blocks are equal; the ends are not, and what the optimizer needs is not taken from
     elsewhere."""
     found = profile(
-        mlp(optax.adam(1e-3), num_blocks=6),
-        Cluster((1, 1)),
-        microbatch_size=4,
-        num_neighbours=1,
-        calibration_plans=4,
+        ProfileQuestion(
+            mlp(optax.adam(1e-3), num_blocks=6),
+            Cluster((1, 1)),
+            microbatch_size=4,
+            num_neighbours=1,
+            calibration_plans=4,
+        )
     )
     assert found.verified and not set(found.verified) & set(found.measurements)
     assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
@@ -326,7 +331,11 @@ def test_a_shared_parameter_is_predicted_as_the_runtime_needs_it():
     """The embedding is by far the largest tensor: its gradient comes back to the first stage, which
     then updates it."""
     task = tied(optax.sgd(0.1), dropout=False)
-    found = profile(task, Cluster((1, 1)), microbatch_size=2, num_neighbours=3, calibration_plans=0)
+    found = profile(
+        ProfileQuestion(
+            task, Cluster((1, 1)), microbatch_size=2, num_neighbours=3, calibration_plans=0
+        )
+    )
     for cut in (1, 3):
         plan = pipeline([cut, found.graph.num_layers - cut], [(1, 1), (1, 1)])
         predicted = AdditivePredictor(found).predict(plan)
@@ -353,7 +362,13 @@ def test_a_stage_that_the_profile_holds_calibrates_nothing():
     """Of two layers, every stage is a window: looking it up again says nothing of how far
     predictions are off."""
     result = profile(
-        mlp(num_blocks=2), Cluster((1,)), microbatch_size=1, num_neighbours=1, calibration_plans=2
+        ProfileQuestion(
+            mlp(num_blocks=2),
+            Cluster((1,)),
+            microbatch_size=1,
+            num_neighbours=1,
+            calibration_plans=2,
+        )
     )
     assert result.failures == () and result.calibration is not None
     assert result.calibration.errors == () and result.calibration.coverage() is None
@@ -364,7 +379,14 @@ def test_stages_may_split_their_parameters_and_a_plan_is_never_the_worse_for_it(
     task, cluster = mlp(optax.adam(1e-3), num_blocks=2), Cluster((2,))
     question = {"global_batch_size": 8, "num_microbatches": 2, "schedule": "1f1b"}
     found = profile(
-        task, cluster, microbatch_size=4, num_neighbours=1, calibration_plans=0, shard_params=True
+        ProfileQuestion(
+            task,
+            cluster,
+            microbatch_size=4,
+            num_neighbours=1,
+            calibration_plans=0,
+            shard_params=True,
+        )
     )
     assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
     without = replace(
@@ -373,9 +395,9 @@ def test_stages_may_split_their_parameters_and_a_plan_is_never_the_worse_for_it(
             c: cost for c, cost in found.measurements.items() if not c.choice.shard_params
         },
     )
-    free, bound = (recommend(one, cluster, **question) for one in (found, without))
+    free, bound = (recommend(one, PlanQuestion(cluster, **question)) for one in (found, without))
     assert free.plan is not None and bound.plan is not None
-    assert [stage.shard_params for stage in free.plan.stages] == [True]
+    assert [stage.choice.shard_params for stage in free.plan.stages] == [True]
     replayed = [
         max(pipeshard(task, plan).replay().peak_bytes_per_device)
         for plan in (free.plan, bound.plan)
@@ -396,14 +418,20 @@ def test_what_fails_is_named_and_the_rest_is_kept(monkeypatch):
 
     monkeypatch.setattr(CompileBackend, "programs", fail_on_pairs)
     result = profile(
-        mlp(num_blocks=2), Cluster((1,)), microbatch_size=1, num_neighbours=1, calibration_plans=0
+        ProfileQuestion(
+            mlp(num_blocks=2),
+            Cluster((1,)),
+            microbatch_size=1,
+            num_neighbours=1,
+            calibration_plans=0,
+        )
     )
     pair = "layers 0 to 1, data parallel 1, tensor parallel 1, micro-batch size 1"
     assert result.failures == (
         f"{pair}: the model cannot be compiled for target='cpu': no [target-refused]",
     )
     with pytest.raises(ProfileError) as error:
-        recommend(result, Cluster((1,)), global_batch_size=1, num_microbatches=1)
+        recommend(result, PlanQuestion(Cluster((1,)), global_batch_size=1, num_microbatches=1))
     assert str(error.value) == (
         f"the profile lacks {pair}, which predictions are built from:\nfailed: {pair}: the model "
         "cannot be compiled for target='cpu': no "
@@ -421,7 +449,13 @@ def test_what_fails_alike_is_named_once(monkeypatch):
 
     monkeypatch.setattr(CompileBackend, "programs", fail_on_the_last)
     result = profile(
-        mlp(num_blocks=2), Cluster((2,)), microbatch_size=4, num_neighbours=1, calibration_plans=0
+        ProfileQuestion(
+            mlp(num_blocks=2),
+            Cluster((2,)),
+            microbatch_size=4,
+            num_neighbours=1,
+            calibration_plans=0,
+        )
     )
     said = "the model cannot be compiled for target='cpu'"
     degrees = "data parallel 1, 2, tensor parallel 1, 2; micro-batch sizes 2, 4"
@@ -431,7 +465,7 @@ def test_what_fails_alike_is_named_once(monkeypatch):
     )
     assert len(result.warnings) == 1
     with pytest.raises(ProfileError) as error:
-        recommend(result, Cluster((2,)), global_batch_size=8, num_microbatches=2)
+        recommend(result, PlanQuestion(Cluster((2,)), global_batch_size=8, num_microbatches=2))
     assert (
         error.value.codes == ("profile-failed",)
         and "all with layer 1" in str(error.value)
@@ -443,4 +477,4 @@ def test_an_unknown_backend_is_refused():
     with pytest.raises(
         TargetError, match=r"^backend='abacus' is unknown; .*compile:TARGET.* \[target-unknown\]$"
     ):
-        profile(mlp(), Cluster((1,)), microbatch_size=4, backend="abacus")
+        profile(ProfileQuestion(mlp(), Cluster((1,)), microbatch_size=4, backend="abacus"))

@@ -17,9 +17,10 @@ from capture.errors import CaptureError
 from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile
 from capture.plan.choices import StageChoice, hybrid_choices
-from capture.plan.sampling import DrawnStage, random_plans
+from capture.plan.sampling import random_plans
 from capture.plan.schedule import SCHEDULES
-from capture.plan.stages import Plan
+from capture.plan.space import StageSpace
+from capture.plan.stages import Plan, Stage
 from capture.predictor import AdditivePredictor
 from capture.predictor.paper import PaperPredictor
 from capture.profiler.paper import (
@@ -29,18 +30,10 @@ from capture.profiler.paper import (
     paper_runs,
     run_paper_profile,
 )
-from profiling_runs.collect import divisor_choices, plan_of
-from recommender import baseline_plan, recommend
+from recommender import PlanQuestion, baseline_plan, recommend
 from recommender.capture.autostage import LABEL
-from recommender.capture.recommendation import (
-    MODES,
-    OBJECTIVES,
-    SEARCH_NAMES,
-    SEARCHES,
-    search_names,
-    search_of,
-    search_problem,
-)
+from recommender.capture.posed import search_problem
+from recommender.question import MODES, OBJECTIVES, SEARCH_NAMES, SEARCHES, search_names, search_of
 
 BATCH = {"global_batch_size": 128, "num_microbatches": 8}
 
@@ -76,12 +69,12 @@ def test_the_recommendation_is_the_best_of_all_plans(seed, schedule):
     """The sorted per-device peaks are the least of every plan, by brute force and by the paper's
     enumeration."""
     profile, cluster = a_profile(seed=seed), (Cluster((4,)), Cluster((2, 2)))[seed % 2]
-    result = recommend(profile, cluster, **BATCH, schedule=schedule)
-    best = brute_force(search_problem(profile, cluster, **BATCH, schedule=schedule))
+    result = recommend(profile, PlanQuestion(cluster, **BATCH, schedule=schedule))
+    best = brute_force(search_problem(profile, PlanQuestion(cluster, **BATCH, schedule=schedule)))
     assert result.search.sorted_peaks == best
     assert (
         recommend(
-            profile, cluster, **BATCH, schedule=schedule, algorithm="enumerate"
+            profile, PlanQuestion(cluster, **BATCH, schedule=schedule, algorithm="enumerate")
         ).search.sorted_peaks
         == best
     )
@@ -97,7 +90,7 @@ def test_the_recommendation_is_the_best_of_all_plans(seed, schedule):
 def test_no_random_plan_is_predicted_to_need_less(cluster, schedule):
     """Six devices as 4 + 2, sixteen, and fewer than were profiled."""
     profile = a_profile(18, 8, 2)
-    result = recommend(profile, cluster, **BATCH, schedule=schedule)
+    result = recommend(profile, PlanQuestion(cluster, **BATCH, schedule=schedule))
     plan = result.plan
     assert result.status == "ok" and plan.cluster == cluster
     assert sorted(d for stage in plan.stages for d in stage.devices) == list(
@@ -106,7 +99,7 @@ def test_no_random_plan_is_predicted_to_need_less(cluster, schedule):
     predictor = AdditivePredictor(profile)
     draws = random_plans(cluster, 18, hybrid_choices(8), 3)
     for drawn in islice(draws, 100):
-        other = plan_of(drawn, profile, cluster, 128, 8, schedule)
+        other = profile.plan(cluster, drawn, **BATCH, schedule=schedule)
         mine, theirs = (
             tuple(sorted(predictor.predict(p).peak_bytes_per_device, reverse=True))
             for p in (plan, other)
@@ -130,17 +123,17 @@ def test_what_shared_parameters_exchange_is_seen_by_the_search(seed, shared):
     )
     planted.graph = replace(planted.graph, params=large)
     profile = planted.profile(hybrid(2))
-    result = recommend(profile, cluster, **BATCH)
+    result = recommend(profile, PlanQuestion(cluster, **BATCH))
     predictor, peaks = AdditivePredictor(profile), []
-    problem = search_problem(profile, cluster, **BATCH, schedule="1f1b")
+    problem = search_problem(profile, PlanQuestion(cluster, **BATCH, schedule="1f1b"))
     for cuts in every_plan(problem):
         for chosen in product(*(problem.choices[d] for _, _, d in cuts)):
             starts = accumulate((d for _, _, d in cuts), initial=0)
             drawn = [
-                DrawnStage(first, stop, at, choice)
+                Stage.at(at, first, stop, choice)
                 for (first, stop, _), at, choice in zip(cuts, starts, chosen, strict=False)
             ]
-            prediction = predictor.predict(plan_of(drawn, profile, cluster, 128, 8, "1f1b"))
+            prediction = predictor.predict(profile.plan(cluster, drawn, **BATCH, schedule="1f1b"))
             peaks.append(tuple(sorted(prediction.peak_bytes_per_device, reverse=True)))
     found = tuple(sorted(result.prediction.peak_bytes_per_device, reverse=True))
     if result.search.optimal:
@@ -154,7 +147,9 @@ def test_what_shared_parameters_exchange_is_seen_by_the_search(seed, shared):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_prediction_in_the_plan_is_the_searchs_peak(schedule):
-    result = recommend(a_profile(errors=[0.01]), Cluster((4,)), **BATCH, schedule=schedule)
+    result = recommend(
+        a_profile(errors=[0.01]), PlanQuestion(Cluster((4,)), **BATCH, schedule=schedule)
+    )
     assert result.prediction.peak_bytes_per_device == result.search.peak_bytes_per_device
     assert result.plan.prediction == result.prediction.to_json()
     assert result.plan.schedule == schedule and result.plan.model_hash == "hash16"
@@ -162,7 +157,9 @@ def test_the_prediction_in_the_plan_is_the_searchs_peak(schedule):
 
 
 def test_the_document_has_what_scripts_rely_on():
-    document = json.loads(json.dumps(recommend(a_profile(), Cluster((4,)), **BATCH).to_json()))
+    document = json.loads(
+        json.dumps(recommend(a_profile(), PlanQuestion(Cluster((4,)), **BATCH)).to_json())
+    )
     assert document["status"] == "ok"
     assert {"layers", "num_devices", "data_parallel", "tensor_parallel"} <= set(
         document["plan"]["stages"][0]
@@ -186,10 +183,12 @@ def test_the_document_has_what_scripts_rely_on():
 
 def test_a_memory_limit_that_nothing_fits_is_a_result_with_a_reason():
     profile, cluster = a_profile(), Cluster((4,))
-    free = recommend(profile, cluster, **BATCH)
+    free = recommend(profile, PlanQuestion(cluster, **BATCH))
     least = free.search.peak_bytes
-    assert recommend(profile, cluster, **BATCH, memory_limit_bytes=least).status == "ok"
-    result = recommend(profile, cluster, **BATCH, memory_limit_bytes=least - 1)
+    assert (
+        recommend(profile, PlanQuestion(cluster, **BATCH, memory_limit_bytes=least)).status == "ok"
+    )
+    result = recommend(profile, PlanQuestion(cluster, **BATCH, memory_limit_bytes=least - 1))
     assert result.status == "infeasible"
     assert result.plan == free.plan  # the least-peak plan, to look at
     why = result.why
@@ -206,23 +205,24 @@ def test_a_memory_limit_that_nothing_fits_is_a_result_with_a_reason():
 
 
 def test_too_few_layers_for_the_devices_is_a_result_without_a_plan():
-    result = recommend(a_profile(3, 1), Cluster((1,) * 8), **BATCH)
+    result = recommend(a_profile(3, 1), PlanQuestion(Cluster((1,) * 8), **BATCH))
     assert (result.status, result.plan, result.prediction) == ("infeasible", None, None)
     assert result.why["code"] == "too-few-layers"
     assert json.loads(json.dumps(result.to_json()))["plan"] is None
 
 
 def test_whole_nodes_and_any_divisor_widen_the_space():
-    choices = [choice for same in divisor_choices(6, "none", False).values() for choice in same]
+    space = StageSpace(whole_nodes=True, any_divisor=True)
+    choices = space.choices(Cluster((3, 3)), 48)
     planted = Planted(6, 1)
-    profile = planted.profile([c for c in choices if c.num_devices in (1, 2, 3, 6)], sizes=(24, 48))
+    profile = planted.profile([*choices, StageChoice(2, 1), StageChoice(1, 2)], sizes=(24, 48))
     batch = {"global_batch_size": 48 * 8, "num_microbatches": 8}
-    narrow = recommend(profile, Cluster((3, 3)), **batch).search
-    wide = recommend(profile, Cluster((3, 3)), **batch, any_divisor=True, whole_nodes=True).search
+    narrow = recommend(profile, PlanQuestion(Cluster((3, 3)), **batch)).search
+    wide = recommend(profile, PlanQuestion(Cluster((3, 3)), **batch, space=space)).search
     assert {s.choice.num_devices for s in narrow.stages} <= {1, 2}
     assert wide.sorted_peaks <= narrow.sorted_peaks
     problem = search_problem(
-        profile, Cluster((3, 3)), **batch, schedule="1f1b", any_divisor=True, whole_nodes=True
+        profile, PlanQuestion(Cluster((3, 3)), **batch, schedule="1f1b", space=space)
     )
     assert wide.sorted_peaks == brute_force(problem)
     assert {d for here in problem.degrees for d in here} == {1, 3, 6}
@@ -230,14 +230,17 @@ def test_whole_nodes_and_any_divisor_widen_the_space():
 
 def test_the_paper_mode_searches_data_or_tensor_parallelism_by_the_papers_numbers():
     profile, cluster = with_paper(), Cluster((4,))
-    result = recommend(profile, cluster, **BATCH, schedule="gpipe", mode="paper")
-    assert all(1 in (stage.data_parallel, stage.tensor_parallel) for stage in result.plan.stages)
+    result = recommend(profile, PlanQuestion(cluster, **BATCH, schedule="gpipe", mode="paper"))
+    assert all(
+        1 in (stage.choice.data_parallel, stage.choice.tensor_parallel)
+        for stage in result.plan.stages
+    )
     predictor = PaperPredictor(PaperStatistics.from_json(profile.paper))
     assert result.search.peak_bytes_per_device == tuple(
         np.ceil(predictor.predict(result.plan)).astype(int)
     )
     assert result.search.sorted_peaks == brute_force(
-        search_problem(profile, cluster, **BATCH, schedule="gpipe", mode="paper")
+        search_problem(profile, PlanQuestion(cluster, **BATCH, schedule="gpipe", mode="paper"))
     )
 
 
@@ -245,7 +248,7 @@ def test_the_paper_mode_searches_data_or_tensor_parallelism_by_the_papers_number
 @pytest.mark.parametrize(("num_merged", "num_devices"), [(2, 2), (4, 3), (4, 4), (7, 4)])
 def test_merged_layers_are_never_cut(num_merged, num_devices, mode):
     profile, cluster = with_paper(), Cluster((1,) * num_devices)  # as many stages as devices
-    problem = search_problem(profile, cluster, **BATCH, schedule="gpipe", mode=mode)
+    problem = search_problem(profile, PlanQuestion(cluster, **BATCH, schedule="gpipe", mode=mode))
     windows = [(first, first + n) for n in (1, 2) for first in range(8 - n + 1)]
     merged = merge_layers(
         layer_statistics({w: int(problem.bytes_per_choice(1, 1, *w)[0]) for w in windows}, 8),
@@ -264,14 +267,17 @@ def test_merged_layers_are_never_cut(num_merged, num_devices, mode):
         if {first for first, _, _ in plan} <= cuts
     ]
     result = recommend(
-        profile, cluster, **BATCH, schedule="gpipe", mode=mode, merge_layers=num_merged
+        profile,
+        PlanQuestion(cluster, **BATCH, schedule="gpipe", mode=mode, merge_layers=num_merged),
     )
     assert {stage.first for stage in result.plan.stages} <= cuts
     assert result.search.sorted_peaks == min(allowed)
-    free = recommend(profile, cluster, **BATCH, schedule="gpipe", mode=mode)
+    free = recommend(profile, PlanQuestion(cluster, **BATCH, schedule="gpipe", mode=mode))
     assert free.search.sorted_peaks <= result.search.sorted_peaks
     assert (
-        recommend(profile, cluster, **BATCH, schedule="gpipe", mode=mode, merge_layers=8).plan
+        recommend(
+            profile, PlanQuestion(cluster, **BATCH, schedule="gpipe", mode=mode, merge_layers=8)
+        ).plan
         == free.plan
     )
 
@@ -279,7 +285,8 @@ def test_merged_layers_are_never_cut(num_merged, num_devices, mode):
 def test_a_choice_that_does_not_split_the_microbatch_is_not_used():
     profile = a_profile()
     problem = search_problem(
-        profile, Cluster((4,)), global_batch_size=16, num_microbatches=8, schedule="1f1b"
+        profile,
+        PlanQuestion(Cluster((4,)), global_batch_size=16, num_microbatches=8, schedule="1f1b"),
     )
     assert {choice.data_parallel for choices in problem.choices.values() for choice in choices} == {
         1,
@@ -287,7 +294,7 @@ def test_a_choice_that_does_not_split_the_microbatch_is_not_used():
     }
     assert (
         recommend(
-            profile, Cluster((4,)), global_batch_size=16, num_microbatches=8
+            profile, PlanQuestion(Cluster((4,)), global_batch_size=16, num_microbatches=8)
         ).plan.microbatch_size
         == 2
     )
@@ -301,14 +308,14 @@ def test_all_broken_rules_are_named_at_once():
     profile, cluster = a_profile(2, 1), Cluster((1,))
     batch = {"global_batch_size": 10, "num_microbatches": 4}
     assert codes_of(
-        lambda: recommend(profile, cluster, **batch, schedule="zigzag", mode="fast")
+        lambda: recommend(profile, PlanQuestion(cluster, **batch, schedule="zigzag", mode="fast"))
     ) == (
         "plan-batch",
         "plan-schedule",
         "recommend-mode",
     )
     with pytest.raises(CaptureError) as error:
-        recommend(profile, cluster, **batch)
+        recommend(profile, PlanQuestion(cluster, **batch))
     assert (
         str(error.value)
         == "global_batch_size=10 is not divisible by num_microbatches=4; 8 would be. [plan-batch]"
@@ -317,14 +324,16 @@ def test_all_broken_rules_are_named_at_once():
 
 def test_what_the_profile_lacks_is_named():
     profile, cluster = a_profile(4, 2), Cluster((2,))
-    assert codes_of(lambda: recommend(profile, cluster, **BATCH, mode="paper")) == (
+    assert codes_of(lambda: recommend(profile, PlanQuestion(cluster, **BATCH, mode="paper"))) == (
         "profile-paper",
     )
-    assert codes_of(lambda: recommend(profile, cluster, **BATCH, algorithm="guess")) == (
-        "search-algorithm",
-    )
+    assert codes_of(
+        lambda: recommend(profile, PlanQuestion(cluster, **BATCH, algorithm="guess"))
+    ) == ("search-algorithm",)
     fours = Planted(4).profile([StageChoice(4, 1)])
-    assert codes_of(lambda: recommend(fours, cluster, **BATCH)) == ("profile-degrees",)
+    assert codes_of(lambda: recommend(fours, PlanQuestion(cluster, **BATCH))) == (
+        "profile-degrees",
+    )
 
 
 def test_an_algorithm_answers_its_own_objectives_alone():
@@ -340,20 +349,22 @@ def test_an_algorithm_answers_its_own_objectives_alone():
                 ):
                     continue
                 asked = {"objective": objective, "mode": mode, "algorithm": algorithm}
-                codes = codes_of(lambda asked=asked: recommend(profile, cluster, **BATCH, **asked))
+                codes = codes_of(
+                    lambda asked=asked: recommend(profile, PlanQuestion(cluster, **BATCH, **asked))
+                )
                 assert codes == (
                     ("recommend-objective",)
                     if objective and not search_names(objective, mode)
                     else ("plan-algorithm",)
                 )
     with pytest.raises(CaptureError) as error:
-        recommend(profile, cluster, **BATCH, objective="throughput", algorithm="mcap")
+        recommend(profile, PlanQuestion(cluster, **BATCH, objective="throughput", algorithm="mcap"))
     assert str(error.value) == (
         "algorithm='mcap' does not search for objective='throughput' in mode='default'; choose "
         "throughput or autostage. [plan-algorithm]"
     )
-    options = {"algorithm": "autostage", "merge_layers": 2, "any_divisor": True}
-    assert codes_of(lambda: recommend(profile, cluster, **BATCH, **options)) == (
+    options = {"algorithm": "autostage", "merge_layers": 2, "space": StageSpace(any_divisor=True)}
+    assert codes_of(lambda: recommend(profile, PlanQuestion(cluster, **BATCH, **options))) == (
         "plan-algorithm",
         "plan-algorithm",
     )
@@ -364,7 +375,8 @@ def test_the_algorithm_that_is_named_is_the_one_that_answers():
     profile, cluster = a_profile(4, 2), Cluster((2,))
     for algorithm in ("minmax", "enumerate", "mcap", "mcap-bf"):
         assert (
-            recommend(profile, cluster, **BATCH, algorithm=algorithm).search.algorithm == algorithm
+            recommend(profile, PlanQuestion(cluster, **BATCH, algorithm=algorithm)).search.algorithm
+            == algorithm
         )
     timed, nodes = planted_profile(8, max_devices=2), Cluster((2, 2))
     for options, name in (
@@ -375,7 +387,7 @@ def test_the_algorithm_that_is_named_is_the_one_that_answers():
     ):
         assert (
             recommend(
-                timed, Cluster(nodes.nodes, timed.target), **BATCH, **options
+                timed, PlanQuestion(Cluster(nodes.nodes, timed.target), **BATCH, **options)
             ).search.algorithm
             == name
         )
@@ -386,16 +398,22 @@ def test_every_plan_that_may_be_written_has_its_prediction():
     timed = planted_profile(8, max_devices=2)
     cluster = Cluster((2, 2), timed.target)
     plans = [
-        recommend(timed, cluster, **BATCH, **of).plan
+        recommend(timed, PlanQuestion(cluster, **BATCH, **of)).plan
         for of in ({"objective": "pareto"}, {"algorithm": "autostage"})
     ]
     plans += [
-        recommend(with_paper(), Cluster((4,)), **BATCH, schedule="gpipe", mode=mode).plan
+        recommend(
+            with_paper(), PlanQuestion(Cluster((4,)), **BATCH, schedule="gpipe", mode=mode)
+        ).plan
         for mode in MODES
     ]
     executed = replace(with_paper(), measurements={})  # runs alone
-    plans += [recommend(executed, Cluster((4,)), **BATCH, schedule="gpipe", mode="paper").plan]
-    plans += [baseline_plan(timed, cluster, **BATCH, schedule="1f1b")]
+    plans += [
+        recommend(
+            executed, PlanQuestion(Cluster((4,)), **BATCH, schedule="gpipe", mode="paper")
+        ).plan
+    ]
+    plans += [baseline_plan(timed, PlanQuestion(cluster, **BATCH, schedule="1f1b"))]
     for plan in plans:
         assert len(plan.prediction["peak_bytes_per_device"]) == plan.cluster.num_devices == 4
 
@@ -407,17 +425,19 @@ def test_every_plan_that_may_be_written_has_its_prediction():
 @pytest.mark.parametrize("weigh", ["flops", "params", "layers"])
 def test_the_baseline_shares_layers_out_evenly_and_never_beats_the_search(weigh):
     profile, cluster = a_profile(8), Cluster((4,))
-    plan = baseline_plan(profile, cluster, **BATCH, schedule="1f1b", weigh=weigh)
+    plan = baseline_plan(profile, PlanQuestion(cluster, **BATCH, schedule="1f1b"), weigh=weigh)
     assert plan.num_stages == 4 and {stage.num_devices for stage in plan.stages} == {1}
     if weigh != "params":
         assert [stage.stop - stage.first for stage in plan.stages] == [2, 2, 2, 2]
     needs = max(AdditivePredictor(profile).predict(plan).peak_bytes_per_device)
-    assert recommend(profile, cluster, **BATCH).search.peak_bytes <= needs
+    assert recommend(profile, PlanQuestion(cluster, **BATCH)).search.peak_bytes <= needs
 
 
 def test_with_too_few_layers_the_baseline_takes_a_larger_degree():
-    plan = baseline_plan(a_profile(3), Cluster((4, 4)), **BATCH, schedule="gpipe")
+    plan = baseline_plan(a_profile(3), PlanQuestion(Cluster((4, 4)), **BATCH, schedule="gpipe"))
     assert [stage.num_devices for stage in plan.stages] == [4, 4]
     assert codes_of(
-        lambda: baseline_plan(a_profile(1, 1), Cluster((2,)), **BATCH, schedule="gpipe")
+        lambda: baseline_plan(
+            a_profile(1, 1), PlanQuestion(Cluster((2,)), **BATCH, schedule="gpipe")
+        )
     ) == ("baseline-degree",)

@@ -24,7 +24,7 @@ from capture.extras import install_command
 from capture.machine.cluster import Cluster
 from capture.machine.target import Target
 from capture.plan.choices import StageChoice
-from capture.plan.stages import Plan, StagePlan
+from capture.plan.stages import Plan, Stage
 from capture.predictor import AdditivePredictor
 from capture.predictor.step_time import predicted_timeline
 from capture.report.data import envelope, levels, report_facts
@@ -34,12 +34,12 @@ from capture.report.palette import CATEGORIES
 from capture.report.schedule_figure import MAX_BARS, NUM_SLOTS, slots
 from capture.report.words import paragraph
 from capture.step.timeline import compute_stream
-from recommender import recommend
+from recommender import PlanQuestion, recommend
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 STAGES = [
-    StagePlan((0, 3), (0, 1, 2, 3), 4, 1).to_json(),
-    StagePlan((4, 7), (4, 5, 6, 7), 2, 2).to_json(),
+    Stage(0, 4, (0, 1, 2, 3), StageChoice(4, 1)).to_json(),
+    Stage(4, 8, (4, 5, 6, 7), StageChoice(2, 2)).to_json(),
 ]
 POINTS = [
     {
@@ -81,7 +81,7 @@ def large():
 def test_a_plan_predicted_by_extrapolation_is_drawn_without_seconds(profile, degrees):
     plan = predicted_plan(profile, [4, 4], (4,), StageChoice(2, 1), num_microbatches=8)
     stages = tuple(
-        StagePlan(stage.layers, range(4 * i, 4 * i + 4), *degrees)
+        Stage(stage.first, stage.stop, range(4 * i, 4 * i + 4), StageChoice(*degrees))
         for i, stage in enumerate(plan.stages)
     )
     wide = plan.with_(cluster=Cluster((8,), profile.target), stages=stages)
@@ -343,7 +343,7 @@ def test_a_large_schedule_is_an_image_that_says_so(large):
     kinds, _ = slots(large.schedule, 16, NUM_SLOTS)
     length = large.schedule.simulation.seconds / NUM_SLOTS
     for s, row in enumerate(kinds):
-        busy = large.schedule.simulation.busy_seconds[compute_stream(s)]
+        busy = large.schedule.simulation.busy_seconds[compute_stream(f"stage {s}")]
         # A program's ends fall into slots that are partly something else's: at most half a slot
         # each is given to the wrong side.
         assert abs(sum(kind is not None for kind in row) * length - busy) <= 129 * length
@@ -383,10 +383,12 @@ def test_the_front_has_its_points_and_this_plan(facts):
 def test_the_front_of_a_recommendation_is_drawn(profile):
     found = recommend(
         profile,
-        Cluster((4, 4), "a100-40g"),
-        global_batch_size=128,
-        num_microbatches=8,
-        objective="pareto",
+        PlanQuestion(
+            Cluster((4, 4), "a100-40g"),
+            global_batch_size=128,
+            num_microbatches=8,
+            objective="pareto",
+        ),
     )
     facts = report_facts(found.plan, profile)
     (curve, _), points = drawn(facts)["front"].traces, found.why["front"]["points"]

@@ -20,7 +20,8 @@ from capture.plan.schedule import make_schedule
 from capture.runtime.meter import measure_heap
 from capture.runtime.pipeline import PipelinedStep, pipeshard
 from capture.step.interface import stage_interface
-from capture.step.program import Feed, Free, Move, Run, StepProgram, build_step, replay
+from capture.step.pipeline import build_step
+from capture.step.program import Copy, Feed, Free, Run, Step, replay
 from capture.step.run_ahead import waits
 from tests.synthetic_graphs import chain
 from tests.test_step import steps
@@ -30,10 +31,10 @@ class LazyDevices:
     """Devices that finish nothing before somebody waits for it, take memory at once, and free a
     slot when all that use it have ended."""
 
-    def __init__(self, program: StepProgram):
+    def __init__(self, program: Step):
         self.program = program
-        self.held = [0] * len(program.stages)
-        self.most = [0] * len(program.stages)
+        self.held = [0] * len(program.places)
+        self.most = [0] * len(program.places)
         self.maker: dict[int, int] = {}  # of slots that are alive
         self.users: defaultdict[int, set[int]] = defaultdict(set)
         self.needs: dict[int, set[int]] = {}
@@ -43,8 +44,11 @@ class LazyDevices:
         ] = []  # once all of these have finished, on this stage so many bytes
         self.num_issued = 0
         for slot in program.persistent.values():
-            self.held[program.slots[slot].stage_id] += program.slots[slot].nbytes
+            self.held[self._stage(slot)] += program.slots[slot].nbytes
             self.maker[slot] = -1
+
+    def _stage(self, slot: int) -> int:
+        return self.program.places.index(self.program.slots[slot].place)
 
     def wait(self, slot: int) -> None:
         """Needs an array, which a slot without bytes may lack."""
@@ -59,26 +63,22 @@ class LazyDevices:
             self.releases.remove(release)
             self.held[release[1]] -= release[2]
 
-    def issue(self, instruction: Feed | Run | Move | Free) -> None:
+    def issue(self, instruction: Feed | Run | Copy | Free) -> None:
         slots, number = self.program.slots, self.num_issued
         self.num_issued += 1
         match instruction:
             case Free():
                 for slot in instruction.slots:
-                    self.releases.append(
-                        (self._end(slot), slots[slot].stage_id, slots[slot].nbytes)
-                    )
+                    self.releases.append((self._end(slot), self._stage(slot), slots[slot].nbytes))
                 return
             case Feed(slot=slot):
                 read, donated, made, takes = [], (), (slot,), 0
-            case Move(source=source, target=target):
+            case Copy(source=source, target=target):
                 read, donated, made, takes = [source], (), (target,), 0
             case Run(donated=donated, outputs=made):
                 read = [slot for group in instruction.inputs for slot in group]
-                takes = self.program.stages[instruction.stage_id].transient_bytes[
-                    instruction.program
-                ]
-        stage_id = slots[made[0]].stage_id
+                takes = self.program.programs[instruction.program].transient_bytes
+        stage_id = self._stage(made[0])
         self.needs[number] = {self.maker[slot] for slot in read}
         for slot in read:
             self.users[slot].add(number)
@@ -101,7 +101,7 @@ class LazyDevices:
         return self.users.pop(slot, set())
 
 
-def most_held(program: StepProgram, waiting: list[tuple[int, ...]]) -> list[int]:
+def most_held(program: Step, waiting: list[tuple[int, ...]]) -> list[int]:
     """Per stage, over two steps of which the second is issued while the first is running."""
     devices = LazyDevices(program)
     for _ in range(2):
@@ -112,10 +112,8 @@ def most_held(program: StepProgram, waiting: list[tuple[int, ...]]) -> list[int]
     return devices.most
 
 
-def booked(program: StepProgram) -> tuple[int, ...]:
-    return replay(
-        program, sum(len(stage.devices) for stage in program.stages)
-    ).peak_bytes_per_device
+def booked(program: Step) -> tuple[int, ...]:
+    return replay(program).peak_bytes_per_device
 
 
 #: One parameter, an input of four bytes, and residuals and temporaries that are much larger.
@@ -134,9 +132,9 @@ STAGE = stage_interface(
 def test_the_laziest_devices_hold_no_more_than_the_replay_books(step):
     program = build_step(*step)
     budget = booked(program)
-    most = most_held(program, waits(program, budget))
+    most = most_held(program, waits(program, dict(enumerate(budget))))
     assert all(
-        held <= budget[stage.devices[0]] for held, stage in zip(most, program.stages, strict=True)
+        held <= budget[place.devices[0]] for held, place in zip(most, program.places, strict=True)
     )
 
 
@@ -147,14 +145,14 @@ def test_devices_that_are_not_waited_for_hold_more():
     assert (
         budget == 2 * 8 + 100 + 100 + 8 * 4
     )  # parameter and gradient, residuals, temporaries of the backward pass, losses
-    assert most_held(program, waits(program, [budget])) == [budget]
+    assert most_held(program, waits(program, {0: budget})) == [budget]
     (without,) = most_held(program, [()] * len(program.instructions))
     assert without > 8 * 200
 
 
 def test_more_memory_means_fewer_waits():
     program = build_step([STAGE], make_schedule("1f1b", 1, 8))
-    counts = [sum(map(len, waits(program, [booked(program)[0] * n]))) for n in (1, 2, 4, 100)]
+    counts = [sum(map(len, waits(program, {0: booked(program)[0] * n}))) for n in (1, 2, 4, 100)]
     assert counts == sorted(counts, reverse=True)
     assert (
         counts[-1] == len(program.persistent) - 1

@@ -27,7 +27,8 @@ from profiling_runs import profile
 from profiling_runs.batch import MAX_ATTEMPTS, Batch
 from profiling_runs.jobs import Job, Setting
 from profiling_runs.pools.where import Where, setting_of
-from recommender import recommend
+from profiling_runs.question import ProfileQuestion
+from recommender import PlanQuestion, recommend
 
 CLUSTER, MICROBATCH_SIZE, TARGET = Cluster((2,)), 2, ("1f1b", 8)
 TARGETS = {"microbatch_size": MICROBATCH_SIZE, "paper": TARGET}
@@ -58,12 +59,12 @@ def store() -> Store:
 
 @pytest.fixture(scope="module")
 def executed(store) -> Profile:
-    return profile(TINY, CLUSTER, backend="run", store=store, **TARGETS)
+    return profile(ProfileQuestion(TINY, CLUSTER, backend="run", **TARGETS), store=store)
 
 
 @pytest.fixture(scope="module")
 def compiled() -> Profile:
-    return profile(TINY, CLUSTER, num_neighbours=1, calibration_plans=0, **TARGETS)
+    return profile(ProfileQuestion(TINY, CLUSTER, num_neighbours=1, calibration_plans=0, **TARGETS))
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +131,7 @@ def test_the_profile_says_what_was_executed(executed):
 
 
 def test_a_second_call_executes_nothing(executed, store, executions):
-    again = profile(TINY, CLUSTER, backend="run", store=store, **TARGETS)
+    again = profile(ProfileQuestion(TINY, CLUSTER, backend="run", **TARGETS), store=store)
     assert executions == []
     assert again.paper == executed.paper
 
@@ -148,9 +149,9 @@ def test_an_interrupted_profile_goes_on_where_it_stopped(monkeypatch):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        profile(TINY, CLUSTER, backend="run", store=half, progress=stop, **TARGETS)
+        profile(ProfileQuestion(TINY, CLUSTER, backend="run", **TARGETS), store=half, progress=stop)
     assert len(made) == len(half) == 5
-    profile(TINY, CLUSTER, backend="run", store=half, **TARGETS)
+    profile(ProfileQuestion(TINY, CLUSTER, backend="run", **TARGETS), store=half)
     assert len(made) == len(set(made)) == len(half) == NUM_RUNS
 
 
@@ -186,7 +187,10 @@ def test_repeats_measure_as_many_steps_and_count_the_largest_peaks(monkeypatch, 
 
 def test_the_same_plan_as_from_compiled_runs(executed, compiled):
     batch = {"global_batch_size": 16, "num_microbatches": 8, "schedule": "1f1b", "mode": "paper"}
-    mine, theirs = recommend(executed, CLUSTER, **batch), recommend(compiled, CLUSTER, **batch)
+    mine, theirs = (
+        recommend(executed, PlanQuestion(CLUSTER, **batch)),
+        recommend(compiled, PlanQuestion(CLUSTER, **batch)),
+    )
     assert mine.status == theirs.status == "ok"
     assert mine.plan is not None
     assert mine.plan == theirs.plan
@@ -203,7 +207,7 @@ def test_the_same_plan_as_from_compiled_runs(executed, compiled):
 
 def test_the_default_mode_refuses_executed_runs(executed):
     with pytest.raises(ProfileError) as error:
-        recommend(executed, CLUSTER, global_batch_size=16, num_microbatches=8)
+        recommend(executed, PlanQuestion(CLUSTER, global_batch_size=16, num_microbatches=8))
     assert error.value.codes == ("profile-windows",)
 
 
@@ -213,7 +217,8 @@ def test_runs_above_the_limit_are_named_and_what_they_alone_give_is_missing(
     """What is in the store already is judged by the limit as if it were made now."""
     limit = limit_of_one_layer(executed)
     limited = profile(
-        TINY, CLUSTER, backend="run", store=store, memory_limit_bytes=limit, **TARGETS
+        ProfileQuestion(TINY, CLUSTER, backend="run", memory_limit_bytes=limit, **TARGETS),
+        store=store,
     )
     assert executions == []
     found = statistics(limited)
@@ -233,13 +238,18 @@ def test_runs_above_the_limit_are_named_and_what_they_alone_give_is_missing(
         "run of [1, 1, 2] layers, data_parallel=1 x tensor_parallel=1, 2 micro-batches: needs "
     )
     assert np.isnan(found.statistics[StageChoice()][4].isolated).all()
-    plan = recommend(limited, CLUSTER, global_batch_size=16, num_microbatches=8, mode="paper").plan
+    plan = recommend(
+        limited, PlanQuestion(CLUSTER, global_batch_size=16, num_microbatches=8, mode="paper")
+    ).plan
     assert plan is not None
     assert [stage.num_devices for stage in plan.stages] == [
         2
     ]  # stages on one device have no statistics
     with pytest.raises(ProfileError) as error:
-        profile(TINY, CLUSTER, backend="run", store=store, memory_limit_bytes=10, **TARGETS)
+        profile(
+            ProfileQuestion(TINY, CLUSTER, backend="run", memory_limit_bytes=10, **TARGETS),
+            store=store,
+        )
     assert error.value.codes == ("profile-runs",)
 
 
@@ -320,7 +330,7 @@ def test_a_killed_process_fails_its_run_alone(tmp_path, monkeypatch):
 )
 def test_arguments_without_use_are_refused(changes):
     with pytest.raises(ProfileError) as error:
-        profile(TINY, CLUSTER, **{**TARGETS, **changes})
+        profile(ProfileQuestion(TINY, CLUSTER, **{**TARGETS, **changes}))
     assert error.value.codes == ("profile-backend",)
 
 

@@ -30,6 +30,7 @@ from capture.errors import PlanError
 from capture.machine.cluster import Cluster
 from capture.plan.choices import StageChoice, hybrid_choices, paper_choices
 from capture.plan.sampling import random_plans
+from capture.plan.space import StageSpace
 from recommender import InFlightCost, SearchProblem, SearchResult, search
 from recommender.capture.baselines import equal_cuts, fixed_degree_plan, with_cost
 from recommender.capture.fillings import count_plans
@@ -42,13 +43,13 @@ def assert_valid(problem: SearchProblem, result: SearchResult) -> None:
     stages = result.stages
     assert [stage.first for stage in stages] == [0] + [stage.stop for stage in stages[:-1]]
     assert stages[-1].stop == problem.num_layers
-    assert [stage.start_device for stage in stages] == [0] + [
-        stage.stop_device for stage in stages[:-1]
+    assert [stage.devices[0] for stage in stages] == [0] + [
+        stage.devices[-1] + 1 for stage in stages[:-1]
     ]
-    assert stages[-1].stop_device == problem.cluster.num_devices
+    assert stages[-1].devices[-1] + 1 == problem.cluster.num_devices
     for stage_id, stage in enumerate(stages):
         d = stage.choice.num_devices
-        assert d in problem.degrees[stage.start_device]
+        assert d in problem.degrees[stage.devices[0]]
         cost = problem.bytes_per_choice(d, len(stages) - stage_id, stage.first, stage.stop)
         assert stage.peak_bytes == cost[problem.choices[d].index(stage.choice)]
     assert result.peak_bytes_per_device == tuple(
@@ -350,7 +351,7 @@ def test_fixed_degree_baseline():
     problem = random_problem(7)  # one node of four, seven layers
     choice = problem.choices[2][0]
     stages = with_cost(problem, fixed_degree_plan(problem.cluster, [1] * 7, choice))
-    assert [(stage.start_device, stage.choice) for stage in stages] == [(0, choice), (2, choice)]
+    assert [(stage.devices[0], stage.choice) for stage in stages] == [(0, choice), (2, choice)]
     assert sorted(stage.stop - stage.first for stage in stages) == [3, 4]
     assert max(stage.peak_bytes for stage in stages) >= search(problem).peak_bytes
     with pytest.raises(PlanError, match=r"\[baseline-degree\]"):
@@ -397,23 +398,23 @@ def test_random_plans_are_valid(shape, num_layers, seed):
         Cluster(nodes),
         hybrid_choices(8) | {3: (StageChoice(3, 1),), 6: (StageChoice(1, 6),)},
     )
-    degrees = cluster.stage_degrees(whole_nodes=whole_nodes, any_divisor=any_divisor)
-    options = {"whole_nodes": whole_nodes, "any_divisor": any_divisor}
+    space = StageSpace(whole_nodes, any_divisor)
+    degrees = space.degrees(cluster)
     cost = {
         d: np.zeros((len(choices[d]), 1, num_layers, num_layers + 1), np.int64) for d in choices
     }
-    problem = SearchProblem(cluster, num_layers, choices, cost, **options)
+    problem = SearchProblem(cluster, num_layers, choices, cost, space)
     if next(every_plan(problem), None) is None:
         with pytest.raises(PlanError, match=r"\[sampling-empty\]"):
-            random_plans(cluster, num_layers, choices, seed, **options)
+            random_plans(cluster, num_layers, choices, seed, space)
         return
-    for plan in islice(random_plans(cluster, num_layers, choices, seed, **options), 3):
+    for plan in islice(random_plans(cluster, num_layers, choices, seed, space), 3):
         assert [stage.first for stage in plan] == [0] + [stage.stop for stage in plan[:-1]]
         assert plan[-1].stop == num_layers
         assert all(stage.first < stage.stop for stage in plan)
         device = 0
         for stage in plan:
-            assert stage.start_device == device
+            assert stage.devices[0] == device
             assert stage.choice.num_devices in degrees[device]
             device += stage.choice.num_devices
         assert device == cluster.num_devices

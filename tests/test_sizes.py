@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,11 +22,12 @@ from capture.model.workload import WorkloadSpec
 from capture.plan.choices import StageChoice
 from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
-from profiling_runs.collect import open_measurements
 from profiling_runs.held_out import held_out_sizes, held_out_stages, size_errors
+from profiling_runs.measurements import open_measurements
 from profiling_runs.pools.where import Where
+from profiling_runs.question import ProfileQuestion
 from profiling_runs.verify import verify, with_verified
-from recommender import recommend
+from recommender import PlanQuestion, recommend
 from recommender.capture.extent import best_of, largest_batch, smallest_cluster
 from recommender.capture.verified import Knowledge, recommend_verified
 
@@ -92,7 +92,9 @@ def made(tmp_path_factory) -> SimpleNamespace:
         )
     spec = WorkloadSpec.parse(f"{directory}/jump.py:model")
     store = Store(directory / "store.sqlite")
-    measurements = open_measurements(spec, num_devices=2, store=store, where=Where(0))
+    measurements = open_measurements(
+        ProfileQuestion(spec, Cluster((2,)), 8), store=store, where=Where(0)
+    )
     return SimpleNamespace(
         directory=directory,
         profile=Profile.load(directory / "profile.json"),
@@ -117,21 +119,13 @@ def compiled(made):
     )
 
 
-def asking(limit: int | None, *about):
-    cluster, batch, num_microbatches, schedule = about
-    return partial(
-        recommend,
-        cluster=cluster,
-        global_batch_size=batch,
-        num_microbatches=num_microbatches,
-        schedule=schedule,
-        memory_limit_bytes=limit,
-    )
+def asking(limit: int | None, batch: int) -> PlanQuestion:
+    return PlanQuestion(CLUSTER, batch, MICROBATCHES, memory_limit_bytes=limit)
 
 
 def at(made, size: int, limit: int | None = None):
     """What the line predicts at a micro-batch size, and the compiler's truth of that plan."""
-    result = asking(limit, CLUSTER, size * MICROBATCHES, MICROBATCHES, "1f1b")(made.profile)
+    result = recommend(made.profile, asking(limit, size * MICROBATCHES))
     return result, truth(made, result.plan)
 
 
@@ -170,21 +164,21 @@ def test_what_is_extrapolated_never_just_fits(made):
 def test_the_largest_batch_fits_by_the_compiler(made):
     limit = between(made)
 
-    def ask(*about):
-        return asking(limit, *about)(made.profile)
+    def ask(question):
+        return recommend(made.profile, question)
 
-    believed, _ = largest_batch(ask, ask, CLUSTER, 4, MICROBATCHES, "1f1b")
-    assert believed.global_batch_size > 16 * MICROBATCHES
+    believed, _ = largest_batch(ask, ask, asking(limit, MICROBATCHES), 4)
+    assert believed.question.global_batch_size > 16 * MICROBATCHES
     assert truth(made, believed.result.plan) > limit, (
         "the line alone shows a plan that does not fit"
     )
     knowledge = Knowledge(made.profile, compiled(made))
 
-    def settled(*about):
-        return knowledge.answer(asking(limit, *about), any_that_fits=True)
+    def settled(question):
+        return knowledge.answer(question, any_that_fits=True)
 
-    best, attempts = largest_batch(ask, settled, CLUSTER, 4, MICROBATCHES, "1f1b")
-    assert best.global_batch_size == 16 * MICROBATCHES
+    best, attempts = largest_batch(ask, settled, asking(limit, MICROBATCHES), 4)
+    assert best.question.global_batch_size == 16 * MICROBATCHES
     assert truth(made, best.result.plan) == best.result.peak_bytes <= limit
     assert (
         best.result.plan.verification
@@ -194,7 +188,7 @@ def test_the_largest_batch_fits_by_the_compiler(made):
     assert best.result.plan.model_hash == made.measurements.backend.traced(16).graph.model_hash, (
         "capture run refuses another model"
     )
-    (refused,) = [a for a in attempts if a.global_batch_size == 20 * MICROBATCHES]
+    (refused,) = [a for a in attempts if a.question.global_batch_size == 20 * MICROBATCHES]
     assert (refused.result.status, refused.rests_on, refused.result.why["code"]) == (
         "infeasible",
         "compiled",
@@ -208,21 +202,20 @@ def test_the_smallest_cluster_and_the_best_count_are_compiled(made):
     knowledge = Knowledge(made.profile, compiled(made))
     batch = size * MICROBATCHES
 
-    def settled(*about):
-        return knowledge.answer(asking(limit, *about), any_that_fits=True)
+    def settled(question):
+        return knowledge.answer(question, any_that_fits=True)
 
     believed, _ = smallest_cluster(
-        lambda *about: asking(limit, *about)(made.profile), CLUSTER, batch, MICROBATCHES, "1f1b"
+        lambda question: recommend(made.profile, question), asking(limit, batch)
     )
-    assert believed.cluster.num_devices == 1 and truth(made, believed.result.plan) > limit
-    best, _ = smallest_cluster(settled, CLUSTER, batch, MICROBATCHES, "1f1b")
-    assert best.cluster == CLUSTER and truth(made, best.result.plan) <= limit
+    assert believed.question.cluster.num_devices == 1 and truth(made, believed.result.plan) > limit
+    best, _ = smallest_cluster(settled, asking(limit, batch))
+    assert best.question.cluster == CLUSTER and truth(made, best.result.plan) <= limit
     counts = [2, 6]
     best, attempts = best_of(
-        lambda *about: asking(None, *about)(knowledge.profile),
+        lambda question: recommend(knowledge.profile, question),
         settled,
-        CLUSTER,
-        batch,
+        asking(None, batch),
         counts,
         ["1f1b"],
     )
@@ -235,7 +228,7 @@ def test_the_smallest_cluster_and_the_best_count_are_compiled(made):
 
 def test_an_answer_stays_compiled_when_other_plans_are_asked_about(made):
     """A plan that is known to fit is not lost while plans that only seem better are tried."""
-    question = asking(None, CLUSTER, 48, MICROBATCHES, "1f1b")
+    question = asking(None, 48)
     first = recommend_verified(made.profile, question, compiled(made), 1)
     again = recommend_verified(made.profile, question, compiled(made), 1, known=first)
     assert again.compiled and again.peak_bytes <= first.peak_bytes

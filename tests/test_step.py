@@ -11,20 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from capture.alpa.step import build_alpa_step
 from capture.measured.stage_cost import StageCost
 from capture.plan.schedule import Occupancy, Schedule, make_schedule
 from capture.predictor.formula import of_interfaces, peak_of, peak_parts, peaks_by_position
-from capture.step.interface import stage_interface
-from capture.step.program import (
-    Feed,
-    Free,
-    Move,
-    Run,
-    StageInterface,
-    StepProgram,
-    build_step,
-    replay,
-)
+from capture.step.interface import StageInterface, stage_interface
+from capture.step.pipeline import build_step
+from capture.step.program import Copy, Feed, Free, Run, Step, Wait, replay
 from tests.synthetic_graphs import LOSS_BYTES, chain, layer_graphs, stage_interfaces
 
 schedules = st.sampled_from(["gpipe", "1f1b"])
@@ -125,7 +118,7 @@ def predicted_peak(
 
 
 def replayed_peaks(stages: list[StageInterface], schedule: Schedule) -> list[int]:
-    ledger = replay(build_step(stages, schedule), sum(len(stage.devices) for stage in stages))
+    ledger = replay(build_step(stages, schedule))
     for peak in ledger.peaks:
         assert sum(peak.parts.values()) == peak.peak_bytes
     per_stage = [{ledger.peak_bytes_per_device[d] for d in stage.devices} for stage in stages]
@@ -153,7 +146,7 @@ def test_the_closed_form_over_occupancies_equals_the_replay_byte_for_byte(step):
 # -----------------------------------------------------------------------------------------
 
 
-def check_lifetimes(program: StepProgram) -> None:
+def check_lifetimes(program: Step) -> None:
     """Every slot is written before it is read, freed once, and only the persistent ones are
     left."""
     alive = set(program.persistent.values())
@@ -174,19 +167,22 @@ def check_lifetimes(program: StepProgram) -> None:
         match instruction:
             case Feed():
                 create(instruction.slot)
-            case Move():
+            case Copy():
                 assert instruction.source in alive
                 create(instruction.target)
             case Run():
                 read = [slot for group in instruction.inputs for slot in group]
                 assert alive.issuperset(read) and len(set(read)) == len(read)
                 assert set(instruction.donated) <= set(read)
-                assert {program.slots[slot].stage_id for slot in (*read, *instruction.outputs)} <= {
-                    instruction.stage_id
+                place = program.programs[instruction.program].place
+                assert {program.slots[slot].place for slot in (*read, *instruction.outputs)} <= {
+                    place
                 }
                 end(instruction.donated)
                 for slot in instruction.outputs:
                     create(slot)
+            case Wait():
+                assert instruction.slot in alive
             case Free():
                 end(instruction.slots)
     assert alive == set(program.persistent.values())
@@ -194,24 +190,25 @@ def check_lifetimes(program: StepProgram) -> None:
     assert all(count == 1 for slot, count in created.items() if slot not in alive)
 
 
-@given(steps(), st.booleans())
-def test_every_slot_is_written_before_it_is_read_and_freed_once(step, as_alpa):
-    program = build_step(*step, as_alpa=as_alpa)
+@given(steps(), st.sampled_from([build_step, build_alpa_step]))
+def test_every_slot_is_written_before_it_is_read_and_freed_once(step, build):
+    program = build(*step)
     check_lifetimes(program)
-    ledger = replay(program, sum(len(stage.devices) for stage in step[0]))
+    ledger = replay(program)
     state = [StageBytes(step[0], s).state for s, stage in enumerate(step[0]) for _ in stage.devices]
     assert ledger.live_bytes_per_device == tuple(state)
 
 
-def hops_of(stages: list[StageInterface], program: StepProgram) -> Counter:
+def hops_of(stages: list[StageInterface], program: Step) -> Counter:
     """How often each (value, from stage, to stage) is moved."""
     hops: Counter = Counter()
-    for move in program.instructions[: program.num_passes]:
-        if isinstance(move, Move):
-            source, target = program.slots[move.source], program.slots[move.target]
-            assert move.kind == "value" and move.index is None
-            assert target.nbytes == stages[target.stage_id].value_bytes[move.key]
-            hops[move.key, source.stage_id, target.stage_id] += 1
+    for copy in program.instructions[: program.num_passes]:
+        if isinstance(copy, Copy):
+            source, target = program.slots[copy.source], program.slots[copy.target]
+            s, t = (program.places.index(slot.place) for slot in (source, target))
+            assert source.key == target.key and copy.index is None
+            assert target.nbytes == stages[t].value_bytes[target.key] <= copy.nbytes
+            hops[target.key, s, t] += 1
     return hops
 
 
@@ -241,7 +238,7 @@ def test_in_alpas_runtime_values_travel_from_their_maker_to_each_reader_and_grad
             expected |= {(v, maker, reader) for reader in readers}
             if v in stage.differentiable:
                 expected |= {(v, after, before) for before, after in pairwise([maker, *readers])}
-    hops = hops_of(stages, build_step(stages, schedule, as_alpa=True))
+    hops = hops_of(stages, build_alpa_step(stages, schedule))
     assert hops == dict.fromkeys(expected, schedule.num_microbatches)
 
 
@@ -313,7 +310,7 @@ def interfaces(graph, cuts, cost=NOTHING):
     ]
 
 
-def as_text(program: StepProgram) -> str:
+def as_text(program: Step) -> str:
     """One line per instruction."""
 
     def names(slots):
@@ -326,8 +323,9 @@ def as_text(program: StepProgram) -> str:
                 lines.append(f"feed {names([instruction.slot])}")
             case Run():
                 groups = " | ".join(names(group) for group in instruction.inputs)
-                lines.append(f"{instruction.program}({groups}) -> {names(instruction.outputs)}")
-            case Move():
+                kind = program.programs[instruction.program].kind
+                lines.append(f"{kind}({groups}) -> {names(instruction.outputs)}")
+            case Copy():
                 index = "" if instruction.index is None else f"[{instruction.index}]"
                 lines.append(
                     f"{names([instruction.source])}{index} => {names([instruction.target])}"
@@ -385,11 +383,7 @@ def test_instructions_of_a_skip_and_a_shared_parameter():
 def test_gradients_of_shared_parameters_arrive_in_the_order_of_the_owners_parameters():
     graph = chain(3, shared=[(0, 1, 2), (0, 1, 2)])
     program = build_step(interfaces(graph, [1, 2]), make_schedule("1f1b", 3, 1))
-    (update,) = (
-        i
-        for i in program.instructions
-        if isinstance(i, Run) and i.program == "update" and i.stage_id == 0
-    )
+    (update,) = (i for i in program.instructions if isinstance(i, Run) and i.program == "update@0")
     assert [program.slots[slot].name for slot in update.inputs[4]] == [
         "gradient3 of 1@0",
         "gradient3 of 2@0",
@@ -403,9 +397,9 @@ def test_an_update_takes_the_summaries_of_all_other_stages():
     program = build_step(stages, make_schedule("1f1b", 3, 1))
     check_lifetimes(program)
     updates = {
-        i.stage_id: i.inputs[-1]
+        program.places.index(program.programs[i.program].place): i.inputs[-1]
         for i in program.instructions
-        if isinstance(i, Run) and i.program == "update"
+        if isinstance(i, Run) and program.programs[i.program].kind == "update"
     }
     assert {s: [program.slots[slot].name for slot in others] for s, others in updates.items()} == {
         0: ["summary of 1@0", "summary of 2@0"],
@@ -415,7 +409,7 @@ def test_an_update_takes_the_summaries_of_all_other_stages():
 
 
 def test_alpas_runtime_has_every_batch_before_the_first_pass():
-    program = build_step(interfaces(chain(3), [1, 2]), make_schedule("1f1b", 3, 2), as_alpa=True)
+    program = build_alpa_step(interfaces(chain(3), [1, 2]), make_schedule("1f1b", 3, 2))
     fed = [i for i, instruction in enumerate(program.instructions) if isinstance(instruction, Feed)]
     assert fed == [0, 1, 2, 3]  # two micro-batches of the first and of the last stage
 
@@ -423,7 +417,7 @@ def test_alpas_runtime_has_every_batch_before_the_first_pass():
 def test_the_parts_of_a_peak_have_the_names_of_slots_if_asked():
     program = build_step(interfaces(chain(2), [1]), make_schedule("gpipe", 2, 1))
     by_category, by_slot = (
-        replay(program, 2, by_slot=named).peaks[1].parts for named in (False, True)
+        replay(program, by_slot=named).peaks[1].parts for named in (False, True)
     )
     assert (
         by_category["parameters"] == by_slot["params@1"] > 0

@@ -15,7 +15,7 @@ from capture.machine.target import DeviceMemory, Sourced, Target, target_names
 from capture.measured.profile import Profile
 from capture.plan.choices import StageChoice
 from capture.plan.headroom import Headroom
-from capture.plan.stages import Plan, StagePlan
+from capture.plan.stages import Plan, Stage
 
 ACCELERATORS = [name for name in target_names() if name != "cpu"]
 
@@ -31,7 +31,7 @@ def test_a_file_is_found_from_where_the_plan_and_the_profile_are(tmp_path, monke
     name = a_file(tmp_path)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plans").mkdir()
-    plan = Plan(Cluster((1,), "mine.json"), 1, (StagePlan((0, 0), [0]),), 2, 1)
+    plan = Plan(Cluster((1,), "mine.json"), 1, (Stage(0, 1, [0]),), 2, 1)
     plan.save("plans/plan.json")
     replace(Planted(2).profile([StageChoice()]), provenance={"target": "mine.json"}).save(
         "plans/profile.json"

@@ -25,14 +25,14 @@ def assert_valid(problem: SearchProblem, result: SearchResult) -> None:
     stages = result.stages
     assert [stage.first for stage in stages] == [0] + [stage.stop for stage in stages[:-1]]
     assert stages[-1].stop == problem.num_layers
-    assert [stage.start_device for stage in stages] == [0] + [
-        stage.stop_device for stage in stages[:-1]
+    assert [stage.devices[0] for stage in stages] == [0] + [
+        stage.devices[-1] + 1 for stage in stages[:-1]
     ]
-    assert stages[-1].stop_device == problem.cluster.num_devices
+    assert stages[-1].devices[-1] + 1 == problem.cluster.num_devices
     seconds, updates = [], [0.0]
     for stage_id, stage in enumerate(stages):
         d = stage.choice.num_devices
-        assert d in problem.degrees[stage.start_device]
+        assert d in problem.degrees[stage.devices[0]]
         choice = problem.choices[d].index(stage.choice)
         assert (
             stage.peak_bytes

@@ -18,9 +18,11 @@ from capture.machine.cluster import Cluster
 from capture.machine.target import Target
 from capture.measured.stage_cost import StageCost
 from capture.plan.schedule import Schedule, make_schedule
-from capture.step.interface import stage_interface
-from capture.step.program import StageInterface, build_step, replay
-from capture.step.timeline import LinkTimes, StageTimes, StepTimeline, pipeline_timeline
+from capture.step.interface import StageInterface, stage_interface
+from capture.step.pipeline import build_step, stage_seconds
+from capture.step.program import Copy, Step, replay
+from capture.step.timeline import LinkTimes, Seconds, StepTimeline, TransferSeconds, simulate_step
+from capture.step.times import StageTimes
 from capture.step.trace_events import save_trace
 from tests.synthetic_graphs import chain, layer_graphs, stage_interfaces
 
@@ -62,13 +64,20 @@ def timeline(
     ]
     links = links or [(0, 0)] * (num_stages - 1)
 
-    def transfer_seconds(move, nbytes, source_stage, target_stage):
-        return links[source_stage][0] if source_stage < target_stage else links[target_stage][1]
+    def transfer(instruction, nbytes, source, target):
+        if source is None:
+            return feed
+        s, t = program.places.index(source), program.places.index(target)
+        return links[s][0] if s < t else links[t][1]
 
     program = build_step(straight(num_stages), make_schedule(name, num_stages, num_microbatches))
-    return pipeline_timeline(
-        program, times, transfer_seconds, lambda nbytes, stage_id: feed, **options
-    )
+    return simulated(program, times, transfer, **options)
+
+
+def simulated(
+    program: Step, times: Sequence[StageTimes], transfer: TransferSeconds, **options
+) -> StepTimeline:
+    return simulate_step(program, Seconds(stage_seconds(program, times), transfer), **options)
 
 
 # ---- the longest path over the table, without slots, streams or instructions
@@ -230,7 +239,7 @@ def test_feeds_overlap_with_the_programs_that_they_may_run_ahead_of(
     step = timeline("gpipe", 4, [3], [1], feed=2, feeds_ahead=feeds_ahead)
     assert step.step_seconds == expected
     above = step.peak_bytes_per_device[0] - step.program_order.live_bytes_per_device[0]
-    batch_bytes = step.stages[0].batch_bytes[0]
+    batch_bytes = straight(1)[0].batch_bytes[0]
     assert num_batches * batch_bytes <= above < (num_batches + 1) * batch_bytes, (
         "the losses are less than a batch"
     )
@@ -245,11 +254,10 @@ def test_shared_parameters_are_summed_at_their_owner_and_sent_back():
     leaves at 18 s.
     """
     program = build_step(interfaces(chain(2, shared=[(0, 1)]), [1]), make_schedule("1f1b", 2, 1))
-    step = pipeline_timeline(
+    step = simulated(
         program,
         [StageTimes(1, 1, 10)] * 2,
-        lambda move, *_: 5 if move.kind == "param" else 0,
-        lambda nbytes, stage_id: 0,
+        lambda instruction, *_: 5 if "parameter" in instruction.label else 0,
     )
     starts = {
         item.label: start
@@ -269,9 +277,7 @@ def test_shared_parameters_are_summed_at_their_owner_and_sent_back():
 def test_updates_wait_for_the_summaries_of_all_stages():
     stages = [replace(stage, summary_bytes=4) for stage in straight(3)]
     times = [StageTimes(1, 1, 2, summarize_seconds=s) for s in (1, 2, 7)]
-    step = pipeline_timeline(
-        build_step(stages, make_schedule("gpipe", 3, 1)), times, lambda *_: 0, lambda *_: 0
-    )
+    step = simulated(build_step(stages, make_schedule("gpipe", 3, 1)), times, lambda *_: 0)
     starts = {
         item.label: start
         for item, start in zip(step.simulation.work, step.simulation.starts, strict=True)
@@ -296,37 +302,39 @@ def timed(draw):
     """A program, times of its stages, and one of a transfer that depends on everything it may."""
     program = draw(programs())
     times = [
-        StageTimes(*draw(st.tuples(seconds, seconds, seconds, seconds))) for _ in program.stages
+        StageTimes(*draw(st.tuples(seconds, seconds, seconds, seconds))) for _ in program.places
     ]
     a, b = draw(seconds), draw(st.integers(1, 5))
-    return (
-        program,
-        times,
-        lambda move, nbytes, s, t: a + (nbytes + s + t) % b,
-        lambda nbytes, s: (nbytes + s) % b,
-    )
+
+    def transfer(instruction, nbytes, source, target):
+        t = program.places.index(target)
+        return (
+            (nbytes + t) % b
+            if source is None
+            else a + (nbytes + program.places.index(source) + t) % b
+        )
+
+    return program, times, transfer
 
 
 @given(programs())
 def test_without_time_every_peak_is_that_of_the_replay(program):
-    step = pipeline_timeline(
-        program, [StageTimes(0, 0, 0)] * len(program.stages), lambda *_: 0, lambda *_: 0
-    )
+    step = simulated(program, [StageTimes(0, 0, 0)] * len(program.places), lambda *_: 0)
     for use, peak in zip(step.memory, step.program_order.peaks, strict=True):
         assert (use.peak.peak_bytes, use.peak.parts) == (peak.peak_bytes, peak.parts)
-    assert step.bubble_fraction == (0,) * len(program.stages)
+    assert step.bubble_fraction == (0,) * len(program.places)
 
 
 @given(timed())
 def test_a_step_begins_and_ends_with_what_persists(case):
-    program, times, transfer_seconds, feed_seconds = case
-    step = pipeline_timeline(program, times, transfer_seconds, feed_seconds)
+    program = case[0]
+    step = simulated(*case)
     assert tuple(use.final_bytes for use in step.memory) == step.program_order.live_bytes_per_device
     assert tuple(use.samples[0] for use in step.memory) == tuple(
         (0, nbytes) for nbytes in step.program_order.live_bytes_per_device
     )
     assert all(nbytes >= 0 for use in step.memory for _, nbytes in use.samples)
-    assert step.program_order == replay(program, len(step.memory))
+    assert step.program_order == replay(program)
     assert all(0 <= bubble <= 1 for bubble in step.bubble_fraction)
 
 
@@ -334,18 +342,8 @@ def test_a_step_begins_and_ends_with_what_persists(case):
 def test_the_peaks_of_the_replay_are_room_enough(case):
     """Whoever grants room in program order needs no more than the replay says; at most, the step
     takes longer."""
-    program, times, transfer_seconds, feed_seconds = case
-    capacity = dict(
-        enumerate(
-            replay(
-                program, sum(len(stage.devices) for stage in program.stages)
-            ).peak_bytes_per_device
-        )
-    )
-    free = pipeline_timeline(program, times, transfer_seconds, feed_seconds)
-    limited = pipeline_timeline(
-        program, times, transfer_seconds, feed_seconds, capacity_bytes=capacity
-    )
+    capacity = dict(enumerate(replay(case[0]).peak_bytes_per_device))
+    free, limited = simulated(*case), simulated(*case, capacity_bytes=capacity)
     assert all(
         peak <= capacity[device] for device, peak in enumerate(limited.peak_bytes_per_device)
     )
@@ -369,15 +367,15 @@ def test_one_device_stands_for_all_of_a_stage():
     graph, devices, rest = (
         chain(2),
         ([0, 1], [2, 4]),
-        ([StageTimes(1, 1, 1)] * 2, lambda *_: 1, lambda *_: 1),
+        ([StageTimes(1, 1, 1)] * 2, lambda *_: 1),
     )
     stages = [
         stage_interface(graph, s, s + 1, devices[s], 2, [p.nbytes for p in graph.params], NOTHING)
         for s in range(2)
     ]
     program = build_step(stages, make_schedule("gpipe", 2, 2))
-    step = pipeline_timeline(program, *rest)
-    assert step.standing_for == (0, 0, 2, 3, 2)
+    step = simulated(program, *rest)
+    assert program.standing_for == {0: 0, 1: 0, 2: 2, 4: 2}
     assert (
         step.memory[0] is step.memory[1]
         and step.memory[2] is step.memory[4]
@@ -385,12 +383,12 @@ def test_one_device_stands_for_all_of_a_stage():
     )
     assert step.peak_bytes_per_device[3] == 0, "no stage uses it"
     room = step.peak_bytes_per_device[1]
-    assert pipeline_timeline(program, *rest, capacity_bytes={0: room, 1: room, 9: 0}) == step
+    assert simulated(program, *rest, capacity_bytes={0: room, 1: room, 9: 0}) == step
     for limited in ({0: room, 1: 1}, {1: 1, 0: room}):  # the smaller one counts
         with pytest.raises(
             ExecutionError, match=r"on device 0 .*capacity_bytes=1 .* \[simulate-memory\]$"
         ):
-            pipeline_timeline(program, *rest, capacity_bytes=limited)
+            simulated(program, *rest, capacity_bytes=limited)
 
 
 # ---- transfers, traces, refusals
@@ -408,11 +406,13 @@ def test_a_transfer_is_as_long_as_the_larger_part_of_both_sides():
     ]
     program = build_step(stages, make_schedule("gpipe", 3, 1))
 
-    def transfer_seconds(move, nbytes, source_stage, target_stage):
-        sizes.append((move.label, nbytes, source_stage, target_stage))
+    def transfer(instruction, nbytes, source, target):
+        if isinstance(instruction, Copy):
+            stages = (program.places.index(source), program.places.index(target))
+            sizes.append((instruction.label, nbytes, *stages))
         return 1
 
-    pipeline_timeline(program, [StageTimes(1, 1, 1)] * 3, transfer_seconds, lambda *_: 1)
+    simulated(program, [StageTimes(1, 1, 1)] * 3, transfer)
     assert sizes == [
         ("send 0.0 from stage 0 to 1", 16, 0, 1),
         ("send 1.0 from stage 1 to 2", 32, 1, 2),
@@ -427,11 +427,9 @@ def test_links_of_a_target():
     """Stages 0 and 1 share a node, stage 2 is on the next."""
     rates = Target.load("a100-40g").rates
     stages = straight(3)
-    links = LinkTimes(stages, Cluster((2, 1), "a100-40g"), rates)
+    links = LinkTimes(Cluster((2, 1), "a100-40g"), rates)
     program = build_step(stages, make_schedule("gpipe", 3, 1))
-    step = pipeline_timeline(
-        program, [StageTimes(0, 0, 0)] * 3, links.transfer_seconds, links.feed_seconds
-    )
+    step = simulated(program, [StageTimes(0, 0, 0)] * 3, links.seconds)
     busy = step.simulation.busy_seconds
     assert busy["stage 0 -> stage 1"] == rates.intra_node.seconds(16) == busy["stage 1 -> stage 0"]
     assert busy["stage 1 -> stage 2"] == rates.inter_node.seconds(32) == busy["stage 2 -> stage 1"]
@@ -469,12 +467,7 @@ def test_a_trace_shows_every_stage_with_its_streams_and_memory(tmp_path):
 
 def test_times_are_one_per_stage():
     with pytest.raises(ExecutionError) as caught:
-        pipeline_timeline(
-            build_step(straight(2), make_schedule("gpipe", 2, 1)),
-            [StageTimes(1, 1, 1)],
-            lambda *_: 0,
-            lambda *_: 0,
-        )
+        stage_seconds(build_step(straight(2), make_schedule("gpipe", 2, 1)), [StageTimes(1, 1, 1)])
     assert (
         str(caught.value)
         == "times has 1 entries for a program of 2 stages; give one per stage. [timeline-stages]"

@@ -4,7 +4,6 @@ best plan is one of them."""
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -20,8 +19,9 @@ from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
 from capture.predictor.step_time import predicted_timeline
 from capture.step.interface import plan_interfaces
-from capture.step.program import build_step, replay
-from recommender import recommend
+from capture.step.pipeline import build_step
+from capture.step.program import replay
+from recommender import PlanQuestion, recommend
 from recommender.capture.verified import recommend_verified
 
 BATCH = {"global_batch_size": 128, "num_microbatches": 8}
@@ -56,11 +56,7 @@ class Compiler:
             self.profile.param_bytes,
             list(map(self.cost, configs_of(plan))),
         )
-        return list(
-            replay(
-                build_step(interfaces, plan.schedule_table), plan.cluster.num_devices
-            ).peak_bytes_per_device
-        )
+        return list(replay(build_step(interfaces, plan.schedule_table)).peak_bytes_per_device)
 
     def __call__(self, plan: Plan, profile: Profile):
         self.compiled.append(plan)
@@ -75,9 +71,7 @@ def test_the_shown_peak_is_the_compilers_and_no_compiled_plan_is_better(seed):
     planted = Planted(6, seed)
     profile = planted.profile(hybrid(4))
     compiler = Compiler(planted, profile, spread=0.3)
-    result = recommend_verified(
-        profile, partial(recommend, cluster=CLUSTER, **BATCH), compiler, max_plans=50
-    )
+    result = recommend_verified(profile, PlanQuestion(CLUSTER, **BATCH), compiler, max_plans=50)
     assert result.why["verified"]["settled"], "fifty rounds are more than this space needs"
     assert (
         result.peak_bytes
@@ -87,7 +81,7 @@ def test_the_shown_peak_is_the_compilers_and_no_compiled_plan_is_better(seed):
     assert (
         len(compiler.compiled) == len(set(compiler.compiled)) == result.why["verified"]["num_plans"]
     )
-    unverified = recommend(profile, CLUSTER, **BATCH)
+    unverified = recommend(profile, PlanQuestion(CLUSTER, **BATCH))
     assert result.peak_bytes <= max(compiler.peaks(unverified.plan)), (
         "the first plan that was compiled is the search's own"
     )
@@ -97,9 +91,7 @@ def test_a_cap_on_plans_is_kept_and_said():
     planted = Planted(6, 2)
     profile = planted.profile(hybrid(4))
     compiler = Compiler(planted, profile, spread=0.3)
-    result = recommend_verified(
-        profile, partial(recommend, cluster=CLUSTER, **BATCH), compiler, max_plans=1
-    )
+    result = recommend_verified(profile, PlanQuestion(CLUSTER, **BATCH), compiler, max_plans=1)
     assert len(compiler.compiled) == 1 and not result.why["verified"]["settled"]
     assert result.plan.verification == {"peak_bytes_per_device": compiler.peaks(result.plan)}
 
@@ -108,9 +100,7 @@ def test_an_exact_profile_is_settled_at_once():
     planted = Planted(6, 2)
     profile = planted.profile(hybrid(4))
     compiler = Compiler(planted, profile, spread=0)
-    result = recommend_verified(
-        profile, partial(recommend, cluster=CLUSTER, **BATCH), compiler, max_plans=5
-    )
+    result = recommend_verified(profile, PlanQuestion(CLUSTER, **BATCH), compiler, max_plans=5)
     assert (len(compiler.compiled), result.why["verified"]["settled"]) == (1, True)
     assert result.peak_bytes == pytest.approx(result.prediction.peak_bytes, abs=LOSSES)
 
@@ -120,10 +110,10 @@ def test_a_limit_is_judged_by_compiled_peaks():
     profile = planted.profile(hybrid(4))
     compiler = Compiler(planted, profile, spread=0.3)
     least = recommend_verified(
-        profile, partial(recommend, cluster=CLUSTER, **BATCH), compiler, max_plans=50
+        profile, PlanQuestion(CLUSTER, **BATCH), compiler, max_plans=50
     ).peak_bytes
     for limit, status in ((least, "ok"), (least - 1, "infeasible")):
-        question = partial(recommend, cluster=CLUSTER, **BATCH, memory_limit_bytes=limit)
+        question = PlanQuestion(CLUSTER, **BATCH, memory_limit_bytes=limit)
         result = recommend_verified(
             profile, question, Compiler(planted, profile, spread=0.3), max_plans=50
         )
@@ -138,13 +128,7 @@ def test_plans_for_speed_are_ranked_by_compiled_work():
     than any that is known."""
     profile = planted_profile(4)
     predictor, cluster = AdditivePredictor(profile), Cluster((2, 2), "a100-40g")
-    question = partial(
-        recommend,
-        cluster=cluster,
-        global_batch_size=128,
-        num_microbatches=8,
-        objective="throughput",
-    )
+    question = PlanQuestion(cluster, 128, 8, objective="throughput")
 
     def compiled(plan: Plan, known: Profile):
         verified = {}
@@ -162,7 +146,7 @@ def test_plans_for_speed_are_ranked_by_compiled_work():
     result = recommend_verified(profile, question, compiled, max_plans=50)
     assert result.why["verified"]["settled"] and result.why["verified"]["num_plans"] > 1
     _, known = compiled(result.plan, profile)
-    assert result.search.step_seconds > question(profile).search.step_seconds
+    assert result.search.step_seconds > recommend(profile, question).search.step_seconds
     assert result.search.step_seconds == pytest.approx(
         float(predicted_timeline(result.plan, known).step_seconds), rel=0.05
     )

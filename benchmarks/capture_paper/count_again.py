@@ -32,8 +32,8 @@ from benchmarks.capture_paper.scenarios import (
     measurements_of,
     prepare,
 )
-from capture.plan.stages import Plan, StagePlan
-from profiling_runs.collect import Measurements
+from capture.plan.stages import Plan, Stage
+from profiling_runs.measurements import Measurements
 
 FIGURES: dict[str, ModuleType] = {"paper_figure_6": figure_6, "paper_figure_8": figure_8}
 
@@ -77,7 +77,7 @@ def again(row: dict[str, Any], scenario: Scenario, measurements: Measurements) -
 
     def planned(who: str) -> Planned:
         recorded = row[who]
-        stages = tuple(map(StagePlan.from_json, recorded["stages"]))
+        stages = tuple(map(Stage.from_json, recorded["stages"]))
         model = scenario.model
         plan = Plan(
             CLUSTER,

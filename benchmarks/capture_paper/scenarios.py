@@ -50,17 +50,20 @@ from capture.machine.target import Target
 from capture.measured.profile import Profile
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
-from capture.plan.choices import StageChoice, hybrid_choices
-from capture.plan.stages import Plan, StagePlan
+from capture.plan.choices import StageChoice
+from capture.plan.space import StageSpace
+from capture.plan.stages import Plan, Stage
 from capture.predictor import AdditivePredictor
 from capture.predictor.step_time import predicted_timeline
-from capture.profiler.windows import choices_to_profile
-from profiling_runs.collect import Measurements, open_measurements, profile
+from profiling_runs.collect import profile
+from profiling_runs.measurements import Measurements, open_measurements
 from profiling_runs.pools.where import Where
+from profiling_runs.question import ProfileQuestion
 from profiling_runs.verify import Verification, verify, with_verified
-from recommender import recommend
+from recommender import PlanQuestion, recommend
+from recommender.answer import Answer
 from recommender.capture.autostage import LABEL, autostage
-from recommender.capture.recommendation import Recommendation, baseline_plan
+from recommender.capture.recommendation import baseline_plan
 from recommender.capture.verified import recommend_verified
 
 TARGET = "a100-40g"
@@ -145,9 +148,12 @@ class Profiled:
 def stage_choices(microbatch_size: int, max_devices: int) -> list[StageChoice]:
     """The space of both planners: Alpa's default, tensor parallelism inside nodes and data
     parallelism across them."""
-    hybrid = hybrid_choices(max_devices, remat="full", shard_optimizer=True)
-    found = choices_to_profile(CLUSTER, hybrid, microbatch_size, whole_nodes=True)
-    return [choice for choice in found if choice.tensor_parallel <= CLUSTER.nodes[0]]
+    space = StageSpace(whole_nodes=True)
+    return [
+        choice
+        for choice in space.choices(CLUSTER, microbatch_size, ("full",), shard_optimizer=True)
+        if choice.tensor_parallel <= CLUSTER.nodes[0] and choice.num_devices <= max_devices
+    ]
 
 
 def profiled(model: Model, options: argparse.Namespace) -> Profiled:
@@ -160,12 +166,14 @@ def profiled(model: Model, options: argparse.Namespace) -> Profiled:
         start = time.perf_counter()
         microbatch_size = model.global_batch // model.num_microbatches
         made = profile(
-            WorkloadSpec.parse(model.workload),
-            CLUSTER,
-            microbatch_size=microbatch_size,
-            choices=stage_choices(microbatch_size, model.max_stage_devices),
-            whole_nodes=True,
-            calibration_plans=0,  # nothing here needs intervals
+            ProfileQuestion(
+                WorkloadSpec.parse(model.workload),
+                CLUSTER,
+                microbatch_size=microbatch_size,
+                choices=stage_choices(microbatch_size, model.max_stage_devices),
+                space=StageSpace(whole_nodes=True),
+                calibration_plans=0,
+            ),
             measurements=measurements,
         )
         with closing(sqlite3.connect(folder / "store.sqlite")) as store:
@@ -181,10 +189,12 @@ def measurements_of(model: Model, options: argparse.Namespace) -> Measurements:
     folder = options.folder / model.slug
     folder.mkdir(parents=True, exist_ok=True)
     return open_measurements(
-        WorkloadSpec.parse(model.workload),
-        num_devices=CLUSTER.num_devices,
-        target=TARGET,
-        num_layers=model.num_layers,
+        ProfileQuestion(
+            WorkloadSpec.parse(model.workload),
+            Cluster((CLUSTER.num_devices,), TARGET),
+            8,
+            num_layers=model.num_layers,
+        ),
         store=Store(folder / "store.sqlite"),
         where=Where(options.workers),
         progress=partial(say, model.name),
@@ -339,31 +349,31 @@ class Planner:
         self.scenario, self.cluster, self.measurements = scenario, cluster, found.measurements
         self.profile = found.profile if scenario.is_hybrid else _of_one_device(found.profile)
         model = scenario.model
-        self.question: dict[str, Any] = {
-            "global_batch_size": model.global_batch,
-            "num_microbatches": model.num_microbatches,
-            "schedule": scenario.schedule,
-        }
+        self.question = PlanQuestion(
+            cluster,
+            model.global_batch,
+            model.num_microbatches,
+            scenario.schedule,
+            space=StageSpace(whole_nodes=scenario.is_hybrid),
+        )
 
     def alpa(self, **options: Any) -> Planned | None:
         """Alpa's plan; None if it finds none.
 
         Args:
-            **options: Of ``autostage``.
+            **options: Of the question.
         """
         if self.scenario.is_hybrid:
             plan = autostage(
                 self.profile,
-                self.cluster,
-                **self.question,
+                replace(self.question, **options),
                 master_copy=self.scenario.model.master_copy,
-                **options,
             ).plan
         else:
-            plan = baseline_plan(self.profile, self.cluster, **self.question, weigh="flops")
+            plan = baseline_plan(self.profile, self.question, weigh="flops")
         return None if plan is None else self.compiled(plan, is_alpas=True)
 
-    def ours(self) -> tuple[Planned, Recommendation]:
+    def ours(self) -> tuple[Planned, Answer]:
         """The plan of least peak memory, and how it was found."""
 
         def compiled(plan: Plan, known: Profile) -> tuple[dict[str, Any], Profile]:
@@ -371,39 +381,28 @@ class Planner:
             self.profile = with_verified(known, plan, self.measurements)
             return found.to_json(), self.profile
 
-        result = recommend_verified(self.profile, self.recommended, compiled, MAX_VERIFIED)
+        result = recommend_verified(self.profile, self.question, compiled, MAX_VERIFIED)
         assert result.plan is not None, (
             "every cluster here has a plan, if only one that does not fit"
         )
         return self.compiled(result.plan), result
 
-    def recommended(
-        self, known: Profile, cluster: Cluster | None = None, **options: Any
-    ) -> Recommendation:
-        return recommend(
-            known,
-            cluster or self.cluster,
-            **self.question,
-            whole_nodes=self.scenario.is_hybrid,
-            **options,
-        )
-
     def least_bytes(self) -> tuple[int, bool]:
         """Least predicted peak when stages may stand anywhere, since Alpa packs them after it
         chose; and whether that is proven."""
         row = Cluster((self.cluster.num_devices,), TARGET)
-        found = self.recommended(self.profile, row)
+        found = recommend(self.profile, replace(self.question, cluster=row))
         return found.search.peak_bytes, found.search.optimal
 
     def fast_enough(self, alpa: Planned) -> Planned | None:
         """The plan of least memory on the front that keeps 90 % of Alpa's throughput; None if none
         of those compiled does."""
-        found = self.recommended(self.profile, objective="pareto")
+        found = recommend(self.profile, replace(self.question, objective="pareto"))
         longest = alpa.step_seconds / KEPT_THROUGHPUT
         for point in found.why.get("front", {"points": ()})["points"]:
             assert found.plan is not None, "a front has plans"
             plan = self._predicted(
-                found.plan.with_(stages=tuple(map(StagePlan.from_json, point["stages"])))
+                found.plan.with_(stages=tuple(map(Stage.from_json, point["stages"])))
             )
             if (
                 float(predicted_timeline(plan, self.profile).step_seconds) > 1.02 * longest
@@ -440,7 +439,7 @@ def counted(
     """Compile the stages of a plan and count what a step needs, in our runtime and in Alpa's."""
     found = verify(plan, measurements)
     try:
-        in_alpa = alpa_replay(plan, found.program.stages, master_copy=model.master_copy)
+        in_alpa = alpa_replay(plan, found.stages, master_copy=model.master_copy)
     except PlanError:
         in_alpa = None
     return Planned(plan, found, in_alpa, is_alpas, predicted_bytes)

@@ -33,7 +33,7 @@ from benchmarks.capture_paper.scenarios import (
     profiled,
 )
 from benchmarks.drawing import OURS, PAPER, Panel, draw
-from recommender import recommend
+from recommender import PlanQuestion, recommend
 from recommender.capture.autostage import autostage
 
 #: Seconds: profiling, planning, total without the merger; total with 16 merged layers; Alpa's
@@ -81,13 +81,17 @@ def row(model: Model, options: Any) -> dict[str, Any]:
     }
     question = {**asked, "whole_nodes": True}
     planned = {
-        s: seconds_of(lambda s=s: recommend(found.profile, CLUSTER, schedule=s, **question))
+        s: seconds_of(
+            lambda s=s: recommend(found.profile, PlanQuestion(CLUSTER, schedule=s, **question))
+        )
         for s in ("1f1b", "gpipe")
     }
     merged = seconds_of(
-        lambda: recommend(found.profile, CLUSTER, merge_layers=MERGED_LAYERS, **question)
+        lambda: recommend(
+            found.profile, PlanQuestion(CLUSTER, merge_layers=MERGED_LAYERS, **question)
+        )
     )
-    alpa = seconds_of(lambda: autostage(found.profile, CLUSTER, **asked))
+    alpa = seconds_of(lambda: autostage(found.profile, PlanQuestion(CLUSTER, **asked)))
     profiling = found.seconds
     return {
         "model": model.name,

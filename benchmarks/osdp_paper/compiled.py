@@ -68,7 +68,7 @@ def main() -> int:
 def row(setting: Setting, target: Target, compiler: Any) -> dict[str, Any]:
     """What is chosen for one model, and what its step needs."""
     from capture.runtime.sharded import shard
-    from recommender.osdp import osdp
+    from recommender.osdp import ShardingQuestion, osdp
     from recommender.osdp.over_step import reserved_fraction
 
     limit = min(LIMIT_GIB * GIB, target.memory.usable_bytes)
@@ -80,7 +80,9 @@ def row(setting: Setting, target: Target, compiler: Any) -> dict[str, Any]:
     }
     workload = WorkloadSpec.parse(f"models/mingpt.py:mingpt?size={setting.name}").load()
     start = time.perf_counter()
-    result = osdp(workload, compiler.mesh, limit, target=target.name, verify=False)
+    result = osdp(
+        ShardingQuestion(workload, compiler.mesh, limit, target=target.name), verify=False
+    )
     found["plan_seconds"] = time.perf_counter() - start
     fsdp = fully_sharded(result.cost, limit * (1 - reserved_fraction(target.platform, "float32")))
     if result.plan is None:

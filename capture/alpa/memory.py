@@ -30,14 +30,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from capture.alpa.placement import alpa_placement
+from capture.alpa.step import build_alpa_step
 from capture.errors import ProfileError
 from capture.measured.profile import Profile
 from capture.model.graph import LayerGraph
 from capture.plan.choices import StageChoice
 from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
+from capture.step.interface import StageInterface
 from capture.step.ledger import Peak
-from capture.step.program import StageInterface, build_step, replay
+from capture.step.program import replay
 
 
 @dataclass(frozen=True)
@@ -113,10 +115,10 @@ def alpa_replay(
     ]
     if master_copy:
         placed = [
-            _in_16_bits(stage, StageChoice.of(of_plan))
+            _in_16_bits(stage, of_plan.choice)
             for stage, of_plan in zip(placed, plan.stages, strict=True)
         ]
-    ledger = replay(build_step(placed, plan.schedule_table, as_alpa=True), plan.cluster.num_devices)
+    ledger = replay(build_alpa_step(placed, plan.schedule_table))
     return AlpaMemory(placement, tuple(ledger.peaks[devices[0]] for devices in placement))
 
 

@@ -25,6 +25,7 @@ from typing import Any
 from capture import __version__
 from capture.alpa.placement import Shape, alpa_placement, physical_shape
 from capture.errors import ExecutionError, PlanError, Violation
+from capture.plan.kinds import of_stages
 from capture.plan.stages import Plan
 
 ALPA_VERSION = "0.2.3"
@@ -192,15 +193,18 @@ def to_alpa(plan: Plan) -> AlpaOptions:
 
     Example:
         >>> from capture.machine.cluster import Cluster
-        >>> from capture.plan.stages import StagePlan
-        >>> options = to_alpa(Plan(Cluster((2,)), 2, (StagePlan((0, 1), [0, 1], data_parallel=2),), 8, 2))
+        >>> from capture.plan.choices import StageChoice
+        >>> from capture.plan.stages import Stage
+        >>> stage = Stage(0, 2, [0, 1], StageChoice(data_parallel=2))
+        >>> options = to_alpa(Plan(Cluster((2,)), 2, (stage,), 8, 2))
         >>> options.submesh_logical_shapes, options.submesh_autosharding_option_dicts
         ([(2, 1)], [{'force_batch_dim_to_mesh_dim': 0}])
     """
+    plan = of_stages(plan, "Alpa shards by itself.")
     PlanError.check(_violations(plan))
     placement = alpa_placement(plan.cluster, [stage.num_devices for stage in plan.stages])
     per_node = plan.cluster.nodes[0]
-    recomputes = plan.stages[0].remat == "full"
+    recomputes = plan.stages[0].choice.remat == "full"
     if plan.auto_layers:
         layer_option = (
             "AutoLayerOption",
@@ -211,13 +215,13 @@ def to_alpa(plan: Plan) -> AlpaOptions:
         )
     else:
         layer_option = ("ManualLayerOption", {"remat_layer": recomputes})
-    replicated = [stage for stage in plan.stages if stage.data_parallel > 1]
-    default = all(stage.shard_optimizer for stage in replicated)
+    replicated = [stage for stage in plan.stages if stage.choice.data_parallel > 1]
+    default = all(stage.choice.shard_optimizer for stage in replicated)
     dicts: list[dict[str, Any]] = []
     for stage in plan.stages:
         own: dict[str, Any] = {"force_batch_dim_to_mesh_dim": 0} if stage.num_devices > 1 else {}
-        if stage.data_parallel > 1 and stage.shard_optimizer != default:
-            own["prefer_reduce_scatter"] = stage.shard_optimizer
+        if stage.choice.data_parallel > 1 and stage.choice.shard_optimizer != default:
+            own["prefer_reduce_scatter"] = stage.choice.shard_optimizer
         dicts.append(own)
     return AlpaOptions(
         num_hosts=len(plan.cluster.nodes),
@@ -231,7 +235,7 @@ def to_alpa(plan: Plan) -> AlpaOptions:
             physical_shape(stage.num_devices, per_node) for stage in plan.stages
         ],
         submesh_logical_shapes=[
-            (stage.data_parallel, stage.tensor_parallel) for stage in plan.stages
+            (stage.choice.data_parallel, stage.choice.tensor_parallel) for stage in plan.stages
         ],
         submesh_autosharding_option_dicts=dicts,
         placement=list(placement),
@@ -244,7 +248,7 @@ def _violations(plan: Plan) -> list[Violation]:
         alpa_placement(plan.cluster, [stage.num_devices for stage in plan.stages])
     except PlanError as error:
         found += error.violations
-    modes = sorted({stage.remat for stage in plan.stages})
+    modes = sorted({stage.choice.remat for stage in plan.stages})
     if len(modes) > 1 or modes == ["dots"]:
         found.append(
             Violation(
@@ -253,7 +257,7 @@ def _violations(plan: Plan) -> list[Violation]:
                 "alpa-remat",
             )
         )
-    split = [s for s, stage in enumerate(plan.stages) if stage.shard_params]
+    split = [s for s, stage in enumerate(plan.stages) if stage.choice.shard_params]
     if split:
         found.append(
             Violation(

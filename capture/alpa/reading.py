@@ -16,7 +16,8 @@ from typing import Any
 from capture.alpa.placement import Shape, alpa_placement
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
-from capture.plan.stages import Plan, StagePlan
+from capture.plan.choices import StageChoice
+from capture.plan.stages import Plan, Stage
 
 _SAFE = {
     ("collections", "OrderedDict"),
@@ -136,7 +137,9 @@ def plan_from_alpa(
         dp, tp = _degrees(s, (int(shape[0]), int(shape[1])), settings, undecided)
         split = bool(settings.get("prefer_reduce_scatter")) and dp > 1
         stages.append(
-            StagePlan((ids[0], ids[-1]), where, dp, tp, "full" if remat else "none", split)
+            Stage(
+                ids[0], ids[-1] + 1, where, StageChoice(dp, tp, "full" if remat else "none", split)
+            )
         )
     return Plan(
         nodes,

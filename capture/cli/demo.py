@@ -12,6 +12,7 @@ import argparse
 from typing import Any
 
 from capture import environment
+from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.output import emit, say, table
 from capture.cli.progress import progress
@@ -19,6 +20,8 @@ from capture.cli.run import execute
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
 from capture.quantities import format_bytes
+from profiling_runs import ProfileQuestion, profile
+from recommender import PlanQuestion, baseline_plan, recommend
 
 NAME = "demo"
 HELP = "the whole path on a small GPT"
@@ -36,40 +39,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="updates (default: %(default)s)",
     )
-    shared.add_store(parser)
+    shared.add(parser, *shared.STORE)
 
 
 def main(options: argparse.Namespace) -> int:
     cluster = Cluster.parse(CLUSTER)
     environment.prepare(num_devices=cluster.num_devices)
-    from profiling_runs import profile
-    from recommender import baseline_plan, recommend
-
     spec = WorkloadSpec.parse(WORKLOAD)
     say(options, f"profiling {WORKLOAD} for {cluster} by compiling: nothing is run")
     measured = profile(
-        spec,
-        cluster,
-        microbatch_size=MICROBATCH_SIZE,
-        num_neighbours=1,
-        calibration_plans=4,
-        store=shared.open_store(options),
-        where=shared.where_of(options),
+        ProfileQuestion(spec, cluster, MICROBATCH_SIZE, num_neighbours=1, calibration_plans=4),
+        store=asked.open_store(options),
+        where=asked.where_of(options),
         progress=progress(options),
     )
-    batch: dict[str, Any] = {
-        "global_batch_size": MICROBATCHES * MICROBATCH_SIZE,
-        "num_microbatches": MICROBATCHES,
-        "schedule": SCHEDULE,
-    }
-    recommended = recommend(measured, cluster, **batch)
+    question = PlanQuestion(cluster, MICROBATCHES * MICROBATCH_SIZE, MICROBATCHES, SCHEDULE)
+    recommended = recommend(measured, question)
     assert recommended.plan is not None, "a plan without a memory limit exists"
-    baseline = baseline_plan(measured, cluster, **batch)
+    baseline = baseline_plan(measured, question)
     plans = {"recommended": recommended.plan, "baseline": baseline}
     document: dict[str, Any] = {
         "workload": WORKLOAD,
         "cluster": CLUSTER,
-        **batch,
+        "global_batch_size": question.global_batch_size,
+        "num_microbatches": question.num_microbatches,
+        "schedule": question.schedule,
         "search": recommended.to_json()["search"],
         "why": recommended.why,
     }

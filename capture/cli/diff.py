@@ -11,12 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from capture.cli import asked, sharding
 from capture.cli import options as shared
 from capture.cli.output import emit, table
 from capture.errors import CaptureError, ProfileError, Violation
 from capture.measured.profile import Profile
+from capture.plan.kinds import load_plan, of_stages
+from capture.plan.sharding import ShardingPlan
 from capture.plan.stages import Plan
-from capture.quantities import format_bytes, parse_bytes
+from capture.quantities import format_bytes
 
 if TYPE_CHECKING:
     from capture.report.data import ReportFacts
@@ -45,17 +48,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="limit per device (default: what each target's devices can use)",
     )
     shared.add_plan_workload(parser)
-    shared.add_store(parser)
-    shared.add_profiling(parser)
+    shared.add(parser, *shared.STORE, *shared.PROFILING)
 
 
 def main(options: argparse.Namespace) -> int:
+    plans = [load_plan(path) for path in (options.first, options.second)]
+    of_sharding = [plan for plan in plans if isinstance(plan, ShardingPlan)]
+    if len(of_sharding) == 2:
+        return sharding.diff(options, of_sharding)
     from capture.report.difference import compare
 
-    limit = None if options.memory is None else parse_bytes(options.memory)
-    first, second = _facts(
-        options, (options.first, options.second), _profiles(options.profile), limit
-    )
+    limit = asked.read_limit(vars(options))
+    stages = [of_stages(plan, "Compare plans of one kind.") for plan in plans]
+    first, second = _facts(options, stages, _profiles(options.profile), limit)
     document = compare(first, second)
     emit(options, document, as_text(first, second))
     return 0
@@ -63,7 +68,7 @@ def main(options: argparse.Namespace) -> int:
 
 def _facts(
     options: argparse.Namespace,
-    paths: Sequence[Path],
+    plans: Sequence[Plan],
     profiles: Sequence[Profile | None],
     limit: int | None,
 ) -> list[ReportFacts]:
@@ -71,17 +76,17 @@ def _facts(
     from capture.report.data import report_facts
 
     found, violations = [], []
-    plans = [Plan.load(path) for path in paths]
     if any(
         plan.prediction is None and profile is None
         for plan, profile in zip(plans, profiles, strict=True)
     ):
-        shared.prepare(
+        asked.prepare(
             *(plan.cluster for plan in plans)
         )  # once: the first of them would decide for both
+    paths = (options.first, options.second)
     for path, plan, profile in zip(paths, plans, profiles, strict=True):
         try:
-            found.append(report_facts(*shared.with_prediction(options, plan, profile), limit))
+            found.append(report_facts(*asked.with_prediction(options, plan, profile), limit))
         except CaptureError as error:
             violations += [
                 Violation(f"{str(path)!r}: {violation.message}", violation.code)

@@ -4,22 +4,18 @@ compiled, so nothing is guessed."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
+from capture.cli import asked, sharding
 from capture.cli import options as shared
 from capture.cli.output import emit, table
-from capture.cli.progress import progress
-from capture.documents import write
-from capture.errors import ProfileError
-from capture.plan.schedule import SCHEDULES
-from capture.plan.stages import Plan, Remat
+from capture.plan.kinds import load_plan
+from capture.plan.sharding import ShardingPlan
 from capture.quantities import format_bytes
-from capture.step.attribution import attribute, group
 
-#: Groups of buffers and layers of a stage in the document, and in the text.
-NUM_GROUPS, NUM_SHOWN = 50, 8
+#: Groups of buffers and layers of a stage in the text.
+NUM_SHOWN = 8
 
 NAME = "explain"
 HELP = "say who needs the memory, and what one change saves most"
@@ -27,105 +23,19 @@ HELP = "say who needs the memory, and what one change saves most"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_plan(parser)
-    shared.add_plan_workload(parser)
-    shared.add_store(parser)
+    shared.add(parser, *shared.STORE)
 
 
 def main(options: argparse.Namespace) -> int:
-    plan = Plan.load(options.plan)
-    measurements = shared.open_plan_measurements(options, plan, progress(options))
-    from profiling_runs.verify import check_model
+    plan = load_plan(options.plan)
+    if isinstance(plan, ShardingPlan):
+        return sharding.explain(options, plan)
+    measurements = asked.plan_measurements(options, plan)
+    from profiling_runs.explain import explain
 
-    check_model(plan, measurements)
-    document = explain(plan, measurements)
+    document = explain(plan, measurements).to_json()
     emit(options, document, as_text(document))
     return 0
-
-
-def explain(plan: Plan, measurements: Any) -> dict[str, Any]:
-    """The document of ``capture explain --json``: peaks with their parts, and every single change
-    with what it saves."""
-    from profiling_runs.collect import stage_config
-    from profiling_runs.verify import verify
-
-    verified = verify(plan, measurements)
-    ledger = verified.ledger
-    peak = max(ledger.peak_bytes_per_device)
-    buffers = measurements.buffers(
-        [stage_config(stage, plan.microbatch_size) for stage in plan.stages]
-    )
-    graph = measurements.backend.traced(plan.microbatch_size).graph
-    attributions = attribute(
-        verified.program, [(stage.first, stage.stop) for stage in plan.stages], graph, buffers
-    )
-    stages = [
-        {
-            "stage_id": s,
-            "layers": list(stage.layers),
-            "devices": list(stage.devices),
-            "peak_bytes": found.peak.peak_bytes,
-            "instant": found.peak.instant,
-            "parts_bytes": found.peak.parts,
-            "layers_bytes": {str(layer): parts for layer, parts in found.layers.items()},
-            "attributed_fraction": found.attributed_fraction,
-            "buffers": write(group(found.buffers)[:NUM_GROUPS]),
-        }
-        for s, (stage, found) in enumerate(zip(plan.stages, attributions, strict=True))
-    ]
-    changes: list[dict[str, Any]] = []
-    for name, changed in _changes(plan):
-        try:
-            other = max(verify(changed, measurements).peak_bytes_per_device)
-        except ProfileError:  # a stage of the changed plan does not compile
-            continue
-        changes.append({"change": name, "peak_bytes": other, "saves_bytes": peak - other})
-    changes.sort(key=lambda change: -change["saves_bytes"])
-    return {
-        "peak_bytes": peak,
-        "peak_bytes_per_device": list(ledger.peak_bytes_per_device),
-        "source": dict(measurements.backend.provenance),
-        "stages": stages,
-        "changes": changes,
-        "best_change": changes[0] if changes and changes[0]["saves_bytes"] > 0 else None,
-    }
-
-
-def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
-    """Plans that differ by one decision."""
-    for schedule in SCHEDULES:
-        if schedule != plan.schedule:
-            yield f"schedule {schedule}", plan.with_(schedule=schedule)
-    policies: tuple[Remat, ...] = ("dots", "full")
-    for remat in policies:
-        if any(stage.remat != remat for stage in plan.stages):
-            yield (
-                f"remat {remat}",
-                plan.with_(stages=tuple(replace(stage, remat=remat) for stage in plan.stages)),
-            )
-    if any(stage.data_parallel > 1 and not stage.shard_optimizer for stage in plan.stages):
-        yield (
-            "shard the optimizer",
-            plan.with_(stages=tuple(replace(stage, shard_optimizer=True) for stage in plan.stages)),
-        )
-    if any(stage.data_parallel > 1 and not stage.shard_params for stage in plan.stages):
-        yield (
-            "shard the parameters",
-            plan.with_(
-                stages=tuple(
-                    replace(stage, shard_optimizer=True, shard_params=stage.data_parallel > 1)
-                    for stage in plan.stages
-                )
-            ),
-        )
-    doubled = 2 * plan.num_microbatches
-    fits = plan.global_batch_size % doubled == 0
-    if fits and all(
-        (plan.global_batch_size // doubled) % stage.data_parallel == 0 for stage in plan.stages
-    ):
-        yield (
-            f"{doubled} micro-batches of half the size",
-            plan.with_(num_microbatches=doubled, model_hash=""),
-        )
 
 
 def as_text(document: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from capture.cli import options as shared
 from capture.cli.output import emit, table
 from capture.measured.profile import Profile
-from capture.plan.stages import Plan
+from capture.plan.kinds import load_stages
 from capture.quantities import format_bytes
 
 NAME = "export"
@@ -18,7 +18,7 @@ HELP = "hand a plan to Alpa"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    shared.add_plan(parser)
+    shared.add_plan_alone(parser)
     parser.add_argument("--to", choices=("alpa",), required=True, help="whose options")
     parser.add_argument(
         "-o",
@@ -39,7 +39,9 @@ def main(options: argparse.Namespace) -> int:
     from capture.alpa.memory import alpa_memory
     from capture.alpa.options import to_alpa
 
-    plan = Plan.load(options.plan)
+    plan = load_stages(
+        options.plan, "Alpa shards by itself; what to train with is recommender.osdp.osdp's."
+    )
     exported = to_alpa(plan)
     memory = None if options.profile is None else alpa_memory(plan, Profile.load(options.profile))
     document: dict[str, Any] = {"alpa": exported.to_json()}
@@ -57,7 +59,7 @@ def main(options: argparse.Namespace) -> int:
         rows.append(
             [
                 s,
-                f"{stage.layers[0]}-{stage.layers[1]}",
+                f"{stage.first}-{stage.stop - 1}",
                 f"{_span(hosts)}:{local}",
                 *shapes,
                 exported.submesh_autosharding_option_dicts[s],

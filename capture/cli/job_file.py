@@ -19,45 +19,69 @@ from __future__ import annotations
 import argparse
 import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from capture.cli import options as shared
+from capture.cli.asked import Values, profile_question, read_limit
+from capture.cli.options import Option
 from capture.errors import CaptureError, ProfileError, Violation
+from profiling_runs.question import ProfileQuestion
 
-#: Options of the command line: they are of all profiles together.
-_OF_THE_COMMAND = {
-    "jobs",
-    "dry_run",
-    "events",
-    "store",
-    "workers",
-    "ray",
-    "accelerator",
-    "job_timeout",
-    "json",
-    "quiet",
-    "help",
-}
+#: Options of a profile: those of a command line, and keys of a file.
+OPTIONS = (
+    *shared.QUESTION,
+    Option(
+        "memory",
+        "with --backend run: runs that need more on a device, such as 40GB, are left out",
+        metavar="SIZE",
+    ),
+    Option(
+        "mode",
+        "paper: make the paper's profiling runs as well",
+        "default",
+        choices=("default", "paper"),
+    ),
+    shared.output("profile.json"),
+)
+_KNOWN = {option.name: option for option in (Option("workload", "what to profile"), *OPTIONS)}
 
 
-def read_job_file(
-    path: Path, parser: argparse.ArgumentParser, command: argparse.Namespace
-) -> list[argparse.Namespace]:
-    """The options of every profile of a file.
+@dataclass(frozen=True)
+class ProfileJob:
+    """A profile to make.
 
-    Args:
-        path: Of the file.
-        parser: Of ``capture profile``; it reads the values as it reads those of a command line.
-        command: The options that were given beside the file; those of the command as a whole hold
-            for every profile.
+    Attributes:
+        question: What is asked.
+        output: Its file.
+        values: Of its options, as they were given.
+    """
+
+    question: ProfileQuestion
+    output: Path
+    values: Values
+
+    @classmethod
+    def of(cls, values: Values) -> ProfileJob:
+        """That which options ask for.
+
+        Raises:
+            CaptureError: as ``profile_question``.
+        """
+        question = profile_question(values, memory_limit_bytes=read_limit(values))
+        return cls(question, values["output"], values)
+
+
+def read_job_file(path: Path) -> list[ProfileJob]:
+    """Every profile of a file.
 
     Raises:
         ProfileError: ``jobs-file`` if it cannot be read, is no TOML or has other tables;
             ``jobs-option`` naming every key that is no option of a profile and every value that its
             option does not take; ``jobs-output`` if two profiles would be written to the same file;
-            and the codes of the cluster, the batch and the backend of a profile.
+            and the codes of the question of a profile.
     """
     try:
         data = tomllib.loads(path.read_text())
@@ -82,57 +106,36 @@ def read_job_file(
             f"job file {str(path)!r} needs [defaults], once, and [[profile]] as tables of options.",
             "jobs-file",
         )
-    known = {
-        action.dest: action for action in parser._actions if action.dest not in _OF_THE_COMMAND
-    }
-    found, violations = list[argparse.Namespace](), list[Violation]()
+    found, violations = list[ProfileJob](), list[Violation]()
     for number, table in enumerate(tables, start=1):
         where = f"job file {str(path)!r}, profile {number}"
-        values = {**defaults, **table}
+        given = {**defaults, **table}
         violations += [
             Violation(f"{where}: {name} = [] has no value.", "jobs-option")
-            for name, value in values.items()
+            for name, value in given.items()
             if value == []
         ]
-        for one in _combinations(values):
-            entry, wrong = _options(one, known, command)
+        for one in _combinations(given):
+            values, wrong = _read(one)
             violations += [Violation(f"{where}: {text}", "jobs-option") for text in wrong]
-            violations += (
-                []
-                if wrong
-                else [
-                    Violation(f"{where}: {v.message}", v.code) for v in _question_violations(entry)
-                ]
-            )
-            found.append(entry)
+            if wrong:
+                continue
+            try:
+                found.append(ProfileJob.of(values))
+            except CaptureError as error:  # found now, and not perhaps hours later
+                violations += [Violation(f"{where}: {v.message}", v.code) for v in error.violations]
     ProfileError.check(dict.fromkeys(violations))
-    _check_outputs(path, found)
+    _check_outputs(path, [str(job.output) for job in found])
     return found
 
 
-def of_profiles(parser: argparse.ArgumentParser, command: argparse.Namespace) -> list[str]:
+def of_profiles(command: argparse.Namespace) -> list[str]:
     """Options of a command line that are those of a profile, and not of the command."""
-    actions = [
-        action
-        for action in parser._actions
-        if action.dest not in _OF_THE_COMMAND and action.option_strings
-    ]
     return [
-        action.option_strings[-1]
-        for action in actions
-        if getattr(command, action.dest) != action.default
+        option.short or option.flag
+        for option in OPTIONS
+        if getattr(command, option.name) != option.default
     ]
-
-
-def _question_violations(entry: argparse.Namespace) -> list[Violation]:
-    """What is wrong with a profile that would be found when its turn comes, perhaps after hours."""
-    found: list[Violation] = []
-    for check in (shared.read_cluster, shared.read_batch, shared.check_backend):
-        try:
-            check(entry)
-        except CaptureError as error:
-            found += error.violations
-    return found
 
 
 def _combinations(table: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -146,57 +149,29 @@ def _combinations(table: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [dict(zip(table, values, strict=True)) for values in product(*choices)]
 
 
-def _options(
-    values: Mapping[str, Any], known: Mapping[str, argparse.Action], command: argparse.Namespace
-) -> tuple[argparse.Namespace, list[str]]:
-    """The options of one profile, and what is wrong with them."""
-    options = {name: action.default for name, action in known.items()} | {
-        n: getattr(command, n, None) for n in _OF_THE_COMMAND - {"help"}
-    }
-    wrong = [f"{name!r} is missing." for name in ("workload", "cluster") if name not in values]
-    for name, value in values.items():
-        action = known.get(name)
-        if action is None:
+def _read(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The values of all options of a profile, and what is wrong with those that are given."""
+    values = {name: option.default for name, option in _KNOWN.items()}
+    wrong = [f"{name!r} is missing." for name in ("workload", "cluster") if name not in given]
+    for name, value in given.items():
+        if name not in _KNOWN:
             wrong.append(
-                f"{name!r} is no option of a profile; those are {', '.join(sorted(known))}."
+                f"{name!r} is no option of a profile; those are {', '.join(sorted(_KNOWN))}."
             )
             continue
         try:
-            options[name] = _value(action, value)
+            values[name] = _KNOWN[name].value(value)
         except (ValueError, argparse.ArgumentTypeError) as error:
             wrong.append(f"{name} = {value!r}: {error}")
-    if isinstance(options.get("output"), Path):
-        try:
-            options["output"] = Path(
-                str(options["output"]).format(
-                    **{name: value for name, value in options.items() if name != "output"}
-                )
-            )
-        except (KeyError, IndexError, ValueError) as error:
-            wrong.append(f"output = {str(options['output'])!r} names what is no option: {error}.")
-    return argparse.Namespace(**options), wrong
+    others = {name: value for name, value in values.items() if name != "output"}
+    try:
+        values["output"] = Path(str(values["output"]).format(**others))
+    except (KeyError, IndexError, ValueError) as error:
+        wrong.append(f"output = {str(values['output'])!r} names what is no option: {error}.")
+    return values, wrong
 
 
-def _value(action: argparse.Action, value: Any) -> Any:
-    """As the command line would read it.
-
-    Raises:
-        ValueError: if the option does not take it.
-    """
-    if isinstance(action.const, bool):  # a switch
-        if not isinstance(value, bool):
-            raise ValueError("write true or false.")
-        return value
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise ValueError("write a string or a whole number.")
-    read = action.type(str(value)) if callable(action.type) else str(value)
-    if action.choices is not None and read not in action.choices:
-        raise ValueError(f"choose one of {', '.join(map(str, action.choices))}.")
-    return read
-
-
-def _check_outputs(path: Path, profiles: list[argparse.Namespace]) -> None:
-    outputs = [str(profile.output) for profile in profiles]
+def _check_outputs(path: Path, outputs: list[str]) -> None:
     twice = sorted({output for output in outputs if outputs.count(output) > 1})
     if twice:
         raise ProfileError.of(

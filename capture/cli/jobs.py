@@ -7,18 +7,19 @@ Nothing is measured and no device is needed. The options are those of ``capture 
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
+from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.output import emit, table
+from profiling_runs.listing import Listing, list_jobs
 
 NAME = "jobs"
 HELP = "list the jobs of a profile and what they cost"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    shared.add_question(parser, remats=shared.REMATS_OF_A_SEARCH)
-    shared.add_backend(parser)
+    shared.add_workload(parser)
+    shared.add(parser, *shared.QUESTION, *shared.STORE)
     parser.add_argument(
         "--mode",
         choices=("default", "paper"),
@@ -28,25 +29,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    listing = jobs_of(options)
-    emit(
-        options,
-        {"workload": options.workload, "cluster": options.cluster, **listing.to_json()},
-        as_text(listing),
-    )
+    asked.say_one_device(options)
+    question = asked.profile_question(vars(options))
+    asked.prepare_for([question])
+    listing = list_jobs(question, asked.open_store(options))
+    cluster = options.cluster or shared.ONE_DEVICE
+    document = {"workload": options.workload, "cluster": cluster, **listing.to_json()}
+    emit(options, document, as_text(listing))
     return 0
 
 
-def jobs_of(options: argparse.Namespace) -> Any:
-    """The listing that the options of a profile ask for."""
-    cluster = shared.read_cluster(options)
-    global_batch, num_microbatches = shared.read_batch(options)
-    shared.check_backend(options)
-    paper = (options.schedule, num_microbatches) if options.mode == "paper" else None
-    return shared.list_jobs(options, cluster, global_batch // num_microbatches, paper=paper)
-
-
-def as_text(listing: Any) -> str:
+def as_text(listing: Listing) -> str:
     """A line per kind, and one for all."""
     rows = [
         [name, kind["num_jobs"], kind["num_done"], duration(kind["seconds"])]

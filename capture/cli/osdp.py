@@ -4,12 +4,15 @@ data-parallel devices (OSDP)."""
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
+from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.output import emit, say, table
 from capture.model.workload import WorkloadSpec
-from capture.quantities import format_bytes
+from capture.report.sharding import HEADER, rows
+from recommender.osdp import ShardingQuestion, osdp
 
 NAME = "osdp"
 HELP = "shard a model's operators over data-parallel devices"
@@ -88,12 +91,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    cluster = shared.read_cluster(options)
-    shared.prepare(cluster)
-    from recommender.osdp import osdp
-
-    result = osdp(
-        WorkloadSpec.parse(options.workload).load(),
+    cluster = asked.read_cluster(vars(options))
+    asked.prepare(cluster)
+    spec = WorkloadSpec.parse(options.workload)
+    question = ShardingQuestion(
+        spec.load(),
         cluster,
         options.memory,
         batch_size=options.batch,
@@ -102,31 +104,19 @@ def main(options: argparse.Namespace) -> int:
         partly=options.partly,
         remat=options.remat,
         overlap_fraction=options.overlap,
-        verify=not options.no_verify,
-        watch=lambda text: say(options, text),
     )
+    result = osdp(question, verify=not options.no_verify, watch=lambda text: say(options, text))
     facts = {"status": result.status, "verified": result.verified}
     if result.plan is None:
         emit(options, {**facts, "why": result.why}, str(result))
         return 1
-    rows = [
-        [
-            row.name,
-            row.mode,
-            format_bytes(row.parameter_bytes),
-            format_bytes(row.resident_bytes),
-            format_bytes(row.transient_bytes),
-            f"{row.seconds * 1e3:.3g} ms",
-        ]
-        for row in result.rows
-    ]
-    result.plan.save(options.output)
-    header = ["operator", "mode", "parameters", "resident", "transient", "time"]
+    plan = replace(result.plan, workload=spec)
+    plan.save(options.output)
     facts |= {
         "estimated_peak_bytes": result.estimated_peak_bytes,
         "compiled_peak_bytes": result.compiled_peak_bytes,
         "unverified_why": result.unverified_why,
-        "plan": result.plan.to_json(),
+        "plan": plan.to_json(),
     }
-    emit(options, facts, f"{table(header, rows)}\n{result}\nplan -> {options.output}")
+    emit(options, facts, f"{table(HEADER, rows(plan))}\n{result}\nplan -> {options.output}")
     return 0

@@ -61,12 +61,12 @@ def stage_table(plan: Any, stages: Sequence[Any]) -> str:
     rows = [
         [
             s,
-            f"{stage.layers[0]}-{stage.layers[1]}",
+            f"{stage.first}-{stage.stop - 1}",
             f"{stage.devices[0]}-{stage.devices[-1]}"
             if stage.num_devices > 1
             else stage.devices[0],
-            stage.replicas_text,
-            stage.tensor_parallel,
+            stage.choice.replicas_text,
+            stage.choice.tensor_parallel,
             format_bytes(predicted.peak_bytes),
             *([format_bytes(compiled[stage.devices[0]])] if compiled else []),
             f"{format_bytes(predicted.interval_bytes[0])} to "

@@ -3,43 +3,92 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from capture.cli import asked
 from capture.cli import options as shared
-from capture.cli.compiled import PlanCompiler, add_no_compile
+from capture.cli.options import Option
 from capture.cli.output import emit, peak_line, say, stage_table, table
 from capture.cli.progress import progress
-from capture.cli.suggest import cheapest_change
-from capture.errors import PlanError, ProfileError, Violation
+from capture.errors import PlanError, ProfileError
 from capture.machine.cluster import Cluster
-from capture.machine.target import Target
 from capture.measured.merge import merge_profiles
 from capture.measured.profile import Profile
 from capture.model.workload import WorkloadSpec
+from capture.plan.choices import Remat
 from capture.plan.schedule import SCHEDULES
 from capture.predictor.step_time import describe_time, has_times, predicted_timeline, time_summary
-from capture.quantities import format_bytes, parse_bytes
-from recommender.capture.recommendation import (
+from capture.quantities import format_bytes
+from profiling_runs.collect import profile as make_profile
+from profiling_runs.measurements import Measurements
+from profiling_runs.question import ProfileQuestion
+from profiling_runs.verify import PlanCompiler
+from recommender.answer import Answer
+from recommender.capture.changes import FittingChange, Measuring, cheapest_change
+from recommender.capture.extent import Attempt, best_of, largest_batch, smallest_cluster
+from recommender.capture.least_state import beyond_memory, least_state
+from recommender.capture.recommendation import recommend
+from recommender.capture.result import SearchResult
+from recommender.capture.verified import MOST_PLANS, Knowledge
+from recommender.question import (
     AUTOSTAGE,
     MODES,
     OBJECTIVES,
     SEARCH_NAMES,
-    question_violations,
+    PlanQuestion,
     search_names,
 )
-from recommender.capture.result import SearchResult
 
 NAME = "plan"
 HELP = "recommend the plan of least peak memory"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    shared.add_question(parser, remats=shared.REMATS_OF_A_SEARCH)
-    shared.add_backend(parser)
+    shared.add_workload(parser)
+    shared.add(
+        parser,
+        *shared.QUESTION,
+        *shared.STORE,
+        Option(
+            "memory",
+            "limit per device, such as 40GB (default: what the target can use); exit code 1 if "
+            "nothing fits",
+            metavar="SIZE",
+        ),
+        Option(
+            "verify",
+            "compile the stages of the best plans, up to K, and rank again",
+            0,
+            shared.at_least(0),
+            metavar="K",
+        ),
+        shared.NO_COMPILE,
+        Option(
+            "objective",
+            "least peak; least step time that fits; that and the front of both. Times need an "
+            "accelerator target (default: memory, or that of --algorithm)",
+            choices=OBJECTIVES,
+        ),
+        Option("try_schedules", "choose the best of all schedules", False),
+        Option("mode", "paper: the paper's predictor and space", "default", choices=MODES),
+        Option(
+            "algorithm",
+            "; ".join(f"{name}: {', '.join(search_names(name))}" for name in OBJECTIVES)
+            + f". {AUTOSTAGE} is Alpa's, for step time, on this cost model: the plan to compare "
+            "with (default: the first of its objective)",
+            choices=SEARCH_NAMES,
+        ),
+        Option(
+            "merge_layers",
+            "the paper's layer merger: cut between L merged layers only",
+            read=int,
+            metavar="L",
+        ),
+        shared.output("plan.json"),
+    )
     parser.add_argument(
         "--profile",
         type=Path,
@@ -47,124 +96,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="use this profile instead of measuring; again: put several together",
     )
-    parser.add_argument(
-        "--memory",
-        metavar="SIZE",
-        help=(
-            "limit per device, such as 40GB (default: what the target can use); exit code 1 if "
-            "nothing fits"
-        ),
-    )
-    parser.add_argument(
-        "--verify",
-        type=shared.at_least(0),
-        default=0,
-        metavar="K",
-        help="compile the stages of the best plans, up to K, and rank again",
-    )
-    add_no_compile(parser)
-    parser.add_argument(
-        "--objective",
-        choices=OBJECTIVES,
-        help="least peak; least step time that fits; that and the front of both. Times need an "
-        "accelerator target "
-        "(default: memory, or that of --algorithm)",
-    )
-    asked = parser.add_mutually_exclusive_group()
-    asked.add_argument(
+    extent = parser.add_mutually_exclusive_group()
+    extent.add_argument(
         "--smallest-cluster",
         action="store_true",
         help="the fewest devices of the cluster on which a plan fits",
     )
-    asked.add_argument(
+    extent.add_argument(
         "--largest-batch",
         action="store_true",
         help="the largest global batch that fits with so many micro-batches",
     )
-    asked.add_argument(
+    extent.add_argument(
         "--try-microbatches",
         type=shared.several(1),
         metavar="M,M,...",
         help="numbers of micro-batches to choose the best of",
     )
-    parser.add_argument(
-        "--try-schedules", action="store_true", help="choose the best of all schedules"
-    )
-    parser.add_argument(
-        "--mode", choices=MODES, default="default", help="paper: the paper's predictor and space"
-    )
-    parser.add_argument(
-        "--algorithm",
-        choices=SEARCH_NAMES,
-        help="; ".join(
-            f"{objective}: {', '.join(search_names(objective))}" for objective in OBJECTIVES
-        )
-        + (
-            f". {AUTOSTAGE} is Alpa's, for step time, on this cost model: the plan to compare "
-            "with (default: the first of its objective)"
-        ),
-    )
-    parser.add_argument(
-        "--merge-layers",
-        type=int,
-        metavar="L",
-        help="the paper's layer merger: cut between L merged layers only",
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        default=Path("plan.json"),
-        metavar="FILE",
-        help="default: %(default)s",
-    )
 
 
 def main(options: argparse.Namespace) -> int:
-    cluster = shared.read_cluster(options)
-    global_batch, num_microbatches = shared.read_batch(options)
-    limit = None if options.memory is None else parse_bytes(options.memory)
-    shared.check_backend(options)
-    PlanError.check(_question_violations(options))
+    asked.say_one_device(options)
+    of_profile = asked.profile_question(vars(options))
+    question = _question(options, of_profile)
     measurements = None
     if options.profile is not None:
-        shared.check_profiles_nothing(options)
-        profile = _read_profile(options)
+        asked.check_profiles_nothing(vars(options))
+        profile = _read_profile(options.profile, of_profile)
     else:
-        paper = (options.schedule, num_microbatches) if options.mode == "paper" else None
-        if _compiles(options):
-            measurements = shared.open_question_measurements(options, cluster, progress(options))
-            if (
-                refused := _refused(
-                    options, measurements, cluster, global_batch, num_microbatches, limit
-                )
-            ) is not None:
+        if of_profile.backend == "compile" and question.mode == "default":
+            measurements = asked.open_measurements(options, of_profile)
+            refused = _refused(options, question, of_profile, measurements)
+            if refused is not None:
                 return refused
-        profile = shared.make_profile(
-            options,
-            cluster,
-            global_batch // num_microbatches,
-            progress(options),
-            paper=paper,
+        asked.prepare_for([of_profile])
+        profile = make_profile(
+            of_profile,
+            store=asked.open_store(options),
+            where=asked.where_of(options),
+            progress=progress(options),
             measurements=measurements,
         )
-    knowledge = _knowledge(options, profile, cluster)
-    chosen, attempts, found = _chosen(
-        options, knowledge, cluster, global_batch, num_microbatches, limit
-    )
-    result = knowledge.answer(partial(_ask, options, limit, *chosen), known=found)
-    cluster, global_batch = chosen[:2]
+    knowledge = _knowledge(options, profile, question.cluster)
+    chosen, attempts, found = _chosen(options, knowledge, question)
+    result = knowledge.answer(chosen, known=found)
     document = {
         **result.to_json(),
         "warnings": list(profile.warnings),
         "failures": list(profile.failures),
     }
     summary = f"{result.status}{', extrapolated' * result.extrapolated}: {result.why['summary']}"
-    lines = [*shared.layers_note(options, profile), summary]
+    lines = [*asked.layers_note(of_profile, profile), summary]
     if attempts:
         document["attempts"] = [attempt.to_json() for attempt in attempts]
         lines = [attempts_table(attempts), *lines]
-    may_ask_on = options.mode == "default" and options.algorithm != AUTOSTAGE
     if result.plan is not None and result.prediction is not None:
         lines += [
             stage_table(result.plan, result.prediction.stages),
@@ -188,36 +173,37 @@ def main(options: argparse.Namespace) -> int:
     lines += [f"warning: {warning}" for warning in profile.warnings] + [
         f"failed: {failure}" for failure in profile.failures
     ]
+    may_ask_on = question.mode == "default" and question.algorithm != AUTOSTAGE
     if result.status == "infeasible" and result.memory_limit_bytes is not None and may_ask_on:
         _tell(options, lines)  # what follows may measure, for as long as the answer took
-        tried = max([attempt.num_microbatches for attempt in attempts] or [num_microbatches])
-        change = cheapest_change(
-            options,
-            knowledge,
-            profile.graph.num_layers,
-            cluster,
-            global_batch,
-            tried,
-            result.memory_limit_bytes,
-            reprofile=_reprofile(options, cluster, measurements) if measurements else None,
-            least_state=partial(
-                _least_state_bytes, options, measurements, global_batch // num_microbatches
-            )
-            if measurements
-            else _unknown,
+        most = max([attempt.question.num_microbatches for attempt in attempts], default=None)
+        tried = replace(
+            chosen,
+            num_microbatches=most or question.num_microbatches,
+            schedule=question.schedule,
         )
-        document["why"] = {**document["why"], "cheapest_change": change}
-        lines = [
-            f"cheapest change: {change['summary']}"
-            if change
-            else "no single change of those that were tried fits"
-        ]
+        measuring = None if measurements is None else _measuring(of_profile, measurements)
+        change = cheapest_change(tried, profile.graph.num_layers, knowledge, measuring)
+        lines = [_name_change(document, change, "fits")]
     emit(options, document, "\n".join(lines))
     return 0 if result.status == "ok" else 1
 
 
-def _compiles(options: argparse.Namespace) -> bool:
-    return options.backend == "compile" and options.mode == "default"
+def _question(options: argparse.Namespace, of_profile: ProfileQuestion) -> PlanQuestion:
+    """What the options ask for."""
+    global_batch, num_microbatches = asked.read_batch(vars(options))
+    return PlanQuestion(
+        of_profile.cluster,
+        global_batch,
+        num_microbatches,
+        options.schedule,
+        asked.read_limit(vars(options)),
+        options.objective,
+        options.mode,
+        options.algorithm,
+        of_profile.space,
+        options.merge_layers,
+    )
 
 
 def _tell(options: argparse.Namespace, lines: Sequence[str]) -> None:
@@ -231,66 +217,52 @@ def _tell(options: argparse.Namespace, lines: Sequence[str]) -> None:
 
 
 def _least_state(
-    options: argparse.Namespace,
-    measurements: Any,
-    size: int,
-    cluster: Cluster,
-    limit: int | None,
-    **asks: Any,
+    of_profile: ProfileQuestion, measurements: Measurements, size: int, limit: int | None = None
 ) -> SearchResult:
-    """The least that any plan needs for its state, at the cost of tracing
+    """The least that any plan needs for its state, at the cost of tracing at a micro-batch size
     (``recommender.capture.least_state``)."""
-    from profiling_runs.collect import Question
-    from recommender.capture.least_state import least_state
-
-    asked = shared.asked(options, asks.pop("microbatch_size", size), **asks)
-    names = ("remat", "shard_optimizer", "shard_params", "whole_nodes", "any_divisor")
-    question = Question.of(
-        cluster, asked["microbatch_size"], **{name: asked[name] for name in names}, paper=None
-    )
     backend = measurements.backend
     sharding = backend.sharding(size)
     return least_state(
         backend.traced(size).graph,
         {
             split: sharding.param_bytes(split)
-            for split in {choice.param_split for choice in question.choices}
+            for split in {choice.param_split for choice in of_profile.stage_choices}
         },
         backend.state_bytes(size),
-        question.choices,
-        cluster,
+        of_profile.stage_choices,
+        of_profile.cluster,
+        space=of_profile.space,
         memory_limit_bytes=limit,
-        whole_nodes=options.whole_nodes,
-        any_divisor=options.any_divisor,
     )
 
 
-def _least_state_bytes(
-    options: argparse.Namespace, measurements: Any, size: int, cluster: Cluster, **asks: Any
-) -> int | None:
-    result = _least_state(options, measurements, size, cluster, None, **asks)
-    return result.peak_bytes if result.stages else None
+def _measuring(of_profile: ProfileQuestion, measurements: Measurements) -> Measuring:
+    """How changes are measured."""
 
+    def measured(**changes: Any) -> Profile:
+        # Of a plan that is not made, no interval is shown: nothing is compiled to calibrate it.
+        changed = replace(of_profile, **changes, calibration_plans=0)
+        return make_profile(changed, measurements=measurements)
 
-def _unknown(cluster: Cluster, **asks: Any) -> None:
-    return None
+    def state_bytes(cluster: Cluster, **changes: Any) -> int | None:
+        changed = replace(of_profile, cluster=cluster, **changes)
+        result = _least_state(changed, measurements, of_profile.microbatch_size)
+        return result.peak_bytes if result.stages else None
+
+    return Measuring(of_profile.remat, of_profile.shard_optimizer, measured, state_bytes)
 
 
 def _refused(
     options: argparse.Namespace,
-    measurements: Any,
-    cluster: Cluster,
-    global_batch: int,
-    num_microbatches: int,
-    limit: int | None,
+    question: PlanQuestion,
+    of_profile: ProfileQuestion,
+    measurements: Measurements,
 ) -> int | None:
     """The exit code where no plan can exist or fit, which is told at once; None if one may, and is
     worth measuring for."""
-    from recommender.capture.least_state import beyond_memory
-
-    memory, size = Target.load(cluster.target).memory, global_batch // num_microbatches
-    limit = memory.usable_bytes if limit is None and memory is not None else limit
-    found = _least_state(options, measurements, size, cluster, limit)
+    limit = question.limit_bytes
+    found = _least_state(of_profile, measurements, of_profile.microbatch_size, limit)
     if found.stages and limit is not None:
         needs = (
             "parameters, gradients and optimizer state alone need at least "
@@ -304,75 +276,31 @@ def _refused(
     result = beyond_memory(found)
     document, lines = {**result.to_json(), "warnings": []}, [f"infeasible: {result.why['summary']}"]
     if found.stages and limit is not None:
-        change = cheapest_change(
-            options,
-            None,
-            measurements.backend.traced(size).graph.num_layers,
-            cluster,
-            global_batch,
-            num_microbatches,
-            limit,
-            reprofile=_reprofile(options, cluster, measurements),
-            least_state=partial(_least_state_bytes, options, measurements, size),
-        )
-        document["why"] = {**document["why"], "cheapest_change": change}
-        lines.append(
-            f"cheapest change: {change['summary']}"
-            if change
-            else "no single change of those that were tried can fit"
-        )
+        num_layers = measurements.backend.traced(of_profile.microbatch_size).graph.num_layers
+        measuring = _measuring(of_profile, measurements)
+        change = cheapest_change(question, num_layers, None, measuring)
+        lines.append(_name_change(document, change, "can fit"))
     emit(options, document, "\n".join(lines))
     return 1
 
 
-def _question_violations(options: argparse.Namespace) -> Sequence[Violation]:
-    return question_violations(
-        options.schedule,
-        options.objective,
-        options.mode,
-        options.algorithm,
-        merge_layers=options.merge_layers,
-        any_divisor=options.any_divisor,
+def _name_change(document: dict[str, Any], change: FittingChange | None, fits: str) -> str:
+    """Add it to the document; a line for people."""
+    document["why"] = {**document["why"], "cheapest_change": change and change.to_json()}
+    return (
+        f"cheapest change: {change.summary}"
+        if change
+        else f"no single change of those that were tried {fits}"
     )
 
 
-def _ask(
-    options: argparse.Namespace,
-    limit: int | None,
-    cluster: Cluster,
-    global_batch: int,
-    num_microbatches: int,
-    schedule: str,
-    profile: Profile,
-) -> Any:
-    """One recommendation."""
-    from recommender import recommend
-
-    return recommend(
-        profile,
-        cluster,
-        global_batch_size=global_batch,
-        num_microbatches=num_microbatches,
-        schedule=schedule,
-        memory_limit_bytes=limit,
-        objective=options.objective,
-        mode=options.mode,
-        algorithm=options.algorithm,
-        whole_nodes=options.whole_nodes,
-        any_divisor=options.any_divisor,
-        merge_layers=options.merge_layers,
-    )
-
-
-def _knowledge(options: argparse.Namespace, profile: Profile, cluster: Cluster) -> Any:
+def _knowledge(options: argparse.Namespace, profile: Profile, cluster: Cluster) -> Knowledge:
     """What is known, and what compiles the rest (``recommender.capture.verified.Knowledge``).
 
     Raises:
         ProfileError: ``verify-mode`` for ``--verify`` with the paper's predictor, or with
             ``--no-compile``.
     """
-    from recommender.capture.verified import MOST_PLANS, Knowledge
-
     if options.verify and options.mode != "default":
         raise ProfileError.of(
             "--verify looks compiled stages up in the default predictor; leave out --mode paper.",
@@ -387,75 +315,55 @@ def _knowledge(options: argparse.Namespace, profile: Profile, cluster: Cluster) 
     ):  # executed runs alone: what a compiler says is not what they measure
         return Knowledge(profile)
     compiler = PlanCompiler(
-        options,
         profile,
-        lambda: shared.open_profile_measurements(options, profile, cluster, progress(options)),
+        lambda: asked.profile_measurements(options, profile, cluster),
+        lambda text: say(options, text),
     )
     return Knowledge(profile, compiler, options.verify or MOST_PLANS, always=bool(options.verify))
 
 
 def _chosen(
-    options: argparse.Namespace,
-    knowledge: Any,
-    cluster: Cluster,
-    global_batch: int,
-    num_microbatches: int,
-    limit: int | None,
-) -> tuple[tuple[Cluster, int, int, str], Sequence[Any], Any]:
-    """(cluster, global batch, micro-batches, schedule) to plan for, what was tried to find them,
-    and the answer that they were chosen for.
+    options: argparse.Namespace, knowledge: Knowledge, question: PlanQuestion
+) -> tuple[PlanQuestion, Sequence[Attempt], Answer | None]:
+    """What to plan for, what was tried to find it, and the answer that it was chosen for.
 
     Raises:
         PlanError: ``plan-extent`` for the largest batch without a limit.
     """
-    from recommender.capture.extent import best_of, largest_batch, smallest_cluster
 
-    asked = (cluster, global_batch, num_microbatches, options.schedule)
+    def ask(question: PlanQuestion) -> Answer:
+        return recommend(knowledge.profile, question)
 
-    def ask(cluster: Cluster, global_batch: int, num_microbatches: int, schedule: str) -> Any:
-        return _ask(
-            options, limit, cluster, global_batch, num_microbatches, schedule, knowledge.profile
-        )
+    def settled(question: PlanQuestion) -> Answer:
+        return knowledge.answer(question, any_that_fits=True)
 
-    def settled(*about: Any) -> Any:
-        return knowledge.answer(partial(_ask, options, limit, *about), any_that_fits=True)
-
+    best: Attempt | None
     if options.smallest_cluster:
-        best, attempts = smallest_cluster(settled, *asked)
+        best, attempts = smallest_cluster(settled, question)
     elif options.largest_batch:
-        if limit is None and Target.load(cluster.target).memory is None:
+        if question.limit_bytes is None:
             raise PlanError.of(
-                f"target={cluster.target!r} has no limit, so no batch is the largest; give "
-                "--memory.",
+                f"target={question.cluster.target!r} has no limit, so no batch is the largest; "
+                "give --memory.",
                 "plan-extent",
             )
         step = min(knowledge.profile.microbatch_sizes)
-        best, attempts = largest_batch(
-            ask, settled, cluster, step, num_microbatches, options.schedule
-        )
+        best, attempts = largest_batch(ask, settled, question, step)
     elif options.try_microbatches or options.try_schedules:
-        counts = [num_microbatches]
-        if options.try_microbatches:
-            counts = list(options.try_microbatches)
-        schedules = tuple(SCHEDULES) if options.try_schedules else (options.schedule,)
-        best, attempts = best_of(ask, settled, cluster, global_batch, counts, schedules)
+        counts = options.try_microbatches or (question.num_microbatches,)
+        schedules = tuple(SCHEDULES) if options.try_schedules else (question.schedule,)
+        best, attempts = best_of(ask, settled, question, counts, schedules)
     else:
-        return asked, (), None
-    if best is None:
-        return asked, attempts, None
-    return (
-        (best.cluster, best.global_batch_size, best.num_microbatches, best.schedule),
-        attempts,
-        best.result,
-    )
+        return question, (), None
+    return (question, attempts, None) if best is None else (best.question, attempts, best.result)
 
 
-def attempts_table(attempts: Sequence[Any]) -> str:
+def attempts_table(attempts: Sequence[Attempt]) -> str:
     """What was tried, one line each."""
     rows = [
         [
-            f"{attempt.cluster}, batch {attempt.global_batch_size}, {attempt.num_microbatches} "
-            f"micro-batches, {attempt.schedule}",
+            f"{attempt.question.cluster}, batch {attempt.question.global_batch_size}, "
+            f"{attempt.question.num_microbatches} micro-batches, {attempt.question.schedule}",
             attempt.result.status,
             format_bytes(attempt.result.peak_bytes) if attempt.result.plan else "-",
             attempt.rests_on if attempt.result.plan else "-",
@@ -489,28 +397,7 @@ def front_table(front: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _reprofile(
-    options: argparse.Namespace, cluster: Cluster, measurements: Any
-) -> Callable[..., Profile]:
-    global_batch, num_microbatches = shared.read_batch(options)
-
-    def reprofile(*, microbatch_size: int | None = None, **changes: Any) -> Profile:
-        size = microbatch_size or global_batch // num_microbatches
-        # Of a plan that is not made, no interval is shown: nothing is compiled to calibrate it.
-        return shared.make_profile(
-            options,
-            cluster,
-            size,
-            progress(options),
-            measurements=measurements,
-            calibration_plans=0,
-            **changes,
-        )
-
-    return reprofile
-
-
-def _read_profile(options: argparse.Namespace) -> Profile:
+def _read_profile(paths: Sequence[Path], asked: ProfileQuestion) -> Profile:
     """The profile of one file or several, for the workload as it is named now.
 
     Raises:
@@ -518,55 +405,49 @@ def _read_profile(options: argparse.Namespace) -> Profile:
             if it is of another workload or number of layers, ``profile-choice`` if nothing was
             profiled with the options of the stages.
     """
-    profiles, named = (
-        [Profile.load(path) for path in options.profile],
-        WorkloadSpec.parse(options.workload),
-    )
-    profile = (
-        profiles[0]
-        if len(profiles) == 1
-        else merge_profiles(profiles, shared.read_cluster(options).target)
-    )
-    files = ", ".join(map(str, options.profile))
+    profiles, named = [Profile.load(path) for path in paths], asked.spec
+    assert named is not None, "the command line names workloads"
+    profile = profiles[0] if len(profiles) == 1 else merge_profiles(profiles, asked.cluster.target)
+    files = ", ".join(map(str, paths))
     if profile.workload is not None and not _same_workload(profile.workload, named):
         raise ProfileError.of(
             f"profile {files!r} is of {profile.workload}, and the workload is {named}; profile "
             "that one.",
             "profile-other-model",
         )
-    if options.num_layers not in (None, profile.graph.num_layers):
+    if asked.num_layers not in (None, profile.graph.num_layers):
         raise ProfileError.of(
             f"profile {files!r} has num_layers={profile.graph.num_layers}, and --num-layers asks "
-            f"for {options.num_layers}; "
+            f"for {asked.num_layers}; "
             "profile with that number.",
             "profile-other-model",
         )
-    if options.tensor_parallel_rule != profile.tensor_parallel_rule:
+    if asked.tensor_parallel_rule != profile.tensor_parallel_rule:
         raise ProfileError.of(
             f"profile {files!r} has tensor_parallel_rule={profile.tensor_parallel_rule!r}, and "
             "--tensor-parallel-rule is "
-            f"{options.tensor_parallel_rule!r}; ask for that of the profile, or profile again.",
+            f"{asked.tensor_parallel_rule!r}; ask for that of the profile, or profile again.",
             "profile-choice",
         )
-    policies = shared.remat_policies(options)
+    policies = asked.remat
     measurements = {
         config: cost
         for config, cost in profile.measurements.items()
         if config.choice.remat in policies
         and (
-            options.shard_params
+            asked.shard_params
             if config.choice.shard_params
-            else config.choice.shard_optimizer == options.shard_optimizer
+            else config.choice.shard_optimizer == asked.shard_optimizer
         )
     }
     kinds = {(c.remat, c.shard_optimizer) for c in profile.choices if not c.shard_params}
     if not profile.measurements and profile.paper is not None:  # executed runs alone
         kinds = {(row["remat"], row["shard_optimizer"]) for row in profile.paper["statistics"]}
-    if not {(policy, options.shard_optimizer) for policy in policies} <= kinds:
+    if not {(policy, asked.shard_optimizer) for policy in policies} <= kinds:
         profiled = sorted(f"remat={remat}, shard_optimizer={shard}" for remat, shard in kinds)
         raise ProfileError.of(
-            f"profile {files!r} has no stage with remat={options.remat}, "
-            f"shard_optimizer={options.shard_optimizer}; it has "
+            f"profile {files!r} has no stage with remat={_named(policies)}, "
+            f"shard_optimizer={asked.shard_optimizer}; it has "
             f"{'; '.join(profiled) or 'none'}. Ask for those, or profile again.",
             "profile-choice",
         )
@@ -574,7 +455,7 @@ def _read_profile(options: argparse.Namespace) -> Profile:
         choice.data_parallel > 1 for choice in profile.choices
     )  # without them there is nothing to split
     if (
-        options.shard_params
+        asked.shard_params
         and has_replicas
         and not any(choice.shard_params for choice in profile.choices)
     ):
@@ -593,3 +474,7 @@ def _same_workload(one: WorkloadSpec, other: WorkloadSpec) -> bool:
         other.function,
         dict(other.arguments),
     )
+
+
+def _named(policies: Sequence[Remat]) -> str:
+    return policies[0] if len(policies) == 1 else shared.AUTO

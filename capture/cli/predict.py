@@ -7,13 +7,13 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from capture.cli import asked
 from capture.cli import options as shared
-from capture.cli.compiled import PlanCompiler, add_no_compile
-from capture.cli.output import emit, peak_line, stage_table
-from capture.cli.progress import progress
+from capture.cli.output import emit, peak_line, say, stage_table
 from capture.errors import PlanError, WorkloadError
 from capture.measured.profile import Profile
-from capture.plan.stages import Plan
+from capture.plan.kinds import load_stages
+from profiling_runs.verify import PlanCompiler
 
 NAME = "predict"
 HELP = "predict a plan's memory from a profile"
@@ -40,15 +40,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also predict degrees that were not profiled, with a wider interval",
     )
-    add_no_compile(parser)
-    shared.add_plan_workload(parser)
-    shared.add_store(parser)
+    shared.add(parser, shared.NO_COMPILE, *shared.STORE)
 
 
 def main(options: argparse.Namespace) -> int:
     from capture.predictor import AdditivePredictor
 
-    plan, profile = Plan.load(options.plan), Profile.load(options.profile)
+    plan = load_stages(
+        options.plan,
+        "A profile says nothing of it: its estimate is in the plan, and capture verify compiles it.",
+    )
+    profile = Profile.load(options.profile)
     prediction = AdditivePredictor(profile, allow_extrapolation=options.extrapolate).predict(plan)
     plan = plan.with_(prediction=prediction.to_json())
     shown = plan.with_(verification=None)
@@ -60,9 +62,9 @@ def main(options: argparse.Namespace) -> int:
     lines = []
     if prediction.extrapolated and not options.no_compile:
         compiler = PlanCompiler(
-            options,
             profile,
-            lambda: shared.open_plan_measurements(options, plan, progress(options)),
+            lambda: asked.plan_measurements(options, plan),
+            lambda text: say(options, text),
         )
         try:
             compiler.open()

@@ -17,60 +17,45 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from capture.cli import job_file, jobs
+from capture.cli import asked, job_file, jobs
 from capture.cli import options as shared
+from capture.cli.job_file import ProfileJob
+from capture.cli.options import Option
 from capture.cli.output import emit
 from capture.cli.progress import Events, clear_line, progress
 from capture.errors import CaptureError, ProfileError, Violation
-from capture.quantities import parse_bytes
+from profiling_runs.collect import profile
+from profiling_runs.listing import list_jobs
 
 NAME = "profile"
 HELP = "measure a model's layers"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    shared.add_question(parser, remats=shared.REMATS_OF_A_SEARCH, required=False)
-    shared.add_backend(parser)
-    parser.add_argument(
-        "--memory",
-        metavar="SIZE",
-        help="with --backend run: runs that need more on a device, such as 40GB, are left out",
+    shared.add_workload(parser, required=False)
+    shared.add(
+        parser,
+        *job_file.OPTIONS,
+        *shared.STORE,
+        Option(
+            "jobs",
+            "the profiles of a TOML file, such as profiling_runs/configs/example.toml",
+            read=Path,
+            metavar="FILE",
+        ),
+        Option("dry_run", "list the jobs and what they cost; measure nothing", False),
+        Option(
+            "events",
+            "add what happens to this file, one JSON document per line",
+            read=Path,
+            metavar="FILE",
+        ),
     )
-    parser.add_argument(
-        "--mode",
-        choices=("default", "paper"),
-        default="default",
-        help="paper: make the paper's profiling runs as well",
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        default=Path("profile.json"),
-        metavar="FILE",
-        help="default: %(default)s",
-    )
-    parser.add_argument(
-        "--jobs",
-        type=Path,
-        metavar="FILE",
-        help="the profiles of a TOML file, such as profiling_runs/configs/example.toml",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="list the jobs and what they cost; measure nothing"
-    )
-    parser.add_argument(
-        "--events",
-        type=Path,
-        metavar="FILE",
-        help="add what happens to this file, one JSON document per line",
-    )
-    parser.set_defaults(parser=parser)
 
 
 def main(options: argparse.Namespace) -> int:
     profiles = _profiles(options)
-    shared.prepare_backends(profiles)
+    asked.prepare_for(profile.question for profile in profiles)
     if options.dry_run:
         return _dry_run(options, profiles)
     before = signal.signal(
@@ -80,7 +65,7 @@ def main(options: argparse.Namespace) -> int:
     errors: list[Violation] = []
     code = 2  # of what nobody has foreseen, as in capture.cli.main
     try:
-        documents = [_one(profile, events) for profile in profiles]
+        documents = [_one(options, profile, events) for profile in profiles]
         code = 1 if any(document["num_set_aside"] for document in documents) else 0
     except CaptureError as error:
         errors = list(error.violations)
@@ -104,8 +89,8 @@ def main(options: argparse.Namespace) -> int:
     return code
 
 
-def _profiles(options: argparse.Namespace) -> list[argparse.Namespace]:
-    """The options of every profile of the command."""
+def _profiles(options: argparse.Namespace) -> list[ProfileJob]:
+    """Every profile of the command."""
     if options.jobs is not None:
         if options.workload is not None or options.cluster is not None:
             raise ProfileError.of(
@@ -113,36 +98,34 @@ def _profiles(options: argparse.Namespace) -> list[argparse.Namespace]:
                 "out.",
                 "jobs-option",
             )
-        if given := job_file.of_profiles(options.parser, options):
+        if given := job_file.of_profiles(options):
             raise ProfileError.of(
                 f"{', '.join(given)} beside --jobs would hold for no profile; write it in the "
                 "file.",
                 "jobs-option",
             )
-        return job_file.read_job_file(options.jobs, options.parser, options)
+        return job_file.read_job_file(options.jobs)
     if options.workload is None:
         raise ProfileError.of(
             "WORKLOAD is missing; say what to profile, or name a file with --jobs.", "jobs-option"
         )
-    return [options]
+    asked.say_one_device(options)
+    return [ProfileJob.of(vars(options))]
 
 
-def _dry_run(options: argparse.Namespace, profiles: list[argparse.Namespace]) -> int:
-    listings = [(profile, jobs.jobs_of(profile)) for profile in profiles]
-    rows = [
-        {"workload": p.workload, "cluster": p.cluster, "output": str(p.output), **listing.to_json()}
-        for p, listing in listings
-    ]
-    text = "\n\n".join(
-        f"{p.workload} on {p.cluster} of {p.target} -> {p.output}\n{jobs.as_text(listing)}"
-        for p, listing in listings
-    )
-    total = sum(listing.seconds for _, listing in listings)
-    emit(
-        options,
-        {"profiles": rows, "worker_seconds": total},
-        f"{text}\n\none worker needs about {jobs.duration(total)}",
-    )
+def _dry_run(options: argparse.Namespace, profiles: list[ProfileJob]) -> int:
+    rows, texts, total = [], [], 0.0
+    for job in profiles:
+        listing = list_jobs(job.question, asked.open_store(options))
+        values, output = job.values, str(job.output)
+        cluster = values["cluster"] or shared.ONE_DEVICE
+        about = {"workload": values["workload"], "cluster": cluster, "output": output}
+        rows.append({**about, **listing.to_json()})
+        named = f"{values['workload']} on {cluster} of {values['target']} -> {output}"
+        texts.append(f"{named}\n{jobs.as_text(listing)}")
+        total += listing.seconds
+    text = "\n\n".join([*texts, f"one worker needs about {jobs.duration(total)}"])
+    emit(options, {"profiles": rows, "worker_seconds": total}, text)
     return 0
 
 
@@ -152,16 +135,14 @@ def _terminate(number: int, frame: Any) -> None:
     raise SystemExit(128 + number)
 
 
-def _one(options: argparse.Namespace, events: Events) -> dict[str, Any]:
+def _one(options: argparse.Namespace, job: ProfileJob, events: Events) -> dict[str, Any]:
     """Make one profile, write it, and say what it is."""
-    cluster = shared.read_cluster(options)
-    global_batch, num_microbatches = shared.read_batch(options)
-    shared.check_backend(options)
+    question = job.question
     named = {
-        "output": str(options.output),
-        "workload": options.workload,
-        "cluster": str(cluster),
-        "target": cluster.target,
+        "output": str(job.output),
+        "workload": job.values["workload"],
+        "cluster": str(question.cluster),
+        "target": question.cluster.target,
     }
     events.say("profile", state="started", **named)
     shown, set_aside = progress(options), set[str]()
@@ -175,17 +156,15 @@ def _one(options: argparse.Namespace, events: Events) -> dict[str, Any]:
         if event["state"] == "set aside":
             set_aside.add(event["key"])
 
-    result = shared.make_profile(
-        options,
-        cluster,
-        global_batch // num_microbatches,
-        both,
+    result = profile(
+        question,
+        store=asked.open_store(options),
+        where=asked.where_of(options),
+        progress=both,
         watch=watch,
-        paper=(options.schedule, num_microbatches) if options.mode == "paper" else None,
-        memory_limit_bytes=None if options.memory is None else parse_bytes(options.memory),
     )
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    result.save(options.output)
+    job.output.parent.mkdir(parents=True, exist_ok=True)
+    result.save(job.output)
     events.say("profile", state="done", num_set_aside=len(set_aside), **named)
     graph = result.graph
     low, high = (
@@ -194,12 +173,12 @@ def _one(options: argparse.Namespace, events: Events) -> dict[str, Any]:
         else (None, None)
     )
     return {
-        "profile": str(options.output),
-        "workload": options.workload,
-        "backend": options.backend,
+        "profile": named["output"],
+        "workload": named["workload"],
+        "backend": question.backend,
         "num_layers": graph.num_layers,
         "auto_layers": result.auto_layers,
-        "notes": shared.layers_note(options, result),
+        "notes": asked.layers_note(question, result),
         "num_parameters": graph.num_parameters,
         "num_measurements": len(result.measurements),
         "num_runs": None if result.paper is None else result.paper["num_runs"],

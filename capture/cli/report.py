@@ -10,11 +10,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from capture.cli import asked, sharding
 from capture.cli import options as shared
 from capture.cli.output import emit, table
 from capture.measured.profile import Profile
-from capture.plan.stages import Plan
-from capture.quantities import parse_bytes
+from capture.plan.kinds import load_plan
+from capture.plan.sharding import ShardingPlan
 
 NAME = "report"
 HELP = "show a plan: a table, a page with figures, a trace of the schedule"
@@ -43,18 +44,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write the schedule for ui.perfetto.dev (.json)"
     )
-    shared.add_plan_workload(parser)
-    shared.add_store(parser)
-    shared.add_profiling(parser)
+    shared.add(parser, *shared.STORE, *shared.PROFILING)
 
 
 def main(options: argparse.Namespace) -> int:
+    plan = load_plan(options.plan)
+    if isinstance(plan, ShardingPlan):
+        return sharding.report(options, plan)
     from capture.report.data import report_facts
     from capture.report.words import HEADER, last_lines, paragraph, rows, title
 
-    limit = None if options.memory is None else parse_bytes(options.memory)
+    limit = asked.read_limit(vars(options))
     profile = None if options.profile is None else Profile.load(options.profile)
-    facts = report_facts(*shared.with_prediction(options, Plan.load(options.plan), profile), limit)
+    facts = report_facts(*asked.with_prediction(options, plan, profile), limit)
     written = {}
     if options.output is not None:
         from capture.report.page import page

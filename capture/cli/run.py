@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from capture import environment
+from capture.cli import asked, sharding
 from capture.cli import options as shared
 from capture.cli.output import emit, say, table
 from capture.errors import PlanError
+from capture.plan.kinds import load_plan
+from capture.plan.sharding import ShardingPlan
 from capture.plan.stages import Plan
 from capture.quantities import format_bytes
 
@@ -41,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compare loss and gradients with one device, and the ledger with live arrays",
     )
-    shared.add_plan_workload(parser)
     parser.add_argument(
         "--save", type=Path, metavar="DIR", help="save the state with Orbax at the end"
     )
@@ -54,8 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    plan = Plan.load(options.plan)
-    spec = shared.workload_of(plan, options.workload)
+    plan = load_plan(options.plan)
+    if isinstance(plan, ShardingPlan):
+        return sharding.run(options, plan)
+    spec = asked.workload_of(plan, options.workload)
     environment.prepare(num_devices=plan.cluster.num_devices)
     document = execute(
         plan,
@@ -245,12 +249,11 @@ def as_text(document: dict[str, Any]) -> str:
     lines.append("loss " + " ".join(f"{loss:.6f}" for loss in document["loss"]))
     if "reference_loss" in document:
         lines.append("one device " + " ".join(f"{loss:.6f}" for loss in document["reference_loss"]))
+        errors = []
         if "max_relative_loss_error" in document:
-            lines.append(
-                f"largest relative error: loss {document['max_relative_loss_error']:.1e}, "
-            )
-            lines[-1] += (
-                f"gradients {document['max_relative_gradient_error']:.1e} "
-                f"({document['worst_gradient']})"
-            )
+            errors.append(f"loss {document['max_relative_loss_error']:.1e}")
+        if "max_relative_gradient_error" in document:
+            worst = document["worst_gradient"]
+            errors.append(f"gradients {document['max_relative_gradient_error']:.1e} ({worst})")
+        lines.append(f"largest relative error: {', '.join(errors)}")
     return "\n".join(lines)

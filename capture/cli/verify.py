@@ -7,14 +7,16 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from capture.cli import asked, sharding
 from capture.cli import options as shared
 from capture.cli.output import emit, table
-from capture.cli.progress import progress
 from capture.machine.target import Target
 from capture.plan.headroom import Headroom
+from capture.plan.kinds import load_plan
+from capture.plan.sharding import ShardingPlan
 from capture.plan.stages import Plan
 from capture.predictor.step_time import describe_time, time_summary
-from capture.quantities import format_bytes, parse_bytes
+from capture.quantities import format_bytes
 
 NAME = "verify"
 HELP = "compile a plan's stages for its target: the exact peak per device"
@@ -22,8 +24,7 @@ HELP = "compile a plan's stages for its target: the exact peak per device"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_plan(parser)
-    shared.add_plan_workload(parser)
-    shared.add_store(parser)
+    shared.add(parser, *shared.STORE)
     parser.add_argument(
         "--memory",
         metavar="SIZE",
@@ -35,9 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    plan = Plan.load(options.plan)
-    limit = None if options.memory is None else parse_bytes(options.memory)
-    measurements = shared.open_plan_measurements(options, plan, progress(options))
+    plan = load_plan(options.plan)
+    if isinstance(plan, ShardingPlan):
+        return sharding.verify(options, plan)
+    limit = asked.read_limit(vars(options))
+    measurements = asked.plan_measurements(options, plan)
     from profiling_runs.verify import verify
 
     found = verify(plan, measurements)
@@ -75,7 +78,7 @@ def as_text(plan: Plan, document: dict[str, Any], headroom: Headroom | None) -> 
         rows.append(
             [
                 found["stage_id"],
-                f"{stage.layers[0]}-{stage.layers[1]}",
+                f"{stage.first}-{stage.stop - 1}",
                 f"{stage.devices[0]}-{stage.devices[-1]}"
                 if stage.num_devices > 1
                 else stage.devices[0],

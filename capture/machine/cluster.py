@@ -87,41 +87,6 @@ class Cluster:
         per_node = max(1, min(size, self.nodes[0] // stride))
         return Cluster((per_node,) * -(-size // per_node), self.target)
 
-    def stage_degrees(
-        self, *, any_divisor: bool = False, whole_nodes: bool = False
-    ) -> list[list[int]]:
-        """Numbers of devices that a stage starting at device p may take, for every p.
-
-        A stage stays inside the rest of its node. With ``whole_nodes`` it may also take 2, 4, 8,
-        ... whole equal nodes, as Alpa's submeshes do; with ``any_divisor`` its degree may be any
-        divisor of the node's size, not only a power of two.
-
-        Source: CAPTURE III-C (degrees are powers of two up to the devices of a node: READINGS.md,
-        C-j and C-k).
-
-        Example:
-            >>> Cluster((4,)).stage_degrees()
-            [[1, 2, 4], [1, 2], [1, 2], [1]]
-        """
-        degrees = []
-        for node, size in enumerate(self.nodes):
-            for offset in range(size):
-                room = size - offset
-                if any_divisor:
-                    here = [d for d in range(1, room + 1) if size % d == 0]
-                else:
-                    here = [1 << bit for bit in range(room.bit_length()) if 1 << bit <= room]
-                num_nodes = 2
-                while (
-                    whole_nodes
-                    and offset == 0
-                    and self.nodes[node : node + num_nodes] == (size,) * num_nodes
-                ):
-                    here.append(size * num_nodes)
-                    num_nodes *= 2
-                degrees.append(here)
-        return degrees
-
 
 @dataclass(frozen=True)
 class Machine:

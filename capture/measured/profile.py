@@ -19,13 +19,14 @@ from typing import Any
 
 from capture import documents
 from capture.errors import ProfileError
+from capture.machine.cluster import Cluster
 from capture.machine.target import relative_target, resolved_target
 from capture.measured.size_errors import UNCALIBRATED_FRACTION, SizeError, extrapolation_width
 from capture.measured.stage_cost import StageCost
 from capture.model.graph import GRAPH, LayerGraph, Tensor
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import ChoiceRow, ParamSplit, StageChoice
-from capture.plan.stages import TensorParallelRule
+from capture.plan.stages import Plan, Stage, TensorParallelRule
 
 PROFILE = documents.Format("profile", ProfileError, "profile", "make it again with capture profile")
 
@@ -39,6 +40,11 @@ class StageConfig:
     stop: int
     choice: StageChoice
     microbatch_size: int
+
+    @classmethod
+    def of(cls, stage: Stage, microbatch_size: int) -> StageConfig:
+        """That of a plan's stage."""
+        return cls(stage.first, stage.stop, stage.choice, microbatch_size)
 
     def __str__(self) -> str:
         return (
@@ -206,6 +212,29 @@ class Profile:
     def graph_at(self, microbatch_size: int) -> LayerGraph:
         """The graph with every batch dimension scaled to another micro-batch size."""
         return rescaled(self.graph, microbatch_size, self.model_hashes.get(microbatch_size, ""))
+
+    def plan(
+        self,
+        cluster: Cluster,
+        stages: Iterable[Stage],
+        *,
+        global_batch_size: int,
+        num_microbatches: int,
+        schedule: str,
+    ) -> Plan:
+        """A plan of the model."""
+        return Plan(
+            cluster,
+            self.graph.num_layers,
+            tuple(Stage(s.first, s.stop, s.devices, s.choice) for s in stages),
+            global_batch_size,
+            num_microbatches,
+            schedule,
+            self.auto_layers,
+            self.tensor_parallel_rule,
+            self.model_hashes.get(global_batch_size // num_microbatches, ""),
+            self.workload,
+        )
 
     def to_json(self) -> dict[str, Any]:
         return PROFILE.write(

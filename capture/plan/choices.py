@@ -3,12 +3,9 @@ through."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from capture.plan.stages import StagePlan
+from typing import Literal
 
 Remat = Literal["none", "dots", "full"]
 REMAT_POLICIES: tuple[Remat, ...] = ("none", "dots", "full")
@@ -24,9 +21,12 @@ class StageChoice:
     Attributes:
         data_parallel: Replicas of the stage.
         tensor_parallel: Devices over which each replica's tensors are split.
-        remat: What the stage recomputes instead of storing.
-        shard_optimizer: Whether the replicas split the optimizer state.
-        shard_params: Whether they split parameters and gradients as well.
+        remat: What the backward pass recomputes: ``"none"`` keeps all activations, ``"dots"`` keeps
+            the results of matrix products with parameters, ``"full"`` keeps the inputs of the
+            layers.
+        shard_optimizer: Whether the replicas split the optimizer state (ZeRO stage 1).
+        shard_params: Whether they split parameters and accumulated gradients as well (ZeRO stage
+            3): gathered where they are used, gradients scattered.
     """
 
     data_parallel: int = 1
@@ -34,17 +34,6 @@ class StageChoice:
     remat: Remat = "none"
     shard_optimizer: bool = False
     shard_params: bool = False
-
-    @classmethod
-    def of(cls, stage: StagePlan) -> StageChoice:
-        """That of a plan's stage."""
-        return cls(
-            stage.data_parallel,
-            stage.tensor_parallel,
-            stage.remat,
-            stage.shard_optimizer,
-            stage.shard_params,
-        )
 
     def __str__(self) -> str:
         said = [f"data parallel {self.data_parallel}", f"tensor parallel {self.tensor_parallel}"]
@@ -65,6 +54,19 @@ class StageChoice:
         """How many ways parameters are split by tensor parallelism, and beyond that over
         replicas."""
         return self.tensor_parallel, self.data_parallel if self.shard_params else 1
+
+    @property
+    def replicas_text(self) -> str:
+        """Replicas, for people: ``4``, or ``4 (ZeRO-3)`` where they split the parameters."""
+        return f"{self.data_parallel}{' (ZeRO-3)' * self.shard_params}"
+
+
+def by_degree(choices: Iterable[StageChoice]) -> dict[int, tuple[StageChoice, ...]]:
+    """Choices by their number of devices."""
+    found: dict[int, tuple[StageChoice, ...]] = {}
+    for choice in choices:
+        found[choice.num_devices] = (*found.get(choice.num_devices, ()), choice)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

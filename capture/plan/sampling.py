@@ -4,7 +4,6 @@ kinds."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -12,6 +11,8 @@ import numpy as np
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
 from capture.plan.choices import StageChoice
+from capture.plan.space import StageSpace
+from capture.plan.stages import Stage
 
 
 def count_fillings(
@@ -39,25 +40,13 @@ def count_fillings(
     return counts
 
 
-@dataclass(frozen=True)
-class DrawnStage:
-    """Layers [first, stop) on the devices from ``start_device`` on."""
-
-    first: int
-    stop: int
-    start_device: int
-    choice: StageChoice
-
-
 def random_plans(
     cluster: Cluster,
     num_layers: int,
     choices: Mapping[int, Sequence[StageChoice]],
     seed: int | np.random.Generator,
-    *,
-    whole_nodes: bool = False,
-    any_divisor: bool = False,
-) -> Iterator[tuple[DrawnStage, ...]]:
+    space: StageSpace = StageSpace(),
+) -> Iterator[tuple[Stage, ...]]:
     """Valid plans without end; take as many as needed with ``itertools.islice``.
 
     Each plan draws, uniformly: the number of stages among those that some plan has; an ordered
@@ -69,8 +58,7 @@ def random_plans(
         num_layers: Layers to place, all of them.
         choices: Per number of devices, the ways a stage may use them.
         seed: A seed, or a generator that is advanced.
-        whole_nodes: As in ``SearchProblem``.
-        any_divisor: As in ``SearchProblem``.
+        space: Submeshes of stages.
 
     Raises:
         PlanError: ``sampling-empty`` if there is no valid plan.
@@ -84,8 +72,7 @@ def random_plans(
         >>> plan[0].first, plan[-1].stop, sum(stage.choice.num_devices for stage in plan)
         (0, 8, 4)
     """
-    degrees = cluster.stage_degrees(any_divisor=any_divisor, whole_nodes=whole_nodes)
-    degrees = [[d for d in here if choices.get(d)] for here in degrees]
+    degrees = [[d for d in here if choices.get(d)] for here in space.degrees(cluster)]
     fillings = count_fillings(degrees)
     stage_counts = [s for s, count in enumerate(fillings[0]) if count and 0 < s <= num_layers]
     if not stage_counts:
@@ -106,7 +93,7 @@ def _draws(
     num_layers: int,
     choices: Mapping[int, Sequence[StageChoice]],
     generator: np.random.Generator,
-) -> Iterator[tuple[DrawnStage, ...]]:
+) -> Iterator[tuple[Stage, ...]]:
     while True:
         num_stages = int(generator.choice(stage_counts))
         boundaries = np.sort(generator.choice(num_layers - 1, num_stages - 1, replace=False)) + 1
@@ -119,7 +106,7 @@ def _draws(
                 generator,
             )
             choice = choices[d][int(generator.integers(len(choices[d])))]
-            plan.append(DrawnStage(first, stop, device, choice))
+            plan.append(Stage.at(device, first, stop, choice))
             device += d
         yield tuple(plan)
 

@@ -3,7 +3,9 @@ that is built of it.
 
 A plan is JSON:
 
-    schema_version            1
+    schema_version            2
+    kind                      "sharding"; schema 1 has no kind, no workload, no cluster and no costs
+    workload, cluster         as in a plan of stages
     batch_size                examples per device
     step_seconds, peak_bytes, examples_per_second
     compiled_peak_bytes       of the target's compiler, for the whole train step; left out of a plan
@@ -13,25 +15,31 @@ A plan is JSON:
     smallest_bytes            of a parameter that is sharded
     look_ahead                whether the forward pass may gather parameters while the operator
                               before them runs
-    operators                 in program order: name, mode (num_slices, num_sharded, group_size), params (names of its parameter leaves)
+    operators                 in program order: name, mode (num_slices, num_sharded, group_size),
+                              params (names of its parameter leaves), cost (see ``OperatorCost``)
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from capture import documents
 from capture.errors import PlanError
+from capture.machine.cluster import Cluster
+from capture.model.workload import WorkloadSpec
+from capture.plan.files import ClusterRow, resolved, save
 
 SHARDING_PLAN = documents.Format(
     "sharding plan",
     PlanError,
     "osdp-plan",
     "see capture/plan/sharding.py, which says what it holds",
+    versions=(1, 2),
+    kind="sharding",
     not_json="file",
+    strict=True,
 )
 
 
@@ -104,6 +112,23 @@ class ParameterLeaf:
 
 
 @dataclass(frozen=True)
+class OperatorCost:
+    """What an operator in its mode needs on every device, by the search's model of costs.
+
+    Attributes:
+        parameter_bytes: All of its parameters, unsharded.
+        resident_bytes: Held for the whole step.
+        transient_bytes: While it runs, beside that.
+        seconds: Forward and backward.
+    """
+
+    parameter_bytes: int
+    resident_bytes: float
+    transient_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
 class ShardingPlan:
     """A batch size and the mode of every operator.
 
@@ -121,6 +146,9 @@ class ShardingPlan:
             runs. Where it is repeated, it may not.
         compiled_peak_bytes: As ``peak_bytes``, which is an estimate, by the target's compiler; None
             if it was not asked.
+        workload: The workload by name; None for a plan made from Python objects.
+        cluster: The devices; None for a plan of a description alone, or of schema 1.
+        costs: By operator; empty likewise.
     """
 
     batch_size: int
@@ -134,6 +162,9 @@ class ShardingPlan:
     smallest_bytes: int = 0
     look_ahead: bool = False
     compiled_peak_bytes: int | None = None
+    workload: WorkloadSpec | None = None
+    cluster: Cluster | None = None
+    costs: tuple[OperatorCost, ...] = ()
 
     @property
     def seconds_per_example(self) -> float:
@@ -171,14 +202,14 @@ class ShardingPlan:
         }
 
     def to_json(self) -> dict[str, Any]:
-        rows = zip(
-            self.names or [""] * len(self.modes),
-            self.modes,
-            self.params or [()] * len(self.modes),
-            strict=True,
+        count = len(self.modes)
+        names, params = self.names or ("",) * count, self.params or ((),) * count
+        rows = zip(names, self.modes, params, self.costs or (None,) * count, strict=True)
+        document = _Document(
+            cluster=None if self.cluster is None else ClusterRow.of(self.cluster),
+            operators=tuple(_Operator(*row) for row in rows),
+            **{name: getattr(self, name) for name in _SAME},
         )
-        operators = tuple(_Operator(name, mode, params) for name, mode, params in rows)
-        document = _Document(operators=operators, **{name: getattr(self, name) for name in _SAME})
         written = documents.fields_of(document)
         if self.compiled_peak_bytes is None:
             del written["compiled_peak_bytes"]
@@ -189,29 +220,37 @@ class ShardingPlan:
         """The plan that ``to_json`` wrote.
 
         Raises:
-            PlanError: ``osdp-plan-schema`` for an unknown version, ``osdp-plan-corrupt`` for a
-                missing or wrong field.
+            PlanError: ``osdp-plan-schema`` for an unknown version, ``osdp-plan-kind`` for a plan of
+                another kind, ``osdp-plan-corrupt`` for a missing or wrong field,
+                ``plan-mixed-targets``.
         """
         document = SHARDING_PLAN.read(data, _Document)
-        for i, operator in enumerate(document.operators):
-            mode = operator.mode
-            if not 0 <= mode.num_sharded <= mode.num_slices or 0 in (
-                mode.num_slices,
-                mode.group_size,
-            ):
+        rows, cluster = document.operators, document.cluster
+        if cluster is not None and cluster.wrong:
+            raise SHARDING_PLAN.corrupt(cluster.wrong)
+        for i, mode in enumerate(row.mode for row in rows):
+            least = min(
+                mode.num_slices, mode.num_slices if mode.group_size is None else mode.group_size
+            )
+            if least < 1 or not 0 <= mode.num_sharded <= mode.num_slices:
                 raise SHARDING_PLAN.corrupt(
                     f"operators[{i}].mode has {mode.num_sharded} of {mode.num_slices} slices "
                     f"sharded by {mode.group_size}; give 0 <= num_sharded <= num_slices"
                 )
+        costs = tuple(row.cost for row in rows if row.cost is not None)
         return cls(
-            modes=tuple(operator.mode for operator in document.operators),
-            names=tuple(operator.name for operator in document.operators),
-            params=tuple(operator.params for operator in document.operators),
+            modes=tuple(row.mode for row in rows),
+            names=tuple(row.name for row in rows),
+            params=tuple(row.params for row in rows),
+            costs=costs if len(costs) == len(rows) else (),
+            cluster=None if cluster is None else cluster.cluster,
             **{name: getattr(document, name) for name in _SAME},
         )
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n")
+        """Write JSON; the paths of the workload and of a target's file are stored relative to the
+        file."""
+        save(self, path)
 
     @classmethod
     def load(cls, path: str | Path) -> ShardingPlan:
@@ -221,7 +260,7 @@ class ShardingPlan:
             PlanError: ``osdp-plan-file`` if it cannot be read or is no JSON, and those of
                 ``from_json``.
         """
-        return cls.from_json(SHARDING_PLAN.load(path))
+        return resolved(cls.from_json(SHARDING_PLAN.load(path)), path)
 
 
 @dataclass(frozen=True)
@@ -229,10 +268,15 @@ class _Operator:
     name: str
     mode: Mode
     params: tuple[str, ...]
+    cost: OperatorCost | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Document:
+    """A plan as files have it."""
+
+    workload: WorkloadSpec | None = None
+    cluster: ClusterRow | None = None
     batch_size: int
     step_seconds: float
     peak_bytes: int
@@ -244,4 +288,4 @@ class _Document:
     operators: tuple[_Operator, ...]
 
 
-_SAME = tuple(field.name for field in fields(_Document) if field.name != "operators")
+_SAME = tuple(f.name for f in fields(_Document) if f.name not in ("operators", "cluster"))

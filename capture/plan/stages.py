@@ -7,24 +7,29 @@ classes below; ``stages[].layers`` is ``[first, last]``.
 
 from __future__ import annotations
 
-import json
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from capture import documents
 from capture.errors import PlanError, Violation
 from capture.machine.cluster import Cluster
-from capture.machine.target import relative_target, resolved_target
 from capture.model.workload import WorkloadSpec
-from capture.plan.choices import REMAT_POLICIES, ChoiceRow, Remat
+from capture.plan.choices import REMAT_POLICIES, ChoiceRow, StageChoice
+from capture.plan.files import ClusterRow, resolved, save
 from capture.plan.schedule import SCHEDULES, Schedule, make_schedule
 
 PLAN = documents.Format(
-    "plan", PlanError, "plan", "make the plan again with capture plan", strict=True
+    "plan",
+    PlanError,
+    "plan",
+    "make the plan again with capture plan",
+    versions=(1, 2),
+    kind="stages",
+    strict=True,
 )
 
 TensorParallelRule = Literal["auto", "largest"]
@@ -32,73 +37,56 @@ TENSOR_PARALLEL_RULES: tuple[TensorParallelRule, ...] = ("auto", "largest")
 
 
 @dataclass(frozen=True)
-class StagePlan:
-    """Contiguous layers on one submesh, forward and backward.
+class Stage:
+    """Layers [first, stop) on one submesh, forward and backward.
 
     Attributes:
-        layers: First and last layer, both included.
-        devices: Device ids of the submesh in node-major order; device ``devices[r * tensor_parallel
-            + c]`` is replica r, shard c.
-        data_parallel: Replicas among which a micro-batch is split.
-        tensor_parallel: Ways in which parameters are split.
-        remat: What the backward pass recomputes: ``"none"`` keeps all activations, ``"dots"`` keeps
-            the results of matrix products with parameters, ``"full"`` keeps the inputs of the
-            layers.
-        shard_optimizer: Optimizer state split over the data-parallel replicas instead of replicated
-            (ZeRO stage 1).
-        shard_params: Parameters and accumulated gradients as well (ZeRO stage 3): gathered where
-            they are used, gradients scattered.
+        first, stop: Layers, from ``first`` to before ``stop``; files have ``"layers": [first, last]``.
+        devices: Ids of the submesh in node-major order; device ``devices[r * tensor_parallel + c]``
+            is replica r, shard c.
+        choice: How the devices share the work.
 
     Raises:
-        PlanError: ``plan-layers`` or ``plan-devices`` if those are no sequences of whole numbers.
+        PlanError: ``plan-layers`` or ``plan-devices`` if those are no whole numbers.
+
+    Example:
+        >>> Stage(0, 2, [0, 1], StageChoice(data_parallel=2)).to_json()["layers"]
+        [0, 1]
     """
 
-    layers: tuple[int, int]
+    first: int
+    stop: int
     devices: tuple[int, ...]
-    data_parallel: int = 1
-    tensor_parallel: int = 1
-    remat: Remat = "none"
-    shard_optimizer: bool = False
-    shard_params: bool = False
+    choice: StageChoice = StageChoice()
 
     def __post_init__(self):
         # Lists and ranges are welcome; what is kept can be hashed and written as JSON.
-        object.__setattr__(
-            self, "layers", _whole_numbers(self.layers, "layers", "plan-layers", length=2)
-        )
+        _whole_numbers((self.first, self.stop), "(first, stop)", "plan-layers")
         object.__setattr__(self, "devices", _whole_numbers(self.devices, "devices", "plan-devices"))
 
-    @property
-    def first(self) -> int:
-        return self.layers[0]
-
-    @property
-    def stop(self) -> int:
-        return self.layers[1] + 1
+    @classmethod
+    def at(cls, device: int, first: int, stop: int, choice: StageChoice) -> Self:
+        """On the devices from ``device`` on."""
+        return cls(first, stop, tuple(range(device, device + choice.num_devices)), choice)
 
     @property
     def num_devices(self) -> int:
         return len(self.devices)
 
     @property
-    def replicas_text(self) -> str:
-        """Replicas, for people: ``4``, or ``4 (ZeRO-3)`` where they split the parameters."""
-        return f"{self.data_parallel}{' (ZeRO-3)' * self.shard_params}"
+    def num_layers(self) -> int:
+        return self.stop - self.first
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "layers": list(self.layers),
+            "layers": [self.first, self.stop - 1],
             "num_devices": self.num_devices,
             "devices": list(self.devices),
-            "data_parallel": self.data_parallel,
-            "tensor_parallel": self.tensor_parallel,
-            "remat": self.remat,
-            "shard_optimizer": self.shard_optimizer,
-            "shard_params": self.shard_params,
+            **asdict(self.choice),
         }
 
     @classmethod
-    def from_json(cls, data: Any) -> StagePlan:
+    def from_json(cls, data: Any) -> Stage:
         """The stage that ``to_json`` wrote; ``num_devices`` need not be there.
 
         Raises:
@@ -116,8 +104,9 @@ class StageRow(ChoiceRow):
     num_devices: int = 0
 
     @property
-    def stage(self) -> StagePlan:
-        return StagePlan(self.layers, self.devices, **documents.fields_of(self.choice))
+    def stage(self) -> Stage:
+        first, last = self.layers
+        return Stage(first, last + 1, self.devices, self.choice)
 
 
 @dataclass(frozen=True)
@@ -151,7 +140,7 @@ class Plan:
 
     cluster: Cluster
     num_layers: int
-    stages: tuple[StagePlan, ...]
+    stages: tuple[Stage, ...]
     global_batch_size: int
     num_microbatches: int
     schedule: str = "1f1b"
@@ -190,47 +179,31 @@ class Plan:
         return replace(self, **changes)
 
     def to_json(self) -> dict[str, Any]:
-        cluster = _Cluster(self.cluster.nodes, (self.cluster.target,) * len(self.cluster.nodes))
         written = {name: documents.write(getattr(self, name)) for name in _DOCUMENT}
-        return PLAN.write({**written, "cluster": documents.fields_of(cluster)})
+        return PLAN.write({**written, "cluster": documents.write(ClusterRow.of(self.cluster))})
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
         """The plan that ``to_json`` wrote.
 
         Raises:
-            PlanError: ``plan-schema`` for an unknown schema version, ``plan-corrupt`` for missing
-                or wrong fields, ``plan-mixed-targets`` for nodes of different targets, and the
+            PlanError: ``plan-schema`` for an unknown schema version, ``plan-kind`` for a plan of
+                another kind, ``plan-corrupt`` for missing or wrong fields, ``plan-mixed-targets`` for nodes of different targets, and the
                 codes of the constructor.
         """
         document = PLAN.read(data, _Document)
-        targets = set(document.cluster.target_per_node)
-        if len(targets) > 1:
-            raise PlanError.of(
-                f"plan mixes the targets {sorted(targets)}; one target per plan for now.",
-                "plan-mixed-targets",
-            )
-        if not targets:
-            raise PLAN.corrupt(
-                "cluster.target_per_node is empty and must have a target for every node"
-            )
+        if document.cluster.wrong:
+            raise PLAN.corrupt(document.cluster.wrong)
         return cls(
             **{name: getattr(document, name) for name in _SAME},
-            cluster=Cluster(document.cluster.nodes, targets.pop()),
+            cluster=document.cluster.cluster,
             stages=tuple(row.stage for row in document.stages),
         )
 
     def save(self, path: Path | str) -> None:
         """Write JSON; the paths of the workload and of a target's file are stored relative to the
         file."""
-        path = Path(path)
-        plan = replace(
-            self,
-            cluster=replace(self.cluster, target=relative_target(self.cluster.target, path.parent)),
-        )
-        if plan.workload is not None:
-            plan = replace(plan, workload=plan.workload.relative_to(path.parent))
-        path.write_text(json.dumps(plan.to_json(), indent=2) + "\n")
+        save(self, path)
 
     @classmethod
     def load(cls, path: Path | str) -> Plan:
@@ -240,23 +213,7 @@ class Plan:
             PlanError: ``plan-file`` if there is no such file, ``plan-corrupt`` if it is no JSON,
                 and the codes of ``from_json``.
         """
-        path = Path(path)
-        plan = cls.from_json(PLAN.load(path))
-        plan = replace(
-            plan,
-            cluster=replace(plan.cluster, target=resolved_target(plan.cluster.target, path.parent)),
-        )
-        return (
-            plan
-            if plan.workload is None
-            else replace(plan, workload=plan.workload.resolved_from(path.parent))
-        )
-
-
-@dataclass(frozen=True)
-class _Cluster:
-    nodes: tuple[int, ...]
-    target_per_node: tuple[str, ...]
+        return resolved(cls.from_json(PLAN.load(path)), path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,7 +222,7 @@ class _Document:
 
     workload: WorkloadSpec | None = None
     model_hash: str = ""
-    cluster: _Cluster
+    cluster: ClusterRow
     num_layers: int
     auto_layers: bool = False
     global_batch_size: int
@@ -305,15 +262,13 @@ def batch_violations(global_batch_size: int, num_microbatches: int) -> list[Viol
     return []
 
 
-def _whole_numbers(given: Any, name: str, code: str, length: int | None = None) -> tuple[int, ...]:
+def _whole_numbers(given: Any, name: str, code: str) -> tuple[int, ...]:
     try:
-        numbers = tuple(map(operator.index, given))
+        return tuple(map(operator.index, given))
     except TypeError:
-        numbers = None
-    if numbers is None or length not in (None, len(numbers)):
-        what = "(first, last), two whole numbers" if length == 2 else "a sequence of whole numbers"
-        raise PlanError.of(f"a stage has {name}={given!r}; give {what}.", code)
-    return numbers
+        raise PlanError.of(
+            f"a stage has {name}={given!r}; give a sequence of whole numbers.", code
+        ) from None
 
 
 def _violations(plan: Plan) -> list[Violation]:
@@ -337,41 +292,42 @@ def _violations(plan: Plan) -> list[Violation]:
     found += _layer_violations(plan.stages, plan.num_layers)
     found += _device_violations(plan.stages, plan.cluster)
     for s, stage in enumerate(plan.stages):
+        choice = stage.choice
         if (
-            stage.data_parallel * stage.tensor_parallel != stage.num_devices
-            or min(stage.data_parallel, stage.tensor_parallel) < 1
+            choice.num_devices != stage.num_devices
+            or min(choice.data_parallel, choice.tensor_parallel) < 1
         ):
             found.append(
                 Violation(
-                    f"stage {s} has data_parallel={stage.data_parallel} x "
-                    f"tensor_parallel={stage.tensor_parallel} "
+                    f"stage {s} has data_parallel={choice.data_parallel} x "
+                    f"tensor_parallel={choice.tensor_parallel} "
                     f"on {stage.num_devices} devices; the product must be the number of devices.",
                     "plan-degrees",
                 )
             )
         elif (
             not batch_violations(plan.global_batch_size, plan.num_microbatches)
-            and plan.microbatch_size % stage.data_parallel
+            and plan.microbatch_size % choice.data_parallel
         ):
             found.append(
                 Violation(
                     f"microbatch_size={plan.microbatch_size} (global batch "
                     f"{plan.global_batch_size} / {plan.num_microbatches} "
-                    f"micro-batches) is not divisible by data_parallel={stage.data_parallel} of "
+                    f"micro-batches) is not divisible by data_parallel={choice.data_parallel} of "
                     f"stage {s}; lower the degree or the "
                     "number of micro-batches.",
                     "plan-batch",
                 )
             )
-        if stage.remat not in REMAT_POLICIES:
+        if choice.remat not in REMAT_POLICIES:
             found.append(
                 Violation(
-                    f"stage {s} has remat={stage.remat!r}; choose one of "
+                    f"stage {s} has remat={choice.remat!r}; choose one of "
                     f"{', '.join(REMAT_POLICIES)}.",
                     "plan-remat",
                 )
             )
-        if stage.shard_params and not stage.shard_optimizer:
+        if choice.shard_params and not choice.shard_optimizer:
             found.append(
                 Violation(
                     f"stage {s} has shard_params without shard_optimizer; optimizer state is "
@@ -382,7 +338,7 @@ def _violations(plan: Plan) -> list[Violation]:
     return found
 
 
-def _layer_violations(stages: Sequence[StagePlan], num_layers: int) -> list[Violation]:
+def _layer_violations(stages: Sequence[Stage], num_layers: int) -> list[Violation]:
     if len(stages) > num_layers:
         return [
             Violation(
@@ -397,7 +353,7 @@ def _layer_violations(stages: Sequence[StagePlan], num_layers: int) -> list[Viol
         if stage.first != expected or stage.stop <= stage.first:
             found.append(
                 Violation(
-                    f"stage {s} has layers={list(stage.layers)} but must begin at layer "
+                    f"stage {s} has layers={[stage.first, stage.stop - 1]} but must begin at layer "
                     f"{expected} and hold at least one layer; "
                     "stages cover the layers once, in order.",
                     "plan-layers",
@@ -415,7 +371,7 @@ def _layer_violations(stages: Sequence[StagePlan], num_layers: int) -> list[Viol
     return found
 
 
-def _device_violations(stages: Sequence[StagePlan], cluster: Cluster) -> list[Violation]:
+def _device_violations(stages: Sequence[Stage], cluster: Cluster) -> list[Violation]:
     found, user = [], dict[int, int]()
     for s, stage in enumerate(stages):
         for device in stage.devices:

@@ -21,6 +21,7 @@ from capture.measured.size_errors import octaves_away
 from capture.measured.stage_cost import StageCost
 from capture.model.graph import LayerGraph
 from capture.plan.choices import ParamSplit, StageChoice
+from capture.plan.kinds import of_stages
 from capture.plan.prediction import Prediction, StagePrediction
 from capture.plan.schedule import make_schedule, occupancy_by_position
 from capture.plan.stages import Plan
@@ -34,8 +35,7 @@ from capture.predictor.formula import (
 )
 from capture.predictor.same_stages import stage_signature
 from capture.predictor.statistics import extend_windows
-from capture.step.interface import plan_interfaces
-from capture.step.program import StageInterface
+from capture.step.interface import StageInterface, plan_interfaces
 
 #: Rows of a statistics table.
 COMPONENTS = ("kept", "forward", "backward", "update", "optimizer", "summarize", "summary")
@@ -290,10 +290,9 @@ class AdditivePredictor:
         simulations of its step."""
         size = plan.microbatch_size
         costs = [
-            self.stage_cost(stage.first, stage.stop, StageChoice.of(stage), size)
-            for stage in plan.stages
+            self.stage_cost(stage.first, stage.stop, stage.choice, size) for stage in plan.stages
         ]
-        splits = {StageChoice.of(stage).param_split for stage in plan.stages}
+        splits = {stage.choice.param_split for stage in plan.stages}
         param_bytes = {split: self._param_bytes(split).tolist() for split in splits}
         return plan_interfaces(plan, self.graph(size), param_bytes, costs)
 
@@ -404,16 +403,17 @@ class AdditivePredictor:
                 ``profile-target`` if it is for another target than the profile, and the codes of
                 ``table``.
         """
+        of_stages(plan, "Its estimate is in the plan.")
         self._check_model(plan)
         schedule = make_schedule(plan.schedule, plan.num_stages, plan.num_microbatches)
         stages = []
         for s, (stage, memory) in enumerate(
             zip(plan.stages, of_interfaces(self.interfaces(plan)), strict=True)
         ):
-            choice = StageChoice.of(stage)
+            choice = stage.choice
             instant, parts = peak_parts(memory, schedule.occupancies[s])
             peak = sum(parts.values())
-            config = StageConfig(stage.first, stage.stop, choice, plan.microbatch_size)
+            config = StageConfig.of(stage, plan.microbatch_size)
             verified = config in self.profile.verified
             extrapolated = not verified and self.is_extrapolated(choice, plan.microbatch_size)
             low, high = (1.0, 1.0) if verified else self._interval(config, extrapolated)

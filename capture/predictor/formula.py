@@ -20,8 +20,7 @@ import numpy as np
 from capture.measured.stage_cost import StageCost
 from capture.model.graph import LayerGraph
 from capture.plan.schedule import Occupancy
-from capture.step.interface import stage_values
-from capture.step.program import StageInterface
+from capture.step.interface import StageInterface, stage_values
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ class PaperPredictor:
                 of ``peaks``.
         """
         peaks = [
-            float(self.peaks(StageChoice.of(stage), plan.num_microbatches)[stage.first, stage.stop])
+            float(self.peaks(stage.choice, plan.num_microbatches)[stage.first, stage.stop])
             for stage in plan.stages
         ]
         ProfileError.check(
@@ -129,8 +129,8 @@ class PaperPredictor:
                 (int(peak * low), int(np.ceil(peak * high))),
                 "unknown",
                 {NOT_ITEMISED: peak},
-                ({},) * (stage.stop - stage.first),
-                StageChoice.of(stage) not in self._statistics.statistics,
+                ({},) * stage.num_layers,
+                stage.choice not in self._statistics.statistics,
             )
             for stage, peak in zip(plan.stages, (int(np.ceil(peak)) for peak in peaks), strict=True)
         )
@@ -152,10 +152,9 @@ class PaperPredictor:
         """Peak per device in node-major order; NaN where a statistic is missing."""
         peaks = {}
         for stage in plan.stages:
-            choice = StageChoice.of(stage)
             for device in stage.devices:
                 peaks[device] = float(
-                    self.peaks(choice, plan.num_microbatches)[stage.first, stage.stop]
+                    self.peaks(stage.choice, plan.num_microbatches)[stage.first, stage.stop]
                 )
         return tuple(peaks[d] for d in range(plan.cluster.num_devices))
 

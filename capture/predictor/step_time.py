@@ -12,7 +12,8 @@ from capture.model.graph import LayerGraph
 from capture.plan.stages import Plan
 from capture.predictor.additive import AdditivePredictor
 from capture.predictor.times import TimePredictor
-from capture.step.timeline import StepTimeline, plan_timeline
+from capture.step.pipeline import build_step, plan_timeline
+from capture.step.timeline import StepTimeline
 
 
 def predicted_timeline(plan: Plan, profile: Profile) -> StepTimeline:
@@ -30,9 +31,8 @@ def predicted_timeline(plan: Plan, profile: Profile) -> StepTimeline:
         ProfileError: ``profile-no-times``, and the codes of the predictors.
     """
     predictor, times = AdditivePredictor(profile), TimePredictor(profile, max(plan.cluster.nodes))
-    return plan_timeline(
-        plan, predictor.interfaces(plan), times.stage_times(plan), times.model.rates
-    )
+    step = build_step(predictor.interfaces(plan), plan.schedule_table)
+    return plan_timeline(step, plan.cluster, times.stage_times(plan), times.model.rates)
 
 
 def has_times(profile: Profile) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 
 from capture.errors import ProfileError
 from capture.machine.target import Target
-from capture.measured.profile import Profile, StageConfig
+from capture.measured.profile import Profile
 from capture.plan.choices import StageChoice
 from capture.plan.stages import Plan
 from capture.predictor.fit import fit_line
@@ -101,9 +101,7 @@ class TimePredictor:
 
     def stage_times(self, plan: Plan) -> tuple[StageTimes, ...]:
         """Of every stage of a plan."""
-        found = []
-        for stage in plan.stages:
-            choice = StageChoice.of(stage)
-            config = StageConfig(stage.first, stage.stop, choice, plan.microbatch_size)
-            found.append(self.table(choice, plan.microbatch_size).at(config.first, config.stop))
-        return tuple(found)
+        return tuple(
+            self.table(stage.choice, plan.microbatch_size).at(stage.first, stage.stop)
+            for stage in plan.stages
+        )

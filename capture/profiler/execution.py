@@ -3,14 +3,14 @@ it."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from capture.machine.cluster import Cluster
 from capture.measured.profile import StageConfig
 from capture.model.graph import content_hash
 from capture.plan.choices import StageChoice
-from capture.plan.stages import Plan, StagePlan
+from capture.plan.stages import Plan, Stage
 from capture.profiler.paper import RunPeaks, ranges
 
 
@@ -50,11 +50,7 @@ class ProfilingRun:
         """The run as a plan on a flat cluster of its own size."""
         choice, k = self.choice, self.choice.num_devices
         stages = tuple(
-            StagePlan(
-                (first, stop - 1),
-                tuple(range(s * k, (s + 1) * k)),
-                **asdict(choice),
-            )
+            Stage.at(s * k, first, stop, choice)
             for s, (first, stop) in enumerate(ranges(self.partitioning))
         )
         global_batch_size = self.num_microbatches * self.microbatch_size

@@ -23,9 +23,8 @@ from capture.errors import ProfileError
 from capture.measured.profile import StageConfig
 from capture.measured.stage_cost import NO_COST, StageCost
 from capture.model.graph import LayerGraph
-from capture.plan.choices import ChoiceRow, ParamSplit, StageChoice
+from capture.plan.choices import ChoiceRow, ParamSplit, Remat, StageChoice
 from capture.plan.schedule import make_schedule
-from capture.plan.stages import Remat
 from capture.predictor.formula import of_interfaces, peak_of
 from capture.profiler.partitionings import pipeline_partitionings
 from capture.step.interface import stage_interface

@@ -218,7 +218,7 @@ class RunBackend:
             state = steps[-1].state
         peaks, meter = (
             _largest([one.live_peak_bytes_per_device for one in steps]),
-            LiveArrayMeter(step).meter,
+            LiveArrayMeter.of(step).meter,
         )
         if self.fresh_process and initial is not None:
             allocated = _largest([one.peak_bytes_per_device for one in steps])

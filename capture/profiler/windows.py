@@ -9,9 +9,8 @@ one as a cause of its errors).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
-from capture.machine.cluster import Cluster
 from capture.measured.profile import StageConfig
 from capture.plan.choices import StageChoice
 from capture.predictor.statistics import inner_starts
@@ -69,28 +68,6 @@ def window_configs(
             for layers in ranges
         ]
     return configs
-
-
-def choices_to_profile(
-    cluster: Cluster,
-    choices: Mapping[int, Sequence[StageChoice]],
-    microbatch_size: int,
-    *,
-    any_divisor: bool = False,
-    whole_nodes: bool = False,
-) -> list[StageChoice]:
-    """Of some choices, those that a stage on the cluster can have at a micro-batch size."""
-    degrees = {
-        d
-        for here in cluster.stage_degrees(any_divisor=any_divisor, whole_nodes=whole_nodes)
-        for d in here
-    }
-    return [
-        choice
-        for d in sorted(degrees)
-        for choice in choices.get(d, ())
-        if microbatch_size % choice.data_parallel == 0
-    ]
 
 
 def profiled_microbatch_sizes(

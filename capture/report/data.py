@@ -22,12 +22,13 @@ from capture.machine.target import Target
 from capture.measured.profile import Profile
 from capture.plan.headroom import Headroom
 from capture.plan.prediction import StagePrediction
-from capture.plan.stages import Plan, StagePlan, StageRow
+from capture.plan.stages import Plan, Stage, StageRow
 from capture.predictor.additive import AdditivePredictor
 from capture.predictor.step_time import has_times, predicted_timeline
-from capture.step.program import build_step
-from capture.step.simulator import Device, MemoryUse, Simulation, Work, simulate
-from capture.step.timeline import StepTimeline, compute_stream, pipeline_timeline
+from capture.step.ledger import Memory
+from capture.step.pipeline import build_step, stage_seconds
+from capture.step.simulator import MemoryUse, Simulation, Work, simulate
+from capture.step.timeline import Seconds, StepTimeline, compute_stream, simulate_step
 from capture.step.times import StageTimes
 
 Clock = Literal["seconds", "units", "clocks"]
@@ -39,7 +40,7 @@ class StageFacts:
 
     Attributes:
         stage_id: In pipeline order.
-        plan: Layers, devices, degrees.
+        stage: Layers, devices, degrees.
         predicted_bytes: Peak.
         interval_bytes: (low, high) around it.
         verified_bytes: Peak by the compiler of the target; None if the plan was not verified.
@@ -50,7 +51,7 @@ class StageFacts:
     """
 
     stage_id: int
-    plan: StagePlan
+    stage: Stage
     predicted_bytes: int
     interval_bytes: tuple[int, int]
     verified_bytes: int | None
@@ -70,7 +71,7 @@ class StageFacts:
 
     @property
     def devices_text(self) -> str:
-        devices = self.plan.devices
+        devices = self.stage.devices
         whole = devices == tuple(range(devices[0], devices[-1] + 1))
         return (
             (str(devices[0]) if len(devices) == 1 else f"{devices[0]}-{devices[-1]}")
@@ -80,7 +81,7 @@ class StageFacts:
 
     @property
     def layers_text(self) -> str:
-        first, last = self.plan.layers
+        first, last = self.stage.first, self.stage.stop - 1
         return str(first) if first == last else f"{first}-{last}"
 
 
@@ -100,7 +101,7 @@ class ScheduleFacts:
     simulation: Simulation
     waits_fraction: tuple[float, ...]
     memory: tuple[MemoryUse, ...]
-    processes: Mapping[Device, str]
+    processes: Mapping[Memory, str]
 
     @property
     def step_seconds(self) -> float | None:
@@ -120,7 +121,7 @@ class FrontPoint:
 
     peak_bytes: int
     step_seconds: float
-    stages: tuple[StagePlan, ...]
+    stages: tuple[Stage, ...]
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ class ReportFacts:
             "stages": [
                 {
                     "stage_id": stage.stage_id,
-                    **stage.plan.to_json(),
+                    **stage.stage.to_json(),
                     "predicted_peak_bytes": stage.predicted_bytes,
                     "interval_bytes": list(stage.interval_bytes),
                     "verified_peak_bytes": stage.verified_bytes,
@@ -294,12 +295,12 @@ def schedule_facts(plan: Plan, profile: Profile | None) -> ScheduleFacts:
     if has_times(profile) and not extrapolated:
         return _of_timeline("seconds", predicted_timeline(plan, profile))
     program = build_step(predictor.interfaces(plan), plan.schedule_table)
-    times = [StageTimes(1, 1, 1, 1)] * plan.num_stages
-    return _of_timeline("units", pipeline_timeline(program, times, lambda *_: 0, lambda *_: 0))
+    units = stage_seconds(program, [StageTimes(1, 1, 1, 1)] * plan.num_stages)
+    return _of_timeline("units", simulate_step(program, Seconds(units, lambda *_: 0)))
 
 
 def _of_timeline(clock: Clock, timeline: StepTimeline) -> ScheduleFacts:
-    memory = tuple(timeline.memory[stage.devices[0]] for stage in timeline.stages)
+    memory = tuple(timeline.memory_of(place.devices[0]) for place in timeline.step.places)
     waits = tuple(map(float, timeline.bubble_fraction))
     return ScheduleFacts(clock, timeline.simulation, waits, memory, timeline.processes)
 
@@ -311,11 +312,13 @@ def _clocks(plan: Plan) -> ScheduleFacts:
         first = len(work)
         for task in clock:
             label = f"{task.kind} {task.microbatch} on stage {task.stage_id}"
-            work.append(Work(label, (compute_stream(task.stage_id),), 1, before, kind=task.kind))
+            work.append(
+                Work(label, (compute_stream(f"stage {task.stage_id}"),), 1, before, kind=task.kind)
+            )
         before = tuple(range(first, len(work)))
     simulation = simulate(work)
     waits = tuple(
-        1 - simulation.busy_seconds[compute_stream(s)] / simulation.seconds
+        1 - simulation.busy_seconds[compute_stream(f"stage {s}")] / simulation.seconds
         for s in range(plan.num_stages)
     )
     return ScheduleFacts(
@@ -323,7 +326,7 @@ def _clocks(plan: Plan) -> ScheduleFacts:
         simulation,
         waits,
         (),
-        {compute_stream(s): f"stage {s}" for s in range(plan.num_stages)},
+        {compute_stream(f"stage {s}"): f"stage {s}" for s in range(plan.num_stages)},
     )
 
 
@@ -364,7 +367,7 @@ def _stages(plan: Plan, predicted: Sequence[StagePrediction]) -> tuple[StageFact
     found = []
     for s, (stage, note) in enumerate(zip(plan.stages, predicted, strict=True)):
         path = f"prediction.stages[{s}].layers_bytes"
-        _check_length(note.layers_bytes, stage.stop - stage.first, path, ", one per layer")
+        _check_length(note.layers_bytes, stage.num_layers, path, ", one per layer")
         found.append(
             StageFacts(
                 s,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from capture.plan.stages import Plan, StagePlan
+from capture.plan.stages import Plan, Stage
 from capture.quantities import format_bytes
 from capture.report.data import ReportFacts
 from capture.report.units import format_seconds
@@ -120,7 +120,7 @@ def _paired(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, 
 def device_groups(first: ReportFacts, second: ReportFacts) -> list[DeviceGroup]:
     """All devices of both clusters, neighbours of the same pair of stages together."""
     stage_of = [
-        {d: stage for stage in facts.stages for d in stage.plan.devices}
+        {d: stage for stage in facts.stages for d in stage.stage.devices}
         for facts in (first, second)
     ]
     groups: list[DeviceGroup] = []
@@ -143,9 +143,9 @@ def describe_value(name: str, value: Any) -> str:
     if value is None:
         return "none"
     if isinstance(value, Mapping):
-        stage = StagePlan.from_json(value)
-        degrees = f"dp {stage.data_parallel} x tp {stage.tensor_parallel}"
-        return f"layers {_layers(stage.layers)} on devices {_ids(stage.devices)}, {degrees}"
+        stage = Stage.from_json(value)
+        degrees = f"dp {stage.choice.data_parallel} x tp {stage.choice.tensor_parallel}"
+        return f"layers {_layers((stage.first, stage.stop - 1))} on devices {_ids(stage.devices)}, {degrees}"
     if isinstance(value, list):
         return _layers(value) if name.endswith(".layers") else _ids(value)
     if isinstance(value, bool):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from capture.plan.stages import StagePlan
+from capture.plan.stages import Stage
 from capture.quantities import format_bytes
 from capture.report.data import ReportFacts, StageFacts, envelope, levels
 from capture.report.palette import INK, LIMIT, category_color, in_order, stage_colors, text_on
@@ -62,16 +62,16 @@ def stage_map(facts: ReportFacts) -> Figure:
     first_device = [sum(cluster.nodes[:node]) for node in range(len(cluster.nodes))]
     for stage, color in zip(facts.stages, stage_colors(len(facts.stages)), strict=True):
         of_node: dict[int, list[int]] = {}
-        for device in stage.plan.devices:
+        for device in stage.stage.devices:
             node = cluster.node_of_device[device]
             of_node.setdefault(node, []).append(device - first_device[node])
         about = (
-            f"layers {stage.layers_text}<br>dp {stage.plan.replicas_text} x tp "
-            f"{stage.plan.tensor_parallel}"
+            f"layers {stage.layers_text}<br>dp {stage.stage.choice.replicas_text} x tp "
+            f"{stage.stage.choice.tensor_parallel}"
         )
         hover = (
             f"<b>stage {stage.stage_id}</b><br>devices {stage.devices_text}<br>{about}<br>remat "
-            f"{stage.plan.remat}<br>"
+            f"{stage.stage.choice.remat}<br>"
             f"{format_bytes(stage.peak_bytes)} per device<extra></extra>"
         )
         traces.append(
@@ -212,7 +212,7 @@ def treemap(facts: ReportFacts) -> Figure:
 
     for stage in facts.stages:
         groups = [
-            (f"layer {layer}", parts) for layer, parts in enumerate(stage.layers, stage.plan.first)
+            (f"layer {layer}", parts) for layer, parts in enumerate(stage.layers, stage.stage.first)
         ]
         rest = {
             c: nbytes - sum(layer.get(c, 0) for layer in stage.layers)
@@ -479,12 +479,12 @@ def _limit_words(facts: ReportFacts) -> str:
     )
 
 
-def _stages_text(stages: Sequence[StagePlan]) -> str:
+def _stages_text(stages: Sequence[Stage]) -> str:
     """A line per stage: its layers and its dp x tp."""
     return "<br>".join(
         (
-            f"layers {stage.layers[0]}-{stage.layers[1]} ({stage.data_parallel} x "
-            f"{stage.tensor_parallel})"
+            f"layers {stage.first}-{stage.stop - 1} ({stage.choice.data_parallel} x "
+            f"{stage.choice.tensor_parallel})"
         )
         for stage in stages
     )

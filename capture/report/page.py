@@ -83,7 +83,7 @@ def page(facts: ReportFacts) -> str:
         title(facts),
         paragraph(facts),
         _verdict(facts),
-        _table(facts),
+        html_table(HEADER, rows(facts), " · ".join(last_lines(facts))),
         figures(facts),
         _footer(facts),
     )
@@ -137,22 +137,21 @@ def _plotly() -> str:
 
 
 def _verdict(facts: ReportFacts) -> str:
-    if facts.headroom is None:
-        return ""
-    color = {"fits": "#CDE7D8", "does not fit": "#F8C9C9"}.get(facts.headroom.verdict, "#FCE8B2")
-    return (
-        '<span class="verdict" style="background: '
-        f'{color}">{escape(facts.headroom.verdict)}</span>\n'
-    )
+    return "" if facts.headroom is None else html_verdict(facts.headroom.verdict)
 
 
-def _table(facts: ReportFacts) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in HEADER)
+def html_verdict(verdict: str) -> str:
+    """Whether a plan fits, coloured."""
+    color = {"fits": "#CDE7D8", "does not fit": "#F8C9C9"}.get(verdict, "#FCE8B2")
+    return f'<span class="verdict" style="background: {color}">{escape(verdict)}</span>\n'
+
+
+def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], below: str) -> str:
+    """A table with a line of text below it."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in header)
     body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
-        for row in rows(facts)
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
     )
-    below = " · ".join(last_lines(facts))
     return (
         f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p "
         f'class="caption">{escape(below)}</p>'

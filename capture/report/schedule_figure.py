@@ -70,7 +70,7 @@ _Row = tuple[int, Work, float, float]
 
 def _rows(facts: ScheduleFacts, num_stages: int) -> list[_Row]:
     """What takes time on the compute streams, and what is sent from a stage."""
-    stage_of = {compute_stream(s): s for s in range(num_stages)}
+    stage_of = {compute_stream(f"stage {s}"): s for s in range(num_stages)}
     found = []
     for item, start in zip(facts.simulation.work, facts.simulation.starts, strict=True):
         if item.seconds and item.streams:

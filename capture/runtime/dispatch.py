@@ -1,25 +1,39 @@
-"""The instructions of a step, bound to executables and transfers once, so that a step only calls
-them in order.
+"""Execute a step: its instructions bound to executables and transfers once, so that every execution
+only calls them in order.
 
 Programs, copies and feeds are enqueued, and the host runs ahead of the devices; it waits for them
-only where ``capture.step.run_ahead`` says so.
+only where the step says so (``Wait``), and, if it is to hold no more than is booked, where
+``capture.step.run_ahead`` does.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from capture.partition.sharding import struct_of
-from capture.runtime.programs import StagePrograms
 from capture.runtime.reshard import plan_reshard, reshard
-from capture.step.program import Feed, Free, Instruction, Move, Run, StepProgram
+from capture.step.program import Copy, Feed, Free, Instruction, Run, Slot, Step, Wait, replay
+from capture.step.run_ahead import waits
+
+Call = Callable[..., Sequence[list[jax.Array]]]
+"""A program: takes one list of arrays per group of inputs, returns one per output slot."""
+
+Layout = Callable[[Slot], Sequence[jax.ShapeDtypeStruct]]
+"""The arrays of a slot: shape, dtype and sharding, its memory kind included."""
+
+Observer = Callable[[Instruction, list[Any]], None]
+
+Action = Callable[["Frame"], None]
+
+#: POSIX; elsewhere the host just goes on.
+_yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 
 
 @dataclass
@@ -27,60 +41,135 @@ class Frame:
     """What one execution of a step works on.
 
     Attributes:
-        slots: Per slot of the step program its arrays, or None while it is not alive.
-        microbatches: Per micro-batch its leaves: host arrays, and the random key if the loss takes
-            one.
-        losses: One per micro-batch that the last stage has run.
+        slots: Per slot of the step its arrays, or None while it is not alive.
+        microbatches: Per part of the batch its leaves: host arrays, and the random key if the loss
+            takes one.
+        reported: Arrays of the slots that the step reports, in the order in which they were made.
     """
 
     slots: list[list[jax.Array] | None]
     microbatches: Sequence[Sequence[Any]]
-    losses: list[jax.Array]
+    reported: list[jax.Array]
 
 
-Action = Callable[[Frame], None]
-
-#: POSIX; elsewhere the host just goes on.
-_yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
-
-
-def bind(program: StepProgram, stages: Sequence[StagePrograms]) -> list[Action]:
-    """One action per instruction; compiles every stage that is not compiled yet.
+class BoundStep:
+    """A step that can be executed.
 
     Args:
-        program: Of these stages.
-        stages: In pipeline order.
-    """
-    return [_bind(instruction, program, stages) for instruction in program.instructions]
-
-
-def wait_before(waits: Sequence[Sequence[int]], actions: Sequence[Action]) -> list[Action]:
-    """The same actions, each enqueued when its slots are ready; the rest of the host's time it runs
-    ahead."""
-    return [
-        _after(slots, action) if slots else action
-        for slots, action in zip(waits, actions, strict=True)
-    ]
-
-
-def _after(slots: Sequence[int], action: Action) -> Action:
-    """Arrays of a slot are ready together, and asking each would take longer than the instruction
-    itself.
-
-    A program's thread says that its results are ready before it gives back what it used, and on
-    busy cores the host, which that wakes, would go on first: it lets the other go (2 cores at load
-    20, the fourth worst of 40 steps: 77 % above what is booked without, 8 % with).
+        step: Of any kind.
+        programs: Per name in the table of the step, its executable.
+        layout: Of every slot that is fed, copied, or copied from.
     """
 
-    def waiting(frame: Frame) -> None:
-        for slot in slots:
-            arrays = frame.slots[slot]
-            assert arrays, f"slot {slot} is awaited and holds no array"
-            arrays[-1].block_until_ready()
-        _yield_core()
-        action(frame)
+    def __init__(self, step: Step, programs: Mapping[str, Call], layout: Layout):
+        self.step = step
+        self._persistent = frozenset(step.persistent.values())
+        self._reported = frozenset(step.reported)
+        self._actions = [self._bind(each, programs, layout) for each in step.instructions]
 
-    return waiting
+    @cached_property
+    def _waiting_actions(self) -> list[Action]:
+        """The same, each enqueued when devices that have finished nothing else would hold no more
+        than is booked."""
+        ledger = replay(self.step)
+        budget = {memory: ledger.peak_of(memory).peak_bytes for memory in self.step.users}
+        return [
+            _after(slots, action) if slots else action
+            for slots, action in zip(waits(self.step, budget), self._actions, strict=True)
+        ]
+
+    def __call__(
+        self,
+        state: Mapping[str, list[jax.Array]],
+        microbatches: Sequence[Sequence[Any]],
+        *,
+        stop: int | None = None,
+        bound_run_ahead: bool = False,
+        observer: Observer | None = None,
+    ) -> tuple[dict[str, list[jax.Array]], list[jax.Array]]:
+        """Execute the instructions.
+
+        Args:
+            state: Per persistent slot its arrays; consumed.
+            microbatches: Per part of the batch, its leaves.
+            stop: Before this instruction; None for all.
+            bound_run_ahead: Whether the host waits so that devices hold no more than is booked.
+            observer: Called before every instruction with it and the arrays of all slots.
+
+        Returns:
+            The state after the step, and what it reports; they need not be ready yet.
+        """
+        step = self.step
+        frame = Frame([None] * len(step.slots), microbatches, [])
+        for name, slot in step.persistent.items():
+            frame.slots[slot] = state[name]
+        actions = (self._waiting_actions if bound_run_ahead else self._actions)[:stop]
+        if observer is None:
+            for action in actions:
+                action(frame)
+        else:
+            for instruction, action in zip(step.instructions, actions, strict=False):
+                observer(instruction, frame.slots)
+                action(frame)
+        found = {name: frame.slots[slot] for name, slot in step.persistent.items()}
+        return {
+            name: arrays for name, arrays in found.items() if arrays is not None
+        }, frame.reported
+
+    def _bind(
+        self, instruction: Instruction, programs: Mapping[str, Call], layout: Layout
+    ) -> Action:
+        slots = self.step.slots
+        match instruction:
+            case Feed():
+                return _bind_feed(instruction, layout(slots[instruction.slot]))
+            case Run():
+                return self._bind_run(instruction, programs[instruction.program])
+            case Copy(source=source, target=target):
+                return _bind_copy(instruction, layout(slots[source]), layout(slots[target]))
+            case Wait(slot=slot):
+                return lambda frame: _ready(frame, slot)
+            case Free(slots=freed):
+                return self._bind_free(freed)
+
+    def _bind_run(self, run: Run, call: Call) -> Action:
+        """The caller still refers to the old state, so dropping the step's reference does not free
+        it: what is donated of it is deleted.
+
+        The call itself deletes only what XLA reuses, and it may reuse a residual of the same shape
+        for the new gradients instead of the old.
+        """
+        gathers = [_gather(group) for group in run.inputs]
+        donated, outputs = run.donated, run.outputs
+        consumed = [slot for slot in donated if slot in self._persistent]
+        reported = [slot for slot in outputs if slot in self._reported]
+
+        def action(frame: Frame) -> None:
+            slots = frame.slots
+            results = call(*[gather(slots) for gather in gathers])
+            for slot in consumed:
+                _delete(slots[slot])
+            for slot in donated:
+                slots[slot] = None
+            for slot, arrays in zip(outputs, results, strict=True):
+                slots[slot] = arrays
+            for slot in reported:
+                frame.reported += slots[slot] or ()
+
+        return action
+
+    def _bind_free(self, freed: Sequence[int]) -> Action:
+        """Dropping the reference frees a slot, but the arrays of the old state are still the
+        caller's: those are deleted."""
+        consumed = [slot for slot in freed if slot in self._persistent]
+
+        def action(frame: Frame) -> None:
+            for slot in consumed:
+                _delete(frame.slots[slot])
+            for slot in freed:
+                frame.slots[slot] = None
+
+        return action
 
 
 def to_device(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
@@ -107,29 +196,37 @@ def to_host(array: jax.Array) -> Any:
     return np.asarray(array)
 
 
-def _bind(
-    instruction: Instruction, program: StepProgram, stages: Sequence[StagePrograms]
-) -> Action:
-    match instruction:
-        case Feed():
-            return _bind_feed(instruction, stages[program.slots[instruction.slot].stage_id])
-        case Run():
-            return _bind_run(
-                instruction, stages[instruction.stage_id], frozenset(program.persistent.values())
-            )
-        case Move():
-            source, target = (
-                stages[program.slots[slot].stage_id]
-                for slot in (instruction.source, instruction.target)
-            )
-            return _bind_move(instruction, source, target)
-        case Free():
-            return _bind_free(instruction, frozenset(program.persistent.values()))
+def _after(slots: Sequence[int], action: Action) -> Action:
+    """Arrays of a slot are ready together, and asking each would take longer than the instruction
+    itself.
+
+    A program's thread says that its results are ready before it gives back what it used, and on
+    busy cores the host, which that wakes, would go on first: it lets the other go (2 cores at load
+    20, the fourth worst of 40 steps: 77 % above what is booked without, 8 % with).
+    """
+
+    def waiting(frame: Frame) -> None:
+        for slot in slots:
+            arrays = frame.slots[slot]
+            assert arrays, f"slot {slot} is awaited and holds no array"
+            arrays[-1].block_until_ready()
+        _yield_core()
+        action(frame)
+
+    return waiting
 
 
-def _bind_feed(feed: Feed, stage: StagePrograms) -> Action:
+def _ready(frame: Frame, slot: int) -> None:
+    """Every array of a copy is one of its own."""
+    arrays = frame.slots[slot]
+    assert arrays is not None, f"slot {slot} is awaited and not alive"
+    for array in arrays:
+        array.block_until_ready()
+
+
+def _bind_feed(feed: Feed, structs: Sequence[jax.ShapeDtypeStruct]) -> Action:
     slot, microbatch = feed.slot, feed.microbatch
-    placements = [(b, stage.batch_sharding(b)) for b in feed.batch]
+    placements = [(b, struct.sharding) for b, struct in zip(feed.batch, structs, strict=True)]
 
     def action(frame: Frame) -> None:
         leaves = frame.microbatches[microbatch]
@@ -138,16 +235,21 @@ def _bind_feed(feed: Feed, stage: StagePrograms) -> Action:
     return action
 
 
-def _bind_free(free: Free, persistent: frozenset[int]) -> Action:
-    """Dropping the reference frees a slot, but the arrays of the old state are still the caller's:
-    those are deleted."""
-    consumed = [slot for slot in free.slots if slot in persistent]
+def _bind_copy(
+    copy: Copy, sources: Sequence[jax.ShapeDtypeStruct], targets: Sequence[jax.ShapeDtypeStruct]
+) -> Action:
+    first, last, index = copy.source, copy.target, copy.index
+    chosen = sources if index is None else [sources[index]]
+    moves = [
+        plan_reshard(tuple(source.shape), source.dtype, source.sharding, target.sharding)
+        for source, target in zip(chosen, targets, strict=True)
+    ]
 
     def action(frame: Frame) -> None:
-        for slot in consumed:
-            _delete(frame.slots[slot])
-        for slot in free.slots:
-            frame.slots[slot] = None
+        arrays = frame.slots[first]
+        assert arrays is not None, f"{copy.label}: the source is not alive"
+        taken = arrays if index is None else [arrays[index]]
+        frame.slots[last] = [move(array) for move, array in zip(moves, taken, strict=True)]
 
     return action
 
@@ -158,106 +260,9 @@ def _delete(arrays: Sequence[jax.Array] | None) -> None:
             array.delete()
 
 
-def _bind_move(move: Move, source: StagePrograms, target: StagePrograms) -> Action:
-    match move.kind:
-        case "value":
-            structs = [struct_of(source.graph.values[move.key])]
-            src, dst = source.value_sharding(move.key), target.value_sharding(move.key)
-        case "param":
-            structs = [struct_of(source.graph.params[move.key])]
-            src, dst = source.param_sharding(move.key), target.param_sharding(move.key)
-        case _:
-            structs = list(source.optimizer.summary)
-            src, dst = source.replicated, target.replicated
-    moves = [plan_reshard(tuple(struct.shape), struct.dtype, src, dst) for struct in structs]
-    first, last, index = move.source, move.target, move.index
-
-    def action(frame: Frame) -> None:
-        arrays = frame.slots[first]
-        assert arrays is not None, f"{move.label}: the source is not alive"
-        chosen = arrays if index is None else [arrays[index]]
-        frame.slots[last] = [one(array) for one, array in zip(moves, chosen, strict=True)]
-
-    return action
-
-
-def _bind_run(run: Run, stage: StagePrograms, persistent: frozenset[int]) -> Action:
-    """The caller still refers to the old state, so dropping the step's reference does not free it:
-    what is donated of it is deleted.
-
-    The call itself deletes only what XLA reuses, and it may reuse a residual of the same shape for
-    the new gradients instead of the old.
-    """
-    call = getattr(stage, run.program).call
-    gathers = [_gather(group) for group in run.inputs]
-    if run.program == "update":
-        gathers[-1] = _gather_summaries(run.inputs[-1], len(stage.optimizer.siblings) - 1)
-    scatter = _SCATTERS[run.program]
-    donated, outputs, keep_loss = (
-        run.donated,
-        run.outputs,
-        stage.is_last and run.program == "forward",
-    )
-    num_owned = len(stage.owned)
-    consumed = [slot for slot in donated if slot in persistent]
-
-    def action(frame: Frame) -> None:
-        slots = frame.slots
-        results = call(*[gather(slots) for gather in gathers])
-        for slot in consumed:
-            _delete(slots[slot])
-        for slot in donated:
-            slots[slot] = None
-        for slot, arrays in zip(outputs, scatter(results, num_owned), strict=True):
-            slots[slot] = arrays
-        if keep_loss:
-            frame.losses.append(results[0][0])
-
-    return action
-
-
 def _gather(group: tuple[int, ...]) -> Callable[[list[Any]], list[Any]]:
     """Reads the arrays of some slots into one list; that of a single slot serves as it is."""
     if len(group) == 1:
         (only,) = group
         return lambda slots: slots[only]
     return lambda slots: [array for slot in group for array in slots[slot]]
-
-
-def _gather_summaries(group: tuple[int, ...], num_others: int) -> Callable[[list[Any]], list[Any]]:
-    """Reads the values of every other stage as a list of its own; parameters that no stage reads
-    are the last, and send none."""
-    missing = num_others - len(group) if group else 0
-    return lambda slots: [*(slots[slot] for slot in group), *([] for _ in range(missing))]
-
-
-def _of_forward(results: Any, num_owned: int) -> list[list[jax.Array]]:
-    outputs, residuals = results
-    return [*([a] for a in outputs), residuals]
-
-
-def _of_backward(results: Any, num_owned: int) -> list[list[jax.Array]]:
-    gradients, accumulated = results
-    return [
-        *([a] for a in gradients),
-        accumulated[:num_owned],
-        *([a] for a in accumulated[num_owned:]),
-    ]
-
-
-def _of_update(results: Any, num_owned: int) -> list[list[jax.Array]]:
-    params, optimizer, cleared, borrowed = results
-    return [params, optimizer, cleared, *([a] for a in borrowed)]
-
-
-def _of_summarize(results: Any, num_owned: int) -> list[list[jax.Array]]:
-    return [results]
-
-
-#: From what a program returns to the arrays of its output slots.
-_SCATTERS = {
-    "forward": _of_forward,
-    "backward": _of_backward,
-    "update": _of_update,
-    "summarize": _of_summarize,
-}

@@ -2,7 +2,7 @@
 the process's resident set.
 
     meter                  what it reads                                            where
-    live arrays            ``jax.live_arrays()`` + XLA's buffer assignment          any device
+    live arrays            ``jax.live_arrays()`` + XLA's buffer assignment          any device, host
     allocator              ``device.memory_stats()["peak_bytes_in_use"]``           GPU
     heap                   glibc's ``mallinfo2``: bytes that malloc has given out   Linux with glibc
     resident set           VmHWM of the process, reset before the step              Linux
@@ -26,12 +26,13 @@ import jax
 
 from capture.errors import ExecutionError, Violation
 from capture.model.workload import PyTree
-from capture.runtime.pipeline import Observer, PipelinedStep, PipelineState, StepMetrics
-from capture.step.ledger import Ledger
-from capture.step.program import Instruction, Run, book, hold
+from capture.runtime.dispatch import Observer
+from capture.runtime.pipeline import PipelinedStep, PipelineState, StepMetrics
+from capture.step.ledger import Ledger, Memory, name_of
+from capture.step.program import Instruction, Run, Step, begin, book
 
-#: A device and an address on it.
-Buffer = tuple[jax.Device, int]
+#: A device, the kind of its memories, and an address there.
+Buffer = tuple[jax.Device, str, int]
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def measure_step(
     """
     jax.block_until_ready(state)
     live, allocator, resident = (
-        LiveArrayMeter(step, strict=strict),
+        LiveArrayMeter.of(step, strict=strict),
         AllocatorMeter(step.devices),
         ResidentSetMeter(),
     )
@@ -174,37 +175,63 @@ def measure_heap(
     if heap.before_bytes is None or heap.peak_bytes is None or step.devices[0].platform != "cpu":
         return state, metrics, None
     ledger = Ledger(len(step.devices))
-    for slot in step.program.persistent.values():
-        hold(ledger, step.program, slot, "before the step")
+    begin(ledger, step.program)
     booked = sum(step.replay().peak_bytes_per_device) - sum(ledger.live_bytes_per_device)
     return state, metrics, HeapMeasurement(heap.meter, heap.before_bytes, heap.peak_bytes, booked)
 
 
 class LiveArrayMeter:
-    """Peak per device from the arrays that are alive and the buffer assignment of the program that
+    """Peak per memory from the arrays that are alive and the buffer assignment of the program that
     is about to run.
 
-    An observer: ``step(state, batch, observer=meter)``, then ``meter.finish()``. Arrays that were
-    alive before the step and are not its state (the caller's batch, other models) are left out.
+    An observer of the execution of any step; then ``meter.finish()``. Arrays that were alive before
+    the step and are not its state (the caller's batch, other models) are left out.
 
     **Assumes** that nothing else in the process makes or drops arrays during the step.
 
     Args:
         step: The step that it will observe.
+        devices: By device id of the step.
+        transient_bytes: Of the executable that an instruction runs.
         strict: Book the instructions in a ledger too, and compare the two before every instruction.
     """
 
-    def __init__(self, step: PipelinedStep, *, strict: bool = False):
+    def __init__(
+        self,
+        step: Step,
+        devices: Sequence[jax.Device],
+        transient_bytes: Callable[[Run], int],
+        *,
+        strict: bool = False,
+    ):
         self.strict, self.num_checks = strict, 0
-        self._step, self._program = step, step.program
-        self._devices = step.devices
-        self._ledger = Ledger(len(self._devices))
-        self._peak = [0] * len(self._devices)
+        self._step, self._devices, self._transient_bytes = step, devices, transient_bytes
+        #: Where arrays of a device are that are not in its own memory.
+        self._host = {
+            devices[device]: place.host.name
+            for place in step.places
+            if place.host is not None
+            for device in place.devices
+        }
+        self._id = {device: number for number, device in enumerate(devices)}
+        self._memories: list[Memory] = [*range(len(devices)), *dict.fromkeys(self._host.values())]
+        self._ledger = Ledger(len(devices))
+        self._peak: Counter[Memory] = Counter()
         self._foreign: list[jax.Array] = []
         self._seen: dict[
             int, tuple[Any, Sequence[tuple[Buffer, int]]]
         ] = {}  # an array's addresses stay; looking them up takes longest
-        self._baseline: list[int] | None = None
+        self._baseline: Counter[Memory] | None = None
+
+    @classmethod
+    def of(cls, step: PipelinedStep, *, strict: bool = False) -> LiveArrayMeter:
+        """For ``step(state, batch, observer=meter)``."""
+        return cls(
+            step.program,
+            step.devices,
+            lambda run: step.executable(run).transient_bytes,
+            strict=strict,
+        )
 
     @property
     def meter(self) -> str:
@@ -215,25 +242,26 @@ class LiveArrayMeter:
 
     @property
     def peak_bytes_per_device(self) -> tuple[int, ...]:
-        return tuple(self._peak)
+        return tuple(self._peak[device] for device in range(len(self._devices)))
 
-    def __call__(self, instruction: Instruction, environment: Sequence[Any]) -> None:
+    def peak_bytes_of(self, memory: Memory) -> int:
+        """Of a device's or a host's."""
+        return self._peak[memory]
+
+    def __call__(self, instruction: Instruction, slots: Sequence[Any]) -> None:
         """Look before an instruction.
 
         Raises:
             ExecutionError: ``run-ledger-mismatch``.
         """
         if self._baseline is None:
-            self._begin(
-                [array for slot in self._program.persistent.values() for array in environment[slot]]
-            )
-        live = self._live()
-        live = self._look(live, getattr(instruction, "label", "a release"))
+            self._begin([array for slot in self._step.persistent.values() for array in slots[slot]])
+        live = self._look(getattr(instruction, "label", "a release"))
         if isinstance(instruction, Run):
-            transient = self._step.executable(instruction).transient_bytes
-            for device in self._program.stages[instruction.stage_id].devices:
-                self._peak[device] = max(self._peak[device], live[device] + transient)
-        book(self._ledger, self._program, instruction)
+            transient = self._transient_bytes(instruction)
+            for memory in self._step.programs[instruction.program].place.memories:
+                self._peak[memory] = max(self._peak[memory], live[memory] + transient)
+        book(self._ledger, self._step, instruction)
 
     def _begin(self, state: list[jax.Array]) -> None:
         """Set apart what is alive and not of the step, and keep it alive, so that it counts the
@@ -242,44 +270,43 @@ class LiveArrayMeter:
         self._foreign = [
             array for array in jax.live_arrays() if not buffers([array]).keys() <= own.keys()
         ]
-        self._baseline = self._per_device(
+        self._baseline = self._per_memory(
             {buffer: size for buffer, size in buffers(self._foreign).items() if buffer not in own}
         )
-        for slot in self._program.persistent.values():
-            hold(self._ledger, self._program, slot, "before the step")
+        begin(self._ledger, self._step)
 
     def finish(self) -> None:
-        """Look once more, after the last instruction; the new state must still be alive, and the
-        losses no more.
+        """Look once more, after the last instruction; the new state must still be alive, and what
+        the step reports no more.
 
         Raises:
             ExecutionError: ``run-ledger-mismatch``.
         """
         assert self._baseline is not None, "the meter observes a step before it is finished"
-        self._look(self._live(), "the end of the step")
+        self._look("the end of the step")
 
-    def _look(self, live: Sequence[int], label: str) -> list[int]:
+    def _look(self, label: str) -> dict[Memory, int]:
         """Bytes of the step that are alive, noted and checked."""
-        own = [total - before for total, before in zip(live, self._baseline or live, strict=True)]
-        self._peak = [max(peak, nbytes) for peak, nbytes in zip(self._peak, own, strict=True)]
+        live, before, booked = self._live(), self._baseline or Counter(), self._ledger.live_bytes
+        own = {memory: live[memory] - before[memory] for memory in self._memories}
+        for memory, nbytes in own.items():
+            self._peak[memory] = max(self._peak[memory], nbytes)
         if self.strict:
             self.num_checks += 1
             ExecutionError.check(
                 Violation(
-                    f"before {label!r} device {device} holds {nbytes} bytes of live arrays and "
-                    f"the ledger has booked {booked}; an array "
+                    f"before {label!r} {name_of(memory)} holds {nbytes} bytes of live arrays and "
+                    f"the ledger has booked {booked[memory]}; an array "
                     "outlives its last use, or dies early: drop references to arrays of the step, "
                     "or report a defect of the runtime.",
                     "run-ledger-mismatch",
                 )
-                for device, (nbytes, booked) in enumerate(
-                    zip(own, self._ledger.live_bytes_per_device, strict=True)
-                )
-                if nbytes != booked
+                for memory, nbytes in own.items()
+                if nbytes != booked[memory]
             )
         return own
 
-    def _live(self) -> list[int]:
+    def _live(self) -> Counter[Memory]:
         found: dict[Buffer, int] = {}
         for array in jax.live_arrays():
             if array.is_deleted():
@@ -289,13 +316,17 @@ class LiveArrayMeter:
                 known = _array_buffers(array)
                 self._seen[id(array)] = weakref.ref(array), known
             found.update(known)
-        return self._per_device(found)
+        return self._per_memory(found)
 
-    def _per_device(self, sizes: dict[Buffer, int]) -> list[int]:
-        total: Counter[jax.Device] = Counter()
-        for (device, _), nbytes in sizes.items():
-            total[device] += nbytes
-        return [total[device] for device in self._devices]
+    def _per_memory(self, sizes: dict[Buffer, int]) -> Counter[Memory]:
+        """On devices, and on hosts, of the step."""
+        total: Counter[Memory] = Counter()
+        for (device, kind, _), nbytes in sizes.items():
+            if kind == device.default_memory().kind:
+                total[self._id.get(device, -1)] += nbytes
+            else:
+                total[self._host.get(device, "")] += nbytes
+        return total
 
 
 def buffers(arrays: Iterable[jax.Array]) -> dict[Buffer, int]:
@@ -317,7 +348,7 @@ def _array_buffers(array: jax.Array) -> list[tuple[Buffer, int]]:
         array = jax.random.key_data(array)  # the buffer behind the keys, not a copy
     shards = [(shard.device, shard.data) for shard in array.addressable_shards]
     return [
-        ((device, data.unsafe_buffer_pointer()), data.nbytes)
+        ((device, data.sharding.memory_kind, data.unsafe_buffer_pointer()), data.nbytes)
         for device, data in shards
         if data.nbytes
     ]

@@ -3,7 +3,7 @@ step(state, batch)``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, cast
@@ -18,19 +18,18 @@ from capture.errors import ExecutionError, PlanError, Violation
 from capture.model.workload import PyTree, WorkloadProtocol
 from capture.partition.sharding import ModelSharding
 from capture.partition.tensor_parallel import Rule
-from capture.plan.choices import StageChoice
+from capture.plan.kinds import of_stages
 from capture.plan.stages import Plan
-from capture.runtime.dispatch import Action, Frame, bind, to_device, to_host, wait_before
+from capture.runtime.dispatch import BoundStep, Observer, to_device, to_host
 from capture.runtime.microbatches import split_microbatches
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
 from capture.runtime.programs import StagePrograms
+from capture.runtime.stage_calls import layout_of, stage_calls
 from capture.step.interface import owned_and_borrowed, plan_interfaces
 from capture.step.ledger import Ledger
-from capture.step.program import Instruction, Run, StepProgram, build_step, replay
-from capture.step.run_ahead import waits
+from capture.step.pipeline import build_step
+from capture.step.program import Run, Step, replay
 from capture.tracing import TracedModel, trace
-
-Observer = Callable[[Instruction, list[Any]], None]
 
 
 @jax.tree_util.register_dataclass
@@ -94,6 +93,7 @@ def pipeshard(
         ExecutionError: ``run-devices`` if there are fewer devices than the plan uses.
     """
     environment.warn()
+    of_stages(plan, "Train with what recommender.osdp.osdp hands out.")
     devices = jax.devices() if devices is None else devices
     if len(devices) < plan.cluster.num_devices:
         raise ExecutionError.of(
@@ -180,13 +180,13 @@ class PipelinedStep:
                 graph,
                 traced.slice(stage.first, stage.stop),
                 [devices[d] for d in stage.devices],
-                stage.data_parallel,
-                stage.tensor_parallel,
-                sharding.specs(stage.tensor_parallel),
+                stage.choice.data_parallel,
+                stage.choice.tensor_parallel,
+                sharding.specs(stage.choice.tensor_parallel),
                 self.optimizer.stages[s],
-                remat=stage.remat,
-                shard_optimizer=stage.shard_optimizer,
-                shard_params=stage.shard_params,
+                remat=stage.choice.remat,
+                shard_optimizer=stage.choice.shard_optimizer,
+                shard_params=stage.choice.shard_params,
                 num_arriving={p: borrowers.count(p) for p in borrowers},
                 num_microbatches=plan.num_microbatches,
                 clears_apart=devices[0].platform == "cpu",
@@ -196,11 +196,11 @@ class PipelinedStep:
         ]
         self._param_bytes = {
             split: sharding.param_bytes(split)
-            for split in {StageChoice.of(stage).param_split for stage in plan.stages}
+            for split in {stage.choice.param_split for stage in plan.stages}
         }
 
     @cached_property
-    def program(self) -> StepProgram:
+    def program(self) -> Step:
         """The step's instructions; compiles every stage."""
         costs = [stage.cost for stage in self.stages]
         return build_step(
@@ -210,7 +210,7 @@ class PipelinedStep:
 
     def replay(self, *, record_timeline: bool = False) -> Ledger:
         """The ledger of a step, without running it."""
-        return replay(self.program, self.plan.cluster.num_devices, record_timeline=record_timeline)
+        return replay(self.program, record_timeline=record_timeline)
 
     # ---- state
     # ----------------------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ class PipelinedStep:
         Raises:
             ExecutionError: ``run-batch`` if the batch has other shapes than the plan's.
         """
-        return self._execute(state, batch, key, observer, len(self.program.instructions))
+        return self._execute(state, batch, key, observer)
 
     def accumulate(
         self, state: PipelineState, batch: PyTree, key: jax.Array | None = None
@@ -350,47 +350,28 @@ class PipelinedStep:
         batch: PyTree,
         key: jax.Array | None,
         observer: Observer | None,
-        stop: int,
+        stop: int | None = None,
     ) -> tuple[PipelineState, StepMetrics]:
-        program = self.program
         self._check_state(state)
-        frame = Frame(
-            [None] * len(program.slots),
+        slots, losses = self._bound(
+            state.slots,
             split_microbatches(self.traced, self.plan.num_microbatches, batch, key),
-            [],
+            stop=stop,
+            bound_run_ahead=self.bound_run_ahead,
+            observer=observer,
         )
-        for slot in program.persistent.values():
-            frame.slots[slot] = state.slots[program.slots[slot].name]
-        actions = (self._waiting_actions if self.bound_run_ahead else self._actions)[:stop]
-        if observer is None:
-            for action in actions:
-                action(frame)
-        else:
-            for instruction, action in zip(program.instructions, actions, strict=False):
-                observer(instruction, frame.slots)
-                action(frame)
-        slots = {
-            program.slots[slot].name: arrays
-            for slot in program.persistent.values()
-            if (arrays := frame.slots[slot]) is not None
-        }
-        finished = stop == len(program.instructions)
-        return PipelineState(slots, state.num_steps + finished, state.unused), StepMetrics(
-            frame.losses
-        )
+        num_steps = state.num_steps + (stop is None)
+        return PipelineState(slots, num_steps, state.unused), StepMetrics(losses)
 
     @cached_property
-    def _actions(self) -> list[Action]:
-        return bind(self.program, self.stages)
-
-    @cached_property
-    def _waiting_actions(self) -> list[Action]:
-        return wait_before(waits(self.program, self.replay().peak_bytes_per_device), self._actions)
+    def _bound(self) -> BoundStep:
+        layout = partial(layout_of, self.program, self.stages)
+        return BoundStep(self.program, stage_calls(self.program, self.stages), layout)
 
     def _check_state(self, state: PipelineState) -> None:
         """Refuse what would fail deep inside JAX: a state of another plan, or one that a step has
         already taken over."""
-        expected = {self.program.slots[slot].name for slot in self.program.persistent.values()}
+        expected = set(self.program.persistent)
         if set(state.slots) != expected:
             raise ExecutionError.of(
                 f"the state has the slots {sorted(state.slots)} and this plan {sorted(expected)}; "
@@ -407,7 +388,8 @@ class PipelinedStep:
 
     def executable(self, run: Run) -> Executable:
         """The compiled program that an instruction runs."""
-        return getattr(self.stages[run.stage_id], run.program)
+        program = self.program.programs[run.program]
+        return getattr(self.stages[self.program.places.index(program.place)], program.kind)
 
 
 def _initial(

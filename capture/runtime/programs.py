@@ -60,7 +60,7 @@ class StagePrograms:
         specs: Per parameter of the graph, how it is split over the mesh axis ``"model"`` (``()`` if
             not).
         update: The stage's slice of the optimizer, for the parameters that it owns.
-        remat: See ``StagePlan.remat``.
+        remat: See ``StageChoice``.
         shard_optimizer: Optimizer state split over the replicas.
         shard_params: Parameters and gradients as well; the compiler gathers and scatters where the
             layers use them.
@@ -422,7 +422,7 @@ class StagePrograms:
     def _own(self) -> tuple[list[Any], list[Any], list[Any]]:
         return self.param_structs(self.owned), self.state_structs(), self.param_structs(self.owned)
 
-    def _summary_structs(self, values: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    def summary_structs(self, values: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
         return [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=self.replicated) for v in values]
 
     @cached_property
@@ -441,7 +441,7 @@ class StagePrograms:
         cleared gradients, cleared borrowed)."""
         borrowed = self.param_structs(self.borrowed)
         others = [s for s in self.optimizer.siblings if s is not self.optimizer]
-        summaries = [self._summary_structs(s.summary) for s in others] if self.summarize else []
+        summaries = [self.summary_structs(s.summary) for s in others] if self.summarize else []
         args = (*self._own, borrowed, self.param_structs(self.arriving), summaries)
         groups = (*self._own, borrowed)
         out = tuple([struct.sharding for struct in group] for group in groups)

@@ -93,9 +93,9 @@ def plan_reshard(
     src_boxes, dst_boxes = _boxes(src, shape), _boxes(dst, shape)
     # One device to one, or shard for shard onto other devices: XLA does these without the host. On
     # devices in common it would alias, whatever ``may_alias`` says, if the source is a replica
-    # (seen in jax 0.10.2 and 0.12).
+    # (seen in jax 0.10.2 and 0.12); another memory of theirs is no alias.
     if list(src_boxes.values()) == list(dst_boxes.values()) and (
-        may_alias or not src.device_set & dst.device_set
+        may_alias or not src.device_set & dst.device_set or src.memory_kind != dst.memory_kind
     ):
         return _plan_whole(src, dst)
     return _plan_pieces(shape, src_boxes, dst_boxes, dst, may_alias)

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from capture.model.graph import LayerGraph
+from capture.step.interface import StageInterface
 from capture.step.ledger import Peak
-from capture.step.program import Run, Slot, StepProgram, replay
+from capture.step.program import Run, Slot, Step, replay
 
 #: Of the running program's own part: what no buffer that is live at its peak accounts for.
 FRAGMENTATION = "gaps between buffers"
@@ -140,7 +141,8 @@ def group(buffers: Iterable[Buffer]) -> list[BufferGroup]:
 
 
 def attribute(
-    program: StepProgram,
+    step: Step,
+    stages: Sequence[StageInterface],
     ranges: Sequence[tuple[int, int]],
     graph: LayerGraph,
     buffers: Sequence[StageBuffers],
@@ -148,26 +150,24 @@ def attribute(
     """Take the peak of every stage apart.
 
     Args:
-        program: The step of a plan.
+        step: Of a plan.
+        stages: Of which it was built.
         ranges: Layers [first, stop) per stage.
         graph: Of the model at the plan's micro-batch size.
         buffers: Per stage.
     """
-    num_devices = 1 + max(d for stage in program.stages for d in stage.devices)
-    ledger, by_slot = replay(program, num_devices), replay(program, num_devices, by_slot=True)
-    slots = {slot.name: slot for slot in program.slots}
-    running = {i.label: i.program for i in program.instructions if isinstance(i, Run)}
+    ledger, by_slot = replay(step), replay(step, by_slot=True)
+    slots = {slot.name: slot for slot in step.slots}
+    running = {i.label: step.programs[i.program] for i in step.instructions if isinstance(i, Run)}
     found = []
-    for s, stage in enumerate(program.stages):
+    for s, stage in enumerate(stages):
         peak, device = ledger.peaks[stage.devices[0]], stage.devices[0]
         live: list[Buffer] = []
         for name, nbytes in by_slot.peaks[device].parts.items():
             if name in slots:
-                parts: Sequence[Buffer] = _of_slot(
-                    slots[name], program, ranges[s], graph, buffers[s]
-                )
+                parts: Sequence[Buffer] = _of_slot(slots[name], stage, ranges[s], graph, buffers[s])
             else:
-                parts = buffers[s].programs.get(running[peak.instant], ())
+                parts = buffers[s].programs.get(running[peak.instant].kind, ())
             live += parts
             rest = nbytes - sum(part.bytes for part in parts)
             if rest > 0:
@@ -186,13 +186,12 @@ def attribute(
 
 def _of_slot(
     slot: Slot,
-    program: StepProgram,
+    stage: StageInterface,
     layers: tuple[int, int],
     graph: LayerGraph,
     buffers: StageBuffers,
 ) -> list[Buffer]:
     """The buffers of a slot."""
-    stage = program.stages[slot.stage_id]
     first, stop = layers
 
     def reader(of: Callable[[Any], Sequence[int]], key: int) -> int | None:

@@ -7,12 +7,81 @@ The replay of a plan and the prediction of it differ only in where the ``StageCo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from capture.measured.stage_cost import StageCost
 from capture.model.graph import LayerGraph
-from capture.plan.choices import ParamSplit, StageChoice
+from capture.plan.choices import ParamSplit
 from capture.plan.stages import Plan
-from capture.step.program import StageInterface
+
+
+@dataclass(frozen=True)
+class StageInterface:
+    """What a stage reads and writes, in ids of the layer graph, and how many bytes per device each
+    group takes.
+
+    Attributes:
+        devices: Device ids of the stage.
+        received: Values that cross the cut before the stage; those it does not use pass through.
+        used: Those of ``received`` that the stage's program reads.
+        outputs: Values that the program makes and later stages read, or the loss.
+        sent: Values that cross the cut after the stage; empty for the last.
+        kept_inputs, kept_outputs, kept_batch: What the backward pass reads besides residuals.
+        batch: All batch leaves that the forward pass reads.
+        owned: Parameters that this stage updates: those that no earlier stage reads.
+        borrowed: Parameters that an earlier stage owns and updates.
+        differentiable: Values among received, outputs and sent that carry a gradient back.
+        value_bytes: Per value, its bytes per device on this stage.
+        batch_bytes: Per batch leaf.
+        param_bytes: Per parameter, owned or borrowed; its accumulated gradient takes as much.
+        optimizer_bytes: State of the optimizer for the owned parameters.
+        residual_bytes: Activations that one micro-batch keeps for its backward pass, kept inputs,
+            outputs and batch leaves not included.
+        transient_bytes: Per program (``forward``, ``backward``, ``update``, ``summarize``):
+            temporaries + outputs - aliased inputs.
+        summary_bytes: Small values that the update of other stages needs (a global norm); 0 if
+            updates are independent.
+    """
+
+    devices: tuple[int, ...]
+    received: tuple[int, ...]
+    used: tuple[int, ...]
+    outputs: tuple[int, ...]
+    sent: tuple[int, ...]
+    kept_inputs: tuple[int, ...]
+    kept_outputs: tuple[int, ...]
+    kept_batch: tuple[int, ...]
+    batch: tuple[int, ...]
+    owned: tuple[int, ...]
+    borrowed: tuple[int, ...]
+    differentiable: frozenset[int]
+    value_bytes: Mapping[int, int]
+    batch_bytes: Mapping[int, int]
+    param_bytes: Mapping[int, int]
+    optimizer_bytes: int
+    residual_bytes: int
+    transient_bytes: Mapping[str, int]
+    summary_bytes: int = 0
+
+    @property
+    def params_bytes(self) -> int:
+        """Of the owned parameters."""
+        return sum(self.param_bytes[p] for p in self.owned)
+
+    @property
+    def cotangents(self) -> tuple[int, ...]:
+        """Values whose gradient the backward program takes: its outputs', and those of inputs that
+        also pass through."""
+        return tuple(
+            v
+            for v in self.sent
+            if v in self.differentiable and (v in self.outputs or v in self.used)
+        )
+
+    @property
+    def input_gradients(self) -> tuple[int, ...]:
+        """Received values whose gradient the backward program makes."""
+        return tuple(v for v in self.used if v in self.differentiable)
 
 
 def owned_and_borrowed(
@@ -118,8 +187,8 @@ def plan_interfaces(
             stage.first,
             stage.stop,
             stage.devices,
-            stage.data_parallel,
-            param_bytes[StageChoice.of(stage).param_split],
+            stage.choice.data_parallel,
+            param_bytes[stage.choice.param_split],
             cost,
         )
         for stage, cost in zip(plan.stages, costs, strict=True)

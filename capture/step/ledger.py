@@ -1,11 +1,11 @@
-"""Who holds how many bytes on which device, in program order: the one place where peaks come from.
+"""Who holds how many bytes in which memory, in program order: the one place where peaks come from.
 
 The abstract replay and the real execution book the same instructions here, so their peaks agree
 byte for byte.
 
-    hold     live[d] += bytes                     a buffer comes to life
-    execute  peak[d] = max(peak[d], live[d] + t)  a program runs; t = temporaries + outputs - aliased inputs
-    drop     live[d] -= bytes
+    hold     live[m] += bytes                     a buffer comes to life
+    execute  peak[m] = max(peak[m], live[m] + t)  a program runs; t = temporaries + outputs - aliased inputs
+    drop     live[m] -= bytes
 
 Source: XLA's buffer assignment is the arena that the CPU and GPU clients really allocate for a
 program.
@@ -14,13 +14,21 @@ program.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+Memory = int | str
+"""That of a device, by its id, or another one, such as a host's, by its name."""
+
+
+def name_of(memory: Memory) -> str:
+    """For people."""
+    return f"device {memory}" if isinstance(memory, int) else memory
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The high-water mark of one device.
+    """The high-water mark of one memory.
 
     Attributes:
         peak_bytes: The most that was live, the running program included.
@@ -34,65 +42,78 @@ class Peak:
     parts: dict[str, int]
 
 
+_NOTHING = Peak(0, "", {})
+
+
 @dataclass
 class Ledger:
-    """Live bytes per device and category, and the peak so far.
+    """Live bytes per memory and category, and the peak so far.
 
     Args:
-        num_devices: Devices 0 to num_devices - 1.
+        num_devices: Devices 0 to num_devices - 1 are there even if nothing is booked on them.
         record_timeline: Keep every change, for memory-over-time plots.
     """
 
-    num_devices: int
+    num_devices: int = 0
     record_timeline: bool = False
-    timeline: list[tuple[str, int, int]] = field(default_factory=list)
+    timeline: list[tuple[str, Memory, int]] = field(default_factory=list)
 
     def __post_init__(self):
-        self._live = [0] * self.num_devices
-        self._parts: list[dict[str, int]] = [defaultdict(int) for _ in range(self.num_devices)]
-        self._peak = [Peak(0, "", {})] * self.num_devices
+        self._live: dict[Memory, int] = defaultdict(int)
+        self._parts: dict[Memory, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        self._peaks: dict[Memory, Peak] = defaultdict(lambda: _NOTHING)
 
-    def hold(self, devices: Iterable[int], nbytes: int, category: str, label: str = "") -> None:
-        """A buffer of ``nbytes`` on each of the devices comes to life."""
-        for device in devices:
-            self._live[device] += nbytes
-            self._parts[device][category] += nbytes
-            self._mark(device, 0, label)
+    def hold(self, memories: Iterable[Memory], nbytes: int, category: str, label: str = "") -> None:
+        """A buffer of ``nbytes`` in each of the memories comes to life; one that is named twice
+        holds two."""
+        for memory in memories:
+            self._live[memory] += nbytes
+            self._parts[memory][category] += nbytes
+            self._mark(memory, 0, label)
 
-    def drop(self, devices: Iterable[int], nbytes: int, category: str) -> None:
+    def drop(self, memories: Iterable[Memory], nbytes: int, category: str) -> None:
         """The buffer is released."""
-        for device in devices:
-            self._live[device] -= nbytes
-            self._parts[device][category] -= nbytes
-            assert self._parts[device][category] >= 0, (
-                f"{category} on device {device} dropped more than was held"
+        for memory in memories:
+            self._live[memory] -= nbytes
+            self._parts[memory][category] -= nbytes
+            assert self._parts[memory][category] >= 0, (
+                f"{category} on {name_of(memory)} dropped more than was held"
             )
             if self.record_timeline:
-                self.timeline.append((f"free {category}", device, self._live[device]))
+                self.timeline.append((f"free {category}", memory, self._live[memory]))
 
-    def execute(self, devices: Iterable[int], transient_bytes: int, label: str) -> None:
-        """A program runs on the devices and needs so much beside what is live."""
-        for device in devices:
-            self._mark(device, transient_bytes, label)
+    def execute(self, memories: Sequence[Memory], transient_bytes: int, label: str) -> None:
+        """A program runs and needs so much in each of the memories beside what is live."""
+        for memory in dict.fromkeys(memories):
+            times = 1 if isinstance(memory, int) else memories.count(memory)
+            self._mark(memory, times * transient_bytes, label)
 
-    def _mark(self, device: int, transient_bytes: int, label: str) -> None:
-        total = self._live[device] + transient_bytes
+    def _mark(self, memory: Memory, transient_bytes: int, label: str) -> None:
+        total = self._live[memory] + transient_bytes
         if self.record_timeline:
-            self.timeline.append((label, device, total))
-        if total > self._peak[device].peak_bytes:
-            parts = {category: nbytes for category, nbytes in self._parts[device].items() if nbytes}
+            self.timeline.append((label, memory, total))
+        if total > self._peaks[memory].peak_bytes:
+            parts = {category: nbytes for category, nbytes in self._parts[memory].items() if nbytes}
             if transient_bytes:
                 parts["temporaries"] = transient_bytes
-            self._peak[device] = Peak(total, label, parts)
+            self._peaks[memory] = Peak(total, label, parts)
+
+    @property
+    def live_bytes(self) -> Mapping[Memory, int]:
+        return self._live
 
     @property
     def live_bytes_per_device(self) -> tuple[int, ...]:
-        return tuple(self._live)
+        return tuple(self._live[device] for device in range(self.num_devices))
 
     @property
     def peak_bytes_per_device(self) -> tuple[int, ...]:
-        return tuple(peak.peak_bytes for peak in self._peak)
+        return tuple(peak.peak_bytes for peak in self.peaks)
 
     @property
     def peaks(self) -> tuple[Peak, ...]:
-        return tuple(self._peak)
+        """Of the devices."""
+        return tuple(self.peak_of(device) for device in range(self.num_devices))
+
+    def peak_of(self, memory: Memory) -> Peak:
+        return self._peaks[memory]

@@ -8,7 +8,7 @@ ends: with many micro-batches a step then holds twice what it books. On GPUs an 
 place in the order of the stream, and memory that an earlier program gives back serves a later one,
 so nothing needs to wait (by XLA's sources; not tried here).
 
-The rule, per stage, because its devices hold the same:
+The rule, per memory; one of those that the same places use stands for all:
 
     held <= live after the instructions that are known to have finished + sum of what every
     instruction issued since takes
@@ -24,14 +24,16 @@ out once.
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
-from capture.step.program import Feed, Free, Instruction, Move, Run, StepProgram
+from capture.step.ledger import Memory
+from capture.step.program import Copy, Feed, Free, Instruction, Run, Step, Wait
 
 
-def waits(program: StepProgram, budget_bytes_per_device: Sequence[int]) -> list[tuple[int, ...]]:
+def waits(step: Step, budget_bytes: Mapping[Memory, int]) -> list[tuple[int, ...]]:
     """Per instruction, the slots whose arrays must be ready before it is issued.
 
     The first waits for all that outlives a step: the step before may still be running.
@@ -40,21 +42,21 @@ def waits(program: StepProgram, budget_bytes_per_device: Sequence[int]) -> list[
     is free once they are. A program that makes nothing is not waited for.
 
     Args:
-        program: Of a step.
-        budget_bytes_per_device: At least its replayed peaks, or every instruction waits for all
-            before it.
+        step: Of any kind.
+        budget_bytes: Per memory; at least its replayed peak, or every instruction waits for all
+            before it. A memory that is not named has room for everything.
     """
-    window = _Window(program, budget_bytes_per_device)
+    window = _Window(step, budget_bytes)
     found = [
-        window.issue(index, instruction) for index, instruction in enumerate(program.instructions)
+        window.issue(index, instruction) for index, instruction in enumerate(step.instructions)
     ]
-    state = [slot for slot in program.persistent.values() if program.slots[slot].nbytes]
+    state = [slot for slot in step.persistent.values() if step.slots[slot].nbytes]
     return [(*state, *found[0]), *found[1:]]
 
 
 @dataclass
 class _Issued:
-    """An instruction of a stage that is not known to have finished.
+    """An instruction that uses a memory and is not known to have finished.
 
     Attributes:
         takes: Bytes that it takes when it is issued.
@@ -67,11 +69,11 @@ class _Issued:
 
 
 @dataclass
-class _Stage:
-    """What may be allocated on each device of a stage: ``live`` after all that has finished, and
-    what the others take."""
+class _Room:
+    """What may be allocated in a memory: ``live`` after all that has finished, and what the others
+    take."""
 
-    budget: int
+    budget: float
     live: int = 0
     taken: int = 0
     issued: deque[_Issued] = field(default_factory=deque)
@@ -95,7 +97,7 @@ class _Stage:
 
 
 class _Window:
-    """The instructions that are issued and not known to have finished, per stage, while a step is
+    """The instructions that are issued and not known to have finished, per memory, while a step is
     gone through.
 
     An instruction is awaited through an array that it made, or, if those have been donated or freed
@@ -103,12 +105,13 @@ class _Window:
     has then finished, too. Before the last such array goes it is awaited.
     """
 
-    def __init__(self, program: StepProgram, budgets: Sequence[int]):
-        self._slots = program.slots
-        self._transient_bytes = [stage.transient_bytes for stage in program.stages]
-        self._stages = [
-            _Stage(min(budgets[device] for device in stage.devices)) for stage in program.stages
-        ]
+    def __init__(self, step: Step, budgets: Mapping[Memory, int]):
+        self._step, self._slots = step, step.slots
+        first = step.standing_for
+        self._rooms = {
+            memory: _Room(min(budgets.get(one, inf) for one in first if first[one] == memory))
+            for memory in dict.fromkeys(first.values())
+        }
         self._maker: dict[int, int] = {}  # of slots that are alive and were made in this step
         self._alive: defaultdict[int, set[int]] = defaultdict(
             set
@@ -116,33 +119,39 @@ class _Window:
         self._sources: dict[int, set[int]] = {}  # the makers of what an instruction reads
         self._readers: defaultdict[int, list[int]] = defaultdict(list)
         self._finished: set[int] = set()
-        for slot in program.persistent.values():
-            self._stages[self._slots[slot].stage_id].live += self._slots[slot].nbytes
+        for memory, nbytes in self._bytes_of(step.persistent.values()).items():
+            self._rooms[memory].live += nbytes
+
+    def _bytes_of(self, slots: Iterable[int]) -> Counter[Memory]:
+        """Per memory."""
+        found = Counter[Memory]()
+        for slot in slots:
+            for memory in self._step.memories[self._slots[slot].place.name]:
+                found[memory] += self._slots[slot].nbytes
+        return found
 
     def issue(self, index: int, instruction: Instruction) -> tuple[int, ...]:
         """Enter an instruction; what to wait for before it."""
-        slots = self._slots
         match instruction:
             case Feed(slot=slot):
-                return self._enter(
-                    index, (), (), (slot,), {slots[slot].stage_id: slots[slot].nbytes}
-                )
-            case Move(source=source, target=target):
-                takes = {slots[source].stage_id: 0, slots[target].stage_id: slots[target].nbytes}
+                return self._enter(index, (), (), (slot,), self._bytes_of([slot]))
+            case Copy(source=source, target=target):
+                takes = dict.fromkeys(self._bytes_of([source]), 0) | self._bytes_of([target])
                 return self._enter(index, (source,), (), (target,), takes)
-            case Run(stage_id=stage_id, program=program, donated=donated, outputs=outputs):
+            case Run(donated=donated, outputs=outputs):
                 read = {slot for group in instruction.inputs for slot in group}
-                return self._enter(
-                    index,
-                    read,
-                    donated,
-                    outputs,
-                    {stage_id: self._transient_bytes[stage_id][program]},
-                )
-            case Free():
-                for slot in instruction.slots:
-                    self._stages[slots[slot].stage_id].free(slots[slot].nbytes)
-                return tuple(self._replace(instruction.slots, (), index))
+                program = self._step.programs[instruction.program]
+                memories = self._step.memories[program.place.name]
+                takes = dict.fromkeys(memories, program.transient_bytes)
+                return self._enter(index, read, donated, outputs, takes)
+            case Wait(slot=slot):
+                if slot in self._maker:
+                    self._finish(self._maker[slot])
+                return ()
+            case Free(slots=slots):
+                for memory, nbytes in self._bytes_of(slots).items():
+                    self._rooms[memory].free(nbytes)
+                return tuple(self._replace(slots, (), index))
 
     def _enter(
         self,
@@ -150,22 +159,20 @@ class _Window:
         read: Iterable[int],
         donated: Sequence[int],
         made: Sequence[int],
-        takes: Mapping[int, int],
+        takes: Mapping[Memory, int],
     ) -> tuple[int, ...]:
         awaited = []
-        change = dict.fromkeys(takes, 0)
-        for sign, group in ((-1, donated), (1, made)):
-            for slot in group:
-                change[self._slots[slot].stage_id] += sign * self._slots[slot].nbytes
-        for stage_id, nbytes in takes.items():
-            stage, needed = self._stages[stage_id], max(nbytes, change[stage_id])
-            while stage.issued and stage.live + stage.taken + needed > stage.budget:
-                oldest = stage.issued[0].index
+        change = self._bytes_of(made)
+        change.subtract(self._bytes_of(donated))
+        for memory, nbytes in takes.items():
+            room, needed = self._rooms[memory], max(nbytes, change[memory])
+            while room.issued and room.live + room.taken + needed > room.budget:
+                oldest = room.issued[0].index
                 if oldest not in self._finished and (witness := self._witness(oldest)) is not None:
                     awaited.append(witness)
                     self._finish(self._maker[witness])
-                stage.finish()
-            stage.issue(index, needed, change[stage_id])
+                room.finish()
+            room.issue(index, needed, change[memory])
         self._sources[index] = {self._maker[slot] for slot in read if slot in self._maker}
         for source in self._sources[index]:
             self._readers[source].append(index)

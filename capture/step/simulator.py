@@ -37,9 +37,8 @@ from functools import cached_property
 
 from capture.errors import CaptureError, ExecutionError, Violation
 from capture.quantities import format_bytes
-from capture.step.ledger import Ledger, Peak
+from capture.step.ledger import Ledger, Memory, Peak
 
-Device = int | str
 Key = tuple[float, int, int, int]
 """The total order of events: (seconds, phase, item, what). An item begins (what = 0), releases
 (1), and then produces (2)."""
@@ -59,7 +58,7 @@ class Buffer:
     """
 
     name: str
-    devices: tuple[Device, ...]
+    devices: tuple[Memory, ...]
     nbytes: int
     category: str
 
@@ -129,7 +128,7 @@ class Simulation:
     work: tuple[Work, ...]
     starts: tuple[float, ...]
     ends: tuple[float, ...]
-    memory: Mapping[Device, MemoryUse]
+    memory: Mapping[Memory, MemoryUse]
 
     @cached_property
     def seconds(self) -> float:
@@ -147,7 +146,7 @@ class Simulation:
 
 
 def simulate(
-    work: Sequence[Work], *, capacity_bytes: Mapping[Device, int] | None = None
+    work: Sequence[Work], *, capacity_bytes: Mapping[Memory, int] | None = None
 ) -> Simulation:
     """Run items of work on their streams.
 
@@ -263,14 +262,14 @@ def _memory(
     frees: Sequence[Sequence[_Made]],
     starts: Sequence[float],
     ends: Sequence[float],
-) -> dict[Device, MemoryUse]:
+) -> dict[Memory, MemoryUse]:
     """Book every beginning and end in a ledger, in the order of time."""
-    index: dict[Device, int] = {}
+    samples: dict[Memory, list[tuple[float, int]]] = {}
     events: list[Key] = []
     for i, item in enumerate(work):
         for buffer in (*item.allocates, *item.temporaries, *item.produces):
             for device in buffer.devices:
-                index.setdefault(device, len(index))
+                samples.setdefault(device, [])
         changes = (
             item.allocates or item.temporaries,
             item.temporaries or item.frees,
@@ -279,8 +278,7 @@ def _memory(
         events += [
             key for key, change in zip(_keys(i, starts[i], ends[i]), changes, strict=True) if change
         ]
-    ledger = Ledger(len(index))
-    samples: list[list[tuple[float, int]]] = [[] for _ in index]
+    ledger = Ledger()
     existed: set[tuple[int, str]] = set()
     for seconds, _, i, what in sorted(events):
         item = work[i]
@@ -296,27 +294,16 @@ def _memory(
                 )
         existed.update((i, buffer.name) for buffer in made)
         for buffer in dropped:
-            ledger.drop(
-                [index[device] for device in buffer.devices], buffer.nbytes, buffer.category
-            )
+            ledger.drop(buffer.devices, buffer.nbytes, buffer.category)
         for buffer in made:
-            ledger.hold(
-                [index[device] for device in buffer.devices],
-                buffer.nbytes,
-                buffer.category,
-                item.label,
-            )
-        live = ledger.live_bytes_per_device
-        for d in {index[device] for buffer in (*dropped, *made) for device in buffer.devices}:
-            samples[d].append((seconds, live[d]))
+            ledger.hold(buffer.devices, buffer.nbytes, buffer.category, item.label)
+        for device in {device for buffer in (*dropped, *made) for device in buffer.devices}:
+            samples[device].append((seconds, ledger.live_bytes[device]))
     use = {}
-    for device, d in index.items():
-        peak = ledger.peaks[d]
-        use[device] = MemoryUse(
-            tuple(samples[d]),
-            peak,
-            next(seconds for seconds, nbytes in samples[d] if nbytes == peak.peak_bytes),
-        )
+    for device, levels in samples.items():
+        peak = ledger.peak_of(device)
+        first = next(seconds for seconds, nbytes in levels if nbytes == peak.peak_bytes)
+        use[device] = MemoryUse(tuple(levels), peak, first)
     return use
 
 
@@ -364,11 +351,11 @@ def _granted(
     work: Sequence[Work],
     frees: Sequence[Sequence[_Made]],
     ready: float,
-    rooms: Mapping[Device, _Room],
+    rooms: Mapping[Memory, _Room],
 ) -> float:
     """When item i may start, and the reservation of what it takes."""
     item = work[i]
-    running, released, kept = Counter[Device](), Counter[Device](), Counter[Device]()
+    running, released, kept = Counter[Memory](), Counter[Memory](), Counter[Memory]()
     for levels, sign, buffers in (
         ((running, released, kept), 1, item.allocates),
         ((running,), 1, item.temporaries),
@@ -414,7 +401,7 @@ def _does_not_fit(
     i: int,
     work: Sequence[Work],
     frees: Sequence[Sequence[_Made]],
-    device: Device,
+    device: Memory,
     nbytes: int,
     capacity_bytes: int,
 ) -> CaptureError:

@@ -1,53 +1,58 @@
-"""How long a step of a pipeline takes, and what every device holds when: the step program on the
-simulator.
+"""How long a step takes, and what every memory holds when: the instructions on the simulator.
 
-The instructions that the replay books and the runtime executes become items of work. The devices of
-a stage run in lockstep, so a stage has one stream of each sort:
+The instructions that the replay books and the runtime executes become items of work, in one way for
+every kind of plan. Devices that serve the same places do the same at the same time, so they share
+streams, called by their place where they have but one:
 
     Run    on "stage 0 compute"
-    Move   on "stage 0 -> stage 1"; every direction of every pair of stages is a stream, so
-           activations and gradients do not block
-           each other, nor does a stage that sends to two others
+    Copy   on "stage 0 -> stage 1"; every direction of every pair is a stream, so activations and
+           gradients do not block each other, nor does a stage that sends to two others
+           on "stage 0 host" from the host, on "stage 0 -> host" to it
     Feed   on "stage 0 host"
-    Free   takes no time, and happens when everything issued before it that reads the slots has
-           ended
+    Wait   takes no time; what is issued later begins when the copy has ended
+    Free   takes no time, and happens when everything issued before it that uses the slots has ended
 
-A program or a transfer waits for what wrote the slots that it reads; a program that donates a slot
-also for what still reads it.
+A program or a copy waits for what wrote the slots that it reads; a program that donates a slot also
+for what still reads it. A copy from or to a host begins when the programs have ended that were
+issued before it in the memory that it writes, where it takes its room.
 
-**Two peaks.** The replay books the instructions one after the other. On real streams a transfer may
-arrive earlier, or the one before it leave later, than in that order, so the peak over time can lie
-above or below the peak of the replay. Both are reported. With ``capacity_bytes`` at the replay's
-peaks, the step always completes, if later: room is granted in program order.
+**Two peaks.** The replay books the instructions one after the other. On real streams a transfer
+between devices may arrive earlier, or the one before it leave later, than in that order, and a feed
+may run ahead of programs, so the peak over time can lie above or below the peak of the replay. Both
+are reported. Without these two it is never above: see ``capture.step.program``. With
+``capacity_bytes`` at the replay's peaks, the step always completes, if later: room is granted in
+program order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
-from capture.errors import ExecutionError
 from capture.machine.cluster import Cluster
 from capture.machine.target import Rates
-from capture.plan.stages import Plan
-from capture.step.ledger import Ledger, Peak
-from capture.step.program import (
-    Feed,
-    Free,
-    Move,
-    Run,
-    StageInterface,
-    StepProgram,
-    build_step,
-    replay,
-)
-from capture.step.simulator import Buffer, Device, MemoryUse, Simulation, Work, simulate
-from capture.step.times import StageTimes
+from capture.step.ledger import Ledger, Memory, Peak, name_of
+from capture.step.program import Copy, Feed, Free, Instruction, Place, Run, Step, Wait, replay
+from capture.step.simulator import Buffer, MemoryUse, Simulation, Work, simulate
 
-TransferSeconds = Callable[[Move, int, int, int], float]
-"""(move, bytes per device, source stage, target stage) -> seconds."""
-FeedSeconds = Callable[[int, int], float]
-"""(bytes per device, stage) -> seconds."""
+TransferSeconds = Callable[[Feed | Copy, int, Place | None, Place], float]
+"""(instruction, bytes per device, from where: None for the batch on its host, to where) ->
+seconds."""
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """What a simulation must be told of time.
+
+    Attributes:
+        programs: Per name in the table of the step, of one execution.
+        transfer: Of a feed or a copy. Where the places differ in degree, the bytes are the larger
+            of both sides, which is what the busier link carries.
+    """
+
+    programs: Mapping[str, float]
+    transfer: TransferSeconds
 
 
 @dataclass(frozen=True)
@@ -55,33 +60,28 @@ class LinkTimes:
     """Times of transfers from the links of a target: latency + bytes per device / rate.
 
     **Assumes** that every device has its link to itself, and sends or receives its part at the same
-    time as the others of its stage.
+    time as the others of its place.
 
     Attributes:
-        stages: In pipeline order.
         cluster: Says which devices share a node.
         rates: Of the target.
     """
 
-    stages: Sequence[StageInterface]
     cluster: Cluster
     rates: Rates
 
-    def transfer_seconds(
-        self, move: Move, nbytes: int, source_stage: int, target_stage: int
+    def seconds(
+        self, instruction: Feed | Copy, nbytes: int, source: Place | None, target: Place
     ) -> float:
-        """Over the link inside a node if all devices of both stages lie in one, else over the link
-        between nodes."""
-        nodes = {
-            self.cluster.node_of_device[d]
-            for s in (source_stage, target_stage)
-            for d in self.stages[s].devices
-        }
+        """Over the link of the host if one side is there; else over that inside a node if all
+        devices of both places lie in one, or between nodes."""
+        if source is None or source.host:
+            return self.rates.host.to_device.seconds(nbytes)
+        if target.host:
+            return self.rates.host.to_host.seconds(nbytes)
+        devices = (*source.devices, *target.devices)
+        nodes = {self.cluster.node_of_device[device] for device in devices}
         return (self.rates.intra_node if len(nodes) == 1 else self.rates.inter_node).seconds(nbytes)
-
-    def feed_seconds(self, nbytes: int, stage_id: int) -> float:
-        """Over the link from the host."""
-        return self.rates.host.to_device.seconds(nbytes)
 
 
 @dataclass(frozen=True)
@@ -89,17 +89,18 @@ class StepTimeline:
     """A step, simulated.
 
     Attributes:
-        simulation: What happened when. Devices that serve the same stages hold the same bytes at
+        simulation: What happened when. Devices that serve the same places hold the same bytes at
             every instant, so the first of them stands for all in ``simulation.memory``.
         program_order: The ledger of the replay, for comparison.
-        stages: In pipeline order.
-        standing_for: Per device, the device that stands for it.
+        step: Simulated.
+        processes: Where ``capture.step.trace_events`` shows a stream or a memory: under the place,
+            a link under the sender.
     """
 
     simulation: Simulation
     program_order: Ledger
-    stages: Sequence[StageInterface]
-    standing_for: tuple[int, ...]
+    step: Step
+    processes: Mapping[Memory, str]
 
     @property
     def step_seconds(self) -> float:
@@ -107,10 +108,12 @@ class StepTimeline:
 
     @property
     def bubble_fraction(self) -> tuple[float, ...]:
-        """Per stage, the part of the step in which it computes nothing: 1 - busy / step; 0 if the
-        step takes no time."""
+        """Per place on devices, the part of the step in which these compute nothing: 1 - busy /
+        step; 0 if the step takes no time."""
         busy = [
-            self.simulation.busy_seconds.get(compute_stream(s), 0) for s in range(len(self.stages))
+            self.simulation.busy_seconds.get(compute_stream(self.processes[place.devices[0]]), 0)
+            for place in self.step.places
+            if place.host is None
         ]
         return tuple(
             1 - seconds / self.step_seconds if self.step_seconds else 0 for seconds in busy
@@ -119,159 +122,105 @@ class StepTimeline:
     @property
     def memory(self) -> tuple[MemoryUse, ...]:
         """Per device, over time. ``program_order.peaks`` are those of the replay."""
-        return tuple(self.simulation.memory.get(device, _UNUSED) for device in self.standing_for)
+        return tuple(self.memory_of(device) for device in range(self.step.num_devices))
+
+    def memory_of(self, memory: Memory) -> MemoryUse:
+        """Over time, of a device or a host."""
+        return self.simulation.memory.get(self.step.standing_for.get(memory, memory), _UNUSED)
 
     @property
     def peak_bytes_per_device(self) -> tuple[int, ...]:
         """Over time; those of the replay are ``program_order.peak_bytes_per_device``."""
         return tuple(use.peak.peak_bytes for use in self.memory)
 
-    @property
-    def processes(self) -> dict[Device, str]:
-        """Where ``capture.step.trace_events`` shows a stream or the memory of a device: with its
-        stage, a link with the sender."""
-        shown: dict[Device, str] = {}
-        for s, stage in enumerate(self.stages):
-            streams = (
-                compute_stream(s),
-                host_stream(s),
-                *(link_stream(s, t) for t in range(len(self.stages))),
-            )
-            shown |= dict.fromkeys((*streams, *stage.devices), f"stage {s}")
-        return shown
-
 
 _UNUSED = MemoryUse(((0, 0),), Peak(0, "", {}), 0)
 
 
-def compute_stream(stage_id: int) -> str:
-    return f"stage {stage_id} compute"
+def compute_stream(name: str) -> str:
+    """Of the devices of a place; of a device in several places, by its own name."""
+    return f"{name} compute"
 
 
-def link_stream(source_stage: int, target_stage: int) -> str:
-    return f"stage {source_stage} -> stage {target_stage}"
-
-
-def host_stream(stage_id: int) -> str:
-    return f"stage {stage_id} host"
-
-
-def plan_timeline(
-    plan: Plan, stages: Sequence[StageInterface], times: Sequence[StageTimes], rates: Rates
-) -> StepTimeline:
-    """Simulate one step of a plan on the links of its target.
-
-    Args:
-        plan: Decides the schedule.
-        stages: Interfaces of its stages, predicted or compiled.
-        times: Per stage.
-        rates: Of the target.
-    """
-    links = LinkTimes(stages, plan.cluster, rates)
-    return pipeline_timeline(
-        build_step(stages, plan.schedule_table), times, links.transfer_seconds, links.feed_seconds
-    )
-
-
-def pipeline_timeline(
-    program: StepProgram,
-    times: Sequence[StageTimes],
-    transfer_seconds: TransferSeconds,
-    feed_seconds: FeedSeconds,
+def simulate_step(
+    step: Step,
+    seconds: Seconds,
     *,
     feeds_ahead: int | None = 1,
-    capacity_bytes: Mapping[int, int] | None = None,
+    capacity_bytes: Mapping[Memory, int] | None = None,
 ) -> StepTimeline:
     """Simulate one step.
 
     Args:
-        program: As ``build_step`` makes it.
-        times: One per stage.
-        transfer_seconds: Of a move. The bytes are per device; where the stages differ in degree,
-            the larger of both sides, which is what the busier link carries.
-        feed_seconds: Of a feed.
-        feeds_ahead: How many programs of its stage a feed may run ahead: 0 starts it when the
+        step: Of any kind.
+        seconds: Of its programs, feeds and copies.
+        feeds_ahead: How many programs of its place a feed may run ahead: 0 starts it when the
             program before its own has ended, 1 during that program, and so on; None as soon as the
             link is free, as far ahead as the step goes.
-        capacity_bytes: Per device id, where memory is limited; what does not fit waits. Devices
-            that no stage uses may be named.
+        capacity_bytes: Per device or host, where memory is limited; what does not fit waits.
+            Devices that no place uses may be named.
 
     Returns:
         The timeline. Exact if all seconds are integers or fractions.
 
     Raises:
-        ExecutionError: ``timeline-stages`` if there is not one ``StageTimes`` per stage, and the
-            codes of ``simulate``.
+        ExecutionError: the codes of ``replay`` and of ``simulate``.
     """
-    if len(times) != len(program.stages):
-        raise ExecutionError.of(
-            f"times has {len(times)} entries for a program of {len(program.stages)} stages; give "
-            "one per stage.",
-            "timeline-stages",
-        )
-    standing_for = _standing_for(program.stages)
-    items = _Items(program, times, transfer_seconds, feed_seconds, feeds_ahead, standing_for)
-    capacities: dict[Device, int] = {}
-    for device, nbytes in (capacity_bytes or {}).items():
-        if device < len(standing_for):
-            first = standing_for[device]
+    ledger = replay(step)
+    items = _Items(step, seconds, feeds_ahead)
+    capacities: dict[Memory, int] = {}
+    for memory, nbytes in (capacity_bytes or {}).items():
+        if memory in step.standing_for:
+            first = step.standing_for[memory]
             capacities[first] = min(
                 nbytes, capacities.get(first, nbytes)
-            )  # the fullest holds up the whole stage
+            )  # the fullest holds up the whole place
     simulation = simulate(items.work, capacity_bytes=capacities)
-    return StepTimeline(
-        simulation, replay(program, len(standing_for)), program.stages, standing_for
-    )
-
-
-def _standing_for(stages: Sequence[StageInterface]) -> tuple[int, ...]:
-    """Per device, the first that serves the same stages: both hold the same."""
-    num_devices = 1 + max(device for stage in stages for device in stage.devices)
-    serves = [
-        tuple(s for s, stage in enumerate(stages) if device in stage.devices)
-        for device in range(num_devices)
-    ]
-    return tuple(serves.index(which) for which in serves)
+    return StepTimeline(simulation, ledger, step, items.processes)
 
 
 class _Items:
     """Turns instructions into items; remembers which item wrote a slot, and which have read it
     since."""
 
-    def __init__(
-        self,
-        program: StepProgram,
-        times: Sequence[StageTimes],
-        transfer_seconds: TransferSeconds,
-        feed_seconds: FeedSeconds,
-        feeds_ahead: int | None,
-        standing_for: Sequence[int],
-    ):
-        self._devices = [
-            tuple(sorted({standing_for[device] for device in stage.devices}))
-            for stage in program.stages
-        ]
-        self._program, self._times, self._feeds_ahead = program, times, feeds_ahead
-        self._transfer_seconds, self._feed_seconds = transfer_seconds, feed_seconds
+    def __init__(self, step: Step, seconds: Seconds, feeds_ahead: int | None):
+        self._step, self._seconds, self._feeds_ahead = step, seconds, feeds_ahead
+        standing, users = step.standing_for, step.users
+        self.processes: dict[Memory, str] = {}
+        for memory, names in users.items():
+            self.processes[memory] = names[0] if len(names) == 1 else name_of(standing[memory])
+        #: By place, what its streams are called by.
+        self._lanes = {
+            place.name: tuple(dict.fromkeys(self.processes[memory] for memory in place.memories))
+            for place in step.places
+        }
         self._writer: dict[int, int] = {}
         self._readers: dict[int, list[int]] = {}
-        self._runs: list[list[int]] = [[] for _ in program.stages]
+        self._runs: dict[str, list[int]] = {name: [] for name in self.processes.values()}
+        self._known: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self._waited: tuple[int, ...] = ()
         self.work: list[Work] = []
-        persistent = tuple(program.persistent.values())
+        persistent = tuple(step.persistent.values())
         self._add(
             Work("before the step", allocates=self._buffers(persistent), kind="state"),
             writes=persistent,
         )
-        for instruction in program.instructions:
-            match instruction:
-                case Feed():
-                    self._feed(instruction)
-                case Run():
-                    self._run(instruction)
-                case Move():
-                    self._move(instruction)
-                case Free():
-                    self._free(instruction)
+        for instruction in step.instructions:
+            self._enter(instruction)
+
+    def _enter(self, instruction: Instruction) -> None:
+        match instruction:
+            case Feed():
+                self._feed(instruction)
+            case Run():
+                self._run(instruction)
+            case Copy():
+                self._copy(instruction)
+            case Wait(slot=slot):
+                self._add(Work("wait", after=self._after({self._writer[slot]}), kind="wait"))
+                self._waited = (len(self.work) - 1,)
+            case Free(slots=slots):
+                self._free(slots)
 
     def _add(self, item: Work, reads: Sequence[int] = (), writes: Sequence[int] = ()) -> None:
         i = len(self.work)
@@ -281,84 +230,96 @@ class _Items:
         for slot in writes:
             self._writer[slot], self._readers[slot] = i, []
 
+    def _after(self, items: Iterable[int]) -> tuple[int, ...]:
+        """And what the host has waited for."""
+        return tuple(sorted({*items, *self._waited}))
+
+    def _streams(self, pattern: str, *places: Place) -> tuple[str, ...]:
+        """The pattern with the lanes of every place; shown where the first of them is."""
+        key = (pattern, *(place.name for place in places))
+        if key not in self._known:
+            lanes = list(product(*(self._lanes[name] for name in key[1:])))
+            self._known[key] = tuple(pattern.format(*each) for each in lanes)
+            self.processes |= zip(self._known[key], (each[0] for each in lanes), strict=True)
+        return self._known[key]
+
     def _buffers(self, slots: Sequence[int]) -> tuple[Buffer, ...]:
-        named = [self._program.slots[slot] for slot in slots]
+        named = [self._step.slots[slot] for slot in slots]
         return tuple(
-            Buffer(slot.name, self._devices[slot.stage_id], slot.nbytes, slot.category)
+            Buffer(slot.name, self._step.memories[slot.place.name], slot.nbytes, slot.category)
             for slot in named
         )
 
     def _names(self, slots: Sequence[int]) -> tuple[str, ...]:
-        return tuple(self._program.slots[slot].name for slot in slots)
+        return tuple(self._step.slots[slot].name for slot in slots)
+
+    def _last_runs(self, place: Place, ahead: int | None) -> list[int]:
+        """The programs at a place that must have ended before what may run ahead of so many."""
+        runs = [self._runs[lane] for lane in self._lanes[place.name]]
+        return [] if ahead is None else [of[-1 - ahead] for of in runs if len(of) > ahead]
 
     def _feed(self, feed: Feed) -> None:
-        slot = self._program.slots[feed.slot]
-        runs = self._runs[slot.stage_id]
-        after: tuple[int, ...] = ()
-        if self._feeds_ahead is not None and len(runs) > self._feeds_ahead:
-            after = (runs[-1 - self._feeds_ahead],)
+        slot = self._step.slots[feed.slot]
         item = Work(
-            f"feed micro-batch {feed.microbatch} to stage {slot.stage_id}",
-            (host_stream(slot.stage_id),),
-            self._feed_seconds(slot.nbytes, slot.stage_id),
-            after,
+            f"feed micro-batch {feed.microbatch} to {slot.place.name}",
+            self._streams("{} host", slot.place),
+            self._seconds.transfer(feed, slot.nbytes, None, slot.place),
+            self._after(self._last_runs(slot.place, self._feeds_ahead)),
             allocates=self._buffers([feed.slot]),
             kind="feed",
         )
         self._add(item, writes=[feed.slot])
 
     def _run(self, run: Run) -> None:
-        stage, reads = (
-            self._program.stages[run.stage_id],
-            [slot for group in run.inputs for slot in group],
-        )
+        program = self._step.programs[run.program]
+        memories, lanes = self._step.memories[program.place.name], self._lanes[program.place.name]
+        reads = [slot for group in run.inputs for slot in group]
         after = {self._writer[slot] for slot in reads}.union(
             *(self._readers[slot] for slot in run.donated)
         )
-        self._runs[run.stage_id].append(len(self.work))
+        for lane in lanes:
+            self._runs[lane].append(len(self.work))
         item = Work(
             run.label,
-            (compute_stream(run.stage_id),),
-            self._times[run.stage_id].of(run.program),
-            tuple(sorted(after)),
-            temporaries=(
-                Buffer(
-                    "",
-                    self._devices[run.stage_id],
-                    stage.transient_bytes[run.program],
-                    "temporaries",
-                ),
-            ),
+            self._streams(compute_stream("{}"), program.place),
+            self._seconds.programs[run.program],
+            self._after(after),
+            temporaries=(Buffer("", memories, program.transient_bytes, "temporaries"),),
             produces=self._buffers(run.outputs),
             frees=self._names(run.donated),
-            kind=run.program,
+            kind=program.kind,
         )
         self._add(item, reads, run.outputs)
 
-    def _move(self, move: Move) -> None:
-        source, target = self._program.slots[move.source], self._program.slots[move.target]
-        one_of_several = move.index is not None
-        sent_bytes = (
-            self._program.stages[source.stage_id].param_bytes[move.key]
-            if one_of_several
-            else source.nbytes
-        )
-        nbytes = max(sent_bytes, target.nbytes)
+    def _free(self, slots: Sequence[int]) -> None:
+        """What one place gives back does not wait for another."""
+        at: dict[str, list[int]] = {}
+        for slot in slots:
+            at.setdefault(self._step.slots[slot].place.name, []).append(slot)
+        for here in at.values():
+            after = {self._writer[slot] for slot in here}.union(
+                *(self._readers[slot] for slot in here)
+            )
+            names = self._names(here)
+            self._add(Work("free", after=self._after(after), frees=names, kind="free"))
+
+    def _copy(self, copy: Copy) -> None:
+        source, target = (self._step.slots[slot].place for slot in (copy.source, copy.target))
+        after = [self._writer[copy.source]]
+        if source.host or target.host:
+            after += self._last_runs(target, 0)
+        if source.host and not target.host:
+            streams = self._streams("{} host", target)
+        elif target.host and not source.host:
+            streams = self._streams("{} -> host", source)
+        else:
+            streams = self._streams("{} -> {}", source, target)
         item = Work(
-            move.label,
-            (link_stream(source.stage_id, target.stage_id),),
-            self._transfer_seconds(move, nbytes, source.stage_id, target.stage_id),
-            (self._writer[move.source],),
-            allocates=self._buffers([move.target]),
+            copy.label,
+            streams,
+            self._seconds.transfer(copy, copy.nbytes, source, target),
+            self._after(after),
+            allocates=self._buffers([copy.target]),
             kind="transfer",
         )
-        self._add(item, [move.source], [move.target])
-
-    def _free(self, free: Free) -> None:
-        if free.slots:
-            after = {self._writer[slot] for slot in free.slots}.union(
-                *(self._readers[slot] for slot in free.slots)
-            )
-            self._add(
-                Work("free", after=tuple(sorted(after)), frees=self._names(free.slots), kind="free")
-            )
+        self._add(item, [copy.source], [copy.target])

@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from capture.step.simulator import Device, Simulation
+from capture.step.ledger import Memory, name_of
+from capture.step.simulator import Simulation
 
 MICROSECONDS = 1e6
 
 
 def trace_events(
-    simulation: Simulation, processes: Mapping[Device, str] | None = None
+    simulation: Simulation, processes: Mapping[Memory, str] | None = None
 ) -> list[dict[str, Any]]:
     """The events, those with a time in its order.
 
@@ -36,7 +37,7 @@ def trace_events(
     tids: dict[str, int] = {}
     named: list[dict[str, Any]] = []
 
-    def pid_of(where: Device, otherwise: str) -> int:
+    def pid_of(where: Memory, otherwise: str) -> int:
         process = processes.get(where, otherwise)
         if process not in pids:
             pids[process] = len(pids) + 1
@@ -68,7 +69,7 @@ def trace_events(
                 }
             )
     for device, use in simulation.memory.items():
-        name = f"memory of device {device}" if isinstance(device, int) else f"memory of {device}"
+        name = f"memory of {name_of(device)}"
         event = {"ph": "C", "name": name, "pid": pid_of(device, "memory")}
         timed += [
             event | {"ts": _microseconds(seconds), "args": {"bytes": nbytes}}
@@ -80,7 +81,7 @@ def trace_events(
 
 
 def save_trace(
-    simulation: Simulation, path: str | Path, processes: Mapping[Device, str] | None = None
+    simulation: Simulation, path: str | Path, processes: Mapping[Memory, str] | None = None
 ) -> None:
     """Write the events to a file.
 

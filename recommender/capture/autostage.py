@@ -42,10 +42,12 @@ from capture.plan.choices import StageChoice
 from capture.predictor import AdditivePredictor
 from capture.predictor.formula import StageMemory
 from capture.predictor.times import TimePredictor
+from recommender.answer import Answer
 from recommender.capture.problem import NEVER, SearchProblem
-from recommender.capture.recommendation import Recommendation, plan_of_stages
+from recommender.capture.recommendation import plan_of
 from recommender.capture.result import SearchResult
 from recommender.capture.throughput import throughput
+from recommender.question import PlanQuestion
 
 LABEL = "Alpa's algorithm on our cost model"
 #: Alpa's names of its spaces of logical meshes; its default is the second.
@@ -218,23 +220,17 @@ def search_tables(
 
 def autostage(
     profile: Profile,
-    cluster: Cluster,
+    question: PlanQuestion,
     *,
-    global_batch_size: int,
-    num_microbatches: int,
-    schedule: str = "1f1b",
-    memory_limit_bytes: int | None = None,
     logical_shapes: LogicalShapes = "single_node_model_parallel",
     master_copy: bool = False,
-) -> Recommendation:
+) -> Answer:
     """The plan that Alpa's autostaging chooses on the profile's cost model.
 
     Args:
         profile: Of an accelerator.
-        cluster: Of equal nodes, each of a power of two of devices.
-        global_batch_size, num_microbatches: Of a step.
-        schedule: ``"1f1b"`` or ``"gpipe"``; it changes the plan's memory, not the choice.
-        memory_limit_bytes: Per device; None takes what the target's devices can use.
+        question: Its cluster is of equal nodes, each of a power of two of devices; its schedule
+            changes the plan's memory, not the choice.
         logical_shapes, master_copy: As ``autostaging_tables``.
 
     Returns:
@@ -245,24 +241,22 @@ def autostage(
     Raises:
         PlanError, ProfileError: as ``autostaging_tables``.
     """
-    memory = Target.load(cluster.target).memory
-    limit = memory.usable_bytes if memory_limit_bytes is None and memory else memory_limit_bytes
-    microbatch_size = global_batch_size // num_microbatches
+    cluster, limit = question.cluster, question.limit_bytes
 
     def within(limit: int | None) -> SearchResult:
         tables = autostaging_tables(
             profile,
             cluster,
-            microbatch_size=microbatch_size,
+            microbatch_size=question.microbatch_size,
             memory_limit_bytes=limit,
             logical_shapes=logical_shapes,
             master_copy=master_copy,
         )
-        return search_tables(tables, cluster.num_devices, num_microbatches)
+        return search_tables(tables, cluster.num_devices, question.num_microbatches)
 
     result = replace(within(limit), algorithm=f"autostaging ({LABEL})")
     if result.status == "infeasible":
-        return Recommendation(
+        return Answer(
             "infeasible",
             None,
             None,
@@ -270,18 +264,8 @@ def autostage(
             {"summary": _missing(limit, within), "code": "autostaging"},
         )
     placed = alpa_placement(cluster, [stage.choice.num_devices for stage in result.stages])
-    plan = plan_of_stages(
-        result.stages,
-        profile,
-        Cluster((cluster.num_devices,), cluster.target),
-        global_batch_size,
-        num_microbatches,
-        schedule,
-    )
-    stages = tuple(
-        replace(stage, devices=devices) for stage, devices in zip(plan.stages, placed, strict=True)
-    )
-    plan = plan.with_(cluster=cluster, stages=stages)
+    stages = (replace(s, devices=devices) for s, devices in zip(result.stages, placed, strict=True))
+    plan = plan_of(profile, question, stages)
     prediction = AdditivePredictor(profile).predict(plan)
     why = {
         "summary": (
@@ -297,8 +281,8 @@ def autostage(
         )
         why["code"] = "autostaging"
     plan = plan.with_(prediction=prediction.to_json(), why=why)
-    headroom = prediction.headroom(memory_limit_bytes, memory)
-    return Recommendation("ok" if fits else "infeasible", plan, prediction, result, why, headroom)
+    headroom = prediction.headroom(question.memory_limit_bytes, Target.load(cluster.target).memory)
+    return Answer("ok" if fits else "infeasible", plan, prediction, result, why, headroom)
 
 
 def _missing(limit: int | None, within: Callable[[int | None], SearchResult]) -> str:

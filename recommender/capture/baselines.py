@@ -10,6 +10,7 @@ Source: CAPTURE II-D.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy as np
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
 from capture.plan.choices import StageChoice
+from capture.plan.space import StageSpace
 from recommender.capture.problem import SearchProblem
 from recommender.capture.result import PlacedStage
 
@@ -81,7 +83,7 @@ def fixed_degree_plan(
             there are fewer layers than stages.
     """
     d = choice.num_devices
-    degrees = cluster.stage_degrees(any_divisor=True, whole_nodes=True)
+    degrees = StageSpace(whole_nodes=True, any_divisor=True).degrees(cluster)
     if cluster.num_devices % d or any(
         d not in degrees[p] for p in range(0, cluster.num_devices, d)
     ):
@@ -94,7 +96,7 @@ def fixed_degree_plan(
         )
     cuts = equal_cuts(weights, cluster.num_devices // d)
     return tuple(
-        PlacedStage(first, stop, d * i, choice, 0) for i, (first, stop) in enumerate(pairwise(cuts))
+        PlacedStage.at(d * i, first, stop, choice) for i, (first, stop) in enumerate(pairwise(cuts))
     )
 
 
@@ -116,13 +118,5 @@ def with_cost(problem: SearchProblem, stages: Sequence[PlacedStage]) -> tuple[Pl
         cost = problem.bytes_per_choice(
             stage.choice.num_devices, len(stages) - stage_id, stage.first, stage.stop
         )
-        priced.append(
-            PlacedStage(
-                stage.first,
-                stage.stop,
-                stage.start_device,
-                stage.choice,
-                int(cost[known.index(stage.choice)]),
-            )
-        )
+        priced.append(replace(stage, peak_bytes=int(cost[known.index(stage.choice)])))
     return tuple(priced)

@@ -23,17 +23,13 @@ from typing import Literal
 
 import numpy as np
 
+from capture.plan.choices import StageChoice
 from recommender.capture.problem import NEVER, SearchProblem
-from recommender.capture.result import (
-    PlacedStage,
-    SearchResult,
-    TieBreak,
-    found,
-    nothing_found,
-    per_device,
-)
+from recommender.capture.result import SearchResult, TieBreak, found, nothing_found, placed
 
 Exclude = Literal["one", "equal", "none"]
+#: Of a stage: its first device, its layers [first, stop), its choice, and its bytes.
+Way = tuple[int, int, int, StageChoice, int]
 
 
 def enumerate_plans(
@@ -83,7 +79,7 @@ def enumerate_plans(
     tie_break, columns = compared[exclude] if complete else ("none", 0)
     return found(
         problem,
-        search.best,
+        tuple(placed(*way) for way in search.best),
         algorithm="enumerate",
         optimal=complete,
         tie_break=tie_break,
@@ -99,7 +95,7 @@ class _Enumeration:
     exclude: Exclude
     generator: np.random.Generator | None
     max_placements: int | None
-    best: tuple[PlacedStage, ...] = ()
+    best: tuple[Way, ...] = ()
     best_key: tuple[int, ...] = (NEVER - 1,)
     num_placements: int = 0
     num_ties: int = 0
@@ -110,9 +106,7 @@ class _Enumeration:
             lambda *stage: self.problem.bytes_per_choice(*stage).tolist()
         )
 
-    def place_group(
-        self, plan: tuple[PlacedStage, ...], device: int, first: int, num_left: int
-    ) -> bool:
+    def place_group(self, plan: tuple[Way, ...], device: int, first: int, num_left: int) -> bool:
         """Place the next group in every way; False if the search ran into its limit."""
         problem = self.problem
         num_devices, num_layers = problem.cluster.num_devices, problem.num_layers
@@ -134,14 +128,16 @@ class _Enumeration:
                     self.num_placements += 1
                     if peak >= NEVER or (self.prune and peak > self.best_key[0]):
                         continue
-                    stage = PlacedStage(first, stop, device, choice, peak)
+                    stage = (device, first, stop, choice, peak)
                     if not self.place_group((*plan, stage), device + d, stop, num_left - 1):
                         return False
         return True
 
-    def consider(self, plan: tuple[PlacedStage, ...]) -> None:
+    def consider(self, plan: tuple[Way, ...]) -> None:
         """Keep the plan if it wins, or by lot if it ties."""
-        peaks = sorted(per_device(plan), reverse=True)
+        peaks = sorted(
+            (peak for *_, choice, peak in plan for _ in range(choice.num_devices)), reverse=True
+        )
         key = {"one": peaks, "equal": sorted(set(peaks), reverse=True), "none": peaks[:1]}[
             self.exclude
         ]

@@ -16,22 +16,20 @@ from typing import Any
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
 from capture.plan.stages import batch_violations
+from recommender.answer import Answer
 from recommender.bisection import last_that_holds
-from recommender.capture.recommendation import Recommendation
+from recommender.question import PlanQuestion
 
-#: ``question(cluster, global_batch_size, num_microbatches, schedule)``
-Question = Callable[[Cluster, int, int, str], Recommendation]
+#: Answers a question.
+Ask = Callable[[PlanQuestion], Answer]
 
 
 @dataclass(frozen=True)
 class Attempt:
     """One search of a loop."""
 
-    cluster: Cluster
-    global_batch_size: int
-    num_microbatches: int
-    schedule: str
-    result: Recommendation
+    question: PlanQuestion
+    result: Answer
 
     @property
     def rests_on(self) -> str:
@@ -45,12 +43,13 @@ class Attempt:
         )
 
     def to_json(self) -> dict[str, Any]:
+        asked = self.question
         return {
-            "cluster": str(self.cluster),
-            "num_devices": self.cluster.num_devices,
-            "global_batch_size": self.global_batch_size,
-            "num_microbatches": self.num_microbatches,
-            "schedule": self.schedule,
+            "cluster": str(asked.cluster),
+            "num_devices": asked.cluster.num_devices,
+            "global_batch_size": asked.global_batch_size,
+            "num_microbatches": asked.num_microbatches,
+            "schedule": asked.schedule,
             "status": self.result.status,
             "extrapolated": self.result.extrapolated,
             "compiled": self.result.compiled,
@@ -60,35 +59,37 @@ class Attempt:
 
 
 def best_of(
-    question: Question,
-    settled: Question,
-    cluster: Cluster,
-    global_batch_size: int,
+    ask: Ask,
+    settled: Ask,
+    question: PlanQuestion,
     microbatches: Sequence[int],
     schedules: Sequence[str],
 ) -> tuple[Attempt, tuple[Attempt, ...]]:
     """The best answer over numbers of micro-batches and schedules, and all attempts.
 
     Args:
-        question: Asks for one objective: the step time decides where it was searched for, else the
-            peak.
+        ask: Answers with predictions.
         settled: The same without extrapolation; asked until the best answer is one of its own.
-        cluster, global_batch_size: The same for all.
-        microbatches, schedules: What is tried; earlier ones win ties.
+        question: For one objective: the step time decides where it is searched for, else the peak.
+        microbatches, schedules: What is tried of it; earlier ones win ties.
 
     Raises:
         PlanError: ``plan-batch`` if a number of micro-batches does not divide the batch.
     """
     PlanError.check(
-        violation for m in microbatches for violation in batch_violations(global_batch_size, m)
+        violation
+        for m in microbatches
+        for violation in batch_violations(question.global_batch_size, m)
     )
     asked = [
-        (cluster, global_batch_size, m, schedule) for schedule in schedules for m in microbatches
+        replace(question, num_microbatches=m, schedule=schedule)
+        for schedule in schedules
+        for m in microbatches
     ]
-    attempts = [Attempt(*about, question(*about)) for about in asked]
+    attempts = [Attempt(one, ask(one)) for one in asked]
     is_settled = [not attempt.result.extrapolated for attempt in attempts]
     while not is_settled[best := min(range(len(attempts)), key=lambda i: _rank(attempts[i]))]:
-        attempts[best] = replace(attempts[best], result=settled(*asked[best]))
+        attempts[best] = replace(attempts[best], result=settled(asked[best]))
         is_settled[best] = True
     return attempts[best], tuple(attempts)
 
@@ -104,20 +105,17 @@ def _rank(attempt: Attempt) -> tuple[bool, bool, float, int]:
 
 
 def smallest_cluster(
-    settled: Question,
-    cluster: Cluster,
-    global_batch_size: int,
-    num_microbatches: int,
-    schedule: str,
+    settled: Ask, question: PlanQuestion
 ) -> tuple[Attempt | None, tuple[Attempt, ...]]:
     """The fewest devices of a cluster on which a plan fits, and all attempts.
 
     Tried are parts of the first node in powers of two, then 1, 2, 3, ... whole nodes, by ascending
-    number of devices. ``settled`` is asked without extrapolation.
+    number of devices. ``settled`` answers without extrapolation.
 
     Returns:
         None first if nothing fits on the whole cluster either.
     """
+    cluster = question.cluster
     size, parts = cluster.nodes[0], []
     devices = 1
     while devices < size:
@@ -126,21 +124,15 @@ def smallest_cluster(
     parts += [Cluster(cluster.nodes[: n + 1], cluster.target) for n in range(len(cluster.nodes))]
     attempts = []
     for part in parts:
-        result = settled(part, global_batch_size, num_microbatches, schedule)
-        attempts.append(Attempt(part, global_batch_size, num_microbatches, schedule, result))
-        if result.status == "ok":
+        asked = replace(question, cluster=part)
+        attempts.append(Attempt(asked, settled(asked)))
+        if attempts[-1].result.status == "ok":
             return attempts[-1], tuple(attempts)
     return None, tuple(attempts)
 
 
 def largest_batch(
-    question: Question,
-    settled: Question,
-    cluster: Cluster,
-    microbatch_step: int,
-    num_microbatches: int,
-    schedule: str,
-    max_doublings: int = 20,
+    ask: Ask, settled: Ask, question: PlanQuestion, microbatch_step: int, max_doublings: int = 20
 ) -> tuple[Attempt | None, tuple[Attempt, ...]]:
     """The largest global batch that fits with a number of micro-batches, and all attempts.
 
@@ -150,8 +142,9 @@ def largest_batch(
     less.
 
     Args:
-        question: Asks for a plan.
+        ask: Answers with predictions.
         settled: The same without extrapolation.
+        question: But for the global batch.
         microbatch_step: Micro-batch sizes are multiples of it.
         max_doublings: Where doubling ends.
 
@@ -160,15 +153,10 @@ def largest_batch(
     """
     attempts: dict[int, Attempt] = {}
 
-    def fits(steps: int, ask: Question) -> bool:
-        batch = steps * microbatch_step * num_microbatches
-        attempts[steps] = Attempt(
-            cluster,
-            batch,
-            num_microbatches,
-            schedule,
-            ask(cluster, batch, num_microbatches, schedule),
-        )
+    def fits(steps: int, ask: Ask) -> bool:
+        batch = steps * microbatch_step * question.num_microbatches
+        asked = replace(question, global_batch_size=batch)
+        attempts[steps] = Attempt(asked, ask(asked))
         return attempts[steps].result.status == "ok"
 
     def fits_settled(steps: int) -> bool:
@@ -177,6 +165,6 @@ def largest_batch(
         return fits(steps, settled)
 
     most = (2 << max_doublings) - 1
-    guess = last_that_holds(lambda steps: fits(steps, question), 1, most)
+    guess = last_that_holds(lambda steps: fits(steps, ask), 1, most)
     best = last_that_holds(fits_settled, max(1, guess), most)
     return attempts.get(best), tuple(attempts.values())

@@ -17,10 +17,11 @@ import numpy as np
 from capture.machine.cluster import Cluster
 from capture.model.graph import LayerGraph
 from capture.plan.choices import ParamSplit, StageChoice
+from capture.plan.space import StageSpace
 from capture.predictor.additive import once_per_stage
+from recommender.answer import Answer
 from recommender.capture.minmax import minmax
 from recommender.capture.problem import SearchProblem
-from recommender.capture.recommendation import Recommendation
 from recommender.capture.result import SearchResult
 
 
@@ -31,9 +32,8 @@ def least_state(
     choices: Sequence[StageChoice],
     cluster: Cluster,
     *,
+    space: StageSpace = StageSpace(),
     memory_limit_bytes: int | None = None,
-    whole_nodes: bool = False,
-    any_divisor: bool = False,
 ) -> SearchResult:
     """The plan of least state: its peak is a lower bound on that of every plan of the space.
 
@@ -44,14 +44,11 @@ def least_state(
         optimizer_bytes: Of the whole state of every parameter. It is taken to be split as the
             parameter is, and evenly over replicas that split it.
         choices: Of the stages.
-        cluster: With ``whole_nodes`` and ``any_divisor`` as for ``recommend``.
+        cluster: Devices.
+        space: Submeshes of stages.
         memory_limit_bytes: Per device.
     """
-    degrees = {
-        d
-        for here in cluster.stage_degrees(any_divisor=any_divisor, whole_nodes=whole_nodes)
-        for d in here
-    }
+    degrees = space.all_degrees(cluster)
     found: dict[int, dict[StageChoice, np.ndarray]] = {}
     for choice in dict.fromkeys(
         replace(choice, remat="none") for choice in choices if choice.num_devices in degrees
@@ -64,8 +61,7 @@ def least_state(
         graph.num_layers,
         {d: tuple(of) for d, of in found.items()},
         {d: np.stack(list(of.values()))[:, None] for d, of in found.items()},
-        whole_nodes,
-        any_divisor,
+        space,
         memory_limit_bytes,
     )
     return minmax(problem, tie_break="none")
@@ -91,7 +87,7 @@ def _state_bytes(
     )
 
 
-def beyond_memory(result: SearchResult) -> Recommendation:
+def beyond_memory(result: SearchResult) -> Answer:
     """The recommendation where not even the state fits."""
     why: dict[str, Any] = {
         "code": None,
@@ -107,7 +103,7 @@ def beyond_memory(result: SearchResult) -> Recommendation:
             "summary": result.why.message,
             "memory_limit_bytes": result.why.memory_limit_bytes,
         }
-        return Recommendation("infeasible", None, None, result, why)
+        return Answer("infeasible", None, None, result, why)
     stage = max(result.stages, key=lambda stage: stage.peak_bytes)
     limit = result.why.memory_limit_bytes
     why |= {
@@ -121,4 +117,4 @@ def beyond_memory(result: SearchResult) -> Recommendation:
         "memory_limit_bytes": limit,
         "least_state_bytes": result.peak_bytes,
     }
-    return Recommendation("infeasible", None, None, result, why)
+    return Answer("infeasible", None, None, result, why)

@@ -30,7 +30,7 @@ from itertools import product
 import numpy as np
 
 from recommender.capture.problem import NEVER, SearchProblem
-from recommender.capture.result import PlacedStage
+from recommender.capture.result import PlacedStage, placed
 from recommender.capture.ticks import Ticks
 
 Tables = Mapping[int, np.ndarray]
@@ -303,7 +303,7 @@ class LeastSum:
             time, update = self.ticks.stage[d][:, first, stop], self.ticks.update[d][:, first, stop]
             choice = int(np.lexsort([update, own, value] if frugal else [own, update, value])[0])
             stages.append(
-                PlacedStage(first, stop, device, self.problem.choices[d][choice], int(own[choice]))
+                placed(device, first, stop, self.problem.choices[d][choice], int(own[choice]))
             )
             times.append(int(time[choice]))
             updates.append(int(update[choice]))

@@ -7,6 +7,7 @@ from itertools import combinations, islice, pairwise
 
 import numpy as np
 
+from capture.plan.space import StageSpace
 from recommender.capture.minmax import TieBreakOption, minmax
 from recommender.capture.problem import NEVER, SearchProblem
 from recommender.capture.result import SearchResult, found, nothing_found, place
@@ -18,7 +19,7 @@ def pipeline_only(problem: SearchProblem) -> SearchProblem:
     """The same problem with stages on single devices, so that every plan has as many stages as the
     cluster has devices."""
     return replace(
-        problem, choices={1: problem.choices[1]}, cost={1: problem.cost[1]}, whole_nodes=False
+        problem, choices={1: problem.choices[1]}, cost={1: problem.cost[1]}, space=StageSpace()
     )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from capture.errors import PlanError, Violation
 from capture.machine.cluster import Cluster
 from capture.plan.choices import StageChoice
+from capture.plan.space import StageSpace
 
 #: Bytes of what is impossible. Above every real cost, and the sum of two still fits int64.
 NEVER = 1 << 61
@@ -91,9 +92,7 @@ class SearchProblem:
             first, stop], or the same as ``InFlightCost``. The last row means "K or more". K = 1
             where the position does not matter (GPipe). Needs no monotonicity; may be negative;
             ``NEVER`` where impossible. The first stage has first == 0, the last stop == L.
-        whole_nodes: Whether a stage may take 2, 4, 8, ... whole equal nodes.
-        any_divisor: Whether a degree may be any divisor of the node's size instead of a power of
-            two.
+        space: Submeshes of stages.
         memory_limit_bytes: What each device has for the plan; None for no limit.
         seconds: Per d, float64 (num_choices, L, L + 1) indexed [choice, first, stop]: one
             micro-batch's forward and backward pass on a stage, what the stage communicates
@@ -112,8 +111,7 @@ class SearchProblem:
     num_layers: int
     choices: Mapping[int, tuple[StageChoice, ...]]
     cost: Mapping[int, np.ndarray | InFlightCost]
-    whole_nodes: bool = False
-    any_divisor: bool = False
+    space: StageSpace = StageSpace()
     memory_limit_bytes: int | None = None
     seconds: Mapping[int, np.ndarray] | None = None
     update_seconds: Mapping[int, np.ndarray] | None = None
@@ -206,10 +204,9 @@ class SearchProblem:
     @cached_property
     def degrees(self) -> list[list[int]]:
         """Numbers of devices that a stage starting at device p may take, for every p."""
-        degrees = self.cluster.stage_degrees(
-            any_divisor=self.any_divisor, whole_nodes=self.whole_nodes
-        )
-        return [[d for d in here if self.choices.get(d)] for here in degrees]
+        return [
+            [d for d in here if self.choices.get(d)] for here in self.space.degrees(self.cluster)
+        ]
 
     @cached_property
     def used_degrees(self) -> list[int]:

@@ -7,24 +7,17 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from capture.plan.choices import StageChoice
+from capture.plan.stages import Stage
 from recommender.capture.problem import SearchProblem
 
 TieBreak = Literal["full", "partial", "none"]
 
 
 @dataclass(frozen=True)
-class PlacedStage:
-    """Layers [first, stop) on devices [start_device, start_device + choice.num_devices)."""
+class PlacedStage(Stage):
+    """A stage, with what each of its devices needs."""
 
-    first: int
-    stop: int
-    start_device: int
-    choice: StageChoice
-    peak_bytes: int
-
-    @property
-    def stop_device(self) -> int:
-        return self.start_device + self.choice.num_devices
+    peak_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,20 +88,20 @@ class SearchResult:
         return tuple(sorted(self.peak_bytes_per_device, reverse=True))
 
 
+def placed(device: int, first: int, stop: int, choice: StageChoice, peak_bytes: int) -> PlacedStage:
+    """On the devices from ``device`` on."""
+    return replace(PlacedStage.at(device, first, stop, choice), peak_bytes=peak_bytes)
+
+
 def place(problem: SearchProblem, cuts: Iterable[tuple[int, int, int]]) -> tuple[PlacedStage, ...]:
     """Stages from (first, stop, degree) in pipeline order, each with its cheapest choice at its
     position."""
     cuts, stages, device = list(cuts), [], 0
     for stage_id, (first, stop, d) in enumerate(cuts):
         choice, peak_bytes = problem.choose(d, len(cuts) - stage_id, first, stop)
-        stages.append(PlacedStage(first, stop, device, choice, peak_bytes))
+        stages.append(placed(device, first, stop, choice, peak_bytes))
         device += d
     return tuple(stages)
-
-
-def per_device(stages: Iterable[PlacedStage]) -> tuple[int, ...]:
-    """Bytes of every device in device order."""
-    return tuple(stage.peak_bytes for stage in stages for _ in range(stage.choice.num_devices))
 
 
 def found(
@@ -123,7 +116,7 @@ def found(
 ) -> SearchResult:
     """The result for a plan: ``ok``, or ``infeasible`` if it misses the memory limit. ``search``
     fills in the seconds."""
-    peaks = per_device(stages)
+    peaks = tuple(stage.peak_bytes for stage in stages for _ in stage.devices)
     result = SearchResult(
         "ok",
         stages,
@@ -146,8 +139,8 @@ def found(
         "memory-limit",
         f"{least} {result.peak_bytes:,} bytes, {result.peak_bytes - limit:,} above "
         f"memory_limit_bytes={limit:,}: stage_id={stage_id} "
-        f"(layers {stage.first} to {stage.stop - 1} on devices {stage.start_device} to "
-        f"{stage.stop_device - 1}, "
+        f"(layers {stage.first} to {stage.stop - 1} on devices {stage.devices[0]} to "
+        f"{stage.devices[-1]}, "
         f"data_parallel={stage.choice.data_parallel}, "
         f"tensor_parallel={stage.choice.tensor_parallel}). "
         f"Raise the limit to {result.peak_bytes:,} bytes, or use more devices, more micro-batches "

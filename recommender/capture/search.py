@@ -14,20 +14,27 @@ from recommender.capture.mcap import mcap, mcap_brute_force
 from recommender.capture.minmax import minmax
 from recommender.capture.problem import SearchProblem
 from recommender.capture.result import SearchResult
+from recommender.capture.throughput import throughput
 
 ALGORITHMS: Mapping[str, Callable[..., SearchResult]] = MappingProxyType(
-    {"minmax": minmax, "enumerate": enumerate_plans, "mcap": mcap, "mcap-bf": mcap_brute_force}
+    {
+        "minmax": minmax,
+        "enumerate": enumerate_plans,
+        "mcap": mcap,
+        "mcap-bf": mcap_brute_force,
+        "throughput": throughput,
+    }
 )
 
 
 def search(problem: SearchProblem, algorithm: str = "minmax", **options: Any) -> SearchResult:
-    """The plan with the least peak memory, or why there is none.
+    """The plan with the least peak memory, or the fastest one, or why there is none.
 
     Args:
         problem: Layers, devices, choices, cost and limit.
         algorithm: ``minmax`` (exact, milliseconds to seconds), ``enumerate`` (the paper's; small
             problems), ``mcap`` and ``mcap-bf`` (pipeline only, one device per stage: exact, and
-            brute force).
+            brute force); ``throughput`` for the least step time.
         **options: Of that algorithm: see the function of its file. Unknown ones raise
             ``TypeError``.
 

@@ -19,13 +19,13 @@ from capture.plan.headroom import Headroom
 from capture.plan.stages import Plan
 from capture.predictor.times import TimePredictor
 from capture.step.times import pipeline_seconds
-from recommender.capture.recommendation import Recommendation
+from recommender.answer import Answer
+from recommender.capture.recommendation import recommend
+from recommender.question import PlanQuestion
 
 #: ``compiled(plan, profile)`` compiles a plan's stages: the verification (``Verification.to_json``)
 #: and the profile that knows them.
 Compile = Callable[[Plan, Profile], tuple[Mapping[str, Any], Profile]]
-#: ``recommend`` with everything but the profile.
-Ask = Callable[[Profile], Recommendation]
 
 #: Most plans that are compiled for one answer at a size that was not profiled.
 MOST_PLANS = 4
@@ -33,19 +33,19 @@ MOST_PLANS = 4
 
 def recommend_verified(
     profile: Profile,
-    question: Ask,
+    question: PlanQuestion,
     compiled: Compile,
     max_plans: int,
     *,
-    known: Recommendation | None = None,
+    known: Answer | None = None,
     any_that_fits: bool = False,
-) -> Recommendation:
+) -> Answer:
     """The plan that is best by the question's objective among those whose stages are compiled.
 
     Args:
         profile: Of the model.
-        question: Asks for a plan.
-        compiled: Compiles it.
+        question: What is asked.
+        compiled: Compiles a plan.
         max_plans: Most plans to compile, at least 1.
         known: An answer to the same question that is compiled already.
         any_that_fits: End at the first plan that fits by the compiler, or when none is predicted
@@ -59,7 +59,7 @@ def recommend_verified(
     best = known if known is not None and known.compiled else None
     checked = {best.plan} if best is not None else set()
     num_compiled = 0
-    result = question(profile)
+    result = recommend(profile, question)
     while (
         result.plan is not None
         and _same_model(result.plan, profile) not in checked
@@ -73,7 +73,7 @@ def recommend_verified(
         checked.add(found.plan)
         if best is None or _rank(found) < _rank(best):
             best = found
-        result = question(profile)
+        result = recommend(profile, question)
     if best is None or best.plan is None:
         return result
     settled = result.plan is None or _same_model(result.plan, profile) in checked
@@ -111,15 +111,15 @@ class Knowledge:
     always: bool = False
 
     def answer(
-        self, question: Ask, *, known: Recommendation | None = None, any_that_fits: bool = False
-    ) -> Recommendation:
+        self, question: PlanQuestion, *, known: Answer | None = None, any_that_fits: bool = False
+    ) -> Answer:
         """The recommendation, compiled where the prediction would be an extrapolation; the rest as
         for ``recommend_verified``.
 
         A plan is believed not to fit, without compiling, if the low end of its interval is above
         the limit.
         """
-        result = question(self.profile)
+        result = recommend(self.profile, question)
         if self.compiled is None or not (
             self.always or self._is_open(result) or (known is not None and known.compiled)
         ):
@@ -133,7 +133,7 @@ class Knowledge:
             any_that_fits=any_that_fits,
         )
 
-    def _is_open(self, result: Recommendation) -> bool:
+    def _is_open(self, result: Answer) -> bool:
         """Whether an answer is of another size than those that were profiled, or of degrees, and
         could be one that fits."""
         plan, prediction, limit = result.plan, result.prediction, result.memory_limit_bytes
@@ -154,15 +154,13 @@ def _same_model(plan: Plan, profile: Profile) -> Plan:
     return plan.with_(model_hash=profile.model_hashes.get(plan.microbatch_size, plan.model_hash))
 
 
-def _rank(result: Recommendation) -> tuple[bool, float, int]:
+def _rank(result: Answer) -> tuple[bool, float, int]:
     """What fits first; then the faster where the search was for speed; then the smaller."""
     fits = result.status == "ok"
     return not fits, (result.search.step_seconds or 0.0) if fits else 0.0, result.peak_bytes
 
 
-def _of_compiler(
-    result: Recommendation, verification: Mapping[str, Any], profile: Profile
-) -> Recommendation:
+def _of_compiler(result: Answer, verification: Mapping[str, Any], profile: Profile) -> Answer:
     """The recommendation with the compiler's peaks and work in the place of predicted ones, as far
     as plans are ranked."""
     assert result.plan is not None, "only plans are verified"

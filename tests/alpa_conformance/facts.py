@@ -7,7 +7,7 @@ from typing import Any
 
 from harness import Compiled, shard_bytes
 
-from capture.step.program import StageInterface
+from capture.step.interface import StageInterface
 
 
 def interfaces(compiled: Compiled) -> list[StageInterface]:

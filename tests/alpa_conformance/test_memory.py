@@ -17,7 +17,8 @@ from capture.alpa import to_alpa
 from capture.alpa.memory import alpa_replay
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
-from capture.plan.stages import Plan, StagePlan
+from capture.plan.choices import StageChoice
+from capture.plan.stages import Plan, Stage
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 
@@ -43,8 +44,10 @@ def test_live_bytes_are_those_of_alpas_instructions(plan):
 SPLITTING = [
     plan
     for plan in ACCUMULATING
-    if plan.stages[0].remat == "full"
-    and any(stage.shard_optimizer and stage.data_parallel > 1 for stage in plan.stages)
+    if plan.stages[0].choice.remat == "full"
+    and any(
+        stage.choice.shard_optimizer and stage.choice.data_parallel > 1 for stage in plan.stages
+    )
 ]
 
 
@@ -69,7 +72,9 @@ def test_a_master_copy_changes_live_bytes_as_it_does_in_alpas_instructions(plan)
     assert [new - old for old, new in zip(before, after, strict=True)] == [
         new.peak_bytes - old.peak_bytes for old, new in zip(*found, strict=True)
     ]
-    split = [stage.shard_optimizer and stage.data_parallel > 1 for stage in plan.stages]
+    split = [
+        stage.choice.shard_optimizer and stage.choice.data_parallel > 1 for stage in plan.stages
+    ]
     assert [new < old for old, new in zip(before, after, strict=True)] == split
 
 
@@ -77,10 +82,10 @@ def test_a_master_copy_changes_live_bytes_as_it_does_in_alpas_instructions(plan)
 @pytest.mark.parametrize("skip_to", [(2,), (1, 3, 5), (5,)])
 def test_tensors_go_past_the_stages_that_do_not_read_them(skip_to, schedule):
     stages = [
-        StagePlan((0, 0), [0, 1], 2, 1),
-        StagePlan((1, 1), [2], 1, 1),
-        StagePlan((2, 4), [3], 1, 1),
-        StagePlan((5, 5), range(4, 8), 2, 2),
+        Stage(0, 1, [0, 1], StageChoice(2, 1)),
+        Stage(1, 2, [2], StageChoice(1, 1)),
+        Stage(2, 5, [3], StageChoice(1, 1)),
+        Stage(5, 6, range(4, 8), StageChoice(2, 2)),
     ]
     check(
         Plan(Cluster((4, 4)), NUM_LAYERS, tuple(stages), BATCH_SIZE, 8, schedule), skip_to=skip_to
@@ -96,7 +101,7 @@ def paper_plan(workload, stops, degrees, num_microbatches, global_batch, schedul
     first, device, stages = 0, 0, []
     for stop, (dp, tp) in zip(stops, degrees, strict=True):
         stages.append(
-            StagePlan((first, stop - 1), range(device, device + dp * tp), dp, tp, remat, dp > 1)
+            Stage(first, stop, range(device, device + dp * tp), StageChoice(dp, tp, remat, dp > 1))
         )
         first, device = stop, device + dp * tp
     return Plan(

@@ -18,7 +18,8 @@ from capture.alpa import plan_from_alpa, to_alpa
 from capture.alpa.placement import alpa_placement
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
-from capture.plan.stages import Plan, StagePlan
+from capture.plan.choices import StageChoice
+from capture.plan.stages import Plan, Stage
 
 NUM_LAYERS, BATCH_SIZE = 6, 64
 
@@ -40,13 +41,11 @@ def random_plan(seed: int) -> Plan | None:
         dp = draw.choice([d for d in range(1, size + 1) if size % d == 0])
         own = split if draw.random() < 0.8 else not split
         stages.append(
-            StagePlan(
-                (first, stop - 1),
+            Stage(
+                first,
+                stop,
                 range(device, device + size),
-                dp,
-                size // dp,
-                remat,
-                own and dp > 1,
+                StageChoice(dp, size // dp, remat, own and dp > 1),
             )
         )
         first, device = stop, device + size
@@ -90,7 +89,7 @@ def compiled(plan: Plan) -> Compiled:
 
 
 def name(plan: Plan) -> str:
-    return f"{plan.cluster}-{plan.schedule}-{'-'.join(f'{s.data_parallel}x{s.tensor_parallel}' for s in plan.stages)}"
+    return f"{plan.cluster}-{plan.schedule}-{'-'.join(f'{s.choice.data_parallel}x{s.choice.tensor_parallel}' for s in plan.stages)}"
 
 
 @pytest.mark.parametrize("plan", SAMPLE, ids=name)
@@ -148,12 +147,15 @@ def test_alpas_own_plan_file_is_read_back_as_the_plan(plan):
     again = plan_from_alpa(written, global_batch_size=BATCH_SIZE)
     assert [stage.devices for stage in again.stages] == placed
     for one, other in zip(again.stages, plan.stages, strict=True):
-        assert (one.layers, one.data_parallel, one.tensor_parallel) == (
-            other.layers,
-            other.data_parallel,
-            other.tensor_parallel,
+        assert ((one.first, one.stop), one.choice.data_parallel, one.choice.tensor_parallel) == (
+            (other.first, other.stop),
+            other.choice.data_parallel,
+            other.choice.tensor_parallel,
         )
-        assert (one.remat, one.shard_optimizer) == (other.remat, other.shard_optimizer)
+        assert (one.choice.remat, one.choice.shard_optimizer) == (
+            other.choice.remat,
+            other.choice.shard_optimizer,
+        )
     assert (again.schedule, again.num_microbatches, again.cluster) == (
         plan.schedule,
         plan.num_microbatches,
@@ -196,7 +198,7 @@ def test_what_is_refused_here_alpa_refuses_too(plan):
     option = alpa.ManualStageOption(
         [list(range(stage.first, stage.stop)) for stage in plan.stages],
         [shape(stage.num_devices) for stage in plan.stages],
-        [(stage.data_parallel, stage.tensor_parallel) for stage in plan.stages],
+        [(stage.choice.data_parallel, stage.choice.tensor_parallel) for stage in plan.stages],
         [{}] * plan.num_stages,
     )
     method = alpa.PipeshardParallel(
@@ -212,10 +214,12 @@ def test_what_is_refused_here_alpa_refuses_too(plan):
 def test_what_alpa_does_not_notice_is_refused_here():
     """A micro-batch of 2 over 4 replicas, and a stage without layers."""
     with pytest.raises(PlanError, match=r"\[plan-batch\]"):
-        Plan(Cluster((4,)), NUM_LAYERS, (StagePlan((0, 5), range(4), 4),), 8, 4)
+        Plan(Cluster((4,)), NUM_LAYERS, (Stage(0, 6, range(4), StageChoice(4)),), 8, 4)
     with pytest.raises(PlanError, match=r"\[plan-layers\]"):
-        Plan(Cluster((2,)), NUM_LAYERS, (StagePlan((0, 5), [0]), StagePlan((6, 5), [1])), 8, 4)
-    options = to_alpa(Plan(Cluster((4,)), NUM_LAYERS, (StagePlan((0, 5), range(4), 4),), 16, 4))
+        Plan(Cluster((2,)), NUM_LAYERS, (Stage(0, 6, [0]), Stage(6, 6, [1])), 8, 4)
+    options = to_alpa(
+        Plan(Cluster((4,)), NUM_LAYERS, (Stage(0, 6, range(4), StageChoice(4)),), 16, 4)
+    )
     assert compile_method(
         *chain(NUM_LAYERS, 8), options.build(mesh(1, 4))
     ).stage_option.submesh_logical_shapes == [(4, 1)]
@@ -225,7 +229,7 @@ def test_layers_cut_automatically():
     plan = Plan(
         Cluster((2,)),
         4,
-        (StagePlan((0, 1), [0]), StagePlan((2, 3), [1])),
+        (Stage(0, 2, [0]), Stage(2, 4, [1])),
         BATCH_SIZE,
         4,
         auto_layers=True,
@@ -239,9 +243,9 @@ def test_layers_cut_automatically():
 
 def test_nothing_of_alpa_or_jax_is_imported_to_export():
     code = (
-        "import sys; from capture.plan.stages import Plan, StagePlan; from "
+        "import sys; from capture.plan.stages import Plan, Stage; from "
         "capture.machine.cluster import Cluster; from capture.alpa import to_alpa\n"
-        "to_alpa(Plan(Cluster((1,)), 1, (StagePlan((0, 0), [0]),), 1, 1)).source()\n"
+        "to_alpa(Plan(Cluster((1,)), 1, (Stage((0, 0), [0]),), 1, 1)).source()\n"
         "sys.exit(any(name.split('.')[0] in ('jax', 'jaxlib', 'alpa', 'ray') for name in "
         "sys.modules))"
     )

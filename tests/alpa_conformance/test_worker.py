@@ -16,13 +16,14 @@ from steps import of_workload
 from capture.alpa import to_alpa, worker
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
-from capture.plan.stages import Plan, StagePlan
+from capture.plan.choices import StageChoice
+from capture.plan.stages import Plan, Stage
 
 HERE = Path(__file__).parent
 PLAN = Plan(
     Cluster((4,)),
     4,
-    (StagePlan((0, 1), [0, 1], 2, 1, "none", True), StagePlan((2, 3), [2, 3], 1, 2)),
+    (Stage(0, 2, [0, 1], StageChoice(2, 1, "none", True)), Stage(2, 4, [2, 3], StageChoice(1, 2))),
     32,
     4,
     "1f1b",

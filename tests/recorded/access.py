@@ -236,8 +236,7 @@ def step_facts(workload: str, plan_file: Path, *, lines: bool = False) -> dict[s
     ledger = step.replay(record_timeline=True)
     text = step_lines(program)
     slots = [
-        f"{slot.name} {slot.category} {slot.nbytes} on stage {slot.stage_id}"
-        for slot in program.slots
+        f"{slot.name} {slot.category} {slot.nbytes} on {slot.place.name}" for slot in program.slots
     ]
     return {
         "step": text if lines else [len(text), text_hash("\n".join(text))],
@@ -250,7 +249,7 @@ def step_facts(workload: str, plan_file: Path, *, lines: bool = False) -> dict[s
 
 def step_lines(program: Any) -> list[str]:
     """One line per instruction, the text of ``tests/test_step.py``."""
-    from capture.step.program import Feed, Free, Move, Run
+    from capture.step.program import Copy, Feed, Free, Run
 
     def names(slots: Sequence[int]) -> str:
         return " ".join(program.slots[slot].name for slot in slots)
@@ -262,8 +261,9 @@ def step_lines(program: Any) -> list[str]:
                 lines.append(f"feed {names([instruction.slot])}")
             case Run():
                 groups = " | ".join(names(group) for group in instruction.inputs)
-                lines.append(f"{instruction.program}({groups}) -> {names(instruction.outputs)}")
-            case Move():
+                kind = program.programs[instruction.program].kind
+                lines.append(f"{kind}({groups}) -> {names(instruction.outputs)}")
+            case Copy():
                 index = "" if instruction.index is None else f"[{instruction.index}]"
                 lines.append(
                     f"{names([instruction.source])}{index} => {names([instruction.target])}"
@@ -281,10 +281,12 @@ def synthetic_step(
     """
     from itertools import pairwise
 
+    from capture.alpa.step import build_alpa_step
     from capture.measured.stage_cost import StageCost
     from capture.plan.schedule import make_schedule
     from capture.step.interface import stage_interface
-    from capture.step.program import build_step, replay
+    from capture.step.pipeline import build_step
+    from capture.step.program import replay
     from tests.synthetic_graphs import chain
 
     graph = chain(8, skips=[(0, 3), (2, 7), (1, 5)], shared=[(0, 7), (1, 4, 6)])
@@ -308,14 +310,13 @@ def synthetic_step(
                 graph, first, stop, [2 * s, 2 * s + 1], 2, [p.nbytes for p in graph.params], cost
             )
         )
-    program = build_step(
-        stages, make_schedule(schedule, len(stages), num_microbatches), as_alpa=as_alpa
-    )
+    build = build_alpa_step if as_alpa else build_step
+    program = build(stages, make_schedule(schedule, len(stages), num_microbatches))
     lines = step_lines(program)
     return [
         len(lines),
         text_hash("\n".join(lines)),
-        list(replay(program, 2 * len(stages)).peak_bytes_per_device),
+        list(replay(program).peak_bytes_per_device),
     ]
 
 

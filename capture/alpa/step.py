@@ -1,0 +1,69 @@
+"""The step of a pipeline in Alpa's runtime, in our instructions.
+
+Every micro-batch is fed at the start of the step. A tensor stays with the stage that made it until
+the one that reads it is about to, and goes there past the stages between.
+
+Source: Alpa 0.2.3, its emitted instructions (``tests/alpa_conformance`` replays them beside this).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+from capture.plan.schedule import Schedule, Task
+from capture.step.interface import StageInterface
+from capture.step.pipeline import PipelineBuilder
+from capture.step.program import Copy, Free, Instruction, Step
+
+
+def build_alpa_step(stages: Sequence[StageInterface], schedule: Schedule) -> Step:
+    """As ``capture.step.pipeline.build_step``."""
+    return _AlpaBuilder(stages, schedule).build()
+
+
+class _AlpaBuilder(PipelineBuilder):
+    """Values go from their maker to each reader, gradients back from reader to reader."""
+
+    def order(self) -> Iterator[Instruction]:
+        """What a program makes is sent in the clock of the program that reads it, to the first
+        stage first, and freed once all have it."""
+        for s in range(len(self.stages)):
+            for m in range(self.schedule.num_microbatches):
+                yield from self.feed(s, m, "start of the step")
+        stage_of = {place.name: s for s, place in enumerate(self.places)}
+        waiting: defaultdict[Task, list[Instruction]] = defaultdict(list)
+        for clock in self.schedule.clocks:
+            for task in sorted(clock, key=lambda task: task.stage_id):
+                yield from waiting.pop(task, ())
+            for task in clock:
+                transfers: list[Instruction] = []
+                yield from self.run(task, transfers)
+                last_reader: dict[int, Task] = {}
+                for copy in transfers:
+                    if isinstance(copy, Copy):  # of one source: in the order of the readers' clocks
+                        reader = stage_of[self.step.slots[copy.target].place.name]
+                        last_reader[copy.source] = Task(reader, task.kind, task.microbatch)
+                        waiting[last_reader[copy.source]].append(copy)
+                freed = [
+                    slot
+                    for instruction in transfers
+                    if isinstance(instruction, Free)
+                    for slot in instruction.slots
+                ]
+                for slot in freed:
+                    if slot in last_reader:
+                        waiting[last_reader[slot]].append(Free((slot,)))
+                yield Free(tuple(slot for slot in freed if slot not in last_reader))
+
+    def received(self, s: int) -> tuple[int, ...]:
+        return self.stages[s].used
+
+    def receivers(self, s: int, v: int) -> Iterable[int]:
+        readers = (t for t in range(s + 1, len(self.stages)) if v in self.stages[t].used)
+        return readers if v in self.stages[s].outputs else ()
+
+    def sender(self, s: int, v: int) -> int:
+        return next(
+            t for t in reversed(range(s)) if v in (*self.stages[t].used, *self.stages[t].outputs)
+        )

@@ -1,0 +1,256 @@
+"""From the values of options, or of a table of a job file, to what is asked; and what answers are
+made with."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from capture import environment
+from capture.cli import options as shared
+from capture.cli.output import say
+from capture.cli.progress import progress
+from capture.errors import PlanError, ProfileError
+from capture.machine.cluster import Cluster
+from capture.machine.target import Target, resolved_target
+from capture.measured.profile import Profile
+from capture.measured.store import Store
+from capture.model.workload import WorkloadSpec
+from capture.plan.choices import REMAT_POLICIES
+from capture.plan.sharding import ShardingPlan
+from capture.plan.space import StageSpace
+from capture.plan.stages import Plan, batch_violations
+from capture.profiler.paper import most_run_devices
+from capture.quantities import parse_bytes
+from profiling_runs.collect import profile as make_profile
+from profiling_runs.measurements import Measurements
+from profiling_runs.measurements import open_measurements as open_them
+from profiling_runs.pools.where import DEFAULT_TIMEOUT_SECONDS, Where
+from profiling_runs.question import ProfileQuestion
+from profiling_runs.verify import check_model
+from recommender.capture.recommendation import predict_plan
+
+#: Values of options by name; those of a verb are ``vars(options)``.
+Values = Mapping[str, Any]
+
+
+def read_cluster(values: Values) -> Cluster:
+    """The cluster, of a known target; one device where none is named.
+
+    Raises:
+        TargetError: as ``Target.load``.
+    """
+    Target.load(values["target"])
+    named = values["cluster"] or shared.ONE_DEVICE
+    return Cluster.parse(named, resolved_target(values["target"], Path()))
+
+
+def say_one_device(options: argparse.Namespace) -> None:
+    """That no cluster was named."""
+    if options.cluster is None:
+        one = shared.ONE_DEVICE
+        say(
+            options,
+            f"for one device (--cluster {one}); --cluster NxG is for N nodes of G devices",
+        )
+
+
+def read_batch(values: Values) -> tuple[int, int]:
+    """(global batch size, number of micro-batches).
+
+    Raises:
+        PlanError: ``plan-batch``.
+    """
+    global_batch, microbatches = values["global_batch"], values["microbatches"]
+    if global_batch is None:
+        global_batch = shared.DEFAULT_MICROBATCH_SIZE * max(1, microbatches)
+    PlanError.check(batch_violations(global_batch, microbatches))
+    return global_batch, microbatches
+
+
+def read_limit(values: Values) -> int | None:
+    """Bytes of ``--memory``."""
+    return None if values["memory"] is None else parse_bytes(values["memory"])
+
+
+def profile_question(values: Values, memory_limit_bytes: int | None = None) -> ProfileQuestion:
+    """What a profile is asked for by the options ``shared.QUESTION``, or fewer of them, and
+    ``mode``; the limit is that of executed runs.
+
+    Raises:
+        ProfileError: ``profile-backend`` for executed runs without the paper's mode, and the codes
+            of ``ProfileQuestion``.
+    """
+    cluster = read_cluster(values)
+    global_batch, num_microbatches = read_batch(values)
+    backend, is_paper = values.get("backend", "compile"), values.get("mode") == "paper"
+    if backend != "compile" and not is_paper:
+        raise ProfileError.of(
+            f"--backend {backend} makes the runs of the paper's mode alone; add --mode paper.",
+            "profile-backend",
+        )
+    return ProfileQuestion(
+        WorkloadSpec.parse(values["workload"]),
+        cluster,
+        global_batch // num_microbatches,
+        backend,
+        num_layers=values["num_layers"],
+        tensor_parallel_rule=values["tensor_parallel_rule"],
+        remat=REMAT_POLICIES if values["remat"] == shared.AUTO else (values["remat"],),
+        shard_optimizer=values["shard_optimizer"],
+        shard_params=values.get("shard_params", False),
+        space=StageSpace(values["whole_nodes"], values["any_divisor"]),
+        num_neighbours=values["neighbours"],
+        calibration_plans=values["calibration_plans"],
+        paper=(values["schedule"], num_microbatches) if is_paper else None,
+        memory_limit_bytes=memory_limit_bytes,
+        repeats=values.get("repeats", 1),
+        alpa_python=values.get("alpa_python"),
+    )
+
+
+def prepare(*clusters: Cluster) -> None:
+    """Make this process one that compiles for the clusters: as many virtual devices, and no search
+    for devices that need not be there."""
+    _prepare((cluster.num_devices, Target.load(cluster.target).platform) for cluster in clusters)
+
+
+def prepare_for(questions: Iterable[ProfileQuestion]) -> None:
+    """Make this process one that can answer all these: they decide its devices, once, before JAX is
+    loaded."""
+    _prepare(
+        (most_run_devices(asked.cluster.num_devices), "cpu")
+        if asked.executes
+        else (asked.cluster.num_devices, Target.load(asked.cluster.target).platform)
+        for asked in questions
+    )
+
+
+def _prepare(needs: Iterable[tuple[int, str]]) -> None:
+    num_devices, platforms = zip(*needs, strict=True)
+    environment.prepare(
+        num_devices=max(num_devices),
+        platform=max(platforms, key=lambda platform: platform != "cpu"),
+    )
+
+
+def open_store(options: argparse.Namespace) -> Store:
+    return Store(options.store or environment.default_store_path())
+
+
+def where_of(options: argparse.Namespace) -> Where:
+    """Where jobs run, by ``shared.STORE``."""
+    return Where(
+        options.workers,
+        options.ray,
+        options.accelerator,
+        options.job_timeout or DEFAULT_TIMEOUT_SECONDS,
+    )
+
+
+def open_measurements(options: argparse.Namespace, question: ProfileQuestion) -> Measurements:
+    """Those of a question, made as ``shared.STORE`` says."""
+    prepare_for([question])
+    return open_them(
+        question,
+        store=open_store(options),
+        where=where_of(options),
+        progress=progress(options),
+    )
+
+
+def plan_measurements(options: argparse.Namespace, plan: Plan) -> Measurements:
+    """Those of a plan's workload, for its target."""
+    return open_measurements(
+        options, ProfileQuestion.of_plan(plan, workload_of(plan, options.workload))
+    )
+
+
+def profile_measurements(
+    options: argparse.Namespace, profile: Profile, cluster: Cluster
+) -> Measurements:
+    """Those of a profile's workload, cut and split as there."""
+    spec = WorkloadSpec.parse(options.workload) if options.workload else profile.workload
+    if spec is None:
+        raise PlanError.of(
+            "the profile was made from Python objects and names no workload; give --workload.",
+            "plan-workload",
+        )
+    return open_measurements(options, ProfileQuestion.of_profile(profile, cluster, spec))
+
+
+def workload_of(plan: Plan | ShardingPlan, named: str | None) -> WorkloadSpec:
+    """The workload that a plan remembers, or the one that is named.
+
+    Raises:
+        PlanError: ``plan-workload`` if there is neither.
+    """
+    if named is not None:
+        return WorkloadSpec.parse(named)
+    if plan.workload is None:
+        raise PlanError.of(
+            "the plan was made from Python objects and names no workload; give --workload.",
+            "plan-workload",
+        )
+    return plan.workload
+
+
+def with_prediction(
+    options: argparse.Namespace, plan: Plan, profile: Profile | None
+) -> tuple[Plan, Profile | None]:
+    """A plan with a prediction, and the profile that is known by then: one by hand is predicted,
+    and profiled for that if need be.
+
+    Raises:
+        PlanError: ``plan-workload`` if there is nothing to profile.
+    """
+    if plan.prediction is not None:
+        return plan, profile
+    if profile is None:
+        spec = workload_of(plan, options.workload)
+        say(
+            options,
+            "the plan has no prediction and there is no --profile: profiling "
+            f"{spec} for its stages",
+        )
+        measurements = plan_measurements(options, plan)
+        check_model(plan, measurements)
+        question = replace(
+            ProfileQuestion.of_plan(plan, spec),
+            num_neighbours=options.neighbours,
+            calibration_plans=options.calibration_plans,
+        )
+        profile = make_profile(question, measurements=measurements)
+    return plan.with_(prediction=predict_plan(profile, plan).to_json()), profile
+
+
+def check_profiles_nothing(values: Values) -> None:
+    """Refuse options of profiling where a profile is given.
+
+    Raises:
+        ProfileError: ``profile-measured``.
+    """
+    given = [
+        option.flag
+        for option in (shared.BACKEND[0], *shared.PROFILING)
+        if values[option.name] != option.default
+    ]
+    if given:
+        raise ProfileError.of(
+            f"{', '.join(given)}: with --profile no layer is profiled; leave out what is about "
+            "profiling, or --profile.",
+            "profile-measured",
+        )
+
+
+def layers_note(question: ProfileQuestion, profile: Profile) -> list[str]:
+    """A line about layers that nobody chose."""
+    if question.num_layers is not None or not profile.auto_layers:
+        return []
+    return [
+        f"cut into {profile.graph.num_layers} layers of nearly equal work; --num-layers or marks "
+        "in the model choose others"
+    ]

@@ -1,0 +1,123 @@
+"""What the verbs do with a plan of kind ``sharding``; it is no verb itself."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from capture import environment
+from capture.cli import asked
+from capture.cli.output import emit, say, table
+from capture.errors import PlanError
+from capture.plan.sharding import ShardingPlan
+from capture.quantities import format_bytes
+
+
+def _refuse(given: dict[str, Any]) -> None:
+    """Options that have no meaning for such a plan.
+
+    Raises:
+        PlanError: ``plan-kind``.
+    """
+    if named := [name for name, value in given.items() if value]:
+        raise PlanError.of(
+            f"{' and '.join(named)} {'is' if len(named) == 1 else 'are'} for plans of kind "
+            "'stages', and the plan is of kind 'sharding'; leave out what has no meaning for it.",
+            "plan-kind",
+        )
+
+
+def verify(options: argparse.Namespace, plan: ShardingPlan) -> int:
+    """Compile the whole train step for the target."""
+    from capture.report.sharding import headroom
+
+    spec = asked.workload_of(plan, options.workload)
+    if plan.cluster is not None:
+        asked.prepare(plan.cluster)
+    from capture.profiler.sharded_run import compile_plan
+
+    found = compile_plan(plan, spec.load())
+    plan = replace(plan, compiled_peak_bytes=found.peak_bytes)
+    room = headroom(plan, asked.read_limit(vars(options)))
+    if options.output is not None:
+        plan.save(options.output)
+    fits = room is None or room.verdict == "fits"
+    document = {
+        "status": "ok" if fits else "infeasible",
+        **found.to_json(),
+        "headroom": None if room is None else room.to_json(),
+    }
+    lines = [
+        f"peak {format_bytes(found.peak_bytes)} per device, target {found.target.name} (estimated: "
+        f"{format_bytes(plan.peak_bytes)}, off by {plan.peak_bytes / found.peak_bytes - 1:+.2%})",
+        f"the train step's own part of it: {format_bytes(found.program.transient_bytes)}",
+        *([] if room is None else [str(room)]),
+    ]
+    emit(options, document, "\n".join(lines))
+    return 0 if fits else 1
+
+
+def run(options: argparse.Namespace, plan: ShardingPlan) -> int:
+    """Train on the devices of this machine."""
+    from capture.cli.run import as_text
+
+    _refuse({"--save": options.save, "--restore": options.restore})
+    spec = asked.workload_of(plan, options.workload)
+    if plan.cluster is not None:
+        environment.prepare(num_devices=plan.cluster.num_devices)
+    from capture.profiler.sharded_run import execute_plan
+
+    document = execute_plan(
+        plan,
+        spec.load(),
+        num_steps=options.steps,
+        seed=options.seed,
+        check=options.check,
+        report=lambda text: say(options, text),
+    )
+    emit(options, document, as_text(document))
+    return 0
+
+
+def explain(options: argparse.Namespace, plan: ShardingPlan) -> int:
+    """Operators, those that hold most first."""
+    from capture.report.sharding import HEADER, document, headroom, paragraph, rows
+
+    room = headroom(plan)
+    lines = [table(HEADER, rows(plan, heaviest_first=True)), paragraph(plan, room)]
+    emit(options, document(plan, room), "\n".join(lines))
+    return 0
+
+
+def report(options: argparse.Namespace, plan: ShardingPlan) -> int:
+    """A table, or the page."""
+    from capture.report.sharding import HEADER, document, headroom, page, paragraph, rows, title
+
+    _refuse({"--profile": options.profile, "--trace": options.trace})
+    room, written = headroom(plan, asked.read_limit(vars(options))), {}
+    if options.output is not None:
+        options.output.write_text(page(plan, room), encoding="utf-8")
+        written["page"] = str(options.output)
+    lines = [title(plan), table(HEADER, rows(plan))] if not written else []
+    lines += [paragraph(plan, room), *(f"{what} -> {path}" for what, path in written.items())]
+    facts = {"title": title(plan), "summary": paragraph(plan, room), **document(plan, room)}
+    emit(options, {**facts, "written": written}, "\n".join(lines))
+    return 0
+
+
+def diff(options: argparse.Namespace, plans: Sequence[ShardingPlan]) -> int:
+    """What two of them decide differently, and their totals."""
+    from capture.report.sharding import compare, differences, totals
+
+    _refuse({"--profile": options.profile})
+    first, second = plans
+    rows = [
+        [found.name, *("-" if side is None else str(side) for side in (found.first, found.second))]
+        for found in differences(first, second)
+    ]
+    lines = [table(["differs", "A", "B"], rows) if rows else "the plans decide alike", ""]
+    lines.append(table(["", "A", "B"], totals(first, second, asked.read_limit(vars(options)))))
+    emit(options, compare(first, second, asked.read_limit(vars(options))), "\n".join(lines))
+    return 0

@@ -1,0 +1,71 @@
+"""What plans of every kind share: one kind of file, which names the workload and the devices."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from capture.errors import PlanError
+from capture.machine.cluster import Cluster
+from capture.machine.target import relative_target, resolved_target
+
+#: A plan of some kind: a dataclass with ``cluster``, ``workload`` and ``to_json``.
+AnyPlan = TypeVar("AnyPlan")
+
+
+@dataclass(frozen=True)
+class ClusterRow:
+    """A cluster as plans have it."""
+
+    nodes: tuple[int, ...]
+    target_per_node: tuple[str, ...]
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> ClusterRow:
+        return cls(cluster.nodes, (cluster.target,) * len(cluster.nodes))
+
+    @property
+    def wrong(self) -> str:
+        """What is wrong with its form; empty if nothing is."""
+        none = "cluster.target_per_node is empty and must have a target for every node"
+        return "" if self.target_per_node else none
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster.
+
+        Raises:
+            PlanError: ``plan-mixed-targets``.
+        """
+        targets = sorted(set(self.target_per_node))
+        if len(targets) > 1:
+            raise PlanError.of(
+                f"plan mixes the targets {targets}; one target per plan for now.",
+                "plan-mixed-targets",
+            )
+        return Cluster(self.nodes, targets[0])
+
+
+def save(plan: Any, path: Path | str) -> None:
+    """Write JSON; the paths of the workload and of a target's file are stored relative to the
+    file."""
+    path, moved = Path(path), {}
+    if plan.cluster is not None:
+        target = relative_target(plan.cluster.target, path.parent)
+        moved["cluster"] = replace(plan.cluster, target=target)
+    if plan.workload is not None:
+        moved["workload"] = plan.workload.relative_to(path.parent)
+    path.write_text(json.dumps(replace(plan, **moved).to_json(), indent=2) + "\n")
+
+
+def resolved(plan: AnyPlan, path: Path | str) -> AnyPlan:
+    """The inverse: a plan that was read from a file, as seen from the working directory."""
+    folder, moved, known = Path(path).parent, {}, vars(plan)
+    if known["cluster"] is not None:
+        target = resolved_target(known["cluster"].target, folder)
+        moved["cluster"] = replace(known["cluster"], target=target)
+    if known["workload"] is not None:
+        moved["workload"] = known["workload"].resolved_from(folder)
+    return replace(plan, **moved) if moved else plan  # type: ignore[type-var]  # a dataclass

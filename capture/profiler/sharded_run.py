@@ -1,0 +1,199 @@
+"""A sharding plan, compiled for its target or executed here: its whole train step, the user's loss
+and optimizer in it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from capture import environment
+from capture.compiler.executable import Executable
+from capture.errors import PlanError
+from capture.machine.cluster import Cluster
+from capture.machine.target import Target
+from capture.model.workload import WorkloadProtocol
+from capture.plan.sharding import ShardingPlan
+from capture.profiler.sharded_step import StepCompiler
+from capture.runtime.meter import AllocatorMeter, ResidentSetMeter, buffers
+from capture.runtime.sharded import Sharded, shard
+from capture.runtime.sharded.mesh import mesh_of
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledPlan:
+    """The train step of a sharding plan as a compiler made it.
+
+    Attributes:
+        sharded: A workload with the plan on a mesh.
+        target: What it was compiled for.
+        peak_bytes: Of every device, by the compiler: arguments, results and temporaries.
+        program: The step; it runs where it was compiled for devices of this process.
+    """
+
+    sharded: Sharded
+    target: Target
+    peak_bytes: int
+    program: Executable
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``capture verify --json`` says."""
+        num_devices, estimated = self.sharded.mesh.size, self.sharded.plan.peak_bytes
+        return {
+            "kind": "sharding",
+            "peak_bytes_per_device": [self.peak_bytes] * num_devices,
+            "predicted_peak_bytes_per_device": [estimated] * num_devices,
+            "prediction_error_fraction_per_device": [estimated / self.peak_bytes - 1] * num_devices,
+            "transient_bytes": self.program.transient_bytes,
+            "source": {
+                "backend": f"compile:{self.target.name}",
+                "target": self.target.name,
+                "versions": environment.versions(self.target.platform),
+            },
+        }
+
+
+def compile_plan(plan: ShardingPlan, workload: WorkloadProtocol) -> CompiledPlan:
+    """Compile the whole train step for the plan's target; nothing is allocated, nothing runs.
+
+    Raises:
+        PlanError: ``plan-cluster`` for a plan of an earlier version, ``osdp-plan-params`` for
+            another model's.
+        TargetError: ``target-refused``, and as ``devices_of``.
+    """
+    cluster = _cluster_of(plan)
+    return _compiled(plan, workload, Target.load(cluster.target), cluster)
+
+
+def execute_plan(
+    plan: ShardingPlan,
+    workload: WorkloadProtocol,
+    *,
+    num_steps: int,
+    seed: int = 0,
+    check: bool = False,
+    report: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Train some steps on the devices of this process, the first under the meters; the document of
+    ``capture run --json``.
+
+    Raises:
+        PlanError: as ``compile_plan``.
+        ExecutionError: ``osdp-devices`` if there are too few.
+    """
+    cluster = _cluster_of(plan)
+    mesh, target = mesh_of(cluster), Target.load(cluster.target)
+    is_target = (target.platform == "cpu") == (mesh.devices.flat[0].platform == "cpu")
+    report("compiling the train step")
+    # On other devices it is the same program, for what is here.
+    step = _compiled(plan, workload, target if is_target else Target.load("cpu"), mesh)
+    keys = jax.random.split(jax.random.key(seed), 2)
+    params = workload.init(keys[0])
+    batches = [
+        workload.batch(jax.random.fold_in(keys[1], i), plan.batch_size * cluster.num_devices)
+        for i in range(num_steps)
+    ]
+    document: dict[str, Any] = {}
+    if check:
+        report("comparing with one device")
+        document["reference_loss"] = _on_one_device(workload, params, batches)
+    document |= _train(step, params, batches, report)
+    if check:
+        pairs = zip(document["loss"], document["reference_loss"], strict=True)
+        document["max_relative_loss_error"] = max(abs(a - b) / abs(b) for a, b in pairs)
+    known = plan.peak_bytes if plan.compiled_peak_bytes is None else plan.compiled_peak_bytes
+    return document | {
+        "kind": "sharding",
+        "predicted_peak_bytes_per_device": [known] * cluster.num_devices,
+        "num_devices": cluster.num_devices,
+        "target": cluster.target,
+        "platform": mesh.devices.flat[0].platform,
+        "is_target": is_target,
+        "versions": environment.versions(),
+    }
+
+
+def _cluster_of(plan: ShardingPlan) -> Cluster:
+    if plan.cluster is None:
+        raise PlanError.of(
+            "the plan names no devices, as those of earlier versions did not; make it again with "
+            "capture osdp.",
+            "plan-cluster",
+        )
+    return plan.cluster
+
+
+def _compiled(
+    plan: ShardingPlan, workload: WorkloadProtocol, target: Target, where: Any
+) -> CompiledPlan:
+    compiler = StepCompiler(target, where)
+    sharded = shard(workload, plan, compiler.mesh)
+    return CompiledPlan(sharded, target, *compiler.measure(sharded))
+
+
+def _train(
+    step: CompiledPlan, params: Any, batches: list[Any], report: Callable[[str], None]
+) -> dict[str, Any]:
+    """Losses, seconds and measured bytes."""
+    sharded, devices = step.sharded, list(step.sharded.mesh.devices.flat)
+    params = sharded.split(params)
+    state = jax.device_put(
+        [jax.tree.leaves(params), jax.tree.leaves(sharded.workload.optimizer.init(params))],
+        [jax.tree.leaves(sharded.shardings()), jax.tree.leaves(sharded.opt_state_shardings)],
+    )
+    del params
+    allocator, resident = AllocatorMeter(devices), ResidentSetMeter()
+    losses, seconds, peaks, meter = [], [], (0,) * len(devices), ""
+    for i, batch in enumerate(batches):
+        leaves = jax.device_put(jax.tree.leaves(batch), sharded.batch_sharding)
+        jax.block_until_ready((state, leaves))
+        if i == 0:
+            resident.start()
+        start = time.perf_counter()
+        if i == 0:
+            held = dict.fromkeys(devices, 0)
+            for (device, *_), nbytes in buffers([*state[0], *state[1], *leaves]).items():
+                held[device] += nbytes
+            peaks = tuple(held[device] + step.program.transient_bytes for device in devices)
+            meter = "live arrays + XLA buffer assignment of the running program"
+            meter += f" ({devices[0].platform})"
+        *state, loss = step.program.call(*state, leaves)
+        losses.append(float(np.float64(loss)))
+        jax.block_until_ready(state)
+        seconds.append(time.perf_counter() - start)
+        report(f"step {i}: loss {losses[-1]:.6f}")
+        if i == 0 and (allocated := allocator.peak_bytes_per_device) is not None:
+            peaks, meter = allocated, allocator.meter
+    return {
+        # Both need the step as one of ``capture.step``, whose ledger books what is allocated.
+        "replayed_peak_bytes_per_device": None,
+        "allocator": None,
+        "measured_peak_bytes_per_device": list(peaks),
+        "meter": meter,
+        "ledger_checks": 0,
+        "resident_set_peak_bytes": resident.peak_bytes,
+        "resident_set_before_bytes": resident.before_bytes,
+        "loss": losses,
+        "step_seconds": seconds,
+    }
+
+
+def _on_one_device(workload: WorkloadProtocol, params: Any, batches: list[Any]) -> list[float]:
+    """Losses of the same training without a plan."""
+
+    @jax.jit
+    def update(params: Any, state: Any, batch: Any) -> Any:
+        loss, gradients = jax.value_and_grad(workload.loss_fn)(params, batch)
+        updates, state = workload.optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    state, losses = workload.optimizer.init(params), []
+    for batch in batches:
+        params, state, loss = update(params, state, batch)
+        losses.append(float(np.float64(loss)))
+    return losses

@@ -1,0 +1,202 @@
+"""What is shown of a sharding plan: its operators with modes, bytes and seconds, and what differs
+between two."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from capture.documents import write
+from capture.machine.target import Target
+from capture.plan.headroom import Headroom
+from capture.plan.sharding import Mode, OperatorCost, ShardingPlan
+from capture.quantities import format_bytes
+from capture.report.difference import Difference
+from capture.report.figures import Figure
+from capture.report.page import html_table, html_verdict, render
+from capture.report.units import bytes_unit, format_seconds, seconds_unit
+
+HEADER = ["operator", "mode", "parameters", "resident", "transient", "time"]
+#: Of an operator, what is drawn, and what its axis is called.
+_DRAWN = {
+    "resident_bytes": "held for the whole step",
+    "transient_bytes": "while it runs, beside that",
+    "seconds": "forward and backward",
+}
+
+
+def operators_of(plan: ShardingPlan) -> list[tuple[str, Mode, OperatorCost | None]]:
+    """Name, mode and cost by operator; plans of schema 1 do not say what operators cost."""
+    costs: Sequence[OperatorCost | None] = plan.costs or [None] * len(plan.modes)
+    return list(zip(plan.names, plan.modes, costs, strict=True))
+
+
+def headroom(plan: ShardingPlan, memory_limit_bytes: int | None = None) -> Headroom | None:
+    """Of the compiled peak, else of the estimate, which nothing calibrates: it never just fits."""
+    peak = peak_of(plan)
+    memory = None if plan.cluster is None else Target.load(plan.cluster.target).memory
+    guessed = plan.compiled_peak_bytes is None
+    coverage = None if guessed else 1.0
+    return Headroom.of(
+        [peak], [(peak, peak)], coverage, memory_limit_bytes, memory, extrapolated=guessed
+    )
+
+
+def peak_of(plan: ShardingPlan) -> int:
+    """Of every device, by the best that is known."""
+    return plan.peak_bytes if plan.compiled_peak_bytes is None else plan.compiled_peak_bytes
+
+
+def title(plan: ShardingPlan) -> str:
+    model = "a model without a name" if plan.workload is None else str(plan.workload)
+    where = "" if plan.cluster is None else f" on {plan.cluster} {plan.cluster.target}"
+    return f"{model}{where}, operators sharded, {plan.batch_size} examples per device"
+
+
+def paragraph(plan: ShardingPlan, room: Headroom | None) -> str:
+    """What a device needs and how that is known, the modes, and the speed."""
+    how = "by the compiler of the target" if plan.compiled_peak_bytes is not None else "estimated"
+    modes = [f"{n} {mode}" for mode, n in plan.summary()["operators_by_mode"].items()]
+    said = [
+        f"A device needs {format_bytes(peak_of(plan))} at its peak ({how}).",
+        f"{len(plan.modes)} operators: {', '.join(modes)}.",
+        f"A step takes {format_seconds(plan.step_seconds)} by the model of costs, "
+        f"{plan.examples_per_second:.4g} examples/s on all devices.",
+    ]
+    if plan.compiled_peak_bytes is None:
+        said.append("Verify the plan to be sure (capture verify).")
+    return " ".join(said if room is None else [f"The plan {room.verdict}.", *said])
+
+
+def rows(plan: ShardingPlan, *, heaviest_first: bool = False) -> list[list[str]]:
+    """A line per operator, in program order or those that hold most first."""
+    found = operators_of(plan)
+    if heaviest_first:
+        found.sort(key=lambda operator: -_resident_bytes(operator[2]))
+    return [[name, str(mode), *_cells(cost)] for name, mode, cost in found]
+
+
+def _resident_bytes(cost: OperatorCost | None) -> float:
+    return 0.0 if cost is None else cost.resident_bytes
+
+
+def _cells(cost: OperatorCost | None) -> list[str]:
+    if cost is None:
+        return ["-"] * (len(HEADER) - 2)
+    sizes = (cost.parameter_bytes, cost.resident_bytes, cost.transient_bytes)
+    return [*map(format_bytes, sizes), f"{cost.seconds * 1e3:.3g} ms"]
+
+
+def document(plan: ShardingPlan, room: Headroom | None) -> dict[str, Any]:
+    """What ``capture explain --json`` and ``capture report --json`` say."""
+    operators = [
+        {"name": name, "mode": str(mode), "params": list(params), "cost": write(cost)}
+        for (name, mode, cost), params in zip(operators_of(plan), plan.params, strict=True)
+    ]
+    return {
+        "kind": "sharding",
+        **plan.summary(),
+        "compiled_peak_bytes": plan.compiled_peak_bytes,
+        "headroom": write(room),
+        "operators": operators,
+    }
+
+
+def page(plan: ShardingPlan, room: Headroom | None) -> str:
+    """The report as one HTML file.
+
+    Raises:
+        CaptureError: ``report-plotly`` if plotly is not installed.
+    """
+    verdict = "" if room is None else html_verdict(room.verdict)
+    below = "Bytes and times are those of one device, by the search's model of costs."
+    footer = f"Sharding plan; {below[0].lower()}{below[1:]}"
+    table = html_table(HEADER, rows(plan), below)
+    return render(
+        title(plan),
+        paragraph(plan, room),
+        verdict,
+        table,
+        _figures(plan) if plan.costs else [],
+        footer,
+    )
+
+
+def _figures(plan: ShardingPlan) -> list[Figure]:
+    names = [escape(f"{i} {name}") for i, name in enumerate(plan.names)]
+    found = []
+    for field, what in _DRAWN.items():
+        values = [getattr(cost, field) for cost in plan.costs]
+        largest = max(values, default=0)
+        unit = seconds_unit(largest) if field == "seconds" else bytes_unit(largest)
+        trace = {
+            "type": "bar",
+            "x": names,
+            "y": [value / unit.scale for value in values],
+            "text": [str(mode) for mode in plan.modes],
+        }
+        axes = {"xaxis": {"tickangle": -45}, "yaxis": {"title": {"text": unit.name}}}
+        words = field.replace("_", " ").capitalize()
+        found.append(Figure(field, words, f"Per operator: {what}.", [trace], axes))
+    return found
+
+
+def differences(first: ShardingPlan, second: ShardingPlan) -> list[Difference]:
+    """Every difference of the decision; numbers and reasons do not count."""
+    one, other = _decision(first), _decision(second)
+    names = dict.fromkeys([*one, *other])
+    return [
+        Difference(name, one.get(name), other.get(name))
+        for name in names
+        if one.get(name) != other.get(name)
+    ]
+
+
+def _decision(plan: ShardingPlan) -> Mapping[str, Any]:
+    where = plan.cluster
+    return {
+        "workload": None if plan.workload is None else str(plan.workload),
+        "cluster": None if where is None else f"{where} {where.target}",
+        "batch_size": plan.batch_size,
+        "remat": plan.remat,
+        "smallest_bytes": plan.smallest_bytes,
+        "look_ahead": plan.look_ahead,
+        **{
+            f"operators[{i}] {name}": str(mode)
+            for i, (name, mode) in enumerate(zip(plan.names, plan.modes, strict=True))
+        },
+    }
+
+
+def compare(first: ShardingPlan, second: ShardingPlan, limit: int | None) -> dict[str, Any]:
+    """The document of ``capture diff --json``."""
+    return {
+        "kind": "sharding",
+        "same_decision": not differences(first, second),
+        "differences": write(differences(first, second)),
+        "plans": [
+            {
+                **plan.summary(),
+                "compiled_peak_bytes": plan.compiled_peak_bytes,
+                "headroom": write(headroom(plan, limit)),
+            }
+            for plan in (first, second)
+        ],
+    }
+
+
+def totals(first: ShardingPlan, second: ShardingPlan, limit: int | None) -> list[list[str]]:
+    """Rows of name, first, second."""
+    columns = [_totals(plan, headroom(plan, limit)) for plan in (first, second)]
+    return [[name, *(column[name] for column in columns)] for name in columns[0]]
+
+
+def _totals(plan: ShardingPlan, room: Headroom | None) -> dict[str, str]:
+    how = "estimated" if plan.compiled_peak_bytes is None else "compiled"
+    return {
+        "peak per device": f"{format_bytes(peak_of(plan))} ({how})",
+        "verdict": "-" if room is None else room.verdict,
+        "step time (estimated)": format_seconds(plan.step_seconds),
+        "examples/s": f"{plan.examples_per_second:.3g}",
+    }

@@ -1,0 +1,339 @@
+"""The step of a pipeline: stages and a schedule table as instructions. What a program makes is sent
+at the end of its clock.
+
+Every stage is a place. Its slots are called ``params``, ``optimizer``, ``gradients`` (all owned
+parameters), ``param``, ``gradient`` (one borrowed), ``residuals``, ``batch``, ``input``,
+``output``, ``input gradient``, ``cotangent`` or ``summary``; its programs ``forward``,
+``backward``, ``summarize`` and ``update``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from capture.errors import ExecutionError
+from capture.machine.cluster import Cluster
+from capture.machine.target import Rates
+from capture.plan.schedule import Schedule, Task
+from capture.step.interface import StageInterface
+from capture.step.program import Copy, Feed, Free, Instruction, Place, Program, Run, Step
+from capture.step.timeline import LinkTimes, Seconds, StepTimeline, simulate_step
+from capture.step.times import StageTimes
+
+
+def build_step(stages: Sequence[StageInterface], schedule: Schedule) -> Step:
+    """The instructions of one step: every clock's programs, then its transfers, then the updates.
+
+    Args:
+        stages: In pipeline order.
+        schedule: As many stages.
+    """
+    return PipelineBuilder(stages, schedule).build()
+
+
+def program_name(kind: str, stage_id: int) -> str:
+    """Of a stage's program, in the table of a step."""
+    return f"{kind}@{stage_id}"
+
+
+def stage_seconds(step: Step, times: Sequence[StageTimes]) -> dict[str, float]:
+    """Of every program of a pipeline's step.
+
+    Args:
+        step: As ``build_step`` makes it.
+        times: One per stage.
+
+    Raises:
+        ExecutionError: ``timeline-stages`` if there is not one ``StageTimes`` per stage.
+    """
+    if len(times) != len(step.places):
+        raise ExecutionError.of(
+            f"times has {len(times)} entries for a program of {len(step.places)} stages; give "
+            "one per stage.",
+            "timeline-stages",
+        )
+    of_place = dict(zip(step.places, times, strict=True))
+    return {
+        name: of_place[program.place].of(program.kind) for name, program in step.programs.items()
+    }
+
+
+def plan_timeline(
+    step: Step, cluster: Cluster, times: Sequence[StageTimes], rates: Rates
+) -> StepTimeline:
+    """Simulate one step of a pipeline on the links of its target.
+
+    Args:
+        step: As ``build_step`` makes it.
+        cluster: Of its plan.
+        times: Per stage.
+        rates: Of the target.
+    """
+    links = LinkTimes(cluster, rates)
+    return simulate_step(step, Seconds(stage_seconds(step, times), links.seconds))
+
+
+class PipelineBuilder:
+    """Emits the instructions; remembers which slot holds which value of which micro-batch.
+
+    A value travels from stage to stage until its last reader, and its gradient goes back from
+    reader to reader, each adding its own. Another runtime's habits override ``order`` and the three
+    methods after it.
+
+    Args:
+        stages: In pipeline order.
+        schedule: As many stages.
+    """
+
+    def __init__(self, stages: Sequence[StageInterface], schedule: Schedule):
+        self.stages, self.schedule = stages, schedule
+        self.places = tuple(Place(f"stage {s}", stage.devices) for s, stage in enumerate(stages))
+        self.step = Step(self.places)
+        self.values: dict[
+            tuple[str, int, int, int], int
+        ] = {}  # (what, stage, micro-batch, id) -> slot
+        self.params: list[tuple[int, ...]] = []  # per stage, owned and then borrowed
+        self.gradients: list[tuple[int, ...]] = []
+        for s, stage in enumerate(stages):
+            for kind, nbytes in stage.transient_bytes.items():
+                self.step.programs[program_name(kind, s)] = Program(kind, self.places[s], nbytes)
+            params = [self._keep("params", s, "parameters", stage.params_bytes)]
+            self._keep("optimizer", s, "optimizer", stage.optimizer_bytes)
+            gradients = [self._keep("gradients", s, "gradients", stage.params_bytes)]
+            for p in stage.borrowed:
+                params.append(self._keep("param", s, "parameters", stage.param_bytes[p], p))
+                gradients.append(self._keep("gradient", s, "gradients", stage.param_bytes[p], p))
+            self.params.append(tuple(params))
+            self.gradients.append(tuple(gradients))
+
+    def build(self) -> Step:
+        """The step; once."""
+        step = self.step
+        step.instructions += self.order()
+        assert not any(what == "cotangent" for what, *_ in self.values), "a gradient is left behind"
+        step.num_passes = len(step.instructions)
+        step.instructions += [*self._updates(), Free(tuple(step.reported))]
+        return step
+
+    # ---- what another runtime does otherwise
+    # ----------------------------------------------------------------------------------------------
+
+    def order(self) -> Iterator[Instruction]:
+        """The forward and backward passes, and when what they make is sent."""
+        for clock in self.schedule.clocks:
+            transfers: dict[Task, list[Instruction]] = {task: [] for task in clock}
+            for task in clock:
+                yield from self.run(task, transfers[task])
+            for task in sorted(clock, key=_order_of_transfers):
+                yield from transfers[task]
+
+    def received(self, s: int) -> tuple[int, ...]:
+        """Values that a stage gets from others."""
+        return self.stages[s].received
+
+    def receivers(self, s: int, v: int) -> Iterable[int]:
+        """Stages that get a value from stage s."""
+        return (s + 1,)
+
+    def sender(self, s: int, v: int) -> int:
+        """The stage that gets the gradient of a value from stage s."""
+        return s - 1
+
+    # ---- passes
+    # ----------------------------------------------------------------------------------------------
+
+    def run(self, task: Task, transfers: list[Instruction]) -> Iterator[Instruction]:
+        """A pass; what is to be sent and freed after it is added to ``transfers``."""
+        return (self._forward if task.kind == "forward" else self._backward)(
+            task.stage_id, task.microbatch, transfers
+        )
+
+    def feed(self, s: int, m: int, label: str) -> Iterator[Instruction]:
+        """The leaves of a micro-batch that the stage reads, unless they are there already."""
+        for b in self.stages[s].batch:
+            if ("batch", s, m, b) not in self.values:
+                slot = self._new("batch", "batch", s, m, b, self.stages[s].batch_bytes[b])
+                yield Feed(slot, m, (b,), label)
+
+    def _keep(self, what: str, s: int, category: str, nbytes: int, key: int | None = None) -> int:
+        name = f"{what}@{s}" if key is None else f"{what}{key}@{s}"
+        return self.step.keep(name, self.places[s], category, nbytes, what, key)
+
+    def _new(self, what: str, category: str, s: int, m: int, key: int, nbytes: int) -> int:
+        slot = self.step.slot(f"{what}{key}.{m}@{s}", self.places[s], category, nbytes, what, key)
+        self.values[what, s, m, key] = slot
+        return slot
+
+    def _take(self, what: str, s: int, m: int, keys: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self.values.pop((what, s, m, key)) for key in keys)
+
+    def _see(self, what: str, s: int, m: int, keys: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self.values[what, s, m, key] for key in keys)
+
+    def _copy(self, source: int, target: int, label: str) -> Copy:
+        slots = self.step.slots
+        return Copy(source, target, max(slots[source].nbytes, slots[target].nbytes), label)
+
+    def _forward(self, s: int, m: int, transfers: list[Instruction]) -> Iterator[Instruction]:
+        stage, label, last = self.stages[s], f"forward {m} on stage {s}", s == len(self.stages) - 1
+        yield from self.feed(s, m, label)
+        category = "loss" if last else "sent activations"
+        outputs = tuple(
+            self._new(
+                "output",
+                "activations" if v in stage.kept_outputs else category,
+                s,
+                m,
+                v,
+                stage.value_bytes[v],
+            )
+            for v in stage.outputs
+        )
+        residuals = self._new("residuals", "activations", s, m, 0, stage.residual_bytes)
+        yield Run(
+            program_name("forward", s),
+            (
+                self.params[s],
+                self._see("input", s, m, stage.used),
+                self._see("batch", s, m, stage.batch),
+            ),
+            (*outputs, residuals),
+            (),
+            label,
+        )
+        if last:
+            assert not stage.kept_outputs, (
+                "the loss outlives the backward pass, which would free it"
+            )
+            self.step.reported += outputs
+        for v in stage.sent:
+            for t in self.receivers(s, v):
+                source = self.values["output" if v in stage.outputs else "input", s, m, v]
+                nbytes = self.stages[t].value_bytes[v]
+                target = self._new("input", "received activations", t, m, v, nbytes)
+                transfers.append(self._copy(source, target, f"send {v}.{m} from stage {s} to {t}"))
+        dead = [v for v in self.received(s) if v not in stage.kept_inputs]
+        sent = [v for v in stage.outputs if v not in stage.kept_outputs and not last]
+        batch = [b for b in stage.batch if b not in stage.kept_batch]
+        transfers.append(
+            Free(
+                self._take("input", s, m, dead)
+                + self._take("output", s, m, sent)
+                + self._take("batch", s, m, batch)
+            )
+        )
+
+    def _backward(self, s: int, m: int, transfers: list[Instruction]) -> Iterator[Instruction]:
+        stage, label = self.stages[s], f"backward {m} on stage {s}"
+        kept = (
+            self._take("input", s, m, stage.kept_inputs),
+            self._take("batch", s, m, stage.kept_batch),
+            self._take("output", s, m, stage.kept_outputs),
+            self._take("residuals", s, m, [0]),
+        )
+        cotangents = self._take("cotangent", s, m, stage.cotangents)
+        made = tuple(
+            self._new("input gradient", "sent gradients", s, m, v, stage.value_bytes[v])
+            for v in stage.input_gradients
+        )
+        accumulated = self.gradients[s]
+        yield Run(
+            program_name("backward", s),
+            (self.params[s], *kept, cotangents, accumulated),
+            (*made, *accumulated),
+            (*kept[0], *kept[2], *kept[3], *cotangents, *accumulated),
+            label,
+        )
+        yield Free(kept[1])
+        for v in self.received(s):
+            if v in stage.differentiable:
+                t = self.sender(s, v)
+                what = "input gradient" if v in stage.input_gradients else "cotangent"
+                source = self.values.pop((what, s, m, v))
+                nbytes = self.stages[t].value_bytes[v]
+                target = self._new("cotangent", "received gradients", t, m, v, nbytes)
+                label = f"send gradient {v}.{m} from stage {s} to {t}"
+                transfers += [self._copy(source, target, label), Free((source,))]
+
+    # ---- updates
+    # ----------------------------------------------------------------------------------------------
+
+    def _updates(self) -> Iterator[Instruction]:
+        """Sum the gradients of shared parameters at their owner, update there, and send the new
+        values back."""
+        stages, step, places = self.stages, self.step, self.places
+        owner_of = {p: s for s, stage in enumerate(stages) for p in stage.owned}
+        borrowers = [
+            (p, owner_of[p], s)
+            for p in sorted(owner_of)  # the order in which the owner's programs take them
+            for s, stage in enumerate(stages)
+            if p in stage.borrowed
+        ]
+        arrived: list[list[int]] = [[] for _ in stages]
+        for p, owner, s in borrowers:
+            nbytes = stages[owner].param_bytes[p]
+            name = f"gradient{p} of {s}@{owner}"
+            slot = step.slot(name, places[owner], "received gradients", nbytes, "gradient", p)
+            arrived[owner].append(slot)
+            label = f"send gradient of parameter {p} from stage {s} to {owner}"
+            yield self._copy(step.persistent[f"gradient{p}@{s}"], slot, label)
+        summaries: list[list[int]] = [[] for _ in stages]
+        if any(stage.summary_bytes for stage in stages):
+            yield from self._summaries(arrived, summaries)
+        for s in range(len(stages)):
+            own, borrowed = self._own(s), self.gradients[s][1:]
+            others = (slot for slot in summaries[s] if step.slots[slot].key != s)
+            inputs = (*((slot,) for slot in own), borrowed, tuple(arrived[s]), tuple(others))
+            taken = (*own, *borrowed)
+            yield Run(program_name("update", s), inputs, taken, taken, f"update on stage {s}")
+            yield Free((*arrived[s], *summaries[s]))
+        for s, stage in enumerate(stages):
+            for p in stage.borrowed:
+                owner = owner_of[p]
+                target, nbytes = step.persistent[f"param{p}@{s}"], stages[owner].param_bytes[p]
+                yield Free((target,))
+                yield Copy(
+                    self.params[owner][0],
+                    target,
+                    max(nbytes, step.slots[target].nbytes),
+                    f"send parameter {p} from stage {owner} to {s}",
+                    stages[owner].owned.index(p),
+                )
+
+    def _own(self, s: int) -> tuple[int, int, int]:
+        names = ("params", "optimizer", "gradients")
+        params, optimizer, gradients = (self.step.persistent[f"{name}@{s}"] for name in names)
+        return params, optimizer, gradients
+
+    def _summaries(
+        self, arrived: Sequence[Sequence[int]], summaries: Sequence[list[int]]
+    ) -> Iterator[Instruction]:
+        """Small values that every stage's update needs of all others."""
+
+        def new(s: int, t: int, name: str) -> int:
+            nbytes = self.stages[s].summary_bytes
+            slot = self.step.slot(name, self.places[t], "optimizer", nbytes, "summary", s)
+            summaries[t].append(slot)
+            return slot
+
+        made = []
+        for s in range(len(self.stages)):
+            made.append(new(s, s, f"summary@{s}"))
+            read = (*((slot,) for slot in self._own(s)), tuple(arrived[s]))
+            label = f"summarize gradients on stage {s}"
+            yield Run(program_name("summarize", s), read, (made[s],), (), label)
+        for s in range(len(self.stages)):
+            for t in range(len(self.stages)):
+                if s != t:
+                    target = new(s, t, f"summary of {s}@{t}")
+                    yield self._copy(made[s], target, f"send summary from stage {s} to {t}")
+        for slots in summaries:
+            slots.sort(key=lambda slot: self.step.slots[slot].key or 0)
+
+
+def _order_of_transfers(task: Task) -> tuple[bool, int]:
+    """Activations from the last stage to the first, then gradients from the first to the last: a
+    stage hands on and frees what it made before it receives, except where two neighbours exchange
+    both in one clock."""
+    forward = task.kind == "forward"
+    return not forward, -task.stage_id if forward else task.stage_id

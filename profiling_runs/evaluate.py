@@ -1,0 +1,243 @@
+"""Random plans, predicted from a profile alone, against their own compiled stages.
+
+Plans are drawn uniformly over stage count, then cuts, degrees and kind. The truth is the replay of
+the plan over its compiled stages. A stage whose programs were compiled for the profile or the
+calibration is counted apart: a lookup is no prediction. Interrupted, it resumes: compiled stages
+are in the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from capture.errors import PlanError, ProfileError
+from capture.measured.profile import Profile, StageConfig
+from capture.measured.stage_cost import StageCost
+from capture.plan.choices import by_degree
+from capture.plan.sampling import random_plans
+from capture.plan.schedule import SCHEDULES
+from capture.plan.stages import Plan
+from capture.predictor import AdditivePredictor
+from capture.predictor.accuracy import Outcome, finite, statistics
+from capture.predictor.paper import PaperPredictor
+from capture.step.interface import plan_interfaces
+from capture.step.pipeline import build_step
+from capture.step.program import replay
+from profiling_runs.collect import paper_profile, profile
+from profiling_runs.measurements import Measurements
+from profiling_runs.question import ProfileQuestion
+
+
+@dataclass(frozen=True)
+class EvaluationQuestion:
+    """Which plans are predicted and compiled.
+
+    Attributes:
+        profile: That predictions are made from.
+        num_microbatches: Of a step.
+        schedules: Every plan is looked at under each of them.
+        num_plans: Drawn.
+        seed: Of the plans.
+        memory_limit_bytes: Draw only plans that are predicted to fit this, per device.
+    """
+
+    profile: ProfileQuestion
+    num_microbatches: int
+    schedules: tuple[str, ...] = tuple(SCHEDULES)
+    num_plans: int = 200
+    seed: int = 0
+    memory_limit_bytes: int | None = None
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.profile.microbatch_size * self.num_microbatches
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was predicted, and what the compiled stages need.
+
+    Attributes:
+        question: That this answers.
+        profile: That predictions were made from.
+        default, paper: Per plan and device, in the default mode and in the paper's.
+        num_failed_stages: Stages that did not compile; their plans are left out.
+    """
+
+    question: EvaluationQuestion
+    profile: Profile
+    default: tuple[Outcome, ...]
+    paper: tuple[Outcome, ...]
+    num_failed_stages: int
+
+    def to_json(self) -> dict[str, Any]:
+        asked, profile = self.question, self.profile
+        factors = profile.calibration and list(
+            profile.calibration.widest(profile.choices, profile.graph.num_layers)
+        )
+        return {
+            "workload": str(asked.profile.workload),
+            "cluster": str(asked.profile.cluster),
+            "target": asked.profile.cluster.target,
+            "num_plans": asked.num_plans,
+            "seed": asked.seed,
+            "memory_limit_bytes": asked.memory_limit_bytes,
+            "schedules": list(asked.schedules),
+            "remat": asked.profile.remat[0],
+            "global_batch_size": asked.global_batch_size,
+            "num_microbatches": asked.num_microbatches,
+            "interval_factors": factors,
+            "default": statistics(self.default),
+            "paper": statistics(self.paper),
+            "default_where_paper_predicts": statistics(
+                [
+                    mine
+                    for mine, theirs in zip(self.default, self.paper, strict=True)
+                    if not np.isnan(theirs.predicted)
+                ]
+            ),
+            "by_schedule": {
+                s: {
+                    "default": statistics([o for o in self.default if o.plan[1] == s]),
+                    "paper": statistics([o for o in self.paper if o.plan[1] == s]),
+                }
+                for s in asked.schedules
+            },
+            "num_failed_stages": self.num_failed_stages,
+            "provenance": dict(profile.provenance),
+        }
+
+    @property
+    def predictions(self) -> list[dict[str, Any]]:
+        """Every one of them, as documents have it."""
+        return [
+            {**o.to_json(), "paper_predicted_bytes": finite(p.predicted)}
+            for o, p in zip(self.default, self.paper, strict=True)
+        ]
+
+
+def evaluate(question: EvaluationQuestion, measurements: Measurements) -> Evaluation:
+    """Profile, draw plans, predict and compile them.
+
+    Raises:
+        PlanError: ``sampling-empty`` if there is no plan, ``evaluate-memory`` if none fits.
+    """
+    asked, cluster = question.profile, question.profile.cluster
+    size = asked.microbatch_size
+    result = profile(asked, measurements=measurements)
+    # Calibration draws with a seed of its own; this keeps the two streams apart whatever seed is
+    # given.
+    draws = random_plans(
+        cluster,
+        result.graph.num_layers,
+        by_degree(result.choices),
+        np.random.default_rng([question.seed, 1]),
+        asked.space,
+    )
+    known = {measurements.key(config) for config in measurements.costs}
+    papers = {
+        schedule: PaperPredictor(
+            paper_profile(replace(asked, paper=(schedule, question.num_microbatches)), measurements)
+        )
+        for schedule in question.schedules
+    }
+    known_to_paper = {measurements.key(config) for config in measurements.costs}
+    drawn = (
+        {
+            s: result.plan(
+                cluster,
+                stages,
+                global_batch_size=question.global_batch_size,
+                num_microbatches=question.num_microbatches,
+                schedule=s,
+            )
+            for s in question.schedules
+        }
+        for stages in draws
+    )
+    limit = question.memory_limit_bytes
+    fitting = drawn if limit is None else _fitting(drawn, AdditivePredictor(result), limit)
+    plans = {
+        (i, s): plan
+        for i, both in enumerate(islice(fitting, question.num_plans))
+        for s, plan in both.items()
+    }
+    measurements.require(
+        {
+            "stages of the plans": [
+                StageConfig.of(s, size) for plan in plans.values() for s in plan.stages
+            ]
+        }
+    )
+    default, paper = list[Outcome](), list[Outcome]()
+    predictor = AdditivePredictor(result)
+    for key, plan in plans.items():
+        configs = [StageConfig.of(stage, size) for stage in plan.stages]
+        if any(config not in measurements.costs for config in configs):
+            continue
+        truth = _truth(plan, result, [measurements.costs[c] for c in configs], measurements)
+        predicted = predictor.predict(plan)
+        by_paper = _by_paper(papers[plan.schedule], plan)
+        for s, (stage, config) in enumerate(zip(plan.stages, configs, strict=True)):
+            seen = measurements.key(config)
+            for d in stage.devices:
+                peak, interval = (
+                    predicted.peak_bytes_per_device[d],
+                    predicted.interval_bytes_per_device[d],
+                )
+                default.append(Outcome(key, s, peak, *interval, truth[d], seen in known))
+                paper.append(
+                    Outcome(key, s, by_paper[s], np.nan, np.nan, truth[d], seen in known_to_paper)
+                )
+    return Evaluation(question, result, tuple(default), tuple(paper), len(measurements.failures))
+
+
+def _truth(
+    plan: Plan, result: Profile, costs: Sequence[StageCost], measurements: Measurements
+) -> tuple[int, ...]:
+    """Peaks per device by the replay of compiled stages."""
+    graph = measurements.backend.traced(plan.microbatch_size).graph
+    program = build_step(
+        plan_interfaces(plan, graph, result.param_bytes, costs), plan.schedule_table
+    )
+    return tuple(replay(program).peak_bytes_per_device)
+
+
+def _by_paper(predictor: PaperPredictor, plan: Plan) -> list[float]:
+    """Peaks per stage; NaN for data and tensor parallelism together, which is not in the paper's
+    space."""
+    found = []
+    for stage in plan.stages:
+        try:
+            peaks = predictor.peaks(stage.choice, plan.num_microbatches)
+        except ProfileError:
+            found.append(np.nan)
+        else:
+            found.append(float(peaks[stage.first, stage.stop]))
+    return found
+
+
+def _fitting(
+    drawn: Iterator[Mapping[str, Plan]], predictor: Any, limit: int
+) -> Iterator[Mapping[str, Plan]]:
+    """Of drawn plans those that fit under every schedule.
+
+    Raises:
+        PlanError: ``evaluate-memory`` if none of the first thousand does.
+    """
+    found = 0
+    for tried, both in enumerate(drawn):
+        if all(predictor.predict(plan).peak_bytes <= limit for plan in both.values()):
+            found += 1
+            yield both
+        if not found and tried == 1000:
+            raise PlanError.of(
+                f"none of {tried} random plans is predicted to need at most {limit:,} bytes; "
+                "raise --memory.",
+                "evaluate-memory",
+            )

@@ -1,0 +1,159 @@
+"""Who needs the memory of a plan, and which single change saves most. The plan's own stages are
+compiled, so nothing is guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from capture.documents import write
+from capture.errors import ProfileError
+from capture.measured.profile import StageConfig
+from capture.plan.choices import Remat
+from capture.plan.schedule import SCHEDULES
+from capture.plan.stages import Plan
+from capture.step.attribution import Attribution, attribute, group
+from profiling_runs.measurements import Measurements
+from profiling_runs.verify import verify
+
+#: Groups of buffers of a stage in the document.
+NUM_GROUPS = 50
+
+
+@dataclass(frozen=True)
+class PlanChange:
+    """A plan that differs by one decision.
+
+    Attributes:
+        change: What is decided.
+        plan: With it.
+        peak_bytes: Of the device that needs most, compiled.
+        saves_bytes: Less than the unchanged plan.
+    """
+
+    change: str
+    plan: Plan
+    peak_bytes: int
+    saves_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "change": self.change,
+            "peak_bytes": self.peak_bytes,
+            "saves_bytes": self.saves_bytes,
+        }
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Who needs the memory of a plan.
+
+    Attributes:
+        plan: Explained.
+        peak_bytes_per_device: Compiled.
+        source: Backend, target, versions.
+        stages: Per stage, its peak taken apart.
+        changes: Of one decision each, the most saving first.
+    """
+
+    plan: Plan
+    peak_bytes_per_device: tuple[int, ...]
+    source: Mapping[str, Any]
+    stages: tuple[Attribution, ...]
+    changes: tuple[PlanChange, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.peak_bytes_per_device)
+
+    @property
+    def best_change(self) -> PlanChange | None:
+        """None where none saves anything."""
+        return next((change for change in self.changes if change.saves_bytes > 0), None)
+
+    def to_json(self) -> dict[str, Any]:
+        stages = [
+            {
+                "stage_id": s,
+                "layers": [stage.first, stage.stop - 1],
+                "devices": list(stage.devices),
+                "peak_bytes": found.peak.peak_bytes,
+                "instant": found.peak.instant,
+                "parts_bytes": found.peak.parts,
+                "layers_bytes": {str(layer): parts for layer, parts in found.layers.items()},
+                "attributed_fraction": found.attributed_fraction,
+                "buffers": write(group(found.buffers)[:NUM_GROUPS]),
+            }
+            for s, (stage, found) in enumerate(zip(self.plan.stages, self.stages, strict=True))
+        ]
+        return {
+            "peak_bytes": self.peak_bytes,
+            "peak_bytes_per_device": list(self.peak_bytes_per_device),
+            "source": dict(self.source),
+            "stages": stages,
+            "changes": [change.to_json() for change in self.changes],
+            "best_change": self.best_change and self.best_change.to_json(),
+        }
+
+
+def explain(plan: Plan, measurements: Measurements) -> Explanation:
+    """Peaks with their parts, and every single change with what it saves.
+
+    Raises:
+        PlanError, ProfileError: as ``verify``.
+    """
+    verified = verify(plan, measurements)
+    peaks = verified.peak_bytes_per_device
+    buffers = measurements.buffers(
+        [StageConfig.of(stage, plan.microbatch_size) for stage in plan.stages]
+    )
+    graph = measurements.backend.traced(plan.microbatch_size).graph
+    ranges = [(stage.first, stage.stop) for stage in plan.stages]
+    stages = attribute(verified.program, verified.stages, ranges, graph, buffers)
+    found = []
+    for name, changed in _changes(plan):
+        try:
+            other = max(verify(changed, measurements).peak_bytes_per_device)
+        except ProfileError:  # a stage of the changed plan does not compile
+            continue
+        found.append(PlanChange(name, changed, other, max(peaks) - other))
+    found.sort(key=lambda change: -change.saves_bytes)
+    return Explanation(plan, peaks, measurements.backend.provenance, tuple(stages), tuple(found))
+
+
+def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """Plans that differ by one decision."""
+    for schedule in SCHEDULES:
+        if schedule != plan.schedule:
+            yield f"schedule {schedule}", plan.with_(schedule=schedule)
+    choices = [stage.choice for stage in plan.stages]
+
+    def changed(**fields: Any) -> Plan:
+        found = (replace(choice, **fields) for choice in choices)
+        if "shard_params" in fields:  # of replicas alone
+            found = (replace(choice, shard_params=choice.data_parallel > 1) for choice in found)
+        return plan.with_(
+            stages=tuple(
+                replace(stage, choice=choice)
+                for stage, choice in zip(plan.stages, found, strict=True)
+            )
+        )
+
+    policies: tuple[Remat, ...] = ("dots", "full")
+    for remat in policies:
+        if any(choice.remat != remat for choice in choices):
+            yield f"remat {remat}", changed(remat=remat)
+    if any(choice.data_parallel > 1 and not choice.shard_optimizer for choice in choices):
+        yield "shard the optimizer", changed(shard_optimizer=True)
+    if any(choice.data_parallel > 1 and not choice.shard_params for choice in choices):
+        yield "shard the parameters", changed(shard_optimizer=True, shard_params=True)
+    doubled = 2 * plan.num_microbatches
+    fits = plan.global_batch_size % doubled == 0
+    if fits and all(
+        (plan.global_batch_size // doubled) % choice.data_parallel == 0 for choice in choices
+    ):
+        yield (
+            f"{doubled} micro-batches of half the size",
+            plan.with_(num_microbatches=doubled, model_hash=""),
+        )

@@ -1,0 +1,211 @@
+"""Measured stage configs, made as they are needed: taken from the store, or else measured by
+jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from capture import environment
+from capture.documents import read
+from capture.errors import ProfileError, plain
+from capture.machine.target import Target
+from capture.measured.profile import Profile, StageConfig
+from capture.measured.stage_cost import StageCost
+from capture.measured.store import Store
+from capture.model.workload import WorkloadSpec
+from capture.plan.stages import TensorParallelRule
+from capture.step.attribution import StageBuffers
+from profiling_runs.batch import Batch, Progress, Watch
+from profiling_runs.jobs import Job, Outcome, Setting
+from profiling_runs.pools.where import Where, setting_of
+from profiling_runs.question import ProfileQuestion
+
+#: A kind of jobs.
+UPDATES = "optimizer updates"
+
+
+@dataclass
+class Measurements:
+    """Measured stage configs of one model, as they are needed.
+
+    Attributes:
+        backend: Knows keys and compiles.
+        spec: The workload by name; None measures in this process.
+        where: Jobs run.
+        num_devices: Virtual devices of a worker.
+        rule: Of the model.
+        progress, watch: Told how far the jobs are.
+        failures: Configs that could not be measured, and why.
+    """
+
+    backend: Any
+    spec: WorkloadSpec | None
+    where: Where
+    num_devices: int
+    rule: TensorParallelRule
+    progress: Progress
+    watch: Watch
+    costs: dict[StageConfig, StageCost] = field(default_factory=dict)
+    failures: dict[StageConfig, str] = field(default_factory=dict)
+    _keys: dict[StageConfig, str] = field(default_factory=dict)
+
+    def key(self, config: StageConfig) -> str:
+        """Content hash of the measurement of a config."""
+        if config not in self._keys:
+            self._keys[config] = self.backend.key(config)
+        return self._keys[config]
+
+    def jobs(self, wanted: Mapping[str, Iterable[StageConfig]]) -> list[Job]:
+        """The different measurements of stage configs, given by kind, and of the ends of a step
+        that they need. Measures nothing."""
+        found: dict[str, Job] = {}
+        for kind, configs in wanted.items():
+            for config in configs:
+                key = self.key(config)
+                if key not in found:
+                    update = self.backend.update_key(config)
+                    found.setdefault(update, Job(update, config, "update", UPDATES))
+                    found[key] = Job(key, config, kind=kind, needs=update)
+        return list(found.values())
+
+    def require(self, wanted: Mapping[str, Iterable[StageConfig]]) -> None:
+        """Measure the stage configs, given by kind, that neither this object nor the store has;
+        failures are kept, not raised."""
+        wanted = {
+            kind: [c for c in configs if c not in self.costs and c not in self.failures]
+            for kind, configs in wanted.items()
+        }
+        configs_of: dict[str, list[StageConfig]] = {}
+        for config in dict.fromkeys(config for configs in wanted.values() for config in configs):
+            configs_of.setdefault(self.key(config), []).append(config)
+        jobs = self.jobs(wanted)
+        values = self.backend.store.get(job.key for job in jobs)
+        errors = {}
+        needed = {job.needs for job in jobs if job.key not in values}
+        missing = [
+            job
+            for job in jobs
+            if job.key not in values and (job.part != "update" or job.key in needed)
+        ]
+        missing = [
+            replace(job, known={job.needs: values[job.needs]})
+            if job.needs and job.needs in values
+            else job
+            for job in missing
+        ]
+        for outcome in self._run(missing):
+            if outcome.value is None:
+                errors[outcome.job.key] = outcome.error
+            else:
+                values[outcome.job.key] = outcome.value
+        for key, configs in configs_of.items():
+            if key in values:
+                self.costs.update(dict.fromkeys(configs, read(values[key], StageCost)))
+            else:
+                self.failures.update(dict.fromkeys(configs, errors[key]))
+
+    def buffers(self, configs: Sequence[StageConfig]) -> list[StageBuffers]:
+        """What the bytes of stage configs consist of; compiled once more, with the compiler's dump.
+
+        Raises:
+            ProfileError: ``verify-stage`` naming those that do not compile.
+        """
+        jobs = {self.backend.buffers_key(config): config for config in configs}
+        found = self.backend.store.get(jobs)
+        for outcome in self._run(
+            [
+                Job(key, config, "buffers", "buffers of the stages")
+                for key, config in jobs.items()
+                if key not in found
+            ]
+        ):
+            if outcome.value is None:
+                raise ProfileError.of(
+                    f"{outcome.job.what} does not compile: {plain(outcome.error)}.", "verify-stage"
+                )
+            found[outcome.job.key] = outcome.value
+        return [read(found[self.backend.buffers_key(config)], StageBuffers) for config in configs]
+
+    @property
+    def setting(self) -> Setting | None:
+        """How a worker measures; None if it is done in this process."""
+        if self.spec is None or self.where.here:
+            return None
+        return setting_of(
+            Setting(
+                self.spec,
+                self.backend.num_layers,
+                self.rule,
+                self.num_devices,
+                "compile",
+                self.backend.target.name,
+            )
+        )
+
+    def _run(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
+        batch = Batch(
+            jobs, self.backend.store, self.backend.provenance, self.spec, self.progress, self.watch
+        )
+        return batch.run(lambda: self.where.open(self.setting, self.backend, len(jobs)))
+
+
+def open_measurements(
+    question: ProfileQuestion,
+    *,
+    store: Store | None = None,
+    where: Where = Where(),
+    progress: Progress = lambda kind, done, total: None,
+    watch: Watch = lambda event: None,
+) -> Measurements:
+    """Measurements that are made when they are required.
+
+    Args:
+        question: Of its workload, cut and split as it says, compiled for the target of its cluster.
+            By name it is measured in worker processes, which have as many virtual devices as the
+            cluster.
+        store, where, progress, watch: As for ``profile``.
+    """
+    from capture.profiler.compile import CompileBackend
+
+    num_devices = question.cluster.num_devices
+    compiler = CompileBackend(
+        question.task,
+        question.num_layers,
+        question.tensor_parallel_rule,
+        store,
+        Target.load(question.cluster.target),
+        unmarked_layers=question.unmarked_layers,
+        num_devices=num_devices,
+    )
+    return Measurements(
+        compiler,
+        question.spec,
+        where,
+        num_devices,
+        question.tensor_parallel_rule,
+        progress,
+        watch,
+    )
+
+
+def unmeasured(question: ProfileQuestion, measurements: Measurements) -> Profile:
+    """The profile but for its measurements: what tracing says."""
+    compiler, sizes = measurements.backend, question.microbatch_sizes
+    graph = compiler.traced(question.microbatch_size).graph
+    splits = sorted({choice.param_split for choice in question.stage_choices})
+    return Profile(
+        graph=graph,
+        measurements={},
+        param_bytes={
+            split: compiler.sharding(question.microbatch_size).param_bytes(split)
+            for split in splits
+        },
+        provenance={**compiler.provenance, "created": environment.now()},
+        workload=measurements.spec,
+        auto_layers=compiler.num_layers is not None,
+        tensor_parallel_rule=measurements.rule,
+        microbatch_sizes=sizes,
+        model_hashes={size: compiler.traced(size).graph.model_hash for size in sizes},
+    )

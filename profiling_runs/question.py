@@ -1,0 +1,211 @@
+"""What a profile is made for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from capture.errors import ProfileError, TargetError, Violation
+from capture.machine.cluster import Cluster
+from capture.measured.profile import Profile
+from capture.model.workload import WorkloadProtocol, WorkloadSpec
+from capture.plan.choices import Remat, StageChoice
+from capture.plan.space import StageSpace
+from capture.plan.stages import Plan, TensorParallelRule
+from capture.profiler.windows import DEFAULT_NEIGHBOURS, profiled_microbatch_sizes
+
+DEFAULT_CALIBRATION_PLANS = 12
+BACKENDS = ("compile", "run", "alpa")
+#: Those that execute the paper's profiling runs.
+EXECUTING = ("run", "alpa")
+
+
+@dataclass(frozen=True)
+class ProfileQuestion:
+    """What a profile is asked for: a model's layers, for every stage that a plan on the cluster may
+    have.
+
+    Attributes:
+        workload: The task, or its name; by name it is measured in worker processes.
+        cluster: Decides the degrees to profile.
+        microbatch_size: Examples in a micro-batch over all replicas; half of it is profiled too.
+        backend: ``"compile"`` compiles layer windows for the cluster's target and runs nothing;
+            ``"compile:TARGET"`` names another target for the cluster. ``"run"`` executes the
+            paper's profiling runs and nothing else: the profile serves the paper's mode alone (see
+            ``executed_profile``), and what is said of windows below does not matter. ``"alpa"`` has
+            them executed by Alpa, on its Ray cluster of these nodes.
+        num_layers: None cuts at the model's marks; a number cuts automatically.
+        unmarked_layers: Of a model without marks; None: as many as are sensible
+            (``capture.tracing.cut.layers_without_marks``).
+        tensor_parallel_rule: ``"auto"`` or ``"largest"``.
+        remat, shard_optimizer: Of the stages.
+        shard_params: Also stages whose replicas split their parameters (ZeRO stage 3), beside those
+            that do not.
+        choices: Of the windows, instead of all data- and tensor-parallel degree pairs that fit the
+            cluster.
+        space: Of the windows: submeshes of stages.
+        num_neighbours: Of the windows: most neighbours of M_a.
+        calibration_plans: Random plans whose stages are measured to calibrate the interval of the
+            windows; 0 leaves it wide.
+        paper: (schedule, number of micro-batches) to make the paper's profiling runs as well;
+            needed with ``"run"`` and ``"alpa"``.
+        memory_limit_bytes: With ``"run"``: a run that needs more on a device is not made, and named
+            as failed.
+        repeats: With ``"run"``: steps that are measured in every run; the largest peaks count.
+        alpa_python: With ``"alpa"``: the interpreter of Alpa's environment.
+
+    Raises:
+        TargetError: ``target-unknown`` for another backend.
+        ProfileError: ``profile-backend`` for what the backend has no use for, or without what it
+            needs; ``profile-remat`` for several policies in the paper's runs.
+    """
+
+    workload: WorkloadProtocol | WorkloadSpec
+    cluster: Cluster
+    microbatch_size: int
+    backend: str = "compile"
+    num_layers: int | None = None
+    unmarked_layers: int | None = None
+    tensor_parallel_rule: TensorParallelRule = "auto"
+    remat: tuple[Remat, ...] = ("none",)
+    shard_optimizer: bool = False
+    shard_params: bool = False
+    choices: tuple[StageChoice, ...] | None = None
+    space: StageSpace = StageSpace()
+    num_neighbours: int = DEFAULT_NEIGHBOURS
+    calibration_plans: int = DEFAULT_CALIBRATION_PLANS
+    paper: tuple[str, int] | None = None
+    memory_limit_bytes: int | None = None
+    repeats: int = 1
+    alpa_python: str | None = None
+
+    def __post_init__(self) -> None:
+        kind, _, target = self.backend.partition(":")
+        if kind == "compile" and target:
+            object.__setattr__(self, "backend", kind)
+            object.__setattr__(self, "cluster", Cluster(self.cluster.nodes, target))
+        if self.backend not in BACKENDS:
+            raise TargetError.of(
+                f"backend={self.backend!r} is unknown; choose compile, compile:TARGET, run or "
+                "alpa.",
+                "target-unknown",
+            )
+        ProfileError.check(self._violations())
+
+    @classmethod
+    def of_plan(cls, plan: Plan, workload: WorkloadProtocol | WorkloadSpec) -> ProfileQuestion:
+        """That of the stages of a plan."""
+        return cls(
+            workload,
+            plan.cluster,
+            plan.microbatch_size,
+            num_layers=plan.num_layers if plan.auto_layers else None,
+            unmarked_layers=plan.num_layers,
+            tensor_parallel_rule=plan.tensor_parallel_rule,
+            choices=tuple(sorted({stage.choice for stage in plan.stages})),
+        )
+
+    @classmethod
+    def of_profile(
+        cls, profile: Profile, cluster: Cluster, workload: WorkloadProtocol | WorkloadSpec
+    ) -> ProfileQuestion:
+        """That of a model, cut and split as in a profile."""
+        return cls(
+            workload,
+            cluster,
+            profile.graph.microbatch_size,
+            num_layers=profile.graph.num_layers if profile.auto_layers else None,
+            tensor_parallel_rule=profile.tensor_parallel_rule,
+        )
+
+    def _violations(self) -> Iterator[Violation]:
+        executes, code = self.backend in EXECUTING, "profile-backend"
+        if executes and self.paper is None:
+            yield Violation(
+                f"backend={self.backend!r} makes the paper's profiling runs: give paper=(schedule, "
+                "num_microbatches), or --mode paper.",
+                code,
+            )
+        if executes and (self.choices is not None or self.shard_params):
+            yield Violation(
+                "choices, measurements and shard_params are of compiled windows; "
+                f"backend={self.backend!r} has none.",
+                code,
+            )
+        if executes and (self.num_neighbours, self.calibration_plans) != (
+            DEFAULT_NEIGHBOURS,
+            DEFAULT_CALIBRATION_PLANS,
+        ):
+            yield Violation(
+                "neighbours and calibration plans are of compiled windows; leave them out with "
+                f"backend={self.backend!r}.",
+                code,
+            )
+        if self.paper is not None and len(self.remat) > 1:
+            yield Violation(
+                "--remat auto: the paper's runs recompute the same in every stage; name one "
+                "policy.",
+                "profile-remat",
+            )
+        if self.backend == "alpa" and self.tensor_parallel_rule != "auto":
+            yield Violation(
+                "Alpa decides itself how to split parameters; leave out "
+                f"tensor_parallel_rule={self.tensor_parallel_rule!r}.",
+                code,
+            )
+        if (self.backend == "alpa") != (self.alpa_python is not None):
+            yield Violation(
+                f"backend={self.backend!r} came with alpa_python={self.alpa_python!r}; the "
+                "interpreter of Alpa's environment (--alpa-python) belongs to backend='alpa', "
+                "which needs it.",
+                code,
+            )
+        if self.backend != "run" and self.memory_limit_bytes is not None:
+            yield Violation(
+                f"memory_limit_bytes={self.memory_limit_bytes} is the limit of runs that are made "
+                f"here, and backend={self.backend!r} makes none; use backend='run', or leave it "
+                "out.",
+                code,
+            )
+        if self.backend != "run" and self.repeats != 1:
+            yield Violation(
+                f"repeats={self.repeats} is of runs that are made here; use backend='run', or "
+                "leave it out.",
+                code,
+            )
+
+    @property
+    def executes(self) -> bool:
+        """Whether the paper's profiling runs are executed."""
+        return self.backend in EXECUTING
+
+    @property
+    def spec(self) -> WorkloadSpec | None:
+        """The workload by name; None for one made from Python objects."""
+        return self.workload if isinstance(self.workload, WorkloadSpec) else None
+
+    @cached_property
+    def task(self) -> WorkloadProtocol:
+        """The workload, loaded."""
+        return self.workload.load() if isinstance(self.workload, WorkloadSpec) else self.workload
+
+    @cached_property
+    def stage_choices(self) -> tuple[StageChoice, ...]:
+        """Those that are profiled."""
+        if self.choices is not None:
+            return self.choices
+        return tuple(
+            self.space.choices(
+                self.cluster,
+                self.microbatch_size,
+                self.remat,
+                shard_optimizer=self.shard_optimizer,
+                shard_params=self.shard_params,
+            )
+        )
+
+    @property
+    def microbatch_sizes(self) -> tuple[int, ...]:
+        """Those that are profiled, ascending."""
+        return profiled_microbatch_sizes(self.microbatch_size, self.stage_choices)

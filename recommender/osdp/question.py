@@ -1,0 +1,156 @@
+"""What a sharding is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from capture.errors import ClusterError, PlanError, TargetError, Violation
+from capture.machine.cluster import Cluster
+from capture.machine.target import Target
+from capture.model.workload import WorkloadProtocol
+from capture.quantities import parse_bytes
+from capture.step.operator_cost import PAPER_GRANULARITY
+
+#: Smaller parameters are replicated: gathering one takes as long as latency allows, and a thousand
+#: of them are 4 GB at most with Adam.
+SMALLEST_BYTES = 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class ShardingQuestion:
+    """For which task, devices and memory operators are replicated, sharded or split.
+
+    Attributes:
+        workload: The task; nothing is allocated. Where the loop's own loss returns ``(loss, aux)``
+            or takes more arguments, that of the workload is the scalar alone, and the loop's is
+            given to ``transform``.
+        where: A ``Cluster``, or a ``jax.sharding.Mesh`` whose axes are all data-parallel.
+        memory_limit: Per device, in bytes or as text ("30GiB"); None: what the target can use. The
+            compiled step stays within it; a plan that is not compiled leaves a part of it to the
+            compiler (``reserved_fraction``).
+        target: Rates and memory of the mesh's devices, such as ``"h100"``; a cluster names its own.
+        devices_per_node: Of a mesh; None: those of a process.
+        batch_size: Examples per device; None to choose it.
+        max_batch_size: The largest to choose from.
+        granularities: Slices per operator to choose from; 1 is unsplit.
+        partly: Whether k of g slices may be sharded: such leaves become two arrays (``split``).
+        remat: Whether the backward pass computes every operator again from its input. The model's
+            own ``jax.checkpoint`` needs no option.
+        overlap_fraction: Of computation and communication, what hides the other (``StepCost``).
+            Above 0, the forward pass may gather an operator's parameters while the one before it
+            runs; backwards, gathers and reduce-scatters run beside the two products of their own
+            operator in any case, as far as XLA can.
+        smallest_bytes: Smaller parameters are replicated.
+        dtype: Whose rate products have, also ``"tf32"`` where the target has it; None: that in
+            which the target computes most of the loss's products at the precision that they ask for
+            (``Rates.computed_in``).
+
+    Raises:
+        PlanError: ``memory-syntax``, ``osdp-limit``, ``osdp-batch-size``, ``osdp-granularity``,
+            ``osdp-smallest``;
+        TargetError: ``osdp-target`` for a mesh without a target, ``osdp-dtype``;
+        ClusterError: ``osdp-where``.
+    """
+
+    workload: WorkloadProtocol
+    where: Any
+    memory_limit: str | float | None = None
+    target: str | None = None
+    devices_per_node: int | None = None
+    batch_size: int | None = None
+    max_batch_size: int | None = None
+    granularities: tuple[int, ...] = (1, PAPER_GRANULARITY)
+    partly: bool = False
+    remat: bool = False
+    overlap_fraction: float = 0.0
+    smallest_bytes: int = SMALLEST_BYTES
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        PlanError.check(self._violations())
+        if not isinstance(self.where, Cluster) and not hasattr(self.where, "devices"):
+            raise ClusterError.of(
+                f"{self.where!r} is neither a cluster nor a mesh; give Cluster.parse('1x8', "
+                "'h100') or a mesh.",
+                "osdp-where",
+            )
+        if not isinstance(self.where, Cluster) and self.target is None:
+            raise TargetError.of(
+                'a mesh does not say how fast its devices are; give target=, such as "h100".',
+                "osdp-target",
+            )
+
+    @property
+    def limit_bytes(self) -> float | None:
+        """The memory limit that is given."""
+        limit = self.memory_limit
+        return parse_bytes(limit) if isinstance(limit, str) else limit
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        """That which is given, or that of the mesh.
+
+        Raises:
+            ClusterError: ``osdp-nodes``.
+        """
+        if isinstance(self.where, Cluster):
+            return self.where
+        from capture.runtime.sharded.mesh import cluster_of
+
+        assert self.target is not None, "checked"
+        return cluster_of(self.where, self.target, self.devices_per_node)
+
+    @cached_property
+    def node_groups(self) -> bool:
+        """Whether operators may be sharded over the devices of a node alone."""
+        if isinstance(self.where, Cluster):
+            return True
+        from capture.runtime.sharded.mesh import has_groups
+
+        return has_groups(self.where, self.cluster.nodes[0])
+
+    def check_dtype(self) -> None:
+        """Refuse one that the target has no rate of.
+
+        Raises:
+            TargetError: ``osdp-dtype``.
+        """
+        rates = Target.load(self.cluster.target).rates
+        if self.dtype is not None and rates and self.dtype not in rates.flops_per_second:
+            raise TargetError.of(
+                f"dtype={self.dtype!r} has no rate in target={self.cluster.target!r}; choose one "
+                f"of {', '.join(rates.flops_per_second)}.",
+                "osdp-dtype",
+            )
+
+    def _violations(self) -> Iterator[Violation]:
+        limit, granularities = self.limit_bytes, self.granularities
+        if limit is not None and not 0 < limit < float("inf"):
+            yield Violation(
+                f"memory_limit={limit} is no memory of a device; give bytes, more than 0.",
+                "osdp-limit",
+            )
+        for name in ("batch_size", "max_batch_size"):
+            size = getattr(self, name)
+            if size is not None and (not isinstance(size, int) or size < 1):
+                yield Violation(
+                    f"{name}={size!r} is no batch per device; give a whole number, at least 1.",
+                    "osdp-batch-size",
+                )
+        if (
+            not isinstance(granularities, Sequence)
+            or not granularities
+            or any(not isinstance(g, int) or g < 0 for g in granularities)
+        ):
+            yield Violation(
+                f"granularities={granularities!r} are no numbers of slices; give some, such as (1, "
+                "4); 1 is unsplit.",
+                "osdp-granularity",
+            )
+        if self.smallest_bytes < 0:
+            yield Violation(
+                f"smallest_bytes={self.smallest_bytes} is no size; give 0 or more.", "osdp-smallest"
+            )
