@@ -2,7 +2,7 @@
 anything runs.
 
 The public names load their module on first use, so ``import capture`` loads no framework and
-planning from a profile never does; only ``pipeshard`` loads JAX. Profiles are made by
+planning from a profile never does; only ``pipeshard`` and ``shard`` load JAX. Profiles are made by
 ``profiling_runs.profile``, plans by ``recommender.recommend``.
 """
 
@@ -33,6 +33,7 @@ _MODULE_OF = {
     "load_plan": "capture.plan.kinds",
     "pipeshard": "capture.runtime.pipeline",
     "plan_from_alpa": "capture.alpa",
+    "shard": "capture.runtime.sharded",
     "to_alpa": "capture.alpa",
 }
 
