@@ -100,6 +100,7 @@ def main() -> int:
     import jax
 
     from capture.profiler.sharded_step import StepCompiler
+    from capture.runtime.sharded import shard
     from recommender.osdp import ShardingQuestion
     from recommender.osdp.over_step import reserved_fraction
 
@@ -137,7 +138,7 @@ def main() -> int:
                     limit = least + fraction * (most - least)
                     result = planned(question, limit)
                     start = time.perf_counter()
-                    measured, program = compiler.measure(workload, result.emission, batch_size)
+                    measured, program = compiler.measure(shard(workload, result.plan, mesh))
                     rows.append(
                         {
                             "target": target.name,

@@ -2,7 +2,7 @@
 anything runs.
 
 The public names load their module on first use, so ``import capture`` loads no framework and
-planning from a profile never does; only ``pipeshard`` loads JAX. Profiles are made by
+planning from a profile never does; only ``pipeshard`` and ``shard`` load JAX. Profiles are made by
 ``profiling_runs.profile``, plans by ``recommender.recommend``.
 """
 
@@ -24,15 +24,16 @@ _MODULE_OF = {
     "Plan": "capture.plan.stages",
     "Prediction": "capture.predictor",
     "Profile": "capture.measured.profile",
+    "ShardingPlan": "capture.plan.sharding",
     "Stage": "capture.plan.stage",
     "StageChoice": "capture.plan.choices",
-    "ShardingPlan": "capture.plan.sharding",
     "Store": "capture.measured.store",
     "Workload": "capture.model.workload",
     "WorkloadSpec": "capture.model.workload",
     "load_plan": "capture.plan.kinds",
     "pipeshard": "capture.runtime.pipeline",
     "plan_from_alpa": "capture.alpa",
+    "shard": "capture.runtime.sharded",
     "to_alpa": "capture.alpa",
 }
 

@@ -42,7 +42,7 @@ _LONG = {
         "run_backend",
         "readme",
         "flash_attention",
-        "osdp_emission",
+        "osdp_sharded",
         "pipeline",
         "cli",
     )

@@ -29,7 +29,7 @@ from capture.machine.cluster import Cluster
 from capture.plan.sharding import DP, ZDP, Mode
 from capture.plan.sharding import ShardingPlan
 from capture.profiler.sharded_step import StepCompiler
-from capture.runtime.sharded.emission import Emission
+from capture.runtime.sharded import Sharded
 from capture.tracing.operators import traced_operators
 from capture.model.workload import Workload
 
@@ -60,9 +60,8 @@ def beside_products(text):
     return found
 
 for mode, look_ahead in ((DP, False), (ZDP, False), (ZDP, True), (Mode(4, 4), False), (Mode(16, 16), False)):
-    plan = ShardingPlan(1, (mode,) * 3, 1.0, 1, 1.0, ("a", "b", "c"), operators.names, look_ahead=look_ahead)
-    emitted = Emission(plan, mesh, operators, workload.optimizer)
-    nbytes, program = compiler.measure(workload, emitted, 8)
+    plan = ShardingPlan(8, (mode,) * 3, 1.0, 1, 1.0, ("a", "b", "c"), operators.names, look_ahead=look_ahead)
+    nbytes, program = compiler.measure(Sharded(workload, plan, mesh, operators.traced))
     row = {"bytes": nbytes, "sent": sent(program.work), "products": beside_products(program.call.as_text())}
     rows[str(mode) + look_ahead * " ahead"] = row
 print(json.dumps(rows))

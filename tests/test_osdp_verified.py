@@ -19,6 +19,7 @@ from capture.machine.target import TARGETS_FOLDER
 from capture.model.workload import Workload, WorkloadSpec
 from capture.plan.sharding import DP, ZDP, ShardingPlan
 from capture.profiler.sharded_step import StepCompiler
+from capture.runtime.sharded import shard
 from recommender.osdp import ShardingQuestion, osdp
 from recommender.osdp.result import ShardingResult
 from recommender.osdp.verified import fastest_compiled
@@ -54,7 +55,7 @@ def test_the_answer_compiles_within_the_limit_where_the_estimate_is_above_it(tmp
         said[0].startswith("compiling the train step of a plan for 4 examples per device")
         and "above the limit" in said[1]
     )
-    assert found.compiled_peak_bytes == of_the_users_loop(workload, found, 4)
+    assert found.compiled_peak_bytes == of_the_users_loop(workload, found.plan, 4)
 
 
 def test_the_answer_for_an_absent_gpu_compiles_within_the_limit():
@@ -77,17 +78,16 @@ def test_the_answer_for_an_absent_gpu_compiles_within_the_limit():
 def test_a_step_far_above_its_estimate_is_an_answer_too(tmp_path, monkeypatch):
     """It leaves less than nothing as a budget for another plan, and the search ends all the
     same."""
-    monkeypatch.setattr(
-        StepCompiler, "measure", lambda self, workload, emission, batch_size: (10**9, None)
-    )
+    monkeypatch.setattr(StepCompiler, "measure", lambda self, sharded: (10**9, None))
     cluster, workload = Cluster((8,), cpu_target(tmp_path)), WorkloadSpec.parse(GPT).load()
     found = osdp(ShardingQuestion(workload, cluster, 3e6, batch_size=4, smallest_bytes=1024))
     assert found.status == "infeasible" and "compiles to 1,000,000,000 bytes" in str(found)
 
 
-def of_the_users_loop(workload: Workload, result, batch_size: int) -> int:
+def of_the_users_loop(workload: Workload, plan: ShardingPlan, batch_size: int) -> int:
     """Bytes of the step as the README has it, by ``memory_analysis``."""
-    loss_fn = result.transform(workload.loss_fn)
+    sharded = shard(workload, plan, Cluster((8,), "cpu"))
+    loss_fn = sharded.transform(workload.loss_fn)
 
     def step(params, state, batch):
         loss, gradients = jax.value_and_grad(loss_fn)(params, batch)
@@ -98,14 +98,14 @@ def of_the_users_loop(workload: Workload, result, batch_size: int) -> int:
         return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
 
     params = jax.tree.map(
-        placed, jax.eval_shape(workload.init, jax.random.key(0)), result.shardings()
+        placed, jax.eval_shape(workload.init, jax.random.key(0)), sharded.shardings()
     )
     state = jax.tree.map(
-        placed, jax.eval_shape(workload.optimizer.init, params), result.opt_state_shardings
+        placed, jax.eval_shape(workload.optimizer.init, params), sharded.opt_state_shardings
     )
     batch = jax.eval_shape(lambda key: workload.batch(key, 8 * batch_size), jax.random.key(0))
-    batch = jax.tree.map(lambda struct: placed(struct, result.batch_sharding), batch)
-    out = (result.shardings(), result.opt_state_shardings, None)
+    batch = jax.tree.map(lambda struct: placed(struct, sharded.batch_sharding), batch)
+    out = (sharded.shardings(), sharded.opt_state_shardings, None)
     memory = (
         jax.jit(step, donate_argnums=(0, 1), out_shardings=out)
         .lower(params, state, batch)

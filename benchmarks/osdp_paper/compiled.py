@@ -67,6 +67,7 @@ def main() -> int:
 
 def row(setting: Setting, target: Target, compiler: Any) -> dict[str, Any]:
     """What is chosen for one model, and what its step needs."""
+    from capture.runtime.sharded import shard
     from recommender.osdp import ShardingQuestion, osdp
     from recommender.osdp.over_step import reserved_fraction
 
@@ -87,7 +88,7 @@ def row(setting: Setting, target: Target, compiler: Any) -> dict[str, Any]:
     if result.plan is None:
         return {**found, "status": "oom", "why": result.why, "fsdp_examples_per_second": fsdp}
     start = time.perf_counter()
-    compiled, _ = compiler.measure(workload, result.emission, result.plan.batch_size)
+    compiled, _ = compiler.measure(shard(workload, result.plan, compiler.mesh))
     return {
         **found,
         "status": "ok",

@@ -1,5 +1,5 @@
-"""What a search of OSDP decides, in plain data: the contract between the searches and the emission
-of programs.
+"""What a search of OSDP decides, in plain data: the contract between the searches and the step
+that is built of it.
 
 A plan is JSON:
 

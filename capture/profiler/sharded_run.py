@@ -4,9 +4,9 @@ and optimizer in it."""
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -22,8 +22,8 @@ from capture.model.workload import WorkloadProtocol
 from capture.plan.sharding import ShardingPlan
 from capture.profiler.sharded_step import StepCompiler
 from capture.runtime.meter import AllocatorMeter, ResidentSetMeter, buffers
-from capture.runtime.sharded.emission import Emission, mesh_of
-from capture.tracing.operators import traced_operators
+from capture.runtime.sharded import Sharded, shard
+from capture.runtime.sharded.mesh import mesh_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,33 +31,25 @@ class CompiledPlan:
     """The train step of a sharding plan as a compiler made it.
 
     Attributes:
-        plan: Compiled.
-        workload: Its task.
+        sharded: A workload with the plan on a mesh.
         target: What it was compiled for.
         peak_bytes: Of every device, by the compiler: arguments, results and temporaries.
         program: The step; it runs where it was compiled for devices of this process.
-        emission: The plan on a mesh.
     """
 
-    plan: ShardingPlan
-    workload: WorkloadProtocol
+    sharded: Sharded
     target: Target
     peak_bytes: int
     program: Executable
-    emission: Emission
-
-    @cached_property
-    def num_devices(self) -> int:
-        return self.emission.mesh.size
 
     def to_json(self) -> dict[str, Any]:
         """What ``capture verify --json`` says."""
+        num_devices, estimated = self.sharded.mesh.size, self.sharded.plan.peak_bytes
         return {
             "kind": "sharding",
-            "peak_bytes_per_device": [self.peak_bytes] * self.num_devices,
-            "predicted_peak_bytes_per_device": [self.plan.peak_bytes] * self.num_devices,
-            "prediction_error_fraction_per_device": [self.plan.peak_bytes / self.peak_bytes - 1]
-            * self.num_devices,
+            "peak_bytes_per_device": [self.peak_bytes] * num_devices,
+            "predicted_peak_bytes_per_device": [estimated] * num_devices,
+            "prediction_error_fraction_per_device": [estimated / self.peak_bytes - 1] * num_devices,
             "transient_bytes": self.program.transient_bytes,
             "source": {
                 "backend": f"compile:{self.target.name}",
@@ -140,40 +132,36 @@ def _cluster_of(plan: ShardingPlan) -> Cluster:
 def _compiled(
     plan: ShardingPlan, workload: WorkloadProtocol, target: Target, where: Any
 ) -> CompiledPlan:
-    planned_for = Target.load(_cluster_of(plan).target)
-    operators = traced_operators(workload, "traced", products=planned_for.products)
     compiler = StepCompiler(target, where)
-    emission = Emission(plan, compiler.mesh, operators, workload.optimizer)
-    peak, program = compiler.measure(workload, emission, plan.batch_size)
-    return CompiledPlan(plan, workload, target, peak, program, emission)
+    sharded = shard(workload, plan, compiler.mesh)
+    return CompiledPlan(sharded, target, *compiler.measure(sharded))
 
 
 def _train(
     step: CompiledPlan, params: Any, batches: list[Any], report: Callable[[str], None]
 ) -> dict[str, Any]:
     """Losses, seconds and measured bytes."""
-    emission, devices = step.emission, list(step.emission.mesh.devices.flat)
-    params = emission.split(params)
+    sharded, devices = step.sharded, list(step.sharded.mesh.devices.flat)
+    params = sharded.split(params)
     state = jax.device_put(
-        [jax.tree.leaves(params), jax.tree.leaves(step.workload.optimizer.init(params))],
-        [jax.tree.leaves(emission.shardings()), jax.tree.leaves(emission.opt_state_shardings)],
+        [jax.tree.leaves(params), jax.tree.leaves(sharded.workload.optimizer.init(params))],
+        [jax.tree.leaves(sharded.shardings()), jax.tree.leaves(sharded.opt_state_shardings)],
     )
     del params
     allocator, resident = AllocatorMeter(devices), ResidentSetMeter()
     losses, seconds, peaks, meter = [], [], (0,) * len(devices), ""
     for i, batch in enumerate(batches):
-        leaves = jax.device_put(jax.tree.leaves(batch), emission.batch_sharding)
+        leaves = jax.device_put(jax.tree.leaves(batch), sharded.batch_sharding)
         jax.block_until_ready((state, leaves))
         if i == 0:
             resident.start()
-        start = time.perf_counter()
-        if i == 0:
-            held = dict.fromkeys(devices, 0)
+            held = Counter[jax.Device]()
             for (device, *_), nbytes in buffers([*state[0], *state[1], *leaves]).items():
                 held[device] += nbytes
             peaks = tuple(held[device] + step.program.transient_bytes for device in devices)
             meter = "live arrays + XLA buffer assignment of the running program"
             meter += f" ({devices[0].platform})"
+        start = time.perf_counter()
         *state, loss = step.program.call(*state, leaves)
         losses.append(float(np.float64(loss)))
         jax.block_until_ready(state)

@@ -1,9 +1,8 @@
 """The train step of a sharding plan, compiled for a target: what a device holds at its peak, by the
 compiler's own report.
 
-The step is the user's: value_and_grad of the loss that the plan's emission transformed, then the
-optimizer, with parameters and state donated, parameters, state and batch sharded as the emission
-says. Nothing is allocated, nothing is run.
+The step is ``Sharded.update``: value_and_grad of the transformed loss, then the optimizer, with
+parameters and state donated, parameters, state and batch sharded as the plan says. Nothing is allocated, nothing is run.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capture import environment
@@ -28,8 +26,8 @@ from capture.compiler.target_devices import devices_of
 from capture.errors import TargetError
 from capture.machine.cluster import Cluster
 from capture.machine.target import Target
-from capture.model.workload import WorkloadProtocol
-from capture.runtime.sharded.emission import Emission, mesh_axes
+from capture.runtime.sharded import Sharded
+from capture.runtime.sharded.mesh import mesh_axes
 
 #: What JAX calls the platforms of targets.
 _JAX_PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
@@ -71,45 +69,34 @@ class StepCompiler:
         )
         self.mesh = Mesh(np.array(devices).reshape(shape), names)
 
-    def measure(
-        self, workload: WorkloadProtocol, emission: Emission, batch_size: int
-    ) -> tuple[int, Executable]:
+    def measure(self, sharded: Sharded) -> tuple[int, Executable]:
         """Bytes of a device at the peak of a step, arguments included, and the compiled program.
 
         Args:
-            workload: The task.
-            emission: Of a plan on ``mesh``.
-            batch_size: Examples per device.
+            sharded: A workload with a plan on ``mesh``.
 
         Raises:
             TargetError: ``target-refused`` if the compiler does not take the step,
                 ``target-report``.
         """
-        loss_fn = emission.transform(workload.loss_fn)
-        params = jax.eval_shape(emission.split, jax.eval_shape(workload.init, jax.random.key(0)))
+        workload, num_examples = sharded.workload, sharded.plan.batch_size * self.mesh.size
+        params = jax.eval_shape(sharded.split, jax.eval_shape(workload.init, jax.random.key(0)))
         state = jax.eval_shape(workload.optimizer.init, params)
-        batch = jax.eval_shape(
-            lambda key: workload.batch(key, batch_size * self.mesh.size), jax.random.key(0)
-        )
+        batch = jax.eval_shape(lambda key: workload.batch(key, num_examples), jax.random.key(0))
         trees = (params, state, batch)
         placed = (
-            emission.shardings(),
-            emission.opt_state_shardings,
-            jax.tree.map(lambda _: emission.batch_sharding, batch),
+            sharded.shardings(),
+            sharded.opt_state_shardings,
+            jax.tree.map(lambda _: sharded.batch_sharding, batch),
         )
 
         def step(*leaves):  # a program that is exported has no trees of optax
-            params, state, batch = (
+            given = (
                 jax.tree.unflatten(jax.tree.structure(t), own)
                 for t, own in zip(trees, leaves, strict=True)
             )
-            loss, gradients = jax.value_and_grad(loss_fn)(params, batch)
-            updates, state = workload.optimizer.update(gradients, state, params)
-            return (
-                jax.tree.leaves(optax.apply_updates(params, updates)),
-                jax.tree.leaves(state),
-                loss,
-            )
+            params, state, loss = sharded.update(*given)
+            return jax.tree.leaves(params), jax.tree.leaves(state), loss
 
         shardings = [jax.tree.leaves(tree) for tree in placed]
         arguments = tuple(

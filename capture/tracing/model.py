@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
@@ -13,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from capture.errors import TracingError
-from capture.model.graph import Layer, LayerGraph, Tensor, content_hash
+from capture.model.graph import Layer, LayerGraph, Tensor, content_hash, item_bytes
 from capture.model.workload import PyTree, WorkloadProtocol, takes_key
+from capture.plan.sharding import ParameterLeaf
 from capture.tracing.cut import (
     FLOPS_TOLERANCE,
     applied,
@@ -56,6 +58,14 @@ class TracedModel:
     _takes_key: bool
     _calls: tuple[LayerCall, ...]
     _slices: dict[tuple[int, int], StageSlice] = field(default_factory=dict)
+
+    @cached_property
+    def leaves(self) -> tuple[ParameterLeaf, ...]:
+        """The parameters of the graph, as the choice of their sharding sees them."""
+        return tuple(
+            ParameterLeaf(tensor.name, tensor.shape, item_bytes(tensor.dtype), dim)
+            for tensor, dim in zip(self.graph.params, self.split_dims, strict=True)
+        )
 
     def split_params(self, params: PyTree) -> PyTree:
         """The user's tree in the form of ``split_struct``; arrays of NumPy or JAX, also while

@@ -34,7 +34,6 @@ class TracedOperators:
         model: The operators in program order; parameters that are shared belong to the first
             operator that reads them.
         params: By operator, the parameters that belong to it, indices of ``leaves``.
-        leaves: The parameters; a leaf that is stacked over the steps of a scan is several.
         gathered_bytes: By leaf, of the whole as it is gathered.
         traced: What they were read from.
         dtype, precision: Most FLOPs are of products that read this data type and ask for this
@@ -43,11 +42,15 @@ class TracedOperators:
 
     model: OperatorModel
     params: tuple[tuple[int, ...], ...]
-    leaves: tuple[ParameterLeaf, ...]
     gathered_bytes: tuple[int, ...]
     traced: TracedModel
     dtype: str
     precision: str
+
+    @property
+    def leaves(self) -> tuple[ParameterLeaf, ...]:
+        """The parameters; a leaf that is stacked over the steps of a scan is several."""
+        return self.traced.leaves
 
     @property
     def names(self) -> tuple[tuple[str, ...], ...]:
@@ -178,18 +181,13 @@ def traced_operators(
             )
         )
         fused |= part.fused_values
-    leaves = tuple(
-        ParameterLeaf(tensor.name, tensor.shape, item_bytes(tensor.dtype), dim)
-        for tensor, dim in zip(graph.params, traced.split_dims, strict=True)
-    )
     gathered = [
         max((part.read_bytes[p] for part in parts if p in part.read_bytes), default=leaf.nbytes)
-        for p, leaf in enumerate(leaves)
+        for p, leaf in enumerate(traced.leaves)
     ]
     return TracedOperators(
         OperatorModel(name, (Block(tuple(operators)),), _state_ratio(workload)),
         tuple(params),
-        leaves,
         tuple(gathered),
         traced,
         *computed.most_common(1)[0][0],

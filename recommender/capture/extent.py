@@ -17,6 +17,7 @@ from capture.errors import PlanError
 from capture.machine.cluster import Cluster
 from capture.plan.stages import batch_violations
 from recommender.answer import Answer
+from recommender.bisection import last_that_holds
 from recommender.question import PlanQuestion
 
 #: Answers a question.
@@ -164,31 +165,6 @@ def largest_batch(
         return fits(steps, settled)
 
     most = (2 << max_doublings) - 1
-    guess = _last_that_holds(lambda steps: fits(steps, ask), 1, most)
-    best = _last_that_holds(fits_settled, max(1, guess), most)
+    guess = last_that_holds(lambda steps: fits(steps, ask), 1, most)
+    best = last_that_holds(fits_settled, max(1, guess), most)
     return attempts.get(best), tuple(attempts.values())
-
-
-def _last_that_holds(holds: Callable[[int], bool], start: int, most: int) -> int:
-    """The last of the numbers 1 to ``most`` that a condition holds of, which then fails for all
-    that follow; 0 if it holds of none.
-
-    Args:
-        holds: Asked about ``start`` first, then ever farther from it until the end is passed, then
-            in between.
-        start: From 1 to ``most``.
-        most: Where to end.
-    """
-    low, high, here, stride = 0, most + 1, start, 1
-    found = failed = False
-    while high - low > 1:
-        if holds(here):
-            low, found = here, True
-        else:
-            high, failed = here, True
-        if found and failed:
-            here = (low + high) // 2
-        else:
-            here = min(low + stride, most) if found else max(high - stride, 1)
-        stride *= 2
-    return low

@@ -2,9 +2,9 @@
 and strategies to compare with."""
 
 from capture.plan.sharding import ShardingPlan
-from recommender.osdp.emission import OsdpResult, osdp
 from recommender.osdp.problem import ShardingProblem
 from recommender.osdp.question import ShardingQuestion
+from recommender.osdp.recommendation import OsdpResult, osdp
 from recommender.osdp.result import ShardingResult
 from recommender.osdp.search import search
 

@@ -22,6 +22,7 @@ from capture.model.operators import Operator
 from capture.plan.sharding import DP, Mode, ShardingPlan
 from capture.step.operator_cost import StepCost
 from capture.step.sharded import peak_bytes
+from recommender.bisection import last_that_holds
 from recommender.osdp.exact import cheapest
 from recommender.osdp.problem import ShardingProblem
 from recommender.osdp.result import ShardingResult, plan_of
@@ -215,17 +216,12 @@ class _Search:
 
     def _most_examples(self) -> int:
         """The largest batch size that a plan with all operators in one mode fits."""
-        least, stop = 0, 1
-        most = float("inf") if self.problem.max_batch_size is None else self.problem.max_batch_size
-        while stop <= most and self._least_bytes(stop) <= self.limit:
-            least, stop = stop, 2 * stop
-        stop = int(min(stop, most + 1))
-        while stop - least > 1:
-            middle = (least + stop) // 2
-            least, stop = (
-                (middle, stop) if self._least_bytes(middle) <= self.limit else (least, middle)
-            )
-        return least
+        most = self.problem.max_batch_size
+        return last_that_holds(
+            lambda size: self._least_bytes(size) <= self.limit,
+            start=1,
+            most=np.inf if most is None else most,
+        )
 
     def _least_bytes(self, batch_size: int) -> int:
         return min(

@@ -13,9 +13,10 @@ micro-batches).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
 
@@ -23,13 +24,52 @@ import numpy as np
 
 from capture.machine.cluster import Machine
 from capture.model.operators import Block, Operator, OperatorModel
-from capture.plan.sharding import DP
-from capture.step.operator_cost import CostModel
+from capture.plan.sharding import DP, Mode
+from capture.step.operator_cost import BatchSize, Cost, CostModel
 from capture.step.times import busiest_seconds
-from recommender.osdp.exact import cheapest
-from recommender.osdp.problem import Options
+from recommender.osdp.exact import fastest_at
+from recommender.osdp.problem import ShardingProblem
 
 PipelineSchedule = Literal["gpipe", "1f1b"]
+
+
+@dataclass(frozen=True)
+class MicrobatchedCost:
+    """Costs of a step of several micro-batches; what searches take for a batch is one of them.
+
+    Attributes:
+        of: Costs of operators on the devices of one stage.
+        model: The operators of the stage.
+        num_microbatches: Of a step.
+        num_in_flight: Micro-batches whose activations the stage holds at once.
+    """
+
+    of: CostModel
+    model: OperatorModel
+    num_microbatches: int
+    num_in_flight: int
+
+    @property
+    def machine(self) -> Machine:
+        return self.of.machine
+
+    def modes(self, operator: Operator) -> tuple[Mode, ...]:
+        return self.of.modes(operator)
+
+    def cost(self, operator: Operator, mode: Mode, batch_size: BatchSize) -> Cost:
+        factors = (1, self.num_in_flight, self.num_microbatches)
+        found = self.of.cost(operator, mode, np.multiply.outer(factors, batch_size))
+        one, _, step = found.seconds
+        transient = found.transient_bytes
+        return Cost(
+            found.resident_bytes[1],
+            transient[0] if np.ndim(transient) else transient,
+            step if mode == DP else self.num_microbatches * one,
+        )
+
+    def once_seconds(self, operator: Operator, mode: Mode) -> float:
+        """What comes once per step, not per micro-batch: reducing what is replicated."""
+        return float(self.of.cost(operator, mode, 0).seconds) if mode == DP else 0.0
 
 
 @dataclass(frozen=True)
@@ -52,74 +92,38 @@ class Pipeline:
         """Seconds of a step of so many micro-batches of so many examples per replica; infinite if
         some stage does not fit."""
         busy, filling = [], []
-        for stage_id, stage in enumerate(self._stages):
-            options, once = self._options(stage_id, microbatch_size, num_microbatches)
-            chosen = cheapest(options, self.cost.machine.memory_limit_bytes).chosen
-            if chosen is None:
+        for stage_id, stage in enumerate(self._stages(num_microbatches)):
+            plan = fastest_at(ShardingProblem(stage, microbatch_size), microbatch_size)
+            if plan is None:
                 return float("inf")
-            rows = [(kind, pick) for kind, picks in enumerate(chosen) for pick in picks]
-            seconds = sum(float(options.seconds[row]) for row in rows)
+            operators = stage.model.operators
+            once = math.fsum(map(stage.once_seconds, operators, plan.modes))
             sent = 0.0
             if stage_id:
                 stride = self.machine.num_devices // self.num_stages
-                nbytes = microbatch_size * stage.operators[0].input_bytes
+                nbytes = microbatch_size * operators[0].input_bytes
                 sent = 2 * self.machine.links.seconds(
                     "collective-permute", nbytes, 2, stride
                 )  # and its gradient back
-            busy.append(seconds + num_microbatches * sent)
-            filling.append(
-                (seconds - sum(float(once[row]) for row in rows)) / num_microbatches + sent
-            )
+            busy.append(plan.step_seconds + num_microbatches * sent)
+            filling.append((plan.step_seconds - once) / num_microbatches + sent)
         return busiest_seconds(busy, filling)
-
-    @cached_property
-    def _stages(self) -> tuple[OperatorModel, ...]:
-        return stages_of(self.cost.model, self.num_stages)
 
     def largest_microbatch(self, num_microbatches: int) -> int:
         """Most examples of a micro-batch that fit; 0 if one does not."""
-        limit = self.cost.machine.memory_limit_bytes
+        least = None
+        for stage in self._stages(num_microbatches):
+            least = ShardingProblem(stage, least).num_batch_sizes
+            if not least:
+                return 0
+        return least or 0
 
-        def fits(size: int) -> bool:
-            return all(
-                self._options(i, size, num_microbatches)[0].least_bytes() <= limit
-                for i in range(self.num_stages)
-            )
-
-        least, stop = 0, 1
-        while fits(stop):
-            least, stop = stop, 2 * stop
-        while stop - least > 1:
-            middle = (least + stop) // 2
-            least, stop = (middle, stop) if fits(middle) else (least, middle)
-        return least
-
-    def _options(
-        self, stage_id: int, size: int, num_microbatches: int
-    ) -> tuple[Options, np.ndarray]:
-        """What may be chosen in a stage, and what of its seconds comes once per step rather than
-        per micro-batch."""
-        stage = self._stages[stage_id]
-        in_flight = (
-            num_microbatches
-            if self.schedule == "gpipe"
-            else min(self.num_stages - stage_id, num_microbatches)
-        )
-        kinds = [stage.operators[first] for first, _ in stage.counts]
-        modes = tuple(map(self.cost.modes, kinds))
-        columns = np.full((4, len(kinds), max(map(len, modes))), np.inf)
-        sizes = np.array([0, size, in_flight * size, num_microbatches * size])
-        for i, operator in enumerate(kinds):
-            for j, mode in enumerate(modes[i]):
-                cost = self.cost.cost(operator, mode, sizes)
-                none, one, _, step = cost.seconds
-                passing = np.broadcast_to(cost.transient_bytes, sizes.shape)[1]
-                seconds, once = (step, none) if mode == DP else (num_microbatches * one, 0.0)
-                columns[:, i, j] = cost.resident_bytes[2], passing, seconds, once
-        counts = np.array([count for _, count in stage.counts])
-        return Options(
-            counts, modes, np.ceil(columns[0]), np.ceil(columns[1]), columns[2]
-        ), columns[3]
+    def _stages(self, num_microbatches: int) -> Iterator[MicrobatchedCost]:
+        for stage_id, stage in enumerate(stages_of(self.cost.model, self.num_stages)):
+            in_flight = num_microbatches
+            if self.schedule == "1f1b":
+                in_flight = min(self.num_stages - stage_id, num_microbatches)
+            yield MicrobatchedCost(self.cost, stage, num_microbatches, in_flight)
 
 
 def layers_of(model: OperatorModel) -> list[tuple[Operator, ...]]:

@@ -11,6 +11,7 @@ import numpy as np
 from capture.errors import PlanError
 from capture.plan.sharding import Mode
 from capture.step.operator_cost import CostModel
+from recommender.bisection import last_that_holds
 
 
 @dataclass(frozen=True)
@@ -106,18 +107,11 @@ class ShardingProblem:
     def num_batch_sizes(self) -> int:
         """Batch sizes 1, 2, ... for which a plan fits: memory never falls when a batch grows
         (Algorithm 1, line 12; 3.2, Scheduler)."""
-        least, stop = 0, 1  # something fits at `least`; nothing at `stop`, or it is not asked for
-        most = np.inf if self.max_batch_size is None else self.max_batch_size
-        while stop <= most and self.options(stop).least_bytes() <= self.memory_limit_bytes:
-            least, stop = stop, 2 * stop
-        stop = int(min(stop, most + 1))
-        while stop - least > 1:
-            middle = (least + stop) // 2
-            if self.options(middle).least_bytes() <= self.memory_limit_bytes:
-                least = middle
-            else:
-                stop = middle
-        return least
+        return last_that_holds(
+            lambda size: self.options(size).least_bytes() <= self.memory_limit_bytes,
+            start=1,
+            most=np.inf if self.max_batch_size is None else self.max_batch_size,
+        )
 
     def options(self, batch_size: int | np.ndarray) -> Options:
         """What may be chosen at a batch size, or at several: their dimension comes first."""

@@ -98,7 +98,7 @@ class ShardingQuestion:
         """
         if isinstance(self.where, Cluster):
             return self.where
-        from capture.runtime.sharded.emission import cluster_of
+        from capture.runtime.sharded.mesh import cluster_of
 
         assert self.target is not None, "checked"
         return cluster_of(self.where, self.target, self.devices_per_node)
@@ -108,7 +108,7 @@ class ShardingQuestion:
         """Whether operators may be sharded over the devices of a node alone."""
         if isinstance(self.where, Cluster):
             return True
-        from capture.runtime.sharded.emission import has_groups
+        from capture.runtime.sharded.mesh import has_groups
 
         return has_groups(self.where, self.cluster.nodes[0])
 

@@ -333,7 +333,7 @@ def placed_text(stage: Any) -> str:
     """Of a stage as searches place it."""
     c = stage.choice
     how = split_text(c.data_parallel, c.tensor_parallel, c.remat)
-    where = f"{stage.first}-{stage.stop} on {stage.start_device}+{c.num_devices}"
+    where = f"{stage.first}-{stage.stop} on {stage.devices[0]}+{c.num_devices}"
     return f"{where} {how}{sharing_text(c.shard_optimizer, c.shard_params)}"
 
 
@@ -407,9 +407,9 @@ def strategies(model: str, limit_gib: int, nodes: int) -> dict[str, Any]:
     """Every strategy that OSDP is compared with: status, speed and setting."""
     from capture.step.operator_cost import StepCost
     from recommender.osdp.baselines import STRATEGIES
-    from tests.osdp_problems import devices, family
+    from tests.osdp_problems import family, machine
 
-    costs = StepCost(family(model), devices(limit_gib * 2**30, nodes), (1, 4))
+    costs = StepCost(family(model), machine(limit_gib * 2**30, nodes), (1, 4))
     found = {name: strategy(costs) for name, strategy in STRATEGIES.items()}
     return {name: of(o, "status examples_per_second setting") for name, o in found.items()}
 
@@ -423,13 +423,14 @@ def sharded(
     import jax
     import optax
 
-    from capture import Cluster, WorkloadSpec
-    from recommender.osdp import osdp
+    from capture import Cluster, WorkloadSpec, shard
+    from recommender.osdp import ShardingQuestion, osdp
 
     task = WorkloadSpec.parse(workload_name(workload)).load()
     cluster = Cluster.parse(*where.split())
     with programs() as emitted:
-        result = osdp(task, cluster, limit, **options)
+        verify = options.pop("verify", True)
+        result = osdp(ShardingQuestion(task, cluster, limit, **options), verify=verify)
     found = {
         "answer": of(result, "status verified unverified_why why"),
         "peaks": of(result, "estimated_peak_bytes compiled_peak_bytes"),
@@ -444,27 +445,28 @@ def sharded(
     found["rows"] = json_hash(rows)
     if not emit:
         return found
-    trees = [result.shardings(), result.opt_state_shardings]
-    found["replicated"] = list(result.replicated)
-    own, optimizers = (
+    own = shard(task, result.plan, cluster)
+    trees = [own.shardings(), own.opt_state_shardings]
+    found["replicated"] = list(own.replicated)
+    params, optimizers = (
         [f"{jax.tree_util.keystr(p)} {s.spec}" for p, s in jax.tree.leaves_with_path(tree)]
         for tree in trees
     )
-    found["shardings"] = [own, json_hash(optimizers), str(result.batch_sharding.spec)]
+    found["shardings"] = [params, json_hash(optimizers), str(own.batch_sharding.spec)]
 
     def step(params: Any, state: Any, batch: Any) -> Any:
-        loss, gradients = jax.value_and_grad(result.transform(task.loss_fn))(params, batch)
+        loss, gradients = jax.value_and_grad(own.transform(task.loss_fn))(params, batch)
         updates, state = task.optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, loss
 
-    params = jax.eval_shape(result.split, jax.eval_shape(task.init, jax.random.key(0)))
+    params = jax.eval_shape(own.split, jax.eval_shape(task.init, jax.random.key(0)))
     batch = jax.eval_shape(
         lambda key: task.batch(key, result.plan.batch_size * cluster.num_devices), jax.random.key(0)
     )
-    placed = (*trees, jax.tree.map(lambda _: result.batch_sharding, batch))
+    placed = (*trees, jax.tree.map(lambda _: own.batch_sharding, batch))
     structs = [
-        jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, own)
-        for tree, own in zip(
+        jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, place)
+        for tree, place in zip(
             (params, jax.eval_shape(task.optimizer.init, params), batch), placed, strict=True
         )
     ]

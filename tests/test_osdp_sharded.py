@@ -19,7 +19,8 @@ from capture.errors import CaptureError, PlanError, WorkloadError
 from capture.machine.cluster import Cluster
 from capture.model.workload import Workload, WorkloadSpec
 from capture.plan.sharding import DP, ZDP, Mode, ShardingPlan
-from capture.runtime.sharded.emission import Emission, SplitLeaf
+from capture.runtime.sharded import Sharded, shard
+from capture.runtime.sharded.placement import SplitLeaf
 from capture.tracing.operators import TracedOperators, traced_operators
 from recommender.osdp import ShardingQuestion
 from recommender.osdp import osdp as verified_osdp
@@ -128,10 +129,10 @@ def operators_of(name: str) -> tuple[Workload, TracedOperators]:
     return workload, traced_operators(workload, name)
 
 
-def emission(
+def sharded_by(
     name: str, *modes: Mode, mesh: Mesh | None = None, smallest_bytes: int = 0, **options: bool
-) -> Emission:
-    """Operators in these modes in turn."""
+) -> Sharded:
+    """A workload with its operators in these modes in turn."""
     workload, operators = operators_of(name)
     names = [operator.name for operator in operators.model.blocks[0].operators]
     chosen = tuple(modes[i % len(modes)] for i in range(len(names)))
@@ -146,7 +147,7 @@ def emission(
         smallest_bytes=smallest_bytes,
         **options,
     )
-    return Emission(plan, mesh or all_devices(), operators, workload.optimizer)
+    return Sharded(workload, plan, mesh or all_devices(), operators.traced)
 
 
 def all_devices() -> Mesh:
@@ -165,15 +166,15 @@ def expected(name: str):
     return params, batch, *jax.jit(jax.value_and_grad(workload.loss_fn))(params, batch)
 
 
-def check(name: str, emitted: Emission, tolerance: float = 2e-5) -> None:
+def check(name: str, sharded: Sharded, tolerance: float = 2e-5) -> None:
     params, batch, loss, gradients = expected(name)
-    held = jax.device_put(emitted.split(params), emitted.shardings())
+    held = jax.device_put(sharded.split(params), sharded.shardings())
     step = jax.jit(
-        jax.value_and_grad(emitted.transform(operators_of(name)[0].loss_fn)),
-        out_shardings=(None, emitted.shardings()),
+        jax.value_and_grad(sharded.transform(operators_of(name)[0].loss_fn)),
+        out_shardings=(None, sharded.shardings()),
     )
-    found, of_params = step(held, jax.device_put(batch, emitted.batch_sharding))
-    same((found, emitted.join(of_params)), (loss, gradients), tolerance)
+    found, of_params = step(held, jax.device_put(batch, sharded.batch_sharding))
+    same((found, sharded.join(of_params)), (loss, gradients), tolerance)
 
 
 def same(found, wanted, tolerance: float = 2e-5) -> None:
@@ -188,7 +189,7 @@ def same(found, wanted, tolerance: float = 2e-5) -> None:
 
 @pytest.mark.parametrize("mode", [DP, ZDP, Mode(4, 4), Mode(4, 1), Mode(3, 2)], ids=str)
 def test_loss_and_gradients_are_those_of_plain_data_parallelism(mode):
-    check("mlp", emission("mlp", mode))
+    check("mlp", sharded_by("mlp", mode))
 
 
 @pytest.mark.parametrize(
@@ -206,11 +207,11 @@ def test_loss_and_gradients_are_those_of_plain_data_parallelism(mode):
     ],
 )
 def test_operators_in_several_modes(name, modes, look_ahead, tolerance):
-    check(name, emission(name, *modes, look_ahead=look_ahead), tolerance)
+    check(name, sharded_by(name, *modes, look_ahead=look_ahead), tolerance)
 
 
 def test_rematerialised_operators():
-    check("mlp", emission("mlp", Mode(3, 1), remat=True))
+    check("mlp", sharded_by("mlp", Mode(3, 1), remat=True))
 
 
 @pytest.mark.parametrize(
@@ -235,12 +236,12 @@ def test_auxiliary_results(name, modes, remat):
         return workload.loss_fn(p, batch), aux
 
     params, batch, loss, gradients = expected(name)
-    emitted, key = emission(name, *modes, remat=remat), jax.random.key(2)
+    sharded, key = sharded_by(name, *modes, remat=remat), jax.random.key(2)
     wanted = jax.jit(loss_fn)(params, batch, key)[1]
-    step = jax.jit(jax.value_and_grad(emitted.transform(loss_fn, has_aux=True), has_aux=True))
+    step = jax.jit(jax.value_and_grad(sharded.transform(loss_fn, has_aux=True), has_aux=True))
     (found, aux), of_params = step(
-        jax.device_put(params, emitted.shardings()),
-        jax.device_put(batch, emitted.batch_sharding),
+        jax.device_put(params, sharded.shardings()),
+        jax.device_put(batch, sharded.batch_sharding),
         key,
     )
     same((found, of_params), (loss, gradients))
@@ -253,44 +254,37 @@ def test_auxiliary_results(name, modes, remat):
 
 
 def test_shared_inside_a_node():
-    emitted = emission("mlp", Mode(1, 1, 4), Mode(2, 2, 4), ZDP, mesh=two_nodes())
-    assert emitted.shardings()["table"].spec == PartitionSpec(("data",))
-    check("mlp", emitted)
+    sharded = sharded_by("mlp", Mode(1, 1, 4), Mode(2, 2, 4), ZDP, mesh=two_nodes())
+    assert sharded.shardings()["table"].spec == PartitionSpec(("data",))
+    check("mlp", sharded)
 
 
 def test_steps_of_training_are_the_same():
     workload, _ = operators_of("mlp")
-    emitted = emission("mlp", ZDP, Mode(3, 3), DP, Mode(4, 1))
+    sharded = sharded_by("mlp", ZDP, Mode(3, 3), DP, Mode(4, 1))
 
-    def train(loss_fn, params, state, batches, **options):
-        def step(params, state, batch):
-            loss, gradients = jax.value_and_grad(loss_fn)(params, batch)
-            updates, state = workload.optimizer.update(gradients, state, params)
-            return optax.apply_updates(params, updates), state, loss
+    @jax.jit
+    def plain_step(params, state, batch):
+        loss, gradients = jax.value_and_grad(workload.loss_fn)(params, batch)
+        updates, state = workload.optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
 
-        step = jax.jit(step, **options)
+    def train(step, params, state, place):
         losses = []
-        for batch in batches:
+        for i in range(4):
+            batch = jax.device_put(workload.batch(jax.random.key(i), 16), place)
             params, state, loss = step(params, state, batch)
             losses.append(float(loss))
-        return params, state, losses
+        return params, losses
 
     params = workload.init(jax.random.key(0))
-    batches = [workload.batch(jax.random.key(i), 16) for i in range(4)]
-    wanted, _, losses = train(workload.loss_fn, params, workload.optimizer.init(params), batches)
-    held = jax.device_put(emitted.split(params), emitted.shardings())
-    state = jax.jit(workload.optimizer.init, out_shardings=emitted.opt_state_shardings)(held)
-    found, state, found_losses = train(
-        emitted.transform(workload.loss_fn),
-        held,
-        state,
-        [jax.device_put(batch, emitted.batch_sharding) for batch in batches],
-        out_shardings=(emitted.shardings(), emitted.opt_state_shardings, None),
-        donate_argnums=(0, 1),
+    wanted, losses = train(plain_step, params, workload.optimizer.init(params), None)
+    found, found_losses = train(
+        sharded.step, *sharded.init(jax.random.key(0)), sharded.batch_sharding
     )
     assert found_losses == pytest.approx(losses, rel=1e-5)
     for ours, theirs in zip(
-        jax.tree.leaves(emitted.join(found)), jax.tree.leaves(wanted), strict=True
+        jax.tree.leaves(sharded.join(found)), jax.tree.leaves(wanted), strict=True
     ):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
@@ -341,7 +335,7 @@ WORKLOADS["chain"] = chain
 )
 def test_parameters_are_gathered_as_planned(mode, options, gathers, nbytes):
     workload, _ = operators_of("chain")
-    assert gathered(emission("chain", mode, **options), workload.loss_fn) == (
+    assert gathered(sharded_by("chain", mode, **options), workload.loss_fn) == (
         {nbytes: gathers} if gathers else {}
     )
 
@@ -352,10 +346,10 @@ def test_what_only_auxiliary_results_need_is_not_taken_backwards():
     def loss_fn(p, batch):
         return workload.loss_fn(p, batch), jnp.sin(batch["x"] @ p[0]) @ p[1]
 
-    assert gathered(emission("chain", ZDP), loss_fn, has_aux=True) == {64 * 64 * 4: 5 + 2}
+    assert gathered(sharded_by("chain", ZDP), loss_fn, has_aux=True) == {64 * 64 * 4: 5 + 2}
 
 
-def gathered(emitted: Emission, loss_fn, has_aux: bool = False) -> dict[int, int]:
+def gathered(sharded: Sharded, loss_fn, has_aux: bool = False) -> dict[int, int]:
     """How many gathers of so many bytes are in the step of ``chain``."""
     workload, _ = operators_of("chain")
     params, batch = (
@@ -365,16 +359,16 @@ def gathered(emitted: Emission, loss_fn, has_aux: bool = False) -> dict[int, int
     structs = [
         jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-            jax.eval_shape(emitted.split, params),
-            emitted.shardings(),
+            jax.eval_shape(sharded.split, params),
+            sharded.shardings(),
         ),
         jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=emitted.batch_sharding), batch
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharded.batch_sharding), batch
         ),
     ]
     step = jax.jit(
-        jax.value_and_grad(emitted.transform(loss_fn, has_aux), has_aux=has_aux),
-        out_shardings=(None, emitted.shardings()),
+        jax.value_and_grad(sharded.transform(loss_fn, has_aux), has_aux=has_aux),
+        out_shardings=(None, sharded.shardings()),
     )
     (module,) = step.lower(*structs).compile().runtime_executable().hlo_modules()
     return {c.nbytes: c.count for c in work_of_module(module).collectives if c.kind == "all-gather"}
@@ -385,8 +379,8 @@ def gathered(emitted: Emission, loss_fn, has_aux: bool = False) -> dict[int, int
 
 
 def test_shardings_of_parameters_and_of_the_optimizer():
-    emitted = emission("mlp", ZDP)
-    shardings = emitted.shardings(jax.eval_shape(operators_of("mlp")[0].init, jax.random.key(0)))
+    sharded = sharded_by("mlp", ZDP)
+    shardings = sharded.shardings(jax.eval_shape(operators_of("mlp")[0].init, jax.random.key(0)))
     axes = ("data",)
     assert jax.tree.map(lambda s: s.spec, shardings) == {
         "table": PartitionSpec(axes),
@@ -396,31 +390,31 @@ def test_shardings_of_parameters_and_of_the_optimizer():
             None, axes
         ),  # [7, 8, 24]: its first dimension that eight devices divide
     }
-    assert emitted.replicated == ("down/b",)
-    adam = emitted.opt_state_shardings[0]
+    assert sharded.replicated == ("down/b",)
+    adam = sharded.opt_state_shardings[0]
     assert adam.mu == adam.nu == shardings and adam.count.spec == PartitionSpec()
-    split = emission("mlp", Mode(4, 4)).shardings()
+    split = sharded_by("mlp", Mode(4, 4)).shardings()
     assert split["up"]["w"].spec == PartitionSpec(axes) and split["down"][
         "w"
     ].spec == PartitionSpec(axes)
     assert split["table"].spec == PartitionSpec(axes)  # read as a table and as a product: not split
-    small = emission("mlp", ZDP, smallest_bytes=WIDTH * HIDDEN * 4 + 1)
+    small = sharded_by("mlp", ZDP, smallest_bytes=WIDTH * HIDDEN * 4 + 1)
     assert set(small.replicated) == {"down/b", "out", "table", "up/b", "up/w"}
 
 
 def test_a_leaf_of_which_a_part_is_sharded_is_two():
-    emitted = emission("mlp", Mode(4, 1))
+    sharded = sharded_by("mlp", Mode(4, 1))
     params = operators_of("mlp")[0].init(jax.random.key(0))
-    split = emitted.split(params)
+    split = sharded.split(params)
     assert isinstance(split["up"]["w"], SplitLeaf) and not isinstance(split["table"], SplitLeaf)
     assert split["up"]["w"].replicated.shape == (HIDDEN, 18) and split["up"]["w"].sharded.shape == (
         HIDDEN,
         6,
     )
-    jax.tree.map(np.testing.assert_array_equal, emitted.join(split), params)
-    adam = emitted.opt_state_shardings[0]
-    assert adam.mu["up"]["w"] == emitted.shardings()["up"]["w"]
-    whole = emission("mlp", Mode(4, 4)).split(params)
+    jax.tree.map(np.testing.assert_array_equal, sharded.join(split), params)
+    adam = sharded.opt_state_shardings[0]
+    assert adam.mu["up"]["w"] == sharded.shardings()["up"]["w"]
+    whole = sharded_by("mlp", Mode(4, 4)).split(params)
     assert jax.tree.structure(whole) == jax.tree.structure(params)
 
 
@@ -449,12 +443,8 @@ def test_from_a_task_to_shardings(tmp_path):
         tight.plan.sharded_fraction > 0 and tight.plan.step_seconds > everything.plan.step_seconds
     )
     assert all(mode.num_sharded in (0, mode.num_slices) for mode in tight.plan.modes)
-    sharded = [
-        spec
-        for spec in jax.tree.leaves(jax.tree.map(lambda s: s.spec, tight.shardings()))
-        if spec != PartitionSpec()
-    ]
-    assert sharded
+    specs = jax.tree.map(lambda s: s.spec, shard(workload, tight.plan, all_devices()).shardings())
+    assert set(jax.tree.leaves(specs)) > {PartitionSpec()}
     assert sum(row.seconds for row in tight.rows) == pytest.approx(tight.plan.step_seconds)
     tight.plan.save(tmp_path / "plan.json")
     assert ShardingPlan.load(tmp_path / "plan.json") == tight.plan
@@ -469,10 +459,9 @@ def test_from_a_task_to_shardings(tmp_path):
         )
     )
     assert cluster.plan.look_ahead and not tight.plan.look_ahead
-    assert dict(cluster.mesh.shape) == {
-        "node": 2,
-        "data": 4,
-    } and cluster.batch_sharding.spec == PartitionSpec(("node", "data"))
+    over_nodes = shard(workload, cluster.plan, Cluster((4, 4), "h100"))
+    assert dict(over_nodes.mesh.shape) == {"node": 2, "data": 4}
+    assert over_nodes.batch_sharding.spec == PartitionSpec(("node", "data"))
 
 
 def test_the_steps_of_a_scan_get_one_mode():
@@ -493,7 +482,7 @@ def test_the_steps_of_a_scan_get_one_mode():
         )
         modes = {found.plan.mode_of_param[f"layers[{i}]"] for i in range(3)}
         assert len(modes) == 1 and found.plan.peak_bytes <= whole * fraction
-        found.shardings()
+        shard(workload, found.plan, all_devices()).shardings()
 
 
 def test_what_does_not_fit_says_so():
@@ -504,8 +493,8 @@ def test_what_does_not_fit_says_so():
     assert found.why.startswith("3 examples per device: ") and str(found).startswith(
         "infeasible: 3 examples"
     )
-    with pytest.raises(PlanError, match=r"there is no plan to emit: .*\[osdp-infeasible\]$"):
-        found.transform(mlp().loss_fn)
+    with pytest.raises(PlanError, match=r"there is no plan to shard by: .*\[osdp-infeasible\]$"):
+        shard(mlp(), found.plan, all_devices())
 
 
 def code_of(function) -> str:
@@ -544,13 +533,13 @@ def test_steps_of_a_scan_get_modes_that_can_be_emitted(smallest_bytes, partly):
     for fraction in (0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
         found = osdp(ShardingQuestion(workload, all_devices(), most * fraction, **options))
         if found.plan is not None:
-            seen.add(str(found.shardings()))
+            seen.add(str(shard(workload, found.plan, all_devices()).shardings()))
     assert len(seen) > 1
 
 
 def test_what_is_refused(tmp_path):
-    workload, operators = operators_of("mlp")
-    emitted = emission("mlp", ZDP)
+    workload, _ = operators_of("mlp")
+    sharded = sharded_by("mlp", ZDP)
     params, batch = (
         jax.eval_shape(workload.init, jax.random.key(0)),
         workload.batch(jax.random.key(0), 8),
@@ -589,28 +578,16 @@ def test_what_is_refused(tmp_path):
         )
         == "osdp-nodes"
     )
-    assert (
-        code_of(
-            lambda: osdp(
-                ShardingQuestion(workload, Cluster((16,), "h100"), max_batch_size=1)
-            ).shardings()
-        )
-        == "osdp-devices"
-    )
-    assert code_of(lambda: emission("mlp", Mode(1, 1, 4))) == "osdp-mesh"
-    assert code_of(lambda: emission("scan", ZDP, DP)) == "osdp-scan"
-    assert (
-        code_of(
-            lambda: Emission(
-                emission("chain", DP).plan, all_devices(), operators, workload.optimizer
-            )
-        )
-        == "osdp-plan-params"
-    )
+    for_16 = osdp(ShardingQuestion(workload, Cluster((16,), "h100"), max_batch_size=1)).plan
+    assert code_of(lambda: shard(workload, for_16, Cluster((16,), "h100"))) == "osdp-devices"
+    assert code_of(lambda: sharded_by("mlp", Mode(1, 1, 4))) == "osdp-mesh"
+    assert code_of(lambda: sharded_by("scan", ZDP, DP)) == "osdp-scan"
+    of_chain = sharded_by("chain", DP).plan
+    assert code_of(lambda: shard(workload, of_chain, all_devices())) == "osdp-plan-params"
     with pytest.raises(
         PlanError, match=r"'down/w' has shape none and should have \(56, 7, 8\); .*\[osdp-params\]$"
     ):
-        emitted.shardings({**params, "down": {"b": params["down"]["b"]}})
+        sharded.shardings({**params, "down": {"b": params["down"]["b"]}})
     for has_aux, result, message in (
         (
             False,
@@ -630,18 +607,18 @@ def test_what_is_refused(tmp_path):
     ):
         with pytest.raises(WorkloadError, match=message):
             jax.eval_shape(
-                emitted.transform(lambda p, b, result=result: result, has_aux), params, batch
+                sharded.transform(lambda p, b, result=result: result, has_aux), params, batch
             )
     with pytest.raises(
         WorkloadError, match=r"the loss scans over other parameters .*\[osdp-loss\]"
     ):
         jax.eval_shape(
-            emission("scan", ZDP).transform(workload.loss_fn),
+            sharded_by("scan", ZDP).transform(workload.loss_fn),
             operators_of("scan")[1].traced.params_struct,
             batch,
         )
-    data = json.loads(json.dumps(emitted.plan.to_json()))
-    assert ShardingPlan.from_json(data) == emitted.plan
+    data = json.loads(json.dumps(sharded.plan.to_json()))
+    assert ShardingPlan.from_json(data) == sharded.plan
     assert (
         code_of(lambda: ShardingPlan.from_json({**data, "schema_version": 9})) == "osdp-plan-schema"
     )

@@ -1,19 +1,18 @@
-"""One operation that reads sharded parameters, with its own derivative: gathers, computes, forgets;
-and gathers again to go backwards.
+"""One operation that reads sharded parameters, with its own derivative: all-gathers, computes,
+forgets; and all-gathers again to go backwards.
 
 Plain ``jax.jit`` on sharded parameters gathers once and keeps the whole parameter until the
 backward pass. Here
 
 * only the shards and the operation's other operands are saved; the backward pass gathers again;
-* gathers are tied to what the operation needs anyway (``lax.optimization_barrier``), so that XLA
-  gathers neither ahead nor twice as one; or, looking ahead, to what the operation before needed:
-  the forward pass then has two operations' parameters at most. Backwards, nothing is gathered
-  ahead: an operation has two products there, and gathers beside the first and scatters beside the
-  second;
+* an all-gather is tied to what the operation needs anyway (``lax.optimization_barrier``), so that
+  XLA gathers neither ahead nor twice as one; or, prefetched, to what the operation before needed:
+  the forward pass then has two operations' parameters at most. Backwards, nothing is prefetched:
+  an operation has two products there, with the all-gather beside the first and the reduce-scatter
+  beside the second;
 * gradients are brought to the parameter's sharding at once, before anything further back is
   computed: what XLA makes of that is a reduce-scatter. A scalar that is passed from operation to
-  operation carries that order through the backward pass, and forwards what gathers may look ahead
-  to.
+  operation carries that order through the backward pass, and forwards what a prefetch waits for.
 
 A split operation is a sum of pieces, each on a slice of its parameter, gathered after the sum of
 those before.
@@ -25,142 +24,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
-
-@dataclass(frozen=True)
-class Part:
-    """An array that holds some rows of a parameter leaf, all of them as a rule.
-
-    Attributes:
-        first, stop: The rows, along the dimension that the leaf is split in.
-        stored: Its sharding.
-        reduced: Shardings that its gradient is brought to, one after the other; the last is
-            ``stored``.
-        num_slices: Slices that are gathered one by one where an operation can be split.
-        num_blocks: Shards along the dimension of the slices, each of which has a share of every
-            slice; 1 if it is sharded along another.
-    """
-
-    first: int
-    stop: int
-    stored: NamedSharding
-    reduced: tuple[NamedSharding, ...]
-    num_slices: int = 1
-    num_blocks: int = 1
-
-    @property
-    def is_sharded(self) -> bool:
-        return not self.stored.is_fully_replicated
-
-    def slices(self, offset: int = 0) -> list[Rows]:
-        """Rows of each slice, of an array in which the part begins at ``offset``; sizes differ by
-        one per block at most."""
-        size = (self.stop - self.first) // self.num_blocks
-        bounds = [size * i // self.num_slices for i in range(self.num_slices + 1)]
-        return [Rows(offset, self.num_blocks, size, a, b) for a, b in pairwise(bounds) if b > a]
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Some rows of every one of equal blocks that follow each other: a slice of a sharded dimension
-    is that slice of every shard.
-
-    Attributes:
-        start: Of the first block.
-        num_blocks, block_size: How many, and rows of each.
-        first, stop: The rows, within a block.
-    """
-
-    start: int
-    num_blocks: int
-    block_size: int
-    first: int
-    stop: int
-
-    def of(self, array: Any, dim: int) -> Any:
-        """They alone, in their order, of a parameter: blocks are its shards."""
-        blocks = array.reshape(
-            *array.shape[:dim], self.num_blocks, self.block_size, *array.shape[dim + 1 :]
-        )
-        return lax.slice_in_dim(blocks, self.first, self.stop, axis=dim + 1).reshape(
-            *array.shape[:dim], -1, *array.shape[dim + 1 :]
-        )
-
-    def put(self, whole: Any, part: Any, dim: int) -> Any:
-        """The parameter with the part in their place; built up in place, slice by slice."""
-        blocks = whole.reshape(
-            *whole.shape[:dim], self.num_blocks, self.block_size, *whole.shape[dim + 1 :]
-        )
-        part = part.reshape(*part.shape[:dim], self.num_blocks, -1, *part.shape[dim + 1 :])
-        return lax.dynamic_update_slice_in_dim(blocks, part, self.first, axis=dim + 1).reshape(
-            whole.shape
-        )
-
-    def of_activation(self, array: Any, dim: int) -> Any:
-        """They alone, of an array that is whole along the dimension, often its last: a TPU would
-        copy all of it to reshape that."""
-        return jnp.concatenate(
-            [lax.slice_in_dim(array, a, b, axis=dim) for a, b in self._spans()], axis=dim
-        )
-
-    def put_activation(self, whole: Any, part: Any, dim: int) -> Any:
-        """The array with the part in their place."""
-        for (a, _), of_block in zip(
-            self._spans(), jnp.split(part, self.num_blocks, axis=dim), strict=True
-        ):
-            whole = lax.dynamic_update_slice_in_dim(whole, of_block, a, axis=dim)
-        return whole
-
-    def position(self, indices: Any) -> Any:
-        """Of rows of the array, the position among these; -1 of others."""
-        block, within = jnp.divmod(indices - self.start, self.block_size)
-        inside = (
-            (block >= 0) & (block < self.num_blocks) & (within >= self.first) & (within < self.stop)
-        )
-        return jnp.where(inside, block * (self.stop - self.first) + within - self.first, -1)
-
-    def _spans(self) -> list[tuple[int, int]]:
-        starts = range(self.start, self.start + self.num_blocks * self.block_size, self.block_size)
-        return [(start + self.first, start + self.stop) for start in starts]
-
-
-@dataclass(frozen=True)
-class Taken:
-    """A slice of an array that a piece needs: of the parameters it is gathered.
-
-    Attributes:
-        array: Position among the arrays.
-        dim, rows: Along that dimension these rows; None for all of it.
-        is_activation: Whether the array is the other operand.
-    """
-
-    array: int
-    dim: int = 0
-    rows: Rows | None = None
-    is_activation: bool = False
-
-    def of(self, array: Any) -> Any:
-        if self.rows is None:
-            return array
-        return (self.rows.of_activation if self.is_activation else self.rows.of)(array, self.dim)
-
-    def put(self, whole: Any, part: Any) -> Any:
-        """An array of the whole's shape with the part in its place."""
-        if self.rows is None:
-            return part
-        whole = (
-            jnp.zeros(whole.shape, part.dtype) if isinstance(whole, jax.ShapeDtypeStruct) else whole
-        )
-        return (self.rows.put_activation if self.is_activation else self.rows.put)(
-            whole, part, self.dim
-        )
+from capture.runtime.sharded.slices import Part, Taken
 
 
 @dataclass(frozen=True)
@@ -185,13 +56,13 @@ class ParamArray:
 
     Attributes:
         part: Where it belongs.
-        cast: Element-wise ops that come before the gather, so that less is sent.
+        cast: Element-wise ops that come before the all-gather, so that less is sent.
     """
 
     part: Part
     cast: Callable[[Any], Any]
 
-    def gathered(self, shard: Any) -> Any:
+    def all_gather(self, shard: Any) -> Any:
         value = self.cast(shard)
         return (
             lax.with_sharding_constraint(value, replicated(self.part.stored))
@@ -199,7 +70,7 @@ class ParamArray:
             else value
         )
 
-    def scattered(self, shard: Any, gradient: Any) -> Any:
+    def reduce_scatter(self, shard: Any, gradient: Any) -> Any:
         """The gradient of a shard from that of what was gathered from it."""
         for sharding in self.part.reduced:
             gradient = lax.with_sharding_constraint(gradient, sharding)
@@ -207,7 +78,7 @@ class ParamArray:
 
 
 def replicated(sharding: NamedSharding) -> NamedSharding:
-    return NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+    return NamedSharding(sharding.mesh, PartitionSpec())
 
 
 def run_gathered(
@@ -219,7 +90,7 @@ def run_gathered(
     *,
     keep_results: bool = False,
     hand_on: bool = False,
-    look_ahead: bool = False,
+    prefetch: bool = False,
 ) -> tuple[list[Any], Any, Any]:
     """Results of an operation on parameters and other operands, the token for the next one, and the
     first of the other operands.
@@ -234,7 +105,7 @@ def run_gathered(
             gathered for that.
         hand_on: Whether another operation reads the first operand: it has to wait for this one, or
             they would be made one.
-        look_ahead: Forwards, whether the gather may start with the operation before, not only when
+        prefetch: Forwards, whether the all-gather may start with the operation before, not only when
             the operands are there. Not of an operation that is repeated to go backwards: nobody
             then reads the token, and XLA would drop it.
     """
@@ -251,7 +122,7 @@ def run_gathered(
             # What is tied has to be used: of a barrier, XLA drops what nobody reads.
             held = [params[taken.array] for taken in piece.params]
             before = total or operands
-            if look_ahead:
+            if prefetch:
                 held, token = tied(held, token)
             else:
                 held, before = tied(held, before)
@@ -290,7 +161,7 @@ def run_gathered(
             _, vjp = jax.vjp(compute, gather(piece, shards), [given[i] for i in moving])
             of_full, of_others = vjp(gradients)
             of_shards = [
-                arrays[t.array].scattered(s, g)
+                arrays[t.array].reduce_scatter(s, g)
                 for t, s, g in zip(piece.params, shards, of_full, strict=True)
             ]
             (of_shards, of_others), order = tied((of_shards, of_others), order)
@@ -320,7 +191,7 @@ def run_gathered(
 
     def gather(piece, shards):
         return [
-            arrays[taken.array].gathered(shard)
+            arrays[taken.array].all_gather(shard)
             for taken, shard in zip(piece.params, shards, strict=True)
         ]
 

@@ -1,18 +1,15 @@
-"""From a training task to a sharded one: trace, search, and hand out shardings and the transformed
-loss."""
+"""From a training task to a sharding plan: trace, search, and ask the target's compiler."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
-from capture.errors import PlanError, TargetError
-from capture.machine.cluster import Cluster, Machine
+from capture.errors import TargetError
+from capture.machine.cluster import Machine
 from capture.machine.target import Target
 from capture.model.operators import Operator
-from capture.model.workload import WorkloadProtocol
 from capture.plan.sharding import Mode, OperatorCost, ShardingPlan
 from capture.quantities import format_bytes
 from capture.step.operator_cost import StepCost
@@ -41,11 +38,11 @@ class OperatorRow:
 
 @dataclass(frozen=True, eq=False)
 class OsdpResult:
-    """What to train with: use it in place of the shardings of fully sharded data parallelism.
+    """The answer to a question of ``osdp``, as data; ``capture.shard`` trains with its plan.
 
     Attributes:
         search: The answer of the search. Where it is infeasible, ``why`` says what is missing, and
-            there is no plan and nothing to emit.
+            there is no plan.
         plan: Batch size and modes, with the names of operators and parameters; it can be saved.
         cost: The model of costs that it was chosen by.
         target: Whose compiler was asked, or was not.
@@ -57,9 +54,6 @@ class OsdpResult:
     cost: StepCost
     target: str
     unverified_why: str | None
-    _workload: WorkloadProtocol
-    _operators: Any
-    _where: Any
 
     @property
     def status(self) -> str:
@@ -83,57 +77,6 @@ class OsdpResult:
     def compiled_peak_bytes(self) -> int | None:
         """Of a device, by the target's compiler; None if it was not asked."""
         return None if self.plan is None else self.plan.compiled_peak_bytes
-
-    @cached_property
-    def mesh(self) -> Any:
-        """The mesh that was given; for a cluster, one of this process's devices."""
-        from capture.runtime.sharded.emission import mesh_of
-
-        return mesh_of(self._where) if isinstance(self._where, Cluster) else self._where
-
-    @cached_property
-    def emission(self) -> Any:
-        """The plan on the mesh (``capture.runtime.sharded.emission.Emission``).
-
-        Raises:
-            PlanError: ``osdp-infeasible`` if there is no plan.
-        """
-        from capture.runtime.sharded.emission import Emission
-
-        if self.plan is None:
-            raise PlanError.of(f"there is no plan to emit: {self.why}", "osdp-infeasible")
-        return Emission(self.plan, self.mesh, self._operators, self._workload.optimizer)
-
-    def shardings(self, params: Any = None) -> Any:
-        """See ``Emission.shardings``."""
-        return self.emission.shardings(params)
-
-    @property
-    def opt_state_shardings(self) -> Any:
-        """See ``Emission.opt_state_shardings``."""
-        return self.emission.opt_state_shardings
-
-    @property
-    def batch_sharding(self) -> Any:
-        """See ``Emission.batch_sharding``."""
-        return self.emission.batch_sharding
-
-    @property
-    def replicated(self) -> tuple[str, ...]:
-        """See ``Emission.replicated``."""
-        return self.emission.replicated
-
-    def transform(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
-        """See ``Emission.transform``."""
-        return self.emission.transform(loss_fn, has_aux)
-
-    def split(self, params: Any) -> Any:
-        """See ``Emission.split``."""
-        return self.emission.split(params)
-
-    def join(self, params: Any) -> Any:
-        """See ``Emission.join``."""
-        return self.emission.join(params)
 
     @property
     def rows(self) -> list[OperatorRow]:
@@ -212,7 +155,7 @@ def osdp(
         partly=question.partly,
     )
     memory = machine.memory_limit_bytes
-    emitted: dict[str, Any] = {
+    described_by: dict[str, Any] = {
         "names": tuple(operator.name for operator in _all(cost)),
         "params": operators.names,
         "remat": question.remat,
@@ -231,25 +174,25 @@ def osdp(
     found, unverified_why = None, None if verify else "verify=False"
     if verify:
         from capture.profiler.sharded_step import StepCompiler
-        from capture.runtime.sharded.emission import Emission
+        from capture.runtime.sharded import Sharded
 
         try:
             compiler = StepCompiler(described, where)
 
             def measure(plan: ShardingPlan) -> int:
-                emission = Emission(
-                    replace(plan, **emitted), compiler.mesh, operators, workload.optimizer
-                )
-                return compiler.measure(workload, emission, plan.batch_size)[0]
+                whole = replace(plan, **described_by)
+                return compiler.measure(Sharded(workload, whole, compiler.mesh, operators.traced))[
+                    0
+                ]
 
             found = fastest_compiled(fastest, least, measure, memory, watch)
         except TargetError as error:
             unverified_why = str(error)
             watch(f"not compiled: {unverified_why}")
     found = found or fastest(memory * (1 - reserved_fraction(described.platform, operators.dtype)))
-    plan = None if found.plan is None else replace(found.plan, **emitted)
+    plan = None if found.plan is None else replace(found.plan, **described_by)
     plan = plan and replace(plan, cluster=question.cluster, costs=tuple(_costs(cost, plan)))
-    return OsdpResult(found, plan, cost, described.name, unverified_why, workload, operators, where)
+    return OsdpResult(found, plan, cost, described.name, unverified_why)
 
 
 def _costs(model: StepCost, plan: ShardingPlan) -> Iterator[OperatorCost]:

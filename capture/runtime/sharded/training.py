@@ -1,0 +1,237 @@
+"""A sharding plan on a mesh: shardings for the arrays of a training loop, and its loss with the
+plan's all-gathers and reduce-scatters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property, wraps
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from capture.errors import PlanError
+from capture.machine.cluster import Cluster
+from capture.model.workload import WorkloadProtocol
+from capture.plan.sharding import ShardingPlan
+from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
+from capture.runtime.sharded.mesh import mesh_of
+from capture.runtime.sharded.placement import SplitLeaf, place_leaves
+from capture.runtime.sharded.transform import gathered_loss
+from capture.tracing.model import TracedModel, trace
+
+
+def shard(workload: WorkloadProtocol, plan: ShardingPlan | None, where: Mesh | Cluster) -> Sharded:
+    """What trains a workload as a plan says; use it in place of the shardings of fully sharded
+    data parallelism.
+
+    Args:
+        workload: The task that the plan was made for; it is traced, and nothing is allocated.
+        plan: Such as ``recommender.osdp.osdp`` finds.
+        where: A mesh all of whose axes are data-parallel, or a cluster, whose mesh is then made of
+            this process's devices.
+
+    Raises:
+        PlanError: ``osdp-infeasible`` where a search found no plan, and those of ``place_leaves``;
+            ExecutionError: ``osdp-devices``; TracingError: those of ``trace``.
+    """
+    if plan is None:
+        raise PlanError.of(
+            "there is no plan to shard by: the search found none that fits, and its result's why "
+            "says what is missing.",
+            "osdp-infeasible",
+        )
+    mesh = mesh_of(where) if isinstance(where, Cluster) else where
+    return Sharded(workload, plan, mesh, trace(workload, 1, at_products=True))
+
+
+class Sharded:
+    """A workload, a plan and a mesh.
+
+    Args:
+        workload: The task.
+        plan: With the names of its operators' parameters.
+        mesh: All of its axes are data-parallel.
+        traced: The workload, cut at products.
+
+    Attributes:
+        workload, plan, mesh: As given.
+    """
+
+    def __init__(
+        self, workload: WorkloadProtocol, plan: ShardingPlan, mesh: Mesh, traced: TracedModel
+    ):
+        # What operations give is for XLA to say, also on a mesh that was made to have every
+        # operation say it (``jax.make_mesh``).
+        self.workload, self.plan, self.mesh = workload, plan, Mesh(mesh.devices, mesh.axis_names)
+        self._traced, self._struct = traced, traced.params_struct
+        self._leaves = place_leaves(plan, self.mesh, traced)
+
+    # ---- shardings
+    # ----------------------------------------------------------------------------------------------
+
+    @property
+    def replicated(self) -> tuple[str, ...]:
+        """Parameters that stay whole although their operator is sharded: too small, or the devices
+        divide none of their dimensions."""
+        sharded = {name for name, mode in self.plan.mode_of_param.items() if mode.num_sharded}
+        return tuple(
+            leaf.name
+            for leaf in self._leaves
+            if not any(part.is_sharded for part in leaf.parts)
+            and {leaf.name, f"{leaf.name}[0]"} & sharded
+        )
+
+    @cached_property
+    def batch_sharding(self) -> NamedSharding:
+        """Of batch leaves whose first dimension is that of the examples."""
+        return NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
+
+    def shardings(self, params: Any = None) -> Any:
+        """Of every parameter, in a tree of the parameters' structure.
+
+        Args:
+            params: Arrays or shapes, to check that they are the model's: as ``init`` or as
+                ``split`` returns them.
+
+        Raises:
+            PlanError: ``osdp-params``.
+        """
+        if params is not None:
+            self._check(params)
+        return self._tree.unflatten([leaf.node for leaf in self._leaves])
+
+    @cached_property
+    def opt_state_shardings(self) -> Any:
+        """Of the optimizer's state: what belongs to one parameter and has its shape is sharded as
+        that is; all else is replicated."""
+        traced = TracedOptimizer(self.workload.optimizer, self._split_struct)
+        param_of_state = SlicedOptimizer(traced, [range(len(traced.params))]).param_of_state
+        shardings = [sharding for leaf in self._leaves for sharding in leaf.shardings]
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        found = [
+            shardings[param]
+            if (param := param_of_state.get(i)) is not None
+            and struct.shape == traced.params[param].shape
+            else whole
+            for i, struct in enumerate(traced.state)
+        ]
+        return jax.tree.unflatten(traced.state_tree, found)
+
+    def split(self, params: Any) -> Any:
+        """The parameters with a ``SplitLeaf`` for every leaf of which a part is sharded; the same
+        tree where there is none."""
+        self._check(params)
+        return self._tree.unflatten(
+            [leaf.split(x) for leaf, x in zip(self._leaves, jax.tree.leaves(params), strict=True)]
+        )
+
+    def join(self, params: Any) -> Any:
+        """The inverse of ``split``."""
+        self._check(params)
+        leaves = zip(self._leaves, self._tree.flatten_up_to(params), strict=True)
+        return self._tree.unflatten(
+            [
+                jnp.concatenate([x.replicated, x.sharded], leaf.slice_dim)
+                if isinstance(x, SplitLeaf)
+                else x
+                for leaf, x in leaves
+            ]
+        )
+
+    @property
+    def _tree(self) -> Any:
+        return jax.tree.structure(self._struct)
+
+    @cached_property
+    def _split_struct(self) -> Any:
+        leaves = zip(self._leaves, jax.tree.leaves(self._struct), strict=True)
+        return self._tree.unflatten([jax.eval_shape(leaf.split, struct) for leaf, struct in leaves])
+
+    def _check(self, params: Any) -> None:
+        """Refuse what is neither the model's parameters nor those as ``split`` returns them."""
+        shapes = jax.tree.map(jnp.shape, params)
+        for struct in (self._struct, self._split_struct):
+            if shapes == jax.tree.map(jnp.shape, struct):
+                return
+        wrong = _difference(params, self._struct)
+        raise PlanError.of(
+            f"these are not the parameters of the plan's model: {wrong}; give those that its init "
+            "makes.",
+            "osdp-params",
+        )
+
+    # ---- the step
+    # ----------------------------------------------------------------------------------------------
+
+    def transform(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
+        """A loss with the plan's all-gathers; call it, and differentiate it, inside ``jax.jit``.
+
+        Args:
+            loss_fn: ``loss_fn(params, batch)``, or with further array arguments; a scalar. Rows
+                that a split table lacks count as 0.
+            has_aux: As of ``jax.value_and_grad``: ``loss_fn`` returns ``(loss, aux)``, aux being
+                any tree of arrays and numbers. The plan's memory does not count them.
+
+        Returns:
+            A function of the same arguments with the same results; the parameters are those of
+            ``shardings``.
+
+        Raises:
+            WorkloadError: ``osdp-loss`` when it is called and the loss is no scalar, has results
+                beside it that ``has_aux`` does not announce, or scans over other parameters than
+                the workload's; PlanError: ``osdp-params``.
+        """
+        run = gathered_loss(loss_fn, has_aux, self.plan, self._leaves, self._traced)
+
+        @wraps(loss_fn)
+        def sharded_loss(params, *arguments):
+            self._check(params)
+            return run(params, *arguments)
+
+        return sharded_loss
+
+    def init(self, key: jax.Array) -> tuple[Any, Any]:
+        """The workload's parameters and the optimizer's state, each as it is sharded."""
+        params = jax.jit(
+            lambda key: self.split(self.workload.init(key)), out_shardings=self.shardings()
+        )(key)
+        init = jax.jit(self.workload.optimizer.init, out_shardings=self.opt_state_shardings)
+        return params, init(params)
+
+    def update(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
+        """One step of the workload, to be compiled: new parameters, new state, the loss."""
+        loss_fn = self.transform(self.workload.loss_fn)
+        loss, gradients = jax.value_and_grad(loss_fn)(params, batch)
+        updates, state = self.workload.optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    @cached_property
+    def step(self) -> Callable[[Any, Any, Any], tuple[Any, Any, jax.Array]]:
+        """``update``, compiled; the parameters and the state that it is given become its own."""
+        return jax.jit(
+            self.update,
+            donate_argnums=(0, 1),
+            out_shardings=(self.shardings(), self.opt_state_shardings, None),
+        )
+
+
+def _difference(params: Any, struct: Any) -> str:
+    """The first leaf that is another one."""
+
+    def named(tree):
+        return {
+            jax.tree_util.keystr(path, simple=True, separator="/"): jnp.shape(x)
+            for path, x in jax.tree.leaves_with_path(tree)
+        }
+
+    given, wanted = named(params), named(struct)
+    for name in sorted(set(given) | set(wanted)):
+        if given.get(name) != wanted.get(name):
+            return (
+                f"{name!r} has shape {given.get(name, 'none')} and should have "
+                f"{wanted.get(name, 'none')}"
+            )
+    return "the containers differ"
