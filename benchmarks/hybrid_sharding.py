@@ -264,7 +264,7 @@ class Planner:
             ],
             "num_stages": plan.num_stages,
             "num_stages_with_shard_params": sum(stage.choice.shard_params for stage in plan.stages),
-            "is_proven": fits and result.search.optimal and result.why.verified.settled,
+            "is_proven": fits and result.proof.optimal and result.why.verified.settled,
             "stages": [stage.to_json() for stage in plan.stages],
         }
 

@@ -348,7 +348,7 @@ def test_autostaging_is_labelled_and_stands_where_alpa_places_stages():
         profile,
         PlanQuestion(Cluster((4, 4), profile.target), global_batch_size=64, num_microbatches=4),
     )
-    assert found.status == "ok" and LABEL in found.search.algorithm and LABEL in found.why.summary
+    assert found.status == "ok" and LABEL in found.proof.algorithm and LABEL in found.why.summary
     sizes = [stage.num_devices for stage in found.plan.stages]
     assert [stage.devices for stage in found.plan.stages] == list(
         alpa_placement(Cluster((4, 4)), sizes)

@@ -145,8 +145,8 @@ def test_plans_for_speed_are_ranked_by_compiled_work():
     result = recommend_verified(profile, question, compiled, max_plans=50)
     assert result.why.verified.settled and result.why.verified.num_plans > 1
     _, known = compiled(result.plan, profile)
-    assert result.search.step_seconds > recommend(profile, question).search.step_seconds
-    assert result.search.step_seconds == pytest.approx(
+    assert result.proof.step_seconds > recommend(profile, question).proof.step_seconds
+    assert result.proof.step_seconds == pytest.approx(
         float(predicted_timeline(result.plan, known).step_seconds), rel=0.05
     )
 

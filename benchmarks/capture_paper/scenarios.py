@@ -393,7 +393,7 @@ class Planner:
         chose; and whether that is proven."""
         row = Cluster((self.cluster.num_devices,), TARGET)
         found = recommend(self.profile, replace(self.question, cluster=row))
-        return found.search.peak_bytes, found.search.optimal
+        return found.proof.peak_bytes, found.proof.optimal
 
     def fast_enough(self, alpa: Planned) -> Planned | None:
         """The plan of least memory on the front that keeps 90 % of Alpa's throughput; None if none

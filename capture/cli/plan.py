@@ -27,7 +27,7 @@ from profiling_runs.collect import profile as make_profile
 from profiling_runs.measurements import Measurements
 from profiling_runs.question import ProfileQuestion
 from profiling_runs.verify import PlanCompiler
-from recommender.answer import Answer
+from recommender.answer import StageAnswer
 from recommender.capture.changes import FittingChange, Measuring, cheapest_change
 from recommender.capture.extent import Attempt, best_of, largest_batch, smallest_cluster
 from recommender.capture.least_state import beyond_memory, least_state
@@ -168,8 +168,8 @@ def main(options: argparse.Namespace) -> int:
         if result.status == "ok":
             result.plan.save(options.output)
             lines.append(
-                f"plan -> {options.output} (search: {result.search.algorithm}, "
-                f"{result.search.seconds * 1e3:.1f} ms)"
+                f"plan -> {options.output} (search: {result.proof.algorithm}, "
+                f"{result.proof.seconds * 1e3:.1f} ms)"
             )
     lines += [f"warning: {warning}" for warning in profile.warnings] + [
         f"failed: {failure}" for failure in profile.failures
@@ -325,17 +325,17 @@ def _knowledge(options: argparse.Namespace, profile: Profile, cluster: Cluster) 
 
 def _chosen(
     options: argparse.Namespace, knowledge: Knowledge, question: PlanQuestion
-) -> tuple[PlanQuestion, Sequence[Attempt], Answer | None]:
+) -> tuple[PlanQuestion, Sequence[Attempt], StageAnswer | None]:
     """What to plan for, what was tried to find it, and the answer that it was chosen for.
 
     Raises:
         PlanError: ``plan-extent`` for the largest batch without a limit.
     """
 
-    def ask(question: PlanQuestion) -> Answer:
+    def ask(question: PlanQuestion) -> StageAnswer:
         return recommend(knowledge.profile, question)
 
-    def settled(question: PlanQuestion) -> Answer:
+    def settled(question: PlanQuestion) -> StageAnswer:
         return knowledge.answer(question, any_that_fits=True)
 
     best: Attempt | None
@@ -369,8 +369,8 @@ def attempts_table(attempts: Sequence[Attempt]) -> str:
             format_bytes(attempt.result.peak_bytes) if attempt.result.plan else "-",
             attempt.rests_on if attempt.result.plan else "-",
             "-"
-            if attempt.result.search.step_seconds is None
-            else f"{attempt.result.search.step_seconds:.4g} s",
+            if attempt.result.proof.step_seconds is None
+            else f"{attempt.result.proof.step_seconds:.4g} s",
         ]
         for attempt in attempts
     ]

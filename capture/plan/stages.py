@@ -98,6 +98,17 @@ class Plan:
     def schedule_table(self) -> Schedule:
         return make_schedule(self.schedule, self.num_stages, self.num_microbatches)
 
+    @property
+    def compiled(self) -> bool:
+        """Whether its own stages were compiled."""
+        return self.verification is not None
+
+    @property
+    def known_peak_bytes(self) -> int:
+        """Of the device that needs most, by the best that is known; 0 if nothing is."""
+        known = self.verification or self.prediction
+        return 0 if known is None else known.peak_bytes
+
     def stage_of_layer(self, layer_id: int) -> int:
         return next(
             s for s, stage in enumerate(self.stages) if stage.first <= layer_id < stage.stop

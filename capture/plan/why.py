@@ -75,6 +75,7 @@ class Why:
         least_state_bytes: What every plan needs for its state alone, if that is too much.
         front: Of memory and time, if asked for.
         verified: If plans were compiled.
+        uncompiled: Why the plan was not compiled, where it was to be.
     """
 
     summary: str = ""
@@ -88,6 +89,7 @@ class Why:
     least_state_bytes: int | None = None
     front: Front | None = None
     verified: CompiledPlans | None = None
+    uncompiled: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         names: tuple[str, ...] = ("bottleneck_stage", "bottleneck_category", "num_choices")
@@ -96,7 +98,7 @@ class Why:
             names = ("least_state_bytes",)
             missing = ("memory_limit_bytes", "least_peak_bytes", "stage_id")
             written = {"code": self.code, **written, **{n: getattr(self, n) for n in missing}}
-        for name in (*names, "front", "verified"):
+        for name in (*names, "front", "verified", "uncompiled"):
             if getattr(self, name) is not None:
                 written[name] = documents.write(getattr(self, name))
         return written
@@ -155,3 +157,4 @@ class _Why:
     least_state_bytes: int | None = None
     front: _Front | None = None
     verified: CompiledPlans | None = None
+    uncompiled: str | None = None

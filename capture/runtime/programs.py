@@ -25,6 +25,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from capture.compiler.executable import AnyCompiler, Compiler, Executable
+from capture.compiler.work import NO_LOCAL_FLOPS
 from capture.measured.profile import StageConfig
 from capture.measured.stage_cost import StageCost, UpdateCost
 from capture.partition.local_calls import localize
@@ -282,11 +283,11 @@ class StagePrograms(StageLayout):
         donate: Sequence[int],
         out_shardings: Any,
     ) -> Executable:
-        if not self._has_local_calls:
-            return self._compiler(function, args, donate=donate, out_shardings=out_shardings)
-        localized, flops = localize(function, args, self.mesh)
+        flops = NO_LOCAL_FLOPS
+        if self._has_local_calls:
+            function, flops = localize(function, args, self.mesh)
         return self._compiler(
-            localized,
+            function,
             args,
             donate=donate,
             out_shardings=out_shardings,

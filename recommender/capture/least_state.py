@@ -19,7 +19,7 @@ from capture.plan.choices import ParamSplit, StageChoice
 from capture.plan.space import StageSpace
 from capture.plan.why import Why
 from capture.predictor.additive import once_per_stage
-from recommender.answer import Answer
+from recommender.answer import Answer, StageAnswer
 from recommender.capture.minmax import minmax
 from recommender.capture.problem import SearchProblem
 from recommender.capture.result import SearchResult
@@ -87,13 +87,13 @@ def _state_bytes(
     )
 
 
-def beyond_memory(result: SearchResult) -> Answer:
+def beyond_memory(result: SearchResult) -> StageAnswer:
     """The recommendation where not even the state fits."""
     assert result.why is not None, "it is infeasible"
     limit = result.why.memory_limit_bytes
     if not result.stages:  # whatever the memory
         why = Why(result.why.message, code=result.why.code, memory_limit_bytes=limit)
-        return Answer("infeasible", None, None, result, why)
+        return Answer("infeasible", None, result, why)
     stage = max(result.stages, key=lambda stage: stage.peak_bytes)
     why = Why(
         f"Every plan needs at least {result.peak_bytes:,} bytes on a device for parameters, "
@@ -105,4 +105,4 @@ def beyond_memory(result: SearchResult) -> Answer:
         memory_limit_bytes=limit,
         least_state_bytes=result.peak_bytes,
     )
-    return Answer("infeasible", None, None, result, why)
+    return Answer("infeasible", None, result, why)

@@ -14,7 +14,7 @@ from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 from capture.plan.why import Front, FrontPoint, Why
 from capture.predictor import AdditivePredictor, Prediction
-from recommender.answer import Answer
+from recommender.answer import Answer, StageAnswer
 from recommender.capture.baselines import fixed_degree_plan
 from recommender.capture.pareto import pareto
 from recommender.capture.posed import paper_predictor, search_problem
@@ -24,7 +24,7 @@ from recommender.capture.search import search
 from recommender.question import AUTOSTAGE, PlanQuestion
 
 
-def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> Answer:
+def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> StageAnswer:
     """The plan of least peak memory on a cluster, or the fastest one that fits.
 
     Args:
@@ -67,7 +67,7 @@ def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> A
         least = search_problem(profile, question, with_times=with_times, least=True)
         result, plan = _between((result, plan), answer(least), profile, question.limit_bytes)
     if plan is None:
-        return Answer("infeasible", None, None, result, _infeasible(result))
+        return Answer("infeasible", None, result, _infeasible(result))
     prediction = predict_plan(profile, plan)
     why = (
         _infeasible(result)
@@ -78,7 +78,7 @@ def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> A
         why = replace(why, front=_front(problem, profile, question))
     plan = plan.with_(prediction=prediction, why=why)
     headroom = prediction.headroom(question.memory_limit_bytes, Target.load(cluster.target).memory)
-    return Answer(result.status, plan, prediction, result, why, headroom)
+    return Answer(result.status, plan, result, why, headroom)
 
 
 def plan_of(profile: Profile, question: PlanQuestion, stages: Iterable[Stage]) -> Plan:

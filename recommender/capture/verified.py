@@ -20,7 +20,7 @@ from capture.plan.stages import Plan
 from capture.plan.why import CompiledPlans, Why
 from capture.predictor.times import TimePredictor
 from capture.step.times import pipeline_seconds
-from recommender.answer import Answer
+from recommender.answer import StageAnswer
 from recommender.capture.recommendation import recommend
 from recommender.question import PlanQuestion
 
@@ -38,9 +38,9 @@ def recommend_verified(
     compiled: Compile,
     max_plans: int,
     *,
-    known: Answer | None = None,
+    known: StageAnswer | None = None,
     any_that_fits: bool = False,
-) -> Answer:
+) -> StageAnswer:
     """The plan that is best by the question's objective among those whose stages are compiled.
 
     Args:
@@ -106,8 +106,12 @@ class Knowledge:
     always: bool = False
 
     def answer(
-        self, question: PlanQuestion, *, known: Answer | None = None, any_that_fits: bool = False
-    ) -> Answer:
+        self,
+        question: PlanQuestion,
+        *,
+        known: StageAnswer | None = None,
+        any_that_fits: bool = False,
+    ) -> StageAnswer:
         """The recommendation, compiled where the prediction would be an extrapolation; the rest as
         for ``recommend_verified``.
 
@@ -128,7 +132,7 @@ class Knowledge:
             any_that_fits=any_that_fits,
         )
 
-    def _is_open(self, result: Answer) -> bool:
+    def _is_open(self, result: StageAnswer) -> bool:
         """Whether an answer is of another size than those that were profiled, or of degrees, and
         could be one that fits."""
         plan, prediction, limit = result.plan, result.prediction, result.memory_limit_bytes
@@ -149,13 +153,13 @@ def _same_model(plan: Plan, profile: Profile) -> Plan:
     return plan.with_(model_hash=profile.model_hashes.get(plan.microbatch_size, plan.model_hash))
 
 
-def _rank(result: Answer) -> tuple[bool, float, int]:
+def _rank(result: StageAnswer) -> tuple[bool, float, int]:
     """What fits first; then the faster where the search was for speed; then the smaller."""
     fits = result.status == "ok"
-    return not fits, (result.search.step_seconds or 0.0) if fits else 0.0, result.peak_bytes
+    return not fits, (result.proof.step_seconds or 0.0) if fits else 0.0, result.peak_bytes
 
 
-def _of_compiler(result: Answer, verification: Verified, profile: Profile) -> Answer:
+def _of_compiler(result: StageAnswer, verification: Verified, profile: Profile) -> StageAnswer:
     """The recommendation with the compiler's peaks and work in the place of predicted ones, as far
     as plans are ranked."""
     assert result.plan is not None, "only plans are verified"
@@ -165,7 +169,7 @@ def _of_compiler(result: Answer, verification: Verified, profile: Profile) -> An
     headroom = Headroom.of(peaks, [(peak, peak) for peak in peaks], 1.0, limit, memory)
     if headroom is not None and result.headroom is not None:
         headroom = replace(headroom, source=result.headroom.source)
-    search = result.search
+    search = result.proof
     if search.step_seconds is not None:
         search = replace(search, step_seconds=_step_seconds(result.plan, profile))
     status, why = "ok", result.why
@@ -174,7 +178,7 @@ def _of_compiler(result: Answer, verification: Verified, profile: Profile) -> An
     elif result.status != "ok":
         why = Why(f"compiled, the plan needs {max(peaks):,} bytes, less than was predicted.")
     plan = _same_model(result.plan, profile).with_(verification=verification, why=why)
-    return replace(result, status=status, plan=plan, why=why, headroom=headroom, search=search)
+    return replace(result, status=status, plan=plan, why=why, headroom=headroom, proof=search)
 
 
 def _too_large(plan: Plan, peaks: Sequence[int], headroom: Headroom) -> Why:
