@@ -34,7 +34,16 @@ from capture.profiler.paper import (
 from recommender import PlanQuestion, baseline_plan, recommend
 from recommender.capture.autostage import LABEL
 from recommender.capture.posed import search_problem
-from recommender.question import MODES, OBJECTIVES, SEARCH_NAMES, SEARCHES, search_names, search_of
+from recommender.capture.search import ALGORITHMS
+from recommender.question import (
+    AUTOSTAGE,
+    MODES,
+    OBJECTIVES,
+    SEARCH_NAMES,
+    SEARCHES,
+    search_names,
+    search_of,
+)
 
 BATCH = {"global_batch_size": 128, "num_microbatches": 8}
 
@@ -370,6 +379,17 @@ def test_an_algorithm_answers_its_own_objectives_alone():
         "plan-algorithm",
     )
     assert search_of("memory", "paper", None) == ("memory", "paper", "minmax")
+
+
+def test_every_search_of_the_table_is_there_and_no_other():
+    assert {name for *_, name in SEARCHES} == {*ALGORITHMS, AUTOSTAGE}
+
+
+def test_all_that_is_wrong_with_a_question_is_said_at_once():
+    codes = codes_of(
+        lambda: PlanQuestion(Cluster((2,)), 7, 2, schedule="zigzag", mode="other", algorithm="mcap")
+    )
+    assert codes == ("plan-batch", "plan-schedule", "recommend-mode")
 
 
 def test_the_algorithm_that_is_named_is_the_one_that_answers():
