@@ -398,7 +398,7 @@ def front_table(front: Front) -> list[str]:
     ]
 
 
-def _read_profile(paths: Sequence[Path], asked: ProfileQuestion) -> Profile:
+def _read_profile(paths: Sequence[Path], question: ProfileQuestion) -> Profile:
     """The profile of one file or several, for the workload as it is named now.
 
     Raises:
@@ -406,9 +406,11 @@ def _read_profile(paths: Sequence[Path], asked: ProfileQuestion) -> Profile:
             if it is of another workload or number of layers, ``profile-choice`` if nothing was
             profiled with the options of the stages.
     """
-    profiles, named = [Profile.load(path) for path in paths], asked.spec
+    profiles, named = [Profile.load(path) for path in paths], question.spec
     assert named is not None, "the command line names workloads"
-    profile = profiles[0] if len(profiles) == 1 else merge_profiles(profiles, asked.cluster.target)
+    profile = (
+        profiles[0] if len(profiles) == 1 else merge_profiles(profiles, question.cluster.target)
+    )
     files = ", ".join(map(str, paths))
     if profile.workload is not None and not _same_workload(profile.workload, named):
         raise ProfileError.of(
@@ -416,39 +418,39 @@ def _read_profile(paths: Sequence[Path], asked: ProfileQuestion) -> Profile:
             "that one.",
             "profile-other-model",
         )
-    if asked.num_layers not in (None, profile.graph.num_layers):
+    if question.num_layers not in (None, profile.graph.num_layers):
         raise ProfileError.of(
             f"profile {files!r} has num_layers={profile.graph.num_layers}, and --num-layers asks "
-            f"for {asked.num_layers}; "
+            f"for {question.num_layers}; "
             "profile with that number.",
             "profile-other-model",
         )
-    if asked.tensor_parallel_rule != profile.tensor_parallel_rule:
+    if question.tensor_parallel_rule != profile.tensor_parallel_rule:
         raise ProfileError.of(
             f"profile {files!r} has tensor_parallel_rule={profile.tensor_parallel_rule!r}, and "
             "--tensor-parallel-rule is "
-            f"{asked.tensor_parallel_rule!r}; ask for that of the profile, or profile again.",
+            f"{question.tensor_parallel_rule!r}; ask for that of the profile, or profile again.",
             "profile-choice",
         )
-    policies = asked.remat
+    policies = question.remat
     measurements = {
         config: cost
         for config, cost in profile.measurements.items()
         if config.choice.remat in policies
         and (
-            asked.shard_params
+            question.shard_params
             if config.choice.shard_params
-            else config.choice.shard_optimizer == asked.shard_optimizer
+            else config.choice.shard_optimizer == question.shard_optimizer
         )
     }
     kinds = {(c.remat, c.shard_optimizer) for c in profile.choices if not c.shard_params}
     if not profile.measurements and profile.paper is not None:  # executed runs alone
         kinds = {(row["remat"], row["shard_optimizer"]) for row in profile.paper["statistics"]}
-    if not {(policy, asked.shard_optimizer) for policy in policies} <= kinds:
+    if not {(policy, question.shard_optimizer) for policy in policies} <= kinds:
         profiled = sorted(f"remat={remat}, shard_optimizer={shard}" for remat, shard in kinds)
         raise ProfileError.of(
             f"profile {files!r} has no stage with remat={_named(policies)}, "
-            f"shard_optimizer={asked.shard_optimizer}; it has "
+            f"shard_optimizer={question.shard_optimizer}; it has "
             f"{'; '.join(profiled) or 'none'}. Ask for those, or profile again.",
             "profile-choice",
         )
@@ -456,7 +458,7 @@ def _read_profile(paths: Sequence[Path], asked: ProfileQuestion) -> Profile:
         choice.data_parallel > 1 for choice in profile.choices
     )  # without them there is nothing to split
     if (
-        asked.shard_params
+        question.shard_params
         and has_replicas
         and not any(choice.shard_params for choice in profile.choices)
     ):

@@ -23,8 +23,8 @@ class FrontPoint:
 
     peak_bytes: int
     step_seconds: float
-    bound_fraction: float
-    stages: tuple[Stage, ...]
+    bound_fraction: float = 0.0
+    stages: tuple[Stage, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,50 +111,28 @@ class Why:
             FieldError: naming the field that is wrong.
         """
         row = documents.read(data, _Why, path)
-        front = row.front and Front(
-            tuple(
-                FrontPoint(
-                    point.peak_bytes,
-                    point.step_seconds,
-                    point.bound_fraction,
-                    tuple(stage.stage for stage in point.stages),
-                )
+        front = None
+        if row.front is not None:
+            points = (
+                FrontPoint(**{**vars(point), "stages": tuple(row.stage for row in point.stages)})
                 for point in row.front.points
-            ),
-            row.front.complete,
-            row.front.extrapolated,
-            row.front.seconds,
-        )
+            )
+            front = Front(**{**vars(row.front), "points": tuple(points)})
         return cls(**{**vars(row), "front": front})
 
 
 @dataclass(frozen=True)
-class _Point:
-    peak_bytes: int
-    step_seconds: float
-    stages: tuple[StageRow, ...]
-    bound_fraction: float = 0.0
+class _Point(FrontPoint):
+    """With stages as files have them."""
+
+    stages: tuple[StageRow, ...] = ()  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
-class _Front:
+class _Front(Front):
     points: tuple[_Point, ...]
-    complete: bool
-    extrapolated: bool = False
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
-class _Why:
-    summary: str = ""
-    bottleneck_stage: int | None = None
-    bottleneck_category: str | None = None
-    num_choices: int | None = None
-    code: str | None = None
-    memory_limit_bytes: int | None = None
-    least_peak_bytes: int | None = None
-    stage_id: int | None = None
-    least_state_bytes: int | None = None
+class _Why(Why):
     front: _Front | None = None
-    verified: CompiledPlans | None = None
-    uncompiled: str | None = None
