@@ -280,7 +280,11 @@ def book(ledger: Ledger, step: Step, instruction: Instruction) -> None:
             _hold(ledger, slots[slot], label)
         case Run():
             program = step.programs[instruction.program]
-            ledger.execute(program.place.memories, program.transient_bytes, instruction.label)
+            place, nbytes = program.place, program.transient_bytes
+            if place.host is None:
+                ledger.execute(place.devices, nbytes, instruction.label)
+            else:  # which has room for what runs on all of them
+                ledger.execute([place.host.name], len(place.devices) * nbytes, instruction.label)
             _drop(ledger, slots, instruction.donated)
             for slot in instruction.outputs:
                 _hold(ledger, slots[slot], instruction.label)
