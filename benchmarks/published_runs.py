@@ -45,7 +45,8 @@ from capture import environment
 
 if TYPE_CHECKING:
     from capture.plan.choices import Remat
-    from capture.plan.stages import Plan, Stage
+    from capture.plan.stage import Stage
+    from capture.plan.stages import Plan
     from profiling_runs.measurements import Measurements
     from profiling_runs.verify import Verification
 
@@ -239,7 +240,8 @@ def plan_of(case: Case) -> Plan:
     from capture.machine.cluster import Cluster
     from capture.model.workload import WorkloadSpec
     from capture.plan.choices import StageChoice
-    from capture.plan.stages import Plan, Stage
+    from capture.plan.stage import Stage
+    from capture.plan.stages import Plan
 
     per_node = min(case.num_gpus, GPUS_PER_NODE)
     cluster = Cluster((per_node,) * (case.num_gpus // per_node), TARGET)

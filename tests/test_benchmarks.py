@@ -24,7 +24,8 @@ from capture.measured.profile import StageConfig
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import StageChoice
-from capture.plan.stages import Plan, Stage
+from capture.plan.stage import Stage
+from capture.plan.stages import Plan
 from capture.profiler.compile import CompileBackend
 from capture.step.interface import plan_interfaces
 from capture.step.ledger import Peak

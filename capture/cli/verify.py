@@ -49,7 +49,7 @@ def main(options: argparse.Namespace) -> int:
         peaks, [(peak, peak) for peak in peaks], 1.0, limit, Target.load(plan.cluster.target).memory
     )
     if options.output is not None:
-        plan.with_(verification=found.to_json()).save(options.output)
+        plan.with_(verification=found.verified).save(options.output)
     document = {
         "status": "ok" if headroom is None or headroom.verdict == "fits" else "infeasible",
         **found.to_json(),

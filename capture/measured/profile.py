@@ -26,7 +26,8 @@ from capture.measured.stage_cost import StageCost
 from capture.model.graph import GRAPH, LayerGraph, Tensor
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import ChoiceRow, ParamSplit, StageChoice
-from capture.plan.stages import Plan, Stage, TensorParallelRule
+from capture.plan.stage import Stage
+from capture.plan.stages import Plan, TensorParallelRule
 
 PROFILE = documents.Format("profile", ProfileError, "profile", "make it again with capture profile")
 

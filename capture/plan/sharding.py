@@ -28,8 +28,10 @@ from typing import Any
 from capture import documents
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
+from capture.machine.target import Target
 from capture.model.workload import WorkloadSpec
 from capture.plan.files import ClusterRow, resolved, save
+from capture.plan.headroom import Headroom
 
 SHARDING_PLAN = documents.Format(
     "sharding plan",
@@ -165,6 +167,30 @@ class ShardingPlan:
     workload: WorkloadSpec | None = None
     cluster: Cluster | None = None
     costs: tuple[OperatorCost, ...] = ()
+
+    @property
+    def compiled(self) -> bool:
+        """Whether its train step was compiled."""
+        return self.compiled_peak_bytes is not None
+
+    @property
+    def known_peak_bytes(self) -> int:
+        """Of every device, by the best that is known."""
+        return self.peak_bytes if self.compiled_peak_bytes is None else self.compiled_peak_bytes
+
+    def headroom(self, memory_limit_bytes: int | None = None) -> Headroom | None:
+        """Of the compiled peak, else of the estimate, which nothing calibrates: it never just
+        fits."""
+        peak = self.known_peak_bytes
+        memory = None if self.cluster is None else Target.load(self.cluster.target).memory
+        return Headroom.of(
+            [peak],
+            [(peak, peak)],
+            1.0 if self.compiled else None,
+            memory_limit_bytes,
+            memory,
+            extrapolated=not self.compiled,
+        )
 
     @property
     def seconds_per_example(self) -> float:

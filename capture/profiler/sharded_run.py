@@ -107,10 +107,9 @@ def execute_plan(
     if check:
         pairs = zip(document["loss"], document["reference_loss"], strict=True)
         document["max_relative_loss_error"] = max(abs(a - b) / abs(b) for a, b in pairs)
-    known = plan.peak_bytes if plan.compiled_peak_bytes is None else plan.compiled_peak_bytes
     return document | {
         "kind": "sharding",
-        "predicted_peak_bytes_per_device": [known] * cluster.num_devices,
+        "predicted_peak_bytes_per_device": [plan.known_peak_bytes] * cluster.num_devices,
         "num_devices": cluster.num_devices,
         "target": cluster.target,
         "platform": mesh.devices.flat[0].platform,

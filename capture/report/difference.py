@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from capture.plan.stages import Plan, Stage
+from capture.plan.stage import Stage
+from capture.plan.stages import Plan
 from capture.quantities import format_bytes
 from capture.report.data import ReportFacts
 from capture.report.units import format_seconds

@@ -16,12 +16,12 @@ from typing import Any
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
 from capture.plan.stages import batch_violations
-from recommender.answer import Answer
+from recommender.answer import StageAnswer
 from recommender.bisection import last_that_holds
 from recommender.question import PlanQuestion
 
 #: Answers a question.
-Ask = Callable[[PlanQuestion], Answer]
+Ask = Callable[[PlanQuestion], StageAnswer]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Attempt:
     """One search of a loop."""
 
     question: PlanQuestion
-    result: Answer
+    result: StageAnswer
 
     @property
     def rests_on(self) -> str:
@@ -54,7 +54,7 @@ class Attempt:
             "extrapolated": self.result.extrapolated,
             "compiled": self.result.compiled,
             "peak_bytes": self.result.peak_bytes,
-            "step_seconds": self.result.search.step_seconds,
+            "step_seconds": self.result.proof.step_seconds,
         }
 
 
@@ -97,8 +97,8 @@ def best_of(
 def _rank(attempt: Attempt) -> tuple[bool, bool, float, int]:
     result = attempt.result
     seconds = (
-        result.search.step_seconds
-        if result.status == "ok" and result.search.step_seconds is not None
+        result.proof.step_seconds
+        if result.status == "ok" and result.proof.step_seconds is not None
         else 0.0
     )
     return result.status != "ok", result.plan is None, seconds, result.peak_bytes
