@@ -70,7 +70,9 @@ def plan_timeline(
         rates: Of the target.
     """
     links = LinkTimes(cluster, rates)
-    return simulate_step(step, Seconds(stage_seconds(step, times), links.seconds))
+    return simulate_step(
+        step, Seconds(stage_seconds(step, times), links.seconds, rates.host.duplex)
+    )
 
 
 class PipelineBuilder:
