@@ -40,8 +40,8 @@ TARGETS = ["cpu", "h100", "v5e"]
 SCRIPT = """
 import json, sys
 from capture import environment
+from capture.documents import write
 from capture.machine.target import Target
-from capture.measured.work import ProgramWork
 
 target = Target.load(sys.argv[1])
 environment.prepare(num_devices=4, platform=target.platform)
@@ -59,9 +59,9 @@ if target.platform == "cuda":
     choices["replicas"] = StageChoice(4, 1)
 configs = {name: StageConfig(2, 3, choice, 8) for name, choice in choices.items()}
 for name, config in configs.items():
-    rows[name] = backend.measure(config).to_json()
+    rows[name] = write(backend.measure(config))
 buffers = write(backend.measure_buffers(StageConfig(0, 2, StageChoice(2, 1), 8)))
-cost = backend.measure(StageConfig(0, 2, StageChoice(2, 1), 8)).to_json()
+cost = write(backend.measure(StageConfig(0, 2, StageChoice(2, 1), 8)))
 print(json.dumps({"flops": graph.layers[2].flops, "rows": rows, "provenance": backend.provenance, "buffers": buffers, "cost": cost}))
 """
 

@@ -23,6 +23,8 @@ from typing import Any
 import jax
 from jax._src.lib import _jax, hlo  # type: ignore[attr-defined]
 
+from capture.compiler.text import INSTRUCTION, OPERAND
+
 _BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128, "token": 0}
 _SHAPE = re.compile(r"\b(pred|token|[subfc]\d+[a-z0-9]*|bf16)\[([\d,]*)\]")
 #: ``%name (parameter: shape, ...) -> shape {`` up to the closing brace of the computation.
@@ -30,11 +32,6 @@ _COMPUTATION = re.compile(
     r"^(?:ENTRY )?%(?P<name>[\w.\-]+) \((?P<params>.*)\) -> (?P<result>.*) \{\n(?P<body>(?:.*\n)*?)\}",
     re.M,
 )
-_INSTRUCTION = re.compile(
-    r"^  (?:ROOT )?%(?P<name>[\w.\-]+) = (?P<shape>.*?) (?P<op>[\w\-]+)\((?P<operands>[^)]*)\)(?P<rest>.*)$",
-    re.M,
-)
-_NAME = re.compile(r"%([\w.\-]+)")
 _PRODUCTS = ("dot", "convolution")
 _PRODUCT_CALL = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|conv|dot)[^"]*"', re.I)
 #: Kernels of Pallas. Elsewhere its operations are ordinary ones, which XLA counts.
@@ -127,9 +124,9 @@ class Instruction:
         """The attributes of the product, and the shape of its first operand."""
         if not self.body:
             return self.rest, self.operands[0][1] if self.operands else ""
-        inside = list(_INSTRUCTION.finditer(self.body))
+        inside = list(INSTRUCTION.finditer(self.body))
         found = next(m for m in inside if m["op"] in _PRODUCTS)
-        first = _NAME.search(found["operands"])
+        first = OPERAND.search(found["operands"])
         shapes = {m["name"]: m["shape"] for m in inside}
         return found["rest"], shapes.get(first[1], "") if first else ""
 
@@ -152,7 +149,7 @@ class Program:
 
     def _run(self, computation: str, times: int) -> Iterator[Instruction]:
         shapes: dict[str, str] = {}
-        for m in _INSTRUCTION.finditer(self._body_of[computation]):
+        for m in INSTRUCTION.finditer(self._body_of[computation]):
             op, rest = m["op"], m["rest"]
             shapes[m["name"]] = m["shape"]
             if _NO_KERNELS.fullmatch(op):
@@ -167,7 +164,7 @@ class Program:
             elif op == "call" or (op == "async-start" and called):
                 yield from self._run(called[0], times)
             else:
-                names = [name for name in _NAME.findall(m["operands"]) if name in shapes]
+                names = [name for name in OPERAND.findall(m["operands"]) if name in shapes]
                 inside = self._called(rest) if op == "fusion" else ()
                 yield Instruction(
                     op,
@@ -180,7 +177,7 @@ class Program:
                 )
 
     def _largest_branch(self, rest: str, times: int) -> list[Instruction]:
-        names = [name for m in _BRANCHES.finditer(rest) for name in _NAME.findall(m[1] or m[2])]
+        names = [name for m in _BRANCHES.finditer(rest) for name in OPERAND.findall(m[1] or m[2])]
         branches = [list(self._run(name, times)) for name in names]
         return max(branches, key=lambda branch: sum(map(self.nbytes, branch)), default=[])
 
@@ -215,7 +212,7 @@ class Program:
     def _called(self, text: str) -> tuple[str, ...]:
         """Computations that a text names, those that they call before them."""
         found: dict[str, None] = {}
-        for name in _NAME.findall(text):
+        for name in OPERAND.findall(text):
             if name in self._text_of:
                 found |= dict.fromkeys((*self._called(self._body_of[name]), name))
         return tuple(found)
