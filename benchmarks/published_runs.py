@@ -325,12 +325,12 @@ def summed_once(plan: Plan, costs: Sequence[StageCost]) -> list[StageCost]:
     do (``grad_acc_rewrite``), and not in every backward pass."""
     found = []
     for stage, cost in zip(plan.stages, costs, strict=True):
-        replicas = stage.data_parallel, stage.tensor_parallel
+        replicas = stage.choice.data_parallel, stage.choice.tensor_parallel
         backward, update = cost.backward_work, cost.update_work
         sums = tuple(
             one
             for one in backward.collectives
-            if stage.data_parallel > 1 and (one.group_size, one.stride) == replicas
+            if replicas[0] > 1 and (one.group_size, one.stride) == replicas
         )
         others = tuple(one for one in backward.collectives if one not in sums)
         found.append(

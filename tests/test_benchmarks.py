@@ -125,13 +125,8 @@ def test_a_run_of_one_stage_is_counted_as_one_program(tmp_path, monkeypatch):
 
 def test_replicas_sum_their_gradients_once_per_step():
     """What tensor-parallel neighbours exchange stays in the backward pass."""
-    plan = Plan(
-        Cluster((8,)),
-        2,
-        (StagePlan((0, 0), range(4), 2, 2), StagePlan((1, 1), range(4, 8), 1, 4)),
-        16,
-        4,
-    )
+    stages = Stage(0, 1, range(4), StageChoice(2, 2)), Stage(1, 2, range(4, 8), StageChoice(1, 4))
+    plan = Plan(Cluster((8,)), 2, stages, 16, 4)
     gradients, activations = Collective("all-reduce", 8, 2, 2), Collective("all-reduce", 8, 2, 1)
     backward = ProgramWork(0, "float16", 0, 0, (activations, gradients))
     update = ProgramWork(0, "float16", 0, 0, (activations,))
