@@ -22,7 +22,7 @@ from timeouts import TIMEOUT_SECONDS
 from capture.compiler.kernels import shape_bytes
 from capture.compiler.report import MemoryReport, parse_report, read_report
 from capture.compiler.report_compiler import ReportCompiler
-from capture.compiler.work import group_of, work_of_text
+from capture.compiler.work import LocalFlops, group_of, work_of_text
 from capture.documents import read
 from capture.errors import TargetError
 from capture.extras import install_command
@@ -268,18 +268,26 @@ def test_a_call_of_a_library_hides_no_other_bytes():
 
 
 def test_the_kernels_of_a_program_by_hand():
-    """A loop's run as often as it does, read what they use of an operand, and a library's
-    workspace is nothing that it moves; a collective is none."""
-    work = work_of_text((REPOSITORY / "tests/data/kernels.hlo").read_text())
+    """A loop's run as often as it does, a choice's as if it were the larger one, and kernels read
+    what they use of an operand; a library's workspace is nothing that it moves. A kernel of Pallas
+    has its share of what they compute together, and a collective is none."""
+    text = (REPOSITORY / "tests" / "data" / "kernels.hlo").read_text()
+    work = work_of_text(text, LocalFlops(kernels=1000))
+    array = 64 * 8 * 4
     conv = (1 * 8 * 14 * 14 + 16 * 8 * 9 + 16 * 14 * 14) * 4
-    assert work.kernels == (
-        Kernel(2 * 8 * 4 + 4, count=12),  # a row of the table
-        Kernel((2 * 64 * 8 + 64 * 64) * 4, 2 * 64 * 64 * 8, "float32", "default"),
+    products = [
+        Kernel(2 * array, 500, "float32", "default", count=2),
+        Kernel(2 * array + 64 * 64 * 4, 2 * 64 * 64 * 8, "float32", "default"),
         Kernel(conv, 2 * 16 * 14 * 14 * 8 * 9, "float32", "default", count=2),
-    )
-    assert work.collectives == (Collective("all-reduce", 64 * 8 * 4, 2, 1),)
-    assert work.product_bytes == 2 * conv + (2 * 64 * 8 + 64 * 64) * 4
-    assert work.other_bytes == 12 * 68
+    ]
+    others = [
+        Kernel(2 * 8 * 4 + 4, count=12),  # a row of the table
+        Kernel(3 * array, count=2),
+    ]
+    assert work.kernels == tuple(sorted(products + others))
+    assert work.collectives == (Collective("all-reduce", array, 2, 1),)
+    assert work.product_bytes == 6 * array + 64 * 64 * 4 + 2 * conv
+    assert work.other_bytes == 12 * 68 + 6 * array
 
 
 @pytest.mark.parametrize(
