@@ -47,7 +47,6 @@ target = Target.load(sys.argv[1])
 environment.prepare(num_devices=4, platform=target.platform)
 from capture.plan.choices import StageChoice
 from capture.measured.profile import StageConfig
-from capture.documents import write
 from capture.profiler.compile import CompileBackend
 from capture.model.workload import WorkloadSpec
 
