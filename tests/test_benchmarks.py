@@ -21,7 +21,9 @@ from benchmarks.capture_paper import count_again, figure_7, scenarios
 from capture.alpa.memory import AlpaMemory
 from capture.machine.cluster import Cluster
 from capture.measured.profile import StageConfig
+from capture.measured.stage_cost import NO_COST
 from capture.measured.store import Store
+from capture.measured.work import Collective, ProgramWork
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import StageChoice
 from capture.plan.stage import Stage
@@ -120,6 +122,20 @@ def test_a_run_of_one_stage_is_counted_as_one_program(tmp_path, monkeypatch):
     resident = (2 + 2) * num_params + 4 * num_params // 2 + state
     assert counted(7_000_000) == resident + 4 * (100 + 28) + 7_000_000
     assert counted(6_000) == resident + update
+
+
+def test_replicas_sum_their_gradients_once_per_step():
+    """What tensor-parallel neighbours exchange stays in the backward pass."""
+    stages = Stage(0, 1, range(4), StageChoice(2, 2)), Stage(1, 2, range(4, 8), StageChoice(1, 4))
+    plan = Plan(Cluster((8,)), 2, stages, 16, 4)
+    gradients, activations = Collective("all-reduce", 8, 2, 2), Collective("all-reduce", 8, 2, 1)
+    backward = ProgramWork(0, "float16", 0, 0, (activations, gradients))
+    update = ProgramWork(0, "float16", 0, 0, (activations,))
+    cost = replace(NO_COST, forward_work=backward, backward_work=backward, update_work=update)
+    first, second = published_runs.summed_once(plan, [cost, cost])
+    assert first.forward_work == backward and second == cost
+    assert first.backward_work.collectives == (activations,)
+    assert first.update_work.collectives == (activations, gradients)
 
 
 def test_stages_that_alpas_solver_split_are_named():

@@ -45,6 +45,9 @@ Measured = TypeVar("Measured", StageCost, UpdateCost, StageBuffers)
 #: Bump when the programs of a stage change for the same model, so that old measurements are not
 #: taken for new ones.
 PROGRAM_VERSION = 3
+#: Bump when more is counted of what programs compute, which only targets with rates are asked for:
+#: 2 counts kernels.
+WORK_VERSION = 2
 
 
 class CompileBackend:
@@ -174,6 +177,8 @@ class CompileBackend:
             "flags": list(environment.active_flags()),
             "program_version": PROGRAM_VERSION,
         }
+        if self.target.rates is not None:
+            facts["work_version"] = WORK_VERSION
         return (
             facts
             if self.target.platform == "cpu"
