@@ -24,11 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from capture.documents import Format
+from capture import documents
 from capture.errors import ExecutionError, Violation
 from capture.runtime.pipeline import PipelinedStep, PipelineState
 
-CHECKPOINT = Format("checkpoint", ExecutionError, "checkpoint", "save it again with this version")
+CHECKPOINT = documents.Format(
+    "checkpoint", ExecutionError, "checkpoint", "save it again with this version"
+)
 
 _KEY_IMPLS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
