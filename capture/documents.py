@@ -72,9 +72,10 @@ def write(value: Any) -> Any:
     return [write(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def fields_of(value: Any) -> dict[str, Any]:
-    """Those of a dataclass, written, in the order of the class."""
-    return {field.name: write(getattr(value, field.name)) for field in fields(value)}
+def fields_of(value: Any, *names: str) -> dict[str, Any]:
+    """Those of a dataclass, written, in the order of the class; or attributes by their names."""
+    names = names or tuple(field.name for field in fields(value))
+    return {name: write(getattr(value, name)) for name in names}
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from capture.documents import fields_of
 from capture.machine.target import Target
 from capture.measured.store import Store
 from capture.profiler.execution import Machine
@@ -49,16 +50,8 @@ class Listing:
         return sum(kind["seconds"] for kind in self.kinds.values())
 
     def to_json(self) -> dict[str, Any]:
-        counts = {
-            "num_jobs": self.num_jobs,
-            "num_done": self.num_done,
-            "worker_seconds": self.seconds,
-        }
-        return {
-            **counts,
-            "kinds": {name: dict(kind) for name, kind in self.kinds.items()},
-            "guessed": list(self.guessed),
-        }
+        counts = {**fields_of(self, "num_jobs", "num_done"), "worker_seconds": self.seconds}
+        return {**counts, **fields_of(self, "kinds", "guessed")}
 
 
 def listing(

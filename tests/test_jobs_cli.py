@@ -474,7 +474,10 @@ def test_a_line_that_is_no_row_is_refused_and_nothing_imported(filled, tmp_path,
     run(capsys, "store", "--store", str(filled), "export", str(tmp_path / "all.jsonl"))
     good = (tmp_path / "all.jsonl").read_text()
     wrong_type = json.dumps({**json.loads(good.splitlines()[0]), "provenance": []})
-    for line, says in (('{"key": 1}', "needs the fields"), (wrong_type, "provenance cannot be []")):
+    for line, says in (
+        ('{"key": 1}', "key is 1 and must be a text"),
+        (wrong_type, "provenance is []"),
+    ):
         (tmp_path / "all.jsonl").write_text(f"{good}{line}\n")
         assert (
             main(

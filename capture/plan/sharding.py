@@ -4,8 +4,8 @@ that is built of it.
 A plan is JSON:
 
     schema_version            2
-    kind                      "sharding"; schema 1 has no kind, no workload, no cluster and no costs
-    workload, cluster         as in a plan of stages
+    kind                      "sharding"; schema 1 has no kind, no workload, hash, cluster and costs
+    workload, model_hash, cluster   as in a plan of stages
     batch_size                examples per device
     step_seconds, peak_bytes, examples_per_second
     compiled_peak_bytes       of the target's compiler, for the whole train step; left out of a plan
@@ -149,6 +149,7 @@ class ShardingPlan:
         compiled_peak_bytes: As ``peak_bytes``, which is an estimate, by the target's compiler; None
             if it was not asked.
         workload: The workload by name; None for a plan made from Python objects.
+        model_hash: Content hash of the traced loss; empty if never traced, or of schema 1.
         cluster: The devices; None for a plan of a description alone, or of schema 1.
         costs: By operator; empty likewise.
     """
@@ -165,6 +166,7 @@ class ShardingPlan:
     look_ahead: bool = False
     compiled_peak_bytes: int | None = None
     workload: WorkloadSpec | None = None
+    model_hash: str = ""
     cluster: Cluster | None = None
     costs: tuple[OperatorCost, ...] = ()
 
@@ -302,6 +304,7 @@ class _Document:
     """A plan as files have it."""
 
     workload: WorkloadSpec | None = None
+    model_hash: str = ""
     cluster: ClusterRow | None = None
     batch_size: int
     step_seconds: float

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from capture.documents import fields_of
 from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
@@ -90,17 +91,8 @@ class FittingChange:
         return f"{self.change}: peak {format_bytes(self.peak_bytes or 0)} per device {sure}"
 
     def to_json(self) -> dict[str, Any]:
-        about = (
-            {"extrapolated": self.extrapolated}
-            if self.least_state_bytes is None
-            else {"least_state_bytes": self.least_state_bytes}
-        )
-        return {
-            "change": self.change,
-            "peak_bytes": self.peak_bytes,
-            **about,
-            "summary": self.summary,
-        }
+        about = "extrapolated" if self.least_state_bytes is None else "least_state_bytes"
+        return fields_of(self, "change", "peak_bytes", about, "summary")
 
 
 def cheapest_change(

@@ -119,7 +119,12 @@ def osdp(
             watch(f"not compiled: {uncompiled}")
     found = found or fastest(memory * (1 - reserved_fraction(described.platform, operators.dtype)))
     plan = None if found.plan is None else replace(found.plan, **described_by)
-    plan = plan and replace(plan, cluster=question.cluster, costs=tuple(_costs(cost, plan)))
+    plan = plan and replace(
+        plan,
+        model_hash=operators.traced.graph.model_hash,
+        cluster=question.cluster,
+        costs=tuple(_costs(cost, plan)),
+    )
     if plan is None:
         return Answer("infeasible", None, found, Why(found.why or "", uncompiled=uncompiled))
     why = Why(_summary(plan, described.name, uncompiled), uncompiled=uncompiled)

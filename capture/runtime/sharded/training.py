@@ -89,6 +89,11 @@ class Sharded:
         """Of batch leaves whose first dimension is that of the examples."""
         return NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
 
+    @property
+    def model_hash(self) -> str:
+        """Of the traced loss, as ``ShardingPlan.model_hash``."""
+        return self._traced.graph.model_hash
+
     def shardings(self, params: Any = None) -> Any:
         """Of every parameter, in a tree of the parameters' structure.
 
