@@ -54,7 +54,8 @@ def model(layers=12, odd=-1, equal=False):
         return (x**2).mean()
 
     init = lambda key: [jnp.ones((16, n)) for n in sizes]
-    return SimpleNamespace(loss_fn=loss_fn, init=init, batch=lambda key, n: jnp.ones((n, 16)), optimizer=optax.sgd(0.1))
+    batch = lambda key, n: jnp.ones((n, 16))
+    return SimpleNamespace(loss_fn=loss_fn, init=init, batch=batch, optimizer=optax.sgd(0.1))
 """
 
 

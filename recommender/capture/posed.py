@@ -162,7 +162,7 @@ def _default_rows(
 
 
 def paper_predictor(profile: Profile) -> PaperPredictor:
-    """Of the runs that a profile holds.
+    """The paper's predictor over the runs that a profile holds.
 
     Raises:
         ProfileError: ``profile-paper`` if it has none.

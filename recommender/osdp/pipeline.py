@@ -77,7 +77,7 @@ class Pipeline:
     """A pipeline on devices that hold one stage each, or one replica of it.
 
     Attributes:
-        cost: Of operators on the devices of one stage.
+        cost: What operators cost on the devices of one stage.
         num_stages: p; not more than layers.
         machine: All devices.
         schedule: ``gpipe`` keeps all micro-batches, ``1f1b`` those in flight.
