@@ -98,8 +98,8 @@ def fit_link(measured: Sequence[MeasuredCollective], source: str) -> FittedLink:
 def fit_overlap(
     compute_seconds: Sequence[float], sent_seconds: Sequence[float], step_seconds: Sequence[float]
 ) -> float:
-    """The fraction of  min(compute, communication)  that steps hid, kept in [0, 1]: least squares of
-    compute + sent - fraction x min.
+    """The fraction of  min(compute, communication)  that steps hid, kept in [0, 1]: least squares
+    of  compute + sent - fraction x min.
 
     Example:
         >>> fit_overlap([4.0, 2.0], [3.0, 5.0], [7.0 - 1.5, 7.0 - 1.0])

@@ -165,7 +165,7 @@ def simulate(
         >>> scratch = Buffer("", (0,), 20, "temporaries")
         >>> work = [
         ...     Work("load", ("host to device",), 2, allocates=(weights,)),
-        ...     Work("compute", ("device",), 3, after=(0,), temporaries=(scratch,), frees=("weights",)),
+        ...     Work("compute", ("device",), 3, (0,), temporaries=(scratch,), frees=("weights",)),
         ... ]
         >>> simulation = simulate(work)
         >>> simulation.seconds, simulation.memory[0].peak.peak_bytes, simulation.memory[0].samples

@@ -1,4 +1,4 @@
-"""From a profile to the problem that searches solve: predicted bytes, and seconds, of every stage."""
+"""From a profile to the problem that searches solve: predicted bytes and seconds of every stage."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class MicrobatchedCost:
     Attributes:
         of: Costs of operators on the devices of one stage.
         model: The operators of the stage.
-        num_microbatches: Of a step.
+        num_microbatches: Micro-batches of a step.
         num_in_flight: Micro-batches whose activations the stage holds at once.
     """
 
