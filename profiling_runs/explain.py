@@ -28,7 +28,7 @@ class PlanChange:
     Attributes:
         change: What is decided.
         plan: With it.
-        peak_bytes: Of the device that needs most, compiled.
+        peak_bytes: Need of the device that needs most, compiled.
         saves_bytes: Less than the unchanged plan.
     """
 
@@ -50,7 +50,7 @@ class Explanation:
         peak_bytes_per_device: Compiled.
         source: Backend, target, versions.
         stages: Per stage, its peak taken apart.
-        changes: Of one decision each, the most saving first.
+        changes: Other plans, of one decision changed each, the most saving first.
     """
 
     plan: Plan

@@ -46,7 +46,7 @@ class Listing:
 
     @property
     def seconds(self) -> float:
-        """Of one worker, for what is not done."""
+        """Time of one worker for what is not done, estimated."""
         return sum(kind["seconds"] for kind in self.kinds.values())
 
     def to_json(self) -> dict[str, Any]:
@@ -63,10 +63,10 @@ def listing(
     """Count jobs and estimate what they cost.
 
     Args:
-        jobs: Of a profile.
+        jobs: Those of a profile.
         done: Keys that the store has.
         typical_seconds: What the store knows, by (backend, part).
-        backend: Of the jobs.
+        backend: Name of what the jobs are made by.
 
     Example:
         >>> from capture.plan.choices import StageChoice

@@ -38,9 +38,9 @@ class Outcome:
 
     Attributes:
         status: ``ok``; ``oom`` if one example does not fit; ``n/a`` if the strategy does not apply.
-        examples_per_second: Of all devices; 0 unless ``ok``.
+        examples_per_second: Throughput of all devices together; 0 unless ``ok``.
         setting: What tuning chose.
-        plan: Of strategies that are data parallel only.
+        plan: What strategies choose that are data parallel only.
     """
 
     status: Literal["ok", "oom", "n/a"]
