@@ -78,8 +78,12 @@ format: $(VENV)/.stamp-dev ## Rewrite the sources in the project's style
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
 
+.PHONY: docs
+docs: $(VENV)/.stamp-dev ## Make docs/reference again: commands, files and error codes, from the code
+	$(VENV)/bin/python -m docs.generate
+
 .PHONY: test
-test: $(VENV)/.stamp-dev ## All tests, the README's blocks and the doctests
+test: $(VENV)/.stamp-dev ## All tests, the blocks of README and docs, and the doctests
 	$(VENV)/bin/python -m pytest -q -n $(JOBS)
 
 .PHONY: recorded

@@ -1,5 +1,5 @@
-"""What the README shows works: its blocks run, each in a directory of its own that holds links to
-the model zoo and the benchmarks.
+"""What the README and the pages of docs/ show works: their blocks run, each in a directory of its
+own that holds links to the model zoo and the benchmarks.
 
 Every ```` ```python ```` block runs, unless it is opened by ```` ```python no-test ````; a ````
 ```bash ```` block runs if it is opened by
@@ -19,6 +19,7 @@ import pytest
 from timeouts import TIMEOUT_SECONDS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md")))
 
 
 class Block(NamedTuple):
@@ -63,18 +64,18 @@ def run(block: Block, directory: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def readme_blocks() -> list[Block]:
-    readme = REPOSITORY / "README.md"
-    return blocks_to_run(readme.read_text()) if readme.is_file() else []
-
-
 @pytest.mark.parametrize(
-    "block", readme_blocks(), ids=lambda block: f"line-{block.line}-{block.language}"
+    ("page", "block"),
+    [
+        pytest.param(page, block, id=f"{page}-line-{block.line}-{block.language}")
+        for page in PAGES
+        for block in blocks_to_run((REPOSITORY / page).read_text())
+    ],
 )
-def test_block_of_the_readme_runs(block, tmp_path):
+def test_block_runs(page, block, tmp_path):
     result = run(block, tmp_path)
     assert result.returncode == 0, (
-        f"README.md:{block.line} ended with {result.returncode}\n{result.stdout}\n{result.stderr}"
+        f"{page}:{block.line} ended with {result.returncode}\n{result.stdout}\n{result.stderr}"
     )
 
 

@@ -45,6 +45,7 @@ target = Target.load(sys.argv[1])
 environment.prepare(num_devices=4, platform=target.platform)
 from capture.plan.choices import StageChoice
 from capture.measured.profile import StageConfig
+from capture.documents import write
 from capture.profiler.compile import CompileBackend
 from capture.model.workload import WorkloadSpec
 
@@ -57,7 +58,7 @@ if target.platform == "cuda":
 configs = {name: StageConfig(2, 3, choice, 8) for name, choice in choices.items()}
 for name, config in configs.items():
     rows[name] = backend.measure(config).to_json()
-buffers = backend.measure_buffers(StageConfig(0, 2, StageChoice(2, 1), 8)).to_json()
+buffers = write(backend.measure_buffers(StageConfig(0, 2, StageChoice(2, 1), 8)))
 cost = backend.measure(StageConfig(0, 2, StageChoice(2, 1), 8)).to_json()
 print(json.dumps({"flops": graph.layers[2].flops, "rows": rows, "provenance": backend.provenance, "buffers": buffers, "cost": cost}))
 """

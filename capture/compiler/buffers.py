@@ -17,15 +17,12 @@ from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
+from capture.compiler.text import ALLOCATION, INSTRUCTION, OPERAND
 from capture.step.attribution import Buffer
 from capture.tracing.source import layer_of_scope, model_line, operation_name
 
-_ALLOCATION = re.compile(
-    r"^allocation \d+:(?: 0x\w+,)? size (\d+)(?:, color (\d+))?(?:, page \d+)?, (.*)$"
-)
 _VALUE = re.compile(r"^ value: <\d+ (\S+?)(\{[\d,]*\})? @\d+> \(size=(\d+),offset=(\d+)\)")
 _RANGE = re.compile(r"^    (\S+?)(\{[\d,]*\})?:(\d+)-(\d+)$", re.M)
-_INSTRUCTION = re.compile(r"^  (?:ROOT )?%?([\w.\-]+) = (.*)$", re.M)
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _FRAME_ID = re.compile(r"stack_frame_id=(\d+)")
 _FILE_AND_LINE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
@@ -125,7 +122,7 @@ def _allocated(
     results: list[tuple[str, int]] = []
     kind = ""
     for line in assignment.splitlines():
-        if header := _ALLOCATION.match(line):
+        if header := ALLOCATION.match(line):
             size, color, text = int(header[1]), header[2] or "0", header[3]
             in_memory = color == "0" and not text.startswith("parameter")
             kind = (
@@ -152,7 +149,7 @@ class _Origins:
         self._layer_of = layer_of
         self._instructions = {
             match[1]: _instruction(match[1], match[2], frames)
-            for match in _INSTRUCTION.finditer(program)
+            for match in INSTRUCTION.finditer(program)
         }
 
     @cached_property
@@ -206,7 +203,7 @@ def _instruction(name: str, rest: str, frames: _Frames) -> _Instruction:
         name,
         op_name[1].replace("\\'", "'") if op_name else "",
         frames.source(rest),
-        tuple(re.findall(r"%([\w.\-]+)", rest)),
+        tuple(OPERAND.findall(rest)),
     )
 
 

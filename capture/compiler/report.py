@@ -10,8 +10,7 @@ before machine code is made,
         preallocated-temp, ...
     *after_optimizations.txt      the optimised program
 
-The format is no stable interface: jax 0.12 adds ``page`` to the lines of allocations, and there is
-a test for every supported version.
+The format is no stable interface; ``tests/golden`` has a dump of every supported version.
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from capture.compiler.text import ALLOCATION
+
 _TOTAL = re.compile(
     r"^Memory Space: default \(color=0\)\s*\nTotal bytes: (\d+)|^Total bytes: (\d+)", re.M
-)
-_ALLOCATION = re.compile(
-    r"^allocation \d+:(?: 0x\w+,)? size (\d+)(?:, color (\d+))?(?:, page \d+)?, (.*)$", re.M
 )
 
 
@@ -76,7 +74,7 @@ def parse_report(report: str, assignment: str) -> MemoryReport | None:
     if total is None:
         return None
     arguments = outputs = 0
-    for size, color, kind in _ALLOCATION.findall(assignment):
+    for size, color, kind in ALLOCATION.findall(assignment):
         if color not in ("", "0"):  # vector memory, scalar memory, host, ...
             continue
         if kind.startswith("parameter"):

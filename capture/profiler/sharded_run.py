@@ -4,6 +4,7 @@ and optimizer in it."""
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -154,14 +155,13 @@ def _train(
         jax.block_until_ready((state, leaves))
         if i == 0:
             resident.start()
-        start = time.perf_counter()
-        if i == 0:
-            held = dict.fromkeys(devices, 0)
+            held = Counter[jax.Device]()
             for (device, *_), nbytes in buffers([*state[0], *state[1], *leaves]).items():
                 held[device] += nbytes
             peaks = tuple(held[device] + step.program.transient_bytes for device in devices)
             meter = "live arrays + XLA buffer assignment of the running program"
             meter += f" ({devices[0].platform})"
+        start = time.perf_counter()
         *state, loss = step.program.call(*state, leaves)
         losses.append(float(np.float64(loss)))
         jax.block_until_ready(state)

@@ -333,7 +333,7 @@ def placed_text(stage: Any) -> str:
     """Of a stage as searches place it."""
     c = stage.choice
     how = split_text(c.data_parallel, c.tensor_parallel, c.remat)
-    where = f"{stage.first}-{stage.stop} on {stage.start_device}+{c.num_devices}"
+    where = f"{stage.first}-{stage.stop} on {stage.devices[0]}+{c.num_devices}"
     return f"{where} {how}{sharing_text(c.shard_optimizer, c.shard_params)}"
 
 
@@ -424,12 +424,13 @@ def sharded(
     import optax
 
     from capture import Cluster, WorkloadSpec, shard
-    from recommender.osdp import osdp
+    from recommender.osdp import ShardingQuestion, osdp
 
     task = WorkloadSpec.parse(workload_name(workload)).load()
     cluster = Cluster.parse(*where.split())
     with programs() as emitted:
-        result = osdp(task, cluster, limit, **options)
+        verify = options.pop("verify", True)
+        result = osdp(ShardingQuestion(task, cluster, limit, **options), verify=verify)
     found = {
         "answer": of(result, "status verified unverified_why why"),
         "peaks": of(result, "estimated_peak_bytes compiled_peak_bytes"),
