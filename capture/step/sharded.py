@@ -138,6 +138,7 @@ def step_seconds(cost: StepCost, modes: Sequence[Mode], batch_size: int) -> dict
         seconds |= {
             f"all-gather@{i}": mode.num_sharded * sent.all_gather,
             f"forward@{i}": forward + added,
+            f"forward again@{i}": forward + added,
             f"tail backward@{i}": 0.0,
             f"backward@{i}": 2 * forward,
             f"reduce@{i}": sent.replicated

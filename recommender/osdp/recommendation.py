@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,9 @@ from capture.machine.target import Target
 from capture.model.operators import Operator
 from capture.plan.sharding import Mode, OperatorCost, ShardingPlan
 from capture.quantities import format_bytes
+from capture.step.attribution import attribute_keys
 from capture.step.operator_cost import StepCost
+from capture.step.sharded import build_step
 from recommender.osdp.over_step import fastest_over_step, least_over_step, reserved_fraction
 from recommender.osdp.question import ShardingQuestion
 from recommender.osdp.result import ShardingResult
@@ -25,7 +27,7 @@ class OperatorRow:
 
     Attributes:
         name, mode: Of the operator.
-        parameter_bytes, resident_bytes, transient_bytes, seconds: See ``OperatorCost``.
+        parameter_bytes, resident_bytes, transient_bytes, seconds, at_peak: See ``OperatorCost``.
     """
 
     name: str
@@ -34,6 +36,7 @@ class OperatorRow:
     resident_bytes: float
     transient_bytes: float
     seconds: float
+    at_peak: Mapping[str, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,13 +199,15 @@ def osdp(
 
 
 def _costs(model: StepCost, plan: ShardingPlan) -> Iterator[OperatorCost]:
-    for operator, mode in zip(_all(model), plan.modes, strict=True):
+    at_peak = attribute_keys(build_step(model, plan.modes, plan.batch_size, plan.names)).layers
+    for i, (operator, mode) in enumerate(zip(_all(model), plan.modes, strict=True)):
         cost = model.cost(operator, mode, plan.batch_size)
         yield OperatorCost(
             operator.parameter_bytes + operator.replicated_bytes,
             float(cost.resident_bytes),
             float(cost.transient_bytes),
             float(cost.seconds),
+            at_peak.get(i, {}),
         )
 
 
