@@ -25,14 +25,13 @@ def random_plan(seed: int) -> tuple[StepCost, list[Mode], int]:
     draw = random.Random(seed)
     operators = []
     for i in range(draw.randint(1, 8)):
-        size, operand, tail, fused = (draw.randrange(5000) for _ in range(4))
-        inside = operand + tail + draw.randrange(1000)
-        if draw.random() < 0.3:
-            fused = 0
+        size = draw.randrange(9000)
+        operand, tail, fused = (draw.choice([9, draw.randrange(5000)]) for _ in range(3))
+        inside = operand + tail + draw.choice([0, draw.randrange(1000)])
         operator = Operator(
             str(i),
             draw.choice(["matmul", "embedding", "other"]),
-            draw.choice([0, 8 * draw.randrange(1, 50_000)]),
+            draw.choice([0, 8 * draw.randrange(1, 100), 8 * draw.randrange(1, 50_000)]),
             activation_bytes=inside,
             input_bytes=operand,
             output_bytes=size,
@@ -43,7 +42,7 @@ def random_plan(seed: int) -> tuple[StepCost, list[Mode], int]:
             crossing_bytes=draw.choice([None, draw.randrange(5000)]),
             gathered_fraction=draw.choice([1.0, 0.5]),
             fused_bytes=min(fused, inside - tail),
-            backward_bytes=draw.randrange(6000),
+            backward_bytes=draw.choice([0, draw.randrange(6000)]),
             again_bytes=draw.choice([0, draw.randrange(4000)]),
         )
         operators += [operator] * draw.randint(1, 3)
