@@ -446,6 +446,7 @@ def test_from_a_task_to_shardings(tmp_path):
     specs = jax.tree.map(lambda s: s.spec, shard(workload, tight.plan, all_devices()).shardings())
     assert set(jax.tree.leaves(specs)) > {PartitionSpec()}
     assert sum(cost.seconds for cost in tight.plan.costs) == pytest.approx(tight.plan.step_seconds)
+    assert sum(sum(cost.at_peak.values()) for cost in tight.plan.costs) == tight.plan.peak_bytes
     tight.plan.save(tmp_path / "plan.json")
     assert ShardingPlan.load(tmp_path / "plan.json") == tight.plan
     cluster = osdp(
@@ -656,14 +657,8 @@ def test_from_the_command_line(capsys, tmp_path):
         == 0
     )
     printed = capsys.readouterr().out
-    assert printed.splitlines()[0].split() == [
-        "operator",
-        "mode",
-        "parameters",
-        "resident",
-        "transient",
-        "time",
-    ]
+    header = "operator mode parameters resident transient at the peak time"
+    assert printed.splitlines()[0].split() == header.split()
     plan = ShardingPlan.load(tmp_path / "plan.json")
     assert (
         f"{len(plan.modes)} operators: {len(plan.modes)} DP; 2 examples per device" in printed

@@ -33,7 +33,10 @@ def sharding_plan(**changes) -> ShardingPlan:
         "params": (("embedding",), ("head/kernel", "head/bias")),
         "workload": WorkloadSpec("tiny.py", "model", {"depth": 3}),
         "cluster": Cluster((4,), "h100"),
-        "costs": (OperatorCost(400, 1600.0, 10.0, 0.5e-3), OperatorCost(4000, 800.0, 20.0, 1.5e-3)),
+        "costs": (
+            OperatorCost(400, 1600.0, 10.0, 0.5e-3, {"parameters": 400, "optimizer": 1600}),
+            OperatorCost(4000, 800.0, 20.0, 1.5e-3, {"parameters": 500, "temporaries": 500}),
+        ),
     }
     return ShardingPlan(**{**fields, **changes})
 
@@ -123,26 +126,11 @@ def test_python_refuses_it_with_the_code(folder):
 def test_operators_are_shown(folder, capsys):
     code, text = said(capsys, "explain", "b.json")
     lines = text.splitlines()
-    assert code == 0 and lines[0].split() == [
-        "operator",
-        "mode",
-        "parameters",
-        "resident",
-        "transient",
-        "time",
-    ]
-    assert lines[1].split() == [
-        "embedding",
-        "DP",
-        "400",
-        "B",
-        "1.6",
-        "kB",
-        "10",
-        "B",
-        "0.5",
-        "ms",
-    ], "heaviest first"
+    header = "operator mode parameters resident transient at the peak time"
+    assert code == 0 and lines[0].split() == header.split()
+    heaviest = "embedding DP 400 B 1.6 kB 10 B 2 kB 0.5 ms"
+    assert lines[1].split() == heaviest.split(), "heaviest first"
+    assert "At the estimated peak: parameters 900 B, optimizer 1.6 kB, temporaries 500 B." in text
     assert "fits by extrapolation" in text, "an estimate that nobody compiled never just fits"
     code, text = said(capsys, "report", "a.json", "--memory", "5kB", "--json")
     facts = json.loads(text)
@@ -154,7 +142,7 @@ def test_operators_are_shown(folder, capsys):
     pytest.importorskip("plotly")
     assert said(capsys, "report", "b.json", "-o", "page.html")[0] == 0
     page = Path("page.html").read_text()
-    assert 'id="resident_bytes"' in page and "head" in page
+    assert all(f'id="{name}"' in page for name in ("at_peak", "resident_bytes")) and "head" in page
 
 
 def test_two_plans_are_compared(folder, capsys):

@@ -21,7 +21,8 @@ A plan is JSON:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -122,12 +123,15 @@ class OperatorCost:
         resident_bytes: Held for the whole step.
         transient_bytes: While it runs, beside that.
         seconds: Forward and backward.
+        at_peak: Bytes of it at the peak of the step, by category; all operators' add up to the
+            peak. Empty where it was not looked at.
     """
 
     parameter_bytes: int
     resident_bytes: float
     transient_bytes: float
     seconds: float
+    at_peak: Mapping[str, int] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)

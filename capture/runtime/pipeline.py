@@ -94,7 +94,7 @@ def pipeshard(
         ExecutionError: ``run-devices`` if there are fewer devices than the plan uses.
     """
     environment.warn()
-    of_stages(plan, "Train with what recommender.osdp.osdp hands out.")
+    of_stages(plan, "Train with capture.shard(workload, plan, mesh).")
     devices = jax.devices() if devices is None else devices
     if len(devices) < plan.cluster.num_devices:
         raise ExecutionError.of(

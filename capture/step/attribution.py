@@ -187,6 +187,23 @@ def attribute(
     return found
 
 
+def attribute_keys(step: Step) -> Attribution:
+    """Take the peak of all devices apart, of a step whose slots have their operator as a key."""
+    peak, by_slot = replay(step).peaks[0], replay(step, by_slot=True).peaks[0]
+    slots = {slot.name: slot for slot in step.slots}
+    running = {i.label: i for i in step.instructions if isinstance(i, Run)}
+    live = []
+    for name, nbytes in by_slot.parts.items():
+        if name in slots:
+            slot = slots[name]
+            live.append(Buffer(nbytes, slot.category, slot.key, slot.what))
+        else:
+            run = running[peak.instant]
+            key = step.slots[run.inputs[0][0]].key
+            live.append(Buffer(nbytes, "temporaries", key, step.programs[run.program].kind))
+    return Attribution(peak, tuple(sorted(live, key=lambda buffer: -buffer.bytes)))
+
+
 def _of_slot(
     slot: Slot,
     stage: StageInterface,

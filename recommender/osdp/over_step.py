@@ -224,10 +224,7 @@ class _Search:
         )
 
     def _least_bytes(self, batch_size: int) -> int:
-        return min(
-            peak_bytes(self.cost, self.cost.model.operators, modes, batch_size)
-            for modes in self.uniform()
-        )
+        return min(peak_bytes(self.cost, modes, batch_size) for modes in self.uniform())
 
     def uniform(self) -> Iterator[tuple[Mode, ...]]:
         """Every operator replicated; sharded whole; sharded in so many slices, where it can be
@@ -266,9 +263,7 @@ class _Search:
                     least = replace(least, num_sharded=least.num_slices)
                 for i in steps:
                     ordered[i] = least
-            candidates.append(
-                (peak_bytes(cost, cost.model.operators, ordered, batch_size), tuple(ordered))
-            )
+            candidates.append((peak_bytes(cost, ordered, batch_size), tuple(ordered)))
         peak, chosen = min(candidates, key=lambda candidate: candidate[0])
         each = Counter(zip(cost.model.operators, chosen, strict=True))
         seconds = sum(
