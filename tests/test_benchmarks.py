@@ -105,7 +105,7 @@ def test_a_run_of_one_stage_is_counted_as_one_program(tmp_path, monkeypatch):
         batch_bytes={0: 100, 1: 28},
         transient_bytes={"update": update},
     )
-    found = SimpleNamespace(program=SimpleNamespace(stages=[stage]))
+    found = SimpleNamespace(stages=[stage])
 
     def counted(transient_bytes):
         def compiler(function, args, *, donate, out_shardings):
