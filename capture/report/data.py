@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
 
+from capture.documents import fields_of, write
 from capture.errors import PlanError
 from capture.machine.target import Target
 from capture.measured.profile import Profile
@@ -172,22 +173,17 @@ class ReportFacts:
                 }
                 for stage, waits in zip(self.stages, self.schedule.waits_fraction, strict=True)
             ],
-            "headroom": None if self.headroom is None else self.headroom.to_json(),
+            "headroom": write(self.headroom),
             "schedule": {
                 "clock": self.schedule.clock,
                 "simulated": True,
                 "step_seconds": self.schedule.step_seconds,
             },
-            "front": None
-            if self.front is None
-            else {
+            "front": self.front
+            and {
                 "complete": self.front.complete,
                 "points": [
-                    {
-                        "peak_bytes": point.peak_bytes,
-                        "step_seconds": point.step_seconds,
-                        "stages": [stage.to_json() for stage in point.stages],
-                    }
+                    fields_of(point, "peak_bytes", "step_seconds", "stages")
                     for point in self.front.points
                 ],
             },
