@@ -28,7 +28,7 @@ def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> S
     """The plan of least peak memory on a cluster, or the fastest one that fits.
 
     Args:
-        profile: Of the model; several are put together (``merge_profiles``).
+        profile: Measurements of the model; several are put together (``merge_profiles``).
         question: What is asked.
 
     Returns:
