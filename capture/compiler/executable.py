@@ -81,7 +81,7 @@ class AnyCompiler(Protocol):
             args: ``ShapeDtypeStruct`` pytrees with shardings.
             donate: Positions of donated arguments.
             out_shardings: As for ``jax.jit``; None lets the compiler choose.
-            layer_of: Of which layer a buffer is, where buffers are named.
+            layer_of: Gives the layer of a buffer by its name, where buffers are named.
             local_flops: FLOPs of the operations that run on each device's part.
         """
         ...

@@ -1,8 +1,8 @@
 """How much a compiled program computes, reads and sends, from its optimised HLO: what the roofline
 is drawn from.
 
-Kernels run one after the other (``capture.compiler.kernels``); the bytes of one may be hidden by its
-own products, and by nothing else.
+Kernels run one after the other (``capture.compiler.kernels``); the bytes of one may be hidden by
+its own products, and by nothing else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ _COLLECTIVE = re.compile(
     r"^(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?$"
 )
 _MESH_GROUPS = re.compile(
-    r"replica_groups=mesh\[(?P<axes>[^\]]*)\](?:, device_ids=\(\[(?P<dims>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?\))? \{(?P<along>[^}]*)\}"
+    r"replica_groups=mesh\[(?P<axes>[^\]]*)\]"
+    r"(?:, device_ids=\(\[(?P<dims>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?\))?"
+    r" \{(?P<along>[^}]*)\}"
 )
 _GROUP_AXIS = re.compile(r"'(\w+)'(?::\((\d+)\)(\d+))?")
 _IOTA_GROUPS = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](T\(([\d,]+)\))?")
@@ -80,8 +82,8 @@ def work_of_text(text: str, local: LocalFlops = NO_LOCAL_FLOPS) -> ProgramWork:
 
 
 def work_of_module(module: Any, local: LocalFlops = NO_LOCAL_FLOPS) -> ProgramWork:
-    """Of an optimised, partitioned HLO module (``jaxlib``'s ``HloModule``); kernels of Pallas
-    share ``local.kernels``."""
+    """The work of an optimised, partitioned HLO module (``jaxlib``'s ``HloModule``); kernels of
+    Pallas share ``local.kernels``."""
     program = Program(module.to_string())
     calls = sum(one.times for one in program.instructions if one.is_kernel_call)
     kernels, collectives = Counter[Kernel](), Counter[Collective]()

@@ -31,7 +31,7 @@ PAPER_GRANULARITY = 4
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one operator on every device, for one step.
+    """What one operator costs every device in one step.
 
     Attributes:
         resident_bytes: Held through the step: adds up over operators.
@@ -74,7 +74,8 @@ class CostModel(Protocol):
         ...
 
     def cost(self, operator: Operator, mode: Mode, batch_size: BatchSize) -> Cost:
-        """Of an operator, for so many examples per device (a number, or an array of numbers)."""
+        """What an operator costs, for so many examples per device (a number, or an array of
+        numbers)."""
         ...
 
 
@@ -112,7 +113,8 @@ class PaperCost:
     (O-g).
 
         M = M_model x (DP: 1, ZDP: 1 / N) + b M_act + M_extra
-        T = steps x (alpha + beta S / N) + b gamma,    steps: DP 2 (N - 1), ZDP 3 (N - 1), ZDP rematerialised 4 (N - 1)
+        T = steps x (alpha + beta S / N) + b gamma,
+            steps: DP 2 (N - 1), ZDP 3 (N - 1), ZDP rematerialised 4 (N - 1)
 
     M_model counts parameters, gradients and optimizer state (O-a). Every slice of a split operator
     is an operator of its own, S / g bytes large, in DP or ZDP mode (3.3), so that g slices pay g

@@ -80,7 +80,7 @@ class OperatorBytes:
 
 
 def peak_bytes(cost: StepCost, modes: Sequence[Mode], batch_size: int) -> int:
-    """Of one device.
+    """Peak of one device over a step.
 
     Args:
         cost: Of a model's operators on the devices.

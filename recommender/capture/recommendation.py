@@ -205,7 +205,7 @@ def baseline_plan(profile: Profile, question: PlanQuestion, weigh: str = "flops"
     layers, and their prediction.
 
     Args:
-        profile: Of the model.
+        profile: Measurements of the model.
         question: Its cluster, batch and schedule.
         weigh: ``"flops"``, ``"params"`` or ``"layers"``.
 

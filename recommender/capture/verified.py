@@ -24,8 +24,8 @@ from recommender.answer import StageAnswer
 from recommender.capture.recommendation import recommend
 from recommender.question import PlanQuestion
 
-#: ``compiled(plan, profile)`` compiles a plan's stages: what the compiler says, and the profile that
-#: knows it.
+#: ``compiled(plan, profile)`` compiles a plan's stages: what the compiler says, and the profile
+#: that knows it.
 Compile = Callable[[Plan, Profile], tuple[Verified, Profile]]
 
 #: Most plans that are compiled for one answer at a size that was not profiled.
