@@ -49,8 +49,9 @@ class Collectives(NamedTuple):
 
     Attributes:
         replicated: The all-reduce of the gradients of what is replicated.
-        all_gather: Of a slice, for one pass.
-        reduce_scatter: Of the gradients of a slice, which takes as long as one of all bits.
+        all_gather: Seconds of the all-gather of a slice, for one pass.
+        reduce_scatter: Seconds of the reduce-scatter of the gradients of a slice, which takes as
+            long as one of all bits.
         between_groups: The all-reduce of a shard of these between groups.
     """
 
@@ -332,7 +333,7 @@ class StepCost:
         return operator.parameter_bytes / mode.num_slices * operator.gathered_fraction
 
     def added_seconds(self, operator: Operator, mode: Mode, batch_size: BatchSize) -> Any:
-        """Of one forward pass: adding up what slices give."""
+        """Seconds of adding up what slices give, in one forward pass."""
         nbytes = 3 * self._partial_sums(mode) * batch_size * operator.output_bytes
         return nbytes / self.machine.rates.reached_bytes_per_second
 
