@@ -1,7 +1,7 @@
 """Small figures: panels of bars, lines and points, side by side, drawn by matplotlib as SVG.
 
-The same facts give the same bytes wherever they are drawn, and a mark says what it is where the mouse
-is.
+The same facts give the same bytes wherever they are drawn, and a mark says what it is where the
+mouse is.
 """
 
 from __future__ import annotations

@@ -64,7 +64,9 @@ PARTS = {
     "capture/step/program.py": STEP,
     "capture/step/ledger.py": STEP,
     "capture/plan/schedule.py": "tests/test_schedule.py tests/test_step.py",
-    "capture/runtime/meter.py": "tests/test_meter.py -k 'one-device or leak or shards or missing or resident'",
+    "capture/runtime/meter.py": (
+        "tests/test_meter.py -k 'one-device or leak or shards or missing or resident'"
+    ),
     "recommender/capture/minmax.py": SEARCH,
     "recommender/capture/tie_break.py": SEARCH,
     "recommender/capture/reach.py": SEARCH,

@@ -712,7 +712,8 @@ def test_progress_in_a_terminal_is_one_line():
 from types import SimpleNamespace
 from capture.cli.progress import clear_line, progress
 show = progress(SimpleNamespace(quiet=False))
-for kind, done in (("optimizer updates", 0), ("layer windows", 0), ("layer windows", 1), ("layer windows", 2)):
+windows = [("layer windows", done) for done in range(3)]
+for kind, done in (("optimizer updates", 0), *windows):
     show(kind, done, 2)
 clear_line()
 print("error: none")

@@ -3,7 +3,7 @@
 ls                         counts by state and kind of job; --state lists those jobs
 show KEY                   one measurement or job, also by the beginning of its key
 retry [KEY ...]            let jobs that were set aside be tried again (all, if none is named)
-export FILE, import FILE   one JSON document per line, with everything that is known of a measurement
+export FILE, import FILE   one JSON document per line, with all that is known of a measurement
 merge FILE                 take what another store has; what is here stays
 gc                         forget jobs that were not done, and with options also measurements
 """

@@ -1,8 +1,8 @@
 """The kernels of an optimised program, and what each of them computes and moves.
 
 XLA's cost analysis knows what an instruction reads of its operands (a slice, a row), but tells it
-of a whole module only, and nothing of calls of libraries. So every instruction that runs as a kernel
-is analysed as a module of its own; products in libraries are counted by their shapes:
+of a whole module only, and nothing of calls of libraries. So every instruction that runs as a
+kernel is analysed as a module of its own; products in libraries are counted by their shapes:
 
     matrix product   2 x elements of the result x elements of a dimension that is summed over
     convolution      2 x elements of the output x elements of the filter / features of the output
@@ -29,7 +29,8 @@ _BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128, "token": 0}
 _SHAPE = re.compile(r"\b(pred|token|[subfc]\d+[a-z0-9]*|bf16)\[([\d,]*)\]")
 #: ``%name (parameter: shape, ...) -> shape {`` up to the closing brace of the computation.
 _COMPUTATION = re.compile(
-    r"^(?:ENTRY )?%(?P<name>[\w.\-]+) \((?P<params>.*)\) -> (?P<result>.*) \{\n(?P<body>(?:.*\n)*?)\}",
+    r"^(?:ENTRY )?%(?P<name>[\w.\-]+) \((?P<params>.*)\) -> (?P<result>.*) \{\n"
+    r"(?P<body>(?:.*\n)*?)\}",
     re.M,
 )
 _PRODUCTS = ("dot", "convolution")
@@ -96,7 +97,8 @@ class Instruction:
         op, shape, rest: Opcode, result and attributes, as HLO writes them.
         operands: Their names and shapes, in order.
         times: In one execution of the program.
-        body: Of the computation that a fusion calls, with those that this one calls; or nothing.
+        body: Text of the computation that a fusion calls, with those that this one calls; or
+            nothing.
         text: The whole line.
     """
 
@@ -190,7 +192,8 @@ class Program:
         return int(self._costs(instruction).get("bytes accessed", 0))
 
     def flops(self, instruction: Instruction) -> int:
-        """Of the products of an instruction; 0 of a kernel of Pallas, in which XLA sees nothing."""
+        """FLOPs of the products of an instruction; 0 for a kernel of Pallas, in which XLA sees
+        nothing."""
         if instruction.op != "custom-call":
             return int(self._costs(instruction).get("flops", 0))
         return _flops_of_call(instruction)
@@ -205,7 +208,8 @@ class Program:
         computations = "\n\n".join(map(self._text_of.__getitem__, self._called(instruction.rest)))
         return costs_of(
             hlo.hlo_module_from_text(
-                f"HloModule kernel\n\n{computations}\n\nENTRY %kernel {{\n{parameters}  {line}\n}}\n"
+                f"HloModule kernel\n\n{computations}\n\n"
+                f"ENTRY %kernel {{\n{parameters}  {line}\n}}\n"
             )
         )
 

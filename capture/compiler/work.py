@@ -1,8 +1,8 @@
 """How much a compiled program computes, reads and sends, from its optimised HLO: what the roofline
 is drawn from.
 
-Kernels run one after the other (``capture.compiler.kernels``); the bytes of one may be hidden by its
-own products, and by nothing else.
+Kernels run one after the other (``capture.compiler.kernels``); the bytes of one may be hidden by
+its own products, and by nothing else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ _COLLECTIVE = re.compile(
     r"^(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?$"
 )
 _MESH_GROUPS = re.compile(
-    r"replica_groups=mesh\[(?P<axes>[^\]]*)\](?:, device_ids=\(\[(?P<dims>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?\))? \{(?P<along>[^}]*)\}"
+    r"replica_groups=mesh\[(?P<axes>[^\]]*)\]"
+    r"(?:, device_ids=\(\[(?P<dims>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?\))?"
+    r" \{(?P<along>[^}]*)\}"
 )
 _GROUP_AXIS = re.compile(r"'(\w+)'(?::\((\d+)\)(\d+))?")
 _IOTA_GROUPS = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](T\(([\d,]+)\))?")
@@ -38,10 +40,10 @@ class LocalFlops:
     (``local_calls``).
 
     Attributes:
-        plain: Of those that are ordinary operations on every platform: XLA counts them, on parts
-            also before partitioning.
-        kernels: Of those that are Pallas kernels where the platform has them: there XLA counts
-            nothing in them.
+        plain: FLOPs of those that are ordinary operations on every platform: XLA counts them, on
+            parts also before partitioning.
+        kernels: FLOPs of those that are Pallas kernels where the platform has them: there XLA
+            counts nothing in them.
     """
 
     plain: int = 0
@@ -54,7 +56,7 @@ NO_LOCAL_FLOPS = LocalFlops()
 def work_of(
     compiled: Any, lowered: Any, num_devices: int, local: LocalFlops = NO_LOCAL_FLOPS
 ) -> ProgramWork:
-    """Of a compiled program, per device.
+    """What a compiled program computes, reads and sends, per device.
 
     XLA counts no FLOPs in calls of cuBLAS and cuDNN, which a GPU's optimised program mostly
     consists of. Then those of the program before optimisation are taken, shared out evenly.
@@ -62,8 +64,8 @@ def work_of(
     Args:
         compiled: A ``jax.stages.Compiled`` of any target.
         lowered: What it was compiled from.
-        num_devices: It runs on.
-        local: Of the operations that run on each device's part.
+        num_devices: Devices that it runs on.
+        local: FLOPs of the operations that run on each device's part.
     """
     (module,) = compiled.runtime_executable().hlo_modules()
     work = work_of_module(module, local)
@@ -74,14 +76,14 @@ def work_of(
 
 
 def work_of_text(text: str, local: LocalFlops = NO_LOCAL_FLOPS) -> ProgramWork:
-    """Of an optimised, partitioned program as the compiler dumps it; ``local`` as for
+    """The work of an optimised, partitioned program as the compiler dumps it; ``local`` as for
     ``work_of``."""
     return work_of_module(hlo.hlo_module_from_text(text), local)
 
 
 def work_of_module(module: Any, local: LocalFlops = NO_LOCAL_FLOPS) -> ProgramWork:
-    """Of an optimised, partitioned HLO module (``jaxlib``'s ``HloModule``); kernels of Pallas
-    share ``local.kernels``."""
+    """The work of an optimised, partitioned HLO module (``jaxlib``'s ``HloModule``); kernels of
+    Pallas share ``local.kernels``."""
     program = Program(module.to_string())
     calls = sum(one.times for one in program.instructions if one.is_kernel_call)
     kernels, collectives = Counter[Kernel](), Counter[Collective]()

@@ -82,10 +82,10 @@ class Calibration:
     """How far predictions were off for stages that are not in the profile.
 
     Attributes:
-        errors: Of the stages of the calibration plans; of a stage in several plans one each.
-        seed: Of the plans; evaluation uses others.
-        num_plans: Drawn.
-        size_errors: Of a few stages at micro-batch sizes that are not profiled.
+        errors: One for each stage of each calibration plan.
+        seed: What the plans were drawn with; evaluation uses others.
+        num_plans: Number of plans that were drawn.
+        size_errors: Errors for a few stages at micro-batch sizes that are not profiled.
     """
 
     errors: tuple[StageError, ...]

@@ -35,9 +35,9 @@ class Kernel:
     """Equal kernels of a program; most have no products, and a document of them has no such fields.
 
     Attributes:
-        nbytes: That each reads and writes.
-        flops: Of its matrix products or convolutions.
-        dtype, precision: Of these products, as in ``ProgramWork``.
+        nbytes: What each reads and writes.
+        flops: FLOPs of its matrix products or convolutions.
+        dtype, precision: What these products compute in, as in ``ProgramWork``.
         count: How many there are.
     """
 

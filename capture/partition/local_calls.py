@@ -35,7 +35,7 @@ def localize(
     Args:
         function: Traced here, once.
         args: ``ShapeDtypeStruct`` pytrees.
-        mesh: Of the stage.
+        mesh: The stage's devices, with the axes ``data`` and ``model``.
 
     Returns:
         The function on arguments of these shapes, and the FLOPs of those operations on one device.
@@ -55,7 +55,8 @@ def localize(
 
 
 def _call_flops(jaxpr: Any, mesh: Mesh, kernels: bool) -> int:
-    """Of the operations that hold a Pallas kernel for some platform, or of the others."""
+    """FLOPs, per device, of the operations that hold a Pallas kernel for some platform, or of the
+    others."""
     total = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == PRIMITIVE:

@@ -5,11 +5,14 @@ There is no rule per layer type. The traced function is walked once from inputs 
 remembering which dimension of each value is sharded; the first product that meets a parameter
 decides how that parameter is cut:
 
-    input whole                  cut an output dimension; the result is sharded there            (column; Megatron-LM, section 3)
-    input cut where it contracts cut the same dimension of the parameter; the result is summed    (row)
-    products in a batch          cut the batch dimension, such as the experts of a GShard layer   (expert parallel)
+    input whole                    cut an output dimension; the result is sharded there
+                                   (column; Megatron-LM, section 3)
+    input cut where it contracts   cut the same dimension of the parameter; the result is summed
+                                   (row)
+    products in a batch            cut the batch dimension, such as the experts of a GShard layer
+                                   (expert parallel)
     element-wise, such as a bias follow the value that it meets
-    table that is looked up      cut the vocabulary                                               (see ``_Walk._gather``)
+    table that is looked up        cut the vocabulary (see ``_Walk._gather``)
 
 A column that leads nowhere is undone: if XLA would have to gather the whole activation (a reshape
 across shards, routing by top-k), or sum scores over it (heads that the degree does not divide), the
@@ -41,7 +44,7 @@ def cut_parameters(
 
     Args:
         jaxpr: Its first inputs are the parameters; the others are whole.
-        shapes: Of the parameters.
+        shapes: Shapes of the parameters, in the order of the inputs.
         degree: Devices of the group.
         fixed: Decisions that the walk must follow: a dimension, or None to stay whole.
 
@@ -204,6 +207,11 @@ class _Walk:
         return [self._follow(eqn, inputs)] * len(eqn.outvars)
 
     def _dot(self, eqn: Any, inputs: list[_Value]) -> _Value:
+        """A product with a parameter decides it, by where the other operand is cut: contracted, the
+        parameter becomes a row and the result is whole after a sum; in a batch dimension, experts;
+        nowhere, a column may begin here. A product of two activations decides nothing, but where
+        it would sum scores over the devices, the column that led to it is taken back.
+        """
         (contract_lhs, contract_rhs), (batch_lhs, batch_rhs) = eqn.params["dimension_numbers"]
         contract, batch = (contract_lhs, contract_rhs), (batch_lhs, batch_rhs)
         self._undo(*(value.lost for value in inputs))
@@ -336,7 +344,12 @@ class _Walk:
 
     def _follow(self, eqn: Any, inputs: list[_Value]) -> _Value:
         """Everything else: the result is sharded where an operand is, and undecided parameters
-        follow."""
+        follow.
+
+        A cut that the operation loses is no error here: it is noted, and taken back only where a
+        product would need it. The result of an operation on one parameter alone is a view of it,
+        so that a reshaped or transposed parameter can still be cut later.
+        """
         flows = [dim_flow(eqn, operand, self.degree) for operand in range(len(inputs))]
         result = _Value(
             static=all(value.static for value in inputs),

@@ -80,7 +80,7 @@ class ParameterLeaf:
 
     Attributes:
         name: Path of the leaf in the user's tree; of a part, with its index.
-        shape, item_bytes: Of the array.
+        shape, item_bytes: The whole array's shape, and the bytes of one of its numbers.
         split_dim: The dimension that all products that read it contract (of a table: its rows), so
             that they can be split into slices along it; None if there is none.
     """
@@ -104,7 +104,8 @@ class ParameterLeaf:
         not be transposed, nor what is reduced to them.
 
         Example:
-            >>> ParameterLeaf("kernel", (64, 512, 7), 4).shard_dim(8), ParameterLeaf("scale", (7,), 4).shard_dim(8)
+            >>> leaves = ParameterLeaf("kernel", (64, 512, 7), 4), ParameterLeaf("scale", (7,), 4)
+            >>> tuple(leaf.shard_dim(8) for leaf in leaves)
             (0, None)
         """
         return next((d for d, extent in enumerate(self.shape) if extent % num_devices == 0), None)
@@ -141,10 +142,10 @@ class ShardingPlan:
     Attributes:
         batch_size: Examples per device.
         modes: By operator, in program order.
-        step_seconds: Of one step.
+        step_seconds: Time of one step, estimated.
         peak_bytes: On every device, estimated: what is resident and the largest transient.
-        examples_per_second: Of all devices together: N b / T.
-        names: Of the operators; empty for a plan of a description alone.
+        examples_per_second: Throughput of all devices together: N b / T.
+        names: Names of the operators; empty for a plan of a description alone.
         params: By operator, the names of the parameter leaves that belong to it; likewise.
         remat: Whether the backward pass computes every operator again from its inputs.
         smallest_bytes: Smaller parameters are replicated whatever the mode of their operator.
@@ -181,11 +182,11 @@ class ShardingPlan:
 
     @property
     def known_peak_bytes(self) -> int:
-        """Of every device, by the best that is known."""
+        """Peak of every device, by the best that is known."""
         return self.peak_bytes if self.compiled_peak_bytes is None else self.compiled_peak_bytes
 
     def headroom(self, memory_limit_bytes: int | None = None) -> Headroom | None:
-        """Of the compiled peak, else of the estimate, which nothing calibrates: it never just
+        """What the compiled peak leaves, else the estimate, which nothing calibrates: it never just
         fits."""
         peak = self.known_peak_bytes
         memory = None if self.cluster is None else Target.load(self.cluster.target).memory
@@ -205,12 +206,12 @@ class ShardingPlan:
 
     @property
     def sharded_fraction(self) -> float:
-        """Of the operators, those with a slice in ZDP mode."""
+        """The part of the operators that have a slice in ZDP mode."""
         return sum(mode.num_sharded > 0 for mode in self.modes) / len(self.modes)
 
     @property
     def split_fraction(self) -> float:
-        """Of the operators, those that are split into slices."""
+        """The part of the operators that are split into slices."""
         return sum(mode.num_slices > 1 for mode in self.modes) / len(self.modes)
 
     @property

@@ -220,8 +220,8 @@ class AdditivePredictor(ComponentTables):
         as in the worst of plans.
 
         Args:
-            choice, microbatch_size, schedule, num_microbatches: Of the stages.
-            max_stages: Of a plan.
+            choice, microbatch_size, schedule, num_microbatches: What all stages share.
+            max_stages: Most stages that a plan may have.
             least: Count them as in the best of plans instead.
         """
         memory = self.memory(choice, microbatch_size)

@@ -60,7 +60,8 @@ class CompileBackend:
         rule: How parameters are split.
         store: Where measurements are kept.
         target: What to compile for; virtual CPU devices if None.
-        unmarked_layers, num_devices: Of a model without marks: see ``trace``.
+        unmarked_layers, num_devices: Into how many layers a model without marks is cut: see
+            ``trace``.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ class CompiledPlan:
     Attributes:
         sharded: A workload with the plan on a mesh.
         target: What it was compiled for.
-        peak_bytes: Of every device, by the compiler: arguments, results and temporaries.
+        peak_bytes: Need of every device, by the compiler: arguments, results and temporaries.
         program: The step; it runs where it was compiled for devices of this process.
     """
 

@@ -26,9 +26,9 @@ class Figure:
     """One figure of the page.
 
     Attributes:
-        name: Of its element, stable.
+        name: Identifier of its element in the page, stable.
         title, caption: In words; the caption says what is simulated.
-        traces, layout: Of plotly.js.
+        traces, layout: As plotly.js takes them.
     """
 
     name: str

@@ -43,7 +43,7 @@ def save(
     Args:
         step: Whose state it is.
         state: Not consumed.
-        directory: Of the training; made if it does not exist.
+        directory: Where the training's checkpoints are; made if it does not exist.
         keep: Complete checkpoints to leave there, this one included; older ones are removed after
             it is complete. At least 1.
 

@@ -320,8 +320,8 @@ class PipelinedStep:
             state: Consumed: its arrays are donated.
             batch: A global batch on the host or a device, as ``workload.batch(key,
                 global_batch_size)`` returns it.
-            key: Of the step, if the loss takes one; micro-batch m uses ``jax.random.fold_in(key,
-                m)``.
+            key: The step's random key, if the loss takes one; micro-batch m uses
+                ``jax.random.fold_in(key, m)``.
             observer: Called before every instruction with the instruction and the environment, for
                 meters and checks.
 

@@ -31,7 +31,7 @@ PAPER_GRANULARITY = 4
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one operator on every device, for one step.
+    """What one operator costs every device in one step.
 
     Attributes:
         resident_bytes: Held through the step: adds up over operators.
@@ -49,8 +49,9 @@ class Collectives(NamedTuple):
 
     Attributes:
         replicated: The all-reduce of the gradients of what is replicated.
-        all_gather: Of a slice, for one pass.
-        reduce_scatter: Of the gradients of a slice, which takes as long as one of all bits.
+        all_gather: Seconds of the all-gather of a slice, for one pass.
+        reduce_scatter: Seconds of the reduce-scatter of the gradients of a slice, which takes as
+            long as one of all bits.
         between_groups: The all-reduce of a shard of these between groups.
     """
 
@@ -74,7 +75,8 @@ class CostModel(Protocol):
         ...
 
     def cost(self, operator: Operator, mode: Mode, batch_size: BatchSize) -> Cost:
-        """Of an operator, for so many examples per device (a number, or an array of numbers)."""
+        """What an operator costs, for so many examples per device (a number, or an array of
+        numbers)."""
         ...
 
 
@@ -112,7 +114,8 @@ class PaperCost:
     (O-g).
 
         M = M_model x (DP: 1, ZDP: 1 / N) + b M_act + M_extra
-        T = steps x (alpha + beta S / N) + b gamma,    steps: DP 2 (N - 1), ZDP 3 (N - 1), ZDP rematerialised 4 (N - 1)
+        T = steps x (alpha + beta S / N) + b gamma,
+            steps: DP 2 (N - 1), ZDP 3 (N - 1), ZDP rematerialised 4 (N - 1)
 
     M_model counts parameters, gradients and optimizer state (O-a). Every slice of a split operator
     is an operator of its own, S / g bytes large, in DP or ZDP mode (3.3), so that g slices pay g
@@ -330,7 +333,7 @@ class StepCost:
         return operator.parameter_bytes / mode.num_slices * operator.gathered_fraction
 
     def added_seconds(self, operator: Operator, mode: Mode, batch_size: BatchSize) -> Any:
-        """Of one forward pass: adding up what slices give."""
+        """Seconds of adding up what slices give, in one forward pass."""
         nbytes = 3 * self._partial_sums(mode) * batch_size * operator.output_bytes
         return nbytes / self.machine.rates.reached_bytes_per_second
 

@@ -79,7 +79,7 @@ class Program:
 
     Attributes:
         kind: What people call it, alike at all places: ``forward``.
-        place: Of its inputs and outputs.
+        place: Where its inputs and outputs are.
         transient_bytes: Per device, temporaries + outputs - aliased inputs.
     """
 
@@ -242,7 +242,7 @@ def replay(step: Step, *, record_timeline: bool = False, by_slot: bool = False) 
     """Book a step without allocating anything.
 
     Args:
-        step: Of any kind.
+        step: The instructions, of any kind of plan.
         record_timeline: As for ``Ledger``.
         by_slot: Name the parts of a peak by slots instead of their categories.
 

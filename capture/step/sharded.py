@@ -51,7 +51,7 @@ class OperatorBytes:
     Attributes:
         parameters: Its part of them; its part of the gradients is as large.
         held: For the backward pass.
-        tail: Of ``held``, what is gone when the product goes backwards.
+        tail: The part of ``held`` that is gone when the product goes backwards.
         gathered: Parameters of a slice; 0 if it is replicated.
         forwards, before, product: Beside what is held: of the product forwards, of the tail
             backwards, of the product backwards (``StepCost.transients``).
@@ -80,11 +80,11 @@ class OperatorBytes:
 
 
 def peak_bytes(cost: StepCost, modes: Sequence[Mode], batch_size: int) -> int:
-    """Of one device.
+    """Peak of one device over a step.
 
     Args:
-        cost: Of a model's operators on the devices.
-        modes: Of each operator.
+        cost: What a model's operators cost on the devices.
+        modes: The mode of each operator.
         batch_size: Examples per device.
     """
     pairs = list(zip(cost.model.operators, modes, strict=True))
@@ -101,7 +101,7 @@ def peak_bytes(cost: StepCost, modes: Sequence[Mode], batch_size: int) -> int:
 
 
 def _persistent_bytes(cost: StepCost, parameters: int) -> int:
-    """Of parameters of so many bytes, and their optimizer state."""
+    """Bytes of parameters of so many bytes, and of their optimizer state."""
     return _whole((cost.model.state_bytes_per_parameter_byte - 1) * parameters)
 
 
@@ -115,10 +115,10 @@ def build_step(
     """The instructions of one step.
 
     Args:
-        cost: Of a model's operators on the devices.
-        modes: Of each operator.
+        cost: What a model's operators cost on the devices.
+        modes: The mode of each operator.
         batch_size: Examples per device.
-        names: Of the operators; those of the model unless given.
+        names: Names of the operators; those of the model unless given.
     """
     builder = _Builder(cost, modes, batch_size, names)
     builder.step.instructions += builder.passes()

@@ -48,11 +48,11 @@ class StageTimes:
 
     @property
     def microbatch_seconds(self) -> float:
-        """Of a micro-batch, forward and backward."""
+        """Seconds of a micro-batch, forward and backward."""
         return self.forward_seconds + self.backward_seconds
 
     def of(self, program: str) -> float:
-        """Of the program that a ``Run`` names."""
+        """Seconds of the program that a ``Run`` names."""
         return {
             "forward": self.forward_seconds,
             "backward": self.backward_seconds,
@@ -66,7 +66,7 @@ class TimeModel:
     """Times of programs on a target.
 
     Attributes:
-        rates: Of the target.
+        rates: The target's: compute, memory and links.
         devices_per_node: Where collectives leave the node.
     """
 
@@ -101,7 +101,7 @@ class TimeModel:
         return max(self.rates.kernel_seconds.value, moved, products)
 
     def stage_times(self, cost: StageCost) -> StageTimes | None:
-        """Of a measured stage; None if its work was not counted."""
+        """Seconds of a measured stage's programs; None if its work was not counted."""
         if cost.forward_work is None or cost.backward_work is None or cost.update_work is None:
             return None
         return StageTimes(
@@ -134,8 +134,8 @@ def busiest_seconds(busy: Sequence[float], filling: Sequence[float]) -> float:
     the searches for speed need; so they minimise the other.
 
     Args:
-        busy: Of every stage, in the whole step.
-        filling: Of every stage, for one micro-batch.
+        busy: Seconds that every stage computes in the whole step.
+        filling: Seconds of every stage for one micro-batch.
 
     Source: Huang et al. 2019 (GPipe).
     """

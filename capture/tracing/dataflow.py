@@ -43,7 +43,7 @@ class DataFlow:
         """Union of the owners of the inputs that each value depends on.
 
         Args:
-            owners: Of the inputs.
+            owners: Owners of each input, by variable.
             of_result: Maps the union and the number of elements of a value to its owners; by
                 default the union.
         """
@@ -72,7 +72,8 @@ class DataFlow:
             return f"v{numbers.setdefault(atom, len(numbers))}:{atom.aval.str_short()}"
 
         lines = [
-            f"{list(map(text, e.outvars))}={e.primitive.name}{sorted((k, str(v)) for k, v in e.params.items())}{list(map(text, e.invars))}"
+            f"{list(map(text, e.outvars))}={e.primitive.name}"
+            f"{sorted((k, str(v)) for k, v in e.params.items())}{list(map(text, e.invars))}"
             for e in self.needed([wanted])
         ]
         return content_hash([re.sub(r"0x[0-9a-f]+", "", line) for line in lines])
@@ -125,7 +126,7 @@ def bind(
     """Run one equation, in its own scope and at its own line, and note its results.
 
     Args:
-        equation: Of a jaxpr.
+        equation: One operation of a jaxpr.
         args: Its operands.
         values: By variable; results are added.
         caller: The traceback of the call around it, if it is of an opened function.

@@ -199,6 +199,12 @@ class _Flattener:
         return [read(atom) for atom in jaxpr.outvars]
 
     def _equation(self, equation, inputs: list[_Value], place: _Place) -> Sequence[_Value]:
+        """Values of the results of one equation, appended as an op or opened.
+
+        Calls are opened so that cuts may fall inside them, but not those that say how they are to
+        be sharded, unless they hold a mark; a scan is unrolled where it holds one, or where that is
+        asked for. Any other operation with a mark inside cannot be cut there.
+        """
         name, params = equation.primitive.name, equation.params
         if is_mark(equation):
             # An alias rather than an op: a skip connection may read the value by either name, and

@@ -47,7 +47,8 @@ def equation_flops(equation) -> int:
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> [equation_flops(e) for e in jax.make_jaxpr(jnp.dot)(jnp.ones((2, 3)), jnp.ones((3, 5))).eqns]
+        >>> jaxpr = jax.make_jaxpr(jnp.dot)(jnp.ones((2, 3)), jnp.ones((3, 5)))
+        >>> [equation_flops(e) for e in jaxpr.eqns]
         [60]
     """
     name, params = equation.primitive.name, equation.params

@@ -81,7 +81,8 @@ class ProgramHasher:
             inputs = ",".join(names[v] if isinstance(v, int) else _array(v.val) for v in op.inputs)
             outputs = ",".join(f"{names[v]}:{_type(program.avals[v])}" for v in op.outputs)
             lines.append(
-                f"{outputs}={self._equation(op)}({inputs})[{','.join(regions[r] for r in op.regions)}]"
+                f"{outputs}={self._equation(op)}({inputs})"
+                f"[{','.join(regions[r] for r in op.regions)}]"
             )
         lines += [f"out {names[v]}:{v in program.differentiable}" for v in layer.outputs]
         return digest("\n".join(lines))
@@ -143,7 +144,8 @@ class ProgramHasher:
             for v in equation.outvars:
                 names[v] = f"v{len(names)}:{_type(v.aval)}"
             lines.append(
-                f"{','.join(names[v] for v in equation.outvars)}={self._equation(equation)}({inputs})"
+                f"{','.join(names[v] for v in equation.outvars)}"
+                f"={self._equation(equation)}({inputs})"
             )
         return digest("\n".join([*lines, *map(read, jaxpr.outvars)]))
 
@@ -219,7 +221,7 @@ def _pullback(primitive, params: dict[str, Any]) -> Callable[..., Any]:
 
 
 def _names(code: types.CodeType) -> list[str]:
-    """Of globals and attributes that a function or one inside it uses, in order."""
+    """Names of globals and attributes that a function or one inside it uses, in order."""
     nested = [_names(c) for c in code.co_consts if isinstance(c, types.CodeType)]
     return list(dict.fromkeys([*code.co_names, *(name for names in nested for name in names)]))
 

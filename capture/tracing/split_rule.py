@@ -28,8 +28,8 @@ class SplitRule:
     """The factors of the operands and the results of one operation.
 
     Attributes:
-        operands: Of every operand; factors that may not be split are left out.
-        results: Of every result.
+        operands: Factors of every operand's dimensions; those that may not be split are left out.
+        results: Factors of every result's dimensions.
     """
 
     operands: tuple[Factors, ...]

@@ -91,7 +91,7 @@ class Sharded:
 
     @property
     def model_hash(self) -> str:
-        """Of the traced loss, as ``ShardingPlan.model_hash``."""
+        """Content hash of the traced loss, as ``ShardingPlan.model_hash``."""
         return self._traced.graph.model_hash
 
     def shardings(self, params: Any = None) -> Any:

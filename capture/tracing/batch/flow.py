@@ -97,6 +97,12 @@ def walk(body: Any, doubled: Any, states: Sequence[State], scope: str) -> list[S
 
 
 def _equation(step: Step, states: Sequence[State]) -> Sequence[State]:
+    """States of the results of one operation.
+
+    The order matters: what is known to be wrong stays so (loops and choices judge that themselves);
+    then shapes are judged, which programs for n and 2 n examples show without any rule; and only
+    then the operation's own rule is asked, because rules assume one dimension of examples.
+    """
     num_outputs = len(step.one.outvars)
     if step.name in _BODIES:
         body = _BODIES[step.name]
