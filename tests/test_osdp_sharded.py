@@ -445,8 +445,9 @@ def test_from_a_task_to_shardings(tmp_path):
     assert all(mode.num_sharded in (0, mode.num_slices) for mode in tight.plan.modes)
     specs = jax.tree.map(lambda s: s.spec, shard(workload, tight.plan, all_devices()).shardings())
     assert set(jax.tree.leaves(specs)) > {PartitionSpec()}
-    assert sum(row.seconds for row in tight.rows) == pytest.approx(tight.plan.step_seconds)
-    assert sum(sum(row.at_peak.values()) for row in tight.rows) == tight.plan.peak_bytes
+    seconds = sum(cost.seconds for cost in tight.plan.costs)
+    assert seconds == pytest.approx(tight.plan.step_seconds)
+    assert sum(sum(c.at_peak.values()) for c in tight.plan.costs) == tight.plan.peak_bytes
     tight.plan.save(tmp_path / "plan.json")
     assert ShardingPlan.load(tmp_path / "plan.json") == tight.plan
     cluster = osdp(
@@ -490,7 +491,7 @@ def test_what_does_not_fit_says_so():
     found = osdp(
         ShardingQuestion(mlp(), all_devices(), 1000, target="h100", batch_size=3, smallest_bytes=0)
     )
-    assert found.status == "infeasible" and found.plan is None and found.rows == []
+    assert found.status == "infeasible" and found.plan is None
     assert found.why.startswith("3 examples per device: ") and str(found).startswith(
         "infeasible: 3 examples"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from capture.errors import TargetError
 from capture.machine.cluster import Machine
 from capture.machine.target import Target
 from capture.model.operators import Operator
-from capture.plan.sharding import Mode, OperatorCost, ShardingPlan
+from capture.plan.sharding import OperatorCost, ShardingPlan
 from capture.quantities import format_bytes
 from capture.step.attribution import attribute_keys
 from capture.step.operator_cost import StepCost
@@ -19,24 +19,6 @@ from recommender.osdp.over_step import fastest_over_step, least_over_step, reser
 from recommender.osdp.question import ShardingQuestion
 from recommender.osdp.result import ShardingResult
 from recommender.osdp.verified import fastest_compiled
-
-
-@dataclass(frozen=True, eq=False)
-class OperatorRow:
-    """One operator of a plan, on every device.
-
-    Attributes:
-        name, mode: Of the operator.
-        parameter_bytes, resident_bytes, transient_bytes, seconds, at_peak: See ``OperatorCost``.
-    """
-
-    name: str
-    mode: Mode
-    parameter_bytes: int
-    resident_bytes: float
-    transient_bytes: float
-    seconds: float
-    at_peak: Mapping[str, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,14 +62,6 @@ class OsdpResult:
     def compiled_peak_bytes(self) -> int | None:
         """Of a device, by the target's compiler; None if it was not asked."""
         return None if self.plan is None else self.plan.compiled_peak_bytes
-
-    @property
-    def rows(self) -> list[OperatorRow]:
-        """The plan's operators in program order; none without a plan."""
-        if self.plan is None:
-            return []
-        each = zip(self.plan.names, self.plan.modes, self.plan.costs, strict=True)
-        return [OperatorRow(name, mode, **vars(cost)) for name, mode, cost in each]
 
     def __str__(self) -> str:
         if self.plan is None:

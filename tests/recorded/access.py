@@ -441,7 +441,8 @@ def sharded(
     if result.plan is None:
         return found
     numbers = "parameter_bytes resident_bytes transient_bytes seconds"
-    rows = [[row.name, str(row.mode), *of(row, numbers)] for row in result.rows]
+    each = zip(result.plan.names, result.plan.modes, result.plan.costs, strict=True)
+    rows = [[name, str(mode), *of(cost, numbers)] for name, mode, cost in each]
     found["rows"] = json_hash(rows)
     if not emit:
         return found
