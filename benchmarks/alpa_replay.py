@@ -112,7 +112,8 @@ def plan_of(case: Case) -> Any:
     from capture.machine.cluster import Cluster
     from capture.model.workload import WorkloadSpec
     from capture.plan.choices import StageChoice
-    from capture.plan.stages import Plan, Stage
+    from capture.plan.stage import Stage
+    from capture.plan.stages import Plan
 
     arguments = {
         "size": case.size,

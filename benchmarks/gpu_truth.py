@@ -165,7 +165,7 @@ def _layer(
 ) -> dict[str, Any]:
     import jax
 
-    from capture.compiler.executable import compile_program
+    from capture.compiler.executable import Compiler
     from capture.compiler.target_devices import devices_of
     from capture.machine.target import Target
     from capture.measured.profile import StageConfig
@@ -180,7 +180,7 @@ def _layer(
     config = StageConfig(layer, layer + 1, StageChoice(remat=case.remat), microbatch_size)
     backend.traced(microbatch_size)
     programs: StagePrograms = backend.programs(
-        config, devices=devices, compiler=compile_program if where == "here" else None
+        config, devices=devices, compiler=Compiler() if where == "here" else None
     )
     executable = programs.forward if case.what == "forward" else programs.backward
     structs = programs.forward_args if case.what == "forward" else programs.backward_args
@@ -208,7 +208,8 @@ def _step(
 ) -> dict[str, Any]:
     from capture.machine.cluster import Cluster
     from capture.plan.choices import StageChoice
-    from capture.plan.stages import Plan, Stage
+    from capture.plan.stage import Stage
+    from capture.plan.stages import Plan
     from profiling_runs.measurements import open_measurements
     from profiling_runs.verify import verify
 

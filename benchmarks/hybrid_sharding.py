@@ -53,6 +53,7 @@ from capture.measured.stage_cost import StageCost
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import StageChoice
+from capture.plan.prediction import Verified
 from capture.plan.space import StageSpace
 from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
@@ -213,8 +214,8 @@ class Planner:
             space=StageSpace(whole_nodes=True),
         )
 
-        def compiled(plan: Plan, known: Profile) -> tuple[dict[str, Any], Profile]:
-            verification = verify(plan, self.measurements).to_json()
+        def compiled(plan: Plan, known: Profile) -> tuple[Verified, Profile]:
+            verification = verify(plan, self.measurements).verified
             self.profile = with_verified(self.profile, plan, self.measurements)
             return verification, with_verified(known, plan, self.measurements)
 
@@ -263,7 +264,7 @@ class Planner:
             ],
             "num_stages": plan.num_stages,
             "num_stages_with_shard_params": sum(stage.choice.shard_params for stage in plan.stages),
-            "is_proven": fits and result.search.optimal and result.why["verified"]["settled"],
+            "is_proven": fits and result.proof.optimal and result.why.verified.settled,
             "stages": [stage.to_json() for stage in plan.stages],
         }
 

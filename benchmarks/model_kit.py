@@ -48,7 +48,8 @@ from capture.model.workload import WorkloadSpec
 from capture.plan.choices import StageChoice
 from capture.plan.sampling import random_plans
 from capture.plan.schedule import SCHEDULES
-from capture.plan.stages import Plan, Stage
+from capture.plan.stage import Stage
+from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
 from capture.step.interface import plan_interfaces
 from capture.step.pipeline import build_step

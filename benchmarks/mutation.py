@@ -58,6 +58,7 @@ PARTS = {
         "prediction'"
     ),
     "capture/predictor/additive.py": PREDICTOR,
+    "capture/predictor/tables.py": PREDICTOR,
     "capture/predictor/statistics.py": PREDICTOR,
     "capture/predictor/fit.py": PREDICTOR,
     "capture/step/program.py": STEP,

@@ -25,7 +25,7 @@ _MODULE_OF = {
     "Prediction": "capture.predictor",
     "Profile": "capture.measured.profile",
     "ShardingPlan": "capture.plan.sharding",
-    "Stage": "capture.plan.stages",
+    "Stage": "capture.plan.stage",
     "StageChoice": "capture.plan.choices",
     "Store": "capture.measured.store",
     "Workload": "capture.model.workload",

@@ -11,6 +11,7 @@ EXTRA_OF = {
     "flax": "models",
     "ray": "ray",
     "plotly": "report",
+    "matplotlib": "benchmarks",
     "jax_cuda12_plugin": "cuda-targets",
     "jax_cuda13_plugin": "cuda-targets",
     "libtpu": "tpu-targets",

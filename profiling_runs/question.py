@@ -10,13 +10,15 @@ from capture.errors import ProfileError, TargetError, Violation
 from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile
 from capture.model.workload import WorkloadProtocol, WorkloadSpec
-from capture.plan.choices import Remat, StageChoice
+from capture.plan.choices import REMAT_POLICIES, Remat, StageChoice
 from capture.plan.space import StageSpace
 from capture.plan.stages import Plan, TensorParallelRule
 from capture.profiler.windows import DEFAULT_NEIGHBOURS, profiled_microbatch_sizes
 
 DEFAULT_CALIBRATION_PLANS = 12
 BACKENDS = ("compile", "run", "alpa")
+#: Fields that are numbers, and the least that each may be.
+_LEAST = {"microbatch_size": 1, "num_neighbours": 1, "calibration_plans": 0, "repeats": 1}
 #: Those that execute the paper's profiling runs.
 EXECUTING = ("run", "alpa")
 
@@ -36,16 +38,17 @@ class ProfileQuestion:
             ``executed_profile``), and what is said of windows below does not matter. ``"alpa"`` has
             them executed by Alpa, on its Ray cluster of these nodes.
         num_layers: None cuts at the model's marks; a number cuts automatically.
-        unmarked_layers: Of a model without marks; None: as many as are sensible
+        unmarked_layers: Layers of a model without marks; None: as many as are sensible
             (``capture.tracing.cut.layers_without_marks``).
         tensor_parallel_rule: ``"auto"`` or ``"largest"``.
-        remat, shard_optimizer: Of the stages.
+        remat, shard_optimizer: What stages recompute, and whether their replicas split optimizer
+            state.
         shard_params: Also stages whose replicas split their parameters (ZeRO stage 3), beside those
             that do not.
-        choices: Of the windows, instead of all data- and tensor-parallel degree pairs that fit the
-            cluster.
-        space: Of the windows: submeshes of stages.
-        num_neighbours: Of the windows: most neighbours of M_a.
+        choices: What windows are measured under, instead of all data- and tensor-parallel degree
+            pairs that fit the cluster.
+        space: Submeshes of stages, and so of the windows.
+        num_neighbours: Most neighbours of M_a: how long the windows are.
         calibration_plans: Random plans whose stages are measured to calibrate the interval of the
             windows; 0 leaves it wide.
         paper: (schedule, number of micro-batches) to make the paper's profiling runs as well;
@@ -58,7 +61,8 @@ class ProfileQuestion:
     Raises:
         TargetError: ``target-unknown`` for another backend.
         ProfileError: ``profile-backend`` for what the backend has no use for, or without what it
-            needs; ``profile-remat`` for several policies in the paper's runs.
+            needs; ``profile-remat`` for an unknown policy, or several in the paper's runs;
+            ``profile-question`` for numbers that are too small.
     """
 
     workload: WorkloadProtocol | WorkloadSpec
@@ -81,6 +85,9 @@ class ProfileQuestion:
     alpa_python: str | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "remat", tuple(self.remat))
+        if self.choices is not None:
+            object.__setattr__(self, "choices", tuple(self.choices))
         kind, _, target = self.backend.partition(":")
         if kind == "compile" and target:
             object.__setattr__(self, "backend", kind)
@@ -121,6 +128,17 @@ class ProfileQuestion:
 
     def _violations(self) -> Iterator[Violation]:
         executes, code = self.backend in EXECUTING, "profile-backend"
+        for name, least in _LEAST.items():
+            if getattr(self, name) < least:
+                yield Violation(
+                    f"{name}={getattr(self, name)} must be at least {least}.", "profile-question"
+                )
+        if unknown := [policy for policy in self.remat if policy not in REMAT_POLICIES]:
+            yield Violation(
+                f"remat={self.remat!r}: {unknown[0]!r} is unknown; give some of "
+                f"{', '.join(REMAT_POLICIES)}, as a tuple.",
+                "profile-remat",
+            )
         if executes and self.paper is None:
             yield Violation(
                 f"backend={self.backend!r} makes the paper's profiling runs: give paper=(schedule, "

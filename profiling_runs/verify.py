@@ -13,6 +13,7 @@ from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
 from capture.model.graph import LayerGraph
 from capture.plan.kinds import of_stages
+from capture.plan.prediction import Verified
 from capture.plan.stages import Plan
 from capture.predictor.formula import kept_bytes
 from capture.step.interface import StageInterface, plan_interfaces
@@ -66,17 +67,17 @@ class Verification:
     def peak_bytes_per_device(self) -> tuple[int, ...]:
         return tuple(self.ledger.peak_bytes_per_device)
 
+    @property
+    def verified(self) -> Verified:
+        """As plans remember it."""
+        peaks, guesses, errors = self.peak_bytes_per_device, None, None
+        if self.plan.prediction is not None:
+            guesses = self.plan.prediction.peak_bytes_per_device
+            errors = tuple(p / peak - 1 for p, peak in zip(guesses, peaks, strict=True))
+        return Verified(peaks, guesses, errors, dict(self.provenance), self.num_compiled)
+
     def to_json(self) -> dict[str, Any]:
-        predicted = self.plan.prediction["peak_bytes_per_device"] if self.plan.prediction else None
-        peaks = self.peak_bytes_per_device
-        return {
-            "peak_bytes_per_device": list(peaks),
-            "predicted_peak_bytes_per_device": predicted,
-            "prediction_error_fraction_per_device": predicted
-            and [p / peak - 1 for p, peak in zip(predicted, peaks, strict=True)],
-            "source": dict(self.provenance),
-            "num_stages_compiled": self.num_compiled,
-        }
+        return self.verified.to_json()
 
 
 def verify(plan: Plan, measurements: Measurements) -> Verification:
@@ -219,7 +220,7 @@ class PlanCompiler:
             check_profile(self._profile, self._measurements)
         return self._measurements
 
-    def __call__(self, plan: Plan, known: Profile) -> tuple[Mapping[str, Any], Profile]:
+    def __call__(self, plan: Plan, known: Profile) -> tuple[Verified, Profile]:
         sizes = self._profile.microbatch_sizes
         if plan.microbatch_size not in sizes and self._measurements is None:
             profiled = " and ".join(map(str, sizes))
@@ -228,4 +229,4 @@ class PlanCompiler:
                 "compiling the stages of the best plans (--no-compile extrapolates)"
             )
         measurements = self.open()
-        return verify(plan, measurements).to_json(), with_verified(known, plan, measurements)
+        return verify(plan, measurements).verified, with_verified(known, plan, measurements)

@@ -1,47 +1,69 @@
-"""What a search for plans answers: one type for every objective."""
+"""What a search for a plan answers: one type for plans of every kind."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
+from capture.documents import fields_of
 from capture.plan.headroom import Headroom
 from capture.plan.prediction import Prediction
+from capture.plan.sharding import ShardingPlan
 from capture.plan.stages import Plan
+from capture.plan.why import Why
 from recommender.capture.result import SearchResult
+
+P = TypeVar("P", Plan, ShardingPlan)
+S = TypeVar("S", bound="Proof")
+
+
+class Proof(Protocol):
+    """How a plan was found, and how far it is proven to be the best."""
+
+    @property
+    def algorithm(self) -> str: ...
+
+    @property
+    def optimal(self) -> bool: ...
+
+    def to_json(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A plan, what it is predicted to need, and why it was chosen.
+class Answer(Generic[P, S]):
+    """A plan, why it was chosen, and what it leaves.
 
     Attributes:
         status: ``"ok"``, or ``"infeasible"`` if nothing fits; the least-peak plan is there all the
             same where one exists.
-        plan: None where no plan exists.
-        prediction: Of the plan.
-        search: How it was found, and how far that is proven.
-        why: For people and scripts: the choice, the runner-up baselines, or what is missing and the
-            cheapest change.
+        plan: With its prediction; None where no plan exists.
+        proof: How it was found, and how far that is proven.
+        why: The choice, or what is missing.
         headroom: What the plan leaves of the limit, or of the target's memory; None where neither
             is known.
     """
 
     status: str
-    plan: Plan | None
-    prediction: Prediction | None
-    search: SearchResult
-    why: Mapping[str, Any]
+    plan: P | None
+    proof: S
+    why: Why
     headroom: Headroom | None = None
 
     @property
+    def prediction(self) -> Prediction | None:
+        """Of a plan of stages."""
+        return self.plan.prediction if isinstance(self.plan, Plan) else None
+
+    @property
     def peak_bytes(self) -> int:
-        """Of the device that needs most: the compiler's if the plan is verified, else predicted; 0
+        """Of the device that needs most: the compiler's if the plan is compiled, else predicted; 0
         without a plan."""
-        if self.plan is not None and self.plan.verification is not None:
-            return int(max(self.plan.verification["peak_bytes_per_device"]))
-        return 0 if self.prediction is None else self.prediction.peak_bytes
+        return 0 if self.plan is None else self.plan.known_peak_bytes
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the peaks are the compiler's of the plan itself."""
+        return self.plan is not None and self.plan.compiled
 
     @property
     def extrapolated(self) -> bool:
@@ -50,31 +72,21 @@ class Answer:
         return self.prediction is not None and self.prediction.extrapolated and not self.compiled
 
     @property
-    def compiled(self) -> bool:
-        """Whether the peaks are the compiler's of the plan's own stages."""
-        return self.plan is not None and self.plan.verification is not None
-
-    @property
     def memory_limit_bytes(self) -> int | None:
         """That the plan was searched under."""
         return self.headroom.limit_bytes if self.headroom else None
 
+    def __str__(self) -> str:
+        said = self.why.summary
+        return said if self.status == "ok" else f"{self.status}: {said}"
+
     def to_json(self) -> dict[str, Any]:
         return {
-            "status": self.status,
-            "extrapolated": self.extrapolated,
-            "plan": None if self.plan is None else self.plan.to_json(),
-            "prediction": None if self.prediction is None else self.prediction.to_json(),
-            "search": {
-                "seconds": self.search.seconds,
-                "algorithm": self.search.algorithm,
-                "optimal": self.search.optimal,
-                "tie_break": self.search.tie_break,
-                "tie_break_columns": self.search.tie_break_columns,
-                "num_explored": self.search.num_explored,
-                "step_seconds": self.search.step_seconds,
-                "bound_fraction": self.search.bound_fraction,
-            },
-            "why": dict(self.why),
-            "headroom": None if self.headroom is None else self.headroom.to_json(),
+            **fields_of(self, "status", "extrapolated", "plan", "prediction"),
+            "search": self.proof.to_json(),
+            **fields_of(self, "why", "headroom"),
         }
+
+
+#: Of plans of stages.
+StageAnswer = Answer[Plan, SearchResult]

@@ -44,7 +44,7 @@ class PlanQuestion:
             CPU devices have no limit.
         objective: ``"memory"``: least peak. ``"throughput"``: least step time within the limit.
             ``"pareto"``: the same plan, and the front of peak memory against step time in
-            ``why["front"]``. The last two need a profile of an accelerator. None: that of the
+            ``why.front``. The last two need a profile of an accelerator. None: that of the
             algorithm, ``"memory"`` first.
         mode: ``"default"``: data and tensor parallelism together, schedule-aware; ``"paper"``:
             either of them, the paper's predictor.

@@ -14,7 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 from capture.machine.cluster import Cluster
 from capture.model.workload import Workload
 from capture.plan.choices import StageChoice
-from capture.plan.stages import Plan, Stage
+from capture.plan.stage import Stage
+from capture.plan.stages import Plan
 
 WIDTH, VOCAB, LENGTH = 16, 32, 4
 

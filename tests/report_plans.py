@@ -15,7 +15,9 @@ from capture.measured.stage_cost import StageCost
 from capture.measured.work import ProgramWork
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import StageChoice
-from capture.plan.stages import Plan, Stage
+from capture.plan.prediction import Prediction, Verified
+from capture.plan.stage import Stage
+from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
 
 GB = 10**9
@@ -65,17 +67,16 @@ def predicted_plan(
     plan = make_plan(layers, [choice] * len(layers), **options).with_(
         cluster=Cluster(tuple(nodes), profile.target), workload=WORKLOAD
     )
-    return plan.with_(prediction=AdditivePredictor(profile).predict(plan).to_json())
+    return plan.with_(prediction=AdditivePredictor(profile).predict(plan))
 
 
 def verified(plan: Plan, factor: float = 1.004) -> Plan:
     """The plan as if the compiler of its target had said ``factor`` times what was predicted."""
-    peaks = [int(peak * factor) for peak in plan.prediction["peak_bytes_per_device"]]
+    peaks = [int(peak * factor) for peak in plan.prediction.peak_bytes_per_device]
     return plan.with_(
-        verification={
-            "peak_bytes_per_device": peaks,
-            "source": {"backend": "compile", "target": plan.cluster.target},
-        }
+        verification=Verified(
+            tuple(peaks), source={"backend": "compile", "target": plan.cluster.target}
+        )
     )
 
 
@@ -115,5 +116,12 @@ def written_plan(
         "stages": notes,
     }
     return Plan(
-        Cluster((3,), target), 3, stages, 24, 3, schedule, workload=WORKLOAD, prediction=prediction
+        Cluster((3,), target),
+        3,
+        stages,
+        24,
+        3,
+        schedule,
+        workload=WORKLOAD,
+        prediction=Prediction.read(prediction),
     )

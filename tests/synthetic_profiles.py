@@ -14,7 +14,8 @@ from capture.measured.profile import Calibration, Profile, StageConfig, StageErr
 from capture.measured.stage_cost import StageCost
 from capture.model.graph import LayerGraph
 from capture.plan.choices import StageChoice, hybrid_choices
-from capture.plan.stages import Plan, Stage
+from capture.plan.stage import Stage
+from capture.plan.stages import Plan
 from capture.profiler.windows import window_configs
 from capture.step.interface import stage_values
 
@@ -142,20 +143,7 @@ def make_plan(
     """A plan by the number of layers and the choice of its stages, on one node."""
     stages, first, device = [], 0, 0
     for count, choice in zip(layers, choices, strict=True):
-        devices = tuple(range(device, device + choice.num_devices))
-        stages.append(
-            Stage(
-                first,
-                first + count,
-                devices,
-                StageChoice(
-                    choice.data_parallel,
-                    choice.tensor_parallel,
-                    choice.remat,
-                    choice.shard_optimizer,
-                ),
-            )
-        )
+        stages.append(Stage.at(device, first, first + count, choice))
         first, device = first + count, device + choice.num_devices
     return Plan(
         Cluster((device,)),

@@ -23,7 +23,8 @@ from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import StageChoice
-from capture.plan.stages import Plan, Stage
+from capture.plan.stage import Stage
+from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
 from capture.profiler.alpa import AlpaBackend
 from capture.profiler.execution import ProfilingRun
@@ -347,9 +348,7 @@ def test_autostaging_is_labelled_and_stands_where_alpa_places_stages():
         profile,
         PlanQuestion(Cluster((4, 4), profile.target), global_batch_size=64, num_microbatches=4),
     )
-    assert (
-        found.status == "ok" and LABEL in found.search.algorithm and LABEL in found.why["summary"]
-    )
+    assert found.status == "ok" and LABEL in found.proof.algorithm and LABEL in found.why.summary
     sizes = [stage.num_devices for stage in found.plan.stages]
     assert [stage.devices for stage in found.plan.stages] == list(
         alpa_placement(Cluster((4, 4)), sizes)
@@ -379,9 +378,9 @@ def test_alpas_check_of_memory_may_take_a_plan_that_does_not_fit():
         and found.status != "ok"
     ]
     assert refused and all(found.headroom.verdict == "does not fit" for found in refused)
-    assert refused[0].why["code"] == "autostaging" and "are predicted" in refused[0].why["summary"]
+    assert refused[0].why.code == "autostaging" and "are predicted" in refused[0].why.summary
     nothing = autostage(profile, PlanQuestion(cluster, **batch, memory_limit_bytes=1))
-    least = int(nothing.why["summary"].rpartition(" is ")[2].rstrip(".").replace(",", ""))
+    least = int(nothing.why.summary.rpartition(" is ")[2].rstrip(".").replace(",", ""))
     assert (
         nothing.plan is None
         and autostage(profile, PlanQuestion(cluster, **batch, memory_limit_bytes=least)).plan

@@ -15,7 +15,8 @@ from capture.compiler.buffers import parse_buffers
 from capture.machine.cluster import Cluster
 from capture.measured.profile import StageConfig
 from capture.plan.choices import StageChoice
-from capture.plan.stages import Plan, Stage
+from capture.plan.stage import Stage
+from capture.plan.stages import Plan
 from capture.profiler.compile import CompileBackend
 from capture.step.attribution import Buffer, attribute, group
 from capture.tracing.source import model_line, operation_name

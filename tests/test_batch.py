@@ -301,7 +301,8 @@ def test_a_worker_with_other_versions_is_refused():
     check_versions({"jax": "1"}, {"jax": "1", "ray": "2"})
     with pytest.raises(
         ProfileError,
-        match=r"has jax 2 instead of 1, numpy missing instead of 3; install .* \[worker-versions\]$",
+        match=r"has jax 2 instead of 1, numpy missing instead of 3; install .* "
+        r"\[worker-versions\]$",
     ):
         check_versions({"jax": "1", "numpy": "3"}, {"jax": "2"})
 

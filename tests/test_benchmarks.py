@@ -21,10 +21,13 @@ from benchmarks.capture_paper import count_again, figure_7, scenarios
 from capture.alpa.memory import AlpaMemory
 from capture.machine.cluster import Cluster
 from capture.measured.profile import StageConfig
+from capture.measured.stage_cost import NO_COST
 from capture.measured.store import Store
+from capture.measured.work import Collective, ProgramWork
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import StageChoice
-from capture.plan.stages import Plan, Stage
+from capture.plan.stage import Stage
+from capture.plan.stages import Plan
 from capture.profiler.compile import CompileBackend
 from capture.step.interface import plan_interfaces
 from capture.step.ledger import Peak
@@ -102,7 +105,7 @@ def test_a_run_of_one_stage_is_counted_as_one_program(tmp_path, monkeypatch):
         batch_bytes={0: 100, 1: 28},
         transient_bytes={"update": update},
     )
-    found = SimpleNamespace(program=SimpleNamespace(stages=[stage]))
+    found = SimpleNamespace(stages=[stage])
 
     def counted(transient_bytes):
         def compiler(function, args, *, donate, out_shardings):
@@ -119,6 +122,20 @@ def test_a_run_of_one_stage_is_counted_as_one_program(tmp_path, monkeypatch):
     resident = (2 + 2) * num_params + 4 * num_params // 2 + state
     assert counted(7_000_000) == resident + 4 * (100 + 28) + 7_000_000
     assert counted(6_000) == resident + update
+
+
+def test_replicas_sum_their_gradients_once_per_step():
+    """What tensor-parallel neighbours exchange stays in the backward pass."""
+    stages = Stage(0, 1, range(4), StageChoice(2, 2)), Stage(1, 2, range(4, 8), StageChoice(1, 4))
+    plan = Plan(Cluster((8,)), 2, stages, 16, 4)
+    gradients, activations = Collective("all-reduce", 8, 2, 2), Collective("all-reduce", 8, 2, 1)
+    backward = ProgramWork(0, "float16", 0, 0, (activations, gradients))
+    update = ProgramWork(0, "float16", 0, 0, (activations,))
+    cost = replace(NO_COST, forward_work=backward, backward_work=backward, update_work=update)
+    first, second = published_runs.summed_once(plan, [cost, cost])
+    assert first.forward_work == backward and second == cost
+    assert first.backward_work.collectives == (activations,)
+    assert first.update_work.collectives == (activations, gradients)
 
 
 def test_stages_that_alpas_solver_split_are_named():
@@ -342,17 +359,30 @@ def test_a_recorded_plan_is_counted_again(monkeypatch):
     assert [row[who]["counted_as"] for who in ("alpa", "ours")] == ["alpa", "ours"]
 
 
-def test_panels_put_values_where_their_axes_say():
-    panel = drawing.Panel("title", "x", "y", (0, 10), (0, 50))
-    assert panel.x(0) == panel.LEFT and panel.x(10) == panel.width - panel.RIGHT
-    assert panel.y(0) == panel.height - panel.bottom and panel.y(50) == panel.TOP
+def a_picture() -> str:
+    panel = drawing.Panel("title", "x", "y", (0, 10), (0, 50), [(5, "in\nthe middle")])
     panel.bar(1, 2, 25, drawing.OURS, "a < b")
-    picture = drawing.draw("All", "note", [panel, panel], 2, [(drawing.OURS, "ours")])
+    panel.line([(0, 0), (10, 50)], drawing.INK, "diagonal")
+    panel.point(5, 25, drawing.PAPER, "a point")
+    panel.level(40, drawing.ALPA)
+    panel.note(5, 30, "said")
+    return drawing.draw("All", "note", [panel, panel], 2, [(drawing.OURS, "ours")])
+
+
+def test_a_picture_says_what_its_marks_are_and_is_the_same_again():
+    picture = a_picture()
+    assert picture == a_picture() and "20" + "26-" not in picture, "the same bytes, no date"
     root = ElementTree.fromstring(picture)
-    assert int(root.get("width")) == 2 * panel.width + 20 and picture.count("a &lt; b") == 2
-    for low, high in ((0, 1.12), (0, 9.5), (0, 42), (-26, 26), (0, 105), (-20, 62.3)):
-        ticks = drawing._ticks(low, high)
-        assert 4 <= len(ticks) <= 9 and low <= ticks[0] and ticks[-1] <= high
+    assert float(root.get("width").removesuffix("pt")) == 2 * 330 + 20
+    for said in ("a &lt; b", "diagonal", "a point"):
+        assert picture.count(f"<title>{said}</title>") == 2, "once per panel"
+    texts = [
+        "".join(element.itertext()).strip() for element in root.iter() if "text" in element.tag
+    ]
+    assert {"All", "note", "ours", "title", "said", "the middle", "40"} <= set(texts)
+    bars = drawing.grouped_bars("t", "y", [("m", {"one": 2.0, "two": "OOM"})], 330, 230)
+    picture = drawing.draw("All", "", [bars], 1)
+    assert "one, m: 2" in picture and ">OOM<" in picture
 
 
 def test_hybrid_sharding_counts_a_gain_only_where_both_spaces_fit():

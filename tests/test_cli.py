@@ -25,7 +25,8 @@ from capture.cli.progress import progress
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import StageChoice
-from capture.plan.stages import Plan, Stage
+from capture.plan.stage import Stage
+from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
 
 REPOSITORY = Path(__file__).resolve().parent.parent

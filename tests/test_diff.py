@@ -13,7 +13,9 @@ from report_plans import GB, planted_profile, predicted_plan, verified, written_
 from capture.cli.main import main
 from capture.machine.cluster import Cluster
 from capture.plan.choices import StageChoice
-from capture.plan.stages import Plan, Stage
+from capture.plan.prediction import Prediction
+from capture.plan.stage import Stage
+from capture.plan.stages import Plan
 from capture.report.data import report_facts
 from capture.report.difference import DeviceGroup, Difference, device_groups, differences
 
@@ -32,11 +34,13 @@ def merged(plan: Plan) -> Plan:
         "instant": "update",
         "parts_bytes": {"parameters": 30 * GB},
     }
-    prediction = {
-        **plan.prediction,
-        "peak_bytes_per_device": [30 * GB] * 3,
-        "stages": [{**note, "layers_bytes": [{}] * 3}],
-    }
+    prediction = Prediction.read(
+        {
+            **plan.prediction.to_json(),
+            "peak_bytes_per_device": [30 * GB] * 3,
+            "stages": [{**note, "layers_bytes": [{}] * 3}],
+        }
+    )
     return plan.with_(
         stages=(Stage(0, 3, (0, 1, 2), StageChoice(1, 3)),),
         prediction=prediction,
@@ -127,7 +131,7 @@ def test_groups_cover_the_devices_of_the_larger_cluster_once(one, other):
             for side, facts in enumerate((first, second)):
                 known = device < facts.plan.cluster.num_devices
                 assert group.peak_bytes[side] == (
-                    facts.plan.prediction["peak_bytes_per_device"][device] if known else None
+                    facts.plan.prediction.peak_bytes_per_device[device] if known else None
                 )
                 assert group.stages[side] == (
                     next(s for s, t in enumerate(facts.plan.stages) if device in t.devices)
@@ -160,7 +164,9 @@ def chain_plan(degrees: list[int]) -> Plan:
         "source": {},
         "stages": notes,
     }
-    return Plan(Cluster((sum(degrees),)), len(degrees), stages, 4, 2, prediction=prediction)
+    return Plan(
+        Cluster((sum(degrees),)), len(degrees), stages, 4, 2, prediction=Prediction.read(prediction)
+    )
 
 
 # ---- the command

@@ -21,6 +21,9 @@ _PATH = re.compile(
     r"`((?:benchmarks|capture|docs|models|profiling_runs|recommender|tests)/[\w./-]*)[`:]"
 )
 
+#: Modules, and what is in them, by their dotted names.
+_NAME = re.compile(r"`((?:capture|recommender|profiling_runs)(?:\.\w+)+)`")
+
 
 @pytest.mark.parametrize("name", generate.PAGES)
 def test_the_reference_is_what_the_code_makes(name):
@@ -41,6 +44,7 @@ def test_links_and_paths_lead_somewhere(page):
     missing = [link for link in links(text) if not leads_somewhere(here, link)]
     if page != "CHANGELOG.md":  # which names what was
         missing += [path for path in _PATH.findall(text) if not (REPOSITORY / path).exists()]
+        missing += [name for name in _NAME.findall(text) if not is_name(name)]
     assert not missing, f"{page} names what is not there: {missing}"
 
 
@@ -64,10 +68,25 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
+def is_name(name: str) -> bool:
+    """Whether a dotted name is of a module, or of what the source of one has."""
+    path, names = REPOSITORY, name.split(".")
+    while names and (path / names[0]).is_dir():
+        path /= names.pop(0)
+    source = path / (f"{names[0]}.py" if names else "__init__.py")
+    if not source.exists():
+        source = path / "__init__.py"
+    else:
+        names = names[1:]
+    return not names or re.search(rf"\b{names[0]}\b", source.read_text()) is not None
+
+
 def test_a_dead_link_is_seen():
     assert links("[a](b.md) and `[c](d.md)` and [e](https://f)") == ["b.md"]
     assert anchors("# One, two\n```\n# not one\n```\n") == {"one-two"}
     assert not leads_somewhere(REPOSITORY, "README.md#no-such-heading")
+    assert is_name("capture.cli.main.VERBS") and is_name("capture.Plan")
+    assert not is_name("capture.cli.no_such_verb") and not is_name("capture.no_such.module")
 
 
 def test_codes_are_found_in_every_form_that_the_code_has():

@@ -296,7 +296,8 @@ def model():
         for i in range(3):
             x = op(checkpoint_name(x, "layer_boundary") if i else x) @ w[i]
         return (x ** 2).mean()
-    return Workload(loss, lambda key: jnp.ones((3, 8, 8)), lambda key, n: jnp.ones((n, 8)), optax.sgd(0.1))
+    init, batch = lambda key: jnp.ones((3, 8, 8)), lambda key, n: jnp.ones((n, 8))
+    return Workload(loss, init, batch, optax.sgd(0.1))
 """
 KEY_OF = """
 import sys
@@ -384,7 +385,8 @@ from capture.model.workload import WorkloadSpec
 
 found = {}
 for attention in sys.argv[2:]:
-    workload = WorkloadSpec.parse(f"models/gpt.py:gpt?size=tiny&num_layers=2&seq_len=512&dtype=bfloat16&attention={attention}").load()
+    size = "size=tiny&num_layers=2&seq_len=512&dtype=bfloat16"
+    workload = WorkloadSpec.parse(f"models/gpt.py:gpt?{size}&attention={attention}").load()
     backend = CompileBackend(workload, target=target)
     try:
         found[attention] = backend.measure(StageConfig(0, 1, StageChoice(2, 2), 4)).to_json()

@@ -48,5 +48,5 @@ def test_the_installed_compiler_writes_what_was_recorded():
         pytest.skip("needs 4 devices")
     found, expected = answers(dump()), golden(INSTALLED)[1]
     for buffer in [*found["buffers"], *expected["buffers"]]:
-        buffer["source"] = Path(buffer["source"]).name
+        buffer["source"] = Path(buffer["source"]).name.partition(":")[0]  # lines move
     assert found == expected

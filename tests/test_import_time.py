@@ -91,6 +91,7 @@ def test_no_public_name_is_hidden_by_a_submodule():
 def test_an_unknown_name_is_refused_with_those_that_exist():
     with pytest.raises(
         AttributeError,
-        match=r"^module 'capture' has no attribute 'Clusters'; its public names are AdditivePredictor, AlpaOptions, ",
+        match=r"^module 'capture' has no attribute 'Clusters'; its public names are "
+        r"AdditivePredictor, AlpaOptions, ",
     ):
         capture.Clusters  # noqa: B018

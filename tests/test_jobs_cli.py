@@ -17,10 +17,13 @@ from capture.cli.job_file import ProfileJob
 from capture.cli.main import build_parser, main
 from capture.cli.progress import Events, Tally
 from capture.errors import ProfileError
+from capture.machine.cluster import Cluster
 from capture.measured.store import Store
+from capture.model.workload import WorkloadSpec
 from profiling_runs.batch import Batch
 from profiling_runs.jobs import Job
 from profiling_runs.pools.pool import Here
+from profiling_runs.question import ProfileQuestion
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 QUESTION = [
@@ -85,7 +88,17 @@ def test_a_file_is_read_as_the_command_line_is(folder):
     small, large, other = read(folder / "jobs.toml")
     given = ["--microbatches", "2", "--global-batch", "4", "-o", "profiles/mlp-4.json"]
     written = build_parser().parse_args(["profile", *QUESTION[:3], *SMALL, *given])
-    assert large.question == ProfileJob.of(vars(written)).question
+    assert (
+        large.question
+        == ProfileJob.of(vars(written)).question
+        == ProfileQuestion(
+            WorkloadSpec.parse(QUESTION[0]),
+            Cluster.parse(QUESTION[2]),
+            2,
+            num_neighbours=1,
+            calibration_plans=0,
+        )
+    )
     assert large.values == {name: vars(written)[name] for name in large.values}
     assert (small.question.microbatch_size, str(small.output)) == (1, "profiles/mlp-2.json")
     assert (other.question.shard_optimizer, str(other.question.cluster), str(other.output)) == (
@@ -461,7 +474,10 @@ def test_a_line_that_is_no_row_is_refused_and_nothing_imported(filled, tmp_path,
     run(capsys, "store", "--store", str(filled), "export", str(tmp_path / "all.jsonl"))
     good = (tmp_path / "all.jsonl").read_text()
     wrong_type = json.dumps({**json.loads(good.splitlines()[0]), "provenance": []})
-    for line, says in (('{"key": 1}', "needs the fields"), (wrong_type, "provenance cannot be []")):
+    for line, says in (
+        ('{"key": 1}', "key is 1 and must be a text"),
+        (wrong_type, "provenance is []"),
+    ):
         (tmp_path / "all.jsonl").write_text(f"{good}{line}\n")
         assert (
             main(

@@ -30,14 +30,14 @@ def test_it_is_a_lower_bound_on_the_least_peak(seed, nodes):
     least = least_state(profile.graph, profile.param_bytes, none, profile.choices, cluster)
     for schedule in SCHEDULES:
         found = recommend(profile, PlanQuestion(cluster, **BATCH, schedule=schedule))
-        assert 0 < least.peak_bytes <= found.search.peak_bytes
+        assert 0 < least.peak_bytes <= found.proof.peak_bytes
         fits = least_state(
             profile.graph,
             profile.param_bytes,
             none,
             profile.choices,
             cluster,
-            memory_limit_bytes=found.search.peak_bytes,
+            memory_limit_bytes=found.proof.peak_bytes,
         )
         assert fits.status == "ok"
 
@@ -102,13 +102,14 @@ def test_the_answer_says_what_is_needed_and_is_a_document():
         Cluster((1, 1)),
         memory_limit_bytes=1000,
     )
-    why = json.loads(json.dumps(beyond_memory(found).to_json()))["why"]
-    assert (why["code"], why["memory_limit_bytes"], why["least_state_bytes"]) == (
+    why = beyond_memory(found).why
+    assert json.loads(json.dumps(beyond_memory(found).to_json()))["why"] == why.to_json()
+    assert (why.code, why.memory_limit_bytes, why.least_state_bytes) == (
         "memory-limit",
         1000,
         2 * sum(sizes),
     )
-    assert why["summary"].startswith(
+    assert why.summary.startswith(
         f"Every plan needs at least {2 * sum(sizes):,} bytes on a device for parameters, "
         "gradients and "
     )
@@ -120,7 +121,7 @@ def test_the_answer_says_what_is_needed_and_is_a_document():
         Cluster((1,) * 8),
         memory_limit_bytes=1000,
     )
-    assert beyond_memory(few).why["code"] == "too-few-layers"
+    assert beyond_memory(few).why.code == "too-few-layers"
 
 
 # ---- changes
@@ -144,7 +145,7 @@ class Measured:
 def test_a_change_under_which_the_state_does_not_fit_is_not_measured():
     planted = Planted(4, 1)
     profile, cluster = planted.profile(hybrid(2)), Cluster((2,))
-    peak = recommend(profile, PlanQuestion(cluster, **BATCH)).search.peak_bytes
+    peak = recommend(profile, PlanQuestion(cluster, **BATCH)).proof.peak_bytes
     reprofile = Measured(
         planted.profile([c for d in (1, 2) for c in hybrid_choices(2, remat="full")[d]])
     )
@@ -196,7 +197,7 @@ def test_a_change_that_cannot_save_enough_of_what_is_measured_is_not_measured():
         profile.choices,
         cluster,
     ).peak_bytes
-    peak = recommend(profile, PlanQuestion(cluster, **BATCH)).search.peak_bytes
+    peak = recommend(profile, PlanQuestion(cluster, **BATCH)).proof.peak_bytes
     assert state < peak - 1
     for limit, asked in (
         (peak - 1, [{"remat": ("dots",)}, {"remat": ("full",)}]),

@@ -40,7 +40,8 @@ def logged(cache: Path, body: str) -> tuple[subprocess.CompletedProcess[str], li
 
 
 SPEAKING = """
-subprocess.run([sys.executable, "-c", "import os; os.write(2, b'XLA of a worker\\\\n')"], check=True)
+worker = "import os; os.write(2, b'XLA of a worker\\\\n')"
+subprocess.run([sys.executable, "-c", worker], check=True)
 print("Python", file=sys.stderr)
 """
 

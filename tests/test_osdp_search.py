@@ -273,6 +273,7 @@ def test_a_model_without_activations_needs_a_largest_batch():
 def test_another_algorithm_is_refused():
     with pytest.raises(
         PlanError,
-        match=r"algorithm='greedy' is unknown; choose one of exact, depth-first\. \[search-algorithm\]$",
+        match=r"algorithm='greedy' is unknown; choose one of exact, depth-first\. "
+        r"\[search-algorithm\]$",
     ):
         search(paper_problem("W&S", 15 * GIB), "greedy")

@@ -59,10 +59,13 @@ def beside_products(text):
             flying = {name: count + 1 for name, count in flying.items()}
     return found
 
-for mode, look_ahead in ((DP, False), (ZDP, False), (ZDP, True), (Mode(4, 4), False), (Mode(16, 16), False)):
-    plan = ShardingPlan(8, (mode,) * 3, 1.0, 1, 1.0, ("a", "b", "c"), operators.names, look_ahead=look_ahead)
+modes = (DP, False), (ZDP, False), (ZDP, True), (Mode(4, 4), False), (Mode(16, 16), False)
+for mode, look_ahead in modes:
+    names = ("a", "b", "c"), operators.names
+    plan = ShardingPlan(8, (mode,) * 3, 1.0, 1, 1.0, *names, look_ahead=look_ahead)
     nbytes, program = compiler.measure(Sharded(workload, plan, mesh, operators.traced))
-    row = {"bytes": nbytes, "sent": sent(program.work), "products": beside_products(program.call.as_text())}
+    products = beside_products(program.call.as_text())
+    row = {"bytes": nbytes, "sent": sent(program.work), "products": products}
     rows[str(mode) + look_ahead * " ahead"] = row
 print(json.dumps(rows))
 """

@@ -44,18 +44,18 @@ def test_the_answer_compiles_within_the_limit_where_the_estimate_is_above_it(tmp
     )  # the estimate promises it with what is left to the compiler
     estimated = osdp(ShardingQuestion(workload, cluster, limit, **options), verify=False)
     assert estimated.plan.modes == everything.plan.modes
-    assert not estimated.verified and "(estimated, not compiled: verify=False)" in str(estimated)
+    assert not estimated.compiled and "(estimated, not compiled: verify=False)" in str(estimated)
 
     said: list[str] = []
     found = osdp(ShardingQuestion(workload, cluster, limit, **options), watch=said.append)
-    assert found.verified and found.compiled_peak_bytes <= limit
-    assert found.plan.sharded_fraction > 0 and found.estimated_peak_bytes == found.plan.peak_bytes
+    assert found.compiled and found.peak_bytes <= limit
+    assert found.plan.sharded_fraction > 0 and found.plan.peak_bytes > 0
     assert f"as compiled for {cluster.target} (estimated: " in str(found)
     assert (
         said[0].startswith("compiling the train step of a plan for 4 examples per device")
         and "above the limit" in said[1]
     )
-    assert found.compiled_peak_bytes == of_the_users_loop(workload, found.plan, 4)
+    assert found.peak_bytes == of_the_users_loop(workload, found.plan, 4)
 
 
 def test_the_answer_for_an_absent_gpu_compiles_within_the_limit():
@@ -71,7 +71,7 @@ def test_the_answer_for_an_absent_gpu_compiles_within_the_limit():
     )
     limit = 200e6  # replicated, the step compiles to 205 MB
     found = osdp(ShardingQuestion(workload, cluster, limit, batch_size=16, smallest_bytes=1024))
-    assert found.verified and found.compiled_peak_bytes <= limit
+    assert found.compiled and found.peak_bytes <= limit
     assert found.plan.sharded_fraction > 0 and "as compiled for h100 (estimated: " in str(found)
 
 
@@ -126,10 +126,10 @@ def test_a_target_whose_compiler_is_missing_gives_an_estimate_and_says_so(monkey
     found = osdp(
         ShardingQuestion(WorkloadSpec.parse(GPT).load(), Cluster((8,), "h100"), "1GB", batch_size=1)
     )
-    assert found.status == "ok" and not found.verified and found.compiled_peak_bytes is None
+    assert found.status == "ok" and not found.compiled
     assert install_command(
         "cuda-targets"
-    ) in found.unverified_why and "estimated, not compiled: target='h100'" in str(found)
+    ) in found.why.uncompiled and "estimated, not compiled: target='h100'" in str(found)
 
 
 def test_the_command_compiles_unless_told_not_to(tmp_path, capsys):

@@ -14,7 +14,10 @@ from capture.errors import ClusterError, PlanError
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import StageChoice
-from capture.plan.stages import REMAT_POLICIES, Plan, Stage, batch_violations
+from capture.plan.prediction import Prediction, StagePrediction
+from capture.plan.stage import Stage
+from capture.plan.stages import REMAT_POLICIES, Plan, batch_violations
+from capture.plan.why import CompiledPlans, Front, FrontPoint, Why
 
 
 def two_stages(**changes) -> Plan:
@@ -38,6 +41,44 @@ def messages(call) -> list[str]:
     with pytest.raises(PlanError) as caught:
         call()
     return str(caught.value).splitlines()
+
+
+NUMBERS = st.integers(0, 10**12)
+PARTS = st.dictionaries(st.text(max_size=3), NUMBERS, max_size=2)
+PREDICTIONS = st.builds(
+    Prediction,
+    st.lists(
+        st.builds(
+            StagePrediction,
+            NUMBERS,
+            st.tuples(NUMBERS, NUMBERS),
+            st.text(max_size=3),
+            PARTS,
+            st.lists(PARTS, max_size=2).map(tuple),
+            st.booleans(),
+            st.booleans(),
+        ),
+        max_size=2,
+    ).map(tuple),
+    st.lists(NUMBERS, max_size=3).map(tuple),
+    st.lists(st.tuples(NUMBERS, NUMBERS), max_size=3).map(tuple),
+    PARTS,
+    st.none() | st.floats(0, 1),
+)
+WHYS = st.builds(Why, st.text(max_size=3), num_choices=st.none() | NUMBERS) | st.builds(
+    Why,
+    st.text(max_size=3),
+    code=st.text(max_size=3),
+    memory_limit_bytes=st.none() | NUMBERS,
+    stage_id=st.none() | NUMBERS,
+    verified=st.none() | st.builds(CompiledPlans, NUMBERS, st.booleans(), st.text(max_size=3)),
+    front=st.none()
+    | st.builds(
+        Front,
+        st.just((FrontPoint(3, 0.5, 0.0, (Stage(0, 2, (0, 1), StageChoice(2)),)),)),
+        st.booleans(),
+    ),
+)
 
 
 @st.composite
@@ -68,9 +109,6 @@ def plans(draw) -> Plan:
         layer, device = layer + num_layers, device + degree
     num_microbatches = draw(st.integers(1, 5))
     split = draw(st.integers(1, device))
-    json_values = (
-        st.none() | st.integers() | st.text(max_size=3) | st.lists(st.integers(), max_size=2)
-    )
     return Plan(
         cluster=Cluster(
             (device,) if split == device else (split, device - split),
@@ -92,8 +130,8 @@ def plans(draw) -> Plan:
                 )
             )
         ),
-        prediction=draw(st.none() | st.dictionaries(st.text(max_size=3), json_values, max_size=2)),
-        why=draw(st.none() | st.dictionaries(st.text(max_size=3), json_values, max_size=2)),
+        prediction=draw(st.none() | PREDICTIONS),
+        why=draw(st.none() | WHYS),
     )
 
 

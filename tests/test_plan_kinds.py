@@ -204,6 +204,7 @@ def test_a_sharding_plan_is_compiled_and_run(folder, capsys):
         params=operators.names,
         costs=(),
         cluster=Cluster((4,), "cpu"),
+        model_hash=operators.traced.graph.model_hash,
     )
     plan.save("b.json")
     code, text = said(capsys, "run", "b.json", "--steps", "3", "--check", "--json", "--quiet")
@@ -215,6 +216,9 @@ def test_a_sharding_plan_is_compiled_and_run(folder, capsys):
     (peak,) = set(json.loads(text)["peak_bytes_per_device"])
     assert code == 0 and facts["measured_peak_bytes_per_device"] == [peak] * 4
     assert load_plan("c.json") == replace(plan, compiled_peak_bytes=peak)
+    replace(plan, model_hash="of another").save("e.json")
+    code, text = said(capsys, "verify", "e.json")
+    assert code == 2 and "[plan-other-model]" in text
     replicated = replace(plan, modes=(DP,) * len(names))
     replicated.save("d.json")
     (more,) = set(

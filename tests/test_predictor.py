@@ -158,8 +158,7 @@ def test_a_prediction_equals_the_replay_of_the_planted_stages(
     truth = replay(
         build_step(
             plan_interfaces(plan, planted.graph, profile.param_bytes, costs), plan.schedule_table
-        ),
-        4,
+        )
     )
     predictor = AdditivePredictor(profile)
     prediction = predictor.predict(plan)

@@ -95,7 +95,8 @@ def test_a_mixture_that_makes_no_sense_is_refused(change, says):
 def test_profiles_of_other_targets_alone_are_refused():
     with pytest.raises(
         ProfileError,
-        match=r"no profile is of target='cpu' \(there is h100\); profile for it\. \[profile-mixture\]",
+        match=r"no profile is of target='cpu' \(there is h100\); profile for it\. "
+        r"\[profile-mixture\]",
     ):
         recommend([of_target(profile(), "h100")], PlanQuestion(Cluster((2,)), **BATCH))
 
@@ -149,6 +150,7 @@ def test_where_nothing_can_be_predicted_the_refusal_names_what_is_missing():
     lacking, _ = without(profile((ONE,)), ONE, 1)
     with pytest.raises(
         ProfileError,
-        match=r"the profile lacks layer 0, data .*\nfailed: layer 0, data .*: no \[profile-missing\]$",
+        match=r"the profile lacks layer 0, data .*\nfailed: layer 0, data .*: no "
+        r"\[profile-missing\]$",
     ):
         recommend(lacking, PlanQuestion(Cluster((1,)), **BATCH))

@@ -47,7 +47,8 @@ def model(widths="8,12,16,20,24"):
             x = x + jnp.tanh(x @ w) @ w.T
         return (x**2).mean()
 
-    return SimpleNamespace(loss_fn=loss_fn, init=init, batch=lambda key, n: jnp.ones((n, 16)), optimizer=optax.sgd(0.1))
+    batch = lambda key, n: jnp.ones((n, 16))
+    return SimpleNamespace(loss_fn=loss_fn, init=init, batch=batch, optimizer=optax.sgd(0.1))
 """
 QUESTION = [
     "model.py:model",

@@ -20,7 +20,8 @@ from capture.plan.choices import StageChoice, hybrid_choices
 from capture.plan.sampling import random_plans
 from capture.plan.schedule import SCHEDULES
 from capture.plan.space import StageSpace
-from capture.plan.stages import Plan, Stage
+from capture.plan.stage import Stage
+from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
 from capture.predictor.paper import PaperPredictor
 from capture.profiler.paper import (
@@ -33,7 +34,16 @@ from capture.profiler.paper import (
 from recommender import PlanQuestion, baseline_plan, recommend
 from recommender.capture.autostage import LABEL
 from recommender.capture.posed import search_problem
-from recommender.question import MODES, OBJECTIVES, SEARCH_NAMES, SEARCHES, search_names, search_of
+from recommender.capture.search import ALGORITHMS
+from recommender.question import (
+    AUTOSTAGE,
+    MODES,
+    OBJECTIVES,
+    SEARCH_NAMES,
+    SEARCHES,
+    search_names,
+    search_of,
+)
 
 BATCH = {"global_batch_size": 128, "num_microbatches": 8}
 
@@ -71,11 +81,11 @@ def test_the_recommendation_is_the_best_of_all_plans(seed, schedule):
     profile, cluster = a_profile(seed=seed), (Cluster((4,)), Cluster((2, 2)))[seed % 2]
     result = recommend(profile, PlanQuestion(cluster, **BATCH, schedule=schedule))
     best = brute_force(search_problem(profile, PlanQuestion(cluster, **BATCH, schedule=schedule)))
-    assert result.search.sorted_peaks == best
+    assert result.proof.sorted_peaks == best
     assert (
         recommend(
             profile, PlanQuestion(cluster, **BATCH, schedule=schedule, algorithm="enumerate")
-        ).search.sorted_peaks
+        ).proof.sorted_peaks
         == best
     )
     assert tuple(sorted(result.prediction.peak_bytes_per_device, reverse=True)) == best
@@ -136,12 +146,12 @@ def test_what_shared_parameters_exchange_is_seen_by_the_search(seed, shared):
             prediction = predictor.predict(profile.plan(cluster, drawn, **BATCH, schedule="1f1b"))
             peaks.append(tuple(sorted(prediction.peak_bytes_per_device, reverse=True)))
     found = tuple(sorted(result.prediction.peak_bytes_per_device, reverse=True))
-    if result.search.optimal:
+    if result.proof.optimal:
         assert found[0] == min(peaks)[0]
-    if result.search.tie_break == "full":
+    if result.proof.tie_break == "full":
         assert found == min(peaks)
     if not seed % 2 and all(len(readers) == 2 for readers in shared):
-        assert result.search.optimal and found == min(peaks)
+        assert result.proof.optimal and found == min(peaks)
     assert found[0] <= 1.15 * min(peaks)[0]
 
 
@@ -150,8 +160,8 @@ def test_the_prediction_in_the_plan_is_the_searchs_peak(schedule):
     result = recommend(
         a_profile(errors=[0.01]), PlanQuestion(Cluster((4,)), **BATCH, schedule=schedule)
     )
-    assert result.prediction.peak_bytes_per_device == result.search.peak_bytes_per_device
-    assert result.plan.prediction == result.prediction.to_json()
+    assert result.prediction.peak_bytes_per_device == result.proof.peak_bytes_per_device
+    assert result.plan.prediction == result.prediction
     assert result.plan.schedule == schedule and result.plan.model_hash == "hash16"
     assert Plan.from_json(json.loads(json.dumps(result.plan.to_json()))) == result.plan
 
@@ -184,7 +194,7 @@ def test_the_document_has_what_scripts_rely_on():
 def test_a_memory_limit_that_nothing_fits_is_a_result_with_a_reason():
     profile, cluster = a_profile(), Cluster((4,))
     free = recommend(profile, PlanQuestion(cluster, **BATCH))
-    least = free.search.peak_bytes
+    least = free.proof.peak_bytes
     assert (
         recommend(profile, PlanQuestion(cluster, **BATCH, memory_limit_bytes=least)).status == "ok"
     )
@@ -192,13 +202,13 @@ def test_a_memory_limit_that_nothing_fits_is_a_result_with_a_reason():
     assert result.status == "infeasible"
     assert result.plan == free.plan  # the least-peak plan, to look at
     why = result.why
-    assert (why["code"], why["least_peak_bytes"], why["memory_limit_bytes"]) == (
+    assert (why.code, why.least_peak_bytes, why.memory_limit_bytes) == (
         "memory-limit",
         least,
         least - 1,
     )
-    assert result.search.stages[why["stage_id"]].peak_bytes == least
-    assert why["summary"].startswith(
+    assert result.proof.stages[why.stage_id].peak_bytes == least
+    assert why.summary.startswith(
         f"The least peak of any plan is {least:,} bytes, 1 above "
         f"memory_limit_bytes={least - 1:,}: stage_id="
     )
@@ -207,7 +217,7 @@ def test_a_memory_limit_that_nothing_fits_is_a_result_with_a_reason():
 def test_too_few_layers_for_the_devices_is_a_result_without_a_plan():
     result = recommend(a_profile(3, 1), PlanQuestion(Cluster((1,) * 8), **BATCH))
     assert (result.status, result.plan, result.prediction) == ("infeasible", None, None)
-    assert result.why["code"] == "too-few-layers"
+    assert result.why.code == "too-few-layers"
     assert json.loads(json.dumps(result.to_json()))["plan"] is None
 
 
@@ -217,8 +227,8 @@ def test_whole_nodes_and_any_divisor_widen_the_space():
     planted = Planted(6, 1)
     profile = planted.profile([*choices, StageChoice(2, 1), StageChoice(1, 2)], sizes=(24, 48))
     batch = {"global_batch_size": 48 * 8, "num_microbatches": 8}
-    narrow = recommend(profile, PlanQuestion(Cluster((3, 3)), **batch)).search
-    wide = recommend(profile, PlanQuestion(Cluster((3, 3)), **batch, space=space)).search
+    narrow = recommend(profile, PlanQuestion(Cluster((3, 3)), **batch)).proof
+    wide = recommend(profile, PlanQuestion(Cluster((3, 3)), **batch, space=space)).proof
     assert {s.choice.num_devices for s in narrow.stages} <= {1, 2}
     assert wide.sorted_peaks <= narrow.sorted_peaks
     problem = search_problem(
@@ -236,10 +246,10 @@ def test_the_paper_mode_searches_data_or_tensor_parallelism_by_the_papers_number
         for stage in result.plan.stages
     )
     predictor = PaperPredictor(PaperStatistics.from_json(profile.paper))
-    assert result.search.peak_bytes_per_device == tuple(
+    assert result.proof.peak_bytes_per_device == tuple(
         np.ceil(predictor.predict(result.plan)).astype(int)
     )
-    assert result.search.sorted_peaks == brute_force(
+    assert result.proof.sorted_peaks == brute_force(
         search_problem(profile, PlanQuestion(cluster, **BATCH, schedule="gpipe", mode="paper"))
     )
 
@@ -271,9 +281,9 @@ def test_merged_layers_are_never_cut(num_merged, num_devices, mode):
         PlanQuestion(cluster, **BATCH, schedule="gpipe", mode=mode, merge_layers=num_merged),
     )
     assert {stage.first for stage in result.plan.stages} <= cuts
-    assert result.search.sorted_peaks == min(allowed)
+    assert result.proof.sorted_peaks == min(allowed)
     free = recommend(profile, PlanQuestion(cluster, **BATCH, schedule="gpipe", mode=mode))
-    assert free.search.sorted_peaks <= result.search.sorted_peaks
+    assert free.proof.sorted_peaks <= result.proof.sorted_peaks
     assert (
         recommend(
             profile, PlanQuestion(cluster, **BATCH, schedule="gpipe", mode=mode, merge_layers=8)
@@ -371,11 +381,22 @@ def test_an_algorithm_answers_its_own_objectives_alone():
     assert search_of("memory", "paper", None) == ("memory", "paper", "minmax")
 
 
+def test_every_search_of_the_table_is_there_and_no_other():
+    assert {name for *_, name in SEARCHES} == {*ALGORITHMS, AUTOSTAGE}
+
+
+def test_all_that_is_wrong_with_a_question_is_said_at_once():
+    codes = codes_of(
+        lambda: PlanQuestion(Cluster((2,)), 7, 2, schedule="zigzag", mode="other", algorithm="mcap")
+    )
+    assert codes == ("plan-batch", "plan-schedule", "recommend-mode")
+
+
 def test_the_algorithm_that_is_named_is_the_one_that_answers():
     profile, cluster = a_profile(4, 2), Cluster((2,))
     for algorithm in ("minmax", "enumerate", "mcap", "mcap-bf"):
         assert (
-            recommend(profile, PlanQuestion(cluster, **BATCH, algorithm=algorithm)).search.algorithm
+            recommend(profile, PlanQuestion(cluster, **BATCH, algorithm=algorithm)).proof.algorithm
             == algorithm
         )
     timed, nodes = planted_profile(8, max_devices=2), Cluster((2, 2))
@@ -388,7 +409,7 @@ def test_the_algorithm_that_is_named_is_the_one_that_answers():
         assert (
             recommend(
                 timed, PlanQuestion(Cluster(nodes.nodes, timed.target), **BATCH, **options)
-            ).search.algorithm
+            ).proof.algorithm
             == name
         )
 
@@ -415,7 +436,7 @@ def test_every_plan_that_may_be_written_has_its_prediction():
     ]
     plans += [baseline_plan(timed, PlanQuestion(cluster, **BATCH, schedule="1f1b"))]
     for plan in plans:
-        assert len(plan.prediction["peak_bytes_per_device"]) == plan.cluster.num_devices == 4
+        assert len(plan.prediction.peak_bytes_per_device) == plan.cluster.num_devices == 4
 
 
 # ---- baselines
@@ -430,7 +451,7 @@ def test_the_baseline_shares_layers_out_evenly_and_never_beats_the_search(weigh)
     if weigh != "params":
         assert [stage.stop - stage.first for stage in plan.stages] == [2, 2, 2, 2]
     needs = max(AdditivePredictor(profile).predict(plan).peak_bytes_per_device)
-    assert recommend(profile, PlanQuestion(cluster, **BATCH)).search.peak_bytes <= needs
+    assert recommend(profile, PlanQuestion(cluster, **BATCH)).proof.peak_bytes <= needs
 
 
 def test_with_too_few_layers_the_baseline_takes_a_larger_degree():

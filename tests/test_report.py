@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -24,7 +25,9 @@ from capture.extras import install_command
 from capture.machine.cluster import Cluster
 from capture.machine.target import Target
 from capture.plan.choices import StageChoice
-from capture.plan.stages import Plan, Stage
+from capture.plan.stage import Stage
+from capture.plan.stages import Plan
+from capture.plan.why import Front, Why
 from capture.predictor import AdditivePredictor
 from capture.predictor.step_time import predicted_timeline
 from capture.report.data import envelope, levels, report_facts
@@ -60,7 +63,7 @@ def profile():
 @pytest.fixture(scope="module")
 def plan(profile):
     plan = predicted_plan(profile, [2, 2, 2, 2], (4, 4), StageChoice(2, 1), num_microbatches=8)
-    return verified(plan).with_(why={"summary": "", "front": {"points": POINTS, "complete": False}})
+    return verified(plan).with_(why=Why.read({"front": {"points": POINTS, "complete": False}}))
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +90,7 @@ def test_a_plan_predicted_by_extrapolation_is_drawn_without_seconds(profile, deg
     wide = plan.with_(cluster=Cluster((8,), profile.target), stages=stages)
     with pytest.raises(CaptureError, match="allow extrapolation"):
         report_facts(wide, profile)
-    wide = wide.with_(
-        prediction=AdditivePredictor(profile, allow_extrapolation=True).predict(wide).to_json()
-    )
+    wide = wide.with_(prediction=AdditivePredictor(profile, allow_extrapolation=True).predict(wide))
     assert report_facts(wide, profile).schedule.clock == "units"
     said = paragraph(report_facts(wide, profile, memory_limit_bytes=1 << 50))
     assert (
@@ -108,17 +109,17 @@ def drawn(facts):
 
 def test_facts_are_those_of_the_plan(facts, plan, profile):
     assert [stage.predicted_bytes for stage in facts.stages] == [
-        note["peak_bytes"] for note in plan.prediction["stages"]
+        note.peak_bytes for note in plan.prediction.stages
     ]
-    assert [stage.verified_bytes for stage in facts.stages] == plan.verification[
-        "peak_bytes_per_device"
-    ][::2]
+    assert [stage.verified_bytes for stage in facts.stages] == list(
+        plan.verification.peak_bytes_per_device[::2]
+    )
     assert [stage.max_in_flight for stage in facts.stages] == [4, 3, 2, 1], (
         "1F1B: one more for every stage that follows"
     )
     usable = Target.load("a100-40g").memory.usable_bytes
     assert facts.headroom.to_json()["headroom_bytes"] == usable - max(
-        plan.verification["peak_bytes_per_device"]
+        plan.verification.peak_bytes_per_device
     )
     assert facts.headroom.coverage == 1, "compiled"
     timeline = predicted_timeline(plan, profile)
@@ -391,17 +392,17 @@ def test_the_front_of_a_recommendation_is_drawn(profile):
         ),
     )
     facts = report_facts(found.plan, profile)
-    (curve, _), points = drawn(facts)["front"].traces, found.why["front"]["points"]
+    (curve, _), points = drawn(facts)["front"].traces, found.why.front.points
     assert len(points) == 3
     assert [(point.peak_bytes, point.step_seconds) for point in facts.front.points] == [
-        (point["peak_bytes"], point["step_seconds"]) for point in points
+        (point.peak_bytes, point.step_seconds) for point in points
     ]
     assert len(curve["x"]) == len(points)
-    assert facts.to_json()["front"]["complete"] == found.why["front"]["complete"]
+    assert facts.to_json()["front"]["complete"] == found.why.front.complete
 
 
 def test_a_front_without_points_is_not_drawn():
-    plan = written_plan().with_(why={"front": {"points": [], "complete": True}})
+    plan = written_plan().with_(why=Why(front=Front((), complete=True)))
     assert "front" not in drawn(report_facts(plan))
 
 
@@ -505,10 +506,12 @@ def test_the_page_fetches_nothing(facts):
 
 def test_names_of_a_plan_cannot_end_the_script_or_become_elements():
     plan = written_plan()
-    notes = [dict(note) for note in plan.prediction["stages"]]
-    notes[0]["instant"] = "</script><b>"
-    notes[1]["parts_bytes"] = {"</script><b>": 12 * GB}
-    html = page(report_facts(plan.with_(prediction={**plan.prediction, "stages": notes})))
+    first, second = plan.prediction.stages
+    notes = (
+        replace(first, instant="</script><b>"),
+        replace(second, parts_bytes={"</script><b>": 12 * GB}),
+    )
+    html = page(report_facts(plan.with_(prediction=replace(plan.prediction, stages=notes))))
     assert "</script><b>" not in html
     assert "\\u003c/script>\\u003cb>" in html
 

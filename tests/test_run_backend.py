@@ -13,7 +13,7 @@ from pipeline_models import mlp
 
 import capture.profiler.run
 from capture.cli.main import main
-from capture.errors import ProfileError
+from capture.errors import CaptureError, ProfileError
 from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile
 from capture.measured.store import Store
@@ -332,6 +332,27 @@ def test_arguments_without_use_are_refused(changes):
     with pytest.raises(ProfileError) as error:
         profile(ProfileQuestion(TINY, CLUSTER, **{**TARGETS, **changes}))
     assert error.value.codes == ("profile-backend",)
+
+
+@pytest.mark.parametrize(
+    ("changes", "codes"),
+    [
+        ({"microbatch_size": 0, "num_neighbours": 0}, ("profile-question", "profile-question")),
+        ({"remat": ("some",)}, ("profile-remat",)),
+        ({"remat": ("none", "full"), "paper": ("gpipe", 4)}, ("profile-remat",)),
+        ({"backend": "run", "paper": ("gpipe", 4), "calibration_plans": 3}, ("profile-backend",)),
+        ({"backend": "abacus"}, ("target-unknown",)),
+    ],
+)
+def test_a_question_is_checked_when_it_is_asked(changes, codes):
+    with pytest.raises(CaptureError) as error:
+        ProfileQuestion(TINY, CLUSTER, **{"microbatch_size": 4, **changes})
+    assert error.value.codes == codes
+
+
+def test_a_backend_of_a_target_is_a_cluster_of_it():
+    asked = ProfileQuestion(TINY, CLUSTER, 4, backend="compile:h100", remat=["full"])
+    assert (asked.backend, asked.cluster.target, asked.remat) == ("compile", "h100", ("full",))
 
 
 def test_the_command_runs_in_workers_and_resumes(tmp_path, capsys, executed):

@@ -114,7 +114,7 @@ def truth(made, plan: Plan) -> int:
 
 def compiled(made):
     return lambda plan, known: (
-        verify(plan, made.measurements).to_json(),
+        verify(plan, made.measurements).verified,
         with_verified(known, plan, made.measurements),
     )
 
@@ -189,7 +189,7 @@ def test_the_largest_batch_fits_by_the_compiler(made):
         "capture run refuses another model"
     )
     (refused,) = [a for a in attempts if a.question.global_batch_size == 20 * MICROBATCHES]
-    assert (refused.result.status, refused.rests_on, refused.result.why["code"]) == (
+    assert (refused.result.status, refused.rests_on, refused.result.why.code) == (
         "infeasible",
         "compiled",
         "memory-limit",
@@ -268,7 +268,7 @@ def test_the_largest_batch_of_the_command_line_is_compiled(made, inside, capsys)
         and document["plan"]["verification"]["peak_bytes_per_device"]
     )
     written = Plan.load("plan.json")
-    assert truth(made, written) == max(written.verification["peak_bytes_per_device"]) <= int(limit)
+    assert truth(made, written) == max(written.verification.peak_bytes_per_device) <= int(limit)
     text = run(capsys, *asked)
     assert (
         re.search(r"batch 40, .* infeasible .* compiled", text) and "per device, compiled" in text
@@ -310,7 +310,7 @@ def test_predict_compiles_the_plans_own_stages(made, inside, capsys, tmp_path):
         max(document["verification"]["peak_bytes_per_device"]) == exact
         and not document["extrapolated"]
     )
-    assert max(Plan.load("compiled.json").verification["peak_bytes_per_device"]) == exact
+    assert max(Plan.load("compiled.json").verification.peak_bytes_per_device) == exact
     document = json.loads(run(capsys, *asked, "--no-compile", "--json"))
     assert document["extrapolated"] and document["verification"] is None
     assert "extrapolated: up to" in run(capsys, *asked, "--no-compile")

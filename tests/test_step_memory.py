@@ -207,10 +207,13 @@ def test_copies_share_the_link_of_their_direction_and_places_of_a_device_its_str
     step.places = (*step.places, twin)
     step.programs["other"] = Program("other", twin, 5)
     step.instructions.append(Run("other", (), (), (), "other"))
-    timeline = simulated(step, 1, {"forward": 1, "backward": 1, "other": 7})
+    seconds = {"forward": 1, "backward": 1, "other": 7}
+    timeline = simulated(step, 1, seconds)
     assert timeline.simulation.busy_seconds == {
         "device 0 compute": 11,
         "device 0 -> host": 20,
         "device 0 host": 20,
     }
     assert timeline.bubble_fraction == (1 - Fraction(11, 51),) * 2
+    shared = simulate_step(step, Seconds(seconds, lambda *_: 10, duplex=False))
+    assert shared.simulation.busy_seconds == {"device 0 compute": 11, "device 0 host": 40}

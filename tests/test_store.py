@@ -150,7 +150,8 @@ CREATE TABLE measurements (
     seconds REAL NOT NULL,
     created TEXT NOT NULL DEFAULT (strftime('%Y-%m-%dT%H:%M:%SZ', 'now'))
 );
-INSERT INTO measurements (key, value, provenance, seconds) VALUES ('a', '{"bytes": 3}', '{"backend": "compile:cpu"}', 0.25);
+INSERT INTO measurements (key, value, provenance, seconds)
+    VALUES ('a', '{"bytes": 3}', '{"backend": "compile:cpu"}', 0.25);
 PRAGMA user_version = 1;
 """
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from capture.compiler.executable import compile_program
+from capture.compiler.executable import Compiler
 from capture.errors import ExecutionError
 from capture.runtime.dispatch import BoundStep
 from capture.runtime.meter import LiveArrayMeter
@@ -48,7 +48,7 @@ def programs():
         "backward": (backward, (ROW, WEIGHTS, ROW), (2,), (ROW.sharding, WEIGHTS.sharding)),
     }
     return {
-        name: compile_program(function, args, donate=donate, out_shardings=out)
+        name: Compiler()(function, args, donate=donate, out_shardings=out)
         for name, (function, args, donate, out) in of.items()
     }
 

@@ -15,7 +15,8 @@ from capture.machine.target import DeviceMemory, Sourced, Target, target_names
 from capture.measured.profile import Profile
 from capture.plan.choices import StageChoice
 from capture.plan.headroom import Headroom
-from capture.plan.stages import Plan, Stage
+from capture.plan.stage import Stage
+from capture.plan.stages import Plan
 
 ACCELERATORS = [name for name in target_names() if name != "cpu"]
 

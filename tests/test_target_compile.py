@@ -19,13 +19,15 @@ from pathlib import Path
 import pytest
 from timeouts import TIMEOUT_SECONDS
 
+from capture.compiler.kernels import shape_bytes
 from capture.compiler.report import MemoryReport, parse_report, read_report
 from capture.compiler.report_compiler import ReportCompiler
-from capture.compiler.work import group_of, shape_bytes, work_of_text
+from capture.compiler.work import LocalFlops, group_of, work_of_text
+from capture.documents import read
 from capture.errors import TargetError
 from capture.extras import install_command
 from capture.machine.target import Target
-from capture.measured.work import ProgramWork
+from capture.measured.work import Collective, Kernel, ProgramWork
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 INSTALLED = {
@@ -38,14 +40,13 @@ TARGETS = ["cpu", "h100", "v5e"]
 SCRIPT = """
 import json, sys
 from capture import environment
+from capture.documents import write
 from capture.machine.target import Target
-from capture.measured.work import ProgramWork
 
 target = Target.load(sys.argv[1])
 environment.prepare(num_devices=4, platform=target.platform)
 from capture.plan.choices import StageChoice
 from capture.measured.profile import StageConfig
-from capture.documents import write
 from capture.profiler.compile import CompileBackend
 from capture.model.workload import WorkloadSpec
 
@@ -57,9 +58,9 @@ if target.platform == "cuda":
     choices["replicas"] = StageChoice(4, 1)
 configs = {name: StageConfig(2, 3, choice, 8) for name, choice in choices.items()}
 for name, config in configs.items():
-    rows[name] = backend.measure(config).to_json()
+    rows[name] = write(backend.measure(config))
 buffers = write(backend.measure_buffers(StageConfig(0, 2, StageChoice(2, 1), 8)))
-cost = backend.measure(StageConfig(0, 2, StageChoice(2, 1), 8)).to_json()
+cost = write(backend.measure(StageConfig(0, 2, StageChoice(2, 1), 8)))
 print(json.dumps({"flops": graph.layers[2].flops, "rows": rows, "provenance": backend.provenance, "buffers": buffers, "cost": cost}))
 """
 
@@ -138,6 +139,11 @@ def test_work_is_that_of_the_model_split_over_its_devices(measured, name):
     assert one["forward_work"]["flops"] == pytest.approx(document["flops"], rel=0.1)
     assert one["backward_work"]["flops"] == pytest.approx(2 * document["flops"], rel=0.1)
     assert split["forward_work"]["flops"] == pytest.approx(document["flops"] / 4, rel=0.1)
+    for row, program, passes in ((one, "forward", 1), (one, "backward", 2), (split, "forward", 1)):
+        work = read(row[f"{program}_work"], ProgramWork)
+        counted = sum(kernel.count * kernel.flops for kernel in work.kernels)
+        expected = passes * document["flops"] / (4 if row is split else 1)
+        assert counted == pytest.approx(expected, rel=0.1) and 5 < work.num_kernels < 500
     assert one["forward_work"]["collectives"] == [] and one["forward_work"]["product_bytes"] > 0
     strides = {c["stride"] for c in split["backward_work"]["collectives"]}
     assert strides == {1, 2}, (
@@ -258,6 +264,29 @@ def test_a_call_of_a_library_hides_no_other_bytes():
     )
     work = work_of_text(hlo + "  ROOT %r = f32[16]{0} add(%c, %p)\n}")
     assert (work.product_bytes, work.other_bytes) == (3 * 64, pytest.approx(3 * 64, abs=2))
+
+
+def test_the_kernels_of_a_program_by_hand():
+    """A loop's run as often as it does, a choice's as if it were the larger one, and kernels read
+    what they use of an operand; a library's workspace is nothing that it moves. A kernel of Pallas
+    has its share of what they compute together, and a collective is none."""
+    text = (REPOSITORY / "tests" / "data" / "kernels.hlo").read_text()
+    work = work_of_text(text, LocalFlops(kernels=1000))
+    array = 64 * 8 * 4
+    conv = (1 * 8 * 14 * 14 + 16 * 8 * 9 + 16 * 14 * 14) * 4
+    products = [
+        Kernel(2 * array, 500, "float32", "default", count=2),
+        Kernel(2 * array + 64 * 64 * 4, 2 * 64 * 64 * 8, "float32", "default"),
+        Kernel(conv, 2 * 16 * 14 * 14 * 8 * 9, "float32", "default", count=2),
+    ]
+    others = [
+        Kernel(2 * 8 * 4 + 4, count=12),  # a row of the table
+        Kernel(3 * array, count=2),
+    ]
+    assert work.kernels == tuple(sorted(products + others))
+    assert work.collectives == (Collective("all-reduce", array, 2, 1),)
+    assert work.product_bytes == 6 * array + 64 * 64 * 4 + 2 * conv
+    assert work.other_bytes == 12 * 68 + 6 * array
 
 
 @pytest.mark.parametrize(

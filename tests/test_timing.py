@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,7 @@ from capture.errors import ProfileError
 from capture.machine.cluster import Cluster
 from capture.machine.target import Target
 from capture.measured.profile import Profile, StageConfig
-from capture.measured.work import Collective, ProgramWork
+from capture.measured.work import Collective, Kernel, ProgramWork
 from capture.plan.choices import StageChoice
 from capture.predictor.step_time import has_times, predicted_timeline, time_summary
 from capture.predictor.times import TimePredictor
@@ -110,9 +111,45 @@ def test_products_hide_their_own_bytes_and_no_others():
     )
 
 
+def test_every_kernel_takes_the_longest_of_its_floor_its_products_and_its_bytes():
+    """Totals of the same program would hide the bytes of one kernel behind the products of
+    another, and see no launch."""
+    floor, memory = RATES.kernel_seconds.value, RATES.reached_bytes_per_second
+    flops = RATES.reached_flops_per_second("bfloat16")
+    kernels = (
+        Kernel(1000, count=27),  # small
+        Kernel(1000, 100, "bfloat16", "default", count=5),
+        Kernel(10**9, count=2),
+        Kernel(10**6, 10**13, "bfloat16", "default", count=3),  # bound by its products
+        Kernel(10**9, 10**6, "bfloat16", "default", count=4),  # by its bytes
+    )
+    work = ProgramWork(3 * 10**13, "bfloat16", 4 * 10**9, 2 * 10**9, kernels=kernels)
+    expected = 32 * floor + 6 * 10**9 / memory + 3 * 10**13 / flops
+    assert 1e-6 < floor < 1e-5 and work.num_kernels == 41
+    assert MODEL.program_seconds(work) == pytest.approx(expected)
+    by_totals = replace(work, kernels=None)
+    assert MODEL.program_seconds(by_totals) == pytest.approx(
+        3 * 10**13 / flops + 2 * 10**9 / memory
+    )
+    assert MODEL.program_seconds(replace(work, kernels=())) == 0
+
+
+def test_a_product_has_the_rate_of_its_own_data_type():
+    half = Kernel(0, 10**13, "bfloat16", "default", count=9)
+    kernels = half, replace(half, dtype="float32", count=1)
+    mixed = ProgramWork(0, "bfloat16", 0, 0, kernels=kernels)
+    rates = [RATES.reached_flops_per_second(dtype) for dtype in ("bfloat16", "tf32")]
+    assert MODEL.program_seconds(mixed) == pytest.approx(9e13 / rates[0] + 1e13 / rates[1])
+
+
 def test_work_survives_json():
     work = ProgramWork(3, "float32", 4, 5, (Collective("all-gather", 6, 2, 1, 7),), "highest")
-    assert read(write(work), ProgramWork) == work
+    document = json.loads(json.dumps(write(work)))
+    assert "kernels" not in document  # as before they were counted
+    assert read(document, ProgramWork) == work
+    kernels = Kernel(4, 3, "float32", "highest"), Kernel(5, count=2), Kernel(0)
+    for counted in (replace(work, kernels=kernels), replace(work, kernels=())):
+        assert read(json.loads(json.dumps(write(counted))), ProgramWork) == counted
 
 
 def timed(planted: Planted, profile: Profile) -> Profile:

@@ -15,6 +15,7 @@ from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
 from capture.plan.choices import StageChoice
+from capture.plan.prediction import Verified
 from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
 from capture.predictor.step_time import predicted_timeline
@@ -61,7 +62,7 @@ class Compiler:
     def __call__(self, plan: Plan, profile: Profile):
         self.compiled.append(plan)
         verified = {config: self.cost(config) for config in configs_of(plan)}
-        return {"peak_bytes_per_device": self.peaks(plan)}, replace(
+        return Verified(tuple(self.peaks(plan))), replace(
             profile, verified={**profile.verified, **verified}
         )
 
@@ -72,15 +73,13 @@ def test_the_shown_peak_is_the_compilers_and_no_compiled_plan_is_better(seed):
     profile = planted.profile(hybrid(4))
     compiler = Compiler(planted, profile, spread=0.3)
     result = recommend_verified(profile, PlanQuestion(CLUSTER, **BATCH), compiler, max_plans=50)
-    assert result.why["verified"]["settled"], "fifty rounds are more than this space needs"
+    assert result.why.verified.settled, "fifty rounds are more than this space needs"
     assert (
         result.peak_bytes
         == max(compiler.peaks(result.plan))
         == min(max(compiler.peaks(plan)) for plan in compiler.compiled)
     )
-    assert (
-        len(compiler.compiled) == len(set(compiler.compiled)) == result.why["verified"]["num_plans"]
-    )
+    assert len(compiler.compiled) == len(set(compiler.compiled)) == result.why.verified.num_plans
     unverified = recommend(profile, PlanQuestion(CLUSTER, **BATCH))
     assert result.peak_bytes <= max(compiler.peaks(unverified.plan)), (
         "the first plan that was compiled is the search's own"
@@ -92,8 +91,8 @@ def test_a_cap_on_plans_is_kept_and_said():
     profile = planted.profile(hybrid(4))
     compiler = Compiler(planted, profile, spread=0.3)
     result = recommend_verified(profile, PlanQuestion(CLUSTER, **BATCH), compiler, max_plans=1)
-    assert len(compiler.compiled) == 1 and not result.why["verified"]["settled"]
-    assert result.plan.verification == {"peak_bytes_per_device": compiler.peaks(result.plan)}
+    assert len(compiler.compiled) == 1 and not result.why.verified.settled
+    assert list(result.plan.verification.peak_bytes_per_device) == compiler.peaks(result.plan)
 
 
 def test_an_exact_profile_is_settled_at_once():
@@ -101,7 +100,7 @@ def test_an_exact_profile_is_settled_at_once():
     profile = planted.profile(hybrid(4))
     compiler = Compiler(planted, profile, spread=0)
     result = recommend_verified(profile, PlanQuestion(CLUSTER, **BATCH), compiler, max_plans=5)
-    assert (len(compiler.compiled), result.why["verified"]["settled"]) == (1, True)
+    assert (len(compiler.compiled), result.why.verified.settled) == (1, True)
     assert result.peak_bytes == pytest.approx(result.prediction.peak_bytes, abs=LOSSES)
 
 
@@ -139,15 +138,15 @@ def test_plans_for_speed_are_ranked_by_compiled_work():
             verified[c] = with_work(
                 c, predictor.stage_cost(c.first, c.stop, c.choice, c.microbatch_size), slowness
             )
-        return {"peak_bytes_per_device": predictor.predict(plan).peak_bytes_per_device}, replace(
+        return Verified(predictor.predict(plan).peak_bytes_per_device), replace(
             known, verified={**known.verified, **verified}
         )
 
     result = recommend_verified(profile, question, compiled, max_plans=50)
-    assert result.why["verified"]["settled"] and result.why["verified"]["num_plans"] > 1
+    assert result.why.verified.settled and result.why.verified.num_plans > 1
     _, known = compiled(result.plan, profile)
-    assert result.search.step_seconds > recommend(profile, question).search.step_seconds
-    assert result.search.step_seconds == pytest.approx(
+    assert result.proof.step_seconds > recommend(profile, question).proof.step_seconds
+    assert result.proof.step_seconds == pytest.approx(
         float(predicted_timeline(result.plan, known).step_seconds), rel=0.05
     )
 

@@ -24,7 +24,10 @@ from types import SimpleNamespace
 
 def model(size="tiny", depth=2):
     optimizer = SimpleNamespace(init=None, update=None)
-    return SimpleNamespace(loss_fn=lambda p, b: 0, init=None, batch=None, optimizer=optimizer, size=size, depth=depth, scale=SCALE)
+    return SimpleNamespace(
+        loss_fn=lambda p, b: 0, init=None, batch=None, optimizer=optimizer,
+        size=size, depth=depth, scale=SCALE,
+    )
 
 def broken():
     return SimpleNamespace(loss_fn=None, optimizer=None)

@@ -32,7 +32,8 @@ from benchmarks.capture_paper.scenarios import (
     measurements_of,
     prepare,
 )
-from capture.plan.stages import Plan, Stage
+from capture.plan.stage import Stage
+from capture.plan.stages import Plan
 from profiling_runs.measurements import Measurements
 
 FIGURES: dict[str, ModuleType] = {"paper_figure_6": figure_6, "paper_figure_8": figure_8}

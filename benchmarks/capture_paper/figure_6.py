@@ -68,10 +68,10 @@ def row(scenario: Scenario, options: Any) -> dict[str, Any]:
         ),
         "paper_gain_fraction": scenario.paper_gain,
         "paper_gain_range": [low, high],
-        "num_plans_compiled": found.why["verified"]["num_plans"],
-        "search_seconds": found.search.seconds,
+        "num_plans_compiled": found.why.verified.num_plans,
+        "search_seconds": found.proof.seconds,
         "least_predicted_peak_bytes_of_any_order": least,
-        "is_proven": proven and found.search.optimal and found.why["verified"]["settled"],
+        "is_proven": proven and found.proof.optimal and found.why.verified.settled,
     }
 
 

@@ -51,8 +51,9 @@ from capture.measured.profile import Profile
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import StageChoice
+from capture.plan.prediction import Verified
 from capture.plan.space import StageSpace
-from capture.plan.stages import Plan, Stage
+from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
 from capture.predictor.step_time import predicted_timeline
 from profiling_runs.collect import profile
@@ -376,10 +377,10 @@ class Planner:
     def ours(self) -> tuple[Planned, Answer]:
         """The plan of least peak memory, and how it was found."""
 
-        def compiled(plan: Plan, known: Profile) -> tuple[dict[str, Any], Profile]:
+        def compiled(plan: Plan, known: Profile) -> tuple[Verified, Profile]:
             found = verify(plan, self.measurements)
             self.profile = with_verified(known, plan, self.measurements)
-            return found.to_json(), self.profile
+            return found.verified, self.profile
 
         result = recommend_verified(self.profile, self.question, compiled, MAX_VERIFIED)
         assert result.plan is not None, (
@@ -392,18 +393,16 @@ class Planner:
         chose; and whether that is proven."""
         row = Cluster((self.cluster.num_devices,), TARGET)
         found = recommend(self.profile, replace(self.question, cluster=row))
-        return found.search.peak_bytes, found.search.optimal
+        return found.proof.peak_bytes, found.proof.optimal
 
     def fast_enough(self, alpa: Planned) -> Planned | None:
         """The plan of least memory on the front that keeps 90 % of Alpa's throughput; None if none
         of those compiled does."""
         found = recommend(self.profile, replace(self.question, objective="pareto"))
         longest = alpa.step_seconds / KEPT_THROUGHPUT
-        for point in found.why.get("front", {"points": ()})["points"]:
+        for point in found.why.front.points if found.why.front else ():
             assert found.plan is not None, "a front has plans"
-            plan = self._predicted(
-                found.plan.with_(stages=tuple(map(Stage.from_json, point["stages"])))
-            )
+            plan = self._predicted(found.plan.with_(stages=point.stages))
             if (
                 float(predicted_timeline(plan, self.profile).step_seconds) > 1.02 * longest
             ):  # the prediction may be a little off
@@ -420,13 +419,13 @@ class Planner:
             ).peak_bytes_per_device
         else:
             assert plan.prediction is not None, "our planners predict"
-            predicted = plan.prediction["peak_bytes_per_device"]
+            predicted = plan.prediction.peak_bytes_per_device
         planned = counted(plan, self.scenario.model, self.measurements, predicted, is_alpas)
         self.profile = with_verified(self.profile, plan, self.measurements)
         return planned
 
     def _predicted(self, plan: Plan) -> Plan:
-        return plan.with_(prediction=AdditivePredictor(self.profile).predict(plan).to_json())
+        return plan.with_(prediction=AdditivePredictor(self.profile).predict(plan))
 
 
 def counted(

@@ -70,6 +70,7 @@ def row(setting: Setting, target: Target, compiler: Any) -> dict[str, Any]:
     from capture.runtime.sharded import shard
     from recommender.osdp import ShardingQuestion, osdp
     from recommender.osdp.over_step import reserved_fraction
+    from recommender.osdp.recommendation import costs_of
 
     limit = min(LIMIT_GIB * GIB, target.memory.usable_bytes)
     found: dict[str, Any] = {
@@ -80,13 +81,19 @@ def row(setting: Setting, target: Target, compiler: Any) -> dict[str, Any]:
     }
     workload = WorkloadSpec.parse(f"models/mingpt.py:mingpt?size={setting.name}").load()
     start = time.perf_counter()
-    result = osdp(
-        ShardingQuestion(workload, compiler.mesh, limit, target=target.name), verify=False
-    )
+    question = ShardingQuestion(workload, compiler.mesh, limit, target=target.name)
+    result = osdp(question, verify=False)
     found["plan_seconds"] = time.perf_counter() - start
-    fsdp = fully_sharded(result.cost, limit * (1 - reserved_fraction(target.platform, "float32")))
+    fsdp = fully_sharded(
+        costs_of(question)[1], limit * (1 - reserved_fraction(target.platform, "float32"))
+    )
     if result.plan is None:
-        return {**found, "status": "oom", "why": result.why, "fsdp_examples_per_second": fsdp}
+        return {
+            **found,
+            "status": "oom",
+            "why": result.why.summary,
+            "fsdp_examples_per_second": fsdp,
+        }
     start = time.perf_counter()
     compiled, _ = compiler.measure(shard(workload, result.plan, compiler.mesh))
     return {

@@ -194,7 +194,7 @@ def to_alpa(plan: Plan) -> AlpaOptions:
     Example:
         >>> from capture.machine.cluster import Cluster
         >>> from capture.plan.choices import StageChoice
-        >>> from capture.plan.stages import Stage
+        >>> from capture.plan.stage import Stage
         >>> stage = Stage(0, 2, [0, 1], StageChoice(data_parallel=2))
         >>> options = to_alpa(Plan(Cluster((2,)), 2, (stage,), 8, 2))
         >>> options.submesh_logical_shapes, options.submesh_autosharding_option_dicts

@@ -17,7 +17,8 @@ from capture.alpa.placement import Shape, alpa_placement
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
 from capture.plan.choices import StageChoice
-from capture.plan.stages import Plan, Stage
+from capture.plan.stage import Stage
+from capture.plan.stages import Plan
 
 _SAFE = {
     ("collections", "OrderedDict"),

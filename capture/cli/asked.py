@@ -224,7 +224,7 @@ def with_prediction(
             calibration_plans=options.calibration_plans,
         )
         profile = make_profile(question, measurements=measurements)
-    return plan.with_(prediction=predict_plan(profile, plan).to_json()), profile
+    return plan.with_(prediction=predict_plan(profile, plan)), profile
 
 
 def check_profiles_nothing(values: Values) -> None:

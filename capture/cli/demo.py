@@ -16,7 +16,6 @@ from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.output import emit, say, table
 from capture.cli.progress import progress
-from capture.cli.run import execute
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
 from capture.quantities import format_bytes
@@ -45,6 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     cluster = Cluster.parse(CLUSTER)
     environment.prepare(num_devices=cluster.num_devices)
+    from capture.runtime.training import Training, train
+
     spec = WorkloadSpec.parse(WORKLOAD)
     say(options, f"profiling {WORKLOAD} for {cluster} by compiling: nothing is run")
     measured = profile(
@@ -65,18 +66,12 @@ def main(options: argparse.Namespace) -> int:
         "num_microbatches": question.num_microbatches,
         "schedule": question.schedule,
         "search": recommended.to_json()["search"],
-        "why": recommended.why,
+        "why": recommended.why.to_json(),
     }
     for name, plan in plans.items():
         say(options, f"running the {name} plan on {cluster.num_devices} virtual devices")
-        ran = execute(
-            plan,
-            spec.load(),
-            num_steps=options.steps,
-            check=True,
-            fast_compile=True,
-            report=lambda text: say(options, f"  {text}"),
-        )
+        training = Training(options.steps, check=True, fast_compile=True)
+        ran = train(plan, spec.load(), training, lambda text: say(options, f"  {text}"))
         document[name] = {
             "stages": [stage.to_json() for stage in plan.stages],
             "predicted_peak_bytes_per_device": ran["predicted_peak_bytes_per_device"],

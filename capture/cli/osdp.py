@@ -106,16 +106,16 @@ def main(options: argparse.Namespace) -> int:
         overlap_fraction=options.overlap,
     )
     result = osdp(question, verify=not options.no_verify, watch=lambda text: say(options, text))
-    facts = {"status": result.status, "verified": result.verified}
+    facts = {"status": result.status, "verified": result.compiled}
     if result.plan is None:
-        emit(options, {**facts, "why": result.why}, str(result))
+        emit(options, {**facts, "why": result.why.summary}, str(result))
         return 1
     plan = replace(result.plan, workload=spec)
     plan.save(options.output)
     facts |= {
-        "estimated_peak_bytes": result.estimated_peak_bytes,
-        "compiled_peak_bytes": result.compiled_peak_bytes,
-        "unverified_why": result.unverified_why,
+        "estimated_peak_bytes": plan.peak_bytes,
+        "compiled_peak_bytes": plan.compiled_peak_bytes,
+        "unverified_why": result.why.uncompiled,
         "plan": plan.to_json(),
     }
     emit(options, facts, f"{table(HEADER, rows(plan))}\n{result}\nplan -> {options.output}")

@@ -57,7 +57,7 @@ def say(options: argparse.Namespace, text: str) -> None:
 def stage_table(plan: Any, stages: Sequence[Any]) -> str:
     """One line per stage of a plan with its prediction, and with what the compiler says where the
     plan was compiled."""
-    compiled = plan.verification and plan.verification["peak_bytes_per_device"]
+    compiled = plan.verification and plan.verification.peak_bytes_per_device
     rows = [
         [
             s,
@@ -91,10 +91,7 @@ def stage_table(plan: Any, stages: Sequence[Any]) -> str:
 def peak_line(plan: Any, prediction: Any) -> str:
     """The peak per device, and whether it is the compiler's or extrapolated."""
     if plan.verification is not None:
-        return (
-            f"peak {format_bytes(max(plan.verification['peak_bytes_per_device']))} per device, "
-            "compiled"
-        )
+        return f"peak {format_bytes(plan.verification.peak_bytes)} per device, compiled"
     high = max(high for _, high in prediction.interval_bytes_per_device)
     doubt = (
         f", extrapolated: up to {format_bytes(high)}; compile it to know (capture verify)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,14 @@ from capture.measured.profile import Profile
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import Remat
 from capture.plan.schedule import SCHEDULES
+from capture.plan.why import Front
 from capture.predictor.step_time import describe_time, has_times, predicted_timeline, time_summary
 from capture.quantities import format_bytes
 from profiling_runs.collect import profile as make_profile
 from profiling_runs.measurements import Measurements
 from profiling_runs.question import ProfileQuestion
 from profiling_runs.verify import PlanCompiler
-from recommender.answer import Answer
+from recommender.answer import StageAnswer
 from recommender.capture.changes import FittingChange, Measuring, cheapest_change
 from recommender.capture.extent import Attempt, best_of, largest_batch, smallest_cluster
 from recommender.capture.least_state import beyond_memory, least_state
@@ -145,7 +146,7 @@ def main(options: argparse.Namespace) -> int:
         "warnings": list(profile.warnings),
         "failures": list(profile.failures),
     }
-    summary = f"{result.status}{', extrapolated' * result.extrapolated}: {result.why['summary']}"
+    summary = f"{result.status}{', extrapolated' * result.extrapolated}: {result.why.summary}"
     lines = [*asked.layers_note(of_profile, profile), summary]
     if attempts:
         document["attempts"] = [attempt.to_json() for attempt in attempts]
@@ -162,13 +163,13 @@ def main(options: argparse.Namespace) -> int:
                 predicted_timeline(result.plan, knowledge.profile), result.plan, graph
             )
             lines.append(describe_time(document["time"]))
-        if result.why.get("front", {}).get("points"):
-            lines += front_table(result.why["front"])
+        if result.why.front and result.why.front.points:
+            lines += front_table(result.why.front)
         if result.status == "ok":
             result.plan.save(options.output)
             lines.append(
-                f"plan -> {options.output} (search: {result.search.algorithm}, "
-                f"{result.search.seconds * 1e3:.1f} ms)"
+                f"plan -> {options.output} (search: {result.proof.algorithm}, "
+                f"{result.proof.seconds * 1e3:.1f} ms)"
             )
     lines += [f"warning: {warning}" for warning in profile.warnings] + [
         f"failed: {failure}" for failure in profile.failures
@@ -274,7 +275,7 @@ def _refused(
     ):  # on fewer devices a plan may exist
         return None
     result = beyond_memory(found)
-    document, lines = {**result.to_json(), "warnings": []}, [f"infeasible: {result.why['summary']}"]
+    document, lines = {**result.to_json(), "warnings": []}, [f"infeasible: {result.why.summary}"]
     if found.stages and limit is not None:
         num_layers = measurements.backend.traced(of_profile.microbatch_size).graph.num_layers
         measuring = _measuring(of_profile, measurements)
@@ -324,17 +325,17 @@ def _knowledge(options: argparse.Namespace, profile: Profile, cluster: Cluster) 
 
 def _chosen(
     options: argparse.Namespace, knowledge: Knowledge, question: PlanQuestion
-) -> tuple[PlanQuestion, Sequence[Attempt], Answer | None]:
+) -> tuple[PlanQuestion, Sequence[Attempt], StageAnswer | None]:
     """What to plan for, what was tried to find it, and the answer that it was chosen for.
 
     Raises:
         PlanError: ``plan-extent`` for the largest batch without a limit.
     """
 
-    def ask(question: PlanQuestion) -> Answer:
+    def ask(question: PlanQuestion) -> StageAnswer:
         return recommend(knowledge.profile, question)
 
-    def settled(question: PlanQuestion) -> Answer:
+    def settled(question: PlanQuestion) -> StageAnswer:
         return knowledge.answer(question, any_that_fits=True)
 
     best: Attempt | None
@@ -368,36 +369,36 @@ def attempts_table(attempts: Sequence[Attempt]) -> str:
             format_bytes(attempt.result.peak_bytes) if attempt.result.plan else "-",
             attempt.rests_on if attempt.result.plan else "-",
             "-"
-            if attempt.result.search.step_seconds is None
-            else f"{attempt.result.search.step_seconds:.4g} s",
+            if attempt.result.proof.step_seconds is None
+            else f"{attempt.result.proof.step_seconds:.4g} s",
         ]
         for attempt in attempts
     ]
     return table(["tried", "status", "peak", "is", "step"], rows)
 
 
-def front_table(front: Mapping[str, Any]) -> list[str]:
+def front_table(front: Front) -> list[str]:
     """The front of peak memory against step time, smallest peak first."""
     rows = [
         [
-            format_bytes(point["peak_bytes"]),
-            f"{point['step_seconds']:.4g} s",
+            format_bytes(point.peak_bytes),
+            f"{point.step_seconds:.4g} s",
             ", ".join(
-                f"{s['layers'][0]}-{s['layers'][1]} ({s['data_parallel']}x{s['tensor_parallel']})"
-                for s in point["stages"]
+                f"{s.first}-{s.stop - 1} ({s.choice.data_parallel}x{s.choice.tensor_parallel})"
+                for s in point.stages
             ),
         ]
-        for point in front["points"]
+        for point in front.points
     ]
-    said = "every plan that none beats in both" if front["complete"] else "a sample with both ends"
-    said += ", extrapolated" * front["extrapolated"]
+    said = "every plan that none beats in both" if front.complete else "a sample with both ends"
+    said += ", extrapolated" * front.extrapolated
     return [
         f"front of memory and time ({said}):",
         table(["peak", "step", "layers (dp x tp)"], rows),
     ]
 
 
-def _read_profile(paths: Sequence[Path], asked: ProfileQuestion) -> Profile:
+def _read_profile(paths: Sequence[Path], question: ProfileQuestion) -> Profile:
     """The profile of one file or several, for the workload as it is named now.
 
     Raises:
@@ -405,9 +406,11 @@ def _read_profile(paths: Sequence[Path], asked: ProfileQuestion) -> Profile:
             if it is of another workload or number of layers, ``profile-choice`` if nothing was
             profiled with the options of the stages.
     """
-    profiles, named = [Profile.load(path) for path in paths], asked.spec
+    profiles, named = [Profile.load(path) for path in paths], question.spec
     assert named is not None, "the command line names workloads"
-    profile = profiles[0] if len(profiles) == 1 else merge_profiles(profiles, asked.cluster.target)
+    profile = (
+        profiles[0] if len(profiles) == 1 else merge_profiles(profiles, question.cluster.target)
+    )
     files = ", ".join(map(str, paths))
     if profile.workload is not None and not _same_workload(profile.workload, named):
         raise ProfileError.of(
@@ -415,39 +418,39 @@ def _read_profile(paths: Sequence[Path], asked: ProfileQuestion) -> Profile:
             "that one.",
             "profile-other-model",
         )
-    if asked.num_layers not in (None, profile.graph.num_layers):
+    if question.num_layers not in (None, profile.graph.num_layers):
         raise ProfileError.of(
             f"profile {files!r} has num_layers={profile.graph.num_layers}, and --num-layers asks "
-            f"for {asked.num_layers}; "
+            f"for {question.num_layers}; "
             "profile with that number.",
             "profile-other-model",
         )
-    if asked.tensor_parallel_rule != profile.tensor_parallel_rule:
+    if question.tensor_parallel_rule != profile.tensor_parallel_rule:
         raise ProfileError.of(
             f"profile {files!r} has tensor_parallel_rule={profile.tensor_parallel_rule!r}, and "
             "--tensor-parallel-rule is "
-            f"{asked.tensor_parallel_rule!r}; ask for that of the profile, or profile again.",
+            f"{question.tensor_parallel_rule!r}; ask for that of the profile, or profile again.",
             "profile-choice",
         )
-    policies = asked.remat
+    policies = question.remat
     measurements = {
         config: cost
         for config, cost in profile.measurements.items()
         if config.choice.remat in policies
         and (
-            asked.shard_params
+            question.shard_params
             if config.choice.shard_params
-            else config.choice.shard_optimizer == asked.shard_optimizer
+            else config.choice.shard_optimizer == question.shard_optimizer
         )
     }
     kinds = {(c.remat, c.shard_optimizer) for c in profile.choices if not c.shard_params}
     if not profile.measurements and profile.paper is not None:  # executed runs alone
         kinds = {(row["remat"], row["shard_optimizer"]) for row in profile.paper["statistics"]}
-    if not {(policy, asked.shard_optimizer) for policy in policies} <= kinds:
+    if not {(policy, question.shard_optimizer) for policy in policies} <= kinds:
         profiled = sorted(f"remat={remat}, shard_optimizer={shard}" for remat, shard in kinds)
         raise ProfileError.of(
             f"profile {files!r} has no stage with remat={_named(policies)}, "
-            f"shard_optimizer={asked.shard_optimizer}; it has "
+            f"shard_optimizer={question.shard_optimizer}; it has "
             f"{'; '.join(profiled) or 'none'}. Ask for those, or profile again.",
             "profile-choice",
         )
@@ -455,7 +458,7 @@ def _read_profile(paths: Sequence[Path], asked: ProfileQuestion) -> Profile:
         choice.data_parallel > 1 for choice in profile.choices
     )  # without them there is nothing to split
     if (
-        asked.shard_params
+        question.shard_params
         and has_replicas
         and not any(choice.shard_params for choice in profile.choices)
     ):

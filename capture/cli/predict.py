@@ -52,7 +52,7 @@ def main(options: argparse.Namespace) -> int:
     )
     profile = Profile.load(options.profile)
     prediction = AdditivePredictor(profile, allow_extrapolation=options.extrapolate).predict(plan)
-    plan = plan.with_(prediction=prediction.to_json())
+    plan = plan.with_(prediction=prediction)
     shown = plan.with_(verification=None)
     document: dict[str, Any] = {
         "prediction": prediction.to_json(),
@@ -73,7 +73,7 @@ def main(options: argparse.Namespace) -> int:
         else:
             verification, _ = compiler(plan, profile)
             plan = shown = plan.with_(verification=verification)
-            document |= {"extrapolated": False, "verification": verification}
+            document |= {"extrapolated": False, "verification": verification.to_json()}
     lines = [stage_table(shown, prediction.stages), peak_line(shown, prediction), *lines]
     if options.output is not None:
         plan.save(options.output)

@@ -10,6 +10,7 @@ from typing import Any
 from capture import environment
 from capture.cli import asked
 from capture.cli.output import emit, say, table
+from capture.documents import write
 from capture.errors import PlanError
 from capture.plan.sharding import ShardingPlan
 from capture.quantities import format_bytes
@@ -31,8 +32,6 @@ def _refuse(given: dict[str, Any]) -> None:
 
 def verify(options: argparse.Namespace, plan: ShardingPlan) -> int:
     """Compile the whole train step for the target."""
-    from capture.report.sharding import headroom
-
     spec = asked.workload_of(plan, options.workload)
     if plan.cluster is not None:
         asked.prepare(plan.cluster)
@@ -40,14 +39,14 @@ def verify(options: argparse.Namespace, plan: ShardingPlan) -> int:
 
     found = compile_plan(plan, spec.load())
     plan = replace(plan, compiled_peak_bytes=found.peak_bytes)
-    room = headroom(plan, asked.read_limit(vars(options)))
+    room = plan.headroom(asked.read_limit(vars(options)))
     if options.output is not None:
         plan.save(options.output)
     fits = room is None or room.verdict == "fits"
     document = {
         "status": "ok" if fits else "infeasible",
         **found.to_json(),
-        "headroom": None if room is None else room.to_json(),
+        "headroom": write(room),
     }
     lines = [
         f"peak {format_bytes(found.peak_bytes)} per device, target {found.target.name} (estimated: "
@@ -83,9 +82,9 @@ def run(options: argparse.Namespace, plan: ShardingPlan) -> int:
 
 def explain(options: argparse.Namespace, plan: ShardingPlan) -> int:
     """Operators, those that hold most first."""
-    from capture.report.sharding import HEADER, document, headroom, paragraph, rows
+    from capture.report.sharding import HEADER, document, paragraph, rows
 
-    room = headroom(plan)
+    room = plan.headroom()
     lines = [table(HEADER, rows(plan, heaviest_first=True)), paragraph(plan, room)]
     emit(options, document(plan, room), "\n".join(lines))
     return 0
@@ -93,10 +92,10 @@ def explain(options: argparse.Namespace, plan: ShardingPlan) -> int:
 
 def report(options: argparse.Namespace, plan: ShardingPlan) -> int:
     """A table, or the page."""
-    from capture.report.sharding import HEADER, document, headroom, page, paragraph, rows, title
+    from capture.report.sharding import HEADER, document, page, paragraph, rows, title
 
     _refuse({"--profile": options.profile, "--trace": options.trace})
-    room, written = headroom(plan, asked.read_limit(vars(options))), {}
+    room, written = plan.headroom(asked.read_limit(vars(options))), {}
     if options.output is not None:
         options.output.write_text(page(plan, room), encoding="utf-8")
         written["page"] = str(options.output)

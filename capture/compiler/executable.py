@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -51,65 +51,107 @@ class Executable:
 LayerOf = Callable[[str], "int | None"]
 
 
-def compile_program(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    *,
-    donate: Sequence[int] = (),
-    out_shardings: Any = None,
-    fast_compile: bool = False,
-    count_work: bool = False,
-    options: Mapping[str, Any] | None = None,
-    layer_of: LayerOf | None = None,
-    local_flops: LocalFlops = NO_LOCAL_FLOPS,
-) -> Executable:
-    """Compile for abstract arguments; nothing is allocated.
+class AnyCompiler(Protocol):
+    """Compiles a function for abstract arguments; nothing is allocated.
 
-    Args:
-        function: Pure.
-        args: ``ShapeDtypeStruct`` pytrees with shardings.
-        donate: Positions of donated arguments.
-        out_shardings: As for ``jax.jit``; None lets the compiler choose.
+    Attributes:
+        clears_apart: Whether a program of its own sets gradients to zero. XLA's CPU compiler cannot
+            tell that the zeros may only be written once the update has read what they overwrite: in
+            one program it copies gradients first (of six equal layers all: SGD, momentum and Lion),
+            while its GPU compiler does not.
+    """
+
+    @property
+    def clears_apart(self) -> bool: ...
+
+    def __call__(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        *,
+        donate: Sequence[int] = (),
+        out_shardings: Any = None,
+        layer_of: LayerOf | None = None,
+        local_flops: LocalFlops = NO_LOCAL_FLOPS,
+    ) -> Executable:
+        """Compile.
+
+        Args:
+            function: Pure.
+            args: ``ShapeDtypeStruct`` pytrees with shardings.
+            donate: Positions of donated arguments.
+            out_shardings: As for ``jax.jit``; None lets the compiler choose.
+            layer_of: Of which layer a buffer is, where buffers are named.
+            local_flops: Of the operations that run on each device's part.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """XLA, for devices that are there or that stand for others.
+
+    Attributes:
         fast_compile: Skip what takes the compiler long and changes no buffer: the program runs, but
             slowly.
-        count_work: Also find out what the program computes, reads and sends.
+        count_work: Also find out what a program computes, reads and sends.
+        name_buffers: Also find out what buffers a program holds at its peak.
+        clears_apart: See ``AnyCompiler``.
         options: Of XLA.
-        layer_of: Also find out what buffers the program holds at its peak, and of which layer they
-            are.
-        local_flops: Of the operations that run on each device's part.
     """
-    jitted = jax.jit(
-        function,
-        donate_argnums=tuple(donate),
-        **({} if out_shardings is None else {"out_shardings": out_shardings}),
-    )
-    with warnings.catch_warnings():
-        # Residuals are donated to be freed, whether or not an output fits into them.
-        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        lowered = jitted.lower(*args)
-        chosen = {**(_MEASURING_OPTIONS if fast_compile else {}), **(options or {})}
-        with (
-            tempfile.TemporaryDirectory(prefix="capture-dump-")
-            if layer_of
-            else nullcontext("") as folder
-        ):
-            if layer_of is not None:
-                chosen |= {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-            compiled = lowered.compile(compiler_options=chosen or None)
-            buffers = () if layer_of is None else read_buffers(Path(folder), layer_of)
-    memory = compiled.memory_analysis()
-    assert memory is not None, "XLA reports the memory of a program on CPU, GPU and TPU"
-    transient = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    outputs = jax.tree.map(
-        lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding),
-        lowered.out_info,
-        compiled.output_shardings,
-    )
-    # A layer without parameters has nothing to update: such a program has neither arguments nor
-    # results, and computes nothing.
-    num_devices = max(
-        (len(leaf.sharding.device_set) for leaf in jax.tree.leaves((tuple(args), outputs))),
-        default=1,
-    )
-    work = work_of(compiled, lowered, num_devices, local_flops) if count_work else None
-    return Executable(compiled, outputs, int(transient), work, buffers=buffers)
+
+    fast_compile: bool = False
+    count_work: bool = False
+    name_buffers: bool = False
+    clears_apart: bool = False
+    options: Mapping[str, Any] | None = None
+
+    def __call__(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        *,
+        donate: Sequence[int] = (),
+        out_shardings: Any = None,
+        layer_of: LayerOf | None = None,
+        local_flops: LocalFlops = NO_LOCAL_FLOPS,
+    ) -> Executable:
+        """See ``AnyCompiler``."""
+        names = layer_of if self.name_buffers else None
+        jitted = jax.jit(
+            function,
+            donate_argnums=tuple(donate),
+            **({} if out_shardings is None else {"out_shardings": out_shardings}),
+        )
+        with warnings.catch_warnings():
+            # Residuals are donated to be freed, whether or not an output fits into them.
+            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+            lowered = jitted.lower(*args)
+            chosen = {**(_MEASURING_OPTIONS if self.fast_compile else {}), **(self.options or {})}
+            with (
+                tempfile.TemporaryDirectory(prefix="capture-dump-")
+                if names
+                else nullcontext("") as folder
+            ):
+                if names is not None:
+                    chosen |= {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+                compiled = lowered.compile(compiler_options=chosen or None)
+                buffers = () if names is None else read_buffers(Path(folder), names)
+        memory = compiled.memory_analysis()
+        assert memory is not None, "XLA reports the memory of a program on CPU, GPU and TPU"
+        transient = (
+            memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        )
+        outputs = jax.tree.map(
+            lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding),
+            lowered.out_info,
+            compiled.output_shardings,
+        )
+        # A layer without parameters has nothing to update: such a program has neither arguments nor
+        # results, and computes nothing.
+        num_devices = max(
+            (len(leaf.sharding.device_set) for leaf in jax.tree.leaves((tuple(args), outputs))),
+            default=1,
+        )
+        work = work_of(compiled, lowered, num_devices, local_flops) if self.count_work else None
+        return Executable(compiled, outputs, int(transient), work, buffers=buffers)

@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding
 
 from capture import environment
 from capture.compiler.buffers import read_buffers
-from capture.compiler.executable import Executable, LayerOf, compile_program
+from capture.compiler.executable import Compiler, Executable, LayerOf
 from capture.compiler.report import MemoryReport, read_program, read_report
 from capture.compiler.work import NO_LOCAL_FLOPS, LocalFlops, work_of_text
 from capture.errors import TargetError
@@ -37,16 +37,22 @@ _PAUSE_SECONDS = 0.02
 
 
 class ReportCompiler:
-    """Compiles as ``compile_program`` does, for a target whose devices are not there.
+    """Compiles (``AnyCompiler``) for a target whose devices are not there.
 
     Args:
         target: With ``stop_at_report`` in its compiler settings.
+        name_buffers: Also find out what buffers a program holds at its peak.
         timeout_seconds: After which a program without a report is given up, on an idle machine
             (``environment.patience``).
     """
 
-    def __init__(self, target: Target, timeout_seconds: float = 600.0):
+    clears_apart = False
+
+    def __init__(
+        self, target: Target, *, name_buffers: bool = False, timeout_seconds: float = 600.0
+    ):
         self.target, self._timeout_seconds = target, timeout_seconds
+        self._names_buffers = name_buffers
 
     def __call__(
         self,
@@ -68,8 +74,8 @@ class ReportCompiler:
             TargetError: ``target-report`` if the compiler ends without a report; its last words are
                 in the message.
         """
-        on_cpu = compile_program(
-            function, args, donate=donate, out_shardings=out_shardings, fast_compile=True
+        on_cpu = Compiler(fast_compile=True)(
+            function, args, donate=donate, out_shardings=out_shardings
         )
         outputs = on_cpu.outputs
         if not jax.tree.leaves(
@@ -81,7 +87,7 @@ class ReportCompiler:
         with warnings.catch_warnings():
             warnings.filterwarnings(
                 "ignore", message="Some donated buffers were not usable"
-            )  # as in ``compile_program``
+            )  # as in ``Compiler``
             exported = jax.export.export(jitted, platforms=(self.target.platform,))(*args)
         leaves = jax.tree.leaves(tuple(args))
         mesh = jax.tree.leaves((tuple(args), outputs))[0].sharding.mesh
@@ -95,7 +101,7 @@ class ReportCompiler:
             "options": self.target.compiler_options,
             "donated": [i for i, position in enumerate(_positions(args)) if position in donate],
         }
-        report, program, buffers = self._run(job, layer_of)
+        report, program, buffers = self._run(job, layer_of if self._names_buffers else None)
         work = work_of_text(program, local_flops) if program is not None else None
         return Executable(
             _cannot_run, outputs, report.transient_bytes, work, report.output_bytes, buffers

@@ -10,7 +10,9 @@ as it is:
     memory           capacity_bytes, allocator_fraction, context_bytes, collective_bytes
     on_chip_bytes    optional: memory beside the main one, in which the compiler holds what is in
                      use
-    compute          flops_per_second by data type, efficiency (fraction of that rate which large matrix products reach)
+    compute          flops_per_second by data type, efficiency (fraction of that rate which large
+                     matrix products reach); optional: kernel_seconds (the least that a kernel
+                     takes, its launch included)
     products         optional: dtypes, fuse_operands and their source, see ``Products``
     memory_rate      bytes_per_second, efficiency
     links            intra_node, inter_node: latency_seconds, bytes_per_second in one direction per
@@ -153,6 +155,7 @@ class Rates:
         host: Link with the memory of the host.
         default_dtypes: By data type, the one in which products at default precision compute
             (``Products.dtypes``).
+        kernel_seconds: The least that a kernel takes, its launch included.
     """
 
     flops_per_second: Mapping[str, Sourced]
@@ -163,6 +166,7 @@ class Rates:
     inter_node: Link
     host: HostLink
     default_dtypes: Mapping[str, str] = field(default_factory=dict, hash=False)
+    kernel_seconds: Sourced = Sourced(0.0, "none")
 
     def computed_in(self, dtype: str, precision: str) -> str:
         """The data type whose rate products have.
@@ -362,6 +366,7 @@ def _load(name: str) -> Target:
 class _Compute:
     flops_per_second: Mapping[str, Sourced]
     efficiency: Sourced
+    kernel_seconds: Sourced = Rates.kernel_seconds
 
 
 @dataclass(frozen=True)
@@ -455,4 +460,5 @@ class _Document:
             self.links.inter_node,
             host,
             products.dtypes,
+            compute.kernel_seconds,
         )

@@ -23,10 +23,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import Jaxpr, Literal
 
 from capture.partition.dim_flow import dim_flow, loss_is_cheap
 from capture.tracing import split_rule
+from capture.tracing.jaxprs import opened, scan_arity
 
 #: Elements below which a parameter is not worth a collective of its own; it may still follow
 #: another.
@@ -192,9 +193,9 @@ class _Walk:
             return self._scan(eqn, inputs)
         if name == "while":
             skip, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-            return self._loop(_opened(eqn.params["body_jaxpr"]), inputs[skip:], consts)
+            return self._loop(opened(eqn.params["body_jaxpr"]), inputs[skip:], consts)
         if name == "cond":
-            results = [self.run(_opened(branch), inputs[1:]) for branch in eqn.params["branches"]]
+            results = [self.run(opened(branch), inputs[1:]) for branch in eqn.params["branches"]]
             return [value.as_activation() for value in results[0]]
         if (body := _called_jaxpr(eqn)) is not None:
             return self.run(body, inputs)
@@ -310,20 +311,11 @@ class _Walk:
     def _scan(self, eqn: Any, inputs: list[_Value]) -> list[_Value]:
         """The body, once; what is stacked over the iterations loses its first dimension inside and
         has it back outside."""
-        body = _opened(eqn.params["jaxpr"])
-        # The names of the counts differ between versions of JAX; shapes tell them as well.
-        num_carry = sum(
-            _ndim(outer) == _ndim(inner)
-            for outer, inner in zip(eqn.outvars, body.outvars, strict=True)
-        )
-        first_stacked = sum(
-            _ndim(outer) == _ndim(inner)
-            for outer, inner in zip(eqn.invars, body.invars, strict=True)
-        )
+        body = opened(eqn.params["jaxpr"])
+        num_consts, num_carry = scan_arity(eqn)
+        first_stacked = num_consts + num_carry
         stacked = [_shifted(value, -1) for value in inputs[first_stacked:]]
-        results = self._loop(
-            body, [*inputs[:first_stacked], *stacked], first_stacked - num_carry, num_carry
-        )
+        results = self._loop(body, [*inputs[:first_stacked], *stacked], num_consts, num_carry)
         return [*results[:num_carry], *(_shifted(value, 1) for value in results[num_carry:])]
 
     def _loop(
@@ -401,11 +393,6 @@ def _ndim(atom: Any) -> int:
     return len(atom.aval.shape)
 
 
-def _opened(body: Any) -> Jaxpr:
-    """Bodies are closed jaxprs in some versions of JAX and open ones in others."""
-    return body.jaxpr if isinstance(body, ClosedJaxpr) else body
-
-
 def _product_dim(eqn: Any, side: int, dim: int) -> int:
     """Where a dimension of an operand that is not contracted stands in the result of a product:
     batch, left, right."""
@@ -427,7 +414,7 @@ def _called_jaxpr(eqn: Any) -> Jaxpr | None:
         return [getattr(atom.aval, "shape", None) for atom in atoms]
 
     for value in eqn.params.values():
-        body = _opened(value)
+        body = opened(value)
         if (
             isinstance(body, Jaxpr)
             and shapes(body.invars) == shapes(eqn.invars)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from capture.documents import write
+from capture.documents import fields_of, read, write
 from capture.machine.target import DeviceMemory
 from capture.plan.headroom import Headroom
 
@@ -84,3 +84,59 @@ class Prediction:
             "source": dict(self.source),
             "stages": write(self.stages),
         }
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any], path: str = "") -> Prediction:
+        """What ``to_json`` wrote.
+
+        Raises:
+            FieldError: naming the field that is missing or wrong.
+        """
+        row = read(data, _Prediction, path)
+        return cls(
+            row.stages,
+            row.peak_bytes_per_device,
+            row.interval_bytes_per_device,
+            row.source,
+            row.interval_coverage,
+        )
+
+
+@dataclass(frozen=True)
+class _Prediction:
+    peak_bytes_per_device: tuple[int, ...]
+    source: Mapping[str, Any]
+    stages: tuple[StagePrediction, ...]
+    interval_bytes_per_device: tuple[tuple[int, int], ...] = ()
+    interval_coverage: float | None = None
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What the compiler of the target says of a plan's own stages.
+
+    Attributes:
+        peak_bytes_per_device: In node-major device order.
+        predicted_peak_bytes_per_device: Beside it, if the plan was predicted.
+        prediction_error_fraction_per_device: Predicted over compiled, less 1.
+        source: Backend, target and versions.
+        num_stages_compiled: Of which nothing was known before.
+    """
+
+    peak_bytes_per_device: tuple[int, ...]
+    predicted_peak_bytes_per_device: tuple[int, ...] | None = None
+    prediction_error_fraction_per_device: tuple[float, ...] | None = None
+    source: Mapping[str, Any] = field(default_factory=dict)
+    num_stages_compiled: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.peak_bytes_per_device)
+
+    def to_json(self) -> dict[str, Any]:
+        return fields_of(self)
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any], path: str = "") -> Verified:
+        """What ``to_json`` wrote."""
+        return read(data, cls, path)

@@ -12,7 +12,7 @@ from capture.errors import PlanError
 from capture.machine.cluster import Cluster
 from capture.plan.choices import StageChoice
 from capture.plan.space import StageSpace
-from capture.plan.stages import Stage
+from capture.plan.stage import Stage
 
 
 def count_fillings(

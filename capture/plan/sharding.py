@@ -4,8 +4,8 @@ that is built of it.
 A plan is JSON:
 
     schema_version            2
-    kind                      "sharding"; schema 1 has no kind, no workload, no cluster and no costs
-    workload, cluster         as in a plan of stages
+    kind                      "sharding"; schema 1 has no kind, no workload, hash, cluster and costs
+    workload, model_hash, cluster   as in a plan of stages
     batch_size                examples per device
     step_seconds, peak_bytes, examples_per_second
     compiled_peak_bytes       of the target's compiler, for the whole train step; left out of a plan
@@ -29,8 +29,10 @@ from typing import Any
 from capture import documents
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
+from capture.machine.target import Target
 from capture.model.workload import WorkloadSpec
 from capture.plan.files import ClusterRow, resolved, save
+from capture.plan.headroom import Headroom
 
 SHARDING_PLAN = documents.Format(
     "sharding plan",
@@ -151,6 +153,7 @@ class ShardingPlan:
         compiled_peak_bytes: As ``peak_bytes``, which is an estimate, by the target's compiler; None
             if it was not asked.
         workload: The workload by name; None for a plan made from Python objects.
+        model_hash: Content hash of the traced loss; empty if never traced, or of schema 1.
         cluster: The devices; None for a plan of a description alone, or of schema 1.
         costs: By operator; empty likewise.
     """
@@ -167,8 +170,33 @@ class ShardingPlan:
     look_ahead: bool = False
     compiled_peak_bytes: int | None = None
     workload: WorkloadSpec | None = None
+    model_hash: str = ""
     cluster: Cluster | None = None
     costs: tuple[OperatorCost, ...] = ()
+
+    @property
+    def compiled(self) -> bool:
+        """Whether its train step was compiled."""
+        return self.compiled_peak_bytes is not None
+
+    @property
+    def known_peak_bytes(self) -> int:
+        """Of every device, by the best that is known."""
+        return self.peak_bytes if self.compiled_peak_bytes is None else self.compiled_peak_bytes
+
+    def headroom(self, memory_limit_bytes: int | None = None) -> Headroom | None:
+        """Of the compiled peak, else of the estimate, which nothing calibrates: it never just
+        fits."""
+        peak = self.known_peak_bytes
+        memory = None if self.cluster is None else Target.load(self.cluster.target).memory
+        return Headroom.of(
+            [peak],
+            [(peak, peak)],
+            1.0 if self.compiled else None,
+            memory_limit_bytes,
+            memory,
+            extrapolated=not self.compiled,
+        )
 
     @property
     def seconds_per_example(self) -> float:
@@ -280,6 +308,7 @@ class _Document:
     """A plan as files have it."""
 
     workload: WorkloadSpec | None = None
+    model_hash: str = ""
     cluster: ClusterRow | None = None
     batch_size: int
     step_seconds: float

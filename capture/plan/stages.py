@@ -7,20 +7,22 @@ classes below; ``stages[].layers`` is ``[first, last]``.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, TypeVar
 
 from capture import documents
 from capture.errors import PlanError, Violation
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
-from capture.plan.choices import REMAT_POLICIES, ChoiceRow, StageChoice
+from capture.plan.choices import REMAT_POLICIES
 from capture.plan.files import ClusterRow, resolved, save
+from capture.plan.prediction import Prediction, Verified
 from capture.plan.schedule import SCHEDULES, Schedule, make_schedule
+from capture.plan.stage import Stage, StageRow
+from capture.plan.why import Why
 
 PLAN = documents.Format(
     "plan",
@@ -32,81 +34,10 @@ PLAN = documents.Format(
     strict=True,
 )
 
+Note = TypeVar("Note")
+
 TensorParallelRule = Literal["auto", "largest"]
 TENSOR_PARALLEL_RULES: tuple[TensorParallelRule, ...] = ("auto", "largest")
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Layers [first, stop) on one submesh, forward and backward.
-
-    Attributes:
-        first, stop: Layers, from ``first`` to before ``stop``; files have ``"layers": [first, last]``.
-        devices: Ids of the submesh in node-major order; device ``devices[r * tensor_parallel + c]``
-            is replica r, shard c.
-        choice: How the devices share the work.
-
-    Raises:
-        PlanError: ``plan-layers`` or ``plan-devices`` if those are no whole numbers.
-
-    Example:
-        >>> Stage(0, 2, [0, 1], StageChoice(data_parallel=2)).to_json()["layers"]
-        [0, 1]
-    """
-
-    first: int
-    stop: int
-    devices: tuple[int, ...]
-    choice: StageChoice = StageChoice()
-
-    def __post_init__(self):
-        # Lists and ranges are welcome; what is kept can be hashed and written as JSON.
-        _whole_numbers((self.first, self.stop), "(first, stop)", "plan-layers")
-        object.__setattr__(self, "devices", _whole_numbers(self.devices, "devices", "plan-devices"))
-
-    @classmethod
-    def at(cls, device: int, first: int, stop: int, choice: StageChoice) -> Self:
-        """On the devices from ``device`` on."""
-        return cls(first, stop, tuple(range(device, device + choice.num_devices)), choice)
-
-    @property
-    def num_devices(self) -> int:
-        return len(self.devices)
-
-    @property
-    def num_layers(self) -> int:
-        return self.stop - self.first
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "layers": [self.first, self.stop - 1],
-            "num_devices": self.num_devices,
-            "devices": list(self.devices),
-            **asdict(self.choice),
-        }
-
-    @classmethod
-    def from_json(cls, data: Any) -> Stage:
-        """The stage that ``to_json`` wrote; ``num_devices`` need not be there.
-
-        Raises:
-            FieldError: naming the field that is missing or wrong.
-        """
-        return documents.read(data, StageRow, strict=True).stage
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageRow(ChoiceRow):
-    """A stage as files have it: ``layers`` is ``[first, last]``."""
-
-    layers: tuple[int, int]
-    devices: tuple[int, ...]
-    num_devices: int = 0
-
-    @property
-    def stage(self) -> Stage:
-        first, last = self.layers
-        return Stage(first, last + 1, self.devices, self.choice)
 
 
 @dataclass(frozen=True)
@@ -126,11 +57,9 @@ class Plan:
         model_hash: Content hash of the traced program at the plan's micro-batch size; empty if
             never traced.
         workload: The workload by name; None for a plan made from Python objects.
-        prediction: Predicted bytes per device with their parts (``Prediction.to_json``), if
-            predicted.
+        prediction: Predicted bytes per device with their parts, if predicted.
         why: What the search has to say about its choice, if searched.
-        verification: What the compiler of the target says of the plan's own stages
-            (``Verification.to_json``), if verified.
+        verification: What the compiler of the target says of the plan's own stages, if verified.
 
     Raises:
         PlanError: every rule that is broken, with its code: ``plan-stages``, ``plan-layers``,
@@ -148,9 +77,9 @@ class Plan:
     tensor_parallel_rule: TensorParallelRule = "auto"
     model_hash: str = ""
     workload: WorkloadSpec | None = None
-    prediction: Mapping[str, Any] | None = field(default=None, compare=False)
-    why: Mapping[str, Any] | None = field(default=None, compare=False)
-    verification: Mapping[str, Any] | None = field(default=None, compare=False)
+    prediction: Prediction | None = field(default=None, compare=False)
+    why: Why | None = field(default=None, compare=False)
+    verification: Verified | None = field(default=None, compare=False)
 
     def __post_init__(self):
         object.__setattr__(self, "stages", tuple(self.stages))
@@ -168,6 +97,17 @@ class Plan:
     @cached_property
     def schedule_table(self) -> Schedule:
         return make_schedule(self.schedule, self.num_stages, self.num_microbatches)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether its own stages were compiled."""
+        return self.verification is not None
+
+    @property
+    def known_peak_bytes(self) -> int:
+        """Of the device that needs most, by the best that is known; 0 if nothing is."""
+        known = self.verification or self.prediction
+        return 0 if known is None else known.peak_bytes
 
     def stage_of_layer(self, layer_id: int) -> int:
         return next(
@@ -198,6 +138,9 @@ class Plan:
             **{name: getattr(document, name) for name in _SAME},
             cluster=document.cluster.cluster,
             stages=tuple(row.stage for row in document.stages),
+            prediction=_note(document.prediction, "prediction", Prediction.read),
+            why=_note(document.why, "why", Why.read),
+            verification=_note(document.verification, "verification", Verified.read),
         )
 
     def save(self, path: Path | str) -> None:
@@ -237,7 +180,19 @@ class _Document:
 
 
 _DOCUMENT = tuple(field.name for field in fields(_Document))
-_SAME = tuple(name for name in _DOCUMENT if name not in ("cluster", "stages", "microbatch_size"))
+_SAME = tuple(
+    name
+    for name in _DOCUMENT
+    if name not in ("cluster", "stages", "microbatch_size", "prediction", "why", "verification")
+)
+
+
+def _note(data: Any, name: str, read: Callable[[Any, str], Note]) -> Note | None:
+    """What a file says of a plan; more may stand there than is known."""
+    try:
+        return None if data is None else read(data, name)
+    except documents.FieldError as error:
+        raise PLAN.corrupt(str(error)) from None
 
 
 def batch_violations(global_batch_size: int, num_microbatches: int) -> list[Violation]:
@@ -260,15 +215,6 @@ def batch_violations(global_batch_size: int, num_microbatches: int) -> list[Viol
             )
         ]
     return []
-
-
-def _whole_numbers(given: Any, name: str, code: str) -> tuple[int, ...]:
-    try:
-        return tuple(map(operator.index, given))
-    except TypeError:
-        raise PlanError.of(
-            f"a stage has {name}={given!r}; give a sequence of whole numbers.", code
-        ) from None
 
 
 def _violations(plan: Plan) -> list[Violation]:

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ import jax
 
 from capture import environment
 from capture.compiler.assembler import write_assembler
-from capture.compiler.executable import Executable, compile_program
+from capture.compiler.executable import AnyCompiler, Compiler
 from capture.compiler.report_compiler import ReportCompiler
 from capture.compiler.target_devices import devices_of
 from capture.documents import read, write
@@ -45,6 +45,9 @@ Measured = TypeVar("Measured", StageCost, UpdateCost, StageBuffers)
 #: Bump when the programs of a stage change for the same model, so that old measurements are not
 #: taken for new ones.
 PROGRAM_VERSION = 3
+#: Bump when more is counted of what programs compute, which only targets with rates are asked for:
+#: 2 counts kernels.
+WORK_VERSION = 2
 
 
 class CompileBackend:
@@ -87,11 +90,10 @@ class CompileBackend:
     def _clears_apart(self) -> bool:
         return self.target.platform == "cpu"
 
-    def compiler_of(self, config: StageConfig) -> Callable[..., Executable]:
-        """What compiles the programs of a stage config to be measured; it takes the arguments of
-        ``compile_program``."""
+    def compiler_of(self, config: StageConfig, name_buffers: bool = False) -> AnyCompiler:
+        """What compiles the programs of a stage config to be measured."""
         if self._stops_at_report:
-            return ReportCompiler(self.target)
+            return ReportCompiler(self.target, name_buffers=name_buffers)
         options = dict(self.target.compiler_options)
         if self.target.platform == "cuda":
             # What a kernel is made into has no part in any measurement: it is not assembled, and
@@ -99,10 +101,11 @@ class CompileBackend:
             options["xla_gpu_cuda_data_dir"] = str(self._toolkit)
             name = content_hash([str(config.choice), config.microbatch_size])
             options |= environment.kernel_cache_options(Path(self._scratch.name, name))
-        return partial(
-            compile_program,
+        return Compiler(
             fast_compile=True,
             count_work=self.target.rates is not None,
+            name_buffers=name_buffers,
+            clears_apart=self._clears_apart,
             options=options,
         )
 
@@ -174,6 +177,8 @@ class CompileBackend:
             "flags": list(environment.active_flags()),
             "program_version": PROGRAM_VERSION,
         }
+        if self.target.rates is not None:
+            facts["work_version"] = WORK_VERSION
         return (
             facts
             if self.target.platform == "cpu"
@@ -282,7 +287,9 @@ class CompileBackend:
         return self._stored(
             StageBuffers,
             self.buffers_key(config),
-            lambda: self.programs(config, name_buffers=True).buffers,
+            lambda: (
+                self.programs(config, compiler=self.compiler_of(config, name_buffers=True)).buffers
+            ),
         )
 
     def _stored(
@@ -308,15 +315,13 @@ class CompileBackend:
         self,
         config: StageConfig,
         *,
-        name_buffers: bool = False,
         devices: Sequence[Any] | None = None,
-        compiler: Callable[..., Executable] | None = None,
+        compiler: AnyCompiler | None = None,
     ) -> StagePrograms:
         """The programs of a stage config, compiled when they are asked for.
 
         Args:
             config: The stage.
-            name_buffers: As for ``StagePrograms``.
             devices: To compile for, instead of the target's.
             compiler: Instead of the target's, which compiles to measure and not to run.
 
@@ -333,20 +338,13 @@ class CompileBackend:
         owned, _ = owned_and_borrowed(traced.graph, config.first, config.stop)
         rest = tuple(p for p in range(len(traced.graph.params)) if p not in set(owned))
         return StagePrograms(
-            traced.graph,
-            traced.slice(config.first, config.stop),
+            traced,
+            config,
             devices,
-            choice.data_parallel,
-            choice.tensor_parallel,
             self.sharding(config.microbatch_size).specs(choice.tensor_parallel),
             SlicedOptimizer(self._optimizer, [owned, rest] if rest else [owned]).stages[0],
-            remat=choice.remat,
-            shard_optimizer=choice.shard_optimizer,
-            shard_params=choice.shard_params,
-            clears_apart=self._clears_apart,
             num_arriving=dict.fromkeys(shared_onwards(traced.graph, config.first, config.stop), 1),
             compiler=compiler or self.compiler_of(config),
-            name_buffers=name_buffers,
         )
 
 

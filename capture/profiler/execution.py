@@ -10,7 +10,8 @@ from capture.machine.cluster import Cluster
 from capture.measured.profile import StageConfig
 from capture.model.graph import content_hash
 from capture.plan.choices import StageChoice
-from capture.plan.stages import Plan, Stage
+from capture.plan.stage import Stage
+from capture.plan.stages import Plan
 from capture.profiler.paper import RunPeaks, ranges
 
 

@@ -59,7 +59,8 @@ class RunBackend:
             is in the store.
         fresh_process: Whether every run gets a process of its own, so that the allocator's marks
             are those of the run.
-        num_devices: Of the cluster; a model without marks is cut into layers enough for them.
+        num_devices: All devices of the cluster; a model without marks is cut into layers enough for
+            them.
     """
 
     name = "run"

@@ -63,8 +63,8 @@ def compile_plan(plan: ShardingPlan, workload: WorkloadProtocol) -> CompiledPlan
     """Compile the whole train step for the plan's target; nothing is allocated, nothing runs.
 
     Raises:
-        PlanError: ``plan-cluster`` for a plan of an earlier version, ``osdp-plan-params`` for
-            another model's.
+        PlanError: ``plan-cluster`` for a plan of an earlier version, ``plan-other-model`` or
+            ``osdp-plan-params`` for another model's.
         TargetError: ``target-refused``, and as ``devices_of``.
     """
     cluster = _cluster_of(plan)
@@ -107,10 +107,9 @@ def execute_plan(
     if check:
         pairs = zip(document["loss"], document["reference_loss"], strict=True)
         document["max_relative_loss_error"] = max(abs(a - b) / abs(b) for a, b in pairs)
-    known = plan.peak_bytes if plan.compiled_peak_bytes is None else plan.compiled_peak_bytes
     return document | {
         "kind": "sharding",
-        "predicted_peak_bytes_per_device": [known] * cluster.num_devices,
+        "predicted_peak_bytes_per_device": [plan.known_peak_bytes] * cluster.num_devices,
         "num_devices": cluster.num_devices,
         "target": cluster.target,
         "platform": mesh.devices.flat[0].platform,
@@ -134,6 +133,12 @@ def _compiled(
 ) -> CompiledPlan:
     compiler = StepCompiler(target, where)
     sharded = shard(workload, plan, compiler.mesh)
+    if plan.model_hash not in ("", sharded.model_hash):
+        raise PlanError.of(
+            f"the plan was made for model_hash={plan.model_hash}; the workload has "
+            f"{sharded.model_hash}. Plan it again with capture osdp.",
+            "plan-other-model",
+        )
     return CompiledPlan(sharded, target, *compiler.measure(sharded))
 
 

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capture import environment
 from capture.compiler.assembler import write_assembler
-from capture.compiler.executable import Executable, compile_program
+from capture.compiler.executable import Compiler, Executable
 from capture.compiler.report_compiler import ReportCompiler
 from capture.compiler.target_devices import devices_of
 from capture.errors import TargetError
@@ -135,15 +135,8 @@ class StepCompiler:
                     "xla_gpu_cuda_data_dir": str(self._toolkit),
                     **environment.kernel_cache_options(scratch / "kernels"),
                 }
-        return compile_program(
-            step,
-            arguments,
-            donate=(0, 1),
-            out_shardings=results,
-            fast_compile=True,
-            count_work=self._count_work,
-            options=options,
-        )
+        compiler = Compiler(fast_compile=True, count_work=self._count_work, options=options)
+        return compiler(step, arguments, donate=(0, 1), out_shardings=results)
 
     @cached_property
     def _scratch(self) -> tempfile.TemporaryDirectory[str]:

@@ -16,13 +16,15 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
 
-from capture.documents import FieldError, read
+from capture.documents import fields_of, write
 from capture.errors import PlanError
 from capture.machine.target import Target
 from capture.measured.profile import Profile
 from capture.plan.headroom import Headroom
-from capture.plan.prediction import StagePrediction
-from capture.plan.stages import Plan, Stage, StageRow
+from capture.plan.prediction import Prediction
+from capture.plan.stage import Stage
+from capture.plan.stages import Plan
+from capture.plan.why import Front
 from capture.predictor.additive import AdditivePredictor
 from capture.predictor.step_time import has_times, predicted_timeline
 from capture.step.ledger import Memory
@@ -110,34 +112,6 @@ class ScheduleFacts:
 
 
 @dataclass(frozen=True)
-class FrontPoint:
-    """A plan that no other one beats both in memory and in time.
-
-    Attributes:
-        peak_bytes: Per device, predicted.
-        step_seconds: As the search estimates it.
-        stages: Layers and degrees.
-    """
-
-    peak_bytes: int
-    step_seconds: float
-    stages: tuple[Stage, ...]
-
-
-@dataclass(frozen=True)
-class Front:
-    """The plans between which one chooses.
-
-    Attributes:
-        points: Smallest peak first.
-        complete: Whether every such plan is there; else they are a sample with both ends.
-    """
-
-    points: tuple[FrontPoint, ...]
-    complete: bool
-
-
-@dataclass(frozen=True)
 class ReportFacts:
     """All that a report shows.
 
@@ -199,22 +173,17 @@ class ReportFacts:
                 }
                 for stage, waits in zip(self.stages, self.schedule.waits_fraction, strict=True)
             ],
-            "headroom": None if self.headroom is None else self.headroom.to_json(),
+            "headroom": write(self.headroom),
             "schedule": {
                 "clock": self.schedule.clock,
                 "simulated": True,
                 "step_seconds": self.schedule.step_seconds,
             },
-            "front": None
-            if self.front is None
-            else {
+            "front": self.front
+            and {
                 "complete": self.front.complete,
                 "points": [
-                    {
-                        "peak_bytes": point.peak_bytes,
-                        "step_seconds": point.step_seconds,
-                        "stages": [stage.to_json() for stage in point.stages],
-                    }
+                    fields_of(point, "peak_bytes", "step_seconds", "stages")
                     for point in self.front.points
                 ],
             },
@@ -242,38 +211,32 @@ def report_facts(
             "--profile FILE -o PLAN.",
             "report-prediction",
         )
-    try:
-        note = read(plan.prediction, _Predicted, "prediction")
-        stages = _stages(plan, note.stages)
-        calibrated = note.interval_coverage
-        front = _front(plan.why or {})
-        peaks = _per_device(plan, [stage.peak_bytes for stage in stages])
-        if plan.verification is None:
-            ends, coverage = (
-                _per_device(plan, [stage.interval_bytes for stage in stages]),
-                calibrated,
-            )
-        else:
-            ends, coverage = [(peak, peak) for peak in peaks], 1.0
-    except FieldError as error:
-        raise PlanError.of(
-            f"the plan is not one: {error}. Correct it, or predict it again with capture predict "
-            "PLAN --profile FILE -o PLAN.",
-            "plan-corrupt",
-        ) from None
+    stages, calibrated = _stages(plan, plan.prediction), plan.prediction.coverage
+    peaks = _per_device(plan, [stage.peak_bytes for stage in stages])
+    if plan.verification is None:
+        ends, coverage = _per_device(plan, [stage.interval_bytes for stage in stages]), calibrated
+    else:
+        ends, coverage = [(peak, peak) for peak in peaks], 1.0
     extrapolated = plan.verification is None and is_extrapolated(plan)
     memory = Target.load(plan.cluster.target).memory
     headroom = Headroom.of(
         peaks, ends, coverage, memory_limit_bytes, memory, extrapolated=extrapolated
     )
+    front = plan.why.front if plan.why else None
     return ReportFacts(
-        plan, stages, headroom, calibrated, note.source, schedule_facts(plan, profile), front
+        plan,
+        stages,
+        headroom,
+        calibrated,
+        plan.prediction.source,
+        schedule_facts(plan, profile),
+        front if front and front.points else None,
     )
 
 
 def is_extrapolated(plan: Plan) -> bool:
     """Whether the plan's prediction is of degrees or a micro-batch size that were not profiled."""
-    return any(stage.get("extrapolated") for stage in (plan.prediction or {}).get("stages", ()))
+    return plan.prediction is not None and plan.prediction.extrapolated
 
 
 def schedule_facts(plan: Plan, profile: Profile | None) -> ScheduleFacts:
@@ -330,42 +293,15 @@ def _clocks(plan: Plan) -> ScheduleFacts:
     )
 
 
-@dataclass(frozen=True)
-class _Predicted:
-    """What a report reads of ``plan.prediction``."""
-
-    stages: tuple[StagePrediction, ...]
-    source: Mapping[str, Any]
-    interval_coverage: float | None = None
-
-
-@dataclass(frozen=True)
-class _Verified:
-    peak_bytes_per_device: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Point:
-    peak_bytes: int
-    step_seconds: float
-    stages: tuple[StageRow, ...]
-
-
-@dataclass(frozen=True)
-class _Front:
-    points: tuple[_Point, ...]
-    complete: bool
-
-
-def _stages(plan: Plan, predicted: Sequence[StagePrediction]) -> tuple[StageFacts, ...]:
-    _check_length(predicted, plan.num_stages, "prediction.stages", ", one per stage")
+def _stages(plan: Plan, predicted: Prediction) -> tuple[StageFacts, ...]:
+    _check_length(predicted.stages, plan.num_stages, "prediction.stages", ", one per stage")
     verified = None
     if plan.verification is not None:
-        verified = read(plan.verification, _Verified, "verification").peak_bytes_per_device
+        verified = plan.verification.peak_bytes_per_device
         num_devices = plan.cluster.num_devices
         _check_length(verified, num_devices, "verification.peak_bytes_per_device")
     found = []
-    for s, (stage, note) in enumerate(zip(plan.stages, predicted, strict=True)):
+    for s, (stage, note) in enumerate(zip(plan.stages, predicted.stages, strict=True)):
         path = f"prediction.stages[{s}].layers_bytes"
         _check_length(note.layers_bytes, stage.num_layers, path, ", one per layer")
         found.append(
@@ -386,24 +322,11 @@ def _stages(plan: Plan, predicted: Sequence[StagePrediction]) -> tuple[StageFact
 
 def _check_length(items: Sequence[Any], wanted: int, path: str, each: str = "") -> None:
     if len(items) != wanted:
-        raise FieldError(f"{path} has {len(items)} items and must have {wanted}{each}")
-
-
-def _front(why: Mapping[str, Any]) -> Front | None:
-    """As ``recommend`` with the objective ``pareto`` writes it; one without points says nothing."""
-    note = why.get("front")
-    if note is None or note == {} or not note.get("points"):
-        return None
-    front = read(note, _Front, "why.front")
-    return Front(
-        tuple(
-            FrontPoint(
-                point.peak_bytes, point.step_seconds, tuple(row.stage for row in point.stages)
-            )
-            for point in front.points
-        ),
-        front.complete,
-    )
+        raise PlanError.of(
+            f"the plan is not one: {path} has {len(items)} items and must have {wanted}{each}. "
+            "Correct it, or predict it again with capture predict PLAN --profile FILE -o PLAN.",
+            "plan-corrupt",
+        )
 
 
 def _per_device(plan: Plan, per_stage: Sequence[Any]) -> list[Any]:

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from capture.plan.stages import Plan, Stage
+from capture.documents import write
+from capture.plan.stage import Stage
+from capture.plan.stages import Plan
 from capture.quantities import format_bytes
 from capture.report.data import ReportFacts
 from capture.report.units import format_seconds
@@ -36,9 +38,6 @@ class Difference:
     name: str
     first: Any
     second: Any
-
-    def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "first": self.first, "second": self.second}
 
 
 @dataclass(frozen=True)
@@ -176,15 +175,13 @@ def compare(first: ReportFacts, second: ReportFacts) -> dict[str, Any]:
     """The document of ``capture diff --json``."""
     return {
         "same_decision": not differences(first.plan, second.plan),
-        "differences": [
-            difference.to_json() for difference in differences(first.plan, second.plan)
-        ],
-        "devices": [group.to_json() for group in device_groups(first, second)],
+        "differences": write(differences(first.plan, second.plan)),
+        "devices": write(device_groups(first, second)),
         "plans": [
             {
                 "peak_bytes": facts.fullest.peak_bytes,
                 "verified": facts.verified,
-                "headroom": None if facts.headroom is None else facts.headroom.to_json(),
+                "headroom": write(facts.headroom),
                 "step_seconds": facts.schedule.step_seconds,
                 "simulated": True,
                 "mean_waits_fraction": facts.mean_waits,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from capture.plan.stages import Stage
+from capture.plan.stage import Stage
 from capture.quantities import format_bytes
 from capture.report.data import ReportFacts, StageFacts, envelope, levels
 from capture.report.palette import INK, LIMIT, category_color, in_order, stage_colors, text_on

@@ -166,7 +166,7 @@ def _footer(facts: ReportFacts) -> str:
         for name in ("backend", "target", "predictor", "jax", "jaxlib", "date")
         if known.get(name)
     ]
-    verified = (facts.plan.verification or {}).get("source", {})
+    verified = facts.plan.verification.source if facts.plan.verification else {}
     checked = [
         f"verified by {verified.get('backend', 'compile')} for "
         f"{verified.get('target', facts.plan.cluster.target)}"

@@ -9,7 +9,6 @@ from html import escape
 from typing import Any
 
 from capture.documents import write
-from capture.machine.target import Target
 from capture.plan.headroom import Headroom
 from capture.plan.sharding import Mode, OperatorCost, ShardingPlan
 from capture.quantities import format_bytes
@@ -34,22 +33,6 @@ def operators_of(plan: ShardingPlan) -> list[tuple[str, Mode, OperatorCost | Non
     return list(zip(plan.names, plan.modes, costs, strict=True))
 
 
-def headroom(plan: ShardingPlan, memory_limit_bytes: int | None = None) -> Headroom | None:
-    """Of the compiled peak, else of the estimate, which nothing calibrates: it never just fits."""
-    peak = peak_of(plan)
-    memory = None if plan.cluster is None else Target.load(plan.cluster.target).memory
-    guessed = plan.compiled_peak_bytes is None
-    coverage = None if guessed else 1.0
-    return Headroom.of(
-        [peak], [(peak, peak)], coverage, memory_limit_bytes, memory, extrapolated=guessed
-    )
-
-
-def peak_of(plan: ShardingPlan) -> int:
-    """Of every device, by the best that is known."""
-    return plan.peak_bytes if plan.compiled_peak_bytes is None else plan.compiled_peak_bytes
-
-
 def title(plan: ShardingPlan) -> str:
     model = "a model without a name" if plan.workload is None else str(plan.workload)
     where = "" if plan.cluster is None else f" on {plan.cluster} {plan.cluster.target}"
@@ -61,7 +44,7 @@ def paragraph(plan: ShardingPlan, room: Headroom | None) -> str:
     how = "by the compiler of the target" if plan.compiled_peak_bytes is not None else "estimated"
     modes = [f"{n} {mode}" for mode, n in plan.summary()["operators_by_mode"].items()]
     said = [
-        f"A device needs {format_bytes(peak_of(plan))} at its peak ({how}).",
+        f"A device needs {format_bytes(plan.known_peak_bytes)} at its peak ({how}).",
         f"{len(plan.modes)} operators: {', '.join(modes)}.",
         f"A step takes {format_seconds(plan.step_seconds)} by the model of costs, "
         f"{plan.examples_per_second:.4g} examples/s on all devices.",
@@ -222,7 +205,7 @@ def compare(first: ShardingPlan, second: ShardingPlan, limit: int | None) -> dic
             {
                 **plan.summary(),
                 "compiled_peak_bytes": plan.compiled_peak_bytes,
-                "headroom": write(headroom(plan, limit)),
+                "headroom": write(plan.headroom(limit)),
             }
             for plan in (first, second)
         ],
@@ -231,14 +214,14 @@ def compare(first: ShardingPlan, second: ShardingPlan, limit: int | None) -> dic
 
 def totals(first: ShardingPlan, second: ShardingPlan, limit: int | None) -> list[list[str]]:
     """Rows of name, first, second."""
-    columns = [_totals(plan, headroom(plan, limit)) for plan in (first, second)]
+    columns = [_totals(plan, plan.headroom(limit)) for plan in (first, second)]
     return [[name, *(column[name] for column in columns)] for name in columns[0]]
 
 
 def _totals(plan: ShardingPlan, room: Headroom | None) -> dict[str, str]:
     how = "estimated" if plan.compiled_peak_bytes is None else "compiled"
     return {
-        "peak per device": f"{format_bytes(peak_of(plan))} ({how})",
+        "peak per device": f"{format_bytes(plan.known_peak_bytes)} ({how})",
         "verdict": "-" if room is None else room.verdict,
         "step time (estimated)": format_seconds(plan.step_seconds),
         "examples/s": f"{plan.examples_per_second:.3g}",

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from capture import environment
-from capture.compiler.executable import Executable, compile_program
+from capture.compiler.executable import Compiler, Executable
 from capture.errors import ExecutionError, PlanError, Violation
+from capture.measured.profile import StageConfig
 from capture.model.workload import PyTree, WorkloadProtocol
 from capture.partition.sharding import ModelSharding
 from capture.partition.tensor_parallel import Rule
@@ -175,22 +176,17 @@ class PipelinedStep:
             TracedOptimizer(workload.optimizer, traced.split_struct, self._unused), partition
         )
         borrowers = [p for _, borrowed in owned for p in borrowed]
+        compiler = Compiler(fast_compile=fast_compile, clears_apart=devices[0].platform == "cpu")
         self.stages = [
             StagePrograms(
-                graph,
-                traced.slice(stage.first, stage.stop),
+                traced,
+                StageConfig.of(stage, plan.microbatch_size),
                 [devices[d] for d in stage.devices],
-                stage.choice.data_parallel,
-                stage.choice.tensor_parallel,
                 sharding.specs(stage.choice.tensor_parallel),
                 self.optimizer.stages[s],
-                remat=stage.choice.remat,
-                shard_optimizer=stage.choice.shard_optimizer,
-                shard_params=stage.choice.shard_params,
                 num_arriving={p: borrowers.count(p) for p in borrowers},
                 num_microbatches=plan.num_microbatches,
-                clears_apart=devices[0].platform == "cpu",
-                compiler=partial(compile_program, fast_compile=fast_compile),
+                compiler=compiler,
             )
             for s, stage in enumerate(plan.stages)
         ]

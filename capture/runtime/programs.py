@@ -12,29 +12,31 @@ of what is saved.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from capture.compiler.executable import Executable, compile_program
+from capture.compiler.executable import AnyCompiler, Compiler, Executable
+from capture.compiler.work import NO_LOCAL_FLOPS
+from capture.measured.profile import StageConfig
 from capture.measured.stage_cost import StageCost, UpdateCost
-from capture.model.graph import LayerGraph, Tensor
 from capture.partition.local_calls import localize
-from capture.partition.sharding import over_replicas, struct_of
-from capture.partition.tensor_parallel import DATA_AXIS, MODEL_AXIS
+from capture.runtime.layout import StageLayout
 from capture.runtime.optimizer import StageUpdate
+from capture.runtime.origins import buffer_of
 from capture.step.attribution import Buffer, StageBuffers
 from capture.step.interface import owned_and_borrowed
-from capture.tracing import StageSlice
+from capture.tracing import TracedModel
 from capture.tracing.dataflow import DataFlow
-from capture.tracing.source import layer_of_scope, line_of, operation_name
+from capture.tracing.source import layer_of_scope
 from capture.tracing.split_rule import may_hold_split_rule
 
 #: An argument of a compiled program, by group and number.
@@ -49,65 +51,39 @@ class _Saved:
     index: int
 
 
-class StagePrograms:
+class StagePrograms(StageLayout):
     """The programs of layers [first, stop) on a mesh.
 
     Args:
-        graph: At the plan's micro-batch size.
-        layers: The slice of the traced model.
+        traced: The model, at the plan's micro-batch size.
+        config: The stage.
         devices: ``data_parallel * tensor_parallel`` devices, replicas first.
-        data_parallel, tensor_parallel: Degrees.
         specs: Per parameter of the graph, how it is split over the mesh axis ``"model"`` (``()`` if
             not).
         update: The stage's slice of the optimizer, for the parameters that it owns.
-        remat: See ``StageChoice``.
-        shard_optimizer: Optimizer state split over the replicas.
-        shard_params: Parameters and gradients as well; the compiler gathers and scatters where the
-            layers use them.
         num_arriving: Per owned parameter that later stages borrow, how many do.
         num_microbatches: The loss of a micro-batch counts 1 / num_microbatches.
-        clears_apart: Whether a program of its own sets the gradients to zero. XLA's CPU compiler
-            cannot tell that the zeros may only be written once the update has read what they
-            overwrite: in one program it copies gradients first (of six equal layers all: SGD,
-            momentum and Lion), while its GPU compiler does not.
-        compiler: ``compile_program``, or another that takes its arguments.
-        name_buffers: Have the compiler say what each program holds at its peak (``buffers``).
+        compiler: Compiles; and may name buffers, for ``buffers``.
     """
 
     def __init__(
         self,
-        graph: LayerGraph,
-        layers: StageSlice,
+        traced: TracedModel,
+        config: StageConfig,
         devices: Sequence[Any],
-        data_parallel: int,
-        tensor_parallel: int,
         specs: Sequence[PartitionSpec],
         update: StageUpdate,
         *,
-        remat: str = "none",
-        shard_optimizer: bool = False,
-        shard_params: bool = False,
-        num_arriving: dict[int, int] | None = None,
+        num_arriving: Mapping[int, int] = MappingProxyType({}),
         num_microbatches: int = 1,
-        clears_apart: bool = False,
-        compiler: Callable[..., Executable] = compile_program,
-        name_buffers: bool = False,
+        compiler: AnyCompiler = Compiler(),
     ):
-        self._compiler = partial(compiler, layer_of=self._layer_of) if name_buffers else compiler
-        self.graph, self.layers, self.optimizer, self.remat = graph, layers, update, remat
-        self.data_parallel, self.num_microbatches, self.clears_apart = (
-            data_parallel,
-            num_microbatches,
-            clears_apart,
-        )
-        self.mesh = Mesh(
-            np.asarray(devices).reshape(data_parallel, tensor_parallel), (DATA_AXIS, MODEL_AXIS)
-        )
-        self.shard_optimizer, self.shard_params = shard_optimizer, shard_params
+        graph, layers = traced.graph, traced.slice(config.first, config.stop)
+        super().__init__(graph, config.choice, devices, specs, update)
+        self.layers, self.num_microbatches, self._compiler = layers, num_microbatches, compiler
         self.owned, self.borrowed = owned_and_borrowed(graph, layers.first, layers.stop)
         assert update.params == self.owned, "the optimizer's slice is that of the stage"
-        self.arriving = tuple(p for p in self.owned for _ in range((num_arriving or {}).get(p, 0)))
-        self.specs = specs
+        self.arriving = tuple(p for p in self.owned for _ in range(num_arriving.get(p, 0)))
         sent = graph.crossing(layers.stop)
         self.differentiable_inputs = tuple(
             v for v in layers.inputs if graph.values[v].differentiable
@@ -126,66 +102,6 @@ class StagePrograms:
         self._saved: list[_Saved] = []
         self._constants: list[Any] = []
         self._vjp_tree: Any = None
-
-    # ---- shardings
-    # ----------------------------------------------------------------------------------------------
-
-    @cached_property
-    def replicated(self) -> NamedSharding:
-        return NamedSharding(self.mesh, PartitionSpec())
-
-    def tensor_sharding(self, tensor: Tensor) -> NamedSharding:
-        """Values and batch leaves are split along their batch dimension where that is even, else
-        whole on every device."""
-        if tensor.batch_dim is None or tensor.shape[tensor.batch_dim] % self.data_parallel:
-            return self.replicated
-        return NamedSharding(self.mesh, PartitionSpec(*[None] * tensor.batch_dim, DATA_AXIS))
-
-    def value_sharding(self, value: int) -> NamedSharding:
-        return self.tensor_sharding(self.graph.values[value])
-
-    def batch_sharding(self, leaf: int) -> NamedSharding:
-        return self.tensor_sharding(self.graph.batch[leaf])
-
-    def param_sharding(self, param: int) -> NamedSharding:
-        spec = self.specs[param]
-        if self.shard_params:
-            spec = over_replicas(spec, self.graph.params[param].shape, self.data_parallel)
-        return NamedSharding(self.mesh, spec)
-
-    def state_sharding(self, leaf: int) -> NamedSharding:
-        """Optimizer state of the shape of its parameter is split like it, and over the replicas too
-        if the plan says so."""
-        struct = self.optimizer.state_structs[leaf]
-        param = self.optimizer.param_of_state.get(leaf)
-        spec = PartitionSpec()
-        if param is not None and struct.shape == self.graph.params[param].shape:
-            spec = self.specs[param]
-        return NamedSharding(
-            self.mesh,
-            over_replicas(spec, struct.shape, self.data_parallel) if self.shard_optimizer else spec,
-        )
-
-    # ---- arguments
-    # ----------------------------------------------------------------------------------------------
-
-    def param_structs(self, params: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
-        return [struct_of(self.graph.params[p], self.param_sharding(p)) for p in params]
-
-    def value_structs(self, values: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
-        return [struct_of(self.graph.values[v], self.value_sharding(v)) for v in values]
-
-    def batch_structs(self, leaves: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
-        return [struct_of(self.graph.batch[b], self.batch_sharding(b)) for b in leaves]
-
-    def state_structs(self) -> list[jax.ShapeDtypeStruct]:
-        structs = self.optimizer.state_structs
-        return [
-            jax.ShapeDtypeStruct(
-                structs[k].shape, structs[k].dtype, sharding=self.state_sharding(k)
-            )
-            for k in self.optimizer.state
-        ]
 
     @property
     def params(self) -> tuple[int, ...]:
@@ -212,7 +128,7 @@ class StagePrograms:
             [values[v] for v in self.layers.inputs],
             batch,
         )
-        results = self.layers(*given, remat=self.remat, pin=self._pinned)
+        results = self.layers(*given, remat=self.choice.remat, pin=self._pinned)
         by_value = dict(zip(self.layers.outputs, results, strict=True))
         rest = [v for v in self.layers.outputs if v not in self.differentiable_outputs]
         return [by_value[v] for v in self.differentiable_outputs], [by_value[v] for v in rest]
@@ -222,7 +138,7 @@ class StagePrograms:
         replicas, and send activations instead."""
         return (
             jax.lax.with_sharding_constraint(array, self.value_sharding(value))
-            if self.shard_params
+            if self.choice.shard_params
             else array
         )
 
@@ -344,7 +260,7 @@ class StagePrograms:
         )
         return (
             (params, state)
-            if self.clears_apart
+            if self._compiler.clears_apart
             else (params, state, *self._clear(gradients, borrowed))
         )
 
@@ -367,11 +283,16 @@ class StagePrograms:
         donate: Sequence[int],
         out_shardings: Any,
     ) -> Executable:
-        if not self._has_local_calls:
-            return self._compiler(function, args, donate=donate, out_shardings=out_shardings)
-        localized, flops = localize(function, args, self.mesh)
+        flops = NO_LOCAL_FLOPS
+        if self._has_local_calls:
+            function, flops = localize(function, args, self.mesh)
         return self._compiler(
-            localized, args, donate=donate, out_shardings=out_shardings, local_flops=flops
+            function,
+            args,
+            donate=donate,
+            out_shardings=out_shardings,
+            layer_of=self._layer_of,
+            local_flops=flops,
         )
 
     @cached_property
@@ -445,7 +366,7 @@ class StagePrograms:
         args = (*self._own, borrowed, self.param_structs(self.arriving), summaries)
         groups = (*self._own, borrowed)
         out = tuple([struct.sharding for struct in group] for group in groups)
-        if not self.clears_apart:
+        if not self._compiler.clears_apart:
             return self._compile(self._update, args, (0, 1, 2, 3), out)
         update = self._compile(self._update, args, (0, 1), out[:2])
         clear = self._compile(self._clear, groups[2:], (0, 1), out[2:])
@@ -513,7 +434,7 @@ class StagePrograms:
             self._saving_all.outputs[len(self.layers.outputs) :],
         )
         residuals = [
-            self._origin(outputs[i], shard_bytes(struct))
+            buffer_of(self._saving_all, outputs[i], shard_bytes(struct))
             for i, struct in zip(self._stored, kept, strict=True)
         ]
         optimizer = [
@@ -522,38 +443,6 @@ class StagePrograms:
         ]
         named = {name: program.buffers for name, program in compiled.items() if program is not None}
         return StageBuffers(tuple(optimizer), tuple(residuals), named)
-
-    def _origin(self, value: Any, nbytes: int) -> Buffer:
-        """Of a residual: the operation that makes it."""
-        equation = self._saving_all.maker(value)
-        if equation is None:
-            return Buffer(nbytes, "activations", None, "residual")
-        scope = f"{equation.source_info.name_stack}/{equation.primitive.name}"
-        return Buffer(
-            nbytes,
-            "activations",
-            layer_of_scope(scope),
-            operation_name(scope),
-            self._line_of(equation),
-        )
-
-    def _line_of(self, equation: Any) -> str:
-        """Its line in the model; where JAX kept none (a rule of differentiation), that of the
-        nearest operand that has one."""
-        ring = [equation]
-        while ring:
-            lines = [line for one in ring if (line := line_of(one.source_info.traceback))]
-            if lines:
-                return lines[0]
-            read = [
-                v for one in ring for v in one.invars if not isinstance(v, jax.extend.core.Literal)
-            ]
-            ring = [
-                maker
-                for v in dict.fromkeys(read)
-                if (maker := self._saving_all.maker(v)) is not None
-            ]
-        return ""
 
     def _of_state(self, leaf: int, struct: jax.ShapeDtypeStruct) -> Buffer:
         param = self.optimizer.param_of_state.get(leaf)
@@ -580,9 +469,8 @@ class StagePrograms:
                 param = self.optimizer.param_of_state.get(self.optimizer.state[index])
                 return None if param is None else self.graph.param_owner(param)
             case "residuals":
-                return self._origin(
-                    self._saving_all.outputs[len(self.layers.outputs) + self._stored[index]], 0
-                ).layer
+                made = self._saving_all.outputs[len(self.layers.outputs) + self._stored[index]]
+                return buffer_of(self._saving_all, made, 0).layer
             case "inputs" | "batch":
                 return self.layers.first
             case "outputs" | "cotangents":

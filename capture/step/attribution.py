@@ -47,7 +47,7 @@ class StageBuffers:
 
     Attributes:
         optimizer: State of the owned parameters.
-        residuals: Of one micro-batch.
+        residuals: What one micro-batch keeps for the backward pass.
         programs: Per program, its temporaries and results at its own peak.
     """
 
@@ -91,7 +91,7 @@ class BufferGroup:
     micro-batches.
 
     Attributes:
-        bytes: Of one.
+        bytes: Size of one of them.
         count: How many.
         category, source: As of a ``Buffer``.
         what: The operation or parameter; ``*`` where the names differ by a number.
@@ -114,7 +114,10 @@ def group(buffers: Iterable[Buffer]) -> list[BufferGroup]:
     """Buffers that are alike together, the most bytes first.
 
     Example:
-        >>> [alike] = group([Buffer(8, "activations", layer, f"block_{layer}/mul", "model.py:3") for layer in (0, 1)])
+        >>> [alike] = group(
+        ...     Buffer(8, "activations", layer, f"block_{layer}/mul", "model.py:3")
+        ...     for layer in (0, 1)
+        ... )
         >>> alike.what, alike.count, alike.layers
         ('block_*/mul', 2, (0, 1))
     """
@@ -150,10 +153,10 @@ def attribute(
     """Take the peak of every stage apart.
 
     Args:
-        step: Of a plan.
-        stages: Of which it was built.
+        step: The plan's.
+        stages: What it was built from.
         ranges: Layers [first, stop) per stage.
-        graph: Of the model at the plan's micro-batch size.
+        graph: The model's layers at the plan's micro-batch size.
         buffers: Per stage.
     """
     ledger, by_slot = replay(step), replay(step, by_slot=True)

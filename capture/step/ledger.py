@@ -14,7 +14,7 @@ program.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 Memory = int | str
@@ -61,15 +61,18 @@ class Ledger:
     def __post_init__(self):
         self._live: dict[Memory, int] = defaultdict(int)
         self._parts: dict[Memory, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        self._most: dict[Memory, int] = defaultdict(int)
         self._peaks: dict[Memory, Peak] = defaultdict(lambda: _NOTHING)
 
     def hold(self, memories: Iterable[Memory], nbytes: int, category: str, label: str = "") -> None:
         """A buffer of ``nbytes`` in each of the memories comes to life; one that is named twice
         holds two."""
+        live, parts, most = self._live, self._parts, self._most
         for memory in memories:
-            self._live[memory] += nbytes
-            self._parts[memory][category] += nbytes
-            self._mark(memory, 0, label)
+            live[memory] += nbytes
+            parts[memory][category] += nbytes
+            if live[memory] > most[memory] or self.record_timeline:
+                self._mark(memory, 0, label)
 
     def drop(self, memories: Iterable[Memory], nbytes: int, category: str) -> None:
         """The buffer is released."""
@@ -82,17 +85,19 @@ class Ledger:
             if self.record_timeline:
                 self.timeline.append((f"free {category}", memory, self._live[memory]))
 
-    def execute(self, memories: Sequence[Memory], transient_bytes: int, label: str) -> None:
+    def execute(self, memories: Iterable[Memory], transient_bytes: int, label: str) -> None:
         """A program runs and needs so much in each of the memories beside what is live."""
-        for memory in dict.fromkeys(memories):
-            times = 1 if isinstance(memory, int) else memories.count(memory)
-            self._mark(memory, times * transient_bytes, label)
+        live, most = self._live, self._most
+        for memory in memories:
+            if live[memory] + transient_bytes > most[memory] or self.record_timeline:
+                self._mark(memory, transient_bytes, label)
 
     def _mark(self, memory: Memory, transient_bytes: int, label: str) -> None:
         total = self._live[memory] + transient_bytes
         if self.record_timeline:
             self.timeline.append((label, memory, total))
-        if total > self._peaks[memory].peak_bytes:
+        if total > self._most[memory]:
+            self._most[memory] = total
             parts = {category: nbytes for category, nbytes in self._parts[memory].items() if nbytes}
             if transient_bytes:
                 parts["temporaries"] = transient_bytes

@@ -32,12 +32,12 @@ def build_step(stages: Sequence[StageInterface], schedule: Schedule) -> Step:
 
 
 def program_name(kind: str, stage_id: int) -> str:
-    """Of a stage's program, in the table of a step."""
+    """Name of a stage's program in the table of a step."""
     return f"{kind}@{stage_id}"
 
 
 def stage_seconds(step: Step, times: Sequence[StageTimes]) -> dict[str, float]:
-    """Of every program of a pipeline's step.
+    """Seconds of every program of a pipeline's step.
 
     Args:
         step: As ``build_step`` makes it.
@@ -65,12 +65,14 @@ def plan_timeline(
 
     Args:
         step: As ``build_step`` makes it.
-        cluster: Of its plan.
+        cluster: The plan's devices.
         times: Per stage.
-        rates: Of the target.
+        rates: The target's: compute, memory and links.
     """
     links = LinkTimes(cluster, rates)
-    return simulate_step(step, Seconds(stage_seconds(step, times), links.seconds))
+    return simulate_step(
+        step, Seconds(stage_seconds(step, times), links.seconds, rates.host.duplex)
+    )
 
 
 class PipelineBuilder:

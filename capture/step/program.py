@@ -268,28 +268,31 @@ def replay(step: Step, *, record_timeline: bool = False, by_slot: bool = False) 
 
 def begin(ledger: Ledger, step: Step) -> None:
     """Enter what is there before the step."""
-    for slot in step.persistent.values():
-        _hold(ledger, step.slots[slot], "before the step")
+    for number in step.persistent.values():
+        slot = step.slots[number]
+        ledger.hold(slot.place.memories, slot.nbytes, slot.category, "before the step")
 
 
 def book(ledger: Ledger, step: Step, instruction: Instruction) -> None:
     """Enter one instruction into the ledger."""
     slots = step.slots
     match instruction:
-        case Feed(slot=slot, label=label) | Copy(target=slot, label=label):
-            _hold(ledger, slots[slot], label)
+        case Feed(slot=number, label=label) | Copy(target=number, label=label):
+            slot = slots[number]
+            ledger.hold(slot.place.memories, slot.nbytes, slot.category, label)
         case Run():
             program = step.programs[instruction.program]
-            ledger.execute(program.place.memories, program.transient_bytes, instruction.label)
+            place, nbytes = program.place, program.transient_bytes
+            if place.host is None:
+                ledger.execute(place.devices, nbytes, instruction.label)
+            else:  # which has room for what runs on all of them
+                ledger.execute([place.host.name], len(place.devices) * nbytes, instruction.label)
             _drop(ledger, slots, instruction.donated)
-            for slot in instruction.outputs:
-                _hold(ledger, slots[slot], instruction.label)
+            for number in instruction.outputs:
+                slot = slots[number]
+                ledger.hold(slot.place.memories, slot.nbytes, slot.category, instruction.label)
         case Free():
             _drop(ledger, slots, instruction.slots)
-
-
-def _hold(ledger: Ledger, slot: Slot, label: str) -> None:
-    ledger.hold(slot.place.memories, slot.nbytes, slot.category, label)
 
 
 def _drop(ledger: Ledger, slots: list[Slot], gone: Iterable[int]) -> None:

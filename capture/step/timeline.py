@@ -7,7 +7,8 @@ streams, called by their place where they have but one:
     Run    on "stage 0 compute"
     Copy   on "stage 0 -> stage 1"; every direction of every pair is a stream, so activations and
            gradients do not block each other, nor does a stage that sends to two others
-           on "stage 0 host" from the host, on "stage 0 -> host" to it
+           on "stage 0 host" from the host, on "stage 0 -> host" to it, or on the first in both
+           directions where they share the link
     Feed   on "stage 0 host"
     Wait   takes no time; what is issued later begins when the copy has ended
     Free   takes no time, and happens when everything issued before it that uses the slots has ended
@@ -49,10 +50,12 @@ class Seconds:
         programs: Per name in the table of the step, of one execution.
         transfer: Of a feed or a copy. Where the places differ in degree, the bytes are the larger
             of both sides, which is what the busier link carries.
+        duplex: Whether copies to a host and from it pass each other, as of ``HostLink``.
     """
 
     programs: Mapping[str, float]
     transfer: TransferSeconds
+    duplex: bool = True
 
 
 @dataclass(frozen=True)
@@ -311,7 +314,7 @@ class _Items:
         if source.host and not target.host:
             streams = self._streams("{} host", target)
         elif target.host and not source.host:
-            streams = self._streams("{} -> host", source)
+            streams = self._streams("{} -> host" if self._seconds.duplex else "{} host", source)
         else:
             streams = self._streams("{} -> {}", source, target)
         item = Work(

@@ -17,7 +17,7 @@ from typing import Any
 from capture.errors import TracingError
 from capture.model.graph import item_bytes
 from capture.model.operators import Kind
-from capture.tracing.flops import sub_jaxprs
+from capture.tracing.jaxprs import sub_jaxprs
 from capture.tracing.program import Op, Program
 
 #: Of a loss without marks: fewer layers leave stages little choice, more take long to measure.

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
-from jax.extend import core as jex_core
+from capture.tracing.jaxprs import sub_jaxprs
 
 #: Only move, name or reinterpret data.
 _NO_FLOPS = frozenset(
@@ -36,14 +35,6 @@ _NO_FLOPS = frozenset(
     | {"name", "stop_gradient", "optimization_barrier", "debug_callback", "debug_print"}
     | {"random_seed", "random_wrap", "random_unwrap", "random_split", "random_fold_in"}
 )
-
-
-def sub_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
-    """The open jaxprs among an equation's parameters (bodies, branches, conditions)."""
-    for value in params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(item, (jex_core.Jaxpr, jex_core.ClosedJaxpr)):
-                yield getattr(item, "jaxpr", item)
 
 
 def equation_flops(equation) -> int:

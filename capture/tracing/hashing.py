@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from capture.tracing.flops import sub_jaxprs
+from capture.tracing.jaxprs import CUSTOM_RULES, consts_of, is_body, opened, sub_jaxprs
 from capture.tracing.layers import LayerOps
 from capture.tracing.program import Program
 from capture.tracing.split_rule import PRIMITIVE
@@ -36,7 +36,6 @@ _IGNORED = frozenset(
         "keep_unused",
     }
 )
-_CUSTOM_RULES = ("custom_jvp_call", "custom_vjp_call")
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
@@ -104,7 +103,7 @@ class ProgramHasher:
         )  # which has no derivative: its rules do not matter
         text = f"{name}{self._text(shown)}"
         self._in_rule = in_rule
-        return text + self._rule(equation.primitive, params) if name in _CUSTOM_RULES else text
+        return text + self._rule(equation.primitive, params) if name in CUSTOM_RULES else text
 
     def _rule(self, primitive, params: dict[str, Any]) -> str:
         """A custom derivative by what it traces to: the functions themselves have only addresses to
@@ -130,7 +129,7 @@ class ProgramHasher:
         return self._known[id(params), False][1]
 
     def _jaxpr(self, body) -> str:
-        jaxpr, consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
+        jaxpr, consts = opened(body), consts_of(body)
         names = {
             v: f"a{n}:{_type(v.aval)}" for n, v in enumerate((*jaxpr.constvars, *jaxpr.invars))
         }
@@ -156,7 +155,7 @@ class ProgramHasher:
             return f"{type(value).__name__}(" + ",".join(map(self._text, value)) + ")"
         if isinstance(value, (set, frozenset)):
             return "{" + ",".join(sorted(map(self._text, value))) + "}"
-        if isinstance(value, (jex_core.Jaxpr, jex_core.ClosedJaxpr)):
+        if is_body(value):
             known = (id(value), self._in_rule)
             if known not in self._known:
                 self._known[known] = value, self._jaxpr(value)

@@ -199,18 +199,17 @@ class _Part:
     """A layer of the trace, and what its backward pass needs.
 
     Attributes:
-        kind: Of its first product.
+        kind: The kind of its first product.
         computed: What that product reads and the precision that it asks for; float32 at default
             precision without one.
-        product_bytes: Of the result of that product; 0 without one.
-        saved_bytes: Of values inside the layer that are saved.
-        saved_values: Values of the graph that are, and their bytes.
+        product_bytes: The result of that product; 0 without one.
+        saved_bytes: Values inside the layer that are saved for the backward pass.
+        saved_values: Values of the graph that are saved, and their bytes.
         fused_values: Values of the graph that it makes and that follow from what it keeps.
         read_bytes: By parameter, what products read of it.
         backward_bytes: The most that comes and goes while what follows the product goes backwards
             (``_going_backwards``).
-        again_bytes: Of values that are computed again, because the model says so
-            (``jax.checkpoint``).
+        again_bytes: Values that are computed again, because the model says so (``jax.checkpoint``).
     """
 
     kind: Kind
@@ -229,8 +228,8 @@ class _Part:
 
 
 def _parts(traced: TracedModel, products: Products) -> list[_Part]:
-    """Of all layers; the last comes first, because who reads a value later says in which data type
-    it is kept."""
+    """The parts of all layers; the last is made first, because who reads a value later says in
+    which data type it is kept."""
     multiplied, parts = dict[int, bool](), list[_Part]()
     inside = _inside_regions(traced)
     for layer in reversed(traced.graph.layers):
@@ -292,7 +291,12 @@ def _differentiated(
     traced: TracedModel, layer: StageSlice, products: Products, multiplied: dict[int, bool]
 ) -> _Part:
     """The part of one layer; ``multiplied`` says of values that later ones read whether only
-    products do, and then of its own."""
+    products do, and then of its own.
+
+    What is saved is read off ``jax.vjp`` itself, traced with abstract values, and not modelled: its
+    leaves are outputs of the jaxpr. What a compiler then keeps in their place is ``_kept``. Layers
+    come last first, because a value that only products read later is saved in their data type.
+    """
     graph = traced.graph
     params, inputs = (
         [_struct(t) for t in group]
@@ -505,11 +509,11 @@ def _kept(
 
     Args:
         jaxpr: The forward pass.
-        saved: By ``jax.vjp``.
+        saved: Variables that ``jax.vjp`` saves.
         free: Variables that cost nothing.
         boundary: Values between layers.
-        nbytes: Of a variable.
-        fuse_operands: Of products (``Products``).
+        nbytes: Gives the bytes of a variable.
+        fuse_operands: Whether operands of products are fused into them (``Products``).
     """
     stops = set(boundary)
     for equation in jaxpr.eqns:
@@ -557,7 +561,7 @@ def _going_backwards(jaxpr, product, there: set, nbytes: Callable[[Any], int]) -
         jaxpr: The forward pass.
         product: Its equation of the product; None without one.
         there: What is kept, and what costs nothing.
-        nbytes: Of a variable.
+        nbytes: Gives the bytes of a variable.
     """
     most, equations, there = 0, list(jaxpr.eqns), set(there)
     for equation in equations:

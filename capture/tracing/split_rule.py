@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from capture.errors import TracingError
-from capture.tracing.flops import sub_jaxprs
+from capture.tracing.jaxprs import sub_jaxprs
 
 PRIMITIVE = "custom_partitioning"
 #: What JAX puts for the dimensions in front that a rule writes as an ellipsis.

@@ -39,10 +39,11 @@ from capture.machine.cluster import Cluster
 from capture.machine.target import Target
 from capture.measured.profile import Profile
 from capture.plan.choices import StageChoice
+from capture.plan.why import Why
 from capture.predictor import AdditivePredictor
 from capture.predictor.formula import StageMemory
 from capture.predictor.times import TimePredictor
-from recommender.answer import Answer
+from recommender.answer import Answer, StageAnswer
 from recommender.capture.problem import NEVER, SearchProblem
 from recommender.capture.recommendation import plan_of
 from recommender.capture.result import SearchResult
@@ -224,7 +225,7 @@ def autostage(
     *,
     logical_shapes: LogicalShapes = "single_node_model_parallel",
     master_copy: bool = False,
-) -> Answer:
+) -> StageAnswer:
     """The plan that Alpa's autostaging chooses on the profile's cost model.
 
     Args:
@@ -256,33 +257,26 @@ def autostage(
 
     result = replace(within(limit), algorithm=f"autostaging ({LABEL})")
     if result.status == "infeasible":
-        return Answer(
-            "infeasible",
-            None,
-            None,
-            result,
-            {"summary": _missing(limit, within), "code": "autostaging"},
-        )
+        why = Why(_missing(limit, within), code="autostaging")
+        return Answer("infeasible", None, result, why)
     placed = alpa_placement(cluster, [stage.choice.num_devices for stage in result.stages])
     stages = (replace(s, devices=devices) for s, devices in zip(result.stages, placed, strict=True))
     plan = plan_of(profile, question, stages)
     prediction = AdditivePredictor(profile).predict(plan)
-    why = {
-        "summary": (
-            f"{LABEL}: least step time, {result.step_seconds:.3g} s without updates and transfers "
-            "between stages."
-        )
-    }
+    summary = (
+        f"{LABEL}: least step time, {result.step_seconds:.3g} s without updates and transfers "
+        "between stages."
+    )
     fits = limit is None or prediction.peak_bytes <= limit
     if not fits:
-        why["summary"] += (
+        summary += (
             f" It takes the plan to fit, and {prediction.peak_bytes:,} bytes are predicted, of "
             f"{limit:,}."
         )
-        why["code"] = "autostaging"
-    plan = plan.with_(prediction=prediction.to_json(), why=why)
+    why = Why(summary, code=None if fits else "autostaging")
+    plan = plan.with_(prediction=prediction, why=why)
     headroom = prediction.headroom(question.memory_limit_bytes, Target.load(cluster.target).memory)
-    return Answer("ok" if fits else "infeasible", plan, prediction, result, why, headroom)
+    return Answer("ok" if fits else "infeasible", plan, result, why, headroom)
 
 
 def _missing(limit: int | None, within: Callable[[int | None], SearchResult]) -> str:

@@ -13,15 +13,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from capture.documents import fields_of
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
 from capture.plan.stages import batch_violations
-from recommender.answer import Answer
+from recommender.answer import StageAnswer
 from recommender.bisection import last_that_holds
 from recommender.question import PlanQuestion
 
 #: Answers a question.
-Ask = Callable[[PlanQuestion], Answer]
+Ask = Callable[[PlanQuestion], StageAnswer]
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Attempt:
     """One search of a loop."""
 
     question: PlanQuestion
-    result: Answer
+    result: StageAnswer
 
     @property
     def rests_on(self) -> str:
@@ -47,14 +48,9 @@ class Attempt:
         return {
             "cluster": str(asked.cluster),
             "num_devices": asked.cluster.num_devices,
-            "global_batch_size": asked.global_batch_size,
-            "num_microbatches": asked.num_microbatches,
-            "schedule": asked.schedule,
-            "status": self.result.status,
-            "extrapolated": self.result.extrapolated,
-            "compiled": self.result.compiled,
-            "peak_bytes": self.result.peak_bytes,
-            "step_seconds": self.result.search.step_seconds,
+            **fields_of(asked, "global_batch_size", "num_microbatches", "schedule"),
+            **fields_of(self.result, "status", "extrapolated", "compiled", "peak_bytes"),
+            "step_seconds": self.result.proof.step_seconds,
         }
 
 
@@ -97,8 +93,8 @@ def best_of(
 def _rank(attempt: Attempt) -> tuple[bool, bool, float, int]:
     result = attempt.result
     seconds = (
-        result.search.step_seconds
-        if result.status == "ok" and result.search.step_seconds is not None
+        result.proof.step_seconds
+        if result.status == "ok" and result.proof.step_seconds is not None
         else 0.0
     )
     return result.status != "ok", result.plan is None, seconds, result.peak_bytes

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -18,8 +17,9 @@ from capture.machine.cluster import Cluster
 from capture.model.graph import LayerGraph
 from capture.plan.choices import ParamSplit, StageChoice
 from capture.plan.space import StageSpace
+from capture.plan.why import Why
 from capture.predictor.additive import once_per_stage
-from recommender.answer import Answer
+from recommender.answer import Answer, StageAnswer
 from recommender.capture.minmax import minmax
 from recommender.capture.problem import SearchProblem
 from recommender.capture.result import SearchResult
@@ -87,34 +87,22 @@ def _state_bytes(
     )
 
 
-def beyond_memory(result: SearchResult) -> Answer:
+def beyond_memory(result: SearchResult) -> StageAnswer:
     """The recommendation where not even the state fits."""
-    why: dict[str, Any] = {
-        "code": None,
-        "summary": "",
-        "memory_limit_bytes": None,
-        "least_peak_bytes": None,
-        "stage_id": None,
-    }
     assert result.why is not None, "it is infeasible"
-    if not result.stages:  # whatever the memory
-        why |= {
-            "code": result.why.code,
-            "summary": result.why.message,
-            "memory_limit_bytes": result.why.memory_limit_bytes,
-        }
-        return Answer("infeasible", None, None, result, why)
-    stage = max(result.stages, key=lambda stage: stage.peak_bytes)
     limit = result.why.memory_limit_bytes
-    why |= {
-        "code": "memory-limit",
-        "summary": f"Every plan needs at least {result.peak_bytes:,} bytes on a device for parameters, "
+    if not result.stages:  # whatever the memory
+        why = Why(result.why.message, code=result.why.code, memory_limit_bytes=limit)
+        return Answer("infeasible", None, result, why)
+    stage = max(result.stages, key=lambda stage: stage.peak_bytes)
+    why = Why(
+        f"Every plan needs at least {result.peak_bytes:,} bytes on a device for parameters, "
         "gradients and optimizer state alone "
         f"(the least has layers {stage.first} to {stage.stop - 1} there), and "
-        f"memory_limit_bytes={limit:,}. Raise the limit, use more "
-        "devices, or parameters and optimizer state of fewer bytes. Nothing was measured. "
-        "[memory-limit]",
-        "memory_limit_bytes": limit,
-        "least_state_bytes": result.peak_bytes,
-    }
-    return Answer("infeasible", None, None, result, why)
+        f"memory_limit_bytes={limit:,}. Raise the limit, use more devices, or parameters and "
+        "optimizer state of fewer bytes. Nothing was measured. [memory-limit]",
+        code="memory-limit",
+        memory_limit_bytes=limit,
+        least_state_bytes=result.peak_bytes,
+    )
+    return Answer("infeasible", None, result, why)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from capture.errors import PlanError
 from capture.machine.target import Target
 from capture.measured.merge import merge_profiles
 from capture.measured.profile import Profile
 from capture.plan.choices import StageChoice
-from capture.plan.stages import Plan, Stage
+from capture.plan.stage import Stage
+from capture.plan.stages import Plan
+from capture.plan.why import Front, FrontPoint, Why
 from capture.predictor import AdditivePredictor, Prediction
-from recommender.answer import Answer
+from recommender.answer import Answer, StageAnswer
 from recommender.capture.baselines import fixed_degree_plan
 from recommender.capture.pareto import pareto
 from recommender.capture.posed import paper_predictor, search_problem
@@ -23,7 +24,7 @@ from recommender.capture.search import search
 from recommender.question import AUTOSTAGE, PlanQuestion
 
 
-def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> Answer:
+def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> StageAnswer:
     """The plan of least peak memory on a cluster, or the fastest one that fits.
 
     Args:
@@ -66,7 +67,7 @@ def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> A
         least = search_problem(profile, question, with_times=with_times, least=True)
         result, plan = _between((result, plan), answer(least), profile, question.limit_bytes)
     if plan is None:
-        return Answer("infeasible", None, None, result, _infeasible(result))
+        return Answer("infeasible", None, result, _infeasible(result))
     prediction = predict_plan(profile, plan)
     why = (
         _infeasible(result)
@@ -74,10 +75,10 @@ def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> A
         else _why(result, prediction, problem, profile)
     )
     if objective == "pareto":
-        why = {**why, "front": _front(problem, profile, plan)}
-    plan = plan.with_(prediction=prediction.to_json(), why=why)
+        why = replace(why, front=_front(problem, profile, question))
+    plan = plan.with_(prediction=prediction, why=why)
     headroom = prediction.headroom(question.memory_limit_bytes, Target.load(cluster.target).memory)
-    return Answer(result.status, plan, prediction, result, why, headroom)
+    return Answer(result.status, plan, result, why, headroom)
 
 
 def plan_of(profile: Profile, question: PlanQuestion, stages: Iterable[Stage]) -> Plan:
@@ -148,24 +149,21 @@ def predict_plan(profile: Profile, plan: Plan) -> Prediction:
     return paper_predictor(profile).prediction(plan, profile.provenance)
 
 
-def _front(problem: SearchProblem, profile: Profile, plan: Plan) -> dict[str, Any]:
-    """The front as documents have it: every point with its plan in one line, and how far it is
-    proven."""
+def _front(problem: SearchProblem, profile: Profile, question: PlanQuestion) -> Front:
+    """Every point with its plan, and how far it is proven."""
     front = pareto(problem)
-    return {
-        "points": [
-            {
-                "peak_bytes": point.peak_bytes,
-                "step_seconds": point.step_seconds,
-                "bound_fraction": point.bound_fraction,
-                "stages": [stage.to_json() for stage in point.stages],
-            }
-            for point in front.points
-        ],
-        "complete": front.complete,
-        "extrapolated": plan.microbatch_size not in profile.microbatch_sizes,
-        "seconds": front.seconds,
-    }
+    points = tuple(
+        FrontPoint(
+            point.peak_bytes,
+            point.step_seconds,
+            point.bound_fraction,
+            plan_of(profile, question, point.stages).stages,
+        )
+        for point in front.points
+        if point.step_seconds is not None
+    )
+    extrapolated = question.microbatch_size not in profile.microbatch_sizes
+    return Front(points, front.complete, extrapolated, front.seconds)
 
 
 def _with_best_choices(
@@ -236,12 +234,12 @@ def baseline_plan(profile: Profile, question: PlanQuestion, weigh: str = "flops"
             "baseline-degree",
         )
     plan = plan_of(profile, question, fixed_degree_plan(cluster, weights, fitting[0]))
-    return plan.with_(prediction=predict_plan(profile, plan).to_json())
+    return plan.with_(prediction=predict_plan(profile, plan))
 
 
 def _why(
     result: SearchResult, prediction: Prediction, problem: SearchProblem, profile: Profile
-) -> dict[str, Any]:
+) -> Why:
     stage_id = max(range(len(result.stages)), key=lambda s: prediction.stages[s].peak_bytes)
     stage, predicted = result.stages[stage_id], prediction.stages[stage_id]
     largest = max(predicted.parts_bytes, key=lambda category: predicted.parts_bytes[category])
@@ -259,23 +257,22 @@ def _why(
         )
         proof = f"{better} is faster by the model of times"
         proof += "" if result.optimal else f", or at most {result.bound_fraction:.1%} faster"
-    return {
-        "summary": f"{count}; the peak is {predicted.peak_bytes:,} bytes on stage {stage_id} (layers "
-        f"{stage.first} to "
-        f"{stage.stop - 1}), most of it {largest}; {proof}.",
-        "bottleneck_stage": stage_id,
-        "bottleneck_category": largest,
-        "num_choices": len({choice for choices in problem.choices.values() for choice in choices}),
-    }
+    return Why(
+        f"{count}; the peak is {predicted.peak_bytes:,} bytes on stage {stage_id} (layers "
+        f"{stage.first} to {stage.stop - 1}), most of it {largest}; {proof}.",
+        bottleneck_stage=stage_id,
+        bottleneck_category=largest,
+        num_choices=len({choice for choices in problem.choices.values() for choice in choices}),
+    )
 
 
-def _infeasible(result: SearchResult) -> dict[str, Any]:
+def _infeasible(result: SearchResult) -> Why:
     why = result.why
     assert why is not None, "an infeasible result says why"
-    return {
-        "code": why.code,
-        "summary": why.message,
-        "memory_limit_bytes": why.memory_limit_bytes,
-        "least_peak_bytes": why.least_peak_bytes,
-        "stage_id": why.stage_id,
-    }
+    return Why(
+        why.message,
+        code=why.code,
+        memory_limit_bytes=why.memory_limit_bytes,
+        least_peak_bytes=why.least_peak_bytes,
+        stage_id=why.stage_id,
+    )

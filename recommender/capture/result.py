@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from capture.plan.choices import StageChoice
-from capture.plan.stages import Stage
+from capture.plan.stage import Stage
 from recommender.capture.problem import SearchProblem
 
 TieBreak = Literal["full", "partial", "none"]
@@ -81,6 +81,19 @@ class SearchResult:
     why: Infeasible | None = None
     step_seconds: float | None = None
     bound_fraction: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        names = (
+            "seconds",
+            "algorithm",
+            "optimal",
+            "tie_break",
+            "tie_break_columns",
+            "num_explored",
+            "step_seconds",
+            "bound_fraction",
+        )
+        return {name: getattr(self, name) for name in names}
 
     @property
     def sorted_peaks(self) -> tuple[int, ...]:

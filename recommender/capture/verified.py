@@ -9,23 +9,24 @@ compiler's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from capture.machine.target import Target
 from capture.measured.profile import Profile
 from capture.plan.headroom import Headroom
+from capture.plan.prediction import Verified
 from capture.plan.stages import Plan
+from capture.plan.why import CompiledPlans, Why
 from capture.predictor.times import TimePredictor
 from capture.step.times import pipeline_seconds
-from recommender.answer import Answer
+from recommender.answer import StageAnswer
 from recommender.capture.recommendation import recommend
 from recommender.question import PlanQuestion
 
-#: ``compiled(plan, profile)`` compiles a plan's stages: the verification (``Verification.to_json``)
-#: and the profile that knows them.
-Compile = Callable[[Plan, Profile], tuple[Mapping[str, Any], Profile]]
+#: ``compiled(plan, profile)`` compiles a plan's stages: what the compiler says, and the profile that
+#: knows it.
+Compile = Callable[[Plan, Profile], tuple[Verified, Profile]]
 
 #: Most plans that are compiled for one answer at a size that was not profiled.
 MOST_PLANS = 4
@@ -37,9 +38,9 @@ def recommend_verified(
     compiled: Compile,
     max_plans: int,
     *,
-    known: Answer | None = None,
+    known: StageAnswer | None = None,
     any_that_fits: bool = False,
-) -> Answer:
+) -> StageAnswer:
     """The plan that is best by the question's objective among those whose stages are compiled.
 
     Args:
@@ -53,7 +54,7 @@ def recommend_verified(
 
     Returns:
         Its ``plan.verification`` holds the compiler's peaks, which ``headroom`` and ``peak_bytes``
-        are of. ``why["verified"]`` says how many plans were compiled, and whether another plan is
+        are of. ``why.verified`` says how many plans were compiled, and whether another plan is
         still predicted to be better.
     """
     best = known if known is not None and known.compiled else None
@@ -82,14 +83,8 @@ def recommend_verified(
         if settled
         else "another plan, not compiled yet, is predicted to be better"
     )
-    why = {
-        **best.why,
-        "verified": {
-            "num_plans": len(checked),
-            "settled": settled,
-            "summary": f"{len(checked)} plans compiled; {note}.",
-        },
-    }
+    summary = f"{len(checked)} plans compiled; {note}."
+    why = replace(best.why, verified=CompiledPlans(len(checked), settled, summary))
     return replace(best, why=why, plan=best.plan.with_(why=why))
 
 
@@ -111,8 +106,12 @@ class Knowledge:
     always: bool = False
 
     def answer(
-        self, question: PlanQuestion, *, known: Answer | None = None, any_that_fits: bool = False
-    ) -> Answer:
+        self,
+        question: PlanQuestion,
+        *,
+        known: StageAnswer | None = None,
+        any_that_fits: bool = False,
+    ) -> StageAnswer:
         """The recommendation, compiled where the prediction would be an extrapolation; the rest as
         for ``recommend_verified``.
 
@@ -133,7 +132,7 @@ class Knowledge:
             any_that_fits=any_that_fits,
         )
 
-    def _is_open(self, result: Answer) -> bool:
+    def _is_open(self, result: StageAnswer) -> bool:
         """Whether an answer is of another size than those that were profiled, or of degrees, and
         could be one that fits."""
         plan, prediction, limit = result.plan, result.prediction, result.memory_limit_bytes
@@ -143,7 +142,7 @@ class Knowledge:
             return False
         return limit is None or max(low for low, _ in prediction.interval_bytes_per_device) <= limit
 
-    def _learn(self, plan: Plan, profile: Profile) -> tuple[Mapping[str, Any], Profile]:
+    def _learn(self, plan: Plan, profile: Profile) -> tuple[Verified, Profile]:
         assert self.compiled is not None, "asked before"
         verification, self.profile = self.compiled(plan, profile)
         return verification, self.profile
@@ -154,50 +153,47 @@ def _same_model(plan: Plan, profile: Profile) -> Plan:
     return plan.with_(model_hash=profile.model_hashes.get(plan.microbatch_size, plan.model_hash))
 
 
-def _rank(result: Answer) -> tuple[bool, float, int]:
+def _rank(result: StageAnswer) -> tuple[bool, float, int]:
     """What fits first; then the faster where the search was for speed; then the smaller."""
     fits = result.status == "ok"
-    return not fits, (result.search.step_seconds or 0.0) if fits else 0.0, result.peak_bytes
+    return not fits, (result.proof.step_seconds or 0.0) if fits else 0.0, result.peak_bytes
 
 
-def _of_compiler(result: Answer, verification: Mapping[str, Any], profile: Profile) -> Answer:
+def _of_compiler(result: StageAnswer, verification: Verified, profile: Profile) -> StageAnswer:
     """The recommendation with the compiler's peaks and work in the place of predicted ones, as far
     as plans are ranked."""
     assert result.plan is not None, "only plans are verified"
-    peaks = verification["peak_bytes_per_device"]
+    peaks = verification.peak_bytes_per_device
     memory = Target.load(result.plan.cluster.target).memory
     limit = result.headroom.limit_bytes if result.headroom else None
     headroom = Headroom.of(peaks, [(peak, peak) for peak in peaks], 1.0, limit, memory)
     if headroom is not None and result.headroom is not None:
         headroom = replace(headroom, source=result.headroom.source)
-    search = result.search
+    search = result.proof
     if search.step_seconds is not None:
         search = replace(search, step_seconds=_step_seconds(result.plan, profile))
     status, why = "ok", result.why
     if headroom is not None and headroom.verdict != "fits":
         status, why = "infeasible", _too_large(result.plan, peaks, headroom)
     elif result.status != "ok":
-        why = {
-            "summary": f"compiled, the plan needs {max(peaks):,} bytes, less than was predicted."
-        }
+        why = Why(f"compiled, the plan needs {max(peaks):,} bytes, less than was predicted.")
     plan = _same_model(result.plan, profile).with_(verification=verification, why=why)
-    return replace(result, status=status, plan=plan, why=why, headroom=headroom, search=search)
+    return replace(result, status=status, plan=plan, why=why, headroom=headroom, proof=search)
 
 
-def _too_large(plan: Plan, peaks: list[int], headroom: Headroom) -> dict[str, Any]:
+def _too_large(plan: Plan, peaks: Sequence[int], headroom: Headroom) -> Why:
     stage_id = max(range(plan.num_stages), key=lambda s: peaks[plan.stages[s].devices[0]])
     stage, limit = plan.stages[stage_id], headroom.limit_bytes
-    return {
-        "code": "memory-limit",
-        "summary": f"Compiled, the plan needs {max(peaks):,} bytes, {max(peaks) - limit:,} above "
-        f"memory_limit_bytes={limit:,}: "
-        f"stage_id={stage_id} (layers {stage.first} to {stage.stop - 1}). Raise the limit, or use "
-        "more devices, more micro-batches of a "
+    return Why(
+        f"Compiled, the plan needs {max(peaks):,} bytes, {max(peaks) - limit:,} above "
+        f"memory_limit_bytes={limit:,}: stage_id={stage_id} (layers {stage.first} to "
+        f"{stage.stop - 1}). Raise the limit, or use more devices, more micro-batches of a "
         "smaller size, or rematerialisation. [memory-limit]",
-        "memory_limit_bytes": limit,
-        "least_peak_bytes": max(peaks),
-        "stage_id": stage_id,
-    }
+        code="memory-limit",
+        memory_limit_bytes=limit,
+        least_peak_bytes=max(peaks),
+        stage_id=stage_id,
+    )
 
 
 def _step_seconds(plan: Plan, profile: Profile) -> float:

@@ -4,12 +4,11 @@ and strategies to compare with."""
 from capture.plan.sharding import ShardingPlan
 from recommender.osdp.problem import ShardingProblem
 from recommender.osdp.question import ShardingQuestion
-from recommender.osdp.recommendation import OsdpResult, osdp
+from recommender.osdp.recommendation import osdp
 from recommender.osdp.result import ShardingResult
 from recommender.osdp.search import search
 
 __all__ = [
-    "OsdpResult",
     "ShardingPlan",
     "ShardingProblem",
     "ShardingQuestion",

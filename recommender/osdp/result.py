@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from capture.plan.sharding import Mode, ShardingPlan
 from recommender.osdp.problem import Options, ShardingProblem
@@ -37,6 +37,10 @@ class ShardingResult:
     bound_fraction: float = 0.0
     seconds: float = 0.0
     why: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        names = ("seconds", "algorithm", "optimal", "num_explored", "num_batch_sizes")
+        return {name: getattr(self, name) for name in (*names, "bound_fraction")}
 
 
 def plan_of(

@@ -18,7 +18,8 @@ from capture.alpa.memory import alpa_replay
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import StageChoice
-from capture.plan.stages import Plan, Stage
+from capture.plan.stage import Stage
+from capture.plan.stages import Plan
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 

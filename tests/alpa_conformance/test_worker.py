@@ -17,7 +17,8 @@ from capture.alpa import to_alpa, worker
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import StageChoice
-from capture.plan.stages import Plan, Stage
+from capture.plan.stage import Stage
+from capture.plan.stages import Plan
 
 HERE = Path(__file__).parent
 PLAN = Plan(

@@ -432,8 +432,12 @@ def sharded(
         verify = options.pop("verify", True)
         result = osdp(ShardingQuestion(task, cluster, limit, **options), verify=verify)
     found = {
-        "answer": of(result, "status verified unverified_why why"),
-        "peaks": of(result, "estimated_peak_bytes compiled_peak_bytes"),
+        "answer": [
+            *of(result, "status compiled"),
+            result.why.uncompiled,
+            None if result.plan else result.why.summary,
+        ],
+        "peaks": of(result.plan, "peak_bytes compiled_peak_bytes") if result.plan else [None] * 2,
         "plan": sharding_facts(result.plan),
     }
     if emitted:
@@ -441,8 +445,11 @@ def sharded(
     if result.plan is None:
         return found
     numbers = "parameter_bytes resident_bytes transient_bytes seconds"
-    each = zip(result.plan.names, result.plan.modes, result.plan.costs, strict=True)
-    rows = [[name, str(mode), *of(cost, numbers)] for name, mode, cost in each]
+    plan = result.plan
+    rows = [
+        [name, str(mode), *of(cost, numbers)]
+        for name, mode, cost in zip(plan.names, plan.modes, plan.costs, strict=True)
+    ]
     found["rows"] = json_hash(rows)
     if not emit:
         return found

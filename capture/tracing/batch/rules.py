@@ -111,7 +111,7 @@ def _mover(flow: Flow, is_linear: bool = True, operands: int | None = None) -> R
     """A rule for operations that move elements, or combine those of one example, by ``flow``.
 
     Args:
-        flow: Of each operand.
+        flow: Which dimension of the result each operand's dimensions become.
         is_linear: Whether the result is linear in the operands.
         operands: How many operands carry data; those after them are positions.
     """
@@ -405,6 +405,11 @@ def _conv(step: Step, states: Sequence[State]) -> State:
 
 
 def _gather(step: Step, states: Sequence[State]) -> State:
+    """A lookup is per example in four ways: a table without examples is read by indices of each;
+    the examples' dimension is batched on both sides, or taken whole; or each example reads its own
+    row, which its indices say (``POSITION`` alone, or as a column of an ``ADDRESS``). Any other
+    index into the examples' dimension would be of another example in a smaller micro-batch.
+    """
     operand, indices = states
     numbers, sizes = step.params["dimension_numbers"], step.params["slice_sizes"]
     dim, index_dim, ndim = step.in_dim(0), step.in_dim(1), len(step.one.outvars[0].aval.shape)

@@ -1,0 +1,93 @@
+"""A stage of a pipeline: which layers, on which devices, split how."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from capture import documents
+from capture.errors import PlanError
+from capture.plan.choices import ChoiceRow, StageChoice
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Layers [first, stop) on one submesh, forward and backward.
+
+    Attributes:
+        first, stop: Layers, from ``first`` to before ``stop``; files have ``"layers": [first, last]``.
+        devices: Ids of the submesh in node-major order; device ``devices[r * tensor_parallel + c]``
+            is replica r, shard c.
+        choice: How the devices share the work.
+
+    Raises:
+        PlanError: ``plan-layers`` or ``plan-devices`` if those are no whole numbers.
+
+    Example:
+        >>> Stage(0, 2, [0, 1], StageChoice(data_parallel=2)).to_json()["layers"]
+        [0, 1]
+    """
+
+    first: int
+    stop: int
+    devices: tuple[int, ...]
+    choice: StageChoice = StageChoice()
+
+    def __post_init__(self):
+        # Lists and ranges are welcome; what is kept can be hashed and written as JSON.
+        _whole_numbers((self.first, self.stop), "(first, stop)", "plan-layers")
+        object.__setattr__(self, "devices", _whole_numbers(self.devices, "devices", "plan-devices"))
+
+    @classmethod
+    def at(cls, device: int, first: int, stop: int, choice: StageChoice) -> Self:
+        """On the devices from ``device`` on."""
+        return cls(first, stop, tuple(range(device, device + choice.num_devices)), choice)
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.devices)
+
+    @property
+    def num_layers(self) -> int:
+        return self.stop - self.first
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "layers": [self.first, self.stop - 1],
+            "num_devices": self.num_devices,
+            "devices": list(self.devices),
+            **asdict(self.choice),
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Stage:
+        """The stage that ``to_json`` wrote; ``num_devices`` need not be there.
+
+        Raises:
+            FieldError: naming the field that is missing or wrong.
+        """
+        return documents.read(data, StageRow, strict=True).stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRow(ChoiceRow):
+    """A stage as files have it: ``layers`` is ``[first, last]``."""
+
+    layers: tuple[int, int]
+    devices: tuple[int, ...]
+    num_devices: int = 0
+
+    @property
+    def stage(self) -> Stage:
+        first, last = self.layers
+        return Stage(first, last + 1, self.devices, self.choice)
+
+
+def _whole_numbers(given: Any, name: str, code: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, given))
+    except TypeError:
+        raise PlanError.of(
+            f"a stage has {name}={given!r}; give a sequence of whole numbers.", code
+        ) from None

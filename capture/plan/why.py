@@ -1,0 +1,138 @@
+"""What a search has to say about its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from capture import documents
+from capture.plan.stage import Stage, StageRow
+
+
+@dataclass(frozen=True)
+class FrontPoint:
+    """A plan that no other one beats both in memory and in time.
+
+    Attributes:
+        peak_bytes: Per device, predicted.
+        step_seconds: As the search estimates it.
+        bound_fraction: No plan of the same peak is faster by more.
+        stages: Layers and degrees.
+    """
+
+    peak_bytes: int
+    step_seconds: float
+    bound_fraction: float = 0.0
+    stages: tuple[Stage, ...] = ()
+
+
+@dataclass(frozen=True)
+class Front:
+    """The plans between which one chooses.
+
+    Attributes:
+        points: Smallest peak first.
+        complete: Whether every such plan is there; else they are a sample with both ends.
+        extrapolated: Whether the micro-batch size was not profiled.
+        seconds: Of the search.
+    """
+
+    points: tuple[FrontPoint, ...]
+    complete: bool
+    extrapolated: bool = False
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class CompiledPlans:
+    """How an answer was settled by compiling.
+
+    Attributes:
+        num_plans: Compiled.
+        settled: Whether no other plan is predicted to be better.
+        summary: The same in words.
+    """
+
+    num_plans: int
+    settled: bool
+    summary: str
+
+
+@dataclass(frozen=True)
+class Why:
+    """Why a plan was chosen, or why none fits.
+
+    Attributes:
+        summary: For people.
+        bottleneck_stage: That needs most, of a plan that was found.
+        bottleneck_category: Of which most of its bytes are.
+        num_choices: Ways of using devices that were searched.
+        code: Of what is missing, where nothing fits.
+        memory_limit_bytes: That is missed.
+        least_peak_bytes: The least limit that fits; None where none does, or it is not known.
+        stage_id: The stage that needs it.
+        least_state_bytes: What every plan needs for its state alone, if that is too much.
+        front: Of memory and time, if asked for.
+        verified: If plans were compiled.
+        uncompiled: Why the plan was not compiled, where it was to be.
+    """
+
+    summary: str = ""
+    bottleneck_stage: int | None = None
+    bottleneck_category: str | None = None
+    num_choices: int | None = None
+    code: str | None = None
+    memory_limit_bytes: int | None = None
+    least_peak_bytes: int | None = None
+    stage_id: int | None = None
+    least_state_bytes: int | None = None
+    front: Front | None = None
+    verified: CompiledPlans | None = None
+    uncompiled: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        names: tuple[str, ...] = ("bottleneck_stage", "bottleneck_category", "num_choices")
+        written: dict[str, Any] = {"summary": self.summary}
+        if self.code is not None:
+            names = ("least_state_bytes",)
+            missing = ("memory_limit_bytes", "least_peak_bytes", "stage_id")
+            written = {"code": self.code, **written, **{n: getattr(self, n) for n in missing}}
+        for name in (*names, "front", "verified", "uncompiled"):
+            if getattr(self, name) is not None:
+                written[name] = documents.write(getattr(self, name))
+        return written
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any], path: str = "") -> Why:
+        """What ``to_json`` wrote.
+
+        Raises:
+            FieldError: naming the field that is wrong.
+        """
+        row = documents.read(data, _Why, path)
+        front = None
+        if row.front is not None:
+            points = (
+                FrontPoint(**{**vars(point), "stages": tuple(row.stage for row in point.stages)})
+                for point in row.front.points
+            )
+            front = Front(**{**vars(row.front), "points": tuple(points)})
+        return cls(**{**vars(row), "front": front})
+
+
+@dataclass(frozen=True)
+class _Point(FrontPoint):
+    """With stages as files have them."""
+
+    stages: tuple[StageRow, ...] = ()  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class _Front(Front):
+    points: tuple[_Point, ...]
+
+
+@dataclass(frozen=True)
+class _Why(Why):
+    front: _Front | None = None

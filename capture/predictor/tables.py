@@ -1,0 +1,182 @@
+"""Tables of what the compiler alone knows of stages: M_i plus the sum of M_a of every component, for
+every choice and micro-batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from capture.errors import ProfileError, plain
+from capture.measured.profile import Profile, StageConfig
+from capture.measured.stage_cost import StageCost
+from capture.model.graph import LayerGraph
+from capture.plan.choices import StageChoice
+from capture.predictor.fit import fit_degrees, fit_line
+from capture.predictor.formula import kept_bytes
+from capture.predictor.statistics import extend_windows
+
+#: Rows of a statistics table.
+COMPONENTS = ("kept", "forward", "backward", "update", "optimizer", "summarize", "summary")
+#: The first of them, which depend on the layers alone and grow with the examples; the others belong
+#: to parameters and optimizer.
+NUM_PASSES = 3
+_TEMPORARIES = ("forward", "backward")
+
+
+class ComponentTables:
+    """The statistics of a profiled model.
+
+    Args:
+        profile: Measured windows of layers.
+        allow_extrapolation: Predict degrees that were not profiled by ``a + b / k``; refused
+            otherwise.
+    """
+
+    def __init__(self, profile: Profile, *, allow_extrapolation: bool = False):
+        self.profile, self._extrapolates = profile, allow_extrapolation
+        self._graphs: dict[int, LayerGraph] = {}
+        self._tables: dict[tuple[StageChoice, int], np.ndarray] = {}
+        self._windows: dict[tuple[StageChoice, int], dict[tuple[int, int], np.ndarray]] = {}
+        for config, cost in profile.measurements.items():
+            windows = self._windows.setdefault((config.choice, config.microbatch_size), {})
+            windows[config.first, config.stop] = self._components(
+                config.first, config.stop, config.choice, config.microbatch_size, cost
+            )
+
+    def graph(self, microbatch_size: int) -> LayerGraph:
+        if microbatch_size not in self._graphs:
+            self._graphs[microbatch_size] = self.profile.graph_at(microbatch_size)
+        return self._graphs[microbatch_size]
+
+    def _components(
+        self, first: int, stop: int, choice: StageChoice, microbatch_size: int, cost: StageCost
+    ) -> np.ndarray:
+        kept = kept_bytes(self.graph(microbatch_size), first, stop, choice.data_parallel, cost)
+        of_update = (
+            cost.update_bytes,
+            cost.optimizer_bytes,
+            cost.summarize_bytes,
+            cost.summary_bytes,
+        )
+        return np.array([kept, cost.forward_bytes, cost.backward_bytes, *of_update], np.float64)
+
+    def _measured_table(
+        self,
+        choice: StageChoice,
+        microbatch_size: int,
+        only: Collection[tuple[int, int]] | None = None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        windows = self._windows[choice, microbatch_size]
+        if only is not None:
+            windows = {window: parts for window, parts in windows.items() if window in only}
+        try:
+            graph = self.profile.graph
+            return extend_windows(windows, graph.num_layers, [layer.key for layer in graph.layers])
+        except KeyError as error:
+            first, stop = error.args[0]
+            failed = "\n".join(f"failed: {plain(failure)}" for failure in self.profile.failures)
+            raise ProfileError.of(
+                (
+                    f"the profile lacks {StageConfig(first, stop, choice, microbatch_size)}, which "
+                    "predictions are built from"
+                )
+                + (
+                    f":\n{failed}"
+                    if failed
+                    else ". Run capture profile again: it resumes and names what fails."
+                ),
+                "profile-missing",
+            ) from None
+
+    def table(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
+        """Components of every stage: float64 (len(COMPONENTS), L, L + 1), bytes per device.
+
+        Raises:
+            ProfileError: ``profile-choice`` if the choice was not profiled and extrapolation is not
+                allowed, ``profile-missing``.
+        """
+        key = (choice, microbatch_size)
+        if key not in self._tables:
+            sizes = sorted(size for known, size in self._windows if known == choice)
+            if microbatch_size in sizes:
+                table, drift = self._measured_table(choice, microbatch_size)
+                self._tables[key] = table + drift
+            elif sizes:
+                self._tables[key] = self._table_off_sizes(choice, sizes, microbatch_size)
+            else:
+                self._tables[key] = self._extrapolated_table(choice, microbatch_size)
+        return self._tables[key]
+
+    def _table_off_sizes(
+        self, choice: StageChoice, sizes: Sequence[int], microbatch_size: int
+    ) -> np.ndarray:
+        """The table at a size that was not profiled: that of the nearest size above, times what a
+        stage grows by.
+
+        It grows as the line through the two nearest sizes, of windows that both have, because sums
+        of others are not comparable. A program's temporaries are those of its hungriest layers,
+        which may be other layers at another size: a stage counts as much as any part of it. What
+        belongs to parameters stays as it is.
+        """
+        above = next((i for i, size in enumerate(sizes) if size > microbatch_size), len(sizes))
+        near = sizes[max(0, min(above - 1, len(sizes) - 2)) :][:2]
+        base, alike = near[-1], [self._windows[choice, size] for size in near]
+        common = {window for window in alike[0] if all(window in windows for windows in alike)}
+        lines = [np.add(*self._measured_table(choice, size, common)) for size in near]
+        line = fit_line(near, lines, microbatch_size)
+        table = np.add(*self._measured_table(choice, base))
+        growth = np.where(
+            lines[-1] > 0, line / np.where(lines[-1] > 0, lines[-1], 1), microbatch_size / base
+        )
+        growth = np.maximum(growth, 1) if microbatch_size > base else np.clip(growth, 0, 1)
+        for row, component in enumerate(COMPONENTS):
+            if row < NUM_PASSES:
+                table[row] *= growth[row]
+            if component in _TEMPORARIES:
+                table[row] = _largest_part(table[row])
+        return table
+
+    def can_predict(self, choice: StageChoice, microbatch_size: int) -> bool:
+        """Whether the profile holds all that predictions of a choice are built from."""
+        try:
+            self.table(choice, microbatch_size)
+        except ProfileError:
+            return False
+        return True
+
+    def _extrapolated_table(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
+        alike = {
+            (known.data_parallel, known.tensor_parallel): known
+            for known in self.profile.choices
+            if _kind(known) == _kind(choice)
+        }
+        if not self._extrapolates or not alike:
+            profiled = ", ".join(f"{dp}x{tp}" for dp, tp in sorted(alike)) or "none"
+            raise ProfileError.of(
+                f"data_parallel={choice.data_parallel} x tensor_parallel={choice.tensor_parallel} "
+                f"with remat={choice.remat!r}, "
+                f"shard_optimizer={choice.shard_optimizer}, shard_params={choice.shard_params} "
+                "was not profiled (profiled degrees: "
+                f"{profiled}); profile it, or allow extrapolation.",
+                "profile-choice",
+            )
+        tables = {degrees: self.table(known, microbatch_size) for degrees, known in alike.items()}
+        return fit_degrees(tables, (choice.data_parallel, choice.tensor_parallel))
+
+    def is_extrapolated(self, choice: StageChoice, microbatch_size: int) -> bool:
+        return (choice, microbatch_size) not in self._windows
+
+
+def _largest_part(of_stage: np.ndarray) -> np.ndarray:
+    """Per stage [first, stop), the most of any stage within it; NaN where stop <= first."""
+    most = np.where(np.isnan(of_stage), -np.inf, of_stage)
+    most = np.maximum.accumulate(most[::-1], axis=0)[::-1]
+    most = np.maximum.accumulate(most, axis=1)
+    return np.where(np.isnan(of_stage), np.nan, most)
+
+
+def _kind(choice: StageChoice) -> StageChoice:
+    """What choices of other degrees have in common with this one."""
+    return replace(choice, data_parallel=1, tensor_parallel=1)

@@ -1,0 +1,99 @@
+"""How the arrays of a stage lie on its mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from capture.model.graph import LayerGraph, Tensor
+from capture.partition.sharding import over_replicas, struct_of
+from capture.partition.tensor_parallel import DATA_AXIS, MODEL_AXIS
+from capture.plan.choices import StageChoice
+from capture.runtime.optimizer import StageUpdate
+
+
+class StageLayout:
+    """Shardings of the values, batch leaves, parameters and optimizer state of a stage.
+
+    Args:
+        graph: Of the model.
+        choice: How the devices share the work.
+        devices: Replicas first.
+        specs: Per parameter of the graph, how it is split over the mesh axis ``"model"``.
+        update: The stage's slice of the optimizer.
+    """
+
+    def __init__(
+        self,
+        graph: LayerGraph,
+        choice: StageChoice,
+        devices: Sequence[Any],
+        specs: Sequence[PartitionSpec],
+        update: StageUpdate,
+    ):
+        self.graph, self.choice, self.specs, self.optimizer = graph, choice, specs, update
+        self.mesh = Mesh(
+            np.asarray(devices).reshape(choice.data_parallel, choice.tensor_parallel),
+            (DATA_AXIS, MODEL_AXIS),
+        )
+
+    @cached_property
+    def replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def tensor_sharding(self, tensor: Tensor) -> NamedSharding:
+        """Values and batch leaves are split along their batch dimension where that is even, else
+        whole on every device."""
+        if tensor.batch_dim is None or tensor.shape[tensor.batch_dim] % self.choice.data_parallel:
+            return self.replicated
+        return NamedSharding(self.mesh, PartitionSpec(*[None] * tensor.batch_dim, DATA_AXIS))
+
+    def value_sharding(self, value: int) -> NamedSharding:
+        return self.tensor_sharding(self.graph.values[value])
+
+    def batch_sharding(self, leaf: int) -> NamedSharding:
+        return self.tensor_sharding(self.graph.batch[leaf])
+
+    def param_sharding(self, param: int) -> NamedSharding:
+        spec = self.specs[param]
+        if self.choice.shard_params:
+            spec = over_replicas(spec, self.graph.params[param].shape, self.choice.data_parallel)
+        return NamedSharding(self.mesh, spec)
+
+    def state_sharding(self, leaf: int) -> NamedSharding:
+        """Optimizer state of the shape of its parameter is split like it, and over the replicas too
+        if the plan says so."""
+        struct = self.optimizer.state_structs[leaf]
+        param = self.optimizer.param_of_state.get(leaf)
+        spec = PartitionSpec()
+        if param is not None and struct.shape == self.graph.params[param].shape:
+            spec = self.specs[param]
+        return NamedSharding(
+            self.mesh,
+            over_replicas(spec, struct.shape, self.choice.data_parallel)
+            if self.choice.shard_optimizer
+            else spec,
+        )
+
+    def param_structs(self, params: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
+        return [struct_of(self.graph.params[p], self.param_sharding(p)) for p in params]
+
+    def value_structs(self, values: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
+        return [struct_of(self.graph.values[v], self.value_sharding(v)) for v in values]
+
+    def batch_structs(self, leaves: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
+        return [struct_of(self.graph.batch[b], self.batch_sharding(b)) for b in leaves]
+
+    def state_structs(self) -> list[jax.ShapeDtypeStruct]:
+        structs = self.optimizer.state_structs
+        return [
+            jax.ShapeDtypeStruct(
+                structs[k].shape, structs[k].dtype, sharding=self.state_sharding(k)
+            )
+            for k in self.optimizer.state
+        ]

@@ -1,0 +1,34 @@
+"""Which operation of the model makes a value that a stage keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.extend
+
+from capture.step.attribution import Buffer
+from capture.tracing.dataflow import DataFlow
+from capture.tracing.source import layer_of_scope, line_of, operation_name
+
+
+def buffer_of(flow: DataFlow, value: Any, nbytes: int) -> Buffer:
+    """Of a residual: the operation that makes it."""
+    equation = flow.maker(value)
+    if equation is None:
+        return Buffer(nbytes, "activations", None, "residual")
+    scope = f"{equation.source_info.name_stack}/{equation.primitive.name}"
+    layer, name = layer_of_scope(scope), operation_name(scope)
+    return Buffer(nbytes, "activations", layer, name, _line_of(flow, equation))
+
+
+def _line_of(flow: DataFlow, equation: Any) -> str:
+    """Its line in the model; where JAX kept none (a rule of differentiation), that of the nearest
+    operand that has one."""
+    ring = [equation]
+    while ring:
+        lines = [line for one in ring if (line := line_of(one.source_info.traceback))]
+        if lines:
+            return lines[0]
+        read = [v for one in ring for v in one.invars if not isinstance(v, jax.extend.core.Literal)]
+        ring = [maker for v in dict.fromkeys(read) if (maker := flow.maker(v)) is not None]
+    return ""

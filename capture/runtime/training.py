@@ -1,0 +1,171 @@
+"""Some steps of a plan on the devices of this process: what was measured, beside what was predicted;
+loss beside that of one device.
+
+Measured is only what was executed: live arrays of this process and the buffer assignment of the
+running program (on CPU), or the allocator (on GPU). On CPU, two counters that know neither ledger
+nor compiler stand beside the sum: malloc during an ordinary step, and the process's resident set.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from capture import environment
+from capture.errors import PlanError
+from capture.model.workload import WorkloadProtocol, takes_key
+from capture.plan.stages import Plan
+from capture.runtime import checkpoint
+from capture.runtime.meter import measure_heap, measure_step
+from capture.runtime.pipeline import pipeshard
+from capture.runtime.reference import ReferenceStep, relative_errors, rounding_floor
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a plan is executed.
+
+    Attributes:
+        num_steps: Updates.
+        seed: Of parameters and data.
+        check: Compare loss and gradients with one device, and the ledger with live arrays.
+        save: Where the state goes at the end, with Orbax.
+        restore: Where it comes from, also of another plan of the model.
+        fast_compile: See ``Compiler``.
+
+    Raises:
+        PlanError: ``run-check-restored`` for both of ``check`` and ``restore``.
+    """
+
+    num_steps: int = 3
+    seed: int = 0
+    check: bool = False
+    save: Path | None = None
+    restore: Path | None = None
+    fast_compile: bool = False
+
+    def __post_init__(self) -> None:
+        if self.check and self.restore is not None:
+            raise PlanError.of(
+                "--check compares a training from its beginning with one device, and --restore "
+                "continues one; give one of them.",
+                "run-check-restored",
+            )
+
+
+def train(
+    plan: Plan,
+    workload: WorkloadProtocol,
+    training: Training,
+    report: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Run some steps, the first under the meters and, of several, the last under malloc's; the
+    document of ``capture run --json``."""
+    report("compiling the stages")
+    step = pipeshard(workload, plan, fast_compile=training.fast_compile)
+    keys = jax.random.split(jax.random.key(training.seed), 3)
+    params = workload.init(keys[0])
+    restored = None if training.restore is None else checkpoint.restore(step, training.restore)
+    done = (
+        0 if restored is None else restored.num_steps
+    )  # a restored training goes on with the data that come next
+    batches = [
+        workload.batch(jax.random.fold_in(keys[1], done + i), plan.global_batch_size)
+        for i in range(training.num_steps)
+    ]
+    step_keys = [
+        jax.random.fold_in(keys[2], done + i) if takes_key(workload) else None
+        for i in range(training.num_steps)
+    ]
+    document: dict[str, Any] = {}
+    if training.check:
+        report("comparing with one device")
+        reference = ReferenceStep(workload, step.traced, plan.num_microbatches)
+        document |= _check(step, reference, params, batches, step_keys)
+    state = step.init_from(params) if restored is None else restored
+    losses, seconds = [], []
+    measured = heap = None
+    for i, (batch, key) in enumerate(zip(batches, step_keys, strict=True)):
+        start = time.perf_counter()
+        if measured is None:
+            measured = measure_step(step, state, batch, key, strict=training.check)
+            state, loss = measured.state, measured.loss
+        elif i + 1 < training.num_steps:
+            state, metrics = step(state, batch, key)
+            loss = metrics.loss
+        else:
+            state, metrics, heap = measure_heap(step, state, batch, key)
+            loss = metrics.loss
+        losses.append(loss)
+        seconds.append(time.perf_counter() - start)
+        report(f"step {done + i}: loss {loss:.6f}")
+    if training.save is not None:
+        document["saved"] = str(checkpoint.save(step, state, training.save))
+    predicted = (
+        plan.prediction or plan.verification
+    )  # of a plan by hand that was verified alone, what its compiler says
+    document |= {
+        "predicted_peak_bytes_per_device": None
+        if predicted is None
+        else list(predicted.peak_bytes_per_device),
+        "replayed_peak_bytes_per_device": list(step.replay().peak_bytes_per_device),
+        "measured_peak_bytes_per_device": None
+        if measured is None
+        else list(measured.peak_bytes_per_device),
+        "meter": None if measured is None else measured.meter,
+        "ledger_checks": 0 if measured is None else measured.num_checks,
+        "allocator": None
+        if heap is None
+        else {
+            "source": heap.source,
+            "before_bytes": heap.before_bytes,
+            "peak_bytes": heap.peak_bytes,
+            "step_bytes": heap.step_bytes,
+            "booked_bytes": heap.booked_bytes,
+        },
+        "resident_set_peak_bytes": None if measured is None else measured.resident_set_peak_bytes,
+        "resident_set_before_bytes": None
+        if measured is None
+        else measured.resident_set_before_bytes,
+        "loss": [float(np.float64(loss)) for loss in losses],
+        "step_seconds": seconds,
+        "num_devices": plan.cluster.num_devices,
+        "target": plan.cluster.target,
+        "platform": jax.devices()[0].platform,
+        # What one compiler reports says little about another's: such numbers stand beside each
+        # other, and are not compared.
+        "is_target": (plan.cluster.target == "cpu") == (jax.devices()[0].platform == "cpu"),
+        "versions": environment.versions(),
+    }
+    if "reference_loss" in document:
+        pairs = zip(document["loss"], document["reference_loss"], strict=True)
+        document["max_relative_loss_error"] = max(abs(a - b) / abs(b) for a, b in pairs)
+    return document
+
+
+def _check(
+    step: Any, reference: Any, params: Any, batches: list[Any], keys: list[Any]
+) -> dict[str, Any]:
+    """Loss of every step and gradients of the first, on one device."""
+    state, _ = step.accumulate(step.init_from(params), batches[0], keys[0])
+    mine = step.gradients(state)
+    del state
+    own, optimizer = reference.init(params)
+    _, gradients = reference.loss_and_gradients(own, batches[0], keys[0])
+    losses = []
+    for batch, key in zip(batches, keys, strict=True):
+        own, optimizer, loss = reference(own, optimizer, batch, key)
+        losses.append(float(loss))
+    errors = relative_errors(mine, gradients, rounding_floor(step.traced.graph))
+    worst = max(errors, key=errors.__getitem__)
+    return {
+        "reference_loss": losses,
+        "max_relative_gradient_error": errors[worst],
+        "worst_gradient": worst,
+    }
