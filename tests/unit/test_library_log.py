@@ -14,7 +14,7 @@ from timeouts import TIMEOUT_SECONDS
 
 from capture.cli.library_log import KEPT_LOGS
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 USUAL = (
     b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n"
     b"I0000 00:00:1795.6 29870 cudart_stub.cc:31] Could not find cuda drivers on your machine, "

@@ -16,7 +16,7 @@ from timeouts import TIMEOUT_SECONDS
 import capture
 
 FRAMEWORKS = ("jax", "jaxlib", "flax", "optax", "orbax", "ray", "sklearn")
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 #: What may load a framework, from the import contract that names it.
 MAY_LOAD = tuple(
     line.split(" -> ")[0].removesuffix(".**")

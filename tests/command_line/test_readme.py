@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 from timeouts import TIMEOUT_SECONDS
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md")))
 
 

@@ -25,7 +25,7 @@ from profiling_runs.jobs import Job
 from profiling_runs.pools.pool import Here
 from profiling_runs.question import ProfileQuestion
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 QUESTION = [
     "pipeline_models:mlp?num_blocks=2",
     "--cluster",

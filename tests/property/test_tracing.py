@@ -460,12 +460,12 @@ def test_custom_rules_and_constants_are_part_of_the_key():
 def test_hashes_are_stable_over_processes():
     names = ["convnet", "linen-dropout-remat", "routed"]
     program = (
-        "from tests.test_tracing import traced\n"
+        "from tests.property.test_tracing import traced\n"
         f"for name in {names}:\n"
         "    m = traced(name)\n"
         "    print(m.graph.model_hash, *[layer.key for layer in m.graph.layers], m.slice(1, 3).key)"
     )
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")]),

@@ -41,7 +41,7 @@ from capture.step.program import replay
 
 ONE = StageChoice()
 LOSS_BYTES = 4
-STORED = json.loads((Path(__file__).parent / "data" / "logfit_check.json").read_text())["rows"]
+STORED = json.loads((Path(__file__).parents[1] / "data" / "logfit_check.json").read_text())["rows"]
 
 
 def code_of(call) -> str:

@@ -21,7 +21,9 @@ from capture.profiler.partitionings import (
 SHAPES = [
     (num_layers, num_stages) for num_layers in range(4, 41) for num_stages in range(3, num_layers)
 ]
-STORED = json.loads((Path(__file__).parent / "data" / "profiling_partitionings.json").read_text())
+STORED = json.loads(
+    (Path(__file__).parents[1] / "data" / "profiling_partitionings.json").read_text()
+)
 
 # Lines 1 to 4 of Description 1, line 5, the same on the next GPU, and the two repairs of its end.
 GOLDEN_16_4 = """\

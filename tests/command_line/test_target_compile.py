@@ -29,7 +29,7 @@ from capture.extras import install_command
 from capture.machine.target import Target
 from capture.measured.work import Collective, Kernel, ProgramWork
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 INSTALLED = {
     "cuda": find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin"),
     "tpu": find_spec("libtpu"),

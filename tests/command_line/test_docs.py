@@ -11,7 +11,7 @@ import pytest
 
 from docs import generate
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = sorted(
     str(path.relative_to(REPOSITORY))
     for path in (*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md"))

@@ -13,6 +13,7 @@ import optax
 import pytest
 from hypothesis import given
 from pipeline_models import mark, pipeline
+from property.test_step import steps
 
 from capture.measured.stage_cost import StageCost
 from capture.model.workload import Workload
@@ -24,7 +25,6 @@ from capture.step.pipeline import build_step
 from capture.step.program import Copy, Feed, Free, Run, Step, replay
 from capture.step.run_ahead import waits
 from tests.synthetic_graphs import chain
-from tests.test_step import steps
 
 
 class LazyDevices:

@@ -15,7 +15,7 @@ from timeouts import TIMEOUT_SECONDS
 from capture.errors import ProfileError
 from capture.measured.store import STORE_SCHEMA_VERSION, Store
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 VALUE = {"residual_bytes": 12, "kept_inputs": [0, 2]}
 
 

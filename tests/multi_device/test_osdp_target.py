@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from timeouts import TIMEOUT_SECONDS
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 #: Three square products whose weights are larger than what XLA joins in one collective, with the
 #: optimizer's update.

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from command_line.test_target_compile import REPOSITORY, require
 from jax.experimental import pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from multi_device.test_pipeline import compare
 from pipeline_models import pipeline
-from test_pipeline import compare
-from test_target_compile import REPOSITORY, require
 from timeouts import TIMEOUT_SECONDS
 
 from capture.compiler.work import LocalFlops

@@ -34,7 +34,7 @@ from capture.step.ledger import Peak
 from profiling_runs.measurements import open_measurements
 from profiling_runs.question import ProfileQuestion
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def test_flops_formula_gives_the_published_regression_figure():

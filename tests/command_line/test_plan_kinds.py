@@ -18,7 +18,7 @@ from capture.plan.sharding import DP, ZDP, OperatorCost
 from capture.predictor import AdditivePredictor
 from tests.synthetic_profiles import Planted, hybrid
 
-FILES = Path(__file__).parent / "recorded" / "files"
+FILES = Path(__file__).parents[1] / "recorded" / "files"
 
 
 def sharding_plan(**changes) -> ShardingPlan:

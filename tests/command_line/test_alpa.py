@@ -41,7 +41,7 @@ from recommender.capture.autostage import (
 from recommender.question import PlanQuestion
 
 PICKLED = (
-    Path(__file__).parent / "data" / "alpa_parallel_plan.pickle"
+    Path(__file__).parents[1] / "data" / "alpa_parallel_plan.pickle"
 )  # made by real Alpa from ``PLAN``
 PLAN = Plan(
     Cluster((4, 4)),

@@ -35,7 +35,7 @@ from recommender import InFlightCost, SearchProblem, SearchResult, search
 from recommender.capture.baselines import equal_cuts, fixed_degree_plan, with_cost
 from recommender.capture.fillings import count_plans
 
-STORED_CASES = json.loads((Path(__file__).parent / "data" / "search_cases.json").read_text())
+STORED_CASES = json.loads((Path(__file__).parents[1] / "data" / "search_cases.json").read_text())
 
 
 def assert_valid(problem: SearchProblem, result: SearchResult) -> None:
@@ -427,7 +427,7 @@ def test_searching_never_loads_jax():
     )
     assert (
         subprocess.run(
-            [sys.executable, "-c", code], check=False, cwd=Path(__file__).parent.parent
+            [sys.executable, "-c", code], check=False, cwd=Path(__file__).parents[2]
         ).returncode
         == 0
     )

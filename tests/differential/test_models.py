@@ -21,7 +21,7 @@ import pytest
 
 from capture.model.workload import Workload, WorkloadSpec, takes_key
 
-MODELS = Path(__file__).parent.parent / "models"
+MODELS = Path(__file__).parents[2] / "models"
 KEY = jax.random.key(0)
 
 #: Compiling takes most of the time of these tests; the numbers stay the same.

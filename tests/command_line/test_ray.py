@@ -26,7 +26,7 @@ from profiling_runs.jobs import Job, Setting
 from profiling_runs.pools.ray_pool import Demand, travelling
 from profiling_runs.pools.where import Where, setting_of
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 WORKLOAD = """
 from types import SimpleNamespace
