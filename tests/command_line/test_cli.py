@@ -404,7 +404,7 @@ def test_a_plan_by_hand_is_predicted_for_reports_and_differences(inside, capsys)
     )
     known = Plan.load("known.json").prediction
     assert [stage["predicted_peak_bytes"] for stage in json.loads(out)["stages"]] == [
-        stage["peak_bytes"] for stage in known["stages"]
+        stage.peak_bytes for stage in known.stages
     ]
     code, out, _ = run_here(capsys, "diff", "hand.json", "plan.json", *profiling)
     assert (
