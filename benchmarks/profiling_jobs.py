@@ -213,8 +213,7 @@ def overhead(count: int, ray: str | None) -> dict[str, Any]:
     return row
 
 
-# ---- through the command line, in processes that can be killed
-# -----------------------------------------------------------
+# ---- through the command line, in processes that can be killed -----------------------------------
 
 QUESTION = [
     "--cluster",
@@ -353,8 +352,7 @@ class Cluster:
         self._cluster.shutdown()
 
 
-# ---- many jobs
-# --------------------------------------------------------------------------------------------------
+# ---- many jobs -----------------------------------------------------------------------------------
 
 
 def queue(count: int) -> dict[str, Any]:

@@ -174,8 +174,7 @@ class Store:
                 "store-write",
             ) from error
 
-    # ---- measurements
-    # ----------------------------------------------------------------------------------------------
+    # ---- measurements ----------------------------------------------------------------------------
 
     def get(self, keys: Iterable[str]) -> dict[str, Any]:
         """The values of those keys that are there."""
@@ -209,8 +208,7 @@ class Store:
             (backend, part): seconds for backend, part, seconds in self._database.execute(query)
         }
 
-    # ---- jobs
-    # ----------------------------------------------------------------------------------------------
+    # ---- jobs ------------------------------------------------------------------------------------
 
     def enqueue(self, jobs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
         """Note jobs that are to be done, by key; what an owner that was killed left running waits
@@ -298,8 +296,7 @@ class Store:
                 f"UPDATE jobs SET {changes}, updated = {_NOW} WHERE key = ?", (*values, key)
             )
 
-    # ---- everything
-    # ----------------------------------------------------------------------------------------------
+    # ---- everything ------------------------------------------------------------------------------
 
     def rows(self, state: str | None = None, key_prefix: str = "") -> Iterator[Row]:
         """Jobs and measurements, ascending by key: those in a state, those whose key begins as

@@ -60,8 +60,7 @@ class AdditivePredictor(ComponentTables):
         self._params: dict[ParamSplit, np.ndarray] = {}
         self._memories: dict[tuple[StageChoice, int], StageMemory] = {}
 
-    # ---- stages
-    # ----------------------------------------------------------------------------------------------
+    # ---- stages ----------------------------------------------------------------------------------
 
     def memory(self, choice: StageChoice, microbatch_size: int) -> StageMemory:
         """The parts of every stage [first, stop) at once: int64 arrays (L, L + 1); nonsense where
@@ -249,8 +248,7 @@ class AdditivePredictor(ComponentTables):
             self.memory(choice, microbatch_size).summaries.any()
         )
 
-    # ---- plans
-    # ----------------------------------------------------------------------------------------------
+    # ---- plans -----------------------------------------------------------------------------------
 
     def predict(self, plan: Plan) -> Prediction:
         """Peaks of a plan with their parts and intervals.

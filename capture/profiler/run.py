@@ -107,8 +107,7 @@ class RunBackend:
             "program_version": PROGRAM_VERSION,
         }
 
-    # ---- the store
-    # ----------------------------------------------------------------------------------------------
+    # ---- the store -------------------------------------------------------------------------------
 
     def key(self, run: ProfilingRun) -> str:
         """Content hash of everything that can change the measurement."""
@@ -171,8 +170,7 @@ class RunBackend:
         start = time.perf_counter()
         return self.keep(run, self.execute(run), time.perf_counter() - start)
 
-    # ---- execution
-    # ----------------------------------------------------------------------------------------------
+    # ---- execution -------------------------------------------------------------------------------
 
     def execute(self, run: ProfilingRun) -> Executed:
         """Make a run here; a failure is reported, not raised."""

@@ -11,7 +11,8 @@ from typing import Any
 from capture.errors import CaptureError
 from capture.extras import install_command
 from capture.report.data import ReportFacts
-from capture.report.figures import Figure, figures
+from capture.report.figure import Figure
+from capture.report.figures import figures
 from capture.report.palette import INK
 from capture.report.words import HEADER, last_lines, paragraph, rows, title
 

@@ -13,7 +13,7 @@ from capture.plan.headroom import Headroom
 from capture.plan.sharding import Mode, OperatorCost, ShardingPlan
 from capture.quantities import format_bytes
 from capture.report.difference import Difference
-from capture.report.figures import Figure
+from capture.report.figure import Figure
 from capture.report.page import html_table, html_verdict, render
 from capture.report.palette import category_color, in_order
 from capture.report.units import bytes_unit, format_seconds, seconds_unit

@@ -208,8 +208,7 @@ class PipelinedStep:
         """The ledger of a step, without running it."""
         return replay(self.program, record_timeline=record_timeline)
 
-    # ---- state
-    # ----------------------------------------------------------------------------------------------
+    # ---- state -----------------------------------------------------------------------------------
 
     def init(self, key: jax.Array) -> PipelineState:
         """Fresh parameters and optimizer state from the workload's ``init``."""
@@ -303,8 +302,7 @@ class PipelinedStep:
             ]
         )
 
-    # ---- execution
-    # ----------------------------------------------------------------------------------------------
+    # ---- execution -------------------------------------------------------------------------------
 
     def __call__(
         self,

@@ -117,8 +117,7 @@ class PipelineBuilder:
         step.instructions += [*self._updates(), Free(tuple(step.reported))]
         return step
 
-    # ---- what another runtime does otherwise
-    # ----------------------------------------------------------------------------------------------
+    # ---- what another runtime does otherwise -----------------------------------------------------
 
     def order(self) -> Iterator[Instruction]:
         """The forward and backward passes, and when what they make is sent."""
@@ -141,8 +140,7 @@ class PipelineBuilder:
         """The stage that gets the gradient of a value from stage s."""
         return s - 1
 
-    # ---- passes
-    # ----------------------------------------------------------------------------------------------
+    # ---- passes ----------------------------------------------------------------------------------
 
     def run(self, task: Task, transfers: list[Instruction]) -> Iterator[Instruction]:
         """A pass; what is to be sent and freed after it is added to ``transfers``."""
@@ -257,8 +255,7 @@ class PipelineBuilder:
                 label = f"send gradient {v}.{m} from stage {s} to {t}"
                 transfers += [self._copy(source, target, label), Free((source,))]
 
-    # ---- updates
-    # ----------------------------------------------------------------------------------------------
+    # ---- updates ---------------------------------------------------------------------------------
 
     def _updates(self) -> Iterator[Instruction]:
         """Sum the gradients of shared parameters at their owner, update there, and send the new

@@ -496,8 +496,7 @@ def test_memory_does_not_bind_alpas_choice_for_the_papers_models(file):
     assert with_limit.status == "ok" and with_limit.step_seconds == without.step_seconds
 
 
-# ---- the profiling backend
-# ------------------------------------------------------------------------------------------
+# ---- the profiling backend -----------------------------------------------------------------------
 
 SPEC = WorkloadSpec.parse(
     f"{Path(__file__).parent / 'alpa_conformance' / 'own_model.py'}:model?num_layers=4"

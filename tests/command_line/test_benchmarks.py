@@ -243,8 +243,7 @@ def test_a_replica_traced_alone_holds_what_the_compiled_stage_does(tmp_path):
     ]
 
 
-# ---- the paper's evaluation
-# ----------------------------------------------------------------------------------------
+# ---- the paper's evaluation ----------------------------------------------------------------------
 
 
 def test_shares_of_errors_count_every_gpu_and_the_largest_of_a_plan():

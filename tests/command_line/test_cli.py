@@ -121,8 +121,7 @@ def inside(done, monkeypatch) -> Path:
     return done.directory
 
 
-# ---- the path of a user
-# --------------------------------------------------------------------------------------------
+# ---- the path of a user --------------------------------------------------------------------------
 
 
 def test_profile_says_what_it_measured(done):
@@ -413,8 +412,7 @@ def test_a_plan_by_hand_is_predicted_for_reports_and_differences(inside, capsys)
     )
 
 
-# ---- infeasible is a result
-# ----------------------------------------------------------------------------------------
+# ---- infeasible is a result ----------------------------------------------------------------------
 
 
 def run_here(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -551,8 +549,7 @@ def test_the_plain_answer_comes_before_anything_is_measured_for_a_change(
     assert "looking for the cheapest change that fits" in err
 
 
-# ---- bad input
-# --------------------------------------------------------------------------------------------------
+# ---- bad input -----------------------------------------------------------------------------------
 
 PLAN = ["plan", "tiny.py:model", "--profile", "profile.json"]
 
@@ -769,8 +766,7 @@ def test_an_unknown_verb_and_the_version(capsys):
     assert run_here(capsys, "--version")[:2] == (0, "capture 0.1.0\n")
 
 
-# ---- nothing is lost
-# -----------------------------------------------------------------------------------------------
+# ---- nothing is lost -----------------------------------------------------------------------------
 
 
 def rows(store: Path, of: str = "") -> dict[str, float]:
@@ -854,8 +850,7 @@ def test_a_worker_that_dies_is_an_error_with_what_to_do(inside, capsys, tmp_path
     assert err.endswith("[profile-worker]\n")
 
 
-# ---- options
-# --------------------------------------------------------------------------------------------------
+# ---- options -------------------------------------------------------------------------------------
 
 
 def test_the_store_is_in_the_cache_folder_unless_it_is_named(monkeypatch, tmp_path):

@@ -80,8 +80,7 @@ def inside(folder, monkeypatch) -> Path:
     return folder
 
 
-# ---- job files
-# --------------------------------------------------------------------------------------------------
+# ---- job files -----------------------------------------------------------------------------------
 
 
 def test_a_file_is_read_as_the_command_line_is(folder):
@@ -361,8 +360,7 @@ def test_a_terminated_profile_ends_in_order(inside):
     assert "done" in states and "running" not in states
 
 
-# ---- progress
-# --------------------------------------------------------------------------------------------------
+# ---- progress ------------------------------------------------------------------------------------
 
 
 def test_a_tally_knows_rate_and_time_left():
@@ -384,8 +382,7 @@ def test_events_without_a_file_are_none(tmp_path):
     assert json.loads((tmp_path / "events").read_text())["exit_code"] == 0
 
 
-# ---- the store
-# --------------------------------------------------------------------------------------------------
+# ---- the store -----------------------------------------------------------------------------------
 
 
 class Refusing:

@@ -39,8 +39,7 @@ from recommender import PlanQuestion, recommend
 ONE, TWO, SPLIT = StageChoice(), StageChoice(2, 1), StageChoice(1, 2)
 
 
-# ---- what to measure
-# -----------------------------------------------------------------------------------------------
+# ---- what to measure -----------------------------------------------------------------------------
 
 
 def test_windows_are_all_runs_of_one_to_n_plus_one_layers_and_shorter_at_smaller_sizes():
@@ -96,8 +95,7 @@ def test_choices_are_those_that_a_stage_of_the_cluster_may_have():
     assert pairs(Cluster((3,)), 3, any_divisor=True) == [(1, 1), (3, 1), (1, 3)]
 
 
-# ---- measuring
-# --------------------------------------------------------------------------------------------------
+# ---- measuring -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -228,8 +226,7 @@ def test_workers_stay_with_a_group_and_leave_no_job(groups, num_workers):
     assert waiting.take(None) is None and not any(left.values())
 
 
-# ---- the profile of a model
-# ----------------------------------------------------------------------------------------
+# ---- the profile of a model ----------------------------------------------------------------------
 
 
 def test_a_profile_in_this_process_measures_and_calibrates_by_another_seed():

@@ -64,8 +64,7 @@ QUESTION = [
 SPEC = WorkloadSpec("model.py", "model")
 
 
-# ---- without a cluster
-# -----------------------------------------------------------------------------------------------
+# ---- without a cluster ---------------------------------------------------------------------------
 
 
 def test_a_worker_that_compiles_needs_a_processor_and_memory():
@@ -107,8 +106,7 @@ def test_what_does_not_travel_is_refused(tmp_path, monkeypatch):
         assert error.value.codes == ("ray-workload",)
 
 
-# ---- on a cluster
-# --------------------------------------------------------------------------------------------------
+# ---- on a cluster --------------------------------------------------------------------------------
 
 
 def patiently(start_node, attempts: int = 3):

@@ -187,8 +187,7 @@ def test_the_document_has_what_scripts_rely_on():
     )
 
 
-# ---- limits and spaces
-# ---------------------------------------------------------------------------------------------
+# ---- limits and spaces ---------------------------------------------------------------------------
 
 
 def test_a_memory_limit_that_nothing_fits_is_a_result_with_a_reason():
@@ -310,8 +309,7 @@ def test_a_choice_that_does_not_split_the_microbatch_is_not_used():
     )
 
 
-# ---- what is refused
-# -----------------------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 def test_all_broken_rules_are_named_at_once():
@@ -439,8 +437,7 @@ def test_every_plan_that_may_be_written_has_its_prediction():
         assert len(plan.prediction.peak_bytes_per_device) == plan.cluster.num_devices == 4
 
 
-# ---- baselines
-# --------------------------------------------------------------------------------------------------
+# ---- baselines -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("weigh", ["flops", "params", "layers"])

@@ -103,8 +103,7 @@ def drawn(facts):
     return {figure.name: figure for figure in figures(facts)}
 
 
-# ---- facts
-# --------------------------------------------------------------------------------------------------
+# ---- facts ---------------------------------------------------------------------------------------
 
 
 def test_facts_are_those_of_the_plan(facts, plan, profile):
@@ -196,8 +195,7 @@ def test_thinned_memory_keeps_its_peak_its_order_and_its_end(samples, num_bucket
     assert len(thin) <= max(3 * num_buckets, 3)
 
 
-# ---- figures
-# --------------------------------------------------------------------------------------------------
+# ---- figures -------------------------------------------------------------------------------------
 
 
 def test_a_figure_is_drawn_only_where_there_are_facts(facts):
@@ -406,8 +404,7 @@ def test_a_front_without_points_is_not_drawn():
     assert "front" not in drawn(report_facts(plan))
 
 
-# ---- words
-# --------------------------------------------------------------------------------------------------
+# ---- words ---------------------------------------------------------------------------------------
 
 
 def run(arguments, capsys):
@@ -478,8 +475,7 @@ def test_the_paragraph_names_the_bottleneck_of_time(facts):
     assert f"which computes for {1 - min(waits):.0%} of the step" in paragraph(facts)
 
 
-# ---- the page
-# --------------------------------------------------------------------------------------------------
+# ---- the page ------------------------------------------------------------------------------------
 
 
 class References(HTMLParser):
@@ -587,8 +583,7 @@ def test_a_page_that_does_not_render_is_seen(facts, tmp_path):
     assert len(logged) == 1
 
 
-# ---- the command
-# --------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 
 @pytest.fixture

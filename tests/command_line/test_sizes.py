@@ -134,8 +134,7 @@ def between(made) -> int:
     return at(made, 24)[0].peak_bytes + 1000
 
 
-# ---- the searches
-# --------------------------------------------------------------------------------------------------
+# ---- the searches --------------------------------------------------------------------------------
 
 
 def test_the_line_is_low_beyond_the_jump_and_says_that_it_is_a_line(made):
@@ -243,8 +242,7 @@ def test_stages_that_were_compiled_for_one_plan_are_exact_in_others(made):
     assert not prediction.extrapolated and prediction.peak_bytes == pytest.approx(exact, rel=0.15)
 
 
-# ---- the command line
-# ----------------------------------------------------------------------------------------------
+# ---- the command line ----------------------------------------------------------------------------
 
 PLAN = ["plan", "jump.py:model", *BATCH, "--profile", "profile.json"]
 
@@ -340,8 +338,7 @@ def test_an_edited_model_is_not_compiled_into_an_old_profile(made, inside, capsy
     assert capsys.readouterr().err.endswith("[profile-other-model]\n")
 
 
-# ---- the line
-# --------------------------------------------------------------------------------------------------
+# ---- the line ------------------------------------------------------------------------------------
 
 
 class Bending(Planted):
@@ -420,8 +417,7 @@ def test_what_belongs_to_parameters_does_not_change_with_the_micro_batch():
         )
 
 
-# ---- held-out sizes
-# ------------------------------------------------------------------------------------------------
+# ---- held-out sizes ------------------------------------------------------------------------------
 
 
 def test_a_few_short_stages_of_all_choices_are_held_out():

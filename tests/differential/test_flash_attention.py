@@ -176,8 +176,7 @@ def test_heads_are_split_over_the_model_axis(zoo_attention):
     )
 
 
-# ---- custom_partitioning in general
-# ---------------------------------------------------------------------------------
+# ---- custom_partitioning in general --------------------------------------------------------------
 
 
 def partitioned(rule: str, **special: Any) -> Any:
@@ -367,8 +366,7 @@ def test_what_does_not_divide_is_whole():
     close(jax.jit(localized)(x), 2 * x.sum(-1))
 
 
-# ---- targets
-# --------------------------------------------------------------------------------------------------
+# ---- targets -------------------------------------------------------------------------------------
 
 SCRIPT = """
 import json, sys

@@ -289,8 +289,7 @@ def test_steps_of_training_are_the_same():
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
-# ---- collectives
-# --------------------------------------------------------------------------------------------------
+# ---- collectives ---------------------------------------------------------------------------------
 
 
 def chain() -> Workload:
@@ -374,8 +373,7 @@ def gathered(sharded: Sharded, loss_fn, has_aux: bool = False) -> dict[int, int]
     return {c.nbytes: c.count for c in work_of_module(module).collectives if c.kind == "all-gather"}
 
 
-# ---- where arrays lie
-# ----------------------------------------------------------------------------------------------
+# ---- where arrays lie ----------------------------------------------------------------------------
 
 
 def test_shardings_of_parameters_and_of_the_optimizer():
@@ -418,8 +416,7 @@ def test_a_leaf_of_which_a_part_is_sharded_is_two():
     assert jax.tree.structure(whole) == jax.tree.structure(params)
 
 
-# ---- from a task
-# --------------------------------------------------------------------------------------------------
+# ---- from a task ---------------------------------------------------------------------------------
 
 
 def test_from_a_task_to_shardings(tmp_path):

@@ -283,8 +283,7 @@ def test_the_callers_parameters_survive():
     assert max_relative_error(params, before) == 0
 
 
-# ---- refusals
-# --------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -159,8 +159,7 @@ def test_more_memory_means_fewer_waits():
     )  # the state of the step before; its optimizer has none
 
 
-# ---- on devices
-# --------------------------------------------------------------------------------------------------
+# ---- on devices ----------------------------------------------------------------------------------
 
 WIDTH, MICROBATCH_SIZE, NUM_MICROBATCHES = 256, 512, 12
 

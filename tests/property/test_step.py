@@ -30,8 +30,7 @@ def steps(draw) -> tuple[list[StageInterface], Schedule]:
     return stages, make_schedule(draw(schedules), len(stages), draw(microbatches))
 
 
-# ---- the count
-# --------------------------------------------------------------------------------------------------
+# ---- the count -----------------------------------------------------------------------------------
 
 
 class StageBytes:
@@ -142,8 +141,7 @@ def test_the_closed_form_over_occupancies_equals_the_replay_byte_for_byte(step):
     assert replayed_peaks(stages, schedule) == expected
 
 
-# ---- the rules of the list
-# -----------------------------------------------------------------------------------------
+# ---- the rules of the list -----------------------------------------------------------------------
 
 
 def check_lifetimes(program: Step) -> None:
@@ -295,8 +293,7 @@ def test_1f1b_never_needs_more_than_gpipe_but_for_what_waits(stages, num_microba
         )  # an input may wait, and another arrive while gradients leave
 
 
-# ---- by hand
-# --------------------------------------------------------------------------------------------------
+# ---- by hand -------------------------------------------------------------------------------------
 
 NOTHING = StageCost(0, 0, 0, 0, 0, (), (), ())
 

@@ -80,8 +80,7 @@ def simulated(
     return simulate_step(program, Seconds(stage_seconds(program, times), transfer), **options)
 
 
-# ---- the longest path over the table, without slots, streams or instructions
-# ---------------------------------------
+# ---- the longest path over the table, without slots, streams or instructions ---------------------
 
 
 def longest_path(
@@ -143,8 +142,7 @@ def test_a_step_takes_its_longest_path(pipeline):
     assert timeline(name, num_microbatches, forward, backward, links=links).step_seconds == expected
 
 
-# ---- closed forms: S stages, M micro-batches, f and b seconds, p = f + b
-# -------------------------------------------
+# ---- closed forms: S stages, M micro-batches, f and b seconds, p = f + b -------------------------
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -287,8 +285,7 @@ def test_updates_wait_for_the_summaries_of_all_stages():
     assert step.step_seconds == 13
 
 
-# ---- memory
-# --------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -391,8 +388,7 @@ def test_one_device_stands_for_all_of_a_stage():
             simulated(program, *rest, capacity_bytes=limited)
 
 
-# ---- transfers, traces, refusals
-# -----------------------------------------------------------------------------------
+# ---- transfers, traces, refusals -----------------------------------------------------------------
 
 
 def test_a_transfer_is_as_long_as_the_larger_part_of_both_sides():

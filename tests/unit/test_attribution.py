@@ -119,8 +119,7 @@ def test_a_function_that_jax_keeps_traced_has_the_line_of_its_call():
     )
 
 
-# ---- the compiler's dump
-# ---------------------------------------------------------------------------------------------
+# ---- the compiler's dump -------------------------------------------------------------------------
 
 ASSIGNMENT = """BufferAssignment:
 allocation 0: size 400, parameter 0, shape |f32[100]| at ShapeIndex {}, maybe-live-out:

@@ -118,8 +118,7 @@ def test_a_count_that_does_not_divide_the_batch_is_refused():
         )
 
 
-# ---- sizes that were not profiled
-# ----------------------------------------------------------------------------------
+# ---- sizes that were not profiled ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("truth", [0, 1, 2, 3, 7, 8, 9, 30, 31])

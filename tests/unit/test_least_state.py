@@ -124,8 +124,7 @@ def test_the_answer_says_what_is_needed_and_is_a_document():
     assert beyond_memory(few).why.code == "too-few-layers"
 
 
-# ---- changes
-# --------------------------------------------------------------------------------------------------
+# ---- changes -------------------------------------------------------------------------------------
 
 
 class Measured:

@@ -198,8 +198,7 @@ def test_the_document_names_its_units_and_what_follows_from_the_fields():
     }
 
 
-# ---- broken rules
-# --------------------------------------------------------------------------------------------------
+# ---- broken rules --------------------------------------------------------------------------------
 
 
 def test_all_violations_are_reported_at_once():
@@ -314,8 +313,7 @@ def test_a_changed_copy_is_validated_again():
     )
 
 
-# ---- files
-# --------------------------------------------------------------------------------------------------
+# ---- files ---------------------------------------------------------------------------------------
 
 
 def test_a_plan_finds_its_workload_from_another_directory(tmp_path, monkeypatch):

@@ -57,8 +57,7 @@ def stages(num_layers: int):
     ]
 
 
-# ---- planted statistics
-# --------------------------------------------------------------------------------------------
+# ---- planted statistics --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -289,8 +288,7 @@ def test_a_negative_sum_is_no_memory_but_zero():
     assert memory.backward[0, 1] == planted.components(StageConfig(0, 1, ONE, 16))[2]
 
 
-# ---- windows, anchors, drift
-# ---------------------------------------------------------------------------------------
+# ---- windows, anchors, drift ---------------------------------------------------------------------
 
 
 def windows_of(value, lengths, num_layers):
@@ -441,8 +439,7 @@ def test_more_neighbours_err_less_on_memory_that_is_not_additive():
     assert errors[0] > 0 and errors[2] == 0 and errors == sorted(errors, reverse=True)
 
 
-# ---- the regressions
-# -----------------------------------------------------------------------------------------------
+# ---- the regressions -----------------------------------------------------------------------------
 
 
 def test_inverse_misses_by_half_a_percent_and_the_logarithm_by_half():
@@ -553,8 +550,7 @@ def test_extrapolation_is_exact_on_a_plus_b_over_k_with_a_wider_interval():
     assert at_24.extrapolated and at_24.interval_bytes[0] < 0.83 * at_24.peak_bytes
 
 
-# ---- a prediction
-# --------------------------------------------------------------------------------------------------
+# ---- a prediction --------------------------------------------------------------------------------
 
 
 def test_devices_take_their_stages_bytes_in_node_major_order():
@@ -619,8 +615,7 @@ def test_a_plan_of_another_model_is_refused():
     assert predictor.predict(make_plan([4], [ONE]).with_(model_hash="hash16")).peak_bytes > 0
 
 
-# ---- the paper's predictor
-# -----------------------------------------------------------------------------------------
+# ---- the paper's predictor -----------------------------------------------------------------------
 
 
 def statistics(values: dict, num_layers: int = 4) -> PaperStatistics:

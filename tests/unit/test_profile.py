@@ -129,8 +129,7 @@ def test_missing_and_corrupt_files_are_refused(tmp_path):
         )
 
 
-# ---- other micro-batch sizes
-# ---------------------------------------------------------------------------------------
+# ---- other micro-batch sizes ---------------------------------------------------------------------
 
 
 @given(layer_graphs(), st.integers(1, 5))
@@ -157,8 +156,7 @@ def test_the_graph_at_a_profiled_size_carries_the_hash_of_that_size():
     assert profile.graph_at(12).model_hash == ""
 
 
-# ---- the interval
-# --------------------------------------------------------------------------------------------------
+# ---- the interval --------------------------------------------------------------------------------
 
 
 def calibration(

@@ -101,8 +101,7 @@ def test_profiles_of_other_targets_alone_are_refused():
         recommend([of_target(profile(), "h100")], PlanQuestion(Cluster((2,)), **BATCH))
 
 
-# ---- what is missing
-# -------------------------------------------------------------------------------------------------
+# ---- what is missing -----------------------------------------------------------------------------
 
 
 def without(profile: Profile, choice: StageChoice, length: int) -> tuple[Profile, tuple[str, ...]]:

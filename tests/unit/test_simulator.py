@@ -62,8 +62,7 @@ def works(draw) -> list[Work]:
     return work
 
 
-# ---- times
-# --------------------------------------------------------------------------------------------------
+# ---- times ---------------------------------------------------------------------------------------
 
 
 def longest_path(work: list[Work]) -> float:
@@ -156,8 +155,7 @@ def test_nothing_takes_no_time():
     assert simulate([]).seconds == 0
 
 
-# ---- memory
-# --------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 def live_between(simulation: Simulation, device, begin: float, end: float) -> int:
@@ -294,8 +292,7 @@ def test_memories_of_one_buffer():
     assert {device: one.peak.peak_bytes for device, one in use.items()} == {0: 3, 1: 3, "host": 3}
 
 
-# ---- limited memory
-# ------------------------------------------------------------------------------------------------
+# ---- limited memory ------------------------------------------------------------------------------
 
 
 @given(works(), st.integers(0, 20))
@@ -391,8 +388,7 @@ def test_what_never_fits_is_refused():
         simulate(work, capacity_bytes={1: 2_999})
 
 
-# ---- what is refused
-# -----------------------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 def test_every_broken_rule_is_named():
@@ -437,8 +433,7 @@ def test_a_free_that_does_not_wait_for_its_buffer_is_refused():
     assert simulate([*work[:2], replace(work[2], after=(1,))]).memory[0].final_bytes == 0
 
 
-# ---- the trace
-# --------------------------------------------------------------------------------------------------
+# ---- the trace -----------------------------------------------------------------------------------
 
 
 @given(works())

@@ -69,8 +69,7 @@ class Sharded:
         self._traced, self._struct = traced, traced.params_struct
         self._leaves = place_leaves(plan, self.mesh, traced)
 
-    # ---- shardings
-    # ----------------------------------------------------------------------------------------------
+    # ---- shardings -------------------------------------------------------------------------------
 
     @property
     def replicated(self) -> tuple[str, ...]:
@@ -168,8 +167,7 @@ class Sharded:
             "osdp-params",
         )
 
-    # ---- the step
-    # ----------------------------------------------------------------------------------------------
+    # ---- the step --------------------------------------------------------------------------------
 
     def transform(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
         """A loss with the plan's all-gathers; call it, and differentiate it, inside ``jax.jit``.

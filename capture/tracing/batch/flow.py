@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from jax.extend import core as jex_core
 
-from capture.tracing.batch.rules import RULES, Step, grown_dims
+from capture.tracing.batch.equation import Step, grown_dims
+from capture.tracing.batch.rules import RULES
 from capture.tracing.batch.states import SAME, Kind, State, broken, constant_state, linear, unknown
 from capture.tracing.jaxprs import (
     CALLS,
