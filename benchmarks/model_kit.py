@@ -285,7 +285,8 @@ class Predicted:
             f"micro-batches: predicted {self.predicted:,} "
             f"(at most {self.high:,}) at {self.predicted_instant}, needs {self.truth:,} at "
             f"{self.truth_instant!r}, {self.error:+.1%}; "
-            f"{'fresh' if self.fresh else 'compiled before'}{', extrapolated' if self.extrapolated else ''}; "
+            f"{'fresh' if self.fresh else 'compiled before'}"
+            f"{', extrapolated' if self.extrapolated else ''}; "
             f"cause: {self.cause}"
         )
 

@@ -51,13 +51,13 @@ class Answer(Generic[P, S]):
 
     @property
     def prediction(self) -> Prediction | None:
-        """Of a plan of stages."""
+        """What is answered of a plan of stages."""
         return self.plan.prediction if isinstance(self.plan, Plan) else None
 
     @property
     def peak_bytes(self) -> int:
-        """Of the device that needs most: the compiler's if the plan is compiled, else predicted; 0
-        without a plan."""
+        """Peak of the device that needs most: the compiler's if the plan is compiled, else
+        predicted; 0 without a plan."""
         return 0 if self.plan is None else self.plan.known_peak_bytes
 
     @property

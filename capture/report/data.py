@@ -118,8 +118,8 @@ class ReportFacts:
     Attributes:
         plan: Reported.
         stages: In pipeline order.
-        headroom: Of the verified peaks if there are any, else of the predicted; None where nobody
-            says how much memory there is.
+        headroom: What the verified peaks leave, or, if there are none, the predicted; None where
+            nobody says how much memory there is.
         coverage: Calibrated probability of the predicted intervals; None if they were not
             calibrated.
         source: Backend, target and versions of the measurements, as the prediction has them.
@@ -197,7 +197,8 @@ def report_facts(
 
     Args:
         plan: With its prediction.
-        profile: Of the plan's model and target: for times, and for memory over time.
+        profile: Measurements of the plan's model on its target: for times, and for memory over
+            time.
         memory_limit_bytes: Per device; None takes what the target's devices can use.
 
     Raises:
@@ -366,7 +367,7 @@ def envelope(samples: Sequence[tuple[float, int]], num_buckets: int) -> list[tup
 
     Args:
         samples: (seconds, bytes) in the order of time.
-        num_buckets: Of equal length.
+        num_buckets: Number of buckets, of equal length.
 
     Returns:
         The samples themselves where they are few enough.

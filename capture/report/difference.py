@@ -46,7 +46,8 @@ class DeviceGroup:
 
     Attributes:
         devices: First and last id.
-        stages: Of the first and the second plan; None where a plan has no such device.
+        stages: Stage that they serve in the first and in the second plan; None where a plan has no
+            such device.
         peak_bytes: Per device, by the best that is known of each plan.
     """
 
@@ -144,7 +145,8 @@ def describe_value(name: str, value: Any) -> str:
     if isinstance(value, Mapping):
         stage = Stage.from_json(value)
         degrees = f"dp {stage.choice.data_parallel} x tp {stage.choice.tensor_parallel}"
-        return f"layers {_layers((stage.first, stage.stop - 1))} on devices {_ids(stage.devices)}, {degrees}"
+        layers = _layers((stage.first, stage.stop - 1))
+        return f"layers {layers} on devices {_ids(stage.devices)}, {degrees}"
     if isinstance(value, list):
         return _layers(value) if name.endswith(".layers") else _ids(value)
     if isinstance(value, bool):
@@ -213,5 +215,6 @@ def _totals(facts: ReportFacts) -> dict[str, str]:
         "verdict": "-" if room is None else room.verdict,
         "step time (simulated)": "-" if step is None else format_seconds(step),
         "examples/s": "-" if step is None else f"{facts.plan.global_batch_size / step:.3g}",
-        "stages wait": f"{facts.mean_waits:.0%}{'' if facts.schedule.clock == 'seconds' else ' (unit times)'}",
+        "stages wait": f"{facts.mean_waits:.0%}"
+        + ("" if facts.schedule.clock == "seconds" else " (unit times)"),
     }

@@ -592,7 +592,8 @@ def test_what_is_refused(tmp_path):
         (
             False,
             (0.0, jnp.zeros(3)),
-            r"the loss returns 2 arrays of shapes \(\), \(3,\); .* pass has_aux=True to transform\. \[osdp-loss\]",
+            r"the loss returns 2 arrays of shapes \(\), \(3,\); .* pass has_aux=True to "
+            r"transform\. \[osdp-loss\]",
         ),
         (
             True,
@@ -602,7 +603,8 @@ def test_what_is_refused(tmp_path):
         (
             True,
             0.0,
-            r"has_aux=True, but the loss returns 1 array of shape \(\); return \(loss, aux\)\. \[osdp-loss\]",
+            r"has_aux=True, but the loss returns 1 array of shape \(\); return \(loss, aux\)\. "
+            r"\[osdp-loss\]",
         ),
     ):
         with pytest.raises(WorkloadError, match=message):
