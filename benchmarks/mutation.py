@@ -48,13 +48,15 @@ STEP = "tests/unit/test_ledger.py tests/property/test_step.py"
 PREDICTOR = "tests/unit/test_predictor.py capture/predictor"
 SEARCH = "tests/differential/test_search.py -k 'not loads_jax and not random_plans'"
 TIMED = (
-    "tests/differential/test_throughput.py -k 'not front and not sampled and not (brute_force and not (0] or "
+    "tests/differential/test_throughput.py -k 'not front and not sampled and not (brute_force and "
+    "not (0] or "
     "5]))'"
 )
 #: Of each module, the arguments of pytest: seconds, not minutes.
 PARTS = {
     "capture/predictor/formula.py": (
-        "tests/property/test_step.py tests/unit/test_predictor.py -k 'formula or parts or statistics or "
+        "tests/property/test_step.py tests/unit/test_predictor.py -k 'formula or parts or "
+        "statistics or "
         "prediction'"
     ),
     "capture/predictor/additive.py": PREDICTOR,

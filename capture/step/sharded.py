@@ -22,8 +22,9 @@ The peak of the replay is
                      + the larger of  what the tail needs,  what the product needs + gradient of i
 
 (forwards without gradients, unless the operator is rematerialised; and at the end all gradients are
-there): ``peak_bytes``, equal to the byte (``tests/property/test_osdp_step.py``). With memory on the chip it
-is a lower bound: that holds arrays while operators run, and between them the replay counts all.
+there): ``peak_bytes``, equal to the byte (``tests/property/test_osdp_step.py``). With memory on the
+chip it is a lower bound: that holds arrays while operators run, and between them the replay counts
+all.
 """
 
 from __future__ import annotations

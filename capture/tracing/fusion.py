@@ -1,5 +1,5 @@
-"""What a compiler fuses around the products of a jaxpr: which values it keeps for the backward pass in
-place of those that ``jax.vjp`` saves, and what comes and goes beside them.
+"""What a compiler fuses around the products of a jaxpr: which values it keeps for the backward pass
+in place of those that ``jax.vjp`` saves, and what comes and goes beside them.
 
 Known by kinds of primitives, not by asking the compiler: an estimate, which searches need for every
 operator at once, and which compiling the whole step then checks.

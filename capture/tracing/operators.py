@@ -292,8 +292,9 @@ def _differentiated(
     products do, and then of its own.
 
     What is saved is read off ``jax.vjp`` itself, traced with abstract values, and not modelled: its
-    leaves are outputs of the jaxpr. What a compiler then keeps in their place is ``fusion.kept``. Layers
-    come last first, because a value that only products read later is saved in their data type.
+    leaves are outputs of the jaxpr. What a compiler then keeps in their place is ``fusion.kept``.
+    Layers come last first, because a value that only products read later is saved in their data
+    type.
     """
     graph = traced.graph
     params, inputs = (
