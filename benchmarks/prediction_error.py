@@ -25,6 +25,7 @@ import json
 import os
 import platform
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
@@ -102,6 +103,7 @@ def main() -> int:
     parser.add_argument("--default-only", action="store_true", help="without the paper's mode and its profiling runs")
     parser.add_argument("--fresh", type=int, help="with --default-only: stop at so many predictions that count, instead of --plans")
     parser.add_argument("--most-plans", type=int, default=1000, help="with --fresh (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, help="with --default-only: compile no plan's stages after so long; a row has those before")
     parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="ask nothing: the rows of recorded runs as one document")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--remat", default="none")
@@ -113,7 +115,7 @@ def main() -> int:
     if options.merge:
         rows = [row for path in options.merge for row in json.loads(path.read_text())["rows"]]
     elif options.default_only:
-        CaptureError.check(environment.prepare(num_devices=1))
+        CaptureError.check(environment.prepare(num_devices=16))
         rows = [default_only(name, cluster, options) for name in options.families for cluster in clusters_of(name, options)]
     else:
         rows = [evaluate(family, cluster, options) for family in options.families for cluster in options.clusters]
@@ -159,6 +161,7 @@ def default_only(family: str, cluster_text: str, options: argparse.Namespace) ->
     from profiling_runs.profile import open_measurements, plan_of, profile, stage_config
     from profiling_runs.where import Where
 
+    began = time.monotonic()
     asked = (FAMILIES | ELSEWHERE)[family]
     target = asked.target or options.target
     spec, cluster = WorkloadSpec.parse(asked.workload_on(target)), Cluster.parse(cluster_text, target=target)
@@ -206,7 +209,17 @@ def default_only(family: str, cluster_text: str, options: argparse.Namespace) ->
             num_fresh += sum(
                 len(stage.devices) for stage in plan.stages if measurements.key(stage_config(stage, plan.microbatch_size)) not in known
             )
-    measurements.require({"plans": [stage_config(s, plan.microbatch_size) for plan in wanted_plans.values() for s in plan.stages]})
+    if options.seconds is None:
+        measurements.require({"plans": [stage_config(s, plan.microbatch_size) for plan in wanted_plans.values() for s in plan.stages]})
+    else:  # in the order of drawing, so that what is left out was not chosen by what it needs
+        compiled: dict[tuple[int, str], Plan] = {}
+        for key, plan in wanted_plans.items():
+            if time.monotonic() - began > options.seconds:
+                break
+            measurements.require({"plans": [stage_config(s, plan.microbatch_size) for s in plan.stages]})
+            compiled[key] = plan
+            print(f"{family} {cluster_text}: plan {key[0] + 1} of {num_plans}", file=sys.stderr, flush=True)
+        wanted_plans, num_plans = compiled, len({i for i, _ in compiled})
     predictor, seen, stages_seen = AdditivePredictor(result), [], set()
     for key, plan in wanted_plans.items():
         configs = [stage_config(stage, plan.microbatch_size) for stage in plan.stages]
