@@ -37,12 +37,18 @@ from capture.cli.output import table
 
 @dataclass(frozen=True)
 class Family:
-    """A model of Table I with its batch."""
+    """A model of Table I with its batch.
+
+    Attributes:
+        dtype: What an accelerator computes in.
+        shard_params: Whether stages may split their parameters over replicas.
+    """
 
     workload: str
     global_batch: int
     microbatches: int
     dtype: str = "float32"
+    shard_params: bool = False
 
     def workload_on(self, target: str) -> str:
         """The workload's name on a target."""
@@ -57,7 +63,11 @@ FAMILIES = {
     "gpt": Family("models/gpt.py:gpt?size=2.6B", 1024, 64, "bfloat16"),
     "moe": Family("models/moe.py:moe?size=2.4B", 1024, 32, "bfloat16"),
     "wide_resnet": Family("models/wide_resnet.py:wide_resnet?size=1B", 768, 24),
+    "sharded_params": Family("models/gpt.py:gpt?size=125M", 128, 8, shard_params=True),
+    "vgg": Family("tests/kit/images.py:vgg?channels=64&levels=4&hidden=1024&size=64", 256, 8),
 }
+#: Those of Table I.
+OF_TABLE_1 = ("gpt", "moe", "wide_resnet")
 
 
 def wanted(target: str) -> dict[str, float]:
@@ -76,13 +86,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--families", nargs="+", choices=tuple(FAMILIES), default=tuple(FAMILIES))
+    parser.add_argument("--families", nargs="+", choices=tuple(FAMILIES), default=OF_TABLE_1)
     parser.add_argument("--clusters", nargs="+", default=("2x4", "4x4"), metavar="NxG")
     parser.add_argument(
         "--target", default="cpu", help="what is compiled for (default: %(default)s)"
     )
     parser.add_argument(
         "--plans", type=int, default=200, help="per family and cluster (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--default-only", action="store_true", help="without the paper's mode and its profiling runs"
+    )
+    parser.add_argument(
+        "--merge",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="ask nothing: the rows of recorded runs as one document",
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--remat", default="none")
@@ -91,11 +111,14 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print the document on standard output")
     parser.add_argument("-o", "--output", type=Path, help="write the document here")
     options = parser.parse_args()
-    rows = [
-        evaluate(family, cluster, options)
-        for family in options.families
-        for cluster in options.clusters
-    ]
+    if options.merge:
+        rows = [row for path in options.merge for row in json.loads(path.read_text())["rows"]]
+    else:
+        rows = [
+            evaluate(family, cluster, options)
+            for family in options.families
+            for cluster in options.clusters
+        ]
     document = {
         "benchmark": "prediction_error",
         "date": date.today().isoformat(),
@@ -129,6 +152,7 @@ def evaluate(family: str, cluster: str, options: argparse.Namespace) -> dict[str
     ]
     arguments += ["--plans", str(options.plans), "--seed", str(options.seed)]
     arguments += ["--remat", options.remat, "--workers", str(options.workers), "--json"]
+    arguments += ["--default-only"] * options.default_only + ["--shard-params"] * asked.shard_params
     arguments += ["--store", str(options.store)] if options.store else []
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -141,7 +165,7 @@ def evaluate(family: str, cluster: str, options: argparse.Namespace) -> dict[str
 def as_text(document: dict[str, Any]) -> str:
     rows = []
     for row in document["rows"]:
-        for mode in ("default", "paper"):
+        for mode in [mode for mode in ("default", "paper") if mode in row]:
             s = row[mode]
             shares = [f"{s[f'within_{p}pct']:.1%}" for p in (2, 5, 11)]
             coverage = s["interval_coverage_fraction"]

@@ -44,6 +44,7 @@ class EvaluationQuestion:
         num_plans: Drawn.
         seed: What the plans are drawn with.
         memory_limit_bytes: Draw only plans that are predicted to fit this, per device.
+        paper: Whether the paper's mode predicts them too, from profiling runs of its own.
     """
 
     profile: ProfileQuestion
@@ -52,6 +53,7 @@ class EvaluationQuestion:
     num_plans: int = 200
     seed: int = 0
     memory_limit_bytes: int | None = None
+    paper: bool = True
 
     @property
     def global_batch_size(self) -> int:
@@ -65,7 +67,8 @@ class Evaluation:
     Attributes:
         question: That this answers.
         profile: That predictions were made from.
-        default, paper: Per plan and device, in the default mode and in the paper's.
+        default, paper: Per plan and device, in the default mode and in the paper's, which predicts
+            nothing (NaN) where it was not asked.
         num_failed_stages: Stages that did not compile; their plans are left out.
     """
 
@@ -80,7 +83,7 @@ class Evaluation:
         factors = profile.calibration and list(
             profile.calibration.widest(profile.choices, profile.graph.num_layers)
         )
-        return {
+        document = {
             "workload": str(asked.profile.workload),
             "cluster": str(asked.profile.cluster),
             "target": asked.profile.cluster.target,
@@ -111,6 +114,7 @@ class Evaluation:
             "num_failed_stages": self.num_failed_stages,
             "provenance": dict(profile.provenance),
         }
+        return document if asked.paper else _without_paper(document)
 
     @property
     def predictions(self) -> list[dict[str, Any]]:
@@ -144,7 +148,7 @@ def evaluate(question: EvaluationQuestion, measurements: Measurements) -> Evalua
         schedule: PaperPredictor(
             paper_profile(replace(asked, paper=(schedule, question.num_microbatches)), measurements)
         )
-        for schedule in question.schedules
+        for schedule in (question.schedules if question.paper else ())
     }
     known_to_paper = {measurements.key(config) for config in measurements.costs}
     drawn = (
@@ -182,7 +186,7 @@ def evaluate(question: EvaluationQuestion, measurements: Measurements) -> Evalua
             continue
         truth = _truth(plan, result, [measurements.costs[c] for c in configs], measurements)
         predicted = predictor.predict(plan)
-        by_paper = _by_paper(papers[plan.schedule], plan)
+        by_paper = _by_paper(papers.get(plan.schedule), plan)
         for s, (stage, config) in enumerate(zip(plan.stages, configs, strict=True)):
             seen = measurements.key(config)
             for d in stage.devices:
@@ -208,9 +212,19 @@ def _truth(
     return tuple(replay(program).peak_bytes_per_device)
 
 
-def _by_paper(predictor: PaperPredictor, plan: Plan) -> list[float]:
+def _without_paper(document: dict[str, Any]) -> dict[str, Any]:
+    """The document of an evaluation that did not ask the paper's mode."""
+    of_paper = ("paper", "default_where_paper_predicts")
+    left = {name: value for name, value in document.items() if name not in of_paper}
+    by_schedule = {s: {"default": m["default"]} for s, m in document["by_schedule"].items()}
+    return {**left, "by_schedule": by_schedule}
+
+
+def _by_paper(predictor: PaperPredictor | None, plan: Plan) -> list[float]:
     """Peaks per stage; NaN for data and tensor parallelism together, which is not in the paper's
     space."""
+    if predictor is None:
+        return [np.nan] * plan.num_stages
     found = []
     for stage in plan.stages:
         try:

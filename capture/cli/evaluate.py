@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         replace(shared.SCHEDULE, default="both", choices=(*SCHEDULES, "both")),
         shared.REMAT,
         shared.SHARD_OPTIMIZER,
+        shared.SHARD_PARAMS,
         shared.TENSOR_PARALLEL_RULE,
         *shared.STORE,
         *shared.PROFILING,
@@ -47,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "draw only plans that are predicted to fit this limit per device, such as 40GB",
             metavar="SIZE",
         ),
+        Option("default_only", "without the paper's mode and its profiling runs", False),
         Option("seed", "of the plans (default: %(default)s)", 0, int, metavar="S"),
         shared.output(None, "also write every prediction, as JSON"),
     )
@@ -63,6 +65,7 @@ def main(options: argparse.Namespace) -> int:
         options.plans,
         options.seed,
         asked.read_limit(vars(options)),
+        not options.default_only,
     )
     found = evaluate(question, asked.open_measurements(options, of_profile))
     document = {**found.to_json(), "workload": options.workload}
@@ -74,15 +77,17 @@ def main(options: argparse.Namespace) -> int:
 
 def as_text(document: dict[str, Any]) -> str:
     """Both modes side by side; the paper's, which does not know schedules, also per schedule."""
-    default, paper = document["default"], document["paper"]
+    default = document["default"]
     skipped = default["num_compiled_before"]
     rows = [
         ("default, not compiled before", default),
         ("default, all devices", default["all_devices"]),
     ]
-    rows.append(("default, where the paper predicts", document["default_where_paper_predicts"]))
-    rows += [("paper, not compiled before", paper), ("paper, all devices", paper["all_devices"])]
-    if len(document["by_schedule"]) > 1:
+    if paper := document.get("paper"):
+        rows.append(("default, where the paper predicts", document["default_where_paper_predicts"]))
+        rows.append(("paper, not compiled before", paper))
+        rows.append(("paper, all devices", paper["all_devices"]))
+    if paper and len(document["by_schedule"]) > 1:
         rows += [
             (f"paper, {schedule}", modes["paper"])
             for schedule, modes in document["by_schedule"].items()
