@@ -64,6 +64,8 @@ PARTS = {
     "capture/predictor/statistics.py": PREDICTOR,
     "capture/predictor/fit.py": PREDICTOR,
     "capture/step/program.py": STEP,
+    "capture/step/pipeline.py": STEP,
+    "capture/alpa/step.py": STEP,
     "capture/step/ledger.py": STEP,
     "capture/plan/schedule.py": "tests/unit/test_schedule.py tests/property/test_step.py",
     "capture/runtime/meter.py": (
