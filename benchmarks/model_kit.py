@@ -510,6 +510,89 @@ def summary(rows: Sequence[Predicted]) -> dict[str, Any]:
     }
 
 
+def pooled(summaries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The summary of several models from theirs: equal to ``summary`` of all their rows where every
+    fresh one has a claimed coverage."""
+    found = [s for s in summaries if s["num_predictions"]]
+    causes: Counter[str] = Counter()
+    for s in found:
+        causes.update(s["causes_beyond"])
+
+    def mean(name: str, weight: str) -> float | None:
+        weights = [(s[name], s[weight]) for s in found if s[name] is not None]
+        return (
+            sum(value * n for value, n in weights) / sum(n for _, n in weights) if weights else None
+        )
+
+    return {
+        **{
+            f"num_{what}": sum(s[f"num_{what}"] for s in found)
+            for what in ("predictions", "fresh", "beyond", "fresh_beyond")
+        },
+        **{
+            f"worst_{what}_fraction": max(
+                (s[f"worst_{what}_fraction"] for s in found), default=None
+            )
+            for what in ("low", "high", "beyond")
+        },
+        "mean_abs_error_fraction": mean("mean_abs_error_fraction", "num_predictions"),
+        **{
+            f"{what}_fraction": mean(f"{what}_fraction", "num_fresh")
+            for what in ("fresh_mean_abs_error", "coverage_claimed", "coverage_seen")
+        },
+        "causes_beyond": dict(causes),
+    }
+
+
+def merged(paths: Sequence[Path]) -> dict[str, Any]:
+    """Recorded runs as one document. Where two of one seed asked about a model, the one with more
+    plans counts: it holds the other.
+
+    Raises:
+        ValueError: two of one seed have equally many predictions of a model, but not the same.
+    """
+    documents = [json.loads(path.read_text()) for path in paths]
+    largest: dict[tuple[str, int], tuple[Mapping[str, Any], int]] = {}
+    for i, document in enumerate(documents):
+        for name, found in document["models"].items():
+            other, _ = largest.setdefault((name, document["seed"]), (found, i))
+            if other["num_predictions"] == found["num_predictions"] and other != found:
+                raise ValueError(
+                    f"{name} of seed {document['seed']}: {paths[i]} and an earlier file differ "
+                    "over the same number of predictions."
+                )
+            if other["num_predictions"] < found["num_predictions"]:
+                largest[name, document["seed"]] = found, i
+
+    def kept(key: str) -> list[Any]:
+        every = (
+            (document["seed"], i, row)
+            for i, document in enumerate(documents)
+            for row in document[key]
+        )
+        return [
+            row
+            for seed, i, row in every
+            if largest.get((row["question"]["model"], seed), (None, i))[1] == i
+        ]
+
+    models = {
+        name: pooled(found for (other, _), (found, _) in largest.items() if other == name)
+        for name in KIT
+    }
+    models = {name: found for name, found in models.items() if found["num_predictions"]}
+    steps = {name: found for document in documents for name, found in document["steps"].items()}
+    rest = {"crashes": kept("crashes"), "beyond": kept("beyond"), "steps": steps}
+    seeds = sorted({document["seed"] for document in documents})
+    return {
+        **documents[-1],
+        "seed": seeds if len(seeds) > 1 else seeds[0],
+        "total": pooled(models.values()),
+        "models": models,
+        **rest,
+    }
+
+
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Rounds over the models until there are enough fresh predictions."""
     store, start = Store(options.store), time.monotonic()
@@ -520,6 +603,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "date": date.today().isoformat(),
         "hardware": {"processor": platform.machine(), "cores": os.cpu_count()},
         "versions": environment.versions(),
+        "seed": options.seed,
     }
 
     def written() -> dict[str, Any]:
@@ -679,8 +763,17 @@ def main() -> int:
         "--execute", action="store_true", help="also run a step of every model on two stages"
     )
     parser.add_argument("--store", type=Path, help="of compiled stages (default: in memory)")
+    parser.add_argument(
+        "--merge", type=Path, nargs="+", metavar="FILE", help="ask nothing: join recorded runs"
+    )
     parser.add_argument("-o", "--output", type=Path, help="write the document here")
     options = parser.parse_args()
+    if options.merge:
+        document = merged(options.merge)
+        if options.output:
+            options.output.write_text(json.dumps(document, indent=2) + "\n")
+        print(as_text(document))
+        return 1 if document["total"]["num_beyond"] or document["crashes"] else 0
     by_name = {name.split(":")[1]: name for name in KIT} | {name: name for name in KIT}
     options.models = [by_name[name] for name in options.models]
     CaptureError.check(environment.prepare(num_devices=4))

@@ -95,7 +95,9 @@ def main() -> int:
         "--plans", type=int, default=200, help="per family and cluster (default: %(default)s)"
     )
     parser.add_argument(
-        "--default-only", action="store_true", help="without the paper's mode and its profiling runs"
+        "--default-only",
+        action="store_true",
+        help="without the paper's mode and its profiling runs",
     )
     parser.add_argument(
         "--merge",

@@ -7,6 +7,7 @@ in benchmarks/results.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -22,6 +23,8 @@ from benchmarks.model_kit import (
     Question,
     ask,
     errors_of_a_step,
+    merged,
+    pooled,
     summary,
     workload_of,
 )
@@ -203,3 +206,42 @@ def test_a_step_on_two_stages_is_that_of_one_device():
     """Booleans and integers pass between the stages; the recorded run does it with every model."""
     loss, gradients, params = errors_of_a_step("dense:masked")
     assert loss < 1e-5 and gradients < 1e-3 and params < 1e-2
+
+
+def test_recorded_runs_are_joined_without_losing_what_was_low(tmp_path):
+    """Of one seed the run with more plans holds the other; runs of other seeds, and the crashes and
+    low ones of all, are added."""
+    inside = Predicted(
+        "0-1:1x1",
+        0,
+        "1f1b",
+        4,
+        True,
+        False,
+        100,
+        95,
+        105,
+        104,
+        0.9,
+        "update",
+        "update on stage 0",
+        "update",
+    )
+    few, more, other = (
+        [inside],
+        [inside, replace(inside, truth=80)],
+        [replace(inside, truth=110), replace(inside, truth=104, fresh=False)],
+    )
+    joined = summary([*more, *other])
+    causes = joined.pop("causes_beyond")
+    numbers = pooled([summary(more), summary(other)])
+    assert numbers.pop("causes_beyond") == causes == {"update": 1}
+    assert numbers == pytest.approx(joined)
+    name = next(iter(KIT))
+    for file, seed, rows in (("few", 3, few), ("more", 3, more), ("other", 4, other)):
+        low = [{"question": {"model": name}, "rows": []}] if summary(rows)["num_beyond"] else []
+        rest = {"seed": seed, "beyond": low, "crashes": [], "steps": {}}
+        (tmp_path / file).write_text(json.dumps({**rest, "models": {name: summary(rows)}}))
+    document = merged([tmp_path / file for file in ("other", "more", "few")])
+    assert document["models"][name] == document["total"] == pooled([summary(other), summary(more)])
+    assert len(document["beyond"]) == document["total"]["num_beyond"] == 1
