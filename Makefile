@@ -92,7 +92,7 @@ recorded: $(VENV)/.stamp-dev ## All recorded cases, to the byte; make test compa
 
 .PHONY: ray
 ray: $(VENV)/.stamp-dev ## Profiling on Ray clusters of several nodes on this machine, some of which are killed
-	$(VENV)/bin/python -m pytest -q -m ray tests/test_ray.py
+	$(VENV)/bin/python -m pytest -q -m ray tests/command_line/test_ray.py
 
 .PHONY: alpa
 ifeq ($(strip $(PYTHON_ALPA)),)

@@ -1,16 +1,46 @@
-"""Small figures as SVG: panels of bars, lines and points, side by side. Readable in a browser and
-in a code review alike."""
+"""Small figures: panels of bars, lines and points, side by side, drawn by matplotlib as SVG.
+
+The same facts give the same bytes wherever they are drawn, and a mark says what it is where the
+mouse is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import io
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+
+from matplotlib import rc_context
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import MaxNLocator
 
 ALPA, OURS, PAPER, INK, FAINT = "#4477aa", "#228833", "#ccbb44", "#222222", "#dddddd"
 #: Of series that have no colour of their own.
 COLORS = (ALPA, "#66ccee", PAPER, "#aa3377", "#bbbbbb", OURS, "#ee6677", INK)
-_TEXT = "font-family='Helvetica, Arial, sans-serif'"
+_STYLE = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "Helvetica", "Arial"],  # the first comes with matplotlib
+    "font.size": 11,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": FAINT,
+    "text.color": INK,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "capture",
+}
+#: Pixels beside and above the axes of a panel, and above all panels.
+_LEFT, _RIGHT, _TOP, _HEAD = 52, 14, 34, 78
 
 
 @dataclass
@@ -23,7 +53,7 @@ class Panel:
         x_range, y_range: Of the axes.
         x_ticks: (value, text of one or more lines); None numbers the axis.
         width, height, bottom: In pixels; the last is what is below the axis.
-        marks: SVG of what is drawn, in order.
+        marks: What is drawn, in order, and what it says.
     """
 
     title: str
@@ -35,21 +65,7 @@ class Panel:
     width: int = 330
     height: int = 230
     bottom: int = 44
-    marks: list[str] = field(default_factory=list)
-
-    LEFT, RIGHT, TOP = 52, 14, 34
-
-    def x(self, value: float) -> float:
-        low, high = self.x_range
-        return self.LEFT + (value - low) / (high - low) * (self.width - self.LEFT - self.RIGHT)
-
-    def y(self, value: float) -> float:
-        low, high = self.y_range
-        return (
-            self.height
-            - self.bottom
-            - (value - low) / (high - low) * (self.height - self.TOP - self.bottom)
-        )
+    marks: list[tuple[Callable[[Axes], Artist], str]] = field(default_factory=list)
 
     def bar(
         self, left: float, right: float, top: float, color: str, about: str, opacity: float = 1.0
@@ -64,74 +80,55 @@ class Panel:
         about: str,
         opacity: float = 0.25,
     ) -> None:
-        left, right, bottom, top = *map(self.x, xs), *map(self.y, ys)
-        self.marks.append(
-            f"<rect x='{left:.1f}' y='{top:.1f}' width='{right - left:.1f}' "
-            f"height='{bottom - top:.1f}' fill='{color}' "
-            f"fill-opacity='{opacity}'><title>{escape(about)}</title></rect>"
+        corner, size = (xs[0], ys[0]), (xs[1] - xs[0], ys[1] - ys[0])
+        self._mark(
+            lambda axes: axes.add_patch(
+                Rectangle(corner, *size, facecolor=color, alpha=opacity, linewidth=0)
+            ),
+            about,
         )
 
     def level(self, value: float, color: str) -> None:
-        y = self.y(value)
-        self.marks.append(
-            f"<line x1='{self.LEFT}' x2='{self.width - self.RIGHT}' y1='{y:.1f}' y2='{y:.1f}' "
-            f"stroke='{color}' stroke-width='1.4' "
-            f"stroke-dasharray='5 3'/>"
-        )
+        self._mark(lambda axes: axes.axhline(value, color=color, linewidth=1.4, dashes=(5, 3)))
 
     def point(self, x: float, y: float, color: str, about: str) -> None:
-        at = f"cx='{self.x(x):.1f}' cy='{self.y(y):.1f}' r='5'"
-        self.marks.append(
-            f"<circle {at} fill='{color}' "
-            f"fill-opacity='0.85'><title>{escape(about)}</title></circle>"
+        self._mark(
+            lambda axes: axes.plot(x, y, "o", color=color, alpha=0.85, markersize=10, mew=0)[0],
+            about,
         )
 
     def line(self, points: Sequence[tuple[float, float]], color: str, about: str) -> None:
-        path = " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points)
-        style = f"fill='none' stroke='{color}' stroke-width='2'"
-        self.marks.append(
-            f"<polyline points='{path}' {style}><title>{escape(about)}</title></polyline>"
-        )
+        xs, ys = zip(*points, strict=True)
+        self._mark(lambda axes: axes.plot(xs, ys, color=color, linewidth=2)[0], about)
 
-    def note(self, x: float, y: float, text: str, color: str = INK, anchor: str = "middle") -> None:
-        self.marks.append(_text(self.x(x), self.y(y), text, color=color, anchor=anchor))
+    def note(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        color: str = INK,
+        anchor: str = "center",
+        **style: float,
+    ) -> None:
+        self._mark(lambda axes: axes.text(x, y, text, color=color, ha=anchor, **style))
 
-    def svg(self) -> str:
-        bottom, top = self.y(self.y_range[0]), self.y(self.y_range[1])
-        parts = [_text(self.width / 2, 18, self.title, size=13, anchor="middle", weight="bold")]
-        for value in _ticks(*self.y_range):
-            y = self.y(value)
-            parts.append(
-                f"<line x1='{self.LEFT}' x2='{self.width - self.RIGHT}' y1='{y:.1f}' y2='{y:.1f}' "
-                f"stroke='{FAINT}'/>"
-            )
-            parts.append(_text(self.LEFT - 6, y + 4, f"{value:g}", anchor="end"))
-        for value, text in self.x_ticks or [
-            (value, f"{value:g}") for value in _ticks(*self.x_range)
-        ]:
-            parts += [
-                _text(self.x(value), bottom + 15 + 12 * n, line, anchor="middle")
-                for n, line in enumerate(text.split("\n"))
-            ]
-        parts += self.marks
-        parts.append(
-            f"<path d='M {self.LEFT} {top:.1f} V {bottom:.1f} H {self.width - self.RIGHT}' "
-            f"fill='none' stroke='{INK}'/>"
-        )
-        parts.append(
-            _text(
-                (self.LEFT + self.width - self.RIGHT) / 2,
-                self.height - 10,
-                self.x_label,
-                anchor="middle",
-            )
-        )
-        middle = (top + bottom) / 2
-        parts.append(
-            "<g transform='rotate(-90 14 "
-            f"{middle:.1f})'>{_text(14, middle + 4, self.y_label, anchor='middle')}</g>"
-        )
-        return "".join(parts)
+    def _mark(self, make: Callable[[Axes], Artist], about: str = "") -> None:
+        self.marks.append((make, about))
+
+    def draw(self, axes: Axes, name: str) -> dict[str, str]:
+        """Draw it on axes that lie where they should; what marks say, by their ids."""
+        axes.set_title(self.title, fontsize=13, fontweight="bold")
+        axes.set(xlabel=self.x_label, ylabel=self.y_label, xlim=self.x_range, ylim=self.y_range)
+        axes.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 2.5, 5, 10]))
+        if self.x_ticks is not None:
+            axes.set_xticks(*zip(*self.x_ticks, strict=True))
+        said = {}
+        for i, (make, about) in enumerate(self.marks):
+            artist = make(axes)
+            if about:
+                artist.set_gid(f"{name}-{i}")
+                said[f"{name}-{i}"] = about
+        return said
 
 
 def grouped_bars(
@@ -156,11 +153,8 @@ def grouped_bars(
         for j, ((series, value), color) in enumerate(zip(bars.items(), COLORS, strict=False)):
             left = i + 0.06 + j * step
             if isinstance(value, str):
-                x, y = panel.x(left + 0.8 * step), panel.y(0) - 3
-                panel.marks.append(
-                    f"<g transform='rotate(-90 {x:.1f} "
-                    f"{y:.1f})'>{_text(x, y, value, 8, '#888888')}</g>"
-                )
+                style = {"rotation": 90, "fontsize": 8, "rotation_mode": "anchor"}
+                panel.note(left + 0.8 * step, 0.01 * top, value, "#888888", "left", **style)
             else:
                 about = f"{series}, {' '.join(name.split())}: {value:.4g}"
                 panel.bar(left, left + 0.92 * step, value, color, about)
@@ -183,52 +177,36 @@ def draw(
         columns: Panels in a row.
         legend: (colour, text).
     """
-    first, head = panels[0], 78
-    rows = -(-len(panels) // columns)
-    width, height = columns * first.width + 20, head + rows * first.height + 10
-    parts = [
-        f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}' viewBox='0 0 "
-        f"{width} {height}'>",
-        f"<rect width='{width}' height='{height}' fill='white'/>",
-        _text(12, 24, title, size=17, weight="bold"),
-        _text(12, 44, note, size=12, color="#555555"),
-    ]
-    left = 12.0
-    for color, text in legend:
-        parts.append(
-            f"<rect x='{left}' y='55' width='12' height='12' "
-            f"fill='{color}'/>{_text(left + 17, 65, text, size=12)}"
-        )
-        left += 32 + 6.6 * len(text)
-    for index, panel in enumerate(panels):
-        row, column = divmod(index, columns)
-        parts.append(
-            f"<g transform='translate({10 + column * first.width} "
-            f"{head + row * first.height})'>{panel.svg()}</g>"
-        )
-    return "\n".join([*parts, "</svg>", ""])
-
-
-def _text(
-    x: float,
-    y: float,
-    text: str,
-    size: int = 11,
-    color: str = INK,
-    anchor: str = "start",
-    weight: str = "normal",
-) -> str:
-    return (
-        f"<text x='{x:.1f}' y='{y:.1f}' {_TEXT} font-size='{size}' font-weight='{weight}' "
-        f"fill='{color}' text-anchor='{anchor}'>"
-        f"{escape(text)}</text>"
-    )
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Four to nine round numbers of a range."""
-    step = 10.0 ** len(str(int(high - low))) / 100
-    while (high - low) / step > 8:
-        step *= 2.5 if f"{step:e}"[0] == "2" else 2
-    first = -(-low // step)
-    return [step * (first + i) for i in range(int((high - first * step) / step) + 1)]
+    first, rows = panels[0], -(-len(panels) // columns)
+    width, height = columns * first.width + 20, _HEAD + rows * first.height + 10
+    said: dict[str, str] = {}
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(width / 72, height / 72))  # a pixel is a point of 1/72 inch
+        figure.text(12 / width, 1 - 24 / height, title, fontsize=17, fontweight="bold")
+        figure.text(12 / width, 1 - 44 / height, note, fontsize=12, color="#555555")
+        if legend:
+            figure.legend(
+                handles=[Patch(facecolor=color, label=text) for color, text in legend],
+                loc="upper left",
+                bbox_to_anchor=(6 / width, 1 - 48 / height),
+                ncols=len(legend),
+                frameon=False,
+                fontsize=12,
+                handlelength=1.0,
+                handleheight=1.0,
+                columnspacing=1.2,
+            )
+        for index, panel in enumerate(panels):
+            row, column = divmod(index, columns)
+            left = 10 + column * first.width + _LEFT
+            below = height - _HEAD - (row + 1) * first.height + panel.bottom
+            size = (panel.width - _LEFT - _RIGHT, panel.height - _TOP - panel.bottom)
+            box = (left / width, below / height, size[0] / width, size[1] / height)
+            said |= panel.draw(figure.add_axes(box), f"mark-{index}")
+        written = io.StringIO()
+        figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
+    picture = written.getvalue()
+    for name, about in said.items():
+        group = f'<g id="{name}">'
+        picture = picture.replace(group, f"{group}<title>{escape(about)}</title>")
+    return picture

@@ -310,7 +310,8 @@ def as_text(rows: Sequence[dict[str, Any]]) -> str:
         cells = []
         for plan in row["spaces"].values():
             layout = " ".join(
-                f"{s['layers'][1] - s['layers'][0] + 1}:{s['data_parallel']}x{s['tensor_parallel']}{'z' * s['shard_params']}"
+                f"{s['layers'][1] - s['layers'][0] + 1}:{s['data_parallel']}x"
+                f"{s['tensor_parallel']}{'z' * s['shard_params']}"
                 for s in plan["stages"]
             )
             speed = f"{plan['examples_per_second']:.2f}" if plan["examples_per_second"] else "-"

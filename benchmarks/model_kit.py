@@ -285,7 +285,8 @@ class Predicted:
             f"micro-batches: predicted {self.predicted:,} "
             f"(at most {self.high:,}) at {self.predicted_instant}, needs {self.truth:,} at "
             f"{self.truth_instant!r}, {self.error:+.1%}; "
-            f"{'fresh' if self.fresh else 'compiled before'}{', extrapolated' if self.extrapolated else ''}; "
+            f"{'fresh' if self.fresh else 'compiled before'}"
+            f"{', extrapolated' if self.extrapolated else ''}; "
             f"cause: {self.cause}"
         )
 
@@ -430,8 +431,7 @@ def _lowest_part(
     return max(lows, key=lambda name: lows[name])
 
 
-# ---- one step, run
-# -------------------------------------------------------------------------------------------------
+# ---- one step, run -------------------------------------------------------------------------------
 
 
 def errors_of_a_step(
@@ -480,8 +480,7 @@ def errors_of_a_step(
     )
 
 
-# ---- the recorded run
-# ----------------------------------------------------------------------------------------------
+# ---- the recorded run ----------------------------------------------------------------------------
 
 
 def summary(rows: Sequence[Predicted]) -> dict[str, Any]:

@@ -44,17 +44,19 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 EQUIVALENT = Path(__file__).parent / "equivalent_mutants.json"
 
-STEP = "tests/test_ledger.py tests/test_step.py"
-PREDICTOR = "tests/test_predictor.py capture/predictor"
-SEARCH = "tests/test_search.py -k 'not loads_jax and not random_plans'"
+STEP = "tests/unit/test_ledger.py tests/property/test_step.py"
+PREDICTOR = "tests/unit/test_predictor.py capture/predictor"
+SEARCH = "tests/differential/test_search.py -k 'not loads_jax and not random_plans'"
 TIMED = (
-    "tests/test_throughput.py -k 'not front and not sampled and not (brute_force and not (0] or "
+    "tests/differential/test_throughput.py -k 'not front and not sampled and not (brute_force and "
+    "not (0] or "
     "5]))'"
 )
 #: Of each module, the arguments of pytest: seconds, not minutes.
 PARTS = {
     "capture/predictor/formula.py": (
-        "tests/test_step.py tests/test_predictor.py -k 'formula or parts or statistics or "
+        "tests/property/test_step.py tests/unit/test_predictor.py -k 'formula or parts or "
+        "statistics or "
         "prediction'"
     ),
     "capture/predictor/additive.py": PREDICTOR,
@@ -63,8 +65,10 @@ PARTS = {
     "capture/predictor/fit.py": PREDICTOR,
     "capture/step/program.py": STEP,
     "capture/step/ledger.py": STEP,
-    "capture/plan/schedule.py": "tests/test_schedule.py tests/test_step.py",
-    "capture/runtime/meter.py": "tests/test_meter.py -k 'one-device or leak or shards or missing or resident'",
+    "capture/plan/schedule.py": "tests/unit/test_schedule.py tests/property/test_step.py",
+    "capture/runtime/meter.py": (
+        "tests/multi_device/test_meter.py -k 'one-device or leak or shards or missing or resident'"
+    ),
     "recommender/capture/minmax.py": SEARCH,
     "recommender/capture/tie_break.py": SEARCH,
     "recommender/capture/reach.py": SEARCH,

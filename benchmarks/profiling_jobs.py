@@ -54,7 +54,8 @@ def model(layers=12, odd=-1, equal=False):
         return (x**2).mean()
 
     init = lambda key: [jnp.ones((16, n)) for n in sizes]
-    return SimpleNamespace(loss_fn=loss_fn, init=init, batch=lambda key, n: jnp.ones((n, 16)), optimizer=optax.sgd(0.1))
+    batch = lambda key, n: jnp.ones((n, 16))
+    return SimpleNamespace(loss_fn=loss_fn, init=init, batch=batch, optimizer=optax.sgd(0.1))
 """
 
 
@@ -212,8 +213,7 @@ def overhead(count: int, ray: str | None) -> dict[str, Any]:
     return row
 
 
-# ---- through the command line, in processes that can be killed
-# -----------------------------------------------------------
+# ---- through the command line, in processes that can be killed -----------------------------------
 
 QUESTION = [
     "--cluster",
@@ -352,8 +352,7 @@ class Cluster:
         self._cluster.shutdown()
 
 
-# ---- many jobs
-# --------------------------------------------------------------------------------------------------
+# ---- many jobs -----------------------------------------------------------------------------------
 
 
 def queue(count: int) -> dict[str, Any]:
@@ -364,7 +363,8 @@ def queue(count: int) -> dict[str, Any]:
         "from capture import environment\nenvironment.prepare(num_devices=8)\n"
         "from capture.machine.cluster import Cluster\nfrom capture.measured.store import Store\n"
         "from capture.model.workload import WorkloadSpec\n"
-        "from profiling_runs.batch import Batch\nfrom profiling_runs.collect import wanted_configs\n"
+        "from profiling_runs.batch import Batch\n"
+        "from profiling_runs.collect import wanted_configs\n"
         "from profiling_runs.measurements import open_measurements\n"
         "from profiling_runs.question import ProfileQuestion\n"
         f"spec = WorkloadSpec('model.py', 'model', {{'layers': {max(2, count // 77)}}})\n"

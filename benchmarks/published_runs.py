@@ -5,8 +5,9 @@
 
 Every case whose configuration is on record (model, batch, micro-batches, stages, degrees) is built
 as a plan, every stage is compiled for the V100 target, and one step is simulated from the compiled
-programs' work with the sourced rates and efficiencies of the target file. Nothing is fitted to
-these runs, and no case is left out.
+programs' work with the sourced rates and efficiencies of the target file; replicas sum their
+gradients after the last micro-batch, as Alpa's do (``summed_once``). Nothing is fitted to these
+runs, and no case is left out.
 
 Peaks are what the compiled stages need in Alpa's runtime (``capture.alpa.memory``): GPT and the
 mixture of experts have parameters and gradients in float16 and a float32 master copy that replicas
@@ -26,7 +27,7 @@ where they split the batch and that needs more than the 16 GB of the GPUs, the r
 else, and the peak with all tensors split instead is there too. Alpa rematerialises per layer of its
 own (several blocks), we per block; for the mixture of experts Alpa splits experts over the devices
 that split the batch, ours both follow the tensor-parallel degree; Alpa's times were measured, ours
-are a roofline in which nothing overlaps.
+are sums over kernels in which nothing overlaps.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from typing import TYPE_CHECKING, Any
 from capture import environment
 
 if TYPE_CHECKING:
+    from capture.measured.stage_cost import StageCost
     from capture.plan.choices import Remat
     from capture.plan.stage import Stage
     from capture.plan.stages import Plan
@@ -293,7 +295,7 @@ def measure(
     peak_by_tensors = None
     if by_tensors != plan:
         peak_by_tensors = peak_gib(case, verify(by_tensors, measurements), measurements)
-    timeline = found.timeline()
+    timeline = replace(found, costs=summed_once(plan, found.costs)).timeline()
     assert timeline is not None, f"{TARGET} has rates"
     seconds = float(timeline.step_seconds)
     flops = published_flops(case, found)
@@ -318,6 +320,29 @@ def measure(
         "peak_error_fraction": None if case.peak_gib is None else peak / case.peak_gib - 1,
         "bubble_fraction_per_stage": [float(fraction) for fraction in timeline.bubble_fraction],
     }
+
+
+def summed_once(plan: Plan, costs: Sequence[StageCost]) -> list[StageCost]:
+    """The costs of stages whose replicas sum their gradients after the last micro-batch, as Alpa's
+    do (``grad_acc_rewrite``), and not in every backward pass."""
+    found = []
+    for stage, cost in zip(plan.stages, costs, strict=True):
+        replicas = stage.choice.data_parallel, stage.choice.tensor_parallel
+        backward, update = cost.backward_work, cost.update_work
+        sums = tuple(
+            one
+            for one in backward.collectives
+            if replicas[0] > 1 and (one.group_size, one.stride) == replicas
+        )
+        others = tuple(one for one in backward.collectives if one not in sums)
+        found.append(
+            replace(
+                cost,
+                backward_work=replace(backward, collectives=others),
+                update_work=replace(update, collectives=update.collectives + sums),
+            )
+        )
+    return found
 
 
 def with_tensors_split(plan: Plan, stages: Sequence[int]) -> Plan:

@@ -36,7 +36,7 @@ def read(data: Any, kind: type[T], path: str = "", *, strict: bool = False) -> T
     Args:
         data: What a JSON parser returned.
         kind: The class; its fields without defaults must be there.
-        path: Of the data in their document, for messages.
+        path: Where the data stand in their document, for messages.
         strict: Whether a field that no class has is refused: a misspelt one would be ignored.
 
     Raises:
@@ -72,9 +72,10 @@ def write(value: Any) -> Any:
     return [write(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def fields_of(value: Any) -> dict[str, Any]:
-    """Those of a dataclass, written, in the order of the class."""
-    return {field.name: write(getattr(value, field.name)) for field in fields(value)}
+def fields_of(value: Any, *names: str) -> dict[str, Any]:
+    """Those of a dataclass, written, in the order of the class; or attributes by their names."""
+    names = names or tuple(field.name for field in fields(value))
+    return {name: write(getattr(value, name)) for name in names}
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,9 @@ class Format:
         code: The beginning of its codes: ``<code>-file`` if it cannot be read, ``<code>-schema``
             for an unknown version, ``<code>-corrupt`` for all else.
         advice: What to do about it.
-        versions: Of the schema that are read; the last is written.
-        kind: Of the document, where files of one format hold several kinds; schema 1 had none.
+        versions: Schema versions that are read; the last is written.
+        kind: Which kind of document, where files of one format hold several kinds; schema 1 had
+            none.
         not_json: The end of the code of a file that is no JSON.
         strict: Whether fields that no class has are refused.
     """

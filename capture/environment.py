@@ -91,7 +91,7 @@ def prepare(num_devices: int | None = None, platform: str = "cpu") -> list[Viola
     Args:
         num_devices: Virtual CPU devices of this process, at least 1; None leaves their number
             alone.
-        platform: Of the target that this process compiles for. For ``"cuda"`` and ``"tpu"`` JAX
+        platform: The target's that this process compiles for. For ``"cuda"`` and ``"tpu"`` JAX
             itself is told to use the CPU, because it would look for devices that need not be there,
             and several processes may load libtpu.
 
@@ -200,7 +200,7 @@ def versions(platform: str = "cpu") -> dict[str, str]:
     are left out. Loads none of them.
 
     Args:
-        platform: Of the target; its compiler is named too.
+        platform: The target's; its compiler is named too.
 
     Example:
         >>> sorted(versions())

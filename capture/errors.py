@@ -50,7 +50,8 @@ class CaptureError(Exception):
     """One or several violations, all reported at once.
 
     Example:
-        >>> error = PlanError.of("stage_id=4 is outside a pipeline of num_stages=4; stage ids run from 0 to 3.", "plan-devices")
+        >>> message = "stage_id=4 is outside a pipeline of num_stages=4; stage ids run from 0 to 3."
+        >>> error = PlanError.of(message, "plan-devices")
         >>> print(error)
         stage_id=4 is outside a pipeline of num_stages=4; stage ids run from 0 to 3. [plan-devices]
     """
@@ -117,7 +118,8 @@ def violations_of(error: BaseException) -> tuple[Violation, ...]:
     codes; else one line that says where.
 
     Example:
-        >>> [violation.code for violation in violations_of(ValueError("size='3B' is no size of gpt; choose tiny. [workload-size]"))]
+        >>> error = ValueError("size='3B' is no size of gpt; choose tiny. [workload-size]")
+        >>> [violation.code for violation in violations_of(error)]
         ['workload-size']
         >>> print(violations_of(ValueError("no such size"))[0])
         ValueError: no such size [exception]

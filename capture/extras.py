@@ -11,6 +11,7 @@ EXTRA_OF = {
     "flax": "models",
     "ray": "ray",
     "plotly": "report",
+    "matplotlib": "benchmarks",
     "jax_cuda12_plugin": "cuda-targets",
     "jax_cuda13_plugin": "cuda-targets",
     "libtpu": "tpu-targets",
@@ -32,7 +33,8 @@ def missing_extra(error: ModuleNotFoundError) -> str | None:
     """What to do about a module that an extra brings; None for any other.
 
     Example:
-        >>> missing_extra(ModuleNotFoundError("No module named 'flax.linen'", name="flax.linen")).split(":")[0]
+        >>> error = ModuleNotFoundError("No module named 'flax.linen'", name="flax.linen")
+        >>> missing_extra(error).split(":")[0]
         "'flax' is not installed; it comes with an extra"
         >>> missing_extra(ModuleNotFoundError("No module named 'mine'", name="mine")) is None
         True

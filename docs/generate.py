@@ -1,8 +1,8 @@
 """Makes docs/reference/ from the code: ``make docs``, or ``python -m docs.generate``.
 
 Nothing is written by hand there: the commands are read from the parser, the codes of errors from
-the sources, the fields of files from the classes that read and write them. ``tests/test_docs.py``
-holds the committed pages equal to what this makes.
+the sources, the fields of files from the classes that read and write them.
+``tests/command_line/test_docs.py`` holds the committed pages equal to what this makes.
 """
 
 from __future__ import annotations

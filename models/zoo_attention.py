@@ -97,8 +97,7 @@ def _for_platform(query: jax.Array, gpu, tpu, plain):
     return lambda *arrays: jax.lax.platform_dependent(*arrays, cuda=gpu, tpu=tpu, default=plain)
 
 
-# ---- plain JAX
-# --------------------------------------------------------------------------------------------------
+# ---- plain JAX -----------------------------------------------------------------------------------
 
 
 def _blocks(seq_len: int) -> list[tuple[int, int]]:
@@ -158,8 +157,7 @@ def _added(total: jax.Array, part: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(total, total[:, : part.shape[1]] + part, 0, axis=1)
 
 
-# ---- kernels
-# --------------------------------------------------------------------------------------------------
+# ---- kernels -------------------------------------------------------------------------------------
 #
 # They know heads, not groups: keys and values are repeated for the query heads of a group on the
 # way in, and their gradients summed on the way out. Nothing repeated is kept.

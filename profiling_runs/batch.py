@@ -53,7 +53,7 @@ class Batch:
     Args:
         jobs: With different keys.
         store: Owned by this process.
-        provenance: Of the measurements: backend, target, versions, flags.
+        provenance: Where the measurements are from: backend, target, versions, flags.
         workload: By name, for the store's rows.
         progress: Told of every kind of job as it grows.
         watch: Told of every start and end of a job.
@@ -120,7 +120,8 @@ class Batch:
             finally:
                 with suppress(
                     ProfileError
-                    # a store that cannot be written has raised already; the next batch frees them too
+                    # a store that cannot be written has raised already; the next batch frees
+                    # them too
                 ):
                     self._store.release(running)
 

@@ -41,7 +41,7 @@ def profile(
 
     Args:
         question: What is asked.
-        store: Of measurements; in memory if None.
+        store: Where measurements are kept; in memory if None.
         where: The jobs of a workload by name run: in processes of this machine, or on a Ray
             cluster.
         progress: Called with (kind of jobs, done, total).

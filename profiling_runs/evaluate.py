@@ -39,10 +39,10 @@ class EvaluationQuestion:
 
     Attributes:
         profile: That predictions are made from.
-        num_microbatches: Of a step.
+        num_microbatches: Micro-batches of a step.
         schedules: Every plan is looked at under each of them.
         num_plans: Drawn.
-        seed: Of the plans.
+        seed: What the plans are drawn with.
         memory_limit_bytes: Draw only plans that are predicted to fit this, per device.
     """
 
@@ -225,7 +225,7 @@ def _by_paper(predictor: PaperPredictor, plan: Plan) -> list[float]:
 def _fitting(
     drawn: Iterator[Mapping[str, Plan]], predictor: Any, limit: int
 ) -> Iterator[Mapping[str, Plan]]:
-    """Of drawn plans those that fit under every schedule.
+    """Drawn plans that fit under every schedule.
 
     Raises:
         PlanError: ``evaluate-memory`` if none of the first thousand does.

@@ -44,7 +44,7 @@ def executed_profile(
 
     Args:
         question: With a backend that executes.
-        store: Of finished runs; in memory if None.
+        store: Where finished runs are kept; in memory if None.
         where: The runs of a workload by name are made. On accelerators every run gets a process of
             its own.
         progress, watch: Told how far the runs are (``profiling_runs.batch``).

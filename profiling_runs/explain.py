@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from capture.documents import write
+from capture.documents import fields_of, write
 from capture.errors import ProfileError
 from capture.measured.profile import StageConfig
 from capture.plan.choices import Remat
@@ -28,7 +28,7 @@ class PlanChange:
     Attributes:
         change: What is decided.
         plan: With it.
-        peak_bytes: Of the device that needs most, compiled.
+        peak_bytes: Need of the device that needs most, compiled.
         saves_bytes: Less than the unchanged plan.
     """
 
@@ -38,11 +38,7 @@ class PlanChange:
     saves_bytes: int
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "change": self.change,
-            "peak_bytes": self.peak_bytes,
-            "saves_bytes": self.saves_bytes,
-        }
+        return fields_of(self, "change", "peak_bytes", "saves_bytes")
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ class Explanation:
         peak_bytes_per_device: Compiled.
         source: Backend, target, versions.
         stages: Per stage, its peak taken apart.
-        changes: Of one decision each, the most saving first.
+        changes: Other plans, of one decision changed each, the most saving first.
     """
 
     plan: Plan
@@ -88,12 +84,9 @@ class Explanation:
             for s, (stage, found) in enumerate(zip(self.plan.stages, self.stages, strict=True))
         ]
         return {
-            "peak_bytes": self.peak_bytes,
-            "peak_bytes_per_device": list(self.peak_bytes_per_device),
-            "source": dict(self.source),
+            **fields_of(self, "peak_bytes", "peak_bytes_per_device", "source"),
             "stages": stages,
-            "changes": [change.to_json() for change in self.changes],
-            "best_change": self.best_change and self.best_change.to_json(),
+            **fields_of(self, "changes", "best_change"),
         }
 
 

@@ -13,7 +13,9 @@ def causes(failures: Mapping[StageConfig, str]) -> tuple[str, ...]:
     """Each cause behind the stages that it befell, those of the most stages first.
 
     Example:
-        >>> causes({StageConfig(first, 8, StageChoice(dp), 16): "no memory" for first in (6, 7) for dp in (1, 2, 4)})
+        >>> firsts, degrees = (6, 7), (1, 2, 4)
+        >>> failed = [StageConfig(a, 8, StageChoice(dp), 16) for a in firsts for dp in degrees]
+        >>> causes(dict.fromkeys(failed, "no memory"))
         ('6 stages (all with layer 7; data parallel 1, 2, 4, tensor parallel 1; micro-batch size
         16): no memory',)
         >>> causes({StageConfig(3, 5, StageChoice(2, remat="full"), 16): "no memory"})

@@ -24,7 +24,8 @@ def held_out_sizes(microbatch_size: int, choices: Iterable[StageChoice]) -> tupl
     """Twice the largest profiled size and a quarter of it, where every choice can split that.
 
     Example:
-        >>> held_out_sizes(16, [StageChoice(1, 1), StageChoice(2, 1)]), held_out_sizes(2, [StageChoice(1, 1)])
+        >>> one, two = StageChoice(1, 1), StageChoice(2, 1)
+        >>> held_out_sizes(16, [one, two]), held_out_sizes(2, [one])
         ((4, 32), (4,))
     """
     quarter, whole = divmod(microbatch_size, 4)
@@ -76,7 +77,7 @@ def size_errors(
 
     Args:
         result: The profile.
-        stages: Of ``held_out_stages``.
+        stages: What ``held_out_stages`` chose.
         measurements: ``Measurements`` that hold them.
     """
     predictor, found = AdditivePredictor(result), []

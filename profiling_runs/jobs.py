@@ -29,12 +29,12 @@ class Setting:
             takes.
         backend: ``"compile"`` for parts of stages, ``"run"`` for executed partitionings.
         target: Compiled for, or run on: a name or a file (``Target.load``).
-        memory_limit_bytes: Of a run, per device.
+        memory_limit_bytes: Most that a run may need, per device.
         fresh_process: Whether every job gets a process of its own, so that an allocator's
             high-water marks are the job's.
         flags: XLA flags of the driver, which a worker takes over: they are part of every key.
-        versions: Of the driver; a worker with others is refused, because its results belong to
-            other keys.
+        versions: The driver's; a worker with others is refused, because its results belong to other
+            keys.
     """
 
     workload: WorkloadSpec
@@ -54,7 +54,7 @@ class Job:
     """One measurement to make.
 
     Attributes:
-        key: Of the measurement.
+        key: The measurement's, in the store.
         what: Is measured: layers at a degree and batch size, or a partitioning of all layers; None
             for the worker's machine.
         part: All of a stage, the end of a step alone, what the buffers of a stage are, an executed
@@ -119,8 +119,8 @@ class Outcome:
             any other exception; ``"lost"`` if the worker ended, ``"node lost"`` if that was no
             fault of the job; ``"timed out"``.
         error: Why it failed, in a line.
-        traceback: Of the exception.
-        stored_key: Of the measurement, where it is another than the job's.
+        traceback: Where the exception was raised.
+        stored_key: The measurement's, where it is another than the job's.
     """
 
     job: Job
@@ -173,7 +173,7 @@ class Queue:
         longest.
 
         Args:
-            group: Of the worker's last job.
+            group: What the worker's last job shares with others.
             alone: Whether no other job is running.
         """
         if group not in self._groups:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from capture.documents import fields_of
 from capture.machine.target import Target
 from capture.measured.store import Store
 from capture.profiler.execution import Machine
@@ -45,20 +46,12 @@ class Listing:
 
     @property
     def seconds(self) -> float:
-        """Of one worker, for what is not done."""
+        """Time of one worker for what is not done, estimated."""
         return sum(kind["seconds"] for kind in self.kinds.values())
 
     def to_json(self) -> dict[str, Any]:
-        counts = {
-            "num_jobs": self.num_jobs,
-            "num_done": self.num_done,
-            "worker_seconds": self.seconds,
-        }
-        return {
-            **counts,
-            "kinds": {name: dict(kind) for name, kind in self.kinds.items()},
-            "guessed": list(self.guessed),
-        }
+        counts = {**fields_of(self, "num_jobs", "num_done"), "worker_seconds": self.seconds}
+        return {**counts, **fields_of(self, "kinds", "guessed")}
 
 
 def listing(
@@ -70,10 +63,10 @@ def listing(
     """Count jobs and estimate what they cost.
 
     Args:
-        jobs: Of a profile.
+        jobs: Those of a profile.
         done: Keys that the store has.
         typical_seconds: What the store knows, by (backend, part).
-        backend: Of the jobs.
+        backend: Name of what the jobs are made by.
 
     Example:
         >>> from capture.plan.choices import StageChoice

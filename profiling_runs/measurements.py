@@ -35,7 +35,7 @@ class Measurements:
         spec: The workload by name; None measures in this process.
         where: Jobs run.
         num_devices: Virtual devices of a worker.
-        rule: Of the model.
+        rule: How parameters are split, as for ``ProfileQuestion``.
         progress, watch: Told how far the jobs are.
         failures: Configs that could not be measured, and why.
     """
@@ -162,9 +162,9 @@ def open_measurements(
     """Measurements that are made when they are required.
 
     Args:
-        question: Of its workload, cut and split as it says, compiled for the target of its cluster.
-            By name it is measured in worker processes, which have as many virtual devices as the
-            cluster.
+        question: What is to be measured: its workload, cut and split as it says, compiled for the
+            target of its cluster. By name it is measured in worker processes, which have as many
+            virtual devices as the cluster.
         store, where, progress, watch: As for ``profile``.
     """
     from capture.profiler.compile import CompileBackend

@@ -38,16 +38,17 @@ class ProfileQuestion:
             ``executed_profile``), and what is said of windows below does not matter. ``"alpa"`` has
             them executed by Alpa, on its Ray cluster of these nodes.
         num_layers: None cuts at the model's marks; a number cuts automatically.
-        unmarked_layers: Of a model without marks; None: as many as are sensible
+        unmarked_layers: Layers of a model without marks; None: as many as are sensible
             (``capture.tracing.cut.layers_without_marks``).
         tensor_parallel_rule: ``"auto"`` or ``"largest"``.
-        remat, shard_optimizer: Of the stages.
+        remat, shard_optimizer: What stages recompute, and whether their replicas split optimizer
+            state.
         shard_params: Also stages whose replicas split their parameters (ZeRO stage 3), beside those
             that do not.
-        choices: Of the windows, instead of all data- and tensor-parallel degree pairs that fit the
-            cluster.
-        space: Of the windows: submeshes of stages.
-        num_neighbours: Of the windows: most neighbours of M_a.
+        choices: What windows are measured under, instead of all data- and tensor-parallel degree
+            pairs that fit the cluster.
+        space: Submeshes of stages, and so of the windows.
+        num_neighbours: Most neighbours of M_a: how long the windows are.
         calibration_plans: Random plans whose stages are measured to calibrate the interval of the
             windows; 0 leaves it wide.
         paper: (schedule, number of micro-batches) to make the paper's profiling runs as well;

@@ -36,7 +36,7 @@ class Verification:
         ledger: Their replay: peaks per device with their parts.
         provenance: Backend, target, versions, flags.
         num_compiled: Stages that were compiled for this; the store had the others.
-        graph: Of the model at the plan's micro-batch size.
+        graph: The model's layers at the plan's micro-batch size.
         costs: Per stage, what the compiler says.
     """
 
@@ -84,7 +84,7 @@ def verify(plan: Plan, measurements: Measurements) -> Verification:
     """Compile every stage of a plan, or take it from the store, and replay a step.
 
     Args:
-        plan: Of the workload that the measurements are of.
+        plan: A plan of the workload that the measurements are of.
         measurements: Open for the plan's target.
 
     Raises:

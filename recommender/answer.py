@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from capture.documents import write
+from capture.documents import fields_of
 from capture.plan.headroom import Headroom
 from capture.plan.prediction import Prediction
 from capture.plan.sharding import ShardingPlan
@@ -51,13 +51,13 @@ class Answer(Generic[P, S]):
 
     @property
     def prediction(self) -> Prediction | None:
-        """Of a plan of stages."""
+        """What is answered of a plan of stages."""
         return self.plan.prediction if isinstance(self.plan, Plan) else None
 
     @property
     def peak_bytes(self) -> int:
-        """Of the device that needs most: the compiler's if the plan is compiled, else predicted; 0
-        without a plan."""
+        """Peak of the device that needs most: the compiler's if the plan is compiled, else
+        predicted; 0 without a plan."""
         return 0 if self.plan is None else self.plan.known_peak_bytes
 
     @property
@@ -82,13 +82,9 @@ class Answer(Generic[P, S]):
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "status": self.status,
-            "extrapolated": self.extrapolated,
-            "plan": write(self.plan),
-            "prediction": write(self.prediction),
+            **fields_of(self, "status", "extrapolated", "plan", "prediction"),
             "search": self.proof.to_json(),
-            "why": self.why.to_json(),
-            "headroom": write(self.headroom),
+            **fields_of(self, "why", "headroom"),
         }
 
 

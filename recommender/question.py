@@ -37,7 +37,7 @@ class PlanQuestion:
 
     Attributes:
         cluster: May be smaller or larger than the profiled one.
-        global_batch_size, num_microbatches: Of a step.
+        global_batch_size, num_microbatches: Examples, and micro-batches, of a step.
         schedule: ``"gpipe"`` or ``"1f1b"``.
         memory_limit_bytes: Per device; a plan above it is a result, ``status == "infeasible"``.
             None takes what the target's devices can use (``DeviceMemory.usable_bytes``); virtual
@@ -122,7 +122,7 @@ class PlanQuestion:
 
 
 def search_names(objective: str, mode: str = "default") -> tuple[str, ...]:
-    """Of the algorithms for an objective and a mode, the default first.
+    """The algorithms for an objective and a mode, the default first.
 
     Example:
         >>> search_names("throughput")

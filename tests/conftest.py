@@ -13,7 +13,8 @@ from capture.errors import CaptureError
 
 if (
     "jax" in sys.modules
-    # a plugin imported it: the devices can no longer be set, and the multi-device tests would fail one
+    # a plugin imported it: the devices can no longer be set, and the multi-device tests would
+    # fail one
     # by one
 ):
     raise RuntimeError(

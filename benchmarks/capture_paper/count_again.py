@@ -7,7 +7,7 @@ changed and the choice of plans has not.
 Needs no profile: only the stages of the plans are compiled, a few minutes per model. Rows of other
 models stay as they were recorded, and keep their date. Whether Alpa would choose another plan is
 not asked. Where memory does not bind its choice it would not: so for GPT-3 6.7B, MoE 7.1B and
-Wide-ResNet 1B (``tests/test_alpa.py``, on the tables of these profiles).
+Wide-ResNet 1B (``tests/command_line/test_alpa.py``, on the tables of these profiles).
 """
 
 from __future__ import annotations

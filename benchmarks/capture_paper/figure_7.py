@@ -198,7 +198,7 @@ def figure(rows: list[dict[str, Any]]) -> str:
                     26,
                     92 - 9 * line,
                     f"within {p} %: {percent(d[f'within_{p}pct'])} (paper {percent(theirs)})",
-                    anchor="end",
+                    anchor="right",
                 )
             panels.append(panel)
     note = (

@@ -125,8 +125,7 @@ MODELS = {
 LARGEST = ("GPT-3 6.7B", "MoE 7.1B", "Wide-ResNet 2B")
 
 
-# ---- profiles
-# --------------------------------------------------------------------------------------------------
+# ---- profiles ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -213,8 +212,7 @@ def say(name: str, what: str, done: int, total: int) -> None:
         )
 
 
-# ---- plans
-# --------------------------------------------------------------------------------------------------
+# ---- plans ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -454,8 +452,7 @@ def _of_one_device(whole: Profile) -> Profile:
     return replace(whole, measurements=measurements)
 
 
-# ---- command lines and documents
-# ------------------------------------------------------------------------------------
+# ---- command lines and documents -----------------------------------------------------------------
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:

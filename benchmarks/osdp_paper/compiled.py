@@ -116,7 +116,7 @@ def fully_sharded(cost: StepCost, limit: float) -> float:
     operators = cost.model.operators
     modes = [ZDP if operator.parameter_bytes else DP for operator in operators]
     best, batch_size = 0.0, 1
-    while peak_bytes(cost, operators, modes, batch_size) <= limit:
+    while peak_bytes(cost, modes, batch_size) <= limit:
         seconds = sum(
             float(cost.cost(operator, mode, batch_size).seconds)
             for operator, mode in zip(operators, modes, strict=True)

@@ -84,7 +84,7 @@ def alpa_memory(plan: Plan, profile: Profile, *, master_copy: bool = False) -> A
 
     Args:
         plan: That ``to_alpa`` takes.
-        profile: Of the plan's model and target.
+        profile: Measurements of the plan's model on its target.
         master_copy: Whether the model is trained in 16 bits as in Alpa's suites; the profile has
             its parameters in float32.
 
@@ -131,11 +131,12 @@ def with_master_copy(
     Args:
         params_bytes: In float32; accumulated gradients take as much as parameters, before and
             after.
-        optimizer_bytes: Of the optimizer's own state.
-        choice: Of the stage.
+        optimizer_bytes: The optimizer's own state.
+        choice: What the stage does with its devices.
 
     Example:
-        >>> with_master_copy(400, 200, StageChoice(4, 1, shard_optimizer=True)), with_master_copy(400, 800, StageChoice(4, 1))
+        >>> sharded, whole = StageChoice(4, 1, shard_optimizer=True), StageChoice(4, 1)
+        >>> with_master_copy(400, 200, sharded), with_master_copy(400, 800, whole)
         ((200, 300), (200, 1200))
     """
     replicas = choice.data_parallel if choice.shard_optimizer else 1

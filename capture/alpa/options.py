@@ -36,7 +36,7 @@ class AlpaOptions:
     """What ``alpa.PipeshardParallel`` is given.
 
     Attributes:
-        num_hosts, num_devices_per_host: Of the mesh that it is for.
+        num_hosts, num_devices_per_host: Size of the mesh that it is for.
         num_micro_batches: As in Alpa.
         pipeline_schedule: ``"1f1b"`` or ``"gpipe"``.
         layer_option: Class of the layer option (``ManualLayerOption`` at marks,
@@ -141,7 +141,8 @@ class AlpaOptions:
         )
 
 
-_FILE = '''"""{about}Made by capture {version} for Alpa {alpa_version} on {num_hosts} hosts of {num_devices_per_host} devices.
+_FILE = '''"""{about}Made by capture {version} for Alpa {alpa_version} on {num_hosts} hosts of \
+{num_devices_per_host} devices.
 
 {layers}
 

@@ -43,7 +43,7 @@ def alpa_placement(cluster: Cluster, sizes: Sequence[int]) -> tuple[tuple[int, .
     """The device ids of every stage, node-major, as Alpa packs them.
 
     Args:
-        cluster: Of equal nodes.
+        cluster: Devices in equal nodes: Alpa's hosts.
         sizes: Devices of each stage, in pipeline order; all of the cluster together.
 
     Raises:

@@ -70,7 +70,7 @@ def plan_from_alpa(
         target: Device kind of the cluster, where the ``ParallelPlan`` has it.
         undecided: What a stage counts as whose options leave the choice to Alpa's solver:
             ``"data_parallel"`` or ``"tensor_parallel"``.
-        num_micro_batches, pipeline_schedule: Of manual options.
+        num_micro_batches, pipeline_schedule: What manual options do not say.
 
     Raises:
         PlanError: ``alpa-plan`` if it is no plan of Alpa's, ``alpa-undecided`` for a stage whose

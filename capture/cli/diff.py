@@ -72,7 +72,8 @@ def _facts(
     profiles: Sequence[Profile | None],
     limit: int | None,
 ) -> list[ReportFacts]:
-    """Of both plans; what is wrong with either is raised at once, under the name of its file."""
+    """Facts of both plans; what is wrong with either is raised at once, under the name of its
+    file."""
     from capture.report.data import report_facts
 
     found, violations = [], []

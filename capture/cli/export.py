@@ -40,7 +40,7 @@ def main(options: argparse.Namespace) -> int:
     from capture.alpa.options import to_alpa
 
     plan = load_stages(
-        options.plan, "Alpa shards by itself; what to train with is recommender.osdp.osdp's."
+        options.plan, "Alpa shards by itself; train with capture.shard(workload, plan, mesh)."
     )
     exported = to_alpa(plan)
     memory = None if options.profile is None else alpa_memory(plan, Profile.load(options.profile))

@@ -56,7 +56,7 @@ class ProfileJob:
     Attributes:
         question: What is asked.
         output: Its file.
-        values: Of its options, as they were given.
+        values: Its options, as they were given.
     """
 
     question: ProfileQuestion

@@ -61,9 +61,9 @@ class Option:
         name: In files; ``--name`` with dashes on the command line.
         help: For people.
         default: False for a switch.
-        read: Of its text.
+        read: Makes the value from its text.
         choices: Allowed texts; None for any.
-        metavar: Of its value.
+        metavar: Name of its value, for people.
         short: Another name on the command line.
     """
 

@@ -48,7 +48,8 @@ def main(options: argparse.Namespace) -> int:
 
     plan = load_stages(
         options.plan,
-        "A profile says nothing of it: its estimate is in the plan, and capture verify compiles it.",
+        "A profile says nothing of it: its estimate is in the plan, and capture verify compiles "
+        "it.",
     )
     profile = Profile.load(options.profile)
     prediction = AdditivePredictor(profile, allow_extrapolation=options.extrapolate).predict(plan)

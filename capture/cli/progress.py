@@ -178,7 +178,7 @@ class Events:
         end        exit_code, errors
 
     Args:
-        path: Of the file; lines are added to it. None writes nothing.
+        path: The file that lines are added to. None writes nothing.
         pause_seconds: Between two lines of progress.
     """
 
@@ -190,7 +190,7 @@ class Events:
         self.watch({"event": event, "time": time.time(), **facts})
 
     def watch(self, event: Mapping[str, Any]) -> None:
-        """Of ``profiling_runs.batch``."""
+        """An event of ``profiling_runs.batch``: a job began, ended or failed."""
         if self._file is not None:
             self._file.write(json.dumps(event) + "\n")
 

@@ -10,6 +10,7 @@ from typing import Any
 from capture import environment
 from capture.cli import asked
 from capture.cli.output import emit, say, table
+from capture.documents import write
 from capture.errors import PlanError
 from capture.plan.sharding import ShardingPlan
 from capture.quantities import format_bytes
@@ -45,7 +46,7 @@ def verify(options: argparse.Namespace, plan: ShardingPlan) -> int:
     document = {
         "status": "ok" if fits else "infeasible",
         **found.to_json(),
-        "headroom": None if room is None else room.to_json(),
+        "headroom": write(room),
     }
     lines = [
         f"peak {format_bytes(found.peak_bytes)} per device, target {found.target.name} (estimated: "

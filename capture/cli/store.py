@@ -3,7 +3,7 @@
 ls                         counts by state and kind of job; --state lists those jobs
 show KEY                   one measurement or job, also by the beginning of its key
 retry [KEY ...]            let jobs that were set aside be tried again (all, if none is named)
-export FILE, import FILE   one JSON document per line, with everything that is known of a measurement
+export FILE, import FILE   one JSON document per line, with all that is known of a measurement
 merge FILE                 take what another store has; what is here stays
 gc                         forget jobs that were not done, and with options also measurements
 """
@@ -22,23 +22,11 @@ from typing import Any
 from capture import environment
 from capture.cli import options as shared
 from capture.cli.output import emit, table
+from capture.documents import FieldError, read
 from capture.errors import ProfileError
 from capture.measured.store import STATES, Row, Store
 
 #: Of the rows of an exported file.
-_FIELDS: dict[str, Any] = {
-    "key": str,
-    "state": str,
-    "job": dict,
-    "value": object,
-    "provenance": dict,
-    "seconds": (int, float),
-    "created": (str, type(None)),
-    "attempts": int,
-    "error": str,
-    "traceback": str,
-    "worker": str,
-}
 _STORE_BEGINS = "SQLite format 3"
 
 NAME = "store"
@@ -205,7 +193,7 @@ def _read(path: Path) -> Iterator[Row]:
         for number, line in enumerate(file, start=1):
             try:
                 yield _row(json.loads(line))
-            except (json.JSONDecodeError, TypeError) as error:
+            except ValueError as error:
                 raise ProfileError.of(
                     f"{str(path)!r}, line {number}, is not what capture store export writes: "
                     f"{error}. Nothing was imported.",
@@ -217,21 +205,12 @@ def _row(data: Any) -> Row:
     """A row, if every field of it is of its type.
 
     Raises:
-        TypeError: naming those that are not.
+        FieldError: naming the first that is not.
     """
-    if not isinstance(data, dict) or data.keys() != _FIELDS.keys():
-        raise TypeError(f"it needs the fields {', '.join(_FIELDS)}")
-    wrong = [
-        name
-        for name, kinds in _FIELDS.items()
-        if not isinstance(data[name], kinds) or isinstance(data[name], bool)
-    ]
-    if wrong or data["state"] not in STATES:
-        raise TypeError(
-            f"{', '.join(wrong) or 'state'} cannot be "
-            f"{', '.join(repr(data[name]) for name in wrong) or repr(data['state'])}"
-        )
-    return Row(**data)
+    row = read(data, Row, strict=True)
+    if row.state not in STATES:
+        raise FieldError(f"state is {row.state!r} and must be one of {', '.join(STATES)}")
+    return row
 
 
 def _merge(options: argparse.Namespace, store: Store) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from capture.cli import asked, sharding
 from capture.cli import options as shared
 from capture.cli.output import emit, table
+from capture.documents import write
 from capture.machine.target import Target
 from capture.plan.headroom import Headroom
 from capture.plan.kinds import load_plan
@@ -57,7 +58,7 @@ def main(options: argparse.Namespace) -> int:
             {"stage_id": s, **_stage(found.ledger.peaks[stage.devices[0]])}
             for s, stage in enumerate(plan.stages)
         ],
-        "headroom": None if headroom is None else headroom.to_json(),
+        "headroom": write(headroom),
     }
     timeline = found.timeline()
     if timeline is not None:

@@ -117,7 +117,12 @@ def _allocated(
     assignment: str,
 ) -> tuple[dict[tuple[str, str], tuple[int, int]], list[tuple[str, int]]]:
     """(values among the temporaries with their size and offset, results that have an allocation of
-    their own with its size)."""
+    their own with its size).
+
+    The text lists allocations, each followed by the values that share it. Only memory space 0
+    counts, the device's own; parameters are the caller's. Values in one result's allocation are the
+    same buffer, so the first stands for it; temporaries share one arena, at offsets of their own.
+    """
     temporaries: dict[tuple[str, str], tuple[int, int]] = {}
     results: list[tuple[str, int]] = []
     kind = ""

@@ -81,8 +81,8 @@ class AnyCompiler(Protocol):
             args: ``ShapeDtypeStruct`` pytrees with shardings.
             donate: Positions of donated arguments.
             out_shardings: As for ``jax.jit``; None lets the compiler choose.
-            layer_of: Of which layer a buffer is, where buffers are named.
-            local_flops: Of the operations that run on each device's part.
+            layer_of: Gives the layer of a buffer by its name, where buffers are named.
+            local_flops: FLOPs of the operations that run on each device's part.
         """
         ...
 
@@ -97,7 +97,7 @@ class Compiler:
         count_work: Also find out what a program computes, reads and sends.
         name_buffers: Also find out what buffers a program holds at its peak.
         clears_apart: See ``AnyCompiler``.
-        options: Of XLA.
+        options: XLA's compile options, by name.
     """
 
     fast_compile: bool = False

@@ -35,7 +35,7 @@ class MemoryReport:
         total_bytes: Arguments, results, temporaries and constants; a donated argument that holds a
             result counts once.
         argument_bytes: As allocated: on TPU padded to whole tiles.
-        output_bytes: Of results that have no donated argument to live in, likewise.
+        output_bytes: Results that have no donated argument to live in, likewise.
     """
 
     total_bytes: int

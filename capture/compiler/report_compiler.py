@@ -159,7 +159,7 @@ class ReportCompiler:
 
 
 def _positions(args: Sequence[Any]) -> list[int]:
-    """Of every leaf, the argument that it belongs to."""
+    """The argument that each leaf belongs to, by position."""
     return [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
 
 

@@ -1,9 +1,8 @@
 """How much a compiled program computes, reads and sends, from its optimised HLO: what the roofline
 is drawn from.
 
-XLA's own cost analysis counts FLOPs and bytes of a whole program. Kernels run one after the other,
-so the bytes of matrix products, which the products may hide, are told apart from those of all other
-kernels, which nothing hides.
+Kernels run one after the other (``capture.compiler.kernels``); the bytes of one may be hidden by
+its own products, and by nothing else.
 """
 
 from __future__ import annotations
@@ -12,37 +11,23 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
-import jax
 import numpy as np
-from jax._src.lib import _jax, hlo  # type: ignore[attr-defined]
+from jax._src.lib import hlo  # type: ignore[attr-defined]
 
+from capture.compiler.kernels import Instruction, Program, calls_kernels, costs_of, shape_bytes
 from capture.errors import TargetError
-from capture.measured.work import Collective, ProgramWork
+from capture.measured.work import Collective, Kernel, ProgramWork
 
-_BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128, "token": 0}
-_SHAPE = re.compile(r"\b(pred|token|[subfc]\d+[a-z0-9]*|bf16)\[([\d,]*)\]")
-#: ``%name (parameter: shape, ...) -> shape {`` up to the closing brace of the computation.
-_COMPUTATION = re.compile(
-    r"^(?:ENTRY )?%(?P<name>[\w.\-]+) \((?P<params>.*)\) -> (?P<result>.*) \{\n(?P<body>(?:.*\n)*?)\}",
-    re.M,
-)
-_INSTRUCTION = re.compile(
-    r"^  (?:ROOT )?%(?P<name>[\w.\-]+) = (?P<shape>.*?) (?P<op>[\w\-]+)\((?P<operands>[^)]*)\)(?P<rest>.*)$",
-    re.M,
-)
-_PRODUCTS = ("dot", "convolution")
-_PRODUCT_CALL = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|conv|dot)[^"]*"', re.I)
-#: Kernels of Pallas. Elsewhere its operations are ordinary ones, which XLA counts.
-_KERNEL_CALL = re.compile(
-    r'custom_call_target="(?:__gpu\$xla\.gpu\.triton|triton_kernel_call|mosaic_gpu[^"]*|tpu_custom_call)"'
-)
+_T = TypeVar("_T", Collective, Kernel)
 _COLLECTIVE = re.compile(
     r"^(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?$"
 )
 _MESH_GROUPS = re.compile(
-    r"replica_groups=mesh\[(?P<axes>[^\]]*)\](?:, device_ids=\(\[(?P<dims>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?\))? \{(?P<along>[^}]*)\}"
+    r"replica_groups=mesh\[(?P<axes>[^\]]*)\]"
+    r"(?:, device_ids=\(\[(?P<dims>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?\))?"
+    r" \{(?P<along>[^}]*)\}"
 )
 _GROUP_AXIS = re.compile(r"'(\w+)'(?::\((\d+)\)(\d+))?")
 _IOTA_GROUPS = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](T\(([\d,]+)\))?")
@@ -55,10 +40,10 @@ class LocalFlops:
     (``local_calls``).
 
     Attributes:
-        plain: Of those that are ordinary operations on every platform: XLA counts them, on parts
-            also before partitioning.
-        kernels: Of those that are Pallas kernels where the platform has them: there XLA counts
-            nothing in them.
+        plain: FLOPs of those that are ordinary operations on every platform: XLA counts them, on
+            parts also before partitioning.
+        kernels: FLOPs of those that are Pallas kernels where the platform has them: there XLA
+            counts nothing in them.
     """
 
     plain: int = 0
@@ -71,7 +56,7 @@ NO_LOCAL_FLOPS = LocalFlops()
 def work_of(
     compiled: Any, lowered: Any, num_devices: int, local: LocalFlops = NO_LOCAL_FLOPS
 ) -> ProgramWork:
-    """Of a compiled program, per device.
+    """What a compiled program computes, reads and sends, per device.
 
     XLA counts no FLOPs in calls of cuBLAS and cuDNN, which a GPU's optimised program mostly
     consists of. Then those of the program before optimisation are taken, shared out evenly.
@@ -79,127 +64,72 @@ def work_of(
     Args:
         compiled: A ``jax.stages.Compiled`` of any target.
         lowered: What it was compiled from.
-        num_devices: It runs on.
-        local: Of the operations that run on each device's part.
+        num_devices: Devices that it runs on.
+        local: FLOPs of the operations that run on each device's part.
     """
     (module,) = compiled.runtime_executable().hlo_modules()
-    work = work_of_module(module)
-    whole = _costs(lowered.compiler_ir("hlo").get_hlo_module())
-    calls_kernels = _calls_kernels(module.to_string())
-    on_parts = local.plain if calls_kernels else local.plain + local.kernels
+    work = work_of_module(module, local)
+    whole = costs_of(lowered.compiler_ir("hlo").get_hlo_module())
+    on_parts = local.plain if calls_kernels(module.to_string()) else local.plain + local.kernels
     shared = max(0, int(whole.get("flops", 0)) - on_parts) // num_devices
-    counted = work.flops + (local.kernels if calls_kernels else 0)
-    return replace(work, flops=max(counted, shared + local.plain + local.kernels))
+    return replace(work, flops=max(work.flops, shared + local.plain + local.kernels))
 
 
 def work_of_text(text: str, local: LocalFlops = NO_LOCAL_FLOPS) -> ProgramWork:
-    """Of an optimised, partitioned program as the compiler dumps it; ``local`` as for
+    """The work of an optimised, partitioned program as the compiler dumps it; ``local`` as for
     ``work_of``."""
-    work = work_of_module(hlo.hlo_module_from_text(text))
-    return replace(work, flops=work.flops + (local.kernels if _calls_kernels(text) else 0))
+    return work_of_module(hlo.hlo_module_from_text(text), local)
 
 
-def _calls_kernels(text: str) -> bool:
-    return _KERNEL_CALL.search(text) is not None
-
-
-def work_of_module(module: Any) -> ProgramWork:
-    """Of an optimised, partitioned HLO module (``jaxlib``'s ``HloModule``)."""
-    costs = _costs(module)
-    text = module.to_string()
-    computations = {m["name"]: m for m in _COMPUTATION.finditer(text)}
-    entry = next(m for m in _COMPUTATION.finditer(text) if m.group(0).startswith("ENTRY"))
-    counted = re.search(r"num_partitions=(\d+)", text)
-    num_partitions = int(counted[1]) if counted else 1
-    sizes, product_bytes, in_calls, collectives = {}, 0, 0, Counter[Collective]()
+def work_of_module(module: Any, local: LocalFlops = NO_LOCAL_FLOPS) -> ProgramWork:
+    """The work of an optimised, partitioned HLO module (``jaxlib``'s ``HloModule``); kernels of
+    Pallas share ``local.kernels``."""
+    program = Program(module.to_string())
+    calls = sum(one.times for one in program.instructions if one.is_kernel_call)
+    kernels, collectives = Counter[Kernel](), Counter[Collective]()
     computed: Counter[tuple[str, str]] = Counter()
-    for instruction in _INSTRUCTION.finditer(entry["body"]):
-        sizes[instruction["name"]] = shape_bytes(instruction["shape"])
-        operands = [
-            sizes.get(name, 0) for name in re.findall(r"%([\w.\-]+)", instruction["operands"])
-        ]
-        found = _collective(instruction, operands, num_partitions)
-        if found is not None:
-            collectives[found] += 1
-        called = re.search(r"calls=%([\w.\-]+)", instruction["rest"])
-        body = computations[called[1]] if called and called[1] in computations else None
-        if _is_product(instruction, body):
-            touched = sizes[instruction["name"]] + sum(operands)
-            product_bytes += touched
-            in_calls += touched if instruction["op"] == "custom-call" else 0
-            computed[_computed(instruction, body, entry["body"])] += 1
-    counted_bytes = int(
-        costs.get("bytes accessed", 0)
-    )  # XLA counts nothing in calls of libraries and kernels
+    for one in program.instructions:
+        if (found := _collective(one, program.num_partitions)) is not None:
+            collectives[found] += one.times
+            continue
+        kernel = Kernel(program.nbytes(one))
+        if one.is_product:
+            flops = local.kernels // calls if one.is_kernel_call else program.flops(one)
+            dtype, precision = _computed(*one.product)
+            kernel = Kernel(kernel.nbytes, flops, dtype, precision)
+            computed[dtype, precision] += one.times
+        kernels[kernel] += one.times
     dtype, precision = computed.most_common(1)[0][0] if computed else ("float32", "default")
+    nbytes = Counter[bool]()
+    for kernel, count in kernels.items():
+        nbytes[bool(kernel.dtype)] += count * kernel.nbytes
     return ProgramWork(
-        flops=int(costs.get("flops", 0)),
-        dtype=dtype,
-        product_bytes=product_bytes,
-        other_bytes=max(0, counted_bytes - (product_bytes - in_calls)),
-        collectives=tuple(replace(found, count=n) for found, n in sorted(collectives.items())),
+        int(costs_of(module).get("flops", 0)) + (local.kernels if calls else 0),
+        dtype,
+        product_bytes=nbytes[True],
+        other_bytes=nbytes[False],
+        collectives=_counted(collectives),
         precision=precision,
+        kernels=_counted(kernels),
     )
 
 
-def _costs(module: Any) -> dict[str, float]:
-    return _jax.hlo_module_cost_analysis(jax.devices("cpu")[0].client, module)
+def _counted(found: Counter[_T]) -> tuple[_T, ...]:
+    return tuple(replace(one, count=count) for one, count in sorted(found.items()))
 
 
-def shape_bytes(text: str) -> int:
-    """Bytes of a shape, or of a tuple of shapes, as HLO writes them; layouts do not count.
-
-    Example:
-        >>> shape_bytes("(f32[8,16]{1,0}, bf16[4]{0})")
-        520
-    """
-    total = 0
-    for dtype, dims in _SHAPE.findall(text):
-        count = 1
-        for size in filter(None, dims.split(",")):
-            count *= int(size)
-        total += count * _bits(dtype)
-    return total // 8
-
-
-def _bits(dtype: str) -> int:
-    if dtype in _BITS:
-        return _BITS[dtype]
-    digits = re.match(r"[a-z](\d+)", dtype)
-    return int(digits[1]) if digits else 32
-
-
-def _is_product(instruction: re.Match[str], body: re.Match[str] | None) -> bool:
-    if instruction["op"] in _PRODUCTS:
-        return True
-    if instruction["op"] == "custom-call":
-        return bool(
-            _PRODUCT_CALL.search(instruction["rest"]) or _KERNEL_CALL.search(instruction["rest"])
-        )
-    return body is not None and any(f" {op}(" in body["body"] for op in _PRODUCTS)
-
-
-def _computed(
-    instruction: re.Match[str], body: re.Match[str] | None, entry: str
-) -> tuple[str, str]:
-    """(data type of the first operand of the product, precision that it asks for); an algorithm in
+def _computed(attributes: str, operand: str) -> tuple[str, str]:
+    """(data type of the first operand of a product, precision that it asks for); an algorithm in
     one pass names the type itself."""
-    scope = (
-        instruction
-        if body is None
-        else next(m for m in _INSTRUCTION.finditer(body["body"]) if m["op"] in _PRODUCTS)
-    )
-    where = entry if body is None else body["body"]
-    name = re.search(r"%([\w.\-]+)", scope["operands"])
-    defined = re.search(rf"%{re.escape(name[1])} = \(?(\w+)\[", where) if name else None
+    defined = re.match(r"\(?(\w+)\[", operand)
     dtype = _DTYPES.get(defined[1] if defined else "f32", "float32")
-    if algorithm := _ALGORITHM.search(scope["rest"]):
+    if algorithm := _ALGORITHM.search(attributes):
         return (
             (dtype, "highest")
             if algorithm[2]
             else (_DTYPES.get(algorithm[1].lower(), dtype), "highest")
         )
-    found = _PRECISION.search(scope["rest"])
+    found = _PRECISION.search(attributes)
     asked = found[1].lower() if found else ""
     return dtype, next(
         (precision for precision in ("highest", "high") if precision in asked), "default"
@@ -217,24 +147,23 @@ _ALGORITHM = re.compile(
 )
 
 
-def _collective(
-    instruction: re.Match[str], operands: list[int], num_partitions: int
-) -> Collective | None:
+def _collective(instruction: Instruction, num_partitions: int) -> Collective | None:
     """What an instruction sends, if it is a collective: bytes are those of the larger side, per
     device."""
-    match = _COLLECTIVE.match(instruction["op"])
+    match = _COLLECTIVE.match(instruction.op)
     if match is None:
         return None
     kind = match[1]
-    size, stride = group_of(instruction["rest"], num_partitions)
-    result = shape_bytes(instruction["shape"])
+    size, stride = group_of(instruction.rest, num_partitions)
+    result = shape_bytes(instruction.shape)
+    sent = sum(shape_bytes(shape) for _, shape in instruction.operands)
     if match[2] and kind in (
         "all-gather",
         "reduce-scatter",
         "collective-permute",
     ):  # an asynchronous start returns its operands as well
-        result -= sum(operands)
-    return Collective(kind, max(result, sum(operands)), size, stride)
+        result -= sent
+    return Collective(kind, max(result, sent), size, stride)
 
 
 def group_of(text: str, num_partitions: int) -> tuple[int, int]:

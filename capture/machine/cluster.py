@@ -23,7 +23,8 @@ class Cluster:
             becomes its name (``known_name``).
 
     Example:
-        >>> Cluster.parse("2x4").nodes, Cluster.parse("4+2").num_devices, Cluster.parse("2 * 8", "H100")
+        >>> parse = Cluster.parse
+        >>> parse("2x4").nodes, parse("4+2").num_devices, parse("2 * 8", "H100")
         ((4, 4), 6, Cluster(nodes=(8, 8), target='h100'))
     """
 
@@ -94,8 +95,8 @@ class Machine:
 
     Attributes:
         cluster: How many devices, and in which nodes.
-        target: Of the devices, with rates.
-        memory_limit_bytes: Of one device.
+        target: Kind of the devices, with rates.
+        memory_limit_bytes: What programs may use of one device's memory.
         computed_in: The data type whose rate products have (``Rates.computed_in``).
 
     Example:
@@ -114,8 +115,8 @@ class Machine:
         """The machine that a cluster's target describes, with all of the usable memory.
 
         Args:
-            cluster: Of equal nodes.
-            dtype: Of what products read.
+            cluster: Devices in equal nodes.
+            dtype: Data type that products read.
             precision: That they ask for; ``"highest"`` for the rate of ``dtype`` itself.
 
         Raises:

@@ -21,7 +21,7 @@ class MeasuredCollective:
     Attributes:
         kind: ``all-gather``, ``reduce-scatter`` or ``all-reduce``.
         group_size: Devices n that took part.
-        nbytes: Of the whole array.
+        nbytes: Size of the whole array.
         seconds: Measured.
     """
 
@@ -32,7 +32,7 @@ class MeasuredCollective:
 
     @property
     def num_steps(self) -> int:
-        """Of the ring."""
+        """Messages that each device sends, one after the other, in the ring."""
         return ring_steps(self.kind, self.group_size)
 
 
@@ -49,7 +49,7 @@ def fit_link(measured: Sequence[MeasuredCollective], source: str) -> FittedLink:
     """Least squares of the relative errors of  steps x (alpha + beta bytes / n), with alpha >= 0.
 
     Args:
-        measured: Of one link, at two sizes or more.
+        measured: Collectives over one link, of two sizes or more.
         source: What was measured, for the numbers' record.
 
     Raises:
@@ -58,9 +58,13 @@ def fit_link(measured: Sequence[MeasuredCollective], source: str) -> FittedLink:
 
     Example:
         >>> planted = Link(Sourced(1e-5, ""), Sourced(4e9, ""))
-        >>> rows = [MeasuredCollective("all-gather", 8, size, 7 * planted.seconds(size / 8)) for size in (10**5, 10**7)]
+        >>> rows = [
+        ...     MeasuredCollective("all-gather", 8, size, 7 * planted.seconds(size / 8))
+        ...     for size in (10**5, 10**7)
+        ... ]
         >>> found = fit_link(rows, "planted").link
-        >>> round(found.latency_seconds.value * 1e6, 3), round(found.bytes_per_second.value / 1e9, 3)
+        >>> latency, rate = found.latency_seconds.value, found.bytes_per_second.value
+        >>> round(latency * 1e6, 3), round(rate / 1e9, 3)
         (10.0, 4.0)
 
     Source: OSDP, 3.1: the (alpha, beta, gamma) model of Hockney 1994.
@@ -94,7 +98,8 @@ def fit_link(measured: Sequence[MeasuredCollective], source: str) -> FittedLink:
 def fit_overlap(
     compute_seconds: Sequence[float], sent_seconds: Sequence[float], step_seconds: Sequence[float]
 ) -> float:
-    """The fraction of  min(compute, communication)  that steps hid: least squares of  compute + sent - fraction x min, kept in [0, 1].
+    """The fraction of  min(compute, communication)  that steps hid, kept in [0, 1]: least squares
+    of  compute + sent - fraction x min.
 
     Example:
         >>> fit_overlap([4.0, 2.0], [3.0, 5.0], [7.0 - 1.5, 7.0 - 1.0])

@@ -47,8 +47,8 @@ class Links:
         Args:
             kind: ``all-reduce``, ``all-gather``, ``reduce-scatter``, ``all-to-all`` or
                 ``collective-permute``.
-            nbytes: Of the larger of what goes in and what comes out, per device: of an all-gather
-                or a reduce-scatter, the whole array.
+            nbytes: Size of the larger of what goes in and what comes out, per device: of an
+                all-gather or a reduce-scatter, the whole array.
             group_size: Devices that take part; of a permute, any two a stride apart.
             stride: Distance of neighbours in device order.
 
@@ -69,8 +69,8 @@ class Links:
         return _ring(kind, nbytes, inside, fast) + _ring(kind, share, nodes, slow)
 
     def slowest_of_ring(self, num_nodes: int) -> Link:
-        """Of one ring through all devices of so many nodes: what enters and leaves a node has the
-        bandwidth of all of its devices (O-q)."""
+        """The link of one ring through all devices of so many nodes: what enters and leaves a node
+        has the bandwidth of all of its devices (O-q)."""
         if num_nodes == 1:
             return self.intra_node
         inside, between = self.intra_node.bytes_per_second, self.inter_node.bytes_per_second

@@ -10,7 +10,9 @@ as it is:
     memory           capacity_bytes, allocator_fraction, context_bytes, collective_bytes
     on_chip_bytes    optional: memory beside the main one, in which the compiler holds what is in
                      use
-    compute          flops_per_second by data type, efficiency (fraction of that rate which large matrix products reach)
+    compute          flops_per_second by data type, efficiency (fraction of that rate which large
+                     matrix products reach); optional: kernel_seconds (the least that a kernel
+                     takes, its launch included)
     products         optional: dtypes, fuse_operands and their source, see ``Products``
     memory_rate      bytes_per_second, efficiency
     links            intra_node, inter_node: latency_seconds, bytes_per_second in one direction per
@@ -104,7 +106,7 @@ class DeviceMemory:
     Attributes:
         capacity_bytes: As the driver or the compiler reports it.
         allocator_fraction: Share of it that the process may claim.
-        context_bytes: Of the driver's context and its libraries.
+        context_bytes: Taken by the driver's context and its libraries.
         collective_bytes: Buffers of the collectives library, outside of the compiler's view.
     """
 
@@ -153,6 +155,7 @@ class Rates:
         host: Link with the memory of the host.
         default_dtypes: By data type, the one in which products at default precision compute
             (``Products.dtypes``).
+        kernel_seconds: The least that a kernel takes, its launch included.
     """
 
     flops_per_second: Mapping[str, Sourced]
@@ -163,19 +166,20 @@ class Rates:
     inter_node: Link
     host: HostLink
     default_dtypes: Mapping[str, str] = field(default_factory=dict, hash=False)
+    kernel_seconds: Sourced = Sourced(0.0, "none")
 
     def computed_in(self, dtype: str, precision: str) -> str:
         """The data type whose rate products have.
 
         Args:
-            dtype: Of their operands.
+            dtype: Data type of their operands.
             precision: That they ask for (``jax.lax.Precision``). ``high`` is TF32, too, on GPUs
                 that have it, and on TPUs three passes in bfloat16, which count as the six of
                 ``highest``.
 
         Example:
             >>> rates = Target.load("h100").rates
-            >>> [rates.computed_in("float32", precision) for precision in ("default", "high", "highest")]
+            >>> [rates.computed_in("float32", asked) for asked in ("default", "high", "highest")]
             ['tf32', 'tf32', 'float32']
         """
         narrow = self.default_dtypes.get(dtype, dtype)
@@ -229,7 +233,8 @@ class Target:
         memory: None where capacity means nothing (virtual CPU devices).
         rates: None likewise.
         compiler: Settings of the compiler.
-        on_chip_bytes: Of a memory beside the main one, in which the compiler holds what is in use.
+        on_chip_bytes: Size of a memory beside the main one, in which the compiler holds what is in
+            use.
         products: What the compiler makes of products.
 
     Example:
@@ -302,7 +307,8 @@ def known_name(name: str) -> str:
     """The shipped target that is meant by another spelling of its name; any other name as it is.
 
     Example:
-        >>> known_name("H100"), known_name("A100-80GB"), known_name("NVIDIA A100 80GB"), known_name("TPU v5e"), known_name("a100")
+        >>> spelled = ("H100", "A100-80GB", "NVIDIA A100 80GB", "TPU v5e", "a100")
+        >>> tuple(map(known_name, spelled))
         ('h100', 'a100-80g', 'a100-80g', 'v5e', 'a100')
     """
     if name.endswith(".json") or name in target_names():
@@ -328,7 +334,7 @@ def _did_you_mean(name: str) -> str:
 
 @lru_cache(maxsize=1)
 def target_names() -> tuple[str, ...]:
-    """Of the shipped targets."""
+    """Names of the shipped targets, sorted."""
     return tuple(sorted(path.stem for path in TARGETS_FOLDER.glob("*.json")))
 
 
@@ -362,6 +368,7 @@ def _load(name: str) -> Target:
 class _Compute:
     flops_per_second: Mapping[str, Sourced]
     efficiency: Sourced
+    kernel_seconds: Sourced = Rates.kernel_seconds
 
 
 @dataclass(frozen=True)
@@ -455,4 +462,5 @@ class _Document:
             self.links.inter_node,
             host,
             products.dtypes,
+            compute.kernel_seconds,
         )

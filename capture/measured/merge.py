@@ -23,8 +23,8 @@ def merge_profiles(profiles: Sequence[Profile], target: str) -> Profile:
     calibrations together make the interval.
 
     Args:
-        profiles: Of the same model, at least one.
-        target: Of the result.
+        profiles: One or more, of the same model.
+        target: What the result is for.
 
     Raises:
         ProfileError: ``profile-mixture`` naming everything in which they differ and must not.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -82,10 +82,10 @@ class Calibration:
     """How far predictions were off for stages that are not in the profile.
 
     Attributes:
-        errors: Of the stages of the calibration plans; of a stage in several plans one each.
-        seed: Of the plans; evaluation uses others.
-        num_plans: Drawn.
-        size_errors: Of a few stages at micro-batch sizes that are not profiled.
+        errors: One for each stage of each calibration plan.
+        seed: What the plans were drawn with; evaluation uses others.
+        num_plans: Number of plans that were drawn.
+        size_errors: Errors for a few stages at micro-batch sizes that are not profiled.
     """
 
     errors: tuple[StageError, ...]
@@ -238,28 +238,16 @@ class Profile:
         )
 
     def to_json(self) -> dict[str, Any]:
-        return PROFILE.write(
-            {
-                "workload": documents.write(self.workload),
-                "provenance": dict(self.provenance),
-                "auto_layers": self.auto_layers,
-                "tensor_parallel_rule": self.tensor_parallel_rule,
-                "microbatch_sizes": list(self.microbatch_sizes),
-                "model_hashes": documents.write(self.model_hashes),
-                "graph": self.graph.to_json(),
-                "param_bytes_by_tensor_parallel": {
-                    _split_name(split): list(sizes) for split, sizes in self.param_bytes.items()
-                },
-                "measurements": _rows(self.measurements),
-                "verified": _rows(self.verified),
-                "paper": self.paper,
-                "calibration": None
-                if self.calibration is None
-                else _calibration_to_json(self.calibration),
-                "warnings": list(self.warnings),
-                "failures": list(self.failures),
-            }
-        )
+        params = {_split_name(split): list(sizes) for split, sizes in self.param_bytes.items()}
+        calibration = self.calibration
+        of_others = {
+            "param_bytes_by_tensor_parallel": params,
+            "measurements": _rows(self.measurements),
+            "verified": _rows(self.verified),
+            "calibration": None if calibration is None else _calibration_to_json(calibration),
+        }
+        written = of_others | {name: documents.write(getattr(self, name)) for name in _SAME}
+        return PROFILE.write({field.name: written[field.name] for field in fields(_Document)})
 
     @classmethod
     def from_json(cls, data: Any) -> Profile:
@@ -275,7 +263,7 @@ class Profile:
         document = PROFILE.read(data, _Document)
         calibration = document.calibration
         return cls(
-            **{name: getattr(document, name) for name in _AS_THEY_ARE},
+            **{name: getattr(document, name) for name in _SAME},
             measurements={row.config: row.cost for row in document.measurements},
             verified={row.config: row.cost for row in document.verified},
             param_bytes={
@@ -380,37 +368,28 @@ class _Calibration:
         return Calibration(errors, self.seed, self.num_plans, self.size_errors) if whole else None
 
 
-#: Fields of a profile that are written as they are.
-_AS_THEY_ARE = (
-    "graph",
-    "provenance",
-    "workload",
-    "auto_layers",
-    "tensor_parallel_rule",
-    "microbatch_sizes",
-    "model_hashes",
-    "paper",
-    "warnings",
-    "failures",
-)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Document:
-    graph: LayerGraph
-    measurements: tuple[_Measured, ...]
-    param_bytes_by_tensor_parallel: Mapping[str, tuple[int, ...]]
-    provenance: Mapping[str, Any]
+    """A profile as files have it."""
+
     workload: WorkloadSpec | None
+    provenance: Mapping[str, Any]
     auto_layers: bool
     tensor_parallel_rule: TensorParallelRule
     microbatch_sizes: tuple[int, ...]
     model_hashes: Mapping[int, str]
+    graph: LayerGraph
+    param_bytes_by_tensor_parallel: Mapping[str, tuple[int, ...]]
+    measurements: tuple[_Measured, ...]
+    verified: tuple[_Measured, ...] = ()
     paper: Mapping[str, Any] | None
     calibration: _Calibration | None
     warnings: tuple[str, ...]
     failures: tuple[str, ...]
-    verified: tuple[_Measured, ...] = ()
+
+
+_DIFFERENT = ("param_bytes_by_tensor_parallel", "measurements", "verified", "calibration")
+_SAME = tuple(field.name for field in fields(_Document) if field.name not in _DIFFERENT)
 
 
 def rescaled(graph: LayerGraph, microbatch_size: int, model_hash: str = "") -> LayerGraph:

@@ -49,11 +49,12 @@ def extrapolation_width(
 
     Args:
         errors: At least one.
-        octaves: Of the prediction.
+        octaves: Distance of the predicted size from the nearest profiled one.
         coverage: Wanted.
 
     Example:
-        >>> tuple(round(x, 2) for x in extrapolation_width([SizeError(0.1, 1.0), SizeError(-0.3, 2.0)], octaves=2.0))
+        >>> errors = [SizeError(0.1, 1.0), SizeError(-0.3, 2.0)]
+        >>> tuple(round(x, 2) for x in extrapolation_width(errors, octaves=2.0))
         (0.45, 0.67)
     """
     ranked = sorted(abs(e.error) / max(1.0, e.octaves) for e in errors)

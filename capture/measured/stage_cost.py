@@ -37,8 +37,8 @@ class StageCost:
         optimizer_bytes: State of the optimizer for the owned parameters.
         kept_inputs, kept_outputs, kept_batch: Positions among the stage's inputs, outputs and batch
             leaves of what the backward pass reads again.
-        summarize_bytes, summary_bytes: Of the program and its result where an update needs values
-            of other stages.
+        summarize_bytes, summary_bytes: The program while it runs, and its result, where an update
+            needs values of other stages.
         forward_work, backward_work, update_work: What the programs compute, read and send; None
             where no times are wanted (``cpu``).
     """

@@ -9,7 +9,7 @@ Beside the measurements stand the jobs that make them, which do change:
     pending ──→ running ──→ done
                    │  ↖
                    ↓    ╲
-                failed ──→ running ...  ──→ set aside      (failed again and again; not tried until ``retry``)
+                failed ──→ running ...  ──→ set aside   (failed again and again; until ``retry``)
 
 One process owns the connection and writes: workers hand their results to it and never open the
 store. Others may read at any time, and several owners may share a file (write-ahead log); a
@@ -67,14 +67,14 @@ class Row:
     """A job, its measurement, or both.
 
     Attributes:
-        key: Of both.
-        state: Of the job; ``"done"`` for a measurement without one.
-        job: What was measured; empty if that is not known.
-        value: Of the measurement; None if there is none.
+        key: Content hash, of both.
+        state: The job's, one of ``STATES``; ``"done"`` for a measurement without one.
+        job: What is, or was, to be measured; empty if that is not known.
+        value: What was measured; None if there is none.
         provenance: Backend, target, versions and flags of the measurement.
-        seconds: It took.
+        seconds: What the measurement took.
         created: When the measurement was kept; None if there is none.
-        attempts, error, traceback, worker: Of the job.
+        attempts, error, traceback, worker: How often the job ended, why it failed last, and where.
     """
 
     key: str
@@ -94,7 +94,7 @@ class Store:
     """Measurements by key, and the state of the jobs that make them.
 
     Args:
-        path: Of the database; its folder is made. None keeps it in memory.
+        path: The database file; its folder is made. None keeps it in memory.
 
     Raises:
         ProfileError: ``store-corrupt`` if the file is no SQLite database, ``store-schema`` if a
@@ -174,8 +174,7 @@ class Store:
                 "store-write",
             ) from error
 
-    # ---- measurements
-    # ----------------------------------------------------------------------------------------------
+    # ---- measurements ----------------------------------------------------------------------------
 
     def get(self, keys: Iterable[str]) -> dict[str, Any]:
         """The values of those keys that are there."""
@@ -209,8 +208,7 @@ class Store:
             (backend, part): seconds for backend, part, seconds in self._database.execute(query)
         }
 
-    # ---- jobs
-    # ----------------------------------------------------------------------------------------------
+    # ---- jobs ------------------------------------------------------------------------------------
 
     def enqueue(self, jobs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
         """Note jobs that are to be done, by key; what an owner that was killed left running waits
@@ -246,10 +244,10 @@ class Store:
         """Keep the measurement of a job and mark it done, in one transaction.
 
         Args:
-            key: Of the job.
+            key: The job's.
             value, provenance, seconds: As for ``put``.
             worker: Which made it.
-            stored_key: Of the measurement, where it is another than the job's.
+            stored_key: The measurement's, where it is another than the job's.
         """
         with self._writing() as database:
             _insert(database, stored_key or key, value, provenance, seconds)
@@ -298,8 +296,7 @@ class Store:
                 f"UPDATE jobs SET {changes}, updated = {_NOW} WHERE key = ?", (*values, key)
             )
 
-    # ---- everything
-    # ----------------------------------------------------------------------------------------------
+    # ---- everything ------------------------------------------------------------------------------
 
     def rows(self, state: str | None = None, key_prefix: str = "") -> Iterator[Row]:
         """Jobs and measurements, ascending by key: those in a state, those whose key begins as

@@ -4,6 +4,9 @@ which times are estimated."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from capture import documents
 
 
 @dataclass(frozen=True, order=True)
@@ -27,6 +30,28 @@ class Collective:
     count: int = 1
 
 
+@dataclass(frozen=True, order=True)
+class Kernel:
+    """Equal kernels of a program; most have no products, and a document of them has no such fields.
+
+    Attributes:
+        nbytes: What each reads and writes.
+        flops: FLOPs of its matrix products or convolutions.
+        dtype, precision: What these products compute in, as in ``ProgramWork``.
+        count: How many there are.
+    """
+
+    nbytes: int
+    flops: int = 0
+    dtype: str = ""
+    precision: str = ""
+    count: int = 1
+
+    def to_json(self) -> dict[str, Any]:
+        products = {"flops": self.flops, "dtype": self.dtype, "precision": self.precision}
+        return {"nbytes": self.nbytes, "count": self.count, **(products if self.dtype else {})}
+
+
 @dataclass(frozen=True)
 class ProgramWork:
     """Per device and execution.
@@ -39,6 +64,8 @@ class ProgramWork:
         collectives: Different ones.
         precision: That most of its products ask for: ``default``, ``high`` or ``highest``
             (``jax.lax.Precision``).
+        kernels: Different ones, collectives aside; None in measurements from before they were
+            counted, of which only the totals are known.
     """
 
     flops: int
@@ -47,3 +74,11 @@ class ProgramWork:
     other_bytes: int
     collectives: tuple[Collective, ...] = ()
     precision: str = "default"
+    kernels: tuple[Kernel, ...] | None = None
+
+    @property
+    def num_kernels(self) -> int:
+        return sum(kernel.count for kernel in self.kernels or ())
+
+    def to_json(self) -> dict[str, Any]:
+        return {k: value for k, value in documents.fields_of(self).items() if value is not None}

@@ -46,23 +46,24 @@ class Operator:
             counts as zero. Whatever is ``other`` cannot.
         parameter_bytes: S_i of the paper: those that may be sharded.
         activation_bytes: What its forward pass keeps for the backward pass, per example.
-        input_bytes: Of its activations' inputs, per example: what is kept where it is
+        input_bytes: Activations that it reads, per example: what is kept where it is
             rematerialised.
-        output_bytes: Of its result, per example: what slices are added up in.
+        output_bytes: Its result, per example: what slices are added up in.
         workspace_bytes: M_extra of the paper: temporaries, whatever the batch.
-        flops: Of the forward pass of one example, 2 per multiply-add.
+        flops: FLOPs of the forward pass of one example, 2 per multiply-add.
         gamma_seconds: Measured seconds per example, forward and backward (gamma_i of the paper);
             None to take them from ``flops``.
-        replicated_bytes: Of further parameters, replicated in every mode: too small, or of a shape
+        replicated_bytes: Further parameters, replicated in every mode: too small, or of a shape
             that the devices do not divide.
-        tail_bytes: Of ``activation_bytes``, what is kept of the operations after the product.
-        crossing_bytes: Of what later operators read of it and of those before, per example; None:
-            as much as its input.
-        gathered_fraction: Of ``parameter_bytes``, what a gather of all of them brings: less than 1
-            where products read them in fewer bits.
-        fused_bytes: Of ``activation_bytes``, operands that a replicated product computes again from
-            what is kept; a sharded one, which may be computed while slices arrive, reads them as
-            they were.
+        tail_bytes: The part of ``activation_bytes`` that is kept of the operations after the
+            product.
+        crossing_bytes: What later operators read of it and of those before, per example; None: as
+            much as its input.
+        gathered_fraction: The part of ``parameter_bytes`` that a gather of all of them brings: less
+            than 1 where products read them in fewer bits.
+        fused_bytes: The part of ``activation_bytes`` that is operands which a replicated product
+            computes again from what is kept; a sharded one, which may be computed while slices
+            arrive, reads them as they were.
         again_bytes: What the model's own remat region has computed again when it goes backwards, up
             to the operations after its product.
         backward_bytes: While the operations after its product go backwards, the most that comes and
@@ -197,7 +198,7 @@ class OperatorModel:
 
     @cached_property
     def flops(self) -> int:
-        """Of the forward pass of one example."""
+        """FLOPs of the forward pass of one example, over all operators."""
         return sum(operator.flops for operator in self.operators)
 
     def to_json(self) -> dict[str, Any]:

@@ -4,9 +4,11 @@ feed-forward, an embedding and a head.
 What the backward pass needs of a layer of width h, for a sequence of s tokens and a heads, in
 elements:
 
-    attention     6 s h + 2 a s^2    its input before and after normalisation, queries, keys, values, the mixture; scores before and
+    attention     6 s h + 2 a s^2  its input before and after normalisation, queries, keys, values,
+                                   the mixture; scores before and
                                      after the softmax
-    feed-forward  10 s h             its input before and after normalisation, 4 s h before and after the non-linearity
+    feed-forward  10 s h           its input before and after normalisation, 4 s h before and after
+                                   the non-linearity
 
 Source: the paper's Table 1 counts 2 operators per layer and 2 more; Korthikanti et al. 2022,
 section 4.1 (what is kept).
@@ -38,7 +40,7 @@ def transformer(
         seq_len: Tokens of an example, s.
         vocab_size: Rows of the embedding, columns of the untied head.
         head_width: Features of an attention head.
-        item_bytes: Of a parameter and of an activation.
+        item_bytes: Bytes of one number, in parameters and activations alike.
         state_bytes_per_parameter_byte: See ``OperatorModel``.
 
     Example:

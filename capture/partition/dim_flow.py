@@ -119,9 +119,9 @@ def reshaped_dim(shape: Sequence[int], result: Sequence[int], dim: int, degree: 
     Example:
         >>> reshaped_dim((8, 16, 64), (8, 16, 4, 16), 2, degree=2)  # split into heads
         2
-        >>> reshaped_dim((8, 16, 4, 16), (8, 16, 64), 2, degree=2), reshaped_dim((8, 16, 4, 16), (8, 16, 64), 3, degree=2)
+        >>> tuple(reshaped_dim((8, 16, 4, 16), (8, 16, 64), dim, degree=2) for dim in (2, 3))
         (2, None)
-        >>> reshaped_dim((8, 16, 6), (8, 16, 3, 2), 2, degree=2) is None  # three heads over two devices
+        >>> reshaped_dim((8, 16, 6), (8, 16, 3, 2), 2, degree=2) is None  # 3 heads over 2 devices
         True
     """
     for old, new in _groups(shape, result):

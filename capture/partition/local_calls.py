@@ -21,7 +21,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capture.compiler.work import LocalFlops
 from capture.tracing.dataflow import bind
-from capture.tracing.flops import equation_flops, sub_jaxprs
+from capture.tracing.flops import equation_flops
+from capture.tracing.jaxprs import evaluate, is_body, opened, sub_jaxprs
 from capture.tracing.split_rule import PRIMITIVE, Factors, split_rule
 
 
@@ -34,7 +35,7 @@ def localize(
     Args:
         function: Traced here, once.
         args: ``ShapeDtypeStruct`` pytrees.
-        mesh: Of the stage.
+        mesh: The stage's devices, with the axes ``data`` and ``model``.
 
     Returns:
         The function on arguments of these shapes, and the FLOPs of those operations on one device.
@@ -54,7 +55,8 @@ def localize(
 
 
 def _call_flops(jaxpr: Any, mesh: Mesh, kernels: bool) -> int:
-    """Of the operations that hold a Pallas kernel for some platform, or of the others."""
+    """FLOPs, per device, of the operations that hold a Pallas kernel for some platform, or of the
+    others."""
     total = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == PRIMITIVE:
@@ -93,26 +95,16 @@ def _axes(equation: Any, mesh: Mesh) -> dict[str, str]:
 
 
 def _evaluate(body: Any, args: Sequence[Any], mesh: Mesh) -> list[Any]:
-    jaxpr, consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
-    values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(
-        zip(jaxpr.invars, args, strict=True)
-    )
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, jex_core.Literal) else values[atom]
-
-    for equation in jaxpr.eqns:
-        operands = [read(v) for v in equation.invars]
+    def run(equation: Any, operands: list[Any], values: dict[Any, Any]) -> None:
         params = {}
         for key, value in equation.params.items():
+            # Of an open body (jax.checkpoint), the constants are operands.
             params[key], hoisted = _localized(value, mesh)
-            operands = [
-                *hoisted,
-                *operands,
-            ]  # of an open body (jax.checkpoint), whose constants are operands
+            operands = [*hoisted, *operands]
         call = _local_call(equation, mesh) if equation.primitive.name == PRIMITIVE else None
         bind(equation.replace(params=params), operands, values, call=call)
-    return [read(v) for v in jaxpr.outvars]
+
+    return evaluate(body, args, run)
 
 
 def _localized(value: Any, mesh: Mesh) -> tuple[Any, Sequence[Any]]:
@@ -126,8 +118,7 @@ def _localized(value: Any, mesh: Mesh) -> tuple[Any, Sequence[Any]]:
         ), ()
     if not _holds_call(value):
         return value, ()
-    jaxpr = getattr(value, "jaxpr", value)
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in opened(value).invars]
     closed = jax.make_jaxpr(lambda *args: _evaluate(value, args, mesh))(*avals)
     if isinstance(value, jex_core.ClosedJaxpr):
         return closed, ()
@@ -142,9 +133,7 @@ def _localized(value: Any, mesh: Mesh) -> tuple[Any, Sequence[Any]]:
 
 
 def _holds_call(value: Any) -> bool:
-    if not isinstance(value, (jex_core.Jaxpr, jex_core.ClosedJaxpr)):
-        return False
-    return any(_holds(equation, PRIMITIVE) for equation in getattr(value, "jaxpr", value).eqns)
+    return is_body(value) and any(_holds(e, PRIMITIVE) for e in opened(value).eqns)
 
 
 def _local_call(equation: Any, mesh: Mesh) -> Callable[..., Any] | None:

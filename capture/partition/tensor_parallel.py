@@ -46,7 +46,7 @@ def parameter_specs(
             specs by regular expression, searched in the names of the parameters: the first match
             decides (``PartitionSpec()`` keeps it whole), and the walk decides the others, following
             these.
-        names: Of the parameters; needed for specs by name.
+        names: The parameters' paths, in the same order; needed for specs by name.
 
     Returns:
         One spec per parameter; every dimension it cuts divides by ``degree``.
@@ -58,7 +58,8 @@ def parameter_specs(
     Example:
         >>> shape = lambda *dims: jax.ShapeDtypeStruct(dims, "float32")
         >>> mlp = lambda p, a: jax.nn.relu(a[0] @ p[0] + p[1]) @ p[2]
-        >>> specs = parameter_specs(mlp, [shape(64, 256), shape(256), shape(256, 64)], [shape(8, 64)], degree=4)
+        >>> params = [shape(64, 256), shape(256), shape(256, 64)]
+        >>> specs = parameter_specs(mlp, params, [shape(8, 64)], degree=4)
         >>> [tuple(spec) for spec in specs]
         [(None, 'model'), ('model',), ('model', None)]
 

@@ -5,11 +5,14 @@ There is no rule per layer type. The traced function is walked once from inputs 
 remembering which dimension of each value is sharded; the first product that meets a parameter
 decides how that parameter is cut:
 
-    input whole                  cut an output dimension; the result is sharded there            (column; Megatron-LM, section 3)
-    input cut where it contracts cut the same dimension of the parameter; the result is summed    (row)
-    products in a batch          cut the batch dimension, such as the experts of a GShard layer   (expert parallel)
+    input whole                    cut an output dimension; the result is sharded there
+                                   (column; Megatron-LM, section 3)
+    input cut where it contracts   cut the same dimension of the parameter; the result is summed
+                                   (row)
+    products in a batch            cut the batch dimension, such as the experts of a GShard layer
+                                   (expert parallel)
     element-wise, such as a bias follow the value that it meets
-    table that is looked up      cut the vocabulary                                               (see ``_Walk._gather``)
+    table that is looked up        cut the vocabulary (see ``_Walk._gather``)
 
 A column that leads nowhere is undone: if XLA would have to gather the whole activation (a reshape
 across shards, routing by top-k), or sum scores over it (heads that the degree does not divide), the
@@ -23,10 +26,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import Jaxpr, Literal
 
 from capture.partition.dim_flow import dim_flow, loss_is_cheap
 from capture.tracing import split_rule
+from capture.tracing.jaxprs import opened, scan_arity
 
 #: Elements below which a parameter is not worth a collective of its own; it may still follow
 #: another.
@@ -40,7 +44,7 @@ def cut_parameters(
 
     Args:
         jaxpr: Its first inputs are the parameters; the others are whole.
-        shapes: Of the parameters.
+        shapes: Shapes of the parameters, in the order of the inputs.
         degree: Devices of the group.
         fixed: Decisions that the walk must follow: a dimension, or None to stay whole.
 
@@ -192,9 +196,9 @@ class _Walk:
             return self._scan(eqn, inputs)
         if name == "while":
             skip, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-            return self._loop(_opened(eqn.params["body_jaxpr"]), inputs[skip:], consts)
+            return self._loop(opened(eqn.params["body_jaxpr"]), inputs[skip:], consts)
         if name == "cond":
-            results = [self.run(_opened(branch), inputs[1:]) for branch in eqn.params["branches"]]
+            results = [self.run(opened(branch), inputs[1:]) for branch in eqn.params["branches"]]
             return [value.as_activation() for value in results[0]]
         if (body := _called_jaxpr(eqn)) is not None:
             return self.run(body, inputs)
@@ -203,6 +207,11 @@ class _Walk:
         return [self._follow(eqn, inputs)] * len(eqn.outvars)
 
     def _dot(self, eqn: Any, inputs: list[_Value]) -> _Value:
+        """A product with a parameter decides it, by where the other operand is cut: contracted, the
+        parameter becomes a row and the result is whole after a sum; in a batch dimension, experts;
+        nowhere, a column may begin here. A product of two activations decides nothing, but where
+        it would sum scores over the devices, the column that led to it is taken back.
+        """
         (contract_lhs, contract_rhs), (batch_lhs, batch_rhs) = eqn.params["dimension_numbers"]
         contract, batch = (contract_lhs, contract_rhs), (batch_lhs, batch_rhs)
         self._undo(*(value.lost for value in inputs))
@@ -310,20 +319,11 @@ class _Walk:
     def _scan(self, eqn: Any, inputs: list[_Value]) -> list[_Value]:
         """The body, once; what is stacked over the iterations loses its first dimension inside and
         has it back outside."""
-        body = _opened(eqn.params["jaxpr"])
-        # The names of the counts differ between versions of JAX; shapes tell them as well.
-        num_carry = sum(
-            _ndim(outer) == _ndim(inner)
-            for outer, inner in zip(eqn.outvars, body.outvars, strict=True)
-        )
-        first_stacked = sum(
-            _ndim(outer) == _ndim(inner)
-            for outer, inner in zip(eqn.invars, body.invars, strict=True)
-        )
+        body = opened(eqn.params["jaxpr"])
+        num_consts, num_carry = scan_arity(eqn)
+        first_stacked = num_consts + num_carry
         stacked = [_shifted(value, -1) for value in inputs[first_stacked:]]
-        results = self._loop(
-            body, [*inputs[:first_stacked], *stacked], first_stacked - num_carry, num_carry
-        )
+        results = self._loop(body, [*inputs[:first_stacked], *stacked], num_consts, num_carry)
         return [*results[:num_carry], *(_shifted(value, 1) for value in results[num_carry:])]
 
     def _loop(
@@ -344,7 +344,12 @@ class _Walk:
 
     def _follow(self, eqn: Any, inputs: list[_Value]) -> _Value:
         """Everything else: the result is sharded where an operand is, and undecided parameters
-        follow."""
+        follow.
+
+        A cut that the operation loses is no error here: it is noted, and taken back only where a
+        product would need it. The result of an operation on one parameter alone is a view of it,
+        so that a reshaped or transposed parameter can still be cut later.
+        """
         flows = [dim_flow(eqn, operand, self.degree) for operand in range(len(inputs))]
         result = _Value(
             static=all(value.static for value in inputs),
@@ -401,11 +406,6 @@ def _ndim(atom: Any) -> int:
     return len(atom.aval.shape)
 
 
-def _opened(body: Any) -> Jaxpr:
-    """Bodies are closed jaxprs in some versions of JAX and open ones in others."""
-    return body.jaxpr if isinstance(body, ClosedJaxpr) else body
-
-
 def _product_dim(eqn: Any, side: int, dim: int) -> int:
     """Where a dimension of an operand that is not contracted stands in the result of a product:
     batch, left, right."""
@@ -427,7 +427,7 @@ def _called_jaxpr(eqn: Any) -> Jaxpr | None:
         return [getattr(atom.aval, "shape", None) for atom in atoms]
 
     for value in eqn.params.values():
-        body = _opened(value)
+        body = opened(value)
         if (
             isinstance(body, Jaxpr)
             and shapes(body.invars) == shapes(eqn.invars)

@@ -122,7 +122,8 @@ def with_sharded_params(choices: Sequence[StageChoice]) -> list[StageChoice]:
     chooses among these is never worse off.
 
     Example:
-        >>> [choice.shard_params for choice in with_sharded_params([StageChoice(1, 2), StageChoice(2, 1)])]
+        >>> choices = with_sharded_params([StageChoice(1, 2), StageChoice(2, 1)])
+        >>> [choice.shard_params for choice in choices]
         [False, False, True]
     """
     return [

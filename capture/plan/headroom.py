@@ -19,7 +19,7 @@ class Headroom:
     Attributes:
         limit_bytes: What a device can use.
         source: Where the limit is from: the user, or the terms of the target.
-        peak_bytes: Of the device that needs most.
+        peak_bytes: Need of the device that needs most.
         high_bytes: Upper end of the interval of the device whose upper end is highest.
         coverage: Calibrated probability that a device stays within its interval; None without
             calibration, 1 for compiled peaks.
@@ -49,9 +49,9 @@ class Headroom:
 
         Args:
             peaks, intervals: Per device.
-            coverage: Of the intervals.
+            coverage: Probability for which the intervals were calibrated; None if they were not.
             limit_bytes: The user's; else the target's is taken.
-            memory: Of the target.
+            memory: What the target's devices can use; None if nobody says.
             extrapolated: See the attribute.
         """
         if limit_bytes is None and memory is None:

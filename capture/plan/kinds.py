@@ -37,7 +37,7 @@ def load_stages(path: Path | str, instead: str) -> Plan:
     """A plan of stages, where nothing else has a meaning.
 
     Args:
-        path: Of any plan.
+        path: A plan file of any kind.
         instead: What to do with one of another kind, in a sentence.
 
     Raises:

@@ -120,7 +120,7 @@ class Verified:
         predicted_peak_bytes_per_device: Beside it, if the plan was predicted.
         prediction_error_fraction_per_device: Predicted over compiled, less 1.
         source: Backend, target and versions.
-        num_stages_compiled: Of which nothing was known before.
+        num_stages_compiled: Stages of which nothing was known before.
     """
 
     peak_bytes_per_device: tuple[int, ...]

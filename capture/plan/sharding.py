@@ -4,8 +4,8 @@ that is built of it.
 A plan is JSON:
 
     schema_version            2
-    kind                      "sharding"; schema 1 has no kind, no workload, no cluster and no costs
-    workload, cluster         as in a plan of stages
+    kind                      "sharding"; schema 1 has no kind, no workload, hash, cluster and costs
+    workload, model_hash, cluster   as in a plan of stages
     batch_size                examples per device
     step_seconds, peak_bytes, examples_per_second
     compiled_peak_bytes       of the target's compiler, for the whole train step; left out of a plan
@@ -21,7 +21,8 @@ A plan is JSON:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ class ParameterLeaf:
 
     Attributes:
         name: Path of the leaf in the user's tree; of a part, with its index.
-        shape, item_bytes: Of the array.
+        shape, item_bytes: The whole array's shape, and the bytes of one of its numbers.
         split_dim: The dimension that all products that read it contract (of a table: its rows), so
             that they can be split into slices along it; None if there is none.
     """
@@ -103,7 +104,8 @@ class ParameterLeaf:
         not be transposed, nor what is reduced to them.
 
         Example:
-            >>> ParameterLeaf("kernel", (64, 512, 7), 4).shard_dim(8), ParameterLeaf("scale", (7,), 4).shard_dim(8)
+            >>> leaves = ParameterLeaf("kernel", (64, 512, 7), 4), ParameterLeaf("scale", (7,), 4)
+            >>> tuple(leaf.shard_dim(8) for leaf in leaves)
             (0, None)
         """
         return next((d for d, extent in enumerate(self.shape) if extent % num_devices == 0), None)
@@ -122,12 +124,15 @@ class OperatorCost:
         resident_bytes: Held for the whole step.
         transient_bytes: While it runs, beside that.
         seconds: Forward and backward.
+        at_peak: Bytes of it at the peak of the step, by category; all operators' add up to the
+            peak. Empty where it was not looked at.
     """
 
     parameter_bytes: int
     resident_bytes: float
     transient_bytes: float
     seconds: float
+    at_peak: Mapping[str, int] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -137,10 +142,10 @@ class ShardingPlan:
     Attributes:
         batch_size: Examples per device.
         modes: By operator, in program order.
-        step_seconds: Of one step.
+        step_seconds: Time of one step, estimated.
         peak_bytes: On every device, estimated: what is resident and the largest transient.
-        examples_per_second: Of all devices together: N b / T.
-        names: Of the operators; empty for a plan of a description alone.
+        examples_per_second: Throughput of all devices together: N b / T.
+        names: Names of the operators; empty for a plan of a description alone.
         params: By operator, the names of the parameter leaves that belong to it; likewise.
         remat: Whether the backward pass computes every operator again from its inputs.
         smallest_bytes: Smaller parameters are replicated whatever the mode of their operator.
@@ -149,6 +154,7 @@ class ShardingPlan:
         compiled_peak_bytes: As ``peak_bytes``, which is an estimate, by the target's compiler; None
             if it was not asked.
         workload: The workload by name; None for a plan made from Python objects.
+        model_hash: Content hash of the traced loss; empty if never traced, or of schema 1.
         cluster: The devices; None for a plan of a description alone, or of schema 1.
         costs: By operator; empty likewise.
     """
@@ -165,6 +171,7 @@ class ShardingPlan:
     look_ahead: bool = False
     compiled_peak_bytes: int | None = None
     workload: WorkloadSpec | None = None
+    model_hash: str = ""
     cluster: Cluster | None = None
     costs: tuple[OperatorCost, ...] = ()
 
@@ -175,11 +182,11 @@ class ShardingPlan:
 
     @property
     def known_peak_bytes(self) -> int:
-        """Of every device, by the best that is known."""
+        """Peak of every device, by the best that is known."""
         return self.peak_bytes if self.compiled_peak_bytes is None else self.compiled_peak_bytes
 
     def headroom(self, memory_limit_bytes: int | None = None) -> Headroom | None:
-        """Of the compiled peak, else of the estimate, which nothing calibrates: it never just
+        """What the compiled peak leaves, else the estimate, which nothing calibrates: it never just
         fits."""
         peak = self.known_peak_bytes
         memory = None if self.cluster is None else Target.load(self.cluster.target).memory
@@ -199,12 +206,12 @@ class ShardingPlan:
 
     @property
     def sharded_fraction(self) -> float:
-        """Of the operators, those with a slice in ZDP mode."""
+        """The part of the operators that have a slice in ZDP mode."""
         return sum(mode.num_sharded > 0 for mode in self.modes) / len(self.modes)
 
     @property
     def split_fraction(self) -> float:
-        """Of the operators, those that are split into slices."""
+        """The part of the operators that are split into slices."""
         return sum(mode.num_slices > 1 for mode in self.modes) / len(self.modes)
 
     @property
@@ -302,6 +309,7 @@ class _Document:
     """A plan as files have it."""
 
     workload: WorkloadSpec | None = None
+    model_hash: str = ""
     cluster: ClusterRow | None = None
     batch_size: int
     step_seconds: float

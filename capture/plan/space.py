@@ -69,7 +69,8 @@ class StageSpace:
         ``shard_params`` also with parameters split over the replicas.
 
         Example:
-            >>> [(c.data_parallel, c.tensor_parallel) for c in StageSpace().choices(Cluster((2,)), 8)]
+            >>> choices = StageSpace().choices(Cluster((2,)), 8)
+            >>> [(choice.data_parallel, choice.tensor_parallel) for choice in choices]
             [(1, 1), (2, 1), (1, 2)]
         """
         found = [

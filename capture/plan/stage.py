@@ -16,7 +16,8 @@ class Stage:
     """Layers [first, stop) on one submesh, forward and backward.
 
     Attributes:
-        first, stop: Layers, from ``first`` to before ``stop``; files have ``"layers": [first, last]``.
+        first, stop: Layers, from ``first`` to before ``stop``; files have ``"layers": [first,
+            last]``.
         devices: Ids of the submesh in node-major order; device ``devices[r * tensor_parallel + c]``
             is replica r, shard c.
         choice: How the devices share the work.

@@ -105,7 +105,7 @@ class Plan:
 
     @property
     def known_peak_bytes(self) -> int:
-        """Of the device that needs most, by the best that is known; 0 if nothing is."""
+        """Peak of the device that needs most, by the best that is known; 0 if nothing is."""
         known = self.verification or self.prediction
         return 0 if known is None else known.peak_bytes
 
@@ -128,8 +128,8 @@ class Plan:
 
         Raises:
             PlanError: ``plan-schema`` for an unknown schema version, ``plan-kind`` for a plan of
-                another kind, ``plan-corrupt`` for missing or wrong fields, ``plan-mixed-targets`` for nodes of different targets, and the
-                codes of the constructor.
+                another kind, ``plan-corrupt`` for missing or wrong fields, ``plan-mixed-targets``
+                for nodes of different targets, and the codes of the constructor.
         """
         document = PLAN.read(data, _Document)
         if document.cluster.wrong:

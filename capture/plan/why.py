@@ -35,7 +35,7 @@ class Front:
         points: Smallest peak first.
         complete: Whether every such plan is there; else they are a sample with both ends.
         extrapolated: Whether the micro-batch size was not profiled.
-        seconds: Of the search.
+        seconds: Time that the search took.
     """
 
     points: tuple[FrontPoint, ...]
@@ -49,7 +49,7 @@ class CompiledPlans:
     """How an answer was settled by compiling.
 
     Attributes:
-        num_plans: Compiled.
+        num_plans: Number of plans that were compiled.
         settled: Whether no other plan is predicted to be better.
         summary: The same in words.
     """
@@ -65,16 +65,16 @@ class Why:
 
     Attributes:
         summary: For people.
-        bottleneck_stage: That needs most, of a plan that was found.
-        bottleneck_category: Of which most of its bytes are.
+        bottleneck_stage: The stage that needs most, of a plan that was found.
+        bottleneck_category: What most of its bytes are for.
         num_choices: Ways of using devices that were searched.
-        code: Of what is missing, where nothing fits.
-        memory_limit_bytes: That is missed.
+        code: What is missing, as a code, where nothing fits.
+        memory_limit_bytes: The limit that is missed.
         least_peak_bytes: The least limit that fits; None where none does, or it is not known.
         stage_id: The stage that needs it.
         least_state_bytes: What every plan needs for its state alone, if that is too much.
-        front: Of memory and time, if asked for.
-        verified: If plans were compiled.
+        front: Plans of the front of memory and time, if asked for.
+        verified: How plans were compiled, if any were.
         uncompiled: Why the plan was not compiled, where it was to be.
     """
 

@@ -1,5 +1,5 @@
-"""How good predictions were: what was predicted of devices beside the truth, and the statistics of the
-paper's Figure 7."""
+"""How good predictions were: what was predicted of devices beside the truth, and the statistics of
+the paper's Figure 7."""
 
 from __future__ import annotations
 

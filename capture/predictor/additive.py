@@ -60,8 +60,7 @@ class AdditivePredictor(ComponentTables):
         self._params: dict[ParamSplit, np.ndarray] = {}
         self._memories: dict[tuple[StageChoice, int], StageMemory] = {}
 
-    # ---- stages
-    # ----------------------------------------------------------------------------------------------
+    # ---- stages ----------------------------------------------------------------------------------
 
     def memory(self, choice: StageChoice, microbatch_size: int) -> StageMemory:
         """The parts of every stage [first, stop) at once: int64 arrays (L, L + 1); nonsense where
@@ -220,8 +219,8 @@ class AdditivePredictor(ComponentTables):
         as in the worst of plans.
 
         Args:
-            choice, microbatch_size, schedule, num_microbatches: Of the stages.
-            max_stages: Of a plan.
+            choice, microbatch_size, schedule, num_microbatches: What all stages share.
+            max_stages: Most stages that a plan may have.
             least: Count them as in the best of plans instead.
         """
         memory = self.memory(choice, microbatch_size)
@@ -249,8 +248,7 @@ class AdditivePredictor(ComponentTables):
             self.memory(choice, microbatch_size).summaries.any()
         )
 
-    # ---- plans
-    # ----------------------------------------------------------------------------------------------
+    # ---- plans -----------------------------------------------------------------------------------
 
     def predict(self, plan: Plan) -> Prediction:
         """Peaks of a plan with their parts and intervals.

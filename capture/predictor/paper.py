@@ -102,7 +102,7 @@ class PaperPredictor:
 
         Args:
             plan: To predict.
-            provenance: Of the profile.
+            provenance: Where the profile's measurements are from.
 
         Raises:
             ProfileError: ``profile-missing`` naming the stages that lack a statistic, and the codes

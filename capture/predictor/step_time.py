@@ -20,8 +20,8 @@ def predicted_timeline(plan: Plan, profile: Profile) -> StepTimeline:
     """Simulate one step of a plan.
 
     Args:
-        plan: Of the profile's model and target.
-        profile: Of an accelerator.
+        plan: A plan of the profile's model and target.
+        profile: Measurements for an accelerator: a CPU's say nothing of time.
 
     Returns:
         The timeline: seconds of the step, bubbles per stage, memory over time. All of it is
@@ -46,9 +46,9 @@ def time_summary(timeline: StepTimeline, plan: Plan, graph: LayerGraph) -> dict[
     """What documents say of a simulated step: ``step_seconds``, throughput, and where devices wait.
 
     Args:
-        timeline: Of the plan.
+        timeline: The plan's simulated step.
         plan: What was simulated.
-        graph: Of the model at the plan's micro-batch size.
+        graph: The model's layers at the plan's micro-batch size.
 
     Model FLOPs are three times those of the forward pass, whatever is recomputed.
     """

@@ -1,5 +1,5 @@
-"""Tables of what the compiler alone knows of stages: M_i plus the sum of M_a of every component, for
-every choice and micro-batch size."""
+"""Tables of what the compiler alone knows of stages: M_i plus the sum of M_a of every component,
+for every choice and micro-batch size."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class TimePredictor:
         return table + drift
 
     def stage_times(self, plan: Plan) -> tuple[StageTimes, ...]:
-        """Of every stage of a plan."""
+        """Seconds of the programs of every stage of a plan, in pipeline order."""
         return tuple(
             self.table(stage.choice, plan.microbatch_size).at(stage.first, stage.stop)
             for stage in plan.stages

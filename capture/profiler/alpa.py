@@ -88,7 +88,7 @@ class AlpaBackend(RunBackend):
 
     @cached_property
     def versions(self) -> dict[str, str]:
-        """Of alpa and JAX in Alpa's environment.
+        """Versions of alpa and JAX in Alpa's environment.
 
         Raises:
             ExecutionError: ``alpa-python`` if that interpreter cannot import alpa.

@@ -45,6 +45,9 @@ Measured = TypeVar("Measured", StageCost, UpdateCost, StageBuffers)
 #: Bump when the programs of a stage change for the same model, so that old measurements are not
 #: taken for new ones.
 PROGRAM_VERSION = 3
+#: Bump when more is counted of what programs compute, which only targets with rates are asked for:
+#: 2 counts kernels.
+WORK_VERSION = 2
 
 
 class CompileBackend:
@@ -57,7 +60,8 @@ class CompileBackend:
         rule: How parameters are split.
         store: Where measurements are kept.
         target: What to compile for; virtual CPU devices if None.
-        unmarked_layers, num_devices: Of a model without marks: see ``trace``.
+        unmarked_layers, num_devices: Into how many layers a model without marks is cut: see
+            ``trace``.
     """
 
     def __init__(
@@ -174,6 +178,8 @@ class CompileBackend:
             "flags": list(environment.active_flags()),
             "program_version": PROGRAM_VERSION,
         }
+        if self.target.rates is not None:
+            facts["work_version"] = WORK_VERSION
         return (
             facts
             if self.target.platform == "cpu"

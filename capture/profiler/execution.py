@@ -21,7 +21,7 @@ class ProfilingRun:
 
     Attributes:
         partitioning: Layers per stage.
-        choice: Of every stage.
+        choice: What every stage does with its devices.
         microbatch_size: Examples in a micro-batch over all replicas.
         num_microbatches: In a step.
         schedule: ``"gpipe"`` or ``"1f1b"``.
@@ -97,7 +97,7 @@ class Executed:
         meter: What they were read from; empty if they were only replayed, because they are above
             the limit.
         failure: Why there are none.
-        traceback: Of the failure, if it was an exception.
+        traceback: Where it failed, if it was an exception.
     """
 
     peak_bytes_per_stage: tuple[int, ...] | None
@@ -114,6 +114,6 @@ class Executed:
 
 
 def replay_key(key: str) -> str:
-    """Of the replayed peaks of a run that is above a limit: another measurement than that of the
-    run."""
+    """Key of the replayed peaks of a run that is above a limit: another measurement than that of
+    the run."""
     return content_hash([key, "replay"])

@@ -64,8 +64,8 @@ class PaperStatistics:
     Attributes:
         statistics: Per choice, per number of micro-batches of the run.
         num_runs: Runs that were needed.
-        schedule: Of the runs.
-        microbatch_size: Of the runs.
+        schedule: Name of the runs' schedule.
+        microbatch_size: Examples in a micro-batch of the runs.
         failed: Runs that went out of memory or could not be compiled, by name.
         num_failed_runs: Runs that lack the peak of a stage.
     """
@@ -151,7 +151,7 @@ class PaperRuns:
     """The runs of one set.
 
     Attributes:
-        choice: Of every stage.
+        choice: What every stage does with its devices.
         partitionings: Layers per stage.
     """
 
@@ -197,7 +197,7 @@ def paper_runs(
         num_layers: L.
         num_devices: D; a choice that needs more is left out.
         microbatch_size: A choice whose replicas do not divide it is left out.
-        remat, shard_optimizer: Of every stage.
+        remat, shard_optimizer: As of every stage to be planned.
     """
     runs = []
     for choice in PROFILED_CHOICES:
@@ -255,8 +255,8 @@ def run_paper_profile(
         runs: From ``paper_runs``.
         graph: At the micro-batch size of the runs.
         param_bytes: Per way to split parameters.
-        schedule: Of the runs.
-        num_microbatches: Of the target; the runs use half and a quarter.
+        schedule: Name of the runs' schedule.
+        num_microbatches: Number to plan for; the runs use half and a quarter.
         measure: The cost of a stage config; None if it could not be measured, and the run is named
             as failed.
     """
@@ -316,8 +316,8 @@ def form_statistics(
     Args:
         runs: From ``paper_runs``.
         num_layers: L.
-        microbatch_size, schedule: Of the runs.
-        num_microbatches: Of the target; the runs use half and a quarter.
+        microbatch_size, schedule: What the runs were made with.
+        num_microbatches: Number to plan for; the runs use half and a quarter.
         peaks_of_run: Called with the choice, the partitioning and the number of micro-batches of
             each run.
     """
@@ -384,7 +384,8 @@ def merge_layers(statistics: LayerStatistics, num_merged: int) -> list[tuple[int
     Source: CAPTURE III-A3; READINGS.md, C-u: neighbours only.
 
     Example:
-        >>> merge_layers(LayerStatistics(np.array([9.0, 2.0, 3.0]), np.array([np.nan, 1.0, 1.0])), 2)
+        >>> isolated, added = np.array([9.0, 2.0, 3.0]), np.array([np.nan, 1.0, 1.0])
+        >>> merge_layers(LayerStatistics(isolated, added), 2)
         [(0, 1), (1, 3)]
     """
     groups = [(i, i + 1) for i in range(len(statistics.isolated))]

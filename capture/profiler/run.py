@@ -59,7 +59,8 @@ class RunBackend:
             is in the store.
         fresh_process: Whether every run gets a process of its own, so that the allocator's marks
             are those of the run.
-        num_devices: Of the cluster; a model without marks is cut into layers enough for them.
+        num_devices: All devices of the cluster; a model without marks is cut into layers enough for
+            them.
     """
 
     name = "run"
@@ -106,8 +107,7 @@ class RunBackend:
             "program_version": PROGRAM_VERSION,
         }
 
-    # ---- the store
-    # ----------------------------------------------------------------------------------------------
+    # ---- the store -------------------------------------------------------------------------------
 
     def key(self, run: ProfilingRun) -> str:
         """Content hash of everything that can change the measurement."""
@@ -170,8 +170,7 @@ class RunBackend:
         start = time.perf_counter()
         return self.keep(run, self.execute(run), time.perf_counter() - start)
 
-    # ---- execution
-    # ----------------------------------------------------------------------------------------------
+    # ---- execution -------------------------------------------------------------------------------
 
     def execute(self, run: ProfilingRun) -> Executed:
         """Make a run here; a failure is reported, not raised."""

@@ -33,7 +33,7 @@ class CompiledPlan:
     Attributes:
         sharded: A workload with the plan on a mesh.
         target: What it was compiled for.
-        peak_bytes: Of every device, by the compiler: arguments, results and temporaries.
+        peak_bytes: Need of every device, by the compiler: arguments, results and temporaries.
         program: The step; it runs where it was compiled for devices of this process.
     """
 
@@ -63,8 +63,8 @@ def compile_plan(plan: ShardingPlan, workload: WorkloadProtocol) -> CompiledPlan
     """Compile the whole train step for the plan's target; nothing is allocated, nothing runs.
 
     Raises:
-        PlanError: ``plan-cluster`` for a plan of an earlier version, ``osdp-plan-params`` for
-            another model's.
+        PlanError: ``plan-cluster`` for a plan of an earlier version, ``plan-other-model`` or
+            ``osdp-plan-params`` for another model's.
         TargetError: ``target-refused``, and as ``devices_of``.
     """
     cluster = _cluster_of(plan)
@@ -133,6 +133,12 @@ def _compiled(
 ) -> CompiledPlan:
     compiler = StepCompiler(target, where)
     sharded = shard(workload, plan, compiler.mesh)
+    if plan.model_hash not in ("", sharded.model_hash):
+        raise PlanError.of(
+            f"the plan was made for model_hash={plan.model_hash}; the workload has "
+            f"{sharded.model_hash}. Plan it again with capture osdp.",
+            "plan-other-model",
+        )
     return CompiledPlan(sharded, target, *compiler.measure(sharded))
 
 

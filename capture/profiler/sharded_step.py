@@ -2,7 +2,8 @@
 compiler's own report.
 
 The step is ``Sharded.update``: value_and_grad of the transformed loss, then the optimizer, with
-parameters and state donated, parameters, state and batch sharded as the plan says. Nothing is allocated, nothing is run.
+parameters and state donated, parameters, state and batch sharded as the plan says. Nothing is
+allocated, nothing is run.
 """
 
 from __future__ import annotations

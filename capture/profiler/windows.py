@@ -36,7 +36,7 @@ def window_configs(
 
     Args:
         num_layers: L.
-        choices: Of the stages.
+        choices: What stages may do with their devices.
         microbatch_sizes: Over all replicas; a choice that does not divide one is left out there.
         num_neighbours: Most neighbours n of M_a, at least 1.
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
 
+from capture.documents import fields_of, write
 from capture.errors import PlanError
 from capture.machine.target import Target
 from capture.measured.profile import Profile
@@ -117,8 +118,8 @@ class ReportFacts:
     Attributes:
         plan: Reported.
         stages: In pipeline order.
-        headroom: Of the verified peaks if there are any, else of the predicted; None where nobody
-            says how much memory there is.
+        headroom: What the verified peaks leave, or, if there are none, the predicted; None where
+            nobody says how much memory there is.
         coverage: Calibrated probability of the predicted intervals; None if they were not
             calibrated.
         source: Backend, target and versions of the measurements, as the prediction has them.
@@ -172,22 +173,17 @@ class ReportFacts:
                 }
                 for stage, waits in zip(self.stages, self.schedule.waits_fraction, strict=True)
             ],
-            "headroom": None if self.headroom is None else self.headroom.to_json(),
+            "headroom": write(self.headroom),
             "schedule": {
                 "clock": self.schedule.clock,
                 "simulated": True,
                 "step_seconds": self.schedule.step_seconds,
             },
-            "front": None
-            if self.front is None
-            else {
+            "front": self.front
+            and {
                 "complete": self.front.complete,
                 "points": [
-                    {
-                        "peak_bytes": point.peak_bytes,
-                        "step_seconds": point.step_seconds,
-                        "stages": [stage.to_json() for stage in point.stages],
-                    }
+                    fields_of(point, "peak_bytes", "step_seconds", "stages")
                     for point in self.front.points
                 ],
             },
@@ -201,7 +197,8 @@ def report_facts(
 
     Args:
         plan: With its prediction.
-        profile: Of the plan's model and target: for times, and for memory over time.
+        profile: Measurements of the plan's model on its target: for times, and for memory over
+            time.
         memory_limit_bytes: Per device; None takes what the target's devices can use.
 
     Raises:
@@ -370,7 +367,7 @@ def envelope(samples: Sequence[tuple[float, int]], num_buckets: int) -> list[tup
 
     Args:
         samples: (seconds, bytes) in the order of time.
-        num_buckets: Of equal length.
+        num_buckets: Number of buckets, of equal length.
 
     Returns:
         The samples themselves where they are few enough.

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from capture.documents import write
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 from capture.quantities import format_bytes
@@ -38,9 +39,6 @@ class Difference:
     first: Any
     second: Any
 
-    def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "first": self.first, "second": self.second}
-
 
 @dataclass(frozen=True)
 class DeviceGroup:
@@ -48,7 +46,8 @@ class DeviceGroup:
 
     Attributes:
         devices: First and last id.
-        stages: Of the first and the second plan; None where a plan has no such device.
+        stages: Stage that they serve in the first and in the second plan; None where a plan has no
+            such device.
         peak_bytes: Per device, by the best that is known of each plan.
     """
 
@@ -146,7 +145,8 @@ def describe_value(name: str, value: Any) -> str:
     if isinstance(value, Mapping):
         stage = Stage.from_json(value)
         degrees = f"dp {stage.choice.data_parallel} x tp {stage.choice.tensor_parallel}"
-        return f"layers {_layers((stage.first, stage.stop - 1))} on devices {_ids(stage.devices)}, {degrees}"
+        layers = _layers((stage.first, stage.stop - 1))
+        return f"layers {layers} on devices {_ids(stage.devices)}, {degrees}"
     if isinstance(value, list):
         return _layers(value) if name.endswith(".layers") else _ids(value)
     if isinstance(value, bool):
@@ -177,15 +177,13 @@ def compare(first: ReportFacts, second: ReportFacts) -> dict[str, Any]:
     """The document of ``capture diff --json``."""
     return {
         "same_decision": not differences(first.plan, second.plan),
-        "differences": [
-            difference.to_json() for difference in differences(first.plan, second.plan)
-        ],
-        "devices": [group.to_json() for group in device_groups(first, second)],
+        "differences": write(differences(first.plan, second.plan)),
+        "devices": write(device_groups(first, second)),
         "plans": [
             {
                 "peak_bytes": facts.fullest.peak_bytes,
                 "verified": facts.verified,
-                "headroom": None if facts.headroom is None else facts.headroom.to_json(),
+                "headroom": write(facts.headroom),
                 "step_seconds": facts.schedule.step_seconds,
                 "simulated": True,
                 "mean_waits_fraction": facts.mean_waits,
@@ -217,5 +215,6 @@ def _totals(facts: ReportFacts) -> dict[str, str]:
         "verdict": "-" if room is None else room.verdict,
         "step time (simulated)": "-" if step is None else format_seconds(step),
         "examples/s": "-" if step is None else f"{facts.plan.global_batch_size / step:.3g}",
-        "stages wait": f"{facts.mean_waits:.0%}{'' if facts.schedule.clock == 'seconds' else ' (unit times)'}",
+        "stages wait": f"{facts.mean_waits:.0%}"
+        + ("" if facts.schedule.clock == "seconds" else " (unit times)"),
     }

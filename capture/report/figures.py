@@ -4,12 +4,12 @@ no plotting library is imported."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from capture.plan.stage import Stage
 from capture.quantities import format_bytes
 from capture.report.data import ReportFacts, StageFacts, envelope, levels
+from capture.report.figure import Figure
 from capture.report.palette import INK, LIMIT, category_color, in_order, stage_colors, text_on
 from capture.report.schedule_figure import schedule
 from capture.report.units import bytes_unit, format_seconds, seconds_unit
@@ -19,23 +19,6 @@ from capture.report.words import CLOCKS, signed_bytes
 MEMORY_BUCKETS = 400
 #: A limit that lies so many times above everything else is said and not drawn.
 FAR_LIMIT = 5
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One figure of the page.
-
-    Attributes:
-        name: Of its element, stable.
-        title, caption: In words; the caption says what is simulated.
-        traces, layout: Of plotly.js.
-    """
-
-    name: str
-    title: str
-    caption: str
-    traces: list[dict[str, Any]]
-    layout: dict[str, Any]
 
 
 def figures(facts: ReportFacts) -> list[Figure]:
@@ -436,8 +419,7 @@ def front(facts: ReportFacts) -> Figure:
     return Figure("front", "Peak memory against step time", caption, traces, layout)
 
 
-# ---- parts of figures
-# ----------------------------------------------------------------------------------------------
+# ---- parts of figures ----------------------------------------------------------------------------
 
 
 def _limit_line(axis: str, limit: int | None, scale: float, largest: float) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from typing import Any
 from capture.errors import CaptureError
 from capture.extras import install_command
 from capture.report.data import ReportFacts
-from capture.report.figures import Figure, figures
+from capture.report.figure import Figure
+from capture.report.figures import figures
 from capture.report.palette import INK
 from capture.report.words import HEADER, last_lines, paragraph, rows, title
 
@@ -20,17 +21,21 @@ _POLICY = (
 )
 
 _STYLE = f"""
-body {{ margin: 0 auto; max-width: 1160px; padding: 24px; color: {INK}; font: 16px/1.5 system-ui, sans-serif; background: white; }}
+body {{ margin: 0 auto; max-width: 1160px; padding: 24px; color: {INK}; background: white;
+  font: 16px/1.5 system-ui, sans-serif; }}
 h1 {{ font-size: 24px; line-height: 1.3; margin: 0 0 4px; overflow-wrap: anywhere; }}
 h2 {{ font-size: 18px; margin: 36px 0 0; }}
 p {{ margin: 8px 0; max-width: 900px; }}
 .lead {{ font-size: 17px; }}
 .caption, footer {{ color: #52606D; font-size: 14px; }}
-.verdict {{ display: inline-block; padding: 2px 10px; border-radius: 4px; font-weight: 600; background: #E4E7EB; }}
+.verdict {{ display: inline-block; padding: 2px 10px; border-radius: 4px; font-weight: 600;
+  background: #E4E7EB; }}
 .figure {{ width: 100%; }}
 .wide {{ overflow-x: auto; }}
-table {{ border-collapse: collapse; margin: 16px 0 4px; font-size: 14px; font-variant-numeric: tabular-nums; }}
-th, td {{ padding: 4px 12px; text-align: right; border-bottom: 1px solid #E4E7EB; white-space: nowrap; }}
+table {{ border-collapse: collapse; margin: 16px 0 4px; font-size: 14px;
+  font-variant-numeric: tabular-nums; }}
+th, td {{ padding: 4px 12px; text-align: right; border-bottom: 1px solid #E4E7EB;
+  white-space: nowrap; }}
 th:first-child, td:first-child {{ text-align: left; }}
 .script-error {{ color: #B00020; white-space: pre-wrap; }}
 """
@@ -50,7 +55,8 @@ const base = JSON.parse(document.getElementById("base-layout").textContent);
 let left = figures.length;
 for (const figure of figures) {
   const layout = Object.assign({}, base, figure.layout);
-  for (const axis of ["xaxis", "yaxis"]) layout[axis] = Object.assign({automargin: true, gridcolor: "#E4E7EB"}, figure.layout[axis]);
+  for (const axis of ["xaxis", "yaxis"])
+    layout[axis] = Object.assign({automargin: true, gridcolor: "#E4E7EB"}, figure.layout[axis]);
   Plotly.newPlot(figure.name, figure.traces, layout, {responsive: true, displayModeBar: false})
     .then(() => { left -= 1; if (left === 0) document.body.dataset.drawn = figures.length; });
 }

@@ -18,6 +18,7 @@ CATEGORIES = {
     "received gradients": "#CC79A7",
     "sent gradients": "#882255",
     "batch": "#999933",
+    "gathered parameters": "#44AA99",
     "temporaries": "#D55E00",
     "loss": "#444444",
 }

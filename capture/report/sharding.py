@@ -3,6 +3,7 @@ between two."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -12,11 +13,12 @@ from capture.plan.headroom import Headroom
 from capture.plan.sharding import Mode, OperatorCost, ShardingPlan
 from capture.quantities import format_bytes
 from capture.report.difference import Difference
-from capture.report.figures import Figure
+from capture.report.figure import Figure
 from capture.report.page import html_table, html_verdict, render
+from capture.report.palette import category_color, in_order
 from capture.report.units import bytes_unit, format_seconds, seconds_unit
 
-HEADER = ["operator", "mode", "parameters", "resident", "transient", "time"]
+HEADER = ["operator", "mode", "parameters", "resident", "transient", "at the peak", "time"]
 #: Of an operator, what is drawn, and what its axis is called.
 _DRAWN = {
     "resident_bytes": "held for the whole step",
@@ -47,6 +49,9 @@ def paragraph(plan: ShardingPlan, room: Headroom | None) -> str:
         f"A step takes {format_seconds(plan.step_seconds)} by the model of costs, "
         f"{plan.examples_per_second:.4g} examples/s on all devices.",
     ]
+    if parts := _parts_of_peak(plan):
+        shares = (f"{part} {format_bytes(parts[part])}" for part in in_order(list(parts)))
+        said.insert(1, f"At the estimated peak: {', '.join(shares)}.")
     if plan.compiled_peak_bytes is None:
         said.append("Verify the plan to be sure (capture verify).")
     return " ".join(said if room is None else [f"The plan {room.verdict}.", *said])
@@ -56,19 +61,31 @@ def rows(plan: ShardingPlan, *, heaviest_first: bool = False) -> list[list[str]]
     """A line per operator, in program order or those that hold most first."""
     found = operators_of(plan)
     if heaviest_first:
-        found.sort(key=lambda operator: -_resident_bytes(operator[2]))
+        found.sort(key=lambda operator: -_held_bytes(operator[2]))
     return [[name, str(mode), *_cells(cost)] for name, mode, cost in found]
 
 
-def _resident_bytes(cost: OperatorCost | None) -> float:
-    return 0.0 if cost is None else cost.resident_bytes
+def _held_bytes(cost: OperatorCost | None) -> float:
+    """At the peak, or at any time where the peak was not looked at."""
+    if cost is None:
+        return 0.0
+    return sum(cost.at_peak.values()) if cost.at_peak else cost.resident_bytes
+
+
+def _parts_of_peak(plan: ShardingPlan) -> Counter[str]:
+    """Bytes by category of all operators at the estimated peak."""
+    parts = Counter[str]()
+    for cost in plan.costs:
+        parts.update(cost.at_peak)
+    return parts
 
 
 def _cells(cost: OperatorCost | None) -> list[str]:
     if cost is None:
         return ["-"] * (len(HEADER) - 2)
     sizes = (cost.parameter_bytes, cost.resident_bytes, cost.transient_bytes)
-    return [*map(format_bytes, sizes), f"{cost.seconds * 1e3:.3g} ms"]
+    at_peak = format_bytes(sum(cost.at_peak.values())) if cost.at_peak else "-"
+    return [*map(format_bytes, sizes), at_peak, f"{cost.seconds * 1e3:.3g} ms"]
 
 
 def document(plan: ShardingPlan, room: Headroom | None) -> dict[str, Any]:
@@ -108,7 +125,7 @@ def page(plan: ShardingPlan, room: Headroom | None) -> str:
 
 def _figures(plan: ShardingPlan) -> list[Figure]:
     names = [escape(f"{i} {name}") for i, name in enumerate(plan.names)]
-    found = []
+    found = [_at_peak(plan, names)] if _parts_of_peak(plan) else []
     for field, what in _DRAWN.items():
         values = [getattr(cost, field) for cost in plan.costs]
         largest = max(values, default=0)
@@ -123,6 +140,32 @@ def _figures(plan: ShardingPlan) -> list[Figure]:
         words = field.replace("_", " ").capitalize()
         found.append(Figure(field, words, f"Per operator: {what}.", [trace], axes))
     return found
+
+
+def _at_peak(plan: ShardingPlan, names: list[str]) -> Figure:
+    """Whose the bytes of the peak are, by category."""
+    parts = in_order(list(_parts_of_peak(plan)))
+    unit = bytes_unit(max(sum(cost.at_peak.values()) for cost in plan.costs))
+    traces = [
+        {
+            "type": "bar",
+            "name": part,
+            "x": names,
+            "y": [cost.at_peak.get(part, 0) / unit.scale for cost in plan.costs],
+            "marker": {"color": category_color(part)},
+        }
+        for part in parts
+    ]
+    layout = {
+        "barmode": "stack",
+        "xaxis": {"tickangle": -45},
+        "yaxis": {"title": {"text": unit.name}},
+    }
+    caption = (
+        f"Per operator, its part of the {format_bytes(plan.peak_bytes)} that a device is estimated "
+        "to need at the peak of the step."
+    )
+    return Figure("at_peak", "Who holds the peak", caption, traces, layout)
 
 
 def differences(first: ShardingPlan, second: ShardingPlan) -> list[Difference]:

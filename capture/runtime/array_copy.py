@@ -22,8 +22,8 @@ def plan_copies(shardings: Sequence[Sharding]) -> Copier:
     and nothing waits for them.
 
     Args:
-        shardings: Of the results, in the order of the arrays; each has as many devices as its
-            array, and gives shard i of the array to device i. All devices are of this process.
+        shardings: Shardings of the results, in the order of the arrays; each has as many devices as
+            its array, and gives shard i of the array to device i. All devices are of this process.
 
     Returns:
         A function of as many arrays. Results are in buffers of their own, also on a device that has

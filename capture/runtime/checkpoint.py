@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from capture import documents
 from capture.errors import ExecutionError, Violation
 from capture.runtime.pipeline import PipelinedStep, PipelineState
 
-CHECKPOINT_SCHEMA_VERSION = 1
+CHECKPOINT = documents.Format(
+    "checkpoint", ExecutionError, "checkpoint", "save it again with this version"
+)
 
 _KEY_IMPLS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
@@ -39,7 +43,7 @@ def save(
     Args:
         step: Whose state it is.
         state: Not consumed.
-        directory: Of the training; made if it does not exist.
+        directory: Where the training's checkpoints are; made if it does not exist.
         keep: Complete checkpoints to leave there, this one included; older ones are removed after
             it is complete. At least 1.
 
@@ -61,7 +65,7 @@ def save(
                 "checkpoint-exists",
             )
         metadata = {
-            "schema_version": CHECKPOINT_SCHEMA_VERSION,
+            "schema_version": CHECKPOINT.versions[-1],
             "num_steps": state.num_steps,
             "params": _described(params),
             "optimizer": _described(optimizer),
@@ -187,13 +191,7 @@ def _filled(struct: Any, read: Mapping[str, np.ndarray]) -> Any:
 def _check(
     metadata: Any, path: Path, params: Mapping[str, Any], optimizer: Mapping[str, Any]
 ) -> None:
-    version = metadata.get("schema_version") if isinstance(metadata, Mapping) else None
-    if version != CHECKPOINT_SCHEMA_VERSION:
-        message = (
-            f"checkpoint {str(path)!r} has schema_version={version!r}; this version of capture "
-            f"reads {CHECKPOINT_SCHEMA_VERSION}."
-        )
-        raise ExecutionError.of(message, "checkpoint-schema")
+    replace(CHECKPOINT, name=f"checkpoint {str(path)!r}").check(metadata)
     ExecutionError.check(
         [
             *_differences("the model", params, metadata["params"], "checkpoint-other-model"),

@@ -56,9 +56,9 @@ class BoundStep:
     """A step that can be executed.
 
     Args:
-        step: Of any kind.
+        step: The instructions, of any kind of plan.
         programs: Per name in the table of the step, its executable.
-        layout: Of every slot that is fed, copied, or copied from.
+        layout: Shapes and shardings of every slot that is fed, copied, or copied from.
     """
 
     def __init__(self, step: Step, programs: Mapping[str, Call], layout: Layout):

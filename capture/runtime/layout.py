@@ -21,7 +21,7 @@ class StageLayout:
     """Shardings of the values, batch leaves, parameters and optimizer state of a stage.
 
     Args:
-        graph: Of the model.
+        graph: The model's layers.
         choice: How the devices share the work.
         devices: Replicas first.
         specs: Per parameter of the graph, how it is split over the mesh axis ``"model"``.

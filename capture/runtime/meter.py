@@ -42,13 +42,13 @@ class Measurement:
     Attributes:
         peak_bytes_per_device: By device id of the plan.
         meter: What ``peak_bytes_per_device`` was read from.
-        live_peak_bytes_per_device: Of the live-array meter; the same where there is no allocator to
-            read.
-        resident_set_before_bytes, resident_set_peak_bytes: Of the whole process, on its host; None
-            where they cannot be read.
+        live_peak_bytes_per_device: What the live-array meter saw; the same where there is no
+            allocator to read.
+        resident_set_before_bytes, resident_set_peak_bytes: Memory of the whole process on its host;
+            None where they cannot be read.
         num_checks: Instructions before which the ledger was compared with the live arrays; 0 unless
             strict.
-        loss: Of the step.
+        loss: What the step returned.
         state: After the step.
     """
 
@@ -120,7 +120,7 @@ class HeapMeasurement:
 
     Attributes:
         source: The counter.
-        before_bytes, peak_bytes: Of the whole process.
+        before_bytes, peak_bytes: What malloc had given to the whole process.
         booked_bytes: The most that the step may add by the ledger: over all devices, the replayed
             peak less what outlives the step. Devices need not reach their peaks together.
     """
@@ -192,7 +192,7 @@ class LiveArrayMeter:
     Args:
         step: The step that it will observe.
         devices: By device id of the step.
-        transient_bytes: Of the executable that an instruction runs.
+        transient_bytes: Gives what the executable that an instruction runs needs while it runs.
         strict: Book the instructions in a ledger too, and compare the two before every instruction.
     """
 
@@ -245,7 +245,7 @@ class LiveArrayMeter:
         return tuple(self._peak[device] for device in range(len(self._devices)))
 
     def peak_bytes_of(self, memory: Memory) -> int:
-        """Of a device's or a host's."""
+        """Peak of a device's memory or of a host's."""
         return self._peak[memory]
 
     def __call__(self, instruction: Instruction, slots: Sequence[Any]) -> None:
@@ -440,8 +440,8 @@ def _malloc_reader() -> Callable[[], int] | None:
 
 
 class _MallInfo2(ctypes.Structure):
-    """Of all arenas: ``uordblks``, bytes in use, and ``hblkhd``, those in regions of their own
-    (glibc 2.33 and newer)."""
+    """Counters of all arenas: ``uordblks``, bytes in use, and ``hblkhd``, those in regions of their
+    own (glibc 2.33 and newer)."""
 
     _fields_ = [
         (name, ctypes.c_size_t)

@@ -27,7 +27,7 @@ def split_microbatches(
         num_microbatches: M; leaf dimensions that hold the examples are cut into M equal parts,
             other leaves are shared.
         batch: A global batch.
-        key: Of the step; micro-batch m gets ``jax.random.fold_in(key, m)``.
+        key: The step's random key; micro-batch m gets ``jax.random.fold_in(key, m)``.
 
     Raises:
         ExecutionError: ``run-batch`` naming every leaf of another shape or dtype.

@@ -80,8 +80,8 @@ class StageUpdate:
         """New parameters and new state of the stage; traceable.
 
         Args:
-            params, state, grads: Of this stage.
-            summaries: Of all other stages in stage order.
+            params, state, grads: Those that this stage owns.
+            summaries: Those of all other stages, in stage order.
         """
         return self.optimizer._update(self, params, state, grads, summaries)
 
@@ -162,7 +162,7 @@ class SlicedOptimizer:
     """Slices of a traced optimizer for given stages.
 
     Args:
-        traced: Of the whole model.
+        traced: The update of the whole model.
         stages: Per stage, the indices of the parameters it updates; together they are all
             parameters.
 

@@ -12,7 +12,7 @@ from capture.tracing.source import layer_of_scope, line_of, operation_name
 
 
 def buffer_of(flow: DataFlow, value: Any, nbytes: int) -> Buffer:
-    """Of a residual: the operation that makes it."""
+    """The operation that makes a residual."""
     equation = flow.maker(value)
     if equation is None:
         return Buffer(nbytes, "activations", None, "residual")

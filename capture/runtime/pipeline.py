@@ -94,7 +94,7 @@ def pipeshard(
         ExecutionError: ``run-devices`` if there are fewer devices than the plan uses.
     """
     environment.warn()
-    of_stages(plan, "Train with what recommender.osdp.osdp hands out.")
+    of_stages(plan, "Train with capture.shard(workload, plan, mesh).")
     devices = jax.devices() if devices is None else devices
     if len(devices) < plan.cluster.num_devices:
         raise ExecutionError.of(
@@ -208,8 +208,7 @@ class PipelinedStep:
         """The ledger of a step, without running it."""
         return replay(self.program, record_timeline=record_timeline)
 
-    # ---- state
-    # ----------------------------------------------------------------------------------------------
+    # ---- state -----------------------------------------------------------------------------------
 
     def init(self, key: jax.Array) -> PipelineState:
         """Fresh parameters and optimizer state from the workload's ``init``."""
@@ -303,8 +302,7 @@ class PipelinedStep:
             ]
         )
 
-    # ---- execution
-    # ----------------------------------------------------------------------------------------------
+    # ---- execution -------------------------------------------------------------------------------
 
     def __call__(
         self,
@@ -320,8 +318,8 @@ class PipelinedStep:
             state: Consumed: its arrays are donated.
             batch: A global batch on the host or a device, as ``workload.batch(key,
                 global_batch_size)`` returns it.
-            key: Of the step, if the loss takes one; micro-batch m uses ``jax.random.fold_in(key,
-                m)``.
+            key: The step's random key, if the loss takes one; micro-batch m uses
+                ``jax.random.fold_in(key, m)``.
             observer: Called before every instruction with the instruction and the environment, for
                 meters and checks.
 

@@ -108,8 +108,7 @@ class StagePrograms(StageLayout):
         """Parameters in the order in which the programs take them: owned, then borrowed."""
         return self.owned + self.borrowed
 
-    # ---- programs
-    # ----------------------------------------------------------------------------------------------
+    # ---- programs --------------------------------------------------------------------------------
 
     def _apply(
         self,

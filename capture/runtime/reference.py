@@ -100,7 +100,7 @@ def relative_errors(value: PyTree, reference: PyTree, floor: float) -> dict[str,
     leaves); infinite where one is no number.
 
     Args:
-        value, reference: Of one structure.
+        value, reference: Pytrees of one structure.
         floor: See ``rounding_floor``.
 
     Example:

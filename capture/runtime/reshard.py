@@ -44,7 +44,7 @@ def reshard(x: jax.Array, sharding: Sharding, *, may_alias: bool = False) -> jax
     Args:
         x: Any array of any rank, typed random keys included; its shards must be addressable by this
             process.
-        sharding: Of the result, usually a ``NamedSharding``.
+        sharding: The result's, usually a ``NamedSharding``.
         may_alias: Whether the result may share buffers with ``x``. Leave it False if ``x`` may be
             donated later: donating an array deletes its buffers, and with them every alias.
 
@@ -69,7 +69,7 @@ def plan_reshard(
 
     Args:
         shape: Global shape.
-        dtype: Of the elements; typed random keys move as their key data.
+        dtype: Data type of the elements; typed random keys move as their key data.
         src: Sharding of the arrays that will be given; an equivalent one serves as well.
         dst: Sharding of the results.
         may_alias: As in ``reshard``.

@@ -14,7 +14,7 @@ def stage_calls(step: Step, stages: Sequence[StagePrograms]) -> dict[str, Call]:
     """What a step calls, by name; compiles every program of it.
 
     Args:
-        step: Of these stages, as ``capture.step.pipeline.build_step`` makes it.
+        step: The step of these stages, as ``capture.step.pipeline.build_step`` makes it.
         stages: In pipeline order.
     """
     calls = {}

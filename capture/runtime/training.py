@@ -1,5 +1,5 @@
-"""Some steps of a plan on the devices of this process: what was measured, beside what was predicted;
-loss beside that of one device.
+"""Some steps of a plan on the devices of this process: what was measured, beside what was
+predicted; loss beside that of one device.
 
 Measured is only what was executed: live arrays of this process and the buffer assignment of the
 running program (on CPU), or the allocator (on GPU). On CPU, two counters that know neither ledger
@@ -33,7 +33,7 @@ class Training:
 
     Attributes:
         num_steps: Updates.
-        seed: Of parameters and data.
+        seed: What parameters and data are drawn with.
         check: Compare loss and gradients with one device, and the ledger with live arrays.
         save: Where the state goes at the end, with Orbax.
         restore: Where it comes from, also of another plan of the model.

@@ -47,7 +47,7 @@ class StageBuffers:
 
     Attributes:
         optimizer: State of the owned parameters.
-        residuals: Of one micro-batch.
+        residuals: What one micro-batch keeps for the backward pass.
         programs: Per program, its temporaries and results at its own peak.
     """
 
@@ -91,7 +91,7 @@ class BufferGroup:
     micro-batches.
 
     Attributes:
-        bytes: Of one.
+        bytes: Size of one of them.
         count: How many.
         category, source: As of a ``Buffer``.
         what: The operation or parameter; ``*`` where the names differ by a number.
@@ -114,7 +114,10 @@ def group(buffers: Iterable[Buffer]) -> list[BufferGroup]:
     """Buffers that are alike together, the most bytes first.
 
     Example:
-        >>> [alike] = group([Buffer(8, "activations", layer, f"block_{layer}/mul", "model.py:3") for layer in (0, 1)])
+        >>> [alike] = group(
+        ...     Buffer(8, "activations", layer, f"block_{layer}/mul", "model.py:3")
+        ...     for layer in (0, 1)
+        ... )
         >>> alike.what, alike.count, alike.layers
         ('block_*/mul', 2, (0, 1))
     """
@@ -150,10 +153,10 @@ def attribute(
     """Take the peak of every stage apart.
 
     Args:
-        step: Of a plan.
-        stages: Of which it was built.
+        step: The plan's.
+        stages: What it was built from.
         ranges: Layers [first, stop) per stage.
-        graph: Of the model at the plan's micro-batch size.
+        graph: The model's layers at the plan's micro-batch size.
         buffers: Per stage.
     """
     ledger, by_slot = replay(step), replay(step, by_slot=True)
@@ -182,6 +185,23 @@ def attribute(
                 )
         found.append(Attribution(peak, tuple(sorted(live, key=lambda buffer: -buffer.bytes))))
     return found
+
+
+def attribute_keys(step: Step) -> Attribution:
+    """Take the peak of all devices apart, of a step whose slots have their operator as a key."""
+    peak, by_slot = replay(step).peaks[0], replay(step, by_slot=True).peaks[0]
+    slots = {slot.name: slot for slot in step.slots}
+    running = {i.label: i for i in step.instructions if isinstance(i, Run)}
+    live = []
+    for name, nbytes in by_slot.parts.items():
+        if name in slots:
+            slot = slots[name]
+            live.append(Buffer(nbytes, slot.category, slot.key, slot.what))
+        else:
+            run = running[peak.instant]
+            key = step.slots[run.inputs[0][0]].key
+            live.append(Buffer(nbytes, "temporaries", key, step.programs[run.program].kind))
+    return Attribution(peak, tuple(sorted(live, key=lambda buffer: -buffer.bytes)))
 
 
 def _of_slot(

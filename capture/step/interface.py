@@ -65,7 +65,7 @@ class StageInterface:
 
     @property
     def params_bytes(self) -> int:
-        """Of the owned parameters."""
+        """Bytes of the owned parameters."""
         return sum(self.param_bytes[p] for p in self.owned)
 
     @property
@@ -176,7 +176,7 @@ def plan_interfaces(
     """The interfaces of all stages of a plan.
 
     Args:
-        plan: Of the graph's model.
+        plan: A plan of the graph's model.
         graph: At the plan's micro-batch size.
         param_bytes: Per way to split parameters, per parameter.
         costs: One per stage.

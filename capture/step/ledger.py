@@ -4,7 +4,8 @@ The abstract replay and the real execution book the same instructions here, so t
 byte for byte.
 
     hold     live[m] += bytes                     a buffer comes to life
-    execute  peak[m] = max(peak[m], live[m] + t)  a program runs; t = temporaries + outputs - aliased inputs
+    execute  peak[m] = max(peak[m], live[m] + t)  a program runs; t = temporaries + outputs
+                                                  - aliased inputs
     drop     live[m] -= bytes
 
 Source: XLA's buffer assignment is the arena that the CPU and GPU clients really allocate for a
@@ -117,7 +118,7 @@ class Ledger:
 
     @property
     def peaks(self) -> tuple[Peak, ...]:
-        """Of the devices."""
+        """Peaks of the devices, in order."""
         return tuple(self.peak_of(device) for device in range(self.num_devices))
 
     def peak_of(self, memory: Memory) -> Peak:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -31,7 +31,7 @@ PAPER_GRANULARITY = 4
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one operator on every device, for one step.
+    """What one operator costs every device in one step.
 
     Attributes:
         resident_bytes: Held through the step: adds up over operators.
@@ -42,6 +42,23 @@ class Cost:
     resident_bytes: Any
     transient_bytes: Any
     seconds: Any
+
+
+class Collectives(NamedTuple):
+    """Seconds of what an operator sends.
+
+    Attributes:
+        replicated: The all-reduce of the gradients of what is replicated.
+        all_gather: Seconds of the all-gather of a slice, for one pass.
+        reduce_scatter: Seconds of the reduce-scatter of the gradients of a slice, which takes as
+            long as one of all bits.
+        between_groups: The all-reduce of a shard of these between groups.
+    """
+
+    replicated: float
+    all_gather: float = 0.0
+    reduce_scatter: float = 0.0
+    between_groups: float = 0.0
 
 
 class CostModel(Protocol):
@@ -58,7 +75,8 @@ class CostModel(Protocol):
         ...
 
     def cost(self, operator: Operator, mode: Mode, batch_size: BatchSize) -> Cost:
-        """Of an operator, for so many examples per device (a number, or an array of numbers)."""
+        """What an operator costs, for so many examples per device (a number, or an array of
+        numbers)."""
         ...
 
 
@@ -96,7 +114,8 @@ class PaperCost:
     (O-g).
 
         M = M_model x (DP: 1, ZDP: 1 / N) + b M_act + M_extra
-        T = steps x (alpha + beta S / N) + b gamma,    steps: DP 2 (N - 1), ZDP 3 (N - 1), ZDP rematerialised 4 (N - 1)
+        T = steps x (alpha + beta S / N) + b gamma,
+            steps: DP 2 (N - 1), ZDP 3 (N - 1), ZDP rematerialised 4 (N - 1)
 
     M_model counts parameters, gradients and optimizer state (O-a). Every slice of a split operator
     is an operator of its own, S / g bytes large, in DP or ZDP mode (3.3), so that g slices pay g
@@ -227,18 +246,11 @@ class StepCost:
         transient = np.maximum.reduce(
             np.broadcast_arrays(0, *self.transients(operator, mode, batch_size))
         )
-        partial_sums = self._partial_sums(mode)
-        added = (
-            3
-            * partial_sums
-            * batch_size
-            * operator.output_bytes
-            / self.machine.rates.reached_bytes_per_second
-        )
+        added = self.added_seconds(operator, mode, batch_size)
         computed = compute_seconds(operator, self.machine, batch_size, self.remat) + added * (
             2 if self.remat else 1
         )
-        sent = self._sent_seconds(operator, mode, group)
+        sent = self._sent_seconds(operator, mode)
         return Cost(
             states + batch_size * held,
             transient,
@@ -262,7 +274,7 @@ class StepCost:
         again = batch_size * operator.again_bytes
         going = batch_size * max(operator.output_bytes, operator.backward_bytes)
         gradient = operator.parameter_bytes / mode.num_slices if mode.num_sharded else 0.0
-        gathered = [gradient * operator.gathered_fraction] * (2 if self.overlap_fraction else 1)
+        gathered = [self.gathered_bytes(operator, mode)] * (2 if self.overlap_fraction else 1)
         forwards = [size] * (2 if self._partial_sums(mode) else 1) + gathered
         operand = batch_size * operator.activation_bytes - tail
         if self.remat:
@@ -314,22 +326,39 @@ class StepCost:
             return operator.input_bytes
         return operator.activation_bytes - (0 if mode.num_sharded else operator.fused_bytes)
 
-    def _sent_seconds(self, operator: Operator, mode: Mode, group: int) -> float:
+    def gathered_bytes(self, operator: Operator, mode: Mode) -> float:
+        """Parameters of a slice, as products read them; 0 if all slices are replicated."""
+        if not mode.num_sharded:
+            return 0.0
+        return operator.parameter_bytes / mode.num_slices * operator.gathered_fraction
+
+    def added_seconds(self, operator: Operator, mode: Mode, batch_size: BatchSize) -> Any:
+        """Seconds of adding up what slices give, in one forward pass."""
+        nbytes = 3 * self._partial_sums(mode) * batch_size * operator.output_bytes
+        return nbytes / self.machine.rates.reached_bytes_per_second
+
+    def collectives(self, operator: Operator, mode: Mode) -> Collectives:
+        """What an operator sends in a step."""
         n, sent = self.machine.num_devices, self.machine.links.seconds
+        group = mode.group_size or n
         slice_bytes = operator.parameter_bytes / mode.num_slices
         replicated = operator.replicated_bytes + slice_bytes * (mode.num_slices - mode.num_sharded)
-        seconds = sent("all-reduce", replicated, n) if replicated else 0.0
-        if mode.num_sharded:
-            gathers = (
-                3 if self.remat else 2
-                # forward and backward; the reduce-scatter of gradients takes as long as one of all bits
-            )
-            each = gathers * sent("all-gather", slice_bytes * operator.gathered_fraction, group)
-            each += sent("reduce-scatter", slice_bytes, group)
-            if group < n:
-                each += sent("all-reduce", slice_bytes / group, n // group, stride=group)
-            seconds += mode.num_sharded * each
-        return seconds
+        all_reduce = sent("all-reduce", replicated, n) if replicated else 0.0
+        if not mode.num_sharded:
+            return Collectives(all_reduce)
+        gathered = slice_bytes * operator.gathered_fraction
+        return Collectives(
+            all_reduce,
+            sent("all-gather", gathered, group),
+            sent("reduce-scatter", slice_bytes, group),
+            sent("all-reduce", slice_bytes / group, n // group, stride=group) if group < n else 0.0,
+        )
+
+    def _sent_seconds(self, operator: Operator, mode: Mode) -> float:
+        one = self.collectives(operator, mode)
+        gathers = 3 if self.remat else 2  # forwards, again, backwards
+        each = gathers * one.all_gather + one.reduce_scatter + one.between_groups
+        return one.replicated + mode.num_sharded * each
 
 
 def compute_seconds(

@@ -32,12 +32,12 @@ def build_step(stages: Sequence[StageInterface], schedule: Schedule) -> Step:
 
 
 def program_name(kind: str, stage_id: int) -> str:
-    """Of a stage's program, in the table of a step."""
+    """Name of a stage's program in the table of a step."""
     return f"{kind}@{stage_id}"
 
 
 def stage_seconds(step: Step, times: Sequence[StageTimes]) -> dict[str, float]:
-    """Of every program of a pipeline's step.
+    """Seconds of every program of a pipeline's step.
 
     Args:
         step: As ``build_step`` makes it.
@@ -65,9 +65,9 @@ def plan_timeline(
 
     Args:
         step: As ``build_step`` makes it.
-        cluster: Of its plan.
+        cluster: The plan's devices.
         times: Per stage.
-        rates: Of the target.
+        rates: The target's: compute, memory and links.
     """
     links = LinkTimes(cluster, rates)
     return simulate_step(
@@ -117,8 +117,7 @@ class PipelineBuilder:
         step.instructions += [*self._updates(), Free(tuple(step.reported))]
         return step
 
-    # ---- what another runtime does otherwise
-    # ----------------------------------------------------------------------------------------------
+    # ---- what another runtime does otherwise -----------------------------------------------------
 
     def order(self) -> Iterator[Instruction]:
         """The forward and backward passes, and when what they make is sent."""
@@ -141,8 +140,7 @@ class PipelineBuilder:
         """The stage that gets the gradient of a value from stage s."""
         return s - 1
 
-    # ---- passes
-    # ----------------------------------------------------------------------------------------------
+    # ---- passes ----------------------------------------------------------------------------------
 
     def run(self, task: Task, transfers: list[Instruction]) -> Iterator[Instruction]:
         """A pass; what is to be sent and freed after it is added to ``transfers``."""
@@ -257,8 +255,7 @@ class PipelineBuilder:
                 label = f"send gradient {v}.{m} from stage {s} to {t}"
                 transfers += [self._copy(source, target, label), Free((source,))]
 
-    # ---- updates
-    # ----------------------------------------------------------------------------------------------
+    # ---- updates ---------------------------------------------------------------------------------
 
     def _updates(self) -> Iterator[Instruction]:
         """Sum the gradients of shared parameters at their owner, update there, and send the new

@@ -19,7 +19,7 @@ back: a slot that only programs read is freed without waiting, and a prefetch is
 program's order tells: booked when the copy is issued, a step that swaps everything out replays far
 below what it takes. So what a copy between a device and a host reads or writes is freed only after
 its ``Wait`` (or, what it writes, after a program read it), and the peak over time is at most the
-ledger's, however slow the link (``tests/test_step_memory.py``).
+ledger's, however slow the link (``tests/property/test_step_memory.py``).
 
 Between devices program order has to suffice: a pipeline sends what each micro-batch made over a
 link that is faster than the passes around it, and a host that waited for each would end the
@@ -79,7 +79,7 @@ class Program:
 
     Attributes:
         kind: What people call it, alike at all places: ``forward``.
-        place: Of its inputs and outputs.
+        place: Where its inputs and outputs are.
         transient_bytes: Per device, temporaries + outputs - aliased inputs.
     """
 
@@ -242,7 +242,7 @@ def replay(step: Step, *, record_timeline: bool = False, by_slot: bool = False) 
     """Book a step without allocating anything.
 
     Args:
-        step: Of any kind.
+        step: The instructions, of any kind of plan.
         record_timeline: As for ``Ledger``.
         by_slot: Name the parts of a peak by slots instead of their categories.
 

@@ -42,7 +42,7 @@ def waits(step: Step, budget_bytes: Mapping[Memory, int]) -> list[tuple[int, ...
     is free once they are. A program that makes nothing is not waited for.
 
     Args:
-        step: Of any kind.
+        step: The instructions, of any kind of plan.
         budget_bytes: Per memory; at least its replayed peak, or every instruction waits for all
             before it. A memory that is not named has room for everything.
     """

@@ -122,7 +122,7 @@ class Simulation:
     Attributes:
         work: The items, as given.
         starts, ends: Per item, seconds from the beginning.
-        memory: Of every device that a buffer is on.
+        memory: What every device holds that a buffer is on.
     """
 
     work: tuple[Work, ...]
@@ -152,7 +152,7 @@ def simulate(
 
     Args:
         work: In the order of issue.
-        capacity_bytes: Of the devices whose memory is limited; an item waits until it fits.
+        capacity_bytes: Memory of each device that is limited; an item waits until it fits.
 
     Raises:
         ExecutionError: ``simulate-order`` if an item waits for itself or for a later one,
@@ -162,10 +162,10 @@ def simulate(
 
     Example:
         >>> weights = Buffer("weights", (0,), 80, "parameters")
+        >>> scratch = Buffer("", (0,), 20, "temporaries")
         >>> work = [
         ...     Work("load", ("host to device",), 2, allocates=(weights,)),
-        ...     Work("compute", ("device",), 3, after=(0,), temporaries=(Buffer("", (0,), 20,
-                "temporaries"),), frees=("weights",)),
+        ...     Work("compute", ("device",), 3, (0,), temporaries=(scratch,), frees=("weights",)),
         ... ]
         >>> simulation = simulate(work)
         >>> simulation.seconds, simulation.memory[0].peak.peak_bytes, simulation.memory[0].samples
@@ -253,8 +253,7 @@ def _keys(i: int, start: float, end: float) -> tuple[Key, Key, Key]:
     return (start, 2, i, 0), (start, 2, i, 1), (start, 2, i, 2)
 
 
-# ---- memory over time
-# ----------------------------------------------------------------------------------------------
+# ---- memory over time ----------------------------------------------------------------------------
 
 
 def _memory(
@@ -307,8 +306,7 @@ def _memory(
     return use
 
 
-# ---- limited memory
-# ------------------------------------------------------------------------------------------------
+# ---- limited memory ------------------------------------------------------------------------------
 
 
 class _Room:

@@ -48,8 +48,8 @@ class Seconds:
 
     Attributes:
         programs: Per name in the table of the step, of one execution.
-        transfer: Of a feed or a copy. Where the places differ in degree, the bytes are the larger
-            of both sides, which is what the busier link carries.
+        transfer: Time of a feed or a copy. Where the places differ in degree, the bytes are the
+            larger of both sides, which is what the busier link carries.
         duplex: Whether copies to a host and from it pass each other, as of ``HostLink``.
     """
 
@@ -67,7 +67,7 @@ class LinkTimes:
 
     Attributes:
         cluster: Says which devices share a node.
-        rates: Of the target.
+        rates: The target's: links between devices and with hosts.
     """
 
     cluster: Cluster
@@ -141,7 +141,8 @@ _UNUSED = MemoryUse(((0, 0),), Peak(0, "", {}), 0)
 
 
 def compute_stream(name: str) -> str:
-    """Of the devices of a place; of a device in several places, by its own name."""
+    """Name of the stream on which the devices of a place compute; of a device in several places, by
+    its own name."""
     return f"{name} compute"
 
 
@@ -155,8 +156,8 @@ def simulate_step(
     """Simulate one step.
 
     Args:
-        step: Of any kind.
-        seconds: Of its programs, feeds and copies.
+        step: The instructions, of any kind of plan.
+        seconds: Times of its programs, feeds and copies.
         feeds_ahead: How many programs of its place a feed may run ahead: 0 starts it when the
             program before its own has ended, 1 during that program, and so on; None as soon as the
             link is free, as far ahead as the step goes.

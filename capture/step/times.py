@@ -1,15 +1,19 @@
 """Seconds from what programs compute, read and send: a roofline per program, alpha-beta per
 collective; and of a pipeline's step from those of its stages.
 
-    program    = max(flops / F, product bytes / B) + other bytes / B + collectives
+    program    = sum over kernels of max(floor, FLOPs / F, bytes / B) + collectives
     F, B       = specified rates of the target, each times the fraction of it that is reached in
                practice
+    floor      = least seconds of a kernel, its launch included
+
+Kernels run one after the other, and small ones take as long as their launch: a sum over all bytes
+of a program cannot see them. Of programs that were measured before kernels were counted only totals
+are known, which is a lower bound of the sum:
+
+    program    = max(FLOPs of products / F, bytes of products / B) + other bytes / B + collectives
 
 F is the rate of what products compute in, which is not always what they read: at default precision,
 float32 is TF32 on NVIDIA GPUs since Ampere and bfloat16 on TPUs (``Rates.computed_in``).
-
-Matrix products may hide their own memory traffic; every other kernel is bound by memory, and
-kernels run one after the other.
 
 Collectives are those of ``capture.machine.links``. Nothing is taken to overlap, so these are times
 of a step whose collectives are all exposed.
@@ -29,7 +33,7 @@ import numpy as np
 from capture.machine.links import Links
 from capture.machine.target import Rates
 from capture.measured.stage_cost import StageCost
-from capture.measured.work import ProgramWork
+from capture.measured.work import Kernel, ProgramWork
 
 
 @dataclass(frozen=True)
@@ -44,11 +48,11 @@ class StageTimes:
 
     @property
     def microbatch_seconds(self) -> float:
-        """Of a micro-batch, forward and backward."""
+        """Seconds of a micro-batch, forward and backward."""
         return self.forward_seconds + self.backward_seconds
 
     def of(self, program: str) -> float:
-        """Of the program that a ``Run`` names."""
+        """Seconds of the program that a ``Run`` names."""
         return {
             "forward": self.forward_seconds,
             "backward": self.backward_seconds,
@@ -62,7 +66,7 @@ class TimeModel:
     """Times of programs on a target.
 
     Attributes:
-        rates: Of the target.
+        rates: The target's: compute, memory and links.
         devices_per_node: Where collectives leave the node.
     """
 
@@ -75,17 +79,29 @@ class TimeModel:
 
     def program_seconds(self, work: ProgramWork) -> float:
         """One execution on every device of a stage."""
-        flops_per_second = self.rates.reached_flops_per_second(work.dtype, work.precision)
-        bytes_per_second = self.rates.reached_bytes_per_second
-        products = max(work.flops / flops_per_second, work.product_bytes / bytes_per_second)
         sent = sum(
             one.count * self.links.seconds(one.kind, one.nbytes, one.group_size, one.stride)
             for one in work.collectives
         )
+        if work.kernels is not None:
+            return sum(one.count * self.kernel_seconds(one) for one in work.kernels) + sent
+        flops_per_second = self.rates.reached_flops_per_second(work.dtype, work.precision)
+        bytes_per_second = self.rates.reached_bytes_per_second
+        products = max(work.flops / flops_per_second, work.product_bytes / bytes_per_second)
         return products + work.other_bytes / bytes_per_second + sent
 
+    def kernel_seconds(self, kernel: Kernel) -> float:
+        """One kernel, alone on its device."""
+        moved = kernel.nbytes / self.rates.reached_bytes_per_second
+        products = (
+            kernel.flops / self.rates.reached_flops_per_second(kernel.dtype, kernel.precision)
+            if kernel.flops
+            else 0.0
+        )
+        return max(self.rates.kernel_seconds.value, moved, products)
+
     def stage_times(self, cost: StageCost) -> StageTimes | None:
-        """Of a measured stage; None if its work was not counted."""
+        """Seconds of a measured stage's programs; None if its work was not counted."""
         if cost.forward_work is None or cost.backward_work is None or cost.update_work is None:
             return None
         return StageTimes(
@@ -118,8 +134,8 @@ def busiest_seconds(busy: Sequence[float], filling: Sequence[float]) -> float:
     the searches for speed need; so they minimise the other.
 
     Args:
-        busy: Of every stage, in the whole step.
-        filling: Of every stage, for one micro-batch.
+        busy: Seconds that every stage computes in the whole step.
+        filling: Seconds of every stage for one micro-batch.
 
     Source: Huang et al. 2019 (GPipe).
     """

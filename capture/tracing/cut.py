@@ -17,7 +17,7 @@ from typing import Any
 from capture.errors import TracingError
 from capture.model.graph import item_bytes
 from capture.model.operators import Kind
-from capture.tracing.flops import sub_jaxprs
+from capture.tracing.jaxprs import sub_jaxprs
 from capture.tracing.program import Op, Program
 
 #: Of a loss without marks: fewer layers leave stages little choice, more take long to measure.
@@ -186,6 +186,10 @@ def cluster_cuts(program: Program, num_layers: int) -> list[int]:
     """Cut positions of ``num_layers`` layers with near-equal FLOPs, a product each, and the fewest
     bytes crossing.
 
+    FLOPs come first: every layer is within a tolerance of the mean, which grows only while nothing
+    fits. Among those cuts the bytes decide; the distance from an even share counts less than one
+    byte, so that it breaks ties alone.
+
     Raises:
         TracingError: ``trace-num-layers`` if the program has fewer products with parameters.
     """
@@ -242,11 +246,15 @@ def cheapest_path(
     """Indices 0 = i_0 < ... < i_L = last with steps of progress in [least, most] and the least cost
     in between; O(n L).
 
+    One pass per step. Indices enter the window as they come within reach and leave it at its far
+    end, both in order, and one that costs more than a later one never wins again: so the window's
+    first is the best, as in a sliding minimum.
+
     Args:
         progress: Ascending.
-        costs: Of a cut there.
+        costs: Cost of a cut at each index.
         num_steps: L.
-        least, most: Of a step.
+        least, most: Bounds on the progress of a step.
         found: Ascending; grows in every step.
     """
     end = len(progress) - 1

@@ -12,14 +12,10 @@ import jax
 from jax.extend import core as jex_core
 
 from capture.model.graph import content_hash
+from capture.tracing.jaxprs import CALLS, CUSTOM_RULES, evaluate
 from capture.tracing.source import at_source, line_of
 
-_INLINED = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-}
+_INLINED = CALLS | {"custom_jvp_call": CUSTOM_RULES["custom_jvp_call"]}
 
 
 class DataFlow:
@@ -31,7 +27,7 @@ class DataFlow:
 
     def __init__(self, closed: Any):
         def run(*args):
-            return _evaluate_inlined(closed.jaxpr, closed.consts, args)
+            return _evaluate_inlined(closed, args)
 
         flat = jax.make_jaxpr(run)(
             *[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
@@ -47,7 +43,7 @@ class DataFlow:
         """Union of the owners of the inputs that each value depends on.
 
         Args:
-            owners: Of the inputs.
+            owners: Owners of each input, by variable.
             of_result: Maps the union and the number of elements of a value to its owners; by
                 default the union.
         """
@@ -76,7 +72,8 @@ class DataFlow:
             return f"v{numbers.setdefault(atom, len(numbers))}:{atom.aval.str_short()}"
 
         lines = [
-            f"{list(map(text, e.outvars))}={e.primitive.name}{sorted((k, str(v)) for k, v in e.params.items())}{list(map(text, e.invars))}"
+            f"{list(map(text, e.outvars))}={e.primitive.name}"
+            f"{sorted((k, str(v)) for k, v in e.params.items())}{list(map(text, e.invars))}"
             for e in self.needed([wanted])
         ]
         return content_hash([re.sub(r"0x[0-9a-f]+", "", line) for line in lines])
@@ -129,7 +126,7 @@ def bind(
     """Run one equation, in its own scope and at its own line, and note its results.
 
     Args:
-        equation: Of a jaxpr.
+        equation: One operation of a jaxpr.
         args: Its operands.
         values: By variable; results are added.
         caller: The traceback of the call around it, if it is of an opened function.
@@ -153,25 +150,14 @@ def _traceback(equation: Any, caller: Any) -> Any:
     return own if caller is None or line_of(own) else caller
 
 
-def _evaluate_inlined(
-    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], caller: Any = None
-) -> list[Any]:
-    values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(
-        zip(jaxpr.invars, args, strict=True)
-    )
+def _evaluate_inlined(body: Any, args: Sequence[Any], caller: Any = None) -> list[Any]:
+    def run(equation: Any, inputs: list[Any], values: dict[Any, Any]) -> None:
+        inner = equation.params.get(_INLINED.get(equation.primitive.name, ""))
+        if inner is None:
+            return bind(equation, inputs, values, caller)
+        here = _traceback(equation, caller)
+        with at_source(here, equation.source_info.name_stack):
+            results = _evaluate_inlined(inner, inputs, here)
+        values.update(zip(equation.outvars, results, strict=True))
 
-    def read(atom):
-        return atom.val if isinstance(atom, jex_core.Literal) else values[atom]
-
-    for equation in jaxpr.eqns:
-        inputs = [read(v) for v in equation.invars]
-        body = equation.params.get(_INLINED.get(equation.primitive.name, ""))
-        if body is None:
-            bind(equation, inputs, values, caller)
-        else:
-            inner, inner_consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
-            here = _traceback(equation, caller)
-            with at_source(here, equation.source_info.name_stack):
-                results = _evaluate_inlined(inner, inner_consts, inputs, here)
-            values.update(zip(equation.outvars, results, strict=True))
-    return [read(v) for v in jaxpr.outvars]
+    return evaluate(body, args, run)

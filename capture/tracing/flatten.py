@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from capture.errors import TracingError
-from capture.tracing.flops import equation_flops, sub_jaxprs
+from capture.tracing.flops import equation_flops
+from capture.tracing.jaxprs import CALLS, REMATS, consts_of, opened, scan_arity, sub_jaxprs
 from capture.tracing.program import Mark, Op, Program, RematRegion
 from capture.tracing.source import line_of
 
@@ -26,17 +27,8 @@ LAYER_BOUNDARY = "layer_boundary"
 #: Position of an equation: its index in the outermost jaxpr, in the body there, and so on.
 EquationPath = tuple[int, ...]
 
-#: Call-like primitives and the parameter that holds their body. Custom derivatives and control flow
-#: stay closed.
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-}
-_REMAT = ("remat2", "checkpoint")
+#: What is opened. Custom derivatives and control flow stay closed.
+_OPENED = CALLS | REMATS
 #: Ops that may stand between a stacked parameter and the scan over it: applied to each layer's part
 #: instead.
 _PER_PART = ("convert_element_type", "transpose", "copy")
@@ -207,6 +199,12 @@ class _Flattener:
         return [read(atom) for atom in jaxpr.outvars]
 
     def _equation(self, equation, inputs: list[_Value], place: _Place) -> Sequence[_Value]:
+        """Values of the results of one equation, appended as an op or opened.
+
+        Calls are opened so that cuts may fall inside them, but not those that say how they are to
+        be sharded, unless they hold a mark; a scan is unrolled where it holds one, or where that is
+        asked for. Any other operation with a mark inside cannot be cut there.
+        """
         name, params = equation.primitive.name, equation.params
         if is_mark(equation):
             # An alias rather than an op: a skip connection may read the value by either name, and
@@ -216,15 +214,15 @@ class _Flattener:
                     Mark(len(self.ops), inputs[0] if isinstance(inputs[0], int) else None)
                 )
             return inputs
-        if name in _CALLS and (
-            not _is_sharded(params) or self.has_mark(_open(params[_CALLS[name]]))
+        if name in _OPENED and (
+            not _is_sharded(params) or self.has_mark(opened(params[_OPENED[name]]))
         ):
-            if name in _REMAT:
+            if name in REMATS:
                 region = RematRegion(self.num_regions, 0, params["policy"], params["prevent_cse"])
                 place = replace(place, regions=(*place.regions, region))
                 self.num_regions += 1
-            body = params[_CALLS[name]]
-            return self.open(_open(body), _consts(body), inputs, place)
+            body = params[_OPENED[name]]
+            return self.open(opened(body), consts_of(body), inputs, place)
         if name == "scan" and self._unrolls(equation, inputs, place):
             return self._unrolled(equation, inputs, place)
         if any(map(self.has_mark, sub_jaxprs(params))):
@@ -296,11 +294,11 @@ class _Flattener:
 
     def _unrolls(self, equation, inputs: list[_Value], place: _Place) -> bool:
         """Whether to unroll a scan; notes which parameter leaves it runs over."""
-        num_consts, num_carry = _scan_arity(equation)
+        num_consts, num_carry = scan_arity(equation)
         scanned = inputs[num_consts + num_carry :]
         leaves = [self.origin[v] for v in scanned if isinstance(v, int) and v in self.origin]
         if (
-            self.has_mark(_open(equation.params["jaxpr"]))
+            self.has_mark(opened(equation.params["jaxpr"]))
             if self.unroll is None
             else place.path in self.unroll
         ):
@@ -314,7 +312,7 @@ class _Flattener:
     def _unrolled(self, equation, inputs: list[_Value], place: _Place) -> list[_Value]:
         """Append the body of a scan once per iteration; what it collects stays a stack of parts."""
         body, length = equation.params["jaxpr"], equation.params["length"]
-        num_consts, num_carry = _scan_arity(equation)
+        num_consts, num_carry = scan_arity(equation)
         consts, carry, scanned = (
             inputs[:num_consts],
             inputs[num_consts : num_consts + num_carry],
@@ -323,7 +321,7 @@ class _Flattener:
         collected: list[list[_Value]] = [[] for _ in range(length)]
         for i in reversed(range(length)) if equation.params["reverse"] else range(length):
             rows = [self._row(value, i, place) for value in scanned]
-            outputs = self.open(_open(body), _consts(body), [*consts, *carry, *rows], place)
+            outputs = self.open(opened(body), consts_of(body), [*consts, *carry, *rows], place)
             carry, collected[i] = outputs[:num_carry], outputs[num_carry:]
         stacks = [
             _Stack([self.as_value(v, place) for v in column], 0)
@@ -355,32 +353,7 @@ def _emitted_jaxpr(operation: tuple, avals: tuple):
     )
 
 
-def _open(body):
-    """The open jaxpr; JAX 0.12 has one class for open and closed, JAX 0.10 two."""
-    return getattr(body, "jaxpr", body)
-
-
-def _consts(body) -> Sequence[Any]:
-    return getattr(body, "consts", ())
-
-
 def _is_sharded(params: Mapping[str, Any]) -> bool:
     """Whether a jit carries shardings of its own, which opening it would lose."""
     shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
     return any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings)
-
-
-def _scan_arity(equation) -> tuple[int, int]:
-    """Numbers of constants and carries, from ranks: the parameters that say so differ between JAX
-    versions."""
-    body = _open(equation.params["jaxpr"])
-    num_scanned = sum(
-        outer.aval.ndim != inner.aval.ndim
-        for outer, inner in zip(equation.invars, body.invars, strict=True)
-    )
-    num_collected = sum(
-        outer.aval.ndim != inner.aval.ndim
-        for outer, inner in zip(equation.outvars, body.outvars, strict=True)
-    )
-    num_carry = len(equation.outvars) - num_collected
-    return len(equation.invars) - num_scanned - num_carry, num_carry

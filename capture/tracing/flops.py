@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
-from jax.extend import core as jex_core
+from capture.tracing.jaxprs import sub_jaxprs
 
 #: Only move, name or reinterpret data.
 _NO_FLOPS = frozenset(
@@ -38,14 +37,6 @@ _NO_FLOPS = frozenset(
 )
 
 
-def sub_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
-    """The open jaxprs among an equation's parameters (bodies, branches, conditions)."""
-    for value in params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(item, (jex_core.Jaxpr, jex_core.ClosedJaxpr)):
-                yield getattr(item, "jaxpr", item)
-
-
 def equation_flops(equation) -> int:
     """Floating-point operations: 2 per multiply-add, 1 per element of other arithmetic, 0 for
     moving data.
@@ -56,7 +47,8 @@ def equation_flops(equation) -> int:
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> [equation_flops(e) for e in jax.make_jaxpr(jnp.dot)(jnp.ones((2, 3)), jnp.ones((3, 5))).eqns]
+        >>> jaxpr = jax.make_jaxpr(jnp.dot)(jnp.ones((2, 3)), jnp.ones((3, 5)))
+        >>> [equation_flops(e) for e in jaxpr.eqns]
         [60]
     """
     name, params = equation.primitive.name, equation.params

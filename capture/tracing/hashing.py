@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from capture.tracing.flops import sub_jaxprs
+from capture.tracing.jaxprs import CUSTOM_RULES, consts_of, is_body, opened, sub_jaxprs
 from capture.tracing.layers import LayerOps
 from capture.tracing.program import Program
 from capture.tracing.split_rule import PRIMITIVE
@@ -36,7 +36,6 @@ _IGNORED = frozenset(
         "keep_unused",
     }
 )
-_CUSTOM_RULES = ("custom_jvp_call", "custom_vjp_call")
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
@@ -82,7 +81,8 @@ class ProgramHasher:
             inputs = ",".join(names[v] if isinstance(v, int) else _array(v.val) for v in op.inputs)
             outputs = ",".join(f"{names[v]}:{_type(program.avals[v])}" for v in op.outputs)
             lines.append(
-                f"{outputs}={self._equation(op)}({inputs})[{','.join(regions[r] for r in op.regions)}]"
+                f"{outputs}={self._equation(op)}({inputs})"
+                f"[{','.join(regions[r] for r in op.regions)}]"
             )
         lines += [f"out {names[v]}:{v in program.differentiable}" for v in layer.outputs]
         return digest("\n".join(lines))
@@ -104,7 +104,7 @@ class ProgramHasher:
         )  # which has no derivative: its rules do not matter
         text = f"{name}{self._text(shown)}"
         self._in_rule = in_rule
-        return text + self._rule(equation.primitive, params) if name in _CUSTOM_RULES else text
+        return text + self._rule(equation.primitive, params) if name in CUSTOM_RULES else text
 
     def _rule(self, primitive, params: dict[str, Any]) -> str:
         """A custom derivative by what it traces to: the functions themselves have only addresses to
@@ -130,7 +130,7 @@ class ProgramHasher:
         return self._known[id(params), False][1]
 
     def _jaxpr(self, body) -> str:
-        jaxpr, consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
+        jaxpr, consts = opened(body), consts_of(body)
         names = {
             v: f"a{n}:{_type(v.aval)}" for n, v in enumerate((*jaxpr.constvars, *jaxpr.invars))
         }
@@ -144,7 +144,8 @@ class ProgramHasher:
             for v in equation.outvars:
                 names[v] = f"v{len(names)}:{_type(v.aval)}"
             lines.append(
-                f"{','.join(names[v] for v in equation.outvars)}={self._equation(equation)}({inputs})"
+                f"{','.join(names[v] for v in equation.outvars)}"
+                f"={self._equation(equation)}({inputs})"
             )
         return digest("\n".join([*lines, *map(read, jaxpr.outvars)]))
 
@@ -156,7 +157,7 @@ class ProgramHasher:
             return f"{type(value).__name__}(" + ",".join(map(self._text, value)) + ")"
         if isinstance(value, (set, frozenset)):
             return "{" + ",".join(sorted(map(self._text, value))) + "}"
-        if isinstance(value, (jex_core.Jaxpr, jex_core.ClosedJaxpr)):
+        if is_body(value):
             known = (id(value), self._in_rule)
             if known not in self._known:
                 self._known[known] = value, self._jaxpr(value)
@@ -220,7 +221,7 @@ def _pullback(primitive, params: dict[str, Any]) -> Callable[..., Any]:
 
 
 def _names(code: types.CodeType) -> list[str]:
-    """Of globals and attributes that a function or one inside it uses, in order."""
+    """Names of globals and attributes that a function or one inside it uses, in order."""
     nested = [_names(c) for c in code.co_consts if isinstance(c, types.CodeType)]
     return list(dict.fromkeys([*code.co_names, *(name for names in nested for name in names)]))
 

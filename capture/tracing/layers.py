@@ -41,7 +41,13 @@ class LayerOps:
 
 def assign_layers(program: Program, cuts: Sequence[int]) -> list[LayerOps]:
     """Layers between consecutive cut positions ``0 = cuts[0] < ... < cuts[-1] =
-    len(program.ops)``."""
+    len(program.ops)``.
+
+    An op that is cheap to repeat (``program.recomputed``) belongs to no layer: each gets a copy of
+    those that it needs, backwards through what they read, so that nothing cheap crosses a border.
+    A value leaves the layer that it belongs to, never one that has a copy, but for results of the
+    last.
+    """
     params, batch, consts = set(program.params), set(program.batch), set(program.consts)
     picked: list[tuple[list[int], int]] = []
     external: list[set[int]] = []

@@ -44,7 +44,7 @@ def slicing_of(op: Op, operand: int, shape: tuple[int, ...]) -> Slicing | None:
     Args:
         op: An operation that reads a parameter.
         operand: Position of the parameter among its inputs.
-        shape: Of the parameter as the operation reads it.
+        shape: The parameter's shape as the operation reads it.
     """
     partner = 1 - operand
     if op.primitive.name == "dot_general":

@@ -95,7 +95,7 @@ class TracedModel:
         and is not used otherwise.
 
         Args:
-            batch: Of the structure that the workload's ``batch`` returns.
+            batch: A pytree of the structure that the workload's ``batch`` returns.
             key: The random key of the micro-batch, typed or raw.
 
         Raises:
@@ -395,6 +395,11 @@ def _layer_calls(
 def _stage_slice(
     graph: LayerGraph, calls: Sequence[LayerCall], first: int, stop: int
 ) -> StageSlice:
+    """Layers [first, stop) as one function: what it reads, what leaves it, and its content hash.
+
+    What leaves it is what a later layer reads, be it far behind. The hash names tensors by position
+    and layers by their own hash, so stages of equal layers are one program wherever they stand.
+    """
     params, batch = graph.stage_params(first, stop), graph.stage_batch(first, stop)
     made = {v for call in calls[first:stop] for v in call.outputs}
     inputs = tuple(sorted({v for call in calls[first:stop] for v in call.inputs} - made))

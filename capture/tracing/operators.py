@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from capture.errors import TracingError
@@ -19,8 +17,8 @@ from capture.model.graph import Tensor, item_bytes
 from capture.model.operators import Block, Kind, Operator, OperatorModel
 from capture.model.workload import WorkloadProtocol
 from capture.plan.sharding import ParameterLeaf
+from capture.tracing import fusion
 from capture.tracing.cut import PRODUCTS
-from capture.tracing.leaf_uses import LAYOUT
 from capture.tracing.model import TracedModel, trace
 from capture.tracing.program import RematRegion
 from capture.tracing.slices import StageSlice
@@ -118,7 +116,7 @@ def traced_operators(
     """The operators of a loss, in program order; equal ones are found by their content.
 
     What an operator keeps for the backward pass is what ``jax.vjp`` of its part of the loss saves,
-    less what a compiler computes again from values that are in memory anyway (``_kept``).
+    less what a compiler computes again from values that are in memory anyway (``fusion.kept``).
     Parameters and what follows from them alone are not counted, and a value that several operators
     keep counts for the first. Operators have no workspace: what a kernel needs beside its results
     is the compiler's to say. They are named by their largest parameter.
@@ -199,18 +197,17 @@ class _Part:
     """A layer of the trace, and what its backward pass needs.
 
     Attributes:
-        kind: Of its first product.
+        kind: The kind of its first product.
         computed: What that product reads and the precision that it asks for; float32 at default
             precision without one.
-        product_bytes: Of the result of that product; 0 without one.
-        saved_bytes: Of values inside the layer that are saved.
-        saved_values: Values of the graph that are, and their bytes.
+        product_bytes: The result of that product; 0 without one.
+        saved_bytes: Values inside the layer that are saved for the backward pass.
+        saved_values: Values of the graph that are saved, and their bytes.
         fused_values: Values of the graph that it makes and that follow from what it keeps.
         read_bytes: By parameter, what products read of it.
         backward_bytes: The most that comes and goes while what follows the product goes backwards
-            (``_going_backwards``).
-        again_bytes: Of values that are computed again, because the model says so
-            (``jax.checkpoint``).
+            (``fusion.going_backwards``).
+        again_bytes: Values that are computed again, because the model says so (``jax.checkpoint``).
     """
 
     kind: Kind
@@ -229,8 +226,8 @@ class _Part:
 
 
 def _parts(traced: TracedModel, products: Products) -> list[_Part]:
-    """Of all layers; the last comes first, because who reads a value later says in which data type
-    it is kept."""
+    """The parts of all layers; the last is made first, because who reads a value later says in
+    which data type it is kept."""
     multiplied, parts = dict[int, bool](), list[_Part]()
     inside = _inside_regions(traced)
     for layer in reversed(traced.graph.layers):
@@ -292,7 +289,13 @@ def _differentiated(
     traced: TracedModel, layer: StageSlice, products: Products, multiplied: dict[int, bool]
 ) -> _Part:
     """The part of one layer; ``multiplied`` says of values that later ones read whether only
-    products do, and then of its own."""
+    products do, and then of its own.
+
+    What is saved is read off ``jax.vjp`` itself, traced with abstract values, and not modelled: its
+    leaves are outputs of the jaxpr. What a compiler then keeps in their place is ``fusion.kept``.
+    Layers come last first, because a value that only products read later is saved in their data
+    type.
+    """
     graph = traced.graph
     params, inputs = (
         [_struct(t) for t in group]
@@ -321,7 +324,7 @@ def _differentiated(
         for var, v in zip(outputs, layer.outputs, strict=True)
         if not isinstance(var, jex_core.Literal)
     )
-    narrow = _multiplied(
+    narrow = fusion.multiplied(
         jaxpr, {var: multiplied[v] for var, v in of_graph.items() if v in multiplied}
     )
     multiplied.update((v, narrow[var]) for var, v in of_graph.items() if var in narrow)
@@ -336,7 +339,7 @@ def _differentiated(
     # Batch leaves are held anyway; literals and constants cost nothing per example.
     free = (static | set(jaxpr.invars)) - set(of_graph)
     saved = [v for v in saved if not isinstance(v, jex_core.Literal) and v not in free]
-    kept = _kept(jaxpr, saved, free, set(of_graph), nbytes, products.fuse_operands)
+    kept = fusion.kept(jaxpr, saved, free, set(of_graph), nbytes, products.fuse_operands)
     values = {of_graph[v]: nbytes(v) for v in kept if v in of_graph}
     read = {p: nbytes(var) for p, var in zip(layer.params, jaxpr.invars, strict=False)}
     product = next(
@@ -349,11 +352,18 @@ def _differentiated(
         else math.prod(product.outvars[0].aval.shape)
         * item_bytes(str(product.outvars[0].aval.dtype))
     )
-    backward_bytes = _going_backwards(jaxpr, product, kept | free, nbytes)
-    following = _following(jaxpr, (kept - _sums(jaxpr)) | free) if products.fuse_operands else set()
+    backward_bytes = fusion.going_backwards(jaxpr, product, kept | free, nbytes)
+    following = (
+        fusion.following(jaxpr, (kept - fusion.sums(jaxpr)) | free)
+        if products.fuse_operands
+        else set()
+    )
     fused = {of_graph[v] for v in following if v in of_graph}
-    computed = _computed(
-        next((equation for equation in jaxpr.eqns if equation.primitive.name in _MULTIPLY), None)
+    computed = fusion.computed_in(
+        next(
+            (equation for equation in jaxpr.eqns if equation.primitive.name in fusion.MULTIPLY),
+            None,
+        )
     )
     return _Part(
         kind,
@@ -365,231 +375,6 @@ def _differentiated(
         read,
         backward_bytes,
     )
-
-
-def _following(jaxpr, known: set) -> set:
-    """Variables that follow from known ones by operations that are fused."""
-    found = set[Any]()
-    for equation in jaxpr.eqns:
-        if _is_fused(equation) and all(
-            isinstance(v, jex_core.Literal) or v in known or v in found for v in equation.invars
-        ):
-            found.update(equation.outvars)
-    return found - known
-
-
-#: Products of numbers: lookups are none.
-_MULTIPLY = PRODUCTS.keys() - {"gather"}
-
-
-def _multiplied(jaxpr, known: dict[Any, bool]) -> dict[Any, bool]:
-    """Variables that are read: whether all that reads them, directly or in another layout, is
-    products at default precision.
-
-    Args:
-        jaxpr: The forward pass.
-        known: The same of what others read.
-    """
-    found = dict(known)
-    for equation in reversed(jaxpr.eqns):
-        name = equation.primitive.name
-        ways = {name in _MULTIPLY and _precision(equation) == "default"}
-        if name in (*LAYOUT, "slice", "split"):
-            ways = {found[v] for v in equation.outvars if v in found}
-        for v in equation.invars if ways else ():
-            if not isinstance(v, jex_core.Literal):
-                found[v] = found.get(v, True) and all(ways)
-    return found
-
-
-def _precision(equation) -> str:
-    """That a product asks for; ``highest`` where it names an algorithm, which is exact or says
-    itself what it computes in."""
-    asked = equation.params.get("precision")
-    if asked is None or isinstance(asked, tuple):
-        return max(
-            asked or (jax.lax.Precision.DEFAULT,), key=lambda precision: precision.value
-        ).name.lower()
-    return "highest"
-
-
-#: Of the first word of a ``jax.lax.DotAlgorithmPreset`` that takes one pass.
-_ALGORITHM_DTYPES = {"TF32": "tf32", "BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-
-
-def _computed(equation) -> tuple[str, str]:
-    if equation is None:
-        return "float32", "default"
-    words = getattr(equation.params.get("precision"), "name", "").split("_")
-    dtype = str(equation.invars[0].aval.dtype)
-    return _ALGORITHM_DTYPES.get(words[0], dtype) if len(words) == 3 else dtype, _precision(
-        equation
-    )
-
-
-#: Ops that a compiler fuses into what reads their result, beside element-wise ones.
-_FUSED = frozenset(
-    {
-        "broadcast_in_dim",
-        "convert_element_type",
-        "expand_dims",
-        "iota",
-        "reshape",
-        "squeeze",
-        "stop_gradient",
-        "transpose",
-    }
-)
-#: Ops that are none although they keep the shape.
-_WHOLE = frozenset(
-    {
-        "cumlogsumexp",
-        "cummax",
-        "cummin",
-        "cumprod",
-        "cumsum",
-        "random_bits",
-        "rev",
-        "sort",
-        "while",
-        "scan",
-        "cond",
-    }
-)
-
-
-#: Ops that are too long to be computed again where a later one reads their result; the second only
-#: on 16 bits, between whose roundings nothing is joined. Seen in programs for H100 (jax 0.10.2):
-#: GELU and SiLU, their backward passes.
-_LONG = frozenset({"erf", "erf_inv", "erfc", "lgamma", "digamma"})
-_LONG_IN_16_BITS = _LONG | {"exp", "tanh"}
-
-
-def _is_long(equation) -> bool:
-    return equation.primitive.name in (
-        _LONG_IN_16_BITS if equation.outvars[0].aval.dtype.itemsize == 2 else _LONG
-    )
-
-
-def _is_fused(equation) -> bool:
-    """Whether it is fused into what reads its result."""
-    name, (result, *more) = equation.primitive.name, equation.outvars
-    if more or name in _WHOLE or name in PRODUCTS or "call" in name:
-        return False
-    return name in _FUSED or all(
-        _broadcasts(v.aval.shape, result.aval.shape) for v in equation.invars
-    )
-
-
-def _broadcasts(shape: tuple[int, ...], result: tuple[int, ...]) -> bool:
-    """Whether it is the result's, but for dimensions of 1."""
-    return not shape or (
-        len(shape) == len(result) and all(a in (1, b) for a, b in zip(shape, result, strict=True))
-    )
-
-
-def _kept(
-    jaxpr,
-    saved: Sequence,
-    free: set,
-    boundary: set,
-    nbytes: Callable[[Any], int],
-    fuse_operands: bool,
-) -> set:
-    """Variables that a compiler keeps for those that are saved.
-
-    Results of products are in memory anyway, operands unless they are fused, and so are sums and
-    values between layers. What follows from them by element-wise operations is computed again where
-    it is read, so they are kept in its place, unless that is more; sums are next to nothing. A mask
-    that tells where one of them is positive is computed again although it would be less.
-
-    Args:
-        jaxpr: The forward pass.
-        saved: By ``jax.vjp``.
-        free: Variables that cost nothing.
-        boundary: Values between layers.
-        nbytes: Of a variable.
-        fuse_operands: Of products (``Products``).
-    """
-    stops = set(boundary)
-    for equation in jaxpr.eqns:
-        if _is_long(equation):
-            stops.update(equation.outvars)
-        if not _is_fused(equation):
-            stops.update(equation.outvars)
-            made_on_the_way = equation.primitive.name.startswith("reduce_") or (
-                fuse_operands and equation.primitive.name in _MULTIPLY
-            )
-            if not made_on_the_way:
-                stops.update(v for v in equation.invars if not isinstance(v, jex_core.Literal))
-    sums = _sums(jaxpr)
-    roots: dict[Any, frozenset] = {}
-    for equation in jaxpr.eqns:
-        read = [v for v in equation.invars if not isinstance(v, jex_core.Literal) and v not in free]
-        below = frozenset().union(*(roots.get(v, frozenset([v])) for v in read))
-        roots.update((out, frozenset([out]) if out in stops else below) for out in equation.outvars)
-    found = {v for v in saved if v in stops}
-    for v in sorted(
-        saved, key=nbytes, reverse=True
-    ):  # a probability costs nothing beside the score that it follows from
-        instead = roots.get(v, frozenset([v])) - found
-        of_one = (
-            v.aval.dtype == bool
-            and len(instead) == 1
-            and all(jnp.issubdtype(x.aval.dtype, jnp.floating) for x in instead)
-        )
-        found |= instead if of_one or sum(map(nbytes, instead - sums)) <= nbytes(v) else {v}
-    return found
-
-
-#: Ops whose results are their operands in another layout.
-_SAME = frozenset({*LAYOUT, "slice", "split", "concatenate"})
-
-
-def _going_backwards(jaxpr, product, there: set, nbytes: Callable[[Any], int]) -> int:
-    """Bytes that come and go, at most, while one operation after the product goes backwards.
-
-    One that is not fused, a lookup of labels among log-probabilities for example, reads the
-    gradient of its result and writes those of its operands; and what it reads of the forward pass
-    is in memory, kept or not.
-
-    Args:
-        jaxpr: The forward pass.
-        product: Its equation of the product; None without one.
-        there: What is kept, and what costs nothing.
-        nbytes: Of a variable.
-    """
-    most, equations, there = 0, list(jaxpr.eqns), set(there)
-    for equation in equations:
-        if equation.primitive.name in _SAME:
-            there.update(
-                equation.outvars
-                if any(not isinstance(v, jex_core.Literal) and v in there for v in equation.invars)
-                else ()
-            )
-    for equation in equations[equations.index(product) + 1 :] if product is not None else equations:
-        if not _is_fused(equation) and not equation.primitive.name.startswith("reduce_"):
-            read = {
-                v
-                for v in equation.invars
-                if not isinstance(v, jex_core.Literal)
-                and jnp.issubdtype(v.aval.dtype, jnp.floating)
-            }
-            gradients = [
-                v for v in (*read, *equation.outvars) if jnp.issubdtype(v.aval.dtype, jnp.floating)
-            ]
-            values = set() if equation.primitive.name in _SAME else read - there
-            most = max(most, sum(map(nbytes, gradients)) + sum(map(nbytes, values)))
-    return most
-
-
-def _sums(jaxpr) -> set:
-    return {
-        v
-        for equation in jaxpr.eqns
-        if equation.primitive.name.startswith("reduce_")
-        for v in equation.outvars
-    }
 
 
 def _static(jaxpr, num_params: int) -> Iterator:

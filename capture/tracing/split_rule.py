@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from capture.errors import TracingError
-from capture.tracing.flops import sub_jaxprs
+from capture.tracing.jaxprs import sub_jaxprs
 
 PRIMITIVE = "custom_partitioning"
 #: What JAX puts for the dimensions in front that a rule writes as an ellipsis.
@@ -28,8 +28,8 @@ class SplitRule:
     """The factors of the operands and the results of one operation.
 
     Attributes:
-        operands: Of every operand; factors that may not be split are left out.
-        results: Of every result.
+        operands: Factors of every operand's dimensions; those that may not be split are left out.
+        results: Factors of every result's dimensions.
     """
 
     operands: tuple[Factors, ...]

@@ -29,9 +29,9 @@ class LocalPool(Pool):
     """Processes that are spawned here, as many as were asked for and the free memory has room for.
 
     Args:
-        setting: Of the jobs.
+        setting: What all jobs share.
         num_workers: At most.
-        timeout_seconds: Of a job.
+        timeout_seconds: Most that a job may take on an idle machine.
     """
 
     def __init__(self, setting: Setting, num_workers: int, timeout_seconds: float):
@@ -133,7 +133,8 @@ def affordable_workers(num_workers: int, free_bytes: int | None = None) -> int:
 
     Args:
         num_workers: Wanted.
-        free_bytes: Of the machine; read from it if None, and not limited where it does not say.
+        free_bytes: Free memory of the machine; read from it if None, and not limited where it does
+            not say.
 
     Example:
         >>> affordable_workers(8, free_bytes=5_000_000_000)

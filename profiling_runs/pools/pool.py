@@ -103,8 +103,8 @@ class Pool(ABC):
 
     Args:
         fresh_process: Whether a worker measures one job only.
-        timeout_seconds: Of a job on an idle machine (``environment.patience``); then its worker is
-            ended.
+        timeout_seconds: Most that a job may take on an idle machine (``environment.patience``);
+            then its worker is ended.
     """
 
     def __init__(self, *, fresh_process: bool, timeout_seconds: float):

@@ -58,9 +58,9 @@ class Demand:
 
     Attributes:
         devices: ``"GPU"`` or ``"TPU"``; None if it only compiles.
-        num_devices: Of them.
+        num_devices: How many of them.
         accelerator_type: Kind of the devices.
-        memory_bytes: Of the host.
+        memory_bytes: Memory on the host.
     """
 
     devices: str | None = None
@@ -102,9 +102,10 @@ class Demand:
         """How many workers a node has room for.
 
         Example:
-            >>> Demand("GPU", 2, "A100").room({"CPU": 8, "GPU": 5, "memory": 64e9, "accelerator_type:A100": 1})
+            >>> node = {"CPU": 8, "GPU": 5, "memory": 64e9}
+            >>> Demand("GPU", 2, "A100").room({**node, "accelerator_type:A100": 1})
             2
-            >>> Demand("GPU", 2, "A100").room({"CPU": 8, "GPU": 5, "memory": 64e9, "accelerator_type:H100": 1})
+            >>> Demand("GPU", 2, "A100").room({**node, "accelerator_type:H100": 1})
             0
         """
         if not self.offered(resources):
@@ -115,7 +116,7 @@ class Demand:
         return int(min(bounds))
 
     def options(self) -> dict[str, Any]:
-        """Of an actor."""
+        """What Ray is asked for, for an actor."""
         # A node offers a whole one of its kind, to be shared by all that need it: an actor takes
         # next to nothing.
         kind = {f"accelerator_type:{self.accelerator_type}": 0.001} if self.accelerator_type else {}
@@ -134,11 +135,11 @@ class RayPool(Pool):
     """Actors of a Ray cluster, as many as its nodes have room for.
 
     Args:
-        setting: Of the jobs.
+        setting: What all jobs share.
         address: ``"auto"`` for the cluster that this machine is a part of, ``"local"`` for one of
             this machine alone, or an address.
         num_workers: At most.
-        timeout_seconds: Of a job.
+        timeout_seconds: Most that a job may take on an idle machine.
         accelerator_type: Ray's name of the target's devices; None for the usual one.
 
     Raises:

@@ -26,8 +26,8 @@ class Where:
             machine.
         accelerator_type: Ray's name of the target's devices, for runs on them; None for the usual
             one.
-        timeout_seconds: Of a job in a worker, on an idle machine; on a busy one it gets more
-            (``environment.patience``).
+        timeout_seconds: Most that a job may take in a worker, on an idle machine; on a busy one it
+            gets more (``environment.patience``).
 
     Raises:
         ProfileError: ``where-options`` for a Ray cluster without workers, or an accelerator type
@@ -61,8 +61,8 @@ class Where:
         """Start what the jobs need.
 
         Args:
-            setting: Of the workers; None measures in this process, with the backend.
-            backend: Of this process.
+            setting: What the workers' jobs share; None measures in this process, with the backend.
+            backend: What measures in this process.
             num_jobs: More workers are not started.
 
         Raises:

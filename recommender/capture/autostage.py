@@ -64,8 +64,7 @@ class AutostagingTables:
 
     Attributes:
         submeshes: (hosts, devices per host), ascending.
-        choices: Of each submesh, its configurations; the tables are padded where a submesh has
-            fewer.
+        choices: Configurations of each submesh; the tables are padded where a submesh has fewer.
         seconds: float64, infinite where impossible.
         max_successors: int64, the most stages that memory allows behind; -1 for none at all.
     """
@@ -120,8 +119,9 @@ def autostaging_tables(
     """Predicted times and memory of every stage, as Alpa's autostaging wants them.
 
     Args:
-        profile: Of an accelerator; submeshes of whole nodes are there as far as they were profiled.
-        cluster: Of equal nodes.
+        profile: Measurements for an accelerator; submeshes of whole nodes are there as far as they
+            were profiled.
+        cluster: Devices to plan for, in equal nodes.
         microbatch_size: Over all replicas.
         memory_limit_bytes: Available per device; None for no limit.
         logical_shapes: Alpa's space of (data, tensor) parallel degrees: all pairs; tensor
@@ -188,7 +188,7 @@ def search_tables(
 
     Args:
         tables: Their submeshes have different sizes, powers of two.
-        num_devices: Of the cluster.
+        num_devices: All devices of the cluster.
         num_microbatches: M.
     """
     num_layers, *_ = tables.seconds.shape
@@ -229,7 +229,7 @@ def autostage(
     """The plan that Alpa's autostaging chooses on the profile's cost model.
 
     Args:
-        profile: Of an accelerator.
+        profile: Measurements for an accelerator: a CPU's say nothing of time.
         question: Its cluster is of equal nodes, each of a power of two of devices; its schedule
             changes the plan's memory, not the choice.
         logical_shapes, master_copy: As ``autostaging_tables``.

@@ -76,7 +76,7 @@ def fixed_degree_plan(
     Args:
         cluster: D devices. Every stage must lie in one node, or on 2, 4, 8, ... whole nodes.
         weights: Per layer.
-        choice: Of every stage.
+        choice: What every stage does with its devices.
 
     Raises:
         PlanError: ``baseline-degree`` if the stages do not fit the nodes, ``baseline-stages`` if

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from capture.documents import fields_of
 from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
@@ -34,7 +35,8 @@ class Measuring:
     """How a changed question is measured.
 
     Attributes:
-        remat, shard_optimizer: Of the stages that were measured.
+        remat, shard_optimizer: What the measured stages recompute, and whether replicas split
+            optimizer state.
         profile: ``profile(remat=..., shard_optimizer=..., microbatch_size=...)`` measures what is
             missing.
         least_state: ``least_state(cluster, remat=..., ...)`` is the least that plans of the changed
@@ -55,7 +57,8 @@ class Change:
     Attributes:
         text: What a user would do.
         question: Changed.
-        asks: Of a profile that is not there; empty if the profile that is there serves.
+        asks: What it takes of a profile that is not there; empty if the profile that is there
+            serves.
     """
 
     text: str
@@ -69,7 +72,7 @@ class FittingChange:
 
     Attributes:
         change: What a user would do.
-        peak_bytes: Of the plan; None if nothing was measured.
+        peak_bytes: Need of the plan; None if nothing was measured.
         extrapolated: Whether that is an extrapolation; None if nothing was measured.
         least_state_bytes: What every plan needs for its state, if nothing was measured.
     """
@@ -90,17 +93,8 @@ class FittingChange:
         return f"{self.change}: peak {format_bytes(self.peak_bytes or 0)} per device {sure}"
 
     def to_json(self) -> dict[str, Any]:
-        about = (
-            {"extrapolated": self.extrapolated}
-            if self.least_state_bytes is None
-            else {"least_state_bytes": self.least_state_bytes}
-        )
-        return {
-            "change": self.change,
-            "peak_bytes": self.peak_bytes,
-            **about,
-            "summary": self.summary,
-        }
+        about = "extrapolated" if self.least_state_bytes is None else "least_state_bytes"
+        return fields_of(self, "change", "peak_bytes", about, "summary")
 
 
 def cheapest_change(
@@ -113,10 +107,10 @@ def cheapest_change(
 
     Args:
         question: Under which nothing fits, with the most micro-batches that were asked for.
-        num_layers: Of the model.
-        knowledge: Of the model; None if nothing was measured, because not even the state fits. Then
-            nothing is measured for a change either, and the first under which the state fits is
-            named, with that.
+        num_layers: The model's.
+        knowledge: What is known of the model; None if nothing was measured, because not even the
+            state fits. Then nothing is measured for a change either, and the first under which the
+            state fits is named, with that.
         measuring: None leaves out changes that need it.
     """
     limit = question.limit_bytes

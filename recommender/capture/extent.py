@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from capture.documents import fields_of
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
 from capture.plan.stages import batch_violations
@@ -47,13 +48,8 @@ class Attempt:
         return {
             "cluster": str(asked.cluster),
             "num_devices": asked.cluster.num_devices,
-            "global_batch_size": asked.global_batch_size,
-            "num_microbatches": asked.num_microbatches,
-            "schedule": asked.schedule,
-            "status": self.result.status,
-            "extrapolated": self.result.extrapolated,
-            "compiled": self.result.compiled,
-            "peak_bytes": self.result.peak_bytes,
+            **fields_of(asked, "global_batch_size", "num_microbatches", "schedule"),
+            **fields_of(self.result, "status", "extrapolated", "compiled", "peak_bytes"),
             "step_seconds": self.result.proof.step_seconds,
         }
 

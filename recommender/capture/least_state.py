@@ -41,9 +41,9 @@ def least_state(
         graph: The layers.
         param_bytes: Per way to split parameters, bytes per device of every parameter; those of its
             gradient are the same.
-        optimizer_bytes: Of the whole state of every parameter. It is taken to be split as the
+        optimizer_bytes: The whole state of every parameter. It is taken to be split as the
             parameter is, and evenly over replicas that split it.
-        choices: Of the stages.
+        choices: What stages may do with their devices.
         cluster: Devices.
         space: Submeshes of stages.
         memory_limit_bytes: Per device.
@@ -73,7 +73,7 @@ def _state_bytes(
     optimizer_bytes: Sequence[int],
     choice: StageChoice,
 ) -> np.ndarray:
-    """Of every stage [first, stop): int64 (L, L + 1), bytes per device."""
+    """State of every stage [first, stop): int64 (L, L + 1), bytes per device."""
     params = np.array(param_bytes[choice.param_split], np.int64)
     part = params / np.maximum([tensor.nbytes for tensor in graph.params], 1)
     replicas = choice.data_parallel if choice.shard_optimizer and not choice.shard_params else 1

@@ -95,6 +95,10 @@ def least_peak(problem: SearchProblem) -> tuple[tuple[PlacedStage, ...], Reach |
     """A plan of least peak, the states for further questions about it, and the number of table
     entries looked at.
 
+    The least peak is a cost that occurs, so the bisection is over the costs between the bounds and
+    not over numbers: a probe at their median halves them, and a plan that it finds lowers the upper
+    bound to its own peak, which is often much less than what was asked for.
+
     Returns:
         () and None where no plan exists.
     """

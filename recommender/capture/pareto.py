@@ -71,7 +71,7 @@ def pareto(
         problem: With ``seconds``.
         max_searches: How many memory limits to look at; 2 give the ends alone. What is not looked
             at makes ``complete`` False.
-        gap_fraction, max_programmes: Of each search; see ``throughput``.
+        gap_fraction, max_programmes: How long each search goes on; see ``throughput``.
 
     Raises:
         PlanError: ``search-seconds`` if the problem has no times.

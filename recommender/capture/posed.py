@@ -1,4 +1,4 @@
-"""From a profile to the problem that searches solve: predicted bytes, and seconds, of every stage."""
+"""From a profile to the problem that searches solve: predicted bytes and seconds of every stage."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def _default_rows(
 
 
 def paper_predictor(profile: Profile) -> PaperPredictor:
-    """Of the runs that a profile holds.
+    """The paper's predictor over the runs that a profile holds.
 
     Raises:
         ProfileError: ``profile-paper`` if it has none.

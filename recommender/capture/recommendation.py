@@ -28,7 +28,7 @@ def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> S
     """The plan of least peak memory on a cluster, or the fastest one that fits.
 
     Args:
-        profile: Of the model; several are put together (``merge_profiles``).
+        profile: Measurements of the model; several are put together (``merge_profiles``).
         question: What is asked.
 
     Returns:
@@ -205,7 +205,7 @@ def baseline_plan(profile: Profile, question: PlanQuestion, weigh: str = "flops"
     layers, and their prediction.
 
     Args:
-        profile: Of the model.
+        profile: Measurements of the model.
         question: Its cluster, batch and schedule.
         weigh: ``"flops"``, ``"params"`` or ``"layers"``.
 

@@ -63,7 +63,7 @@ class SearchResult:
         seconds: Wall time of the search.
         num_explored: Stage placements that were looked at.
         why: Set exactly if infeasible.
-        step_seconds: Of a step, where the search was for speed and a plan was found.
+        step_seconds: Time of a step, where the search was for speed and a plan was found.
         bound_fraction: The least possible step time is proven to be at least ``step_seconds / (1 +
             bound_fraction)``; 0 if optimal.
     """

@@ -35,7 +35,7 @@ def search(problem: SearchProblem, algorithm: str = "minmax", **options: Any) ->
         algorithm: ``minmax`` (exact, milliseconds to seconds), ``enumerate`` (the paper's; small
             problems), ``mcap`` and ``mcap-bf`` (pipeline only, one device per stage: exact, and
             brute force); ``throughput`` for the least step time.
-        **options: Of that algorithm: see the function of its file. Unknown ones raise
+        **options: What only that algorithm takes: see the function of its file. Unknown ones raise
             ``TypeError``.
 
     Raises:

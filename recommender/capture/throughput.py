@@ -136,6 +136,13 @@ class Fastest:
     def _search(
         self, programme: LeastSum, below: int, at_least: int
     ) -> tuple[TimedPlan | None, int]:
+        """The fastest plan below a time, and a proven lower bound.
+
+        A step takes the sum of the stages plus waits for the slowest one, so a box is a range of
+        slowest stages and updates, and a programme gives the least sum under caps in its middle.
+        Below the slowest stage of the plan found, that sum bounds the box; from there to the middle
+        only another update could win. Boxes are taken least bound first, so the bound only rises.
+        """
         plan: TimedPlan | None = None
         best, waits, values, updates = below, self.ticks.num_waits, self._values, self._updates
         slowest = programme.least_slowest()

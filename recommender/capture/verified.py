@@ -24,8 +24,8 @@ from recommender.answer import StageAnswer
 from recommender.capture.recommendation import recommend
 from recommender.question import PlanQuestion
 
-#: ``compiled(plan, profile)`` compiles a plan's stages: what the compiler says, and the profile that
-#: knows it.
+#: ``compiled(plan, profile)`` compiles a plan's stages: what the compiler says, and the profile
+#: that knows it.
 Compile = Callable[[Plan, Profile], tuple[Verified, Profile]]
 
 #: Most plans that are compiled for one answer at a size that was not profiled.
@@ -43,8 +43,12 @@ def recommend_verified(
 ) -> StageAnswer:
     """The plan that is best by the question's objective among those whose stages are compiled.
 
+    Each compiled plan makes the profile know its stages, so the same question, asked again, names
+    it only if it still is the best; an answer that was compiled before ends the search. That is why
+    plans are not compiled side by side: most of what would be is never asked for.
+
     Args:
-        profile: Of the model.
+        profile: Measurements of the model.
         question: What is asked.
         compiled: Compiles a plan.
         max_plans: Most plans to compile, at least 1.
@@ -94,7 +98,7 @@ class Knowledge:
     extrapolation.
 
     Attributes:
-        profile: Of the model, with every stage that was compiled so far.
+        profile: Measurements of the model, with every stage that was compiled so far.
         compiled: Compiles plans; None leaves extrapolated answers as they are, and they say so.
         max_plans: Most plans to compile for an answer.
         always: Compile every answer, not only extrapolated ones.

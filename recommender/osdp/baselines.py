@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from capture.documents import fields_of
 from capture.machine.cluster import Machine
 from capture.model.operators import Operator, OperatorModel
 from capture.plan.sharding import DP, ZDP, Mode, ShardingPlan
@@ -37,9 +38,9 @@ class Outcome:
 
     Attributes:
         status: ``ok``; ``oom`` if one example does not fit; ``n/a`` if the strategy does not apply.
-        examples_per_second: Of all devices; 0 unless ``ok``.
+        examples_per_second: Throughput of all devices together; 0 unless ``ok``.
         setting: What tuning chose.
-        plan: Of strategies that are data parallel only.
+        plan: What strategies choose that are data parallel only.
     """
 
     status: Literal["ok", "oom", "n/a"]
@@ -48,11 +49,7 @@ class Outcome:
     plan: ShardingPlan | None = None
 
     def to_json(self) -> dict[str, Any]:
-        document = {
-            "status": self.status,
-            "examples_per_second": self.examples_per_second,
-            "setting": self.setting,
-        }
+        document = fields_of(self, "status", "examples_per_second", "setting")
         return document if self.plan is None else {**document, **self.plan.summary()}
 
 

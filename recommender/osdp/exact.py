@@ -138,7 +138,7 @@ class _Relaxation:
         bound: L at that price: no choice within the capacity takes less; infinite where nothing
             fits.
         price: Seconds per byte.
-        capacity: Of resident bytes.
+        capacity: Most resident bytes.
         fits, exceeds: (..., kinds): modes of least seconds + price x bytes. The first fit together,
             the others do not; or they are equal.
     """
@@ -198,7 +198,12 @@ def _seconds(options: Options, chosen: Sequence[Sequence[int]]) -> float:
 
 
 def _solve(options: Options, relaxation: _Relaxation, below_seconds: float) -> Choice:
-    """The best choice below a time for one capacity; None if there is none."""
+    """The best choice below a time for one capacity; None if there is none.
+
+    The relaxation's price of a byte tells what an option loses against the bound. A plan that beats
+    the rounded one loses less than the gap between the two in all, so options, and sums of them,
+    that lose more are dropped; what is left of the kinds is met in the middle.
+    """
     rounded = _rounded(options, relaxation)
     seconds = _seconds(options, rounded)
     best: list[list[int]] | None = rounded

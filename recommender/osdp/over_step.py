@@ -43,10 +43,10 @@ _CLOSENESS = 1 / 128
 
 
 def reserved_fraction(platform: str, dtype: str) -> float:
-    """Of the limit, what plans leave to the compiler.
+    """The part of the limit that plans leave to the compiler.
 
     Args:
-        platform: Of the target.
+        platform: The target's: ``"cuda"``, ``"tpu"`` or ``"cpu"``.
         dtype: In which the loss computes.
     """
     return (
@@ -67,7 +67,7 @@ def fastest_over_step(
     """The fastest plan per example that is found, or what is missing.
 
     Args:
-        cost: Of the operators on the devices.
+        cost: What the operators cost on the devices.
         operators: The traced ones (``TracedOperators``), which say what parameters are steps of one
             array.
         smallest_bytes: Smaller parameters are replicated whatever the mode.
@@ -99,7 +99,7 @@ def fastest_over_step(
 def least_over_step(
     cost: StepCost, operators: Any, smallest_bytes: int, batch_size: int
 ) -> ShardingPlan:
-    """Of the plans with all operators in one mode, the one that needs least; arguments as of
+    """The plan that needs least of those with all operators in one mode; arguments as of
     ``fastest_over_step``."""
     search = _search(cost, operators, smallest_bytes, 0.0, batch_size, None)
     return min(
@@ -224,10 +224,7 @@ class _Search:
         )
 
     def _least_bytes(self, batch_size: int) -> int:
-        return min(
-            peak_bytes(self.cost, self.cost.model.operators, modes, batch_size)
-            for modes in self.uniform()
-        )
+        return min(peak_bytes(self.cost, modes, batch_size) for modes in self.uniform())
 
     def uniform(self) -> Iterator[tuple[Mode, ...]]:
         """Every operator replicated; sharded whole; sharded in so many slices, where it can be
@@ -266,9 +263,7 @@ class _Search:
                     least = replace(least, num_sharded=least.num_slices)
                 for i in steps:
                     ordered[i] = least
-            candidates.append(
-                (peak_bytes(cost, cost.model.operators, ordered, batch_size), tuple(ordered))
-            )
+            candidates.append((peak_bytes(cost, ordered, batch_size), tuple(ordered)))
         peak, chosen = min(candidates, key=lambda candidate: candidate[0])
         each = Counter(zip(cost.model.operators, chosen, strict=True))
         seconds = sum(

@@ -40,7 +40,7 @@ class MicrobatchedCost:
     Attributes:
         of: Costs of operators on the devices of one stage.
         model: The operators of the stage.
-        num_microbatches: Of a step.
+        num_microbatches: Micro-batches of a step.
         num_in_flight: Micro-batches whose activations the stage holds at once.
     """
 
@@ -77,7 +77,7 @@ class Pipeline:
     """A pipeline on devices that hold one stage each, or one replica of it.
 
     Attributes:
-        cost: Of operators on the devices of one stage.
+        cost: What operators cost on the devices of one stage.
         num_stages: p; not more than layers.
         machine: All devices.
         schedule: ``gpipe`` keeps all micro-batches, ``1f1b`` those in flight.

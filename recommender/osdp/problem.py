@@ -25,7 +25,7 @@ class Options:
         counts: Operators of each kind.
         modes: By kind.
         resident_bytes, transient_bytes: Whole numbers, rounded up, so that their sums are exact.
-        seconds: Of one step.
+        seconds: Time of one step.
     """
 
     counts: np.ndarray
@@ -35,7 +35,7 @@ class Options:
     seconds: np.ndarray
 
     def __getitem__(self, index) -> Options:
-        """Of one batch size, or one limit."""
+        """The options of one batch size, or of one limit."""
         return Options(
             self.counts,
             self.modes,
@@ -73,7 +73,7 @@ class ShardingProblem:
         sum of resident bytes + largest transient bytes <= memory limit of a device
 
     Attributes:
-        cost: Of operators in modes, for a model on devices.
+        cost: What operators cost in each mode, for a model on devices.
         max_batch_size: Examples per device to try at most; None to go on until nothing fits.
 
     Raises:

@@ -32,17 +32,17 @@ class ShardingQuestion:
             compiled step stays within it; a plan that is not compiled leaves a part of it to the
             compiler (``reserved_fraction``).
         target: Rates and memory of the mesh's devices, such as ``"h100"``; a cluster names its own.
-        devices_per_node: Of a mesh; None: those of a process.
+        devices_per_node: Devices of the mesh that share a node; None: those of a process.
         batch_size: Examples per device; None to choose it.
         max_batch_size: The largest to choose from.
         granularities: Slices per operator to choose from; 1 is unsplit.
         partly: Whether k of g slices may be sharded: such leaves become two arrays (``split``).
         remat: Whether the backward pass computes every operator again from its input. The model's
             own ``jax.checkpoint`` needs no option.
-        overlap_fraction: Of computation and communication, what hides the other (``StepCost``).
-            Above 0, the forward pass may gather an operator's parameters while the one before it
-            runs; backwards, gathers and reduce-scatters run beside the two products of their own
-            operator in any case, as far as XLA can.
+        overlap_fraction: The part of the lesser of computation and communication that is hidden
+            (``StepCost``). Above 0, the forward pass may gather an operator's parameters while the
+            one before it runs; backwards, gathers and reduce-scatters run beside the two products
+            of their own operator in any case, as far as XLA can.
         smallest_bytes: Smaller parameters are replicated.
         dtype: Whose rate products have, also ``"tf32"`` where the target has it; None: that in
             which the target computes most of the loss's products at the precision that they ask for

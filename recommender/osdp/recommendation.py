@@ -13,7 +13,9 @@ from capture.model.operators import Operator
 from capture.plan.sharding import OperatorCost, ShardingPlan
 from capture.plan.why import Why
 from capture.quantities import format_bytes
+from capture.step.attribution import attribute_keys
 from capture.step.operator_cost import StepCost
+from capture.step.sharded import build_step
 from recommender.answer import Answer
 from recommender.osdp.over_step import fastest_over_step, least_over_step, reserved_fraction
 from recommender.osdp.question import ShardingQuestion
@@ -119,7 +121,12 @@ def osdp(
             watch(f"not compiled: {uncompiled}")
     found = found or fastest(memory * (1 - reserved_fraction(described.platform, operators.dtype)))
     plan = None if found.plan is None else replace(found.plan, **described_by)
-    plan = plan and replace(plan, cluster=question.cluster, costs=tuple(_costs(cost, plan)))
+    plan = plan and replace(
+        plan,
+        model_hash=operators.traced.graph.model_hash,
+        cluster=question.cluster,
+        costs=tuple(_costs(cost, plan)),
+    )
     if plan is None:
         return Answer("infeasible", None, found, Why(found.why or "", uncompiled=uncompiled))
     why = Why(_summary(plan, described.name, uncompiled), uncompiled=uncompiled)
@@ -141,13 +148,15 @@ def _summary(plan: ShardingPlan, target: str, uncompiled: str | None) -> str:
 
 
 def _costs(model: StepCost, plan: ShardingPlan) -> Iterator[OperatorCost]:
-    for operator, mode in zip(_all(model), plan.modes, strict=True):
+    at_peak = attribute_keys(build_step(model, plan.modes, plan.batch_size, plan.names)).layers
+    for i, (operator, mode) in enumerate(zip(_all(model), plan.modes, strict=True)):
         cost = model.cost(operator, mode, plan.batch_size)
         yield OperatorCost(
             operator.parameter_bytes + operator.replicated_bytes,
             float(cost.resident_bytes),
             float(cost.transient_bytes),
             float(cost.seconds),
+            at_peak.get(i, {}),
         )
 
 

@@ -25,7 +25,7 @@ def search(problem: ShardingProblem, algorithm: str = "exact", **options: Any) -
     Args:
         problem: Operators, machine and cost.
         algorithm: ``exact`` (proven, milliseconds), or ``depth-first`` (the paper's; small models).
-        **options: Of that algorithm: see the function of its file. Unknown ones raise
+        **options: What only that algorithm takes: see the function of its file. Unknown ones raise
             ``TypeError``.
 
     Raises:
@@ -36,7 +36,8 @@ def search(problem: ShardingProblem, algorithm: str = "exact", **options: Any) -
         >>> from capture.step.operator_cost import StepCost
         >>> from capture.model.transformer import transformer
         >>> model = transformer("1.3B", [(24, 2048)], seq_len=1024, vocab_size=51200)
-        >>> result = search(ShardingProblem(StepCost(model, Machine.of(Cluster((8,), "a100-40g")), (1, 4))))
+        >>> machine = Machine.of(Cluster((8,), "a100-40g"))
+        >>> result = search(ShardingProblem(StepCost(model, machine, (1, 4))))
         >>> result.optimal, 0 < result.plan.sharded_fraction < 1
         (True, True)
     """

@@ -1,5 +1,6 @@
 """Writes what the compiler of this environment says of a small program, and what the readers must
-get from it: ``python -m tests.golden.make``, once per supported jaxlib, after its answers were read.
+get from it: ``python -m tests.golden.make``, once per supported jaxlib, after its answers were
+read.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ FILES = {
 
 
 def dump() -> dict[str, str]:
-    """By name, the texts that XLA dumps of two layers' gradients on four devices, split in two ways:
+    """By name, the texts that XLA dumps of two layers' gradients on four devices, split in two
+    ways:
     products, an all-reduce, a donated argument, name scopes."""
     import jax
     import jax.numpy as jnp

@@ -58,8 +58,7 @@ def workload(loss, shapes, batch, optimizer: str) -> Workload:
     return Workload(loss, init, batch, OPTIMIZERS[optimizer]())
 
 
-# ---- data
-# --------------------------------------------------------------------------------------------------
+# ---- data ----------------------------------------------------------------------------------------
 
 
 def vectors(width: int, num_classes: int | None = None):
@@ -98,8 +97,7 @@ def images(size: int, channels: int, num_classes: int):
     return batch
 
 
-# ---- losses
-# --------------------------------------------------------------------------------------------------
+# ---- losses --------------------------------------------------------------------------------------
 
 
 def cross_entropy(logits, labels):
@@ -118,8 +116,7 @@ def hinge(scores, labels):
     return jnp.mean(jnp.sum(jnp.maximum(0.0, 1.0 + scores - right), -1)) - 1.0
 
 
-# ---- blocks
-# --------------------------------------------------------------------------------------------------
+# ---- blocks --------------------------------------------------------------------------------------
 
 
 def norm(x, gain=1.0):

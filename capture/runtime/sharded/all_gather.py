@@ -97,17 +97,17 @@ def run_gathered(
 
     Args:
         arrays: What ``params`` are.
-        pieces: Of the operation.
+        pieces: What the operation is worked through in.
         params: As stored.
         others: Its other operands.
         token: What makes backward passes go one after the other (``with_token``).
-        keep_results: Of an operation that a compiler would rather repeat: not to keep what was
+        keep_results: Whether a compiler would rather repeat the operation: not to keep what was
             gathered for that.
         hand_on: Whether another operation reads the first operand: it has to wait for this one, or
             they would be made one.
-        prefetch: Forwards, whether the all-gather may start with the operation before, not only when
-            the operands are there. Not of an operation that is repeated to go backwards: nobody
-            then reads the token, and XLA would drop it.
+        prefetch: Forwards, whether the all-gather may start with the operation before, not only
+            when the operands are there. Not of an operation that is repeated to go backwards:
+            nobody then reads the token, and XLA would drop it.
     """
     moving = [i for i, x in enumerate(others) if jnp.issubdtype(x.dtype, jnp.inexact)]
 

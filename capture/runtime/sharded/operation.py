@@ -71,7 +71,7 @@ class StoredParam:
         return len(self.parts) > 1 or self.parts[0].num_slices > 1
 
     def dims_as_read(self) -> tuple[int, ...] | None:
-        """Of each dimension that the operation reads, that of the leaf; None if slices do not stay
+        """The leaf's dimension behind each one that the operation reads; None if slices do not stay
         slices."""
         dims = tuple(range(self.arrays[0].ndim))
         for op in self.chain:

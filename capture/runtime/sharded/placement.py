@@ -39,7 +39,7 @@ class LeafPlacement:
 
     Attributes:
         name: For people.
-        parts: Of a leaf stacked over the steps of a scan, those of each step.
+        parts: One for each step of the scan that a leaf is stacked over.
         slice_dim: Dimension that parts and slices are along; of a step's part of the leaf.
         stacked: Dimension of the steps; None of an ordinary leaf.
         is_small: Whether operations read it as any other array: what a barrier would cost is more
@@ -54,7 +54,7 @@ class LeafPlacement:
 
     @property
     def shardings(self) -> list[NamedSharding]:
-        """Of the user's array, or of the two of a ``SplitLeaf``."""
+        """Sharding of the user's array, or of the two of a ``SplitLeaf``."""
         if self.stacked is None:
             return [part.stored for part in self.parts]
         (part,) = self.parts

@@ -52,7 +52,7 @@ class Rows:
     is that slice of every shard.
 
     Attributes:
-        start: Of the first block.
+        start: Where the first block begins.
         num_blocks, block_size: How many, and rows of each.
         first, stop: The rows, within a block.
     """
@@ -98,7 +98,7 @@ class Rows:
         return whole
 
     def position(self, indices: Any) -> Any:
-        """Of rows of the array, the position among these; -1 of others."""
+        """The positions among these of rows of the array; -1 for others."""
         block, within = jnp.divmod(indices - self.start, self.block_size)
         inside = (
             (block >= 0) & (block < self.num_blocks) & (within >= self.first) & (within < self.stop)

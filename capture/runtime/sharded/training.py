@@ -69,8 +69,7 @@ class Sharded:
         self._traced, self._struct = traced, traced.params_struct
         self._leaves = place_leaves(plan, self.mesh, traced)
 
-    # ---- shardings
-    # ----------------------------------------------------------------------------------------------
+    # ---- shardings -------------------------------------------------------------------------------
 
     @property
     def replicated(self) -> tuple[str, ...]:
@@ -86,11 +85,16 @@ class Sharded:
 
     @cached_property
     def batch_sharding(self) -> NamedSharding:
-        """Of batch leaves whose first dimension is that of the examples."""
+        """Sharding of batch leaves whose first dimension is that of the examples."""
         return NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
 
+    @property
+    def model_hash(self) -> str:
+        """Content hash of the traced loss, as ``ShardingPlan.model_hash``."""
+        return self._traced.graph.model_hash
+
     def shardings(self, params: Any = None) -> Any:
-        """Of every parameter, in a tree of the parameters' structure.
+        """Sharding of every parameter, in a tree of the parameters' structure.
 
         Args:
             params: Arrays or shapes, to check that they are the model's: as ``init`` or as
@@ -105,8 +109,8 @@ class Sharded:
 
     @cached_property
     def opt_state_shardings(self) -> Any:
-        """Of the optimizer's state: what belongs to one parameter and has its shape is sharded as
-        that is; all else is replicated."""
+        """Shardings of the optimizer's state: what belongs to one parameter and has its shape is
+        sharded as that is; all else is replicated."""
         traced = TracedOptimizer(self.workload.optimizer, self._split_struct)
         param_of_state = SlicedOptimizer(traced, [range(len(traced.params))]).param_of_state
         shardings = [sharding for leaf in self._leaves for sharding in leaf.shardings]
@@ -163,8 +167,7 @@ class Sharded:
             "osdp-params",
         )
 
-    # ---- the step
-    # ----------------------------------------------------------------------------------------------
+    # ---- the step --------------------------------------------------------------------------------
 
     def transform(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
         """A loss with the plan's all-gathers; call it, and differentiate it, inside ``jax.jit``.

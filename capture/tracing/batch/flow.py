@@ -17,16 +17,20 @@ from typing import Any
 import numpy as np
 from jax.extend import core as jex_core
 
-from capture.tracing.batch.rules import RULES, Step, grown_dims
+from capture.tracing.batch.equation import Step, grown_dims
+from capture.tracing.batch.rules import RULES
 from capture.tracing.batch.states import SAME, Kind, State, broken, constant_state, linear, unknown
+from capture.tracing.jaxprs import (
+    CALLS,
+    CUSTOM_RULES,
+    REMATS,
+    consts_of,
+    is_body,
+    opened,
+    scan_arity,
+)
 
-#: Call-like primitives, and the parameter that holds the body.
-_BODIES = {
-    **dict.fromkeys(("jit", "pjit", "remat2", "checkpoint"), "jaxpr"),
-    **dict.fromkeys(
-        ("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr"
-    ),
-}
+_BODIES = CALLS | REMATS | CUSTOM_RULES
 #: Sizes among the parameters of a primitive, which may differ between n and 2 n examples; rules
 #: read the shapes.
 _SIZES = {"shape", "new_sizes", "slice_sizes", "limit_indices", "sizes", "length"}
@@ -57,7 +61,7 @@ def loss_state(closed: Any, doubled: Any, num_params: int) -> State:
 
 def walk(body: Any, doubled: Any, states: Sequence[State], scope: str) -> list[State]:
     """States of the results of a body, from those of its arguments."""
-    first, second = (getattr(b, "jaxpr", b) for b in (body, doubled))
+    first, second = opened(body), opened(doubled)
     if [e.primitive for e in first.eqns] != [e.primitive for e in second.eqns] or len(
         first.outvars
     ) != len(second.outvars):
@@ -67,7 +71,7 @@ def walk(body: Any, doubled: Any, states: Sequence[State], scope: str) -> list[S
             )
         ] * len(first.outvars)
     env: dict[Any, State] = dict(zip(first.invars, states, strict=True))
-    pairs = zip(getattr(body, "consts", ()), getattr(doubled, "consts", ()), strict=True)
+    pairs = zip(consts_of(body), consts_of(doubled), strict=True)
     env.update(
         zip(
             first.constvars,
@@ -94,6 +98,12 @@ def walk(body: Any, doubled: Any, states: Sequence[State], scope: str) -> list[S
 
 
 def _equation(step: Step, states: Sequence[State]) -> Sequence[State]:
+    """States of the results of one operation.
+
+    The order matters: what is known to be wrong stays so (loops and choices judge that themselves);
+    then shapes are judged, which programs for n and 2 n examples show without any rule; and only
+    then the operation's own rule is asked, because rules assume one dimension of examples.
+    """
     num_outputs = len(step.one.outvars)
     if step.name in _BODIES:
         body = _BODIES[step.name]
@@ -148,9 +158,7 @@ def _equal(one: Any, two: Any) -> bool:
 
 
 def _bodies(value: Any) -> bool:
-    return isinstance(value, tuple) and any(
-        isinstance(item, (jex_core.Jaxpr, jex_core.ClosedJaxpr)) for item in value
-    )
+    return isinstance(value, tuple) and any(map(is_body, value))
 
 
 @dataclass(frozen=True)
@@ -192,20 +200,9 @@ def join(one: State, two: State, where: str) -> State:
 
 
 def _scan(step: Step, states: Sequence[State]) -> list[State]:
-    body = getattr(step.one.params["jaxpr"], "jaxpr", step.one.params["jaxpr"])
-    num_scanned = sum(
-        a.aval.ndim != b.aval.ndim for a, b in zip(step.one.invars, body.invars, strict=True)
-    )
-    num_collected = sum(
-        a.aval.ndim != b.aval.ndim for a, b in zip(step.one.outvars, body.outvars, strict=True)
-    )
-    num_carry = len(step.one.outvars) - num_collected
-    first_row = len(states) - num_scanned
-    consts, carry, rows = (
-        states[: first_row - num_carry],
-        states[first_row - num_carry : first_row],
-        states[first_row:],
-    )
+    num_consts, num_carry = scan_arity(step.one)
+    first_row = num_consts + num_carry
+    consts, carry, rows = states[:num_consts], states[num_consts:first_row], states[first_row:]
     if step.one.params["length"] == step.two.params["length"]:
         loop = _Loop(
             step.one.params["jaxpr"], step.two.params["jaxpr"], consts, rows, step.where, step.scope

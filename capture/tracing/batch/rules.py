@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from types import MappingProxyType
-from typing import Any
 
 import jax.numpy as jnp
 
+from capture.tracing.batch.equation import Step
 from capture.tracing.batch.states import (
     Kind,
     State,
@@ -23,74 +21,6 @@ from capture.tracing.batch.states import (
     unknown,
 )
 from capture.tracing.split_rule import PRIMITIVE, split_rule
-
-
-def grown_dims(shape: Sequence[int], doubled: Sequence[int]) -> tuple[int, ...]:
-    """Dimensions whose size changes with the number of examples."""
-    if len(shape) != len(doubled):
-        return tuple(range(len(shape)))
-    return tuple(dim for dim, (a, b) in enumerate(zip(shape, doubled, strict=True)) if a != b)
-
-
-@dataclass(frozen=True)
-class Step:
-    """The same equation for n and for 2 n examples, and the name scopes around it."""
-
-    one: Any
-    two: Any
-    scope: str
-
-    @property
-    def name(self) -> str:
-        return self.one.primitive.name
-
-    @property
-    def where(self) -> str:
-        return (
-            f"{self.name} in {self.scope}"
-            if self.scope
-            else f"{self.name} at the top level of the loss"
-        )
-
-    @property
-    def params(self) -> Mapping[str, Any]:
-        return self.one.params
-
-    @cached_property
-    def in_shapes(self) -> list[tuple[int, ...]]:
-        return [v.aval.shape for v in self.one.invars]
-
-    @cached_property
-    def in_grown(self) -> list[tuple[int, ...]]:
-        return [
-            grown_dims(a.aval.shape, b.aval.shape)
-            for a, b in zip(self.one.invars, self.two.invars, strict=True)
-        ]
-
-    @cached_property
-    def out_grown(self) -> list[tuple[int, ...]]:
-        return [
-            grown_dims(a.aval.shape, b.aval.shape)
-            for a, b in zip(self.one.outvars, self.two.outvars, strict=True)
-        ]
-
-    @cached_property
-    def out_dims(self) -> list[tuple[int, ...] | None]:
-        """Batch dimension of each result (empty if it has none); None where it did not exactly
-        double."""
-        outputs = zip(self.one.outvars, self.two.outvars, self.out_grown, strict=True)
-        return [
-            dims if all(b.aval.shape[d] == 2 * a.aval.shape[d] for d in dims) else None
-            for a, b, dims in outputs
-        ]
-
-    def in_dim(self, operand: int) -> int | None:
-        return next(iter(self.in_grown[operand]), None)
-
-    @property
-    def out_dim(self) -> int | None:
-        return next(iter(self.out_grown[0]), None)
-
 
 Rule = Callable[[Step, Sequence[State]], State | list[State]]
 #: Where the batch dimension of an operand goes in the result; None if its examples are moved or
@@ -111,7 +41,7 @@ def _mover(flow: Flow, is_linear: bool = True, operands: int | None = None) -> R
     """A rule for operations that move elements, or combine those of one example, by ``flow``.
 
     Args:
-        flow: Of each operand.
+        flow: Which dimension of the result each operand's dimensions become.
         is_linear: Whether the result is linear in the operands.
         operands: How many operands carry data; those after them are positions.
     """
@@ -405,6 +335,11 @@ def _conv(step: Step, states: Sequence[State]) -> State:
 
 
 def _gather(step: Step, states: Sequence[State]) -> State:
+    """A lookup is per example in four ways: a table without examples is read by indices of each;
+    the examples' dimension is batched on both sides, or taken whole; or each example reads its own
+    row, which its indices say (``POSITION`` alone, or as a column of an ``ADDRESS``). Any other
+    index into the examples' dimension would be of another example in a smaller micro-batch.
+    """
     operand, indices = states
     numbers, sizes = step.params["dimension_numbers"], step.params["slice_sizes"]
     dim, index_dim, ndim = step.in_dim(0), step.in_dim(1), len(step.one.outvars[0].aval.shape)

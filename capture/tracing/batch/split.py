@@ -82,7 +82,8 @@ def check_split(
     Example:
         >>> import optax
         >>> from capture.model.workload import Workload
-        >>> task = Workload(lambda w, x: ((x @ w) ** 2).sum(), lambda key: jnp.ones(3), lambda key, n: jnp.ones((n, 3)), optax.sgd(0.1))
+        >>> loss, init = lambda w, x: ((x @ w) ** 2).sum(), lambda key: jnp.ones(3)
+        >>> task = Workload(loss, init, lambda key, n: jnp.ones((n, 3)), optax.sgd(0.1))
         >>> check_split(task, 4, numeric_limit_parameters=0).reason
         'The loss is a sum over the examples, not a mean.'
     """

@@ -6,7 +6,8 @@ for a degree d,
 
     same        v = 2^d v1 = 2^d v2    no data; repeated along the batch dimension if it has one
     examples    v = 2^d [v1; v2]       along the batch dimension
-    aggregate   v = 2^(d-1) (v1 + v2)  d = 0: a mean over the examples, d = 1: a sum; repeated along the batch dimension if it has one
+    aggregate   v = 2^(d-1) (v1 + v2)  d = 0: a mean over the examples, d = 1: a sum; repeated along
+                                       the batch dimension if it has one
     mixed       examples + aggregate
 
 The loss splits over micro-batches if it is ``same`` or ``aggregate`` of degree 0.
@@ -52,8 +53,8 @@ class State:
     Attributes:
         kind: Its relation to the values of the halves.
         degree: d; None for zeros, which have every degree.
-        reason: Of ``BROKEN`` and ``UNKNOWN``: which operation, and where.
-        columns: Of ``ADDRESS``: columns of the last dimension that are positions.
+        reason: Which operation made it ``BROKEN`` or ``UNKNOWN``, and where.
+        columns: Where it is an ``ADDRESS``, the columns of the last dimension that are positions.
     """
 
     kind: Kind
@@ -171,7 +172,7 @@ def function(states: Sequence[State], where: str, factor: float | None = None) -
     """A function that is not linear, of values of one example each.
 
     Args:
-        states: Of its arguments.
+        states: States of its arguments.
         where: Names the operation.
         factor: f(2^d x) = 2^(d * factor) f(x); None if f is no such function.
     """

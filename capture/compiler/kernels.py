@@ -1,0 +1,246 @@
+"""The kernels of an optimised program, and what each of them computes and moves.
+
+XLA's cost analysis knows what an instruction reads of its operands (a slice, a row), but tells it
+of a whole module only, and nothing of calls of libraries. So every instruction that runs as a
+kernel is analysed as a module of its own; products in libraries are counted by their shapes:
+
+    matrix product   2 x elements of the result x elements of a dimension that is summed over
+    convolution      2 x elements of the output x elements of the filter / features of the output
+
+A loop runs its body as often as the compiler knows it does, or once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax._src.lib import _jax, hlo  # type: ignore[attr-defined]
+
+from capture.compiler.text import INSTRUCTION, OPERAND
+
+_BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128, "token": 0}
+_SHAPE = re.compile(r"\b(pred|token|[subfc]\d+[a-z0-9]*|bf16)\[([\d,]*)\]")
+#: ``%name (parameter: shape, ...) -> shape {`` up to the closing brace of the computation.
+_COMPUTATION = re.compile(
+    r"^(?:ENTRY )?%(?P<name>[\w.\-]+) \((?P<params>.*)\) -> (?P<result>.*) \{\n"
+    r"(?P<body>(?:.*\n)*?)\}",
+    re.M,
+)
+_PRODUCTS = ("dot", "convolution")
+_PRODUCT_CALL = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|conv|dot)[^"]*"', re.I)
+#: Kernels of Pallas. Elsewhere its operations are ordinary ones, which XLA counts.
+_KERNEL_CALL = re.compile(
+    r'custom_call_target="(?:__gpu\$xla\.gpu\.triton|triton_kernel_call|mosaic_gpu[^"]*|tpu_custom_call)"'
+)
+#: They name values or wait, and run nothing.
+_NO_KERNELS = re.compile(
+    r"parameter|constant|tuple|get-tuple-element|bitcast|after-all|domain|partition-id|replica-id"
+    r"|opt-barrier|add-dependency|.*-(?:done|update)"
+)
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CALLED = re.compile(r"\b(?:calls|to_apply|body|condition)=%([\w.\-]+)")
+_BRANCHES = re.compile(
+    r"(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=(%[\w.\-]+))"
+)
+#: What names something else in the module of an instruction.
+_OF_ITS_MODULE = re.compile(r", control-predecessors=\{[^}]*\}| stack_frame_id=\d+")
+_WORKSPACE = re.compile(r", [su]8\[\d+\](?:\{[^}]*\})?\)$")
+_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":(\["[\d",]*\])')
+_FILTER_LABELS = re.compile(r"dim_labels=\w+_(\w+)->\w+")
+#: The filter of a call of cuDNN: an operand, or the result; the other side is the output.
+_BACKWARD = re.compile(r"convBackward(Input|Filter)")
+
+
+def shape_bytes(text: str) -> int:
+    """Bytes of a shape, or of a tuple of shapes, as HLO writes them; layouts do not count.
+
+    Example:
+        >>> shape_bytes("(f32[8,16]{1,0}, bf16[4]{0})")
+        520
+    """
+    return sum(math.prod(_dims(dims)) * _bits(dtype) for dtype, dims in _SHAPE.findall(text)) // 8
+
+
+def _dims(text: str) -> list[int]:
+    return [int(size) for size in filter(None, text.split(","))]
+
+
+def _bits(dtype: str) -> int:
+    if dtype in _BITS:
+        return _BITS[dtype]
+    digits = re.match(r"[a-z](\d+)", dtype)
+    return int(digits[1]) if digits else 32
+
+
+def calls_kernels(text: str) -> bool:
+    """Whether a program calls kernels of Pallas."""
+    return _KERNEL_CALL.search(text) is not None
+
+
+def costs_of(module: Any) -> dict[str, float]:
+    """XLA's cost analysis of an HLO module."""
+    return _jax.hlo_module_cost_analysis(jax.devices("cpu")[0].client, module)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One that a device runs.
+
+    Attributes:
+        op, shape, rest: Opcode, result and attributes, as HLO writes them.
+        operands: Their names and shapes, in order.
+        times: In one execution of the program.
+        body: Text of the computation that a fusion calls, with those that this one calls; or
+            nothing.
+        text: The whole line.
+    """
+
+    op: str
+    shape: str
+    rest: str
+    operands: tuple[tuple[str, str], ...]
+    times: int
+    body: str
+    text: str
+
+    @property
+    def is_kernel_call(self) -> bool:
+        """Whether it is a kernel of Pallas."""
+        return self.op == "custom-call" and bool(_KERNEL_CALL.search(self.rest))
+
+    @property
+    def is_product(self) -> bool:
+        if self.op == "custom-call":
+            return self.is_kernel_call or bool(_PRODUCT_CALL.search(self.rest))
+        return self.op in _PRODUCTS or any(f" {op}(" in self.body for op in _PRODUCTS)
+
+    @property
+    def product(self) -> tuple[str, str]:
+        """The attributes of the product, and the shape of its first operand."""
+        if not self.body:
+            return self.rest, self.operands[0][1] if self.operands else ""
+        inside = list(INSTRUCTION.finditer(self.body))
+        found = next(m for m in inside if m["op"] in _PRODUCTS)
+        first = OPERAND.search(found["operands"])
+        shapes = {m["name"]: m["shape"] for m in inside}
+        return found["rest"], shapes.get(first[1], "") if first else ""
+
+
+class Program:
+    """An optimised, partitioned HLO module, read from its text."""
+
+    def __init__(self, text: str):
+        found = list(_COMPUTATION.finditer(text))
+        self._text_of = {m["name"]: _OF_ITS_MODULE.sub("", m[0]) for m in found}
+        self._body_of = {m["name"]: m["body"] for m in found}
+        (self._entry,) = [m["name"] for m in found if m[0].startswith("ENTRY")]
+        counted = re.search(r"num_partitions=(\d+)", text)
+        self.num_partitions = int(counted[1]) if counted else 1
+
+    @cached_property
+    def instructions(self) -> tuple[Instruction, ...]:
+        """What a device runs, collectives among it, in loops and calls too."""
+        return tuple(self._run(self._entry, 1))
+
+    def _run(self, computation: str, times: int) -> Iterator[Instruction]:
+        shapes: dict[str, str] = {}
+        for m in INSTRUCTION.finditer(self._body_of[computation]):
+            op, rest = m["op"], m["rest"]
+            shapes[m["name"]] = m["shape"]
+            if _NO_KERNELS.fullmatch(op):
+                continue
+            called = [name for name in _CALLED.findall(rest) if name in self._body_of]
+            if op == "while":
+                counted = _TRIP_COUNT.search(rest)
+                for name in called:
+                    yield from self._run(name, times * (int(counted[1]) if counted else 1))
+            elif op == "conditional":
+                yield from self._largest_branch(rest, times)
+            elif op == "call" or (op == "async-start" and called):
+                yield from self._run(called[0], times)
+            else:
+                names = [name for name in OPERAND.findall(m["operands"]) if name in shapes]
+                inside = self._called(rest) if op == "fusion" else ()
+                yield Instruction(
+                    op,
+                    m["shape"],
+                    rest,
+                    tuple((name, shapes[name]) for name in names),
+                    times,
+                    "".join(self._body_of[name] for name in inside),
+                    m[0],
+                )
+
+    def _largest_branch(self, rest: str, times: int) -> list[Instruction]:
+        names = [name for m in _BRANCHES.finditer(rest) for name in OPERAND.findall(m[1] or m[2])]
+        branches = [list(self._run(name, times)) for name in names]
+        return max(branches, key=lambda branch: sum(map(self.nbytes, branch)), default=[])
+
+    def nbytes(self, instruction: Instruction) -> int:
+        """Bytes that an instruction reads and writes; a library's workspace does not count."""
+        if instruction.op == "custom-call":
+            result = _WORKSPACE.sub(")", instruction.shape) if instruction.is_product else ""
+            read = sum(shape_bytes(shape) for _, shape in instruction.operands)
+            return read + shape_bytes(result or instruction.shape)
+        return int(self._costs(instruction).get("bytes accessed", 0))
+
+    def flops(self, instruction: Instruction) -> int:
+        """FLOPs of the products of an instruction; 0 for a kernel of Pallas, in which XLA sees
+        nothing."""
+        if instruction.op != "custom-call":
+            return int(self._costs(instruction).get("flops", 0))
+        return _flops_of_call(instruction)
+
+    def _costs(self, instruction: Instruction) -> dict[str, float]:
+        parameters = "".join(
+            f"  %{name} = {shape} parameter({i})\n"
+            for i, (name, shape) in enumerate(dict(instruction.operands).items())
+        )
+        line = _OF_ITS_MODULE.sub("", instruction.text.strip())
+        line = line if line.startswith("ROOT ") else f"ROOT {line}"
+        computations = "\n\n".join(map(self._text_of.__getitem__, self._called(instruction.rest)))
+        return costs_of(
+            hlo.hlo_module_from_text(
+                f"HloModule kernel\n\n{computations}\n\n"
+                f"ENTRY %kernel {{\n{parameters}  {line}\n}}\n"
+            )
+        )
+
+    def _called(self, text: str) -> tuple[str, ...]:
+        """Computations that a text names, those that they call before them."""
+        found: dict[str, None] = {}
+        for name in OPERAND.findall(text):
+            if name in self._text_of:
+                found |= dict.fromkeys((*self._called(self._body_of[name]), name))
+        return tuple(found)
+
+
+def _flops_of_call(call: Instruction) -> int:
+    shapes = [
+        _dims(dims)
+        for shape in (*(shape for _, shape in call.operands), call.shape)
+        for _, dims in _SHAPE.findall(shape)[:1]
+    ]
+    if len(shapes) < 3:
+        return 0
+    *operands, result = shapes
+    if contracted := _CONTRACTED.search(call.rest):
+        summed = math.prod(operands[0][int(dim)] for dim in json.loads(contracted[1]))
+        return 2 * math.prod(result) * summed
+    labels = _FILTER_LABELS.search(call.rest)
+    if labels is None:
+        return 0
+    backward = _BACKWARD.search(call.rest)
+    output, kernel = {
+        "Input": (operands[0], operands[1]),
+        "Filter": (operands[1], result),
+        "": (result, operands[1]),
+    }[backward[1] if backward else ""]
+    return 2 * math.prod(output) * math.prod(kernel) // kernel[labels[1].index("o")]

@@ -1,0 +1,76 @@
+"""Jaxprs taken apart: which operations are calls, what their bodies are, how a body is evaluated.
+
+JAX 0.12 has one class for open and closed jaxprs, JAX 0.10 two; what differs between versions is
+known here alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jax.extend import core as jex_core
+
+#: Call-like primitives, and the parameter that holds the body.
+CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+#: Those whose body is computed again when it goes backwards.
+REMATS = {"remat2": "jaxpr", "checkpoint": "jaxpr"}
+#: Those whose body is not what is differentiated.
+CUSTOM_RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+
+
+def is_body(value: Any) -> bool:
+    return isinstance(value, (jex_core.Jaxpr, jex_core.ClosedJaxpr))
+
+
+def opened(body: Any) -> Any:
+    """The open jaxpr."""
+    return getattr(body, "jaxpr", body)
+
+
+def consts_of(body: Any) -> Sequence[Any]:
+    """Those of a closed jaxpr; none of an open one."""
+    return getattr(body, "consts", ())
+
+
+def sub_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
+    """The open jaxprs among an equation's parameters (bodies, branches, conditions)."""
+    for value in params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if is_body(item):
+                yield opened(item)
+
+
+def scan_arity(equation: Any) -> tuple[int, int]:
+    """Numbers of constants and carries, from ranks: what is scanned or collected has one dimension
+    more outside. The parameters that say so differ between versions."""
+    body = opened(equation.params["jaxpr"])
+    num_scanned = _num_stacked(equation.invars, body.invars)
+    num_carry = len(equation.outvars) - _num_stacked(equation.outvars, body.outvars)
+    return len(equation.invars) - num_scanned - num_carry, num_carry
+
+
+def _num_stacked(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+    return sum(a.aval.ndim != b.aval.ndim for a, b in zip(outer, inner, strict=True))
+
+
+def evaluate(
+    body: Any, args: Sequence[Any], run: Callable[[Any, list[Any], dict[Any, Any]], None]
+) -> list[Any]:
+    """The results of a body.
+
+    Args:
+        body: Open or closed.
+        args: Its inputs.
+        run: Given an equation, its operands and the values by variable, adds its results to them.
+    """
+    jaxpr = opened(body)
+    values = dict(zip(jaxpr.constvars, consts_of(body), strict=True))
+    values |= dict(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, jex_core.Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        run(equation, [read(v) for v in equation.invars], values)
+    return [read(v) for v in jaxpr.outvars]

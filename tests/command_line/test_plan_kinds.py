@@ -1,0 +1,228 @@
+"""Plans of two kinds in one kind of file: both are read, in both schemas, and every verb takes them
+or says what to use instead."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from capture import Cluster, Plan, ShardingPlan, WorkloadSpec, load_plan, pipeshard, to_alpa
+from capture.cli.main import main
+from capture.errors import CaptureError
+from capture.plan.kinds import KINDS
+from capture.plan.sharding import DP, ZDP, OperatorCost
+from capture.predictor import AdditivePredictor
+from tests.synthetic_profiles import Planted, hybrid
+
+FILES = Path(__file__).parents[1] / "recorded" / "files"
+
+
+def sharding_plan(**changes) -> ShardingPlan:
+    """Of a product between an embedding and a head."""
+    fields = {
+        "batch_size": 2,
+        "modes": (DP, ZDP),
+        "step_seconds": 0.002,
+        "peak_bytes": 3000,
+        "examples_per_second": 4000.0,
+        "names": ("embedding", "head"),
+        "params": (("embedding",), ("head/kernel", "head/bias")),
+        "workload": WorkloadSpec("tiny.py", "model", {"depth": 3}),
+        "cluster": Cluster((4,), "h100"),
+        "costs": (
+            OperatorCost(400, 1600.0, 10.0, 0.5e-3, {"parameters": 400, "optimizer": 1600}),
+            OperatorCost(4000, 800.0, 20.0, 1.5e-3, {"parameters": 500, "temporaries": 500}),
+        ),
+    }
+    return ShardingPlan(**{**fields, **changes})
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sharding_plan().save("b.json")
+    replace(sharding_plan(), modes=(DP, DP), peak_bytes=6000, compiled_peak_bytes=7000).save(
+        "a.json"
+    )
+    return tmp_path
+
+
+def code_of(call) -> str:
+    with pytest.raises(CaptureError) as caught:
+        call()
+    (code,) = caught.value.codes
+    return code
+
+
+def test_a_file_says_its_kind_and_is_read_from_another_folder(folder):
+    written = json.loads(Path("b.json").read_text())
+    assert (written["schema_version"], written["kind"]) == (2, "sharding")
+    assert written["cluster"] == {"nodes": [4], "target_per_node": ["h100"]}
+    assert load_plan("b.json") == ShardingPlan.load("b.json") == sharding_plan()
+    (folder / "plans").mkdir()
+    sharding_plan().save("plans/b.json")
+    assert json.loads(Path("plans/b.json").read_text())["workload"]["location"] == "../tiny.py"
+    os.chdir("plans")
+    assert str(load_plan("b.json").workload) == "../tiny.py:model?depth=3"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("two", Plan), ("hand", Plan), ("sharding", ShardingPlan)]
+)
+def test_schema_1_of_both_kinds_is_read(name, kind):
+    path = FILES / f"{name}.plan.json"
+    assert json.loads(path.read_text())["schema_version"] == 1
+    plan = load_plan(path)
+    assert isinstance(plan, kind) and kind.from_json(plan.to_json()) == plan
+    assert plan.to_json()["schema_version"] == 2 and plan.to_json()["kind"] in KINDS
+
+
+def test_files_of_another_kind_or_of_none(folder):
+    stages = Plan.load(FILES / "two.plan.json").to_json()
+    Path("packs.json").write_text(json.dumps({**stages, "kind": "packs"}))
+    Path("none.json").write_text("[]")
+    assert code_of(lambda: load_plan("packs.json")) == "plan-kind"
+    assert code_of(lambda: load_plan("none.json")) == "plan-schema"
+    assert code_of(lambda: load_plan("missing.json")) == "plan-file"
+    assert code_of(lambda: Plan.load("b.json")) == "plan-kind"
+    assert code_of(lambda: ShardingPlan.from_json(stages)) == "osdp-plan-kind"
+
+
+def said(capsys, *arguments: str) -> tuple[int, str]:
+    code = main([*arguments])
+    out, err = capsys.readouterr()
+    return code, out if "--json" in arguments else out + err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "instead"),
+    [
+        ("predict b.json --profile p.json", "capture verify compiles it"),
+        ("export b.json --to alpa", "Alpa shards by itself"),
+        ("report b.json --trace t.json", "--trace is for plans of kind 'stages'"),
+        ("report b.json --profile p.json", "--profile is for plans of kind 'stages'"),
+        ("run b.json --save state", "--save is for plans of kind 'stages'"),
+        ("diff b.json stages.json", "Compare plans of one kind"),
+    ],
+)
+def test_what_has_no_meaning_is_refused_and_says_what_to_use(folder, capsys, arguments, instead):
+    Path("stages.json").write_text((FILES / "two.plan.json").read_text())
+    code, text = said(capsys, *arguments.split())
+    assert code == 2 and instead in text and "[plan-kind]" in text
+
+
+def test_python_refuses_it_with_the_code(folder):
+    plan = sharding_plan()
+    predictor = AdditivePredictor(Planted(4).profile(hybrid(2)))
+    for call in (lambda: to_alpa(plan), lambda: pipeshard(None, plan)):
+        assert code_of(call) == "plan-kind"
+    assert code_of(lambda: predictor.predict(plan)) == "plan-kind"
+
+
+def test_operators_are_shown(folder, capsys):
+    code, text = said(capsys, "explain", "b.json")
+    lines = text.splitlines()
+    header = "operator mode parameters resident transient at the peak time"
+    assert code == 0 and lines[0].split() == header.split()
+    heaviest = "embedding DP 400 B 1.6 kB 10 B 2 kB 0.5 ms"
+    assert lines[1].split() == heaviest.split(), "heaviest first"
+    assert "At the estimated peak: parameters 900 B, optimizer 1.6 kB, temporaries 500 B." in text
+    assert "fits by extrapolation" in text, "an estimate that nobody compiled never just fits"
+    code, text = said(capsys, "report", "a.json", "--memory", "5kB", "--json")
+    facts = json.loads(text)
+    assert facts["headroom"]["verdict"] == "does not fit" and facts["compiled_peak_bytes"] == 7000
+    assert [row["mode"] for row in facts["operators"]] == ["DP", "DP"]
+    assert facts["operators"][1]["cost"]["seconds"] == 1.5e-3
+    old = str(FILES / "sharding.plan.json")
+    assert said(capsys, "report", old)[0] == said(capsys, "explain", old)[0] == 0
+    pytest.importorskip("plotly")
+    assert said(capsys, "report", "b.json", "-o", "page.html")[0] == 0
+    page = Path("page.html").read_text()
+    assert all(f'id="{name}"' in page for name in ("at_peak", "resident_bytes")) and "head" in page
+
+
+def test_two_plans_are_compared(folder, capsys):
+    code, text = said(capsys, "diff", "a.json", "b.json")
+    assert code == 0 and text.splitlines()[1].split() == ["operators[1]", "head", "DP", "ZDP"]
+    peaks = next(line for line in text.splitlines() if line.startswith("peak per device"))
+    assert peaks.split() == [
+        "peak",
+        "per",
+        "device",
+        "7",
+        "kB",
+        "(compiled)",
+        "3",
+        "kB",
+        "(estimated)",
+    ]
+    assert json.loads(said(capsys, "diff", "a.json", "a.json", "--json")[1])["same_decision"]
+
+
+TINY = """
+import jax, jax.numpy as jnp, optax
+from capture import Workload
+
+def model(depth):
+    def init(key):
+        keys = jax.random.split(key, depth)
+        return [{"w": jax.random.normal(k, (16, 16)) / 4} for k in keys]
+
+    def loss_fn(params, batch):
+        x = batch["x"]
+        for layer in params:
+            x = jnp.tanh(x @ layer["w"])
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    def batch(key, size):
+        x, y = jax.random.normal(key, (2, size, 16))
+        return {"x": x, "y": y}
+
+    return Workload(loss_fn, init, batch, optax.adam(1e-2))
+"""
+
+
+def test_a_sharding_plan_is_compiled_and_run(folder, capsys):
+    """Its loss is that of one device, over steps that update every parameter."""
+    import jax
+
+    if len(jax.devices()) < 4:
+        pytest.skip("needs 4 devices")
+    from capture.tracing.operators import traced_operators
+
+    Path("tiny.py").write_text(TINY)
+    spec = WorkloadSpec("tiny.py", "model", {"depth": 3})
+    operators = traced_operators(spec.load(), "traced")
+    names = tuple(operator.name for operator in operators.model.operators)
+    plan = sharding_plan(
+        modes=(ZDP, DP, ZDP)[: len(names)],
+        names=names,
+        params=operators.names,
+        costs=(),
+        cluster=Cluster((4,), "cpu"),
+        model_hash=operators.traced.graph.model_hash,
+    )
+    plan.save("b.json")
+    code, text = said(capsys, "run", "b.json", "--steps", "3", "--check", "--json", "--quiet")
+    facts = json.loads(text)
+    assert code == 0, text
+    assert facts["max_relative_loss_error"] < 1e-5
+    assert len(set(facts["loss"])) == 3 and facts["loss"][0] > facts["loss"][2]
+    code, text = said(capsys, "verify", "b.json", "-o", "c.json", "--json")
+    (peak,) = set(json.loads(text)["peak_bytes_per_device"])
+    assert code == 0 and facts["measured_peak_bytes_per_device"] == [peak] * 4
+    assert load_plan("c.json") == replace(plan, compiled_peak_bytes=peak)
+    replace(plan, model_hash="of another").save("e.json")
+    code, text = said(capsys, "verify", "e.json")
+    assert code == 2 and "[plan-other-model]" in text
+    replicated = replace(plan, modes=(DP,) * len(names))
+    replicated.save("d.json")
+    (more,) = set(
+        json.loads(said(capsys, "verify", "d.json", "--json")[1])["peak_bytes_per_device"]
+    )
+    assert more > peak, "sharded parameters are held once"
+    assert said(capsys, "verify", str(FILES / "sharding.plan.json"))[0] == 2

@@ -1,0 +1,160 @@
+"""A training goes on under another plan as if nothing had happened, and a checkpoint of another
+model is refused leaf by leaf."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import optax
+import pytest
+from pipeline_models import mlp, pipeline, tied
+
+from capture.errors import ExecutionError
+from capture.runtime import checkpoint
+from capture.runtime.pipeline import PipelinedStep, pipeshard
+from capture.runtime.reference import max_relative_error
+
+OPTIMIZER = optax.chain(
+    optax.clip_by_global_norm(1.0), optax.noisy_sgd(0.1, key=jax.random.key(3)), optax.trace(0.9)
+)
+
+
+def train(step: PipelinedStep, state, num_steps: int):
+    batch = step.workload.batch(jax.random.key(1), 8)
+    for _ in range(num_steps):
+        state, metrics = step(state, batch, jax.random.key(state.num_steps))
+    return state, metrics.loss
+
+
+@pytest.fixture(scope="module")
+def small() -> PipelinedStep:
+    return pipeshard(mlp(), pipeline((2, 2), ((1, 1), (1, 1))))
+
+
+def test_a_training_continues_under_another_plan(tmp_path):
+    first = pipeshard(tied(OPTIMIZER), pipeline((1, 3), ((1, 1), (2, 1))))
+    other = pipeshard(
+        tied(OPTIMIZER),
+        pipeline(
+            (2, 1, 1),
+            ((2, 1), (1, 2), (1, 1)),
+            schedule="gpipe",
+            remat="full",
+            shard_optimizer=True,
+        ),
+    )
+    state, _ = train(first, first.init(jax.random.key(0)), 2)
+    assert checkpoint.save(first, state, tmp_path / "run") == tmp_path / "run" / "2"
+    restored = checkpoint.restore(other, tmp_path / "run")
+    assert restored.num_steps == 2
+    assert max_relative_error(other.params(restored), first.params(state)) == 0
+    expected, expected_loss = train(first, state, 1)
+    continued, loss = train(other, restored, 1)
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert max_relative_error(other.params(continued), first.params(expected)) < 1e-6
+    keys = [
+        jax.random.key_data(k)
+        for k in map(
+            _first_key, (other.optimizer_state(continued), first.optimizer_state(expected))
+        )
+    ]
+    np.testing.assert_array_equal(*keys)
+
+
+def _first_key(tree):
+    return next(
+        leaf
+        for leaf in jax.tree.leaves(tree)
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    )
+
+
+def test_old_checkpoints_go_and_the_latest_is_read(small, tmp_path):
+    state = small.init(jax.random.key(0))
+    for _ in range(3):
+        state, _ = train(small, state, 1)
+        checkpoint.save(small, state, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
+    assert checkpoint.restore(small, tmp_path).num_steps == 3
+    assert checkpoint.restore(small, tmp_path, num_steps=2).num_steps == 2
+    with pytest.raises(ExecutionError) as error:
+        checkpoint.restore(small, tmp_path, num_steps=1)
+    assert str(error.value) == (
+        f"{str(tmp_path)!r} holds no checkpoint of step 1; complete ones: 2, 3. "
+        "[checkpoint-missing]"
+    )
+    with pytest.raises(ExecutionError) as error:
+        checkpoint.save(small, state, tmp_path)
+    assert str(error.value) == (
+        f"{str(tmp_path)!r} holds a checkpoint of step 3, and this state is at step 3; save it "
+        "into another directory, or restore from "
+        "this one first. [checkpoint-exists]"
+    )
+
+
+def test_an_interrupted_save_loses_nothing(small, tmp_path, monkeypatch):
+    state, _ = train(small, small.init(jax.random.key(0)), 1)
+    checkpoint.save(small, state, tmp_path, keep=1)
+    kept = small.params(state)
+    state, _ = train(small, state, 1)
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:  # the arrays are written, the metadata is not
+        patch.setattr(checkpoint.ocp.JsonCheckpointHandler, "save", interrupted)
+        patch.setattr(checkpoint.ocp.JsonCheckpointHandler, "async_save", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.save(small, state, tmp_path, keep=1)
+    restored = checkpoint.restore(small, tmp_path)
+    assert restored.num_steps == 1
+    assert max_relative_error(small.params(restored), kept) == 0
+    checkpoint.save(small, state, tmp_path, keep=1)
+    assert checkpoint.restore(small, tmp_path).num_steps == 2
+
+
+def test_another_model_or_optimizer(small, tmp_path):
+    checkpoint.save(small, small.init(jax.random.key(0)), tmp_path)
+    with pytest.raises(ExecutionError) as error:
+        checkpoint.restore(pipeshard(mlp(num_blocks=3), pipeline((3,), ((1, 1),))), tmp_path)
+    assert str(error.value) == (
+        "the checkpoint has [3]['bias'] float32[64] and the model no [3]['bias']. "
+        "[checkpoint-other-model]\n"
+        "the checkpoint has [3]['down'] float32[64, 16] and the model no [3]['down']. "
+        "[checkpoint-other-model]\n"
+        "the checkpoint has [3]['up'] float32[16, 64] and the model no [3]['up']. "
+        "[checkpoint-other-model]"
+    )
+    with pytest.raises(ExecutionError) as error:
+        checkpoint.restore(
+            pipeshard(mlp(optax.sgd(0.1, momentum=0.9)), pipeline((4,), ((1, 1),))), tmp_path
+        )
+    assert set(error.value.codes) == {"checkpoint-other-optimizer"}
+    assert str(error.value.violations[0]) == (
+        "the checkpoint has no [0].trace[0]['bias'] and the model's optimizer state "
+        "[0].trace[0]['bias'] float32[64]. "
+        "[checkpoint-other-optimizer]"
+    )
+
+
+def test_missing_and_newer_checkpoints(small, tmp_path):
+    with pytest.raises(ExecutionError) as error:
+        checkpoint.restore(small, tmp_path / "nowhere")
+    assert str(error.value) == (
+        f"checkpoint directory {str(tmp_path / 'nowhere')!r} does not exist. [checkpoint-missing]"
+    )
+    with pytest.raises(ExecutionError) as error:
+        checkpoint.restore(small, tmp_path)
+    assert str(error.value) == (
+        f"{str(tmp_path)!r} holds no complete checkpoint; complete ones: none. [checkpoint-missing]"
+    )
+    path = checkpoint.save(small, small.init(jax.random.key(0)), tmp_path) / "metadata" / "metadata"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 9}))
+    with pytest.raises(ExecutionError) as error:
+        checkpoint.restore(small, tmp_path)
+    assert str(error.value) == (
+        f"checkpoint {str(tmp_path / '0')!r} has schema_version=9; this version of capture reads "
+        "1. Save it again with this version. [checkpoint-schema]"
+    )
