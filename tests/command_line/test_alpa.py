@@ -468,7 +468,7 @@ def test_logical_shapes_are_those_of_alpas_spaces(space, degrees):
 
 @pytest.mark.parametrize(
     "file",
-    sorted((Path(__file__).parent / "alpa_conformance" / "data").glob("*.npz")),
+    sorted((Path(__file__).parents[1] / "alpa_conformance" / "data").glob("*.npz")),
     ids=lambda file: file.stem,
 )
 def test_memory_does_not_bind_alpas_choice_for_the_papers_models(file):
@@ -499,7 +499,7 @@ def test_memory_does_not_bind_alpas_choice_for_the_papers_models(file):
 # ---- the profiling backend -----------------------------------------------------------------------
 
 SPEC = WorkloadSpec.parse(
-    f"{Path(__file__).parent / 'alpa_conformance' / 'own_model.py'}:model?num_layers=4"
+    f"{Path(__file__).parents[1] / 'alpa_conformance' / 'own_model.py'}:model?num_layers=4"
 )
 
 
