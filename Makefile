@@ -86,6 +86,10 @@ docs: $(VENV)/.stamp-dev ## Make docs/reference again: commands, files and error
 test: $(VENV)/.stamp-dev ## All tests, the blocks of README and docs, and the doctests
 	$(VENV)/bin/python -m pytest -q -n $(JOBS)
 
+.PHONY: test-fast
+test-fast: $(VENV)/.stamp-dev ## What one runs all the time: unit and property tests, about a minute
+	$(VENV)/bin/python -m pytest -q -n $(JOBS) tests/unit tests/property
+
 .PHONY: recorded
 recorded: $(VENV)/.stamp-dev ## All recorded cases, to the byte; make test compares a sample
 	$(VENV)/bin/python -m pytest -q -n $(JOBS) --dist=load -m "recorded or not recorded" tests/recorded

@@ -401,7 +401,7 @@ def test_a_plan_by_hand_is_predicted_for_reports_and_differences(inside, capsys)
         )
         in err
     )
-    known = Plan.load("known.json").prediction.to_json()
+    known = Plan.load("known.json").prediction
     assert [stage["predicted_peak_bytes"] for stage in json.loads(out)["stages"]] == [
         stage.peak_bytes for stage in known.stages
     ]

@@ -25,12 +25,12 @@ def answers(
     def question(of):
         given = of.cluster, of.global_batch_size, of.num_microbatches, of.schedule
         asked.append(given)
-        search = SimpleNamespace(step_seconds=seconds(*given))
+        proof = SimpleNamespace(step_seconds=seconds(*given))
         status = "ok" if fits(*given) else "infeasible"
         return SimpleNamespace(
             status=status,
             plan=object(),
-            search=search,
+            proof=proof,
             peak_bytes=peak(*given),
             extrapolated=extrapolated(*given),
         )

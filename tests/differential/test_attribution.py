@@ -114,7 +114,7 @@ def test_a_function_that_jax_keeps_traced_has_the_line_of_its_call():
     )
     lines = {line for _, line in CompileBackend(workload).traced(4).slice(0, 2).sources}
     assert (
-        all(line.startswith("tests/unit/test_attribution.py:") for line in lines)
+        all(line.startswith("tests/differential/test_attribution.py:") for line in lines)
         and len(lines) == 2
     )
 
