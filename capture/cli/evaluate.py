@@ -109,11 +109,18 @@ def as_text(document: dict[str, Any]) -> str:
             f"{document['cluster']}, target {document['target']}, "
             f"{' and '.join(document['schedules'])}; {skipped} device predictions are of stages "
             "compiled before",
+            *_nothing_fresh(default),
             table(
                 ["mode", "predictions", *columns], [[name, *_cells(found)] for name, found in rows]
             ),
         ]
     )
+
+
+def _nothing_fresh(default: dict[str, Any]) -> list[str]:
+    if default["num_predictions"]:
+        return []
+    return ["nothing was predicted: draw more plans (--plans), or ask for more devices (--cluster)"]
 
 
 def _cells(found: dict[str, Any]) -> list[Any]:

@@ -7,7 +7,9 @@ machines fail and the same command resumes.
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -86,14 +88,25 @@ def build_parser() -> argparse.ArgumentParser:
             "--json", action="store_true", help="print one JSON document on standard output"
         )
         sub.add_argument("--quiet", action="store_true", help="no progress on standard error")
-        sub.set_defaults(main=verb.main)
+        sub.set_defaults(main=verb.main, parser=sub)
     return parser
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of a command; what its verb does not know is refused with the nearest name."""
+    options, unknown = build_parser().parse_known_args(arguments)
+    if unknown:
+        known = re.findall(r"--[a-z-]+", options.parser.format_help())
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], known, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    return options
 
 
 def console() -> int:
     """The command: runs a verb in a process of its own, whose compiled libraries speak to a
     file."""
-    options = build_parser().parse_args()
+    options = parse()
     log, code = LibraryLog.begin(), 2
     warnings.showwarning = _show_warning
     try:
@@ -110,7 +123,7 @@ def console() -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a verb in this process: as ``console``, but that standard error is left as it is."""
-    return run_verb(build_parser().parse_args(arguments))
+    return run_verb(parse(arguments))
 
 
 def run_verb(options: argparse.Namespace) -> int:

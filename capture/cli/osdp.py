@@ -11,8 +11,10 @@ from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.output import emit, say, table
 from capture.model.workload import WorkloadSpec
+from capture.quantities import parse_bytes
 from capture.report.sharding import HEADER, rows
 from recommender.osdp import ShardingQuestion, osdp
+from recommender.osdp.question import SMALLEST_BYTES
 
 NAME = "osdp"
 HELP = "shard a model's operators over data-parallel devices"
@@ -74,6 +76,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ),
     )
     parser.add_argument(
+        "--smallest",
+        default=str(SMALLEST_BYTES),
+        metavar="SIZE",
+        help="replicate parameters that are smaller, such as 64KiB (default: 1 MiB)",
+    )
+    parser.add_argument(
         "--no-verify",
         action="store_true",
         help=(
@@ -104,6 +112,7 @@ def main(options: argparse.Namespace) -> int:
         partly=options.partly,
         remat=options.remat,
         overlap_fraction=options.overlap,
+        smallest_bytes=parse_bytes(options.smallest),
     )
     result = osdp(question, verify=not options.no_verify, watch=lambda text: say(options, text))
     facts = {"status": result.status, "verified": result.compiled}

@@ -16,19 +16,32 @@ def buffer_of(flow: DataFlow, value: Any, nbytes: int) -> Buffer:
     equation = flow.maker(value)
     if equation is None:
         return Buffer(nbytes, "activations", None, "residual")
-    scope = f"{equation.source_info.name_stack}/{equation.primitive.name}"
+    scope = _scope(equation)
     layer, name = layer_of_scope(scope), operation_name(scope)
     return Buffer(nbytes, "activations", layer, name, _line_of(flow, equation))
 
 
+def layer_of(flow: DataFlow, value: Any) -> int | None:
+    """The layer whose operation makes a residual."""
+    equation = flow.maker(value)
+    return None if equation is None else layer_of_scope(_scope(equation))
+
+
+def _scope(equation: Any) -> str:
+    return f"{equation.source_info.name_stack}/{equation.primitive.name}"
+
+
 def _line_of(flow: DataFlow, equation: Any) -> str:
     """Its line in the model; where JAX kept none (a rule of differentiation), that of the nearest
-    operand that has one."""
-    ring = [equation]
+    operand that has one. A model inside this package has none at all, so no value is visited
+    twice."""
+    ring, seen = [equation], set[Any]()
     while ring:
         lines = [line for one in ring if (line := line_of(one.source_info.traceback))]
         if lines:
             return lines[0]
         read = [v for one in ring for v in one.invars if not isinstance(v, jax.extend.core.Literal)]
-        ring = [maker for v in dict.fromkeys(read) if (maker := flow.maker(v)) is not None]
+        new = [v for v in dict.fromkeys(read) if v not in seen]
+        seen.update(new)
+        ring = [maker for v in new if (maker := flow.maker(v)) is not None]
     return ""

@@ -31,7 +31,7 @@ from capture.measured.stage_cost import StageCost, UpdateCost
 from capture.partition.local_calls import localize
 from capture.runtime.layout import StageLayout
 from capture.runtime.optimizer import StageUpdate
-from capture.runtime.origins import buffer_of
+from capture.runtime.origins import buffer_of, layer_of
 from capture.step.attribution import Buffer, StageBuffers
 from capture.step.interface import owned_and_borrowed
 from capture.tracing import TracedModel
@@ -469,7 +469,7 @@ class StagePrograms(StageLayout):
                 return None if param is None else self.graph.param_owner(param)
             case "residuals":
                 made = self._saving_all.outputs[len(self.layers.outputs) + self._stored[index]]
-                return buffer_of(self._saving_all, made, 0).layer
+                return layer_of(self._saving_all, made)
             case "inputs" | "batch":
                 return self.layers.first
             case "outputs" | "cotangents":

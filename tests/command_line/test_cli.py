@@ -964,3 +964,21 @@ def test_codes_of_a_model_are_its_own_and_need_no_traceback(inside, capsys):
 def test_a_profile_of_another_model_is_refused(inside, capsys, arguments):
     status, _, err = run_here(capsys, "plan", *arguments, *BATCH, "--profile", "profile.json")
     assert status == 2 and err.endswith("[profile-other-model]\n")
+
+
+def test_an_option_that_a_verb_does_not_know_is_refused_with_the_nearest(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "tiny.py:model", "--clutser", "1x2"])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.endswith(
+        "capture plan: error: unrecognized arguments: --clutser 1x2; did you mean --cluster?\n"
+    )
+
+
+def test_an_evaluation_of_stages_that_were_all_compiled_before_says_so(inside, capsys):
+    asked = ("evaluate", "tiny.py:model", "--cluster", "1x1", "--global-batch", "8")
+    code, out, _ = run_here(
+        capsys, *asked, "--microbatches", "4", *STORE, "--plans", "2", "--default-only"
+    )
+    assert code == 0 and "nothing was predicted: draw more plans" in out
+    assert "paper" not in out

@@ -18,7 +18,9 @@ from capture.plan.choices import StageChoice
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 from capture.profiler.compile import CompileBackend
+from capture.runtime import origins
 from capture.step.attribution import Buffer, attribute, group
+from capture.tracing.dataflow import DataFlow
 from capture.tracing.source import model_line, operation_name
 from profiling_runs.measurements import open_measurements
 from profiling_runs.question import ProfileQuestion
@@ -252,3 +254,18 @@ def test_groups_join_what_differs_by_layer_or_micro_batch():
         32,
     )
     assert (second.what, second.count, second.layers) == ("block_1/w", 1, (1,))
+
+
+def test_without_any_line_every_operation_is_asked_once(monkeypatch):
+    """A model inside the package has no lines, and its operations many ways to each other."""
+    asked = []
+    monkeypatch.setattr(origins, "line_of", lambda traceback: asked.append(traceback) or "")
+
+    def squared(x):
+        for _ in range(30):
+            x = x * jnp.sin(x) + x
+        return x
+
+    flow = DataFlow(jax.make_jaxpr(squared)(1.0))
+    assert origins.buffer_of(flow, flow.outputs[0], 4).source == ""
+    assert len(asked) == 90

@@ -665,3 +665,11 @@ def test_from_the_command_line(capsys, tmp_path):
     )
     assert main([*command, "--no-verify", "--memory", "1kB", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["status"] == "infeasible"
+
+
+def test_smaller_parameters_are_sharded_where_they_are_asked_to_be(capsys, tmp_path):
+    command = ["osdp", "capture.cli.tiny_gpt:gpt", "--cluster", "1x4", "--target", "h100"]
+    command += ["--memory", "6MB", "--no-verify", "-o", str(tmp_path / "plan.json")]
+    assert main(command) == 1 and "no parameter can be sharded" in capsys.readouterr().out
+    assert main([*command, "--smallest", "4KiB"]) == 0
+    assert ShardingPlan.load(tmp_path / "plan.json").smallest_bytes == 4096
