@@ -246,7 +246,7 @@ def test_nothing_of_alpa_or_jax_is_imported_to_export():
     code = (
         "import sys; from capture.plan.stages import Plan, Stage; from "
         "capture.machine.cluster import Cluster; from capture.alpa import to_alpa\n"
-        "to_alpa(Plan(Cluster((1,)), 1, (Stage((0, 0), [0]),), 1, 1)).source()\n"
+        "to_alpa(Plan(Cluster((1,)), 1, (Stage(0, 1, [0]),), 1, 1)).source()\n"
         "sys.exit(any(name.split('.')[0] in ('jax', 'jaxlib', 'alpa', 'ray') for name in "
         "sys.modules))"
     )
