@@ -3,8 +3,7 @@ library's replay of Alpa's compiled stages, and the library's own account of the
 sizes of CAPTURE's Table I, on four nodes with four devices each.
 
     make alpa
-    python benchmarks/alpa_replay.py --alpa-python .venv-alpa/bin/python -o
-    benchmarks/results/2026-01-31-alpa-replay.json
+    python benchmarks/alpa_replay.py --alpa-python .venv-alpa/bin/python -o RESULT.json
 
 * ``alpa``: real Alpa 0.2.3 compiles the model of the zoo with the exported plan, under jax 0.3.22
   and with the harness of ``tests/alpa_conformance`` (a process of its own per plan, by

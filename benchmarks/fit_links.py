@@ -1,9 +1,9 @@
 """Time collectives on the devices of this process and fit alpha and beta of their link.
 
     python benchmarks/fit_links.py -o link.json                     # on the accelerators here
-    python benchmarks/fit_links.py --virtual 8 --megabytes 1 4 16   # virtual CPU devices: shows the
-                                                                    path, says nothing of any
-                                                                    network
+    python benchmarks/fit_links.py --virtual 8 --megabytes 1 4 16   # on virtual CPU devices
+
+Virtual devices show the path, and say nothing of any network.
 
 Prints the link in the form that ``links`` of a target file takes (``capture/machine/target.py``),
 every timing, and how far the fit is from them.

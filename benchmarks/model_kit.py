@@ -1,9 +1,9 @@
 """Predictions of small models that are not in the zoo, against compiled truth: none may be too low
 by more than its interval.
 
-    python -m benchmarks.model_kit --fresh 2000 --store kit.sqlite -o
-    benchmarks/results/2026-01-31-model-kit.json python -m benchmarks.model_kit --models
-    encoder_decoder vgg --rounds 2 --store kit.sqlite
+    python -m benchmarks.model_kit --fresh 2000 --store kit.sqlite -o RESULT.json
+    python -m benchmarks.model_kit --models encoder_decoder vgg --rounds 2 --store kit.sqlite
+    python -m benchmarks.model_kit --merge FIRST.json SECOND.json -o RESULT.json
 
 Round by round, every model of ``tests/kit`` is drawn with sizes, an optimizer, a cluster, degrees,
 remat and micro-batches of its own, profiled, and asked about random plans. The truth is the replay
@@ -629,9 +629,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         except Exception as error:
             steps[model] = f"{type(error).__name__}: {error}"
             print(f"{model}: {steps[model]}\n{traceback.format_exc(limit=-3)}", flush=True)
-    mixed = (
-        np.random.default_rng(options.seed).permutation(options.models).tolist()
-    )  # so that a part of a round has something of all
+    # So that a part of a round has something of all.
+    mixed = np.random.default_rng(options.seed).permutation(options.models).tolist()
     for turn in range(options.rounds):
         for model in mixed:
             if sum(row.fresh for found in rows.values() for row in found) >= options.fresh:

@@ -1,8 +1,7 @@
 """Sharding plans of a hand-written GPT for an absent H100: what estimates say, and what is answered
 once the step was compiled.
 
-    nice -n 10 python -m benchmarks.osdp_verified -o
-    benchmarks/results/2026-01-31-osdp-verified.json
+    nice -n 10 python -m benchmarks.osdp_verified -o RESULT.json
 
 The model (``benchmarks/plain_gpt.py``) is none that the estimate's rules were made with: four
 activations, two precisions, and the model's own ``jax.checkpoint``. Every row is one answer of

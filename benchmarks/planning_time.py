@@ -1,11 +1,10 @@
 """How long it takes to profile, plan and verify large models for accelerators that are not there:
 seconds, processor time, memory.
 
-    python benchmarks/planning_time.py --cases table1 -o
-    benchmarks/results/2026-01-31-planning-time.json
-    python benchmarks/planning_time.py --cases h100 --folder planning   # keeps stores and plans;
-                                                                        interrupted, it resumes in
-                                                                        them
+    python benchmarks/planning_time.py --cases table1 -o RESULT.json
+    python benchmarks/planning_time.py --cases h100 --folder planning
+
+A folder keeps stores and plans; an interrupted benchmark resumes in it.
 
 Each case runs the commands that a user would, one process after the other: ``capture profile`` with
 an empty store (cold), the same again (warm), and ``capture plan --verify 3`` from the profile.
@@ -167,9 +166,8 @@ def run(verb: str, *arguments: str) -> dict[str, Any]:
     )
     assert process.stdout is not None
     printed = process.stdout.read()
-    _, status, usage = os.wait4(
-        process.pid, 0
-    )  # the usage of this process and of those that it waited for
+    # The usage of this process and of those that it waited for.
+    _, status, usage = os.wait4(process.pid, 0)
     code = os.waitstatus_to_exitcode(status)
     if code not in (0, 1):  # 1: no plan fits, which is a result
         raise RuntimeError(f"capture {verb} ended with exit code {code}")

@@ -1,9 +1,10 @@
 """How far predicted peaks are from compiled truth, per model family: the paper's Figure 7 for the
 default mode and the paper's.
 
-    python benchmarks/prediction_error.py --plans 200 -o
-    benchmarks/results/2026-01-31-prediction-error.json python benchmarks/prediction_error.py
-    --target a100-40g --clusters 4x4 -o benchmarks/results/2026-01-31-prediction-error-a100-40g.json
+    python benchmarks/prediction_error.py --plans 200 -o RESULT.json
+    python benchmarks/prediction_error.py --target a100-40g --clusters 4x4 -o RESULT.json
+    python benchmarks/prediction_error.py --default-only --families sharded_params -o RESULT.json
+    python benchmarks/prediction_error.py --merge FIRST.json SECOND.json -o RESULT.json
 
 Models and batches are those of the paper's Table I. On an accelerator the transformers compute in
 bf16, with float32 parameters and optimizer state.

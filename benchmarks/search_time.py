@@ -1,7 +1,6 @@
 """Seconds of the exact search on synthetic layer statistics.
 
-    python benchmarks/search_time.py --layers 128 --cluster 64x8 --schedule 1f1b --whole-nodes
-    --json
+    python benchmarks/search_time.py --layers 128 --cluster 64x8 --whole-nodes --json
 
 ``random`` statistics: random M_i and M_a of weights, activations and buffers, 15 % of M_a negative.
 ``uniform``: equal blocks, a 3x first and a 4x last layer, so many exact ties. ``seconds`` includes

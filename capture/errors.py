@@ -5,8 +5,7 @@
     ├── TracingError             cutting the traced loss into layers
     ├── ClusterError             the description of the devices
     ├── PlanError                a plan that breaks a rule, or does not belong to the model
-    ├── ProfileError             a profile or a store that is corrupt, of another schema or another
-                                 model
+    ├── ProfileError             a profile or a store that is corrupt, or of another schema or model
     ├── TargetError              an unknown target, or one that this installation cannot compile for
     └── ExecutionError           running a plan on the devices of this process
 

@@ -58,9 +58,8 @@ def format_bytes(nbytes: float) -> str:
         ('13.4 MB', '999 B', '1 MB')
     """
     for unit, scale in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if (
-            abs(nbytes) >= 0.9995 * scale
-        ):  # 999.5 of the smaller unit would be written with four digits
+        # 999.5 of the smaller unit would be written with four digits.
+        if abs(nbytes) >= 0.9995 * scale:
             return (
                 f"{nbytes / scale:.3g} {unit}"
                 if abs(nbytes) < 999.5 * scale

@@ -142,9 +142,8 @@ def top2_gating(gates: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
     total = first_gate + second_gate
 
     def combine(gate: jax.Array, choice: jax.Array, place: jax.Array) -> jax.Array:
-        slot = jax.nn.one_hot(
-            (place * choice).sum(-1).astype(jnp.int32), capacity
-        )  # all zero beyond the capacity
+        # All zero beyond the capacity.
+        slot = jax.nn.one_hot((place * choice).sum(-1).astype(jnp.int32), capacity)
         return ((gate / total)[..., None] * choice)[..., :, None] * slot[..., None, :]
 
     weights = combine(first_gate, first, first_place) + combine(second_gate, second, second_place)

@@ -111,9 +111,8 @@ class Batch:
                 while self._queue or running:
                     self._hand_out(runner, running)
                     outcomes = runner.finished(_POLL_SECONDS)
-                    last = [
-                        outcome for outcome in outcomes if self._judge(outcome)
-                    ]  # all are kept before anybody hears of one
+                    # All are kept before anybody hears of one.
+                    last = [outcome for outcome in outcomes if self._judge(outcome)]
                     running -= {outcome.job.key for outcome in outcomes}
                     for outcome in last:
                         yield self._settled(outcome)

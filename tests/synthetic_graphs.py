@@ -140,9 +140,8 @@ def stage_interfaces(
     stages, first_device = [], 0
     for first, stop in pairwise([0, *cuts, graph.num_layers]):
         used, outputs = stage_values(graph, first, stop)
-        num_outputs = (
-            0 if stop == graph.num_layers else len(outputs)
-        )  # the loss outlives the backward pass
+        # The loss outlives the backward pass.
+        num_outputs = 0 if stop == graph.num_layers else len(outputs)
         degree = draw(st.sampled_from([1, 2, 4]))
 
         def positions(count: int) -> tuple[int, ...]:
@@ -154,9 +153,8 @@ def stage_interfaces(
             graph.values[v].shard_bytes(degree) for v in used if graph.values[v].differentiable
         )
         kept_inputs = positions(len(used))
-        aliasable_bytes = sum(
-            graph.values[used[i]].shard_bytes(degree) for i in kept_inputs
-        )  # donated to the gradients
+        # Donated to the gradients.
+        aliasable_bytes = sum(graph.values[used[i]].shard_bytes(degree) for i in kept_inputs)
         cost = StageCost(
             residual_bytes=residual_bytes,
             forward_bytes=output_bytes + residual_bytes + draw(sizes),

@@ -61,9 +61,8 @@ class Planted:
         self.fixed = np.zeros((len(COMPONENTS), 2, num_layers), np.int64)
         self.fixed[:5] = generator.integers(0, largest, (5, 2, num_layers))
         self.per_example = np.zeros_like(self.fixed)
-        self.per_example[:3] = 16 * generator.integers(
-            0, largest // 16, (3, 2, num_layers)
-        )  # the update sees no examples
+        # The update sees no examples.
+        self.per_example[:3] = 16 * generator.integers(0, largest // 16, (3, 2, num_layers))
 
     def summarizes(self, seed: int) -> Planted:
         """As with a global norm."""

@@ -116,9 +116,8 @@ def clipped(x):
     return jnp.clip(x, -1.0, 1.0)
 
 
-clipped.defvjp(
-    lambda x: (clipped(x), None), lambda _, g: (0.5 * g,)
-)  # not the true gradient, so that losing the rule shows
+# Not the true gradient, so that losing the rule shows.
+clipped.defvjp(lambda x: (clipped(x), None), lambda _, g: (0.5 * g,))
 
 
 @jax.custom_vjp

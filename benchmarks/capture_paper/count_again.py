@@ -1,8 +1,7 @@
 """The plans of a recorded figure, compiled and counted again: when the account of memory has
 changed and the choice of plans has not.
 
-    python -m benchmarks.capture_paper.count_again benchmarks/results/2026-01-31-paper-figure-6.json
-    --only "GPT-3 6.7B" -o again.json
+    python -m benchmarks.capture_paper.count_again FIGURE.json --only "GPT-3 6.7B" -o again.json
 
 Needs no profile: only the stages of the plans are compiled, a few minutes per model. Rows of other
 models stay as they were recorded, and keep their date. Whether Alpa would choose another plan is

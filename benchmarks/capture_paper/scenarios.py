@@ -401,9 +401,8 @@ class Planner:
         for point in found.why.front.points if found.why.front else ():
             assert found.plan is not None, "a front has plans"
             plan = self._predicted(found.plan.with_(stages=point.stages))
-            if (
-                float(predicted_timeline(plan, self.profile).step_seconds) > 1.02 * longest
-            ):  # the prediction may be a little off
+            # The prediction may be a little off.
+            if float(predicted_timeline(plan, self.profile).step_seconds) > 1.02 * longest:
                 continue
             planned = self.compiled(plan)
             if planned.step_seconds <= longest:

@@ -1,9 +1,8 @@
 """The choice of Figures 5 and 6 for devices of today, with the memory of the compiled train step
 beside it.
 
-    python -m benchmarks.osdp_paper.compiled --target h100 -o
-    benchmarks/results/2026-01-31-osdp-compiled.json python -m benchmarks.osdp_paper.compiled
-    --target v5e -o benchmarks/results/2026-01-31-osdp-compiled.json
+    python -m benchmarks.osdp_paper.compiled --target h100 -o RESULT.json
+    python -m benchmarks.osdp_paper.compiled --target v5e -o RESULT.json
 
 Models are the paper's, at their sizes (``models/mingpt.py``), on eight devices of the target, one
 server, of which 16 GB each may be used. ``osdp`` chooses batch size and modes for the traced loss;

@@ -1,9 +1,8 @@
 """Figures 5 and 6: throughput of all strategies on 8 and 16 GPUs, with OOM and N/A; and the claims
 of section 4.2 on this grid.
 
-    python -m benchmarks.osdp_paper.figure_5_6 -o benchmarks/results/2026-01-31-osdp-figure-5.json
-    python -m benchmarks.osdp_paper.figure_5_6 --gpus 16 -o
-    benchmarks/results/2026-01-31-osdp-figure-6.json
+    python -m benchmarks.osdp_paper.figure_5_6 -o FIGURE_5.json
+    python -m benchmarks.osdp_paper.figure_5_6 --gpus 16 -o FIGURE_6.json
 
 Gains over FSDP are given for three choices of the batch size, since they depend on it more than on
 anything else: each strategy at its own best; each at its own best power of two; both at FSDP's best

@@ -1,8 +1,7 @@
 """The searches on the authors' own measurements: beside the answers of their released search, and
 OSDP over FSDP without any cost model.
 
-    python -m benchmarks.osdp_paper.measured_layers -o
-    benchmarks/results/2026-01-31-osdp-measured-layers.json
+    python -m benchmarks.osdp_paper.measured_layers -o RESULT.json
 
 The released code chooses one of four modes per layer (all DP, attention ZDP, feed-forward ZDP, all
 ZDP; O-e) from tables of seconds and MB, one per batch row; it counts memory in whole MB. Its
@@ -69,9 +68,8 @@ class MeasuredCost:
             np.array(measured()[key][size])[rows, mode.num_sharded]
             for key in ("seconds", "megabytes")
         )
-        return Cost(
-            np.floor(megabytes) * MIB, 0 * rows, seconds
-        )  # whole MB, as the released search counts
+        # Whole MB, as the released search counts.
+        return Cost(np.floor(megabytes) * MIB, 0 * rows, seconds)
 
 
 def main() -> int:

@@ -1,7 +1,6 @@
 """Search times: the exact search over all batch sizes, and nodes of the paper's depth-first search.
 
-    python -m benchmarks.osdp_paper.search_times -o
-    benchmarks/results/2026-01-31-osdp-search-times.json
+    python -m benchmarks.osdp_paper.search_times -o RESULT.json
 
 Seconds of the exact search for every model of the grid, with the granularity chosen per operator,
 and for a model of 70B on 64 H100; nodes of the depth-first search with each pruning off, for models

@@ -159,9 +159,8 @@ def titan(limit_gib: float) -> Machine:
 
 def servers(limit_gib: float) -> Machine:
     """Two servers of eight A100 joined by 100 Gb/s, which eight GPUs share."""
-    found = Machine.of(
-        Cluster((8, 8), "a100-40g"), precision="highest"
-    )  # PyTorch has no TF32 in products unless asked
+    # PyTorch has no TF32 in products unless asked.
+    found = Machine.of(Cluster((8, 8), "a100-40g"), precision="highest")
     network = Link(
         found.rates.inter_node.latency_seconds,
         Sourced(100e9 / 8 / 8, "paper 4.1: 100 Gb/s between the servers, over eight GPUs"),

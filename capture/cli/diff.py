@@ -81,9 +81,8 @@ def _facts(
         plan.prediction is None and profile is None
         for plan, profile in zip(plans, profiles, strict=True)
     ):
-        asked.prepare(
-            *(plan.cluster for plan in plans)
-        )  # once: the first of them would decide for both
+        # Once: the first of them would decide for both.
+        asked.prepare(*(plan.cluster for plan in plans))
     paths = (options.first, options.second)
     for path, plan, profile in zip(paths, plans, profiles, strict=True):
         try:

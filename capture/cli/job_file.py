@@ -6,8 +6,8 @@
 
     [[profile]]
     workload = "models/gpt.py:gpt?size=2.6B"
-    global_batch = [512, 1024]                # a list stands for one profile per value; several
-                                              lists, for every combination
+    global_batch = [512, 1024]                # one profile per value; of several
+                                              # lists, one per combination
     microbatches = 64
     output = "profiles/gpt-{global_batch}.json"
 

@@ -145,9 +145,8 @@ def run_verb(options: argparse.Namespace) -> int:
         if isinstance(error, OSError) and error.filename is not None and not raised_at(error):
             violations = (Violation(f"{error.filename!r}: {error.strerror}.", "file"),)
         _report(options, violations)
-        if [violation.code for violation in violations] == [
-            "exception"
-        ]:  # of the user's model, most likely
+        # Of the user's model, most likely.
+        if [violation.code for violation in violations] == ["exception"]:
             print(users_traceback(error), end="", file=sys.stderr)
         return 2
 

@@ -270,9 +270,8 @@ def _refused(
             f"{format_bytes(found.peak_bytes)} per device"
         )
         say(options, f"{needs}; limit {format_bytes(limit)}")
-    if found.status == "ok" or (
-        not found.stages and options.smallest_cluster
-    ):  # on fewer devices a plan may exist
+    # On fewer devices a plan may exist.
+    if found.status == "ok" or (not found.stages and options.smallest_cluster):
         return None
     result = beyond_memory(found)
     document, lines = {**result.to_json(), "warnings": []}, [f"infeasible: {result.why.summary}"]
@@ -311,9 +310,8 @@ def _knowledge(options: argparse.Namespace, profile: Profile, cluster: Cluster) 
         raise ProfileError.of(
             "--verify compiles what --no-compile does not; leave out one of them.", "verify-mode"
         )
-    if (
-        options.no_compile or not profile.measurements
-    ):  # executed runs alone: what a compiler says is not what they measure
+    # Executed runs alone: what a compiler says is not what they measure.
+    if options.no_compile or not profile.measurements:
         return Knowledge(profile)
     compiler = PlanCompiler(
         profile,
@@ -454,9 +452,8 @@ def _read_profile(paths: Sequence[Path], question: ProfileQuestion) -> Profile:
             f"{'; '.join(profiled) or 'none'}. Ask for those, or profile again.",
             "profile-choice",
         )
-    has_replicas = any(
-        choice.data_parallel > 1 for choice in profile.choices
-    )  # without them there is nothing to split
+    # Without them there is nothing to split.
+    has_replicas = any(choice.data_parallel > 1 for choice in profile.choices)
     if (
         question.shard_params
         and has_replicas

@@ -58,9 +58,8 @@ def main(options: argparse.Namespace) -> int:
     asked.prepare_for(profile.question for profile in profiles)
     if options.dry_run:
         return _dry_run(options, profiles)
-    before = signal.signal(
-        signal.SIGTERM, _terminate
-    )  # of a scheduler that needs the machine: workers are ended, and the store is left in order
+    # Of a scheduler that needs the machine: workers are ended, and the store is left in order.
+    before = signal.signal(signal.SIGTERM, _terminate)
     events = Events(options.events)
     errors: list[Violation] = []
     code = 2  # of what nobody has foreseen, as in capture.cli.main

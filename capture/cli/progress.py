@@ -155,9 +155,8 @@ def _progress_lines(pause_seconds: float = 15.0) -> Progress:
         if tally.done == tally.total:
             print(_did(kind, tally), file=sys.stderr, flush=True)
             said = float("-inf")
-        elif (
-            tally.done and now - said >= pause_seconds
-        ):  # when the first is done all kinds are known
+        elif tally.done and now - said >= pause_seconds:
+            # When the first is done all kinds are known.
             print(_doing(kind, tally) + _left(tally), file=sys.stderr, flush=True)
             said = now
 

@@ -254,9 +254,8 @@ class _Frames:
                 _number(location, "line"),
             )
             parent = _number(frames[frame_id], "parent_frame_id")
-            frame_id = (
-                parent - 1 if parent >= frame_id else parent
-            )  # printed one too high by some versions
+            # Printed one too high by some versions.
+            frame_id = parent - 1 if parent >= frame_id else parent
 
 
 def _number(text: str, key: str) -> int:

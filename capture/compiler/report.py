@@ -4,10 +4,10 @@ planner asks for.
 With ``xla_dump_to`` and ``xla_dump_hlo_as_text`` the compiler writes, when buffers are assigned and
 before machine code is made,
 
-    *-memory-usage-report.txt     per memory space its ``Total bytes``; space 0 is the device's main
-    memory
+    *-memory-usage-report.txt     per memory space its ``Total bytes``; space 0 is the device's
+                                  main memory
     *-buffer-assignment.txt       every allocation: parameter, maybe-live-out (a result),
-        preallocated-temp, ...
+                                  preallocated-temp, ...
     *after_optimizations.txt      the optimised program
 
 The format is no stable interface; ``tests/golden`` has a dump of every supported version.

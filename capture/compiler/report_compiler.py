@@ -78,16 +78,14 @@ class ReportCompiler:
             function, args, donate=donate, out_shardings=out_shardings
         )
         outputs = on_cpu.outputs
-        if not jax.tree.leaves(
-            (tuple(args), outputs)
-        ):  # computes nothing on any target, and has no mesh
+        # Computes nothing on any target, and has no mesh.
+        if not jax.tree.leaves((tuple(args), outputs)):
             return replace(on_cpu, work=ProgramWork(0, "float32", 0, 0))
         chosen = jax.tree.map(lambda struct: struct.sharding, outputs)
         jitted = jax.jit(function, donate_argnums=tuple(donate), out_shardings=chosen)
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="Some donated buffers were not usable"
-            )  # as in ``Compiler``
+            # As in ``Compiler``.
+            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
             exported = jax.export.export(jitted, platforms=(self.target.platform,))(*args)
         leaves = jax.tree.leaves(tuple(args))
         mesh = jax.tree.leaves((tuple(args), outputs))[0].sharding.mesh
@@ -148,9 +146,8 @@ class ReportCompiler:
         while time.monotonic() - start < (
             allowed := max(allowed, environment.patience(self._timeout_seconds))
         ):
-            ended = (
-                child.poll() is not None
-            )  # before the look: the report may be written in between
+            # Before the look: the report may be written in between.
+            ended = child.poll() is not None
             report = read_report(folder)
             if report is not None or ended:
                 return report

@@ -157,11 +157,12 @@ def _collective(instruction: Instruction, num_partitions: int) -> Collective | N
     size, stride = group_of(instruction.rest, num_partitions)
     result = shape_bytes(instruction.shape)
     sent = sum(shape_bytes(shape) for _, shape in instruction.operands)
+    # An asynchronous start returns its operands as well.
     if match[2] and kind in (
         "all-gather",
         "reduce-scatter",
         "collective-permute",
-    ):  # an asynchronous start returns its operands as well
+    ):
         result -= sent
     return Collective(kind, max(result, sent), size, stride)
 

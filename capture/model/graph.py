@@ -45,9 +45,8 @@ def item_bytes(dtype: str) -> int:
     """
     if dtype in _ITEM_BYTES:
         return _ITEM_BYTES[dtype]
-    return max(
-        1, int(re.findall(r"\d+", dtype)[0]) // 8
-    )  # the first number: float8_e4m3fnuz has 8 bits
+    # The first number: float8_e4m3fnuz has 8 bits.
+    return max(1, int(re.findall(r"\d+", dtype)[0]) // 8)
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ What the backward pass needs of a layer of width h, for a sequence of s tokens a
 elements:
 
     attention     6 s h + 2 a s^2  its input before and after normalisation, queries, keys, values,
-                                   the mixture; scores before and
-                                     after the softmax
+                                   the mixture; scores before and after the softmax
     feed-forward  10 s h           its input before and after normalisation, 4 s h before and after
                                    the non-linearity
 

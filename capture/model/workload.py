@@ -113,9 +113,8 @@ class WorkloadSpec:
 
     location: str
     function: str
-    arguments: Mapping[str, Any] = field(
-        default_factory=dict, hash=False
-    )  # a mapping has no hash; equal names still have equal ones
+    # A mapping has no hash; equal names still have equal ones.
+    arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @classmethod
     def parse(cls, text: str) -> WorkloadSpec:

@@ -95,9 +95,8 @@ def dim_flow(eqn: Any, operand: int, degree: int) -> DimFlow:
         )
     if len(shape) != len(result):
         return (None,) * len(shape)
-    return tuple(
-        dim if size == result[dim] else None for dim, size in enumerate(shape)
-    )  # size 1 is broadcast
+    # Size 1 is broadcast.
+    return tuple(dim if size == result[dim] else None for dim, size in enumerate(shape))
 
 
 def loss_is_cheap(eqn: Any) -> bool:

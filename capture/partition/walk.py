@@ -68,9 +68,8 @@ def cut_parameters(
         if not walk.undone:
             walk.place_tables()
             return walk.cuts
-        whole |= (
-            walk.undone
-        )  # each round adds one at least: only parameters outside it start a column
+        # Each round adds one at least: only parameters outside it start a column.
+        whole |= walk.undone
 
 
 @dataclass(frozen=True)
@@ -246,9 +245,8 @@ class _Walk:
             if value.dim is None:
                 continue
             if value.dim in contract[side]:
-                if (
-                    not other.static
-                ):  # scores summed over the devices: worse than not sharding their factors
+                # Scores summed over the devices: worse than not sharding their factors.
+                if not other.static:
                     self._undo(value.column)
             elif result.dim is None:
                 result = replace(

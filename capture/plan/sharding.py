@@ -5,7 +5,8 @@ A plan is JSON:
 
     schema_version            2
     kind                      "sharding"; schema 1 has no kind, no workload, hash, cluster and costs
-    workload, model_hash, cluster   as in a plan of stages
+    workload, model_hash, cluster
+                              as in a plan of stages
     batch_size                examples per device
     step_seconds, peak_bytes, examples_per_second
     compiled_peak_bytes       of the target's compiler, for the whole train step; left out of a plan

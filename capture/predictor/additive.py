@@ -225,10 +225,11 @@ class AdditivePredictor(ComponentTables):
         """
         memory = self.memory(choice, microbatch_size)
         positions = occupancy_by_position(schedule, num_microbatches, max_stages)
+        # Most stages behind one at a position.
         behind = [
             *range(len(positions) - 1),
             max_stages - 1,
-        ]  # most stages behind one at a position
+        ]
         arriving = {
             most: self._arriving(choice.param_split, most)
             for most in {min(n, 1) if least else n for n in behind}
@@ -369,9 +370,8 @@ class AdditivePredictor(ComponentTables):
         }
         layers: list[dict[str, int]] = [{} for _ in range(first, stop)]
         for category, total in parts.items():
-            if (
-                category not in growth
-            ):  # what passes between stages belongs to the layer at the border
+            # What passes between stages belongs to the layer at the border.
+            if category not in growth:
                 layers[0 if category == "received activations" else -1][category] = total
                 continue
             row = growth[category][first, first + 1 : stop + 1]
@@ -397,9 +397,8 @@ def once_per_stage(items_of_layer: Sequence[Sequence[int]], sizes: np.ndarray) -
     An item counts in stages that begin after its previous reader and reach its next one.
     """
     num_layers = len(items_of_layer)
-    new = np.zeros(
-        (num_layers, num_layers), np.int64
-    )  # [first, layer]: items of the layer that no layer since first has read
+    # [first, layer]: items of the layer that no layer since first has read.
+    new = np.zeros((num_layers, num_layers), np.int64)
     last_reader: dict[int, int] = {}
     for layer, items in enumerate(items_of_layer):
         for item in dict.fromkeys(items):

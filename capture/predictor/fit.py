@@ -16,9 +16,8 @@ def _regress(
 ) -> np.ndarray:
     """Least squares with an intercept, sampled at one point; of the shape of a target. NaN stays
     NaN."""
-    from sklearn.linear_model import (
-        LinearRegression,
-    )  # a second to import, and most plans need no fit
+    # A second to import, and most plans need no fit.
+    from sklearn.linear_model import LinearRegression
 
     shape = targets[0].shape
     flat = np.stack([np.asarray(t, np.float64).ravel() for t in targets])

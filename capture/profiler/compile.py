@@ -202,9 +202,8 @@ class CompileBackend:
         owned, borrowed = owned_and_borrowed(graph, config.first, config.stop)
         sent = set(graph.crossing(config.stop))
         choice = config.choice
-        pinned = ["pinned"] * (
-            choice.shard_params and config.num_layers > 1
-        )  # what passes between layers, see StagePrograms
+        # What passes between layers, see StagePrograms.
+        pinned = ["pinned"] * (choice.shard_params and config.num_layers > 1)
         return content_hash(
             [
                 self._facts,

@@ -200,9 +200,8 @@ class RunBackend:
             replayed = _per_stage(plan, step.replay().peak_bytes_per_device)
             if max(replayed) > self.memory_limit_bytes:
                 return Executed(replayed, "")
-        with jax.default_device(
-            jax.devices("cpu")[0]
-        ):  # no accelerator ever holds the whole model or the batch
+        # No accelerator ever holds the whole model or the batch.
+        with jax.default_device(jax.devices("cpu")[0]):
             keys = jax.random.split(jax.random.key(0), 3)
             params = jax.tree.map(np.asarray, self.workload.init(keys[0]))
             batch = jax.tree.map(np.asarray, self.workload.batch(keys[1], plan.global_batch_size))
@@ -234,10 +233,11 @@ class RunBackend:
             return  # its update reads something of every other stage
         plan = step.plan
         for s, stage in enumerate(step.stages):
+            # The loss is divided by their number.
             size = (
                 plan.microbatch_size,
                 plan.num_microbatches if stage.is_last else 0,
-            )  # the loss is divided by their number
+            )
             step.stages[s] = self._compiled.setdefault(
                 (plan.stages[s], size, stage.arriving), stage
             )

@@ -22,6 +22,7 @@ from capture.model.workload import WorkloadProtocol
 from capture.plan.sharding import ShardingPlan
 from capture.profiler.sharded_step import StepCompiler
 from capture.runtime.meter import AllocatorMeter, ResidentSetMeter, buffers
+from capture.runtime.reference import max_relative_error
 from capture.runtime.sharded import Sharded, shard
 from capture.runtime.sharded.mesh import mesh_of
 
@@ -105,8 +106,9 @@ def execute_plan(
         document["reference_loss"] = _on_one_device(workload, params, batches)
     document |= _train(step, params, batches, report)
     if check:
-        pairs = zip(document["loss"], document["reference_loss"], strict=True)
-        document["max_relative_loss_error"] = max(abs(a - b) / abs(b) for a, b in pairs)
+        document["max_relative_loss_error"] = max_relative_error(
+            document["loss"], document["reference_loss"]
+        )
     return document | {
         "kind": "sharding",
         "predicted_peak_bytes_per_device": [plan.known_peak_bytes] * cluster.num_devices,

@@ -280,9 +280,8 @@ class PipelinedStep:
         return self._join(found)
 
     def _join(self, leaves: dict[int, np.ndarray]) -> PyTree:
-        tree: Any = jax.tree.structure(
-            self.traced.split_struct
-        )  # JAX's stubs leave its methods out
+        # JAX's stubs leave its methods out.
+        tree: Any = jax.tree.structure(self.traced.split_struct)
         return self.traced.join_params(tree.unflatten([leaves[p] for p in range(tree.num_leaves)]))
 
     def optimizer_state(self, state: PipelineState) -> PyTree:

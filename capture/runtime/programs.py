@@ -152,9 +152,8 @@ class StagePrograms(StageLayout):
         )
         outputs = [by_value[v] for v in self.layers.outputs]
         saved, self._vjp_tree = jax.tree.flatten(vjp)
-        returned = (
-            [] if self.is_last else outputs
-        )  # the loss outlives the backward pass, which is given what it reads to free
+        # The loss outlives the backward pass, which is given what it reads to free.
+        returned = [] if self.is_last else outputs
         known = {
             id(array): _Saved(source, i)
             for source, group in (

@@ -24,7 +24,12 @@ from capture.plan.stages import Plan
 from capture.runtime import checkpoint
 from capture.runtime.meter import measure_heap, measure_step
 from capture.runtime.pipeline import pipeshard
-from capture.runtime.reference import ReferenceStep, relative_errors, rounding_floor
+from capture.runtime.reference import (
+    ReferenceStep,
+    max_relative_error,
+    relative_errors,
+    rounding_floor,
+)
 
 
 @dataclass(frozen=True)
@@ -72,9 +77,8 @@ def train(
     keys = jax.random.split(jax.random.key(training.seed), 3)
     params = workload.init(keys[0])
     restored = None if training.restore is None else checkpoint.restore(step, training.restore)
-    done = (
-        0 if restored is None else restored.num_steps
-    )  # a restored training goes on with the data that come next
+    # A restored training goes on with the data that come next.
+    done = 0 if restored is None else restored.num_steps
     batches = [
         workload.batch(jax.random.fold_in(keys[1], done + i), plan.global_batch_size)
         for i in range(training.num_steps)
@@ -107,9 +111,8 @@ def train(
         report(f"step {done + i}: loss {loss:.6f}")
     if training.save is not None:
         document["saved"] = str(checkpoint.save(step, state, training.save))
-    predicted = (
-        plan.prediction or plan.verification
-    )  # of a plan by hand that was verified alone, what its compiler says
+    # Of a plan by hand that was verified alone, what its compiler says.
+    predicted = plan.prediction or plan.verification
     document |= {
         "predicted_peak_bytes_per_device": None
         if predicted is None
@@ -144,8 +147,9 @@ def train(
         "versions": environment.versions(),
     }
     if "reference_loss" in document:
-        pairs = zip(document["loss"], document["reference_loss"], strict=True)
-        document["max_relative_loss_error"] = max(abs(a - b) / abs(b) for a, b in pairs)
+        document["max_relative_loss_error"] = max_relative_error(
+            document["loss"], document["reference_loss"]
+        )
     return document
 
 

@@ -4,8 +4,8 @@ The abstract replay and the real execution book the same instructions here, so t
 byte for byte.
 
     hold     live[m] += bytes                     a buffer comes to life
-    execute  peak[m] = max(peak[m], live[m] + t)  a program runs; t = temporaries + outputs
-                                                  - aliased inputs
+    execute  peak[m] = max(peak[m], live[m] + t)  a program runs; t is what it takes:
+                                                  temporaries + outputs - aliased inputs
     drop     live[m] -= bytes
 
 Source: XLA's buffer assignment is the arena that the CPU and GPU clients really allocate for a

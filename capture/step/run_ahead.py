@@ -10,8 +10,8 @@ so nothing needs to wait (by XLA's sources; not tried here).
 
 The rule, per memory; one of those that the same places use stands for all:
 
-    held <= live after the instructions that are known to have finished + sum of what every
-    instruction issued since takes
+    held <= live after the instructions that are known to have finished
+            + sum of what every instruction issued since takes
 
 An instruction *takes* what a program needs beside its operands, or the copy that a feed or a
 transfer makes. What it gives back (donated and freed slots) counts once it has finished. Before an
@@ -113,9 +113,8 @@ class _Window:
             for memory in dict.fromkeys(first.values())
         }
         self._maker: dict[int, int] = {}  # of slots that are alive and were made in this step
-        self._alive: defaultdict[int, set[int]] = defaultdict(
-            set
-        )  # those of them that hold arrays, by maker
+        # Those of them that hold arrays, by maker.
+        self._alive: defaultdict[int, set[int]] = defaultdict(set)
         self._sources: dict[int, set[int]] = {}  # the makers of what an instruction reads
         self._readers: defaultdict[int, list[int]] = defaultdict(list)
         self._finished: set[int] = set()

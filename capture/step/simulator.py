@@ -6,10 +6,8 @@ which things are issued to it: the kernels of a device, a copy engine, a link in
 disk. As with CUDA streams, an item starts when everything that it waits for has ended and every one
 of its streams is free:
 
-    start = max(end of each item in ``after``, end of the last item on each of its streams);   end =
-                                                                                               start
-                                                                                               +
-                                                                                               seconds
+    start = max(end of each item in ``after``, end of the last item on each of its streams)
+    end   = start + seconds
 
 Items come in the order of issue and wait for earlier ones only, so that a single pass finds all
 times. Nothing is rounded: seconds given as integers or fractions give exact times.
@@ -365,9 +363,8 @@ def _granted(
                 for level in levels:
                     level[device] += sign * buffer.nbytes
     touched = [device for device in dict.fromkeys((*running, *kept)) if device in rooms]
-    takers = [
-        device for device in touched if running[device] > 0 or kept[device] > 0
-    ]  # who only frees never waits
+    # Who only frees never waits.
+    takers = [device for device in touched if running[device] > 0 or kept[device] > 0]
     start = ready
     while full := [
         d

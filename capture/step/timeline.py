@@ -176,9 +176,8 @@ def simulate_step(
     for memory, nbytes in (capacity_bytes or {}).items():
         if memory in step.standing_for:
             first = step.standing_for[memory]
-            capacities[first] = min(
-                nbytes, capacities.get(first, nbytes)
-            )  # the fullest holds up the whole place
+            # The fullest holds up the whole place.
+            capacities[first] = min(nbytes, capacities.get(first, nbytes))
     simulation = simulate(items.work, capacity_bytes=capacities)
     return StepTimeline(simulation, ledger, step, items.processes)
 

@@ -75,9 +75,8 @@ def trace_events(
             event | {"ts": _microseconds(seconds), "args": {"bytes": nbytes}}
             for seconds, nbytes in use.samples
         ]
-    return named + sorted(
-        timed, key=lambda event: event["ts"]
-    )  # stable: samples of one instant keep their order
+    # Stable: samples of one instant keep their order.
+    return named + sorted(timed, key=lambda event: event["ts"])
 
 
 def save_trace(

@@ -107,9 +107,8 @@ def flatten(
         for v in flattener.open(closed.jaxpr, closed.consts, arguments, top)
     ]
     if all(loss not in op.outputs for op in flattener.ops):
-        loss = flattener.emit(
-            ("copy",), [loss], top
-        )  # a loss that is a leaf or a constant still needs a layer that makes it
+        # A loss that is a leaf or a constant still needs a layer that makes it.
+        loss = flattener.emit(("copy",), [loss], top)
     program = Program(
         tuple(flattener.ops),
         tuple(flattener.avals),
@@ -151,14 +150,12 @@ class _Flattener:
     consts: dict[int, Any] = field(default_factory=dict)
     marks: list[Mark] = field(default_factory=list)
     num_regions: int = 0
-    origin: dict[int, tuple[int, tuple[int, ...]]] = field(
-        default_factory=dict
-    )  # value -> parameter leaf, order of the leaf's dims
+    # Value -> parameter leaf, order of the leaf's dims.
+    origin: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     scanned_dims: dict[int, set[int]] = field(default_factory=dict)
     scan_flops: dict[EquationPath, int] = field(default_factory=dict)
-    known_marked: dict[int, bool] = field(
-        default_factory=dict
-    )  # by id of a jaxpr, which the traced loss keeps alive
+    # By id of a jaxpr, which the traced loss keeps alive.
+    known_marked: dict[int, bool] = field(default_factory=dict)
 
     def new_value(self, aval) -> int:
         self.avals.append(aval)

@@ -180,9 +180,8 @@ def kept(
         below = frozenset().union(*(roots.get(v, frozenset([v])) for v in read))
         roots.update((out, frozenset([out]) if out in stops else below) for out in equation.outvars)
     found = {v for v in saved if v in stops}
-    for v in sorted(
-        saved, key=nbytes, reverse=True
-    ):  # a probability costs nothing beside the score that it follows from
+    # A probability costs nothing beside the score that it follows from.
+    for v in sorted(saved, key=nbytes, reverse=True):
         instead = roots.get(v, frozenset([v])) - found
         of_one = (
             v.aval.dtype == bool

@@ -98,10 +98,11 @@ class ProgramHasher:
         shown = {
             k: v for k, v in params.items() if k not in _IGNORED or (name == "name" and k == "name")
         }
+        # Which has no derivative: its rules do not matter.
         in_rule, self._in_rule = (
             self._in_rule,
             self._in_rule or name == PRIMITIVE,
-        )  # which has no derivative: its rules do not matter
+        )
         text = f"{name}{self._text(shown)}"
         self._in_rule = in_rule
         return text + self._rule(equation.primitive, params) if name in CUSTOM_RULES else text
@@ -167,9 +168,8 @@ class ProgramHasher:
         if isinstance(value, functools.partial):
             return "partial" + self._text((value.func, value.args, value.keywords))
         if isinstance(value, types.FunctionType):
-            return value.__qualname__ + self._function(
-                value
-            )  # its module is named by where the model's file lies
+            # Its module is named by where the model's file lies.
+            return value.__qualname__ + self._function(value)
         if type(value).__repr__ is object.__repr__ and getattr(value, "__dict__", None):
             return type(value).__qualname__ + self._text(vars(value))
         return _ADDRESS.sub("", repr(value))

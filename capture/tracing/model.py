@@ -175,9 +175,8 @@ def trace(
     closed = _loss_jaxpr(workload, params_struct, batch_struct, key)
     params = jax.tree.leaves_with_path(params_struct)
     if at_products:
-        program, unroll, stacked = flatten_loss(
-            closed, len(params), sys.maxsize
-        )  # any scan is more than one of so many layers
+        # Any scan is more than one of so many layers.
+        program, unroll, stacked = flatten_loss(closed, len(params), sys.maxsize)
         cuts = product_cuts(program)
     else:
         program, unroll, stacked = flatten_loss(closed, len(params), num_layers)
@@ -355,9 +354,8 @@ def _grown_avals(
         batch_struct = jax.eval_shape(lambda k: workload.batch(k, 2 * microbatch_size), key)
         closed = _loss_jaxpr(workload, params_struct, batch_struct, key)
         other = flatten(closed, len(jax.tree.leaves(params_struct)), unroll, stacked).program
-    except (
-        Exception
-    ):  # a model may fix its batch size in any way; then no dimension is known to grow
+    except Exception:
+        # A model may fix its batch size in any way; then no dimension is known to grow.
         return None
     same = [(op.primitive, op.outputs) for op in program.ops] == [
         (op.primitive, op.outputs) for op in other.ops

@@ -145,9 +145,8 @@ def traced_operators(
     for layer, part in zip(graph.layers, parts, strict=True):
         own = set(layer.params) - counted
         if layer.layer_id == graph.num_layers - 1:
-            own |= (
-                set(range(len(graph.params))) - counted
-            )  # what no operator reads has to be somewhere
+            # What no operator reads has to be somewhere.
+            own |= set(range(len(graph.params))) - counted
         counted |= own
         first = part.saved_values.keys() - kept
         kept |= first

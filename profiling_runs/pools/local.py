@@ -51,9 +51,8 @@ class LocalPool(Pool):
         return _Process(self._setting)
 
     def news(self, workers: Sequence[_Process], timeout_seconds: float) -> Sequence[_Process]:
-        ready = wait(
-            [worker.connection for worker in workers], timeout_seconds
-        )  # also those whose other end is closed
+        # Also those whose other end is closed.
+        ready = wait([worker.connection for worker in workers], timeout_seconds)
         return [worker for worker in workers if worker.connection in ready]
 
 
@@ -95,9 +94,8 @@ class _Process(PoolWorker):
 def _serve(setting: Setting, connection: Connection, parent: int) -> None:
     """The life of a worker process."""
     faulthandler.enable()
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole group; the parent decides
+    # Ctrl-C reaches the whole group; the parent decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     try:
         worker = Worker(setting)

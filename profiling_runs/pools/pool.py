@@ -147,9 +147,8 @@ class Pool(ABC):
                 outcomes += self._gone(worker, message)
         allowed = environment.patience(self.timeout_seconds)
         for worker in self._workers:
-            worker.deadline = max(
-                worker.deadline, worker.started + allowed
-            )  # what a busy time has allowed, an idle one does not take away
+            # What a busy time has allowed, an idle one does not take away.
+            worker.deadline = max(worker.deadline, worker.started + allowed)
         late = [worker for worker in self._workers if time.monotonic() > worker.deadline]
         for worker in late:
             outcomes += self._gone(

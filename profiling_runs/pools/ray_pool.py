@@ -259,9 +259,8 @@ class _Actor(PoolWorker):
         import ray
 
         if ray.is_initialized():
-            with suppress(
-                ray.exceptions.RayError, ConnectionError
-            ):  # the cluster is gone, and the actor with it
+            # The cluster is gone, and the actor with it.
+            with suppress(ray.exceptions.RayError, ConnectionError):
                 ray.kill(self._actor)
 
 

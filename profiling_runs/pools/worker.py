@@ -34,9 +34,8 @@ class Worker:
         platform = "cpu" if setting.backend == "run" else Target.load(setting.target).platform
         check_versions(setting.versions, versions_of(setting))
         environment.prepare_worker(setting.num_devices, platform, setting.flags)
-        self._workload = (
-            setting.workload.load()
-        )  # now, so that a workload that is not here is seen before any job is lost to it
+        # Now, so that a workload that is not here is seen before any job is lost to it.
+        self._workload = setting.workload.load()
 
     @cached_property
     def _backend(self) -> Any:

@@ -2,8 +2,8 @@
 
 Alpa looks for the least step time of a pipeline whose stages take submeshes of its own choice:
 
-    sum over stages of t + (M - 1) x the slowest t          with t = forward + backward of one
-                                                            micro-batch
+    sum over stages of t + (M - 1) x the slowest t
+    t = forward + backward of one micro-batch
 
 under its own idea of memory: behind a stage may stand at most
 

@@ -5,8 +5,8 @@ A state is (p, a, first): the devices from p and the layers from ``first`` are t
 stages, as in ``reach.py``: of K position rows the last means "K or more", so a stops at K - 1. With
 ``value[r]`` the least value of a range over its choices at row r,
 
-    tails[p][r + 1, first] = min over degree d at p, stop of value[d][r, first, stop] + tails[p +
-    d][r, stop]
+    tails[p][r + 1, first] = min over degree d at p, stop of
+                             value[d][r, first, stop] + tails[p + d][r, stop]
 
 The longest update of a plan is no sum. But it is at least any weighted mean, and the shares d / D
 of the devices add up to 1 in every plan, so that the sum of ``t + d / D x max(u, shortest)`` is at

@@ -113,9 +113,8 @@ def least_peak(problem: SearchProblem) -> tuple[tuple[PlacedStage, ...], Reach |
     lower, upper = int(tail[0, 0]), max(stage.peak_bytes for stage in best)
     reach = Reach(problem, floors, head, tail, min(upper, NEVER - 1))
     num_explored = sum(ranges.rows.size for ranges in reach.ranges.values())
-    if (
-        upper >= NEVER
-    ):  # the plan takes positions that are impossible: ask for any plan before bisecting
+    # The plan takes positions that are impossible: ask for any plan before bisecting.
+    if upper >= NEVER:
         best = _probe(reach, NEVER - 1)
         if not best:
             return (), None, num_explored

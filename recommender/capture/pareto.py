@@ -158,9 +158,8 @@ class _FrontSearch:
             below.limit = limit
             self.complete &= lower >= sooner
             return
-        while (
-            i >= 0 and self.points[i].plan.peak_bytes >= plan.peak_bytes
-        ):  # only where times are not proven
+        # Only where times are not proven.
+        while i >= 0 and self.points[i].plan.peak_bytes >= plan.peak_bytes:
             del self.points[i]
             i -= 1
         self.points.insert(i + 1, _Point(plan, limit, lower))

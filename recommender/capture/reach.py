@@ -98,13 +98,11 @@ class Reach:
 
     def _suffixes(self, allowed: dict[int, np.ndarray], spans: list[tuple[int, int]]) -> np.ndarray:
         num_devices, num_layers = self.problem.cluster.num_devices, self.problem.num_layers
-        sets = np.zeros(
-            (num_devices + 1, self.num_words, 2 * num_layers), np.uint64
-        )  # room for every first + width
+        # Room for every first + width.
+        sets = np.zeros((num_devices + 1, self.num_words, 2 * num_layers), np.uint64)
         sets[-1, 0, num_layers] = 1
-        by_width = sliding_window_view(
-            sets, num_layers, axis=2
-        )  # [p, word, width, first] is sets[p, word, first + width]
+        # [p, word, width, first] is sets[p, word, first + width].
+        by_width = sliding_window_view(sets, num_layers, axis=2)
         for p in reversed(range(num_devices)):
             low, high = spans[p][0], min(spans[p][1], num_layers)
             if low >= high:

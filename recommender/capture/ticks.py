@@ -68,9 +68,8 @@ class Ticks:
             (float(t[np.isfinite(t)].max(initial=0)) for t in stage.values()), default=0.0
         )
         longest_update = max((float(t.max(initial=0)) for t in update.values()), default=0.0)
-        unit = (
-            2 * num_devices
-        )  # a multiple of the devices, so that an update divides among them exactly
+        # A multiple of the devices, so that an update divides among them exactly.
+        unit = 2 * num_devices
         # Half a tick of rounding per term is what the last summand leaves room for.
         num_terms = num_devices + problem.num_microbatches
         upper = (num_terms * longest + longest_update) or 1.0

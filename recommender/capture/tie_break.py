@@ -46,12 +46,10 @@ def fairest_cuts(
     ranges = {d: _within(r, peak) for d, r in reach.ranges.items()}
     last_use = _last_use(problem.degrees)
 
-    vectors: dict[int, np.ndarray] = {
-        num_devices: np.zeros((1, 0), np.int64)
-    }  # p -> (states, C), each row descending
-    state_ids = np.full(
-        (num_devices + 1, num_rows, num_layers + 1), -1, np.int32
-    )  # (p, a, first) -> row of vectors[p]
+    # p -> (states, C), each row descending.
+    vectors: dict[int, np.ndarray] = {num_devices: np.zeros((1, 0), np.int64)}
+    # (p, a, first) -> row of vectors[p].
+    state_ids = np.full((num_devices + 1, num_rows, num_layers + 1), -1, np.int32)
     state_ids[num_devices, 0, num_layers] = 0
     picks: dict[int, np.ndarray] = {}  # p -> (states, 3): degree, row, stop
     for p in reversed(range(num_devices)):

@@ -160,9 +160,8 @@ def _relax(options: Options, capacity: np.ndarray) -> _Relaxation:
     The fastest choice and the lightest one span a price; the cheapest choice at that price replaces
     one of them, until it is no cheaper.
     """
-    resident = np.where(
-        np.isfinite(options.seconds), options.resident_bytes, 0
-    )  # an infinite time rules the mode out already
+    # An infinite time rules the mode out already.
+    resident = np.where(np.isfinite(options.seconds), options.resident_bytes, 0)
 
     def total(column: np.ndarray, picks: np.ndarray) -> np.ndarray:
         return np.take_along_axis(column, picks[..., None], axis=-1)[..., 0] @ options.counts
@@ -240,9 +239,8 @@ def _solve(options: Options, relaxation: _Relaxation, below_seconds: float) -> C
     better = [sorted(found[kind]) for kind in range(len(kinds))]
     if unproven == np.inf:
         return Choice(better, explored)
-    again = _solve(
-        options, relaxation, _seconds(options, better)
-    )  # the gap is smaller now, and may leave all that is left
+    # The gap is smaller now, and may leave all that is left.
+    again = _solve(options, relaxation, _seconds(options, better))
     return Choice(again.chosen or better, explored + again.num_explored, again.unproven_seconds)
 
 

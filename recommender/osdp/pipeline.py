@@ -102,9 +102,8 @@ class Pipeline:
             if stage_id:
                 stride = self.machine.num_devices // self.num_stages
                 nbytes = microbatch_size * operators[0].input_bytes
-                sent = 2 * self.machine.links.seconds(
-                    "collective-permute", nbytes, 2, stride
-                )  # and its gradient back
+                # And its gradient back.
+                sent = 2 * self.machine.links.seconds("collective-permute", nbytes, 2, stride)
             busy.append(plan.step_seconds + num_microbatches * sent)
             filling.append((plan.step_seconds - once) / num_microbatches + sent)
         return busiest_seconds(busy, filling)

@@ -28,11 +28,12 @@ def _interface(compiled: Compiled, m: int) -> StageInterface:
         )
     }
     size: dict[Any, int] = {}
+    # The layout in which it is kept is that of the forward pass.
     for stage in (
         update,
         backward,
         forward,
-    ):  # the layout in which it is kept is that of the forward pass
+    ):
         size.update(
             {
                 v: shard_bytes(v, s)

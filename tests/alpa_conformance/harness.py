@@ -114,9 +114,8 @@ def _spec(aval: Any, logical: Sequence[int], dims: Sequence[int | None]) -> pxla
 
 
 def _rule(aval: Any, logical: Sequence[int], kind: str, splits_state: bool) -> pxla.ShardingSpec:
-    if (
-        kind == "batch"
-    ):  # groups of tokens come before or after experts; what has one dimension is a statistic
+    # Groups of tokens come before or after experts; what has one dimension is a statistic.
+    if kind == "batch":
         return _spec(
             aval,
             logical,
@@ -247,10 +246,22 @@ def compile_method(step: Callable[..., Any], args: Sequence[Any], method: Any) -
 def _sharder(seen: dict[str, Any]) -> Callable[..., Any]:
     """In the place of Alpa's ``shard_each_stage``, whose arguments it takes."""
 
+    # Fmt: skip.
     def shard_each_stage(
-        stages, meshes, schedule, num_meshes, accumulators, global_invars, accumulated, donated, num_microbatch, logical_shapes,
-        option_dicts, default_option, *rest,
-    ):  # fmt: skip
+        stages,
+        meshes,
+        schedule,
+        num_meshes,
+        accumulators,
+        global_invars,
+        accumulated,
+        donated,
+        num_microbatch,
+        logical_shapes,
+        option_dicts,
+        default_option,
+        *rest,
+    ):
         passes = [stage for stage in stages if not stage.name.endswith("apply_grad")]
         updates = [stage for stage in stages if stage.name.endswith("apply_grad")]
         first_reads = {v for stage in passes for v in stage.invars}

@@ -95,9 +95,8 @@ class _Slotless:
     __slots__ = ()
 
 
-class _ShardedArrayBase(
-    _Slotless
-):  # a class that stands directly below object can be given no other bases
+# A class that stands directly below object can be given no other bases.
+class _ShardedArrayBase(_Slotless):
     __slots__ = ()
 
 

@@ -57,10 +57,11 @@ def test_a_master_copy_changes_live_bytes_as_it_does_in_alpas_instructions(plan)
     """Alpa compiles both: the model in float32, and the one with 16-bit parameters and a float32
     copy of them in the state."""
     method = to_alpa(plan).build(mesh(len(plan.cluster.nodes), plan.cluster.nodes[0]))
+    # Every degree divides it: the harness splits no state that it cannot split evenly.
     model = {
         "width": 48,
         "dtype": jnp.float16,
-    }  # every degree divides it: the harness splits no state that it cannot split evenly
+    }
     whole, narrow = (
         compile_method(*chain(NUM_LAYERS, BATCH_SIZE, **model, master_copy=on), method)
         for on in (False, True)

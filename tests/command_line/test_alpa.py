@@ -40,9 +40,8 @@ from recommender.capture.autostage import (
 )
 from recommender.question import PlanQuestion
 
-PICKLED = (
-    Path(__file__).parents[1] / "data" / "alpa_parallel_plan.pickle"
-)  # made by real Alpa from ``PLAN``
+# Made by real Alpa from ``PLAN``.
+PICKLED = Path(__file__).parents[1] / "data" / "alpa_parallel_plan.pickle"
 PLAN = Plan(
     Cluster((4, 4)),
     6,

@@ -52,9 +52,8 @@ def test_moe_flops_are_those_of_its_products():
     """Two blocks of width 2: multiplied out by hand, times four passes; the head once and its
     gradients."""
     case = published_runs.Case("moe", "-", 2, (1,), ((1, 1),), 1, 1, None, None, "-")
-    attention = 4 * 2 * (3 * 2 * 2) + 2 * 2 * (
-        3 * 3 * 2
-    )  # four projections, then scores and mixture, of three tokens
+    # Four projections, then scores and mixture, of three tokens.
+    attention = 4 * 2 * (3 * 2 * 2) + 2 * 2 * (3 * 3 * 2)
     dense = attention + 2 * 2 * (3 * 2 * 16)
     routed = attention + 2 * 2 * (3 * 2 * 16) + 2 * 3 * 2 * 5 + 4 * 3 * 7 + 8 * 3 * 2 * 7
     assert (
@@ -264,16 +263,14 @@ def test_shares_of_errors_count_every_gpu_and_the_largest_of_a_plan():
     ]
     ours, papers = (figure_7.row(mode, found) for mode in figure_7.MODES)
     assert (ours["per_gpu"]["within_2pct"], ours["per_gpu"]["within_11pct"]) == (0.25, 0.5)
-    assert (
-        ours["per_plan"]["num_predictions"] == 2 and ours["per_plan"]["within_2pct"] == 0.5
-    )  # 101 of 100, and 94 of 100
+    # 101 of 100, and 94 of 100.
+    assert ours["per_plan"]["num_predictions"] == 2 and ours["per_plan"]["within_2pct"] == 0.5
     assert ours["per_gpu_not_compiled_before"]["num_predictions"] == 3
     counts = ours["per_gpu"]["count_per_percent_from_minus_25"]
     assert len(counts) == 51 and [counts[i] for i in (0, 25 - 6, 25 + 1, 25 + 20)] == [1, 1, 1, 1]
     assert papers["num_not_predictable"] == 1
-    assert (
-        papers["per_plan"]["num_predictions"] == 1
-    )  # of the first plan, one stage has no prediction
+    # Of the first plan, one stage has no prediction.
+    assert papers["per_plan"]["num_predictions"] == 1
 
 
 def test_figure_6_has_twelve_panels_of_five_configurations():

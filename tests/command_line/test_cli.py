@@ -132,9 +132,8 @@ def test_profile_says_what_it_measured(done):
         [2],
     )
     assert document["failures"] == [] and document["provenance"]["backend"] == "compile:cpu"
-    assert (
-        document["num_measurements"] == (8 + 7 + 1) * 3
-    )  # layers, pairs and one anchor, on one device or either way on two
+    # Layers, pairs and one anchor, on one device or either way on two.
+    assert document["num_measurements"] == (8 + 7 + 1) * 3
     low, high = document["interval_factors"]
     assert 0.5 < low <= 0.995 and 1.005 <= high < 1.5
     assert "compiled" in done.profile.err and "stages in" in done.profile.err
@@ -799,9 +798,8 @@ def test_a_killed_profile_resumes_and_measures_only_what_is_missing(done, tmp_pa
     while len(rows(store)) < 3 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     os.kill(process.pid, signal.SIGKILL)
-    process.communicate(
-        timeout=TIMEOUT_SECONDS
-    )  # returns once the worker, which holds the other end, has ended as well
+    # Returns once the worker, which holds the other end, has ended as well.
+    process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == -signal.SIGKILL
     before = rows(store)
     assert len(before) >= 3

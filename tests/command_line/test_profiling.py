@@ -59,11 +59,12 @@ def test_long_windows_are_measured_at_the_largest_size_alone():
     }
     assert lengths == {8: {1, 2}, 16: {1, 2, 3, 8, 16}}
     assert {c.num_layers for c in window_configs(9, [ONE], [4])} == {1, 2, 3, 8}
+    # Without both ends.
     assert [c.first for c in window_configs(20, [ONE], [16]) if c.num_layers == 16] == [
         1,
         2,
         3,
-    ]  # without both ends
+    ]
     assert [c.first for c in window_configs(17, [ONE], [16]) if c.num_layers == 16] == [0, 1]
 
 
@@ -255,9 +256,8 @@ def test_a_profile_in_this_process_measures_and_calibrates_by_another_seed():
     assert list(totals) == ["optimizer updates", "layer windows", "calibration", "other sizes"]
     assert all((what, done, total) in seen for what, total in totals.items() for done in (0, total))
     rows = len(store)
-    assert (
-        rows == sum(totals.values()) and totals["optimizer updates"] <= 5
-    )  # the end of a step of 1 to 5 equal layers
+    # The end of a step of 1 to 5 equal layers.
+    assert rows == sum(totals.values()) and totals["optimizer updates"] <= 5
     again = profile(
         ProfileQuestion(
             mlp(num_blocks=5),

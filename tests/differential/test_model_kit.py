@@ -149,9 +149,8 @@ def test_a_predictor_that_says_3_percent_less_is_found_out():
     )
     assert any(row.fresh for row in honest)
     assert not any(row.beyond for row in honest)
-    found = [
-        row for row in low if row.beyond
-    ]  # kinds of stages that calibration has not seen have intervals of more than 3 %
+    # Kinds of stages that calibration has not seen have intervals of more than 3 %.
+    found = [row for row in low if row.beyond]
     assert found and all(row.cause for row in found)
     assert summary(low)["num_beyond"] == len(found)
     assert summary(low)["worst_low_fraction"] == pytest.approx(1 / 0.97 - 1, abs=0.005)

@@ -219,9 +219,8 @@ def train_step(workload: Workload, params: Any, batch: Any) -> tuple[jax.Array, 
     return loss, grads, optax.apply_updates(params, updates), state
 
 
-@pytest.mark.parametrize(
-    "model", [model for model in TINY_CLASSES if model != "mingpt"]
-)  # whose blocks are those of gpt
+# Whose blocks are those of gpt.
+@pytest.mark.parametrize("model", [model for model in TINY_CLASSES if model != "mingpt"])
 def test_one_step_of_the_tiny_model(model):
     workload, params, batch = small(model), tiny_params(model), tiny_batch(model)
     assert all(leaf.shape[0] == 4 for leaf in jax.tree.leaves(batch))
@@ -250,9 +249,8 @@ def test_bfloat16_leaves_loss_parameters_and_state_in_float32(model):
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves((grads, new_params)))
     assert all(leaf.dtype in (jnp.float32, jnp.int32) for leaf in jax.tree.leaves(state))
     heavy = dots_and_convolutions(jax.make_jaxpr(workload.loss_fn)(params, batch).jaxpr)
-    assert (
-        sum(dtype == jnp.bfloat16 for dtype in heavy) >= 0.9 * len(heavy) > 0
-    )  # gates of the experts are float32
+    # Gates of the experts are float32.
+    assert sum(dtype == jnp.bfloat16 for dtype in heavy) >= 0.9 * len(heavy) > 0
     assert float(quick_jit(workload.loss_fn)(params, batch)) == pytest.approx(
         math.log(TINY_CLASSES[model]), abs=0.1
     )
@@ -286,9 +284,8 @@ def test_optimizer_state_has_the_published_size():
     adam, gpt_params = state_elements("gpt", "6.7B")
     assert adam == 2 * gpt_params + 1  # two moments and a step count
     adafactor, moe_params = state_elements("moe", "7.1B")
-    assert (
-        adafactor < moe_params / 50
-    )  # a row and a column of each matrix; in full only for attention, whose head_dim is below 128
+    # A row and a column of each matrix; in full only for attention, whose head_dim is below 128.
+    assert adafactor < moe_params / 50
     momentum, resnet_params = state_elements("wide_resnet", "2B")
     assert momentum == resnet_params
 
@@ -365,9 +362,8 @@ def test_top2_gating_against_a_queue(monkeypatch):
 
 def test_balance_loss_is_one_when_uniform_and_counts_in_the_loss(monkeypatch):
     moe = import_model("moe", monkeypatch)
-    gates = jnp.full((1, 4, 4), 0.25 - 1e-3) + 4e-3 * jnp.eye(
-        4
-    )  # each token prefers an expert of its own
+    # Each token prefers an expert of its own.
+    gates = jnp.full((1, 4, 4), 0.25 - 1e-3) + 4e-3 * jnp.eye(4)
     assert float(moe.top2_gating(gates, 2)[1]) == pytest.approx(1.0)
     workload, params, batch = (
         load("moe", "size=tiny&num_layers=1"),

@@ -162,9 +162,8 @@ def test_each_pruning_saves_nodes_and_changes_no_answer():
     }
     assert len({result.plan.seconds_per_example for result in results.values()}) == 1
     nodes = {pruned: result.num_explored for pruned, result in results.items()}
-    assert nodes[False, False] == problem.num_batch_sizes * (
-        2**9 - 2
-    )  # every prefix of eight operators with two modes
+    # Every prefix of eight operators with two modes.
+    assert nodes[False, False] == problem.num_batch_sizes * (2**9 - 2)
     assert (
         nodes[True, True] < min(nodes[True, False], nodes[False, True])
         and max(nodes[True, False], nodes[False, True]) < nodes[False, False]
@@ -187,10 +186,11 @@ def test_a_smaller_batch_wins_where_its_saved_communication_is_worth_more():
     large = Operator("large", "other", 8_000_000_000, 10**9, 0, 0, flops=10**9)
     model = OperatorModel("one", (Block((large,)),), state_bytes_per_parameter_byte=1)
     cheap = ShardingProblem(PaperCost(model, machine(9.5e9)), max_batch_size=2)
+    # Half of 3 / 2 is less than 1.
     assert (cheap.num_batch_sizes, search(cheap).plan.batch_size) == (
         2,
         2,
-    )  # half of 3 / 2 is less than 1
+    )
     gathers_slowly = ShardingProblem(PlantedSlow(cheap.cost), max_batch_size=2)
     plan = search(gathers_slowly).plan
     assert (plan.batch_size, plan.modes) == (1, (DP,))

@@ -91,9 +91,8 @@ def test_default_tie_break_is_bounded_above_64_devices():
     goes."""
     few = pipeline_problem(np.arange(70 * 71).reshape(70, 71), 65)
     assert search(few).tie_break == "full"
-    many = search(
-        pipeline_problem(np.ones((220, 221), np.int64), 120)
-    )  # inside, 101 next layers are possible at each device
+    # Inside, 101 next layers are possible at each device.
+    many = search(pipeline_problem(np.ones((220, 221), np.int64), 120))
     assert (many.tie_break, many.tie_break_columns, many.peak_bytes) == (
         "partial",
         (1 << 20) // (119 * 101 + 2),
@@ -366,9 +365,8 @@ def test_random_plans_are_uniform_over_stage_counts():
     plans = list(islice(random_plans(Cluster((4, 2)), 9, paper_choices(4), seed=1), 3000))
     counts = Counter(map(len, plans))
     assert sorted(counts) == [2, 3, 4, 5, 6]
-    assert (
-        sum((count - 600) ** 2 / 600 for count in counts.values()) < 18.5
-    )  # chi-square, 4 degrees of freedom, p = 0.001
+    # Chi-square, 4 degrees of freedom, p = 0.001.
+    assert sum((count - 600) ** 2 / 600 for count in counts.values()) < 18.5
     two = Counter(
         (plan[0].stop, plan[0].choice, plan[1].choice) for plan in plans if len(plan) == 2
     )

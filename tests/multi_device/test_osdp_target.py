@@ -98,9 +98,8 @@ def test_weights_are_gathered_forwards_and_backwards_and_gradients_scattered(
     compiled, mode, slices
 ):
     sent = compiled[mode]["sent"]
-    assert (
-        sent["all-gather"]["bytes"] == 5 * WEIGHTS
-    )  # the first operator's input needs no gradient
+    # The first operator's input needs no gradient.
+    assert sent["all-gather"]["bytes"] == 5 * WEIGHTS
     assert sent["reduce-scatter"]["bytes"] == 3 * WEIGHTS
     if slices < 16:  # small slices may be joined
         assert (sent["all-gather"]["count"], sent["reduce-scatter"]["count"]) == (

@@ -39,9 +39,8 @@ def test_the_answer_compiles_within_the_limit_where_the_estimate_is_above_it(tmp
     cluster = Cluster((8,), cpu_target(tmp_path))
     workload, options = WorkloadSpec.parse(GPT).load(), {"batch_size": 4, "smallest_bytes": 1024}
     everything = osdp(ShardingQuestion(workload, cluster, 1e9, **options), verify=False)
-    limit = (
-        1.07 * everything.plan.peak_bytes
-    )  # the estimate promises it with what is left to the compiler
+    # The estimate promises it with what is left to the compiler.
+    limit = 1.07 * everything.plan.peak_bytes
     estimated = osdp(ShardingQuestion(workload, cluster, limit, **options), verify=False)
     assert estimated.plan.modes == everything.plan.modes
     assert not estimated.compiled and "(estimated, not compiled: verify=False)" in str(estimated)

@@ -139,9 +139,8 @@ def test_tied_embedding_dropout_and_a_skip_that_passes_through():
     plan = pipeline(
         (1, 1, 1, 1), ((1, 1), (2, 1), (1, 1), (2, 2)), shard_optimizer=True, shard_params=True
     )
-    step = compare(
-        tied(optax.sgd(0.1)), plan
-    )  # the embedding is whole on one device, and in parts on four
+    # The embedding is whole on one device, and in parts on four.
+    step = compare(tied(optax.sgd(0.1)), plan)
     assert step.stages[3].borrowed == (step.traced.graph.stage_params(0, 1)[0],)
     state = step.init_from(params := tied().init(jax.random.key(0)))
     np.testing.assert_array_equal(step.params(state)["unread"], params["unread"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from capture.runtime.meter import measure_heap
 from capture.runtime.pipeline import PipelinedStep, pipeshard
 from capture.step.interface import stage_interface
 from capture.step.pipeline import build_step
-from capture.step.program import Copy, Feed, Free, Run, Step, replay
+from capture.step.program import Copy, Feed, Free, Instruction, Run, Step, replay
 from capture.step.run_ahead import waits
 from tests.synthetic_graphs import chain
 
@@ -39,9 +40,8 @@ class LazyDevices:
         self.users: defaultdict[int, set[int]] = defaultdict(set)
         self.needs: dict[int, set[int]] = {}
         self.unfinished: set[int] = set()
-        self.releases: list[
-            tuple[set[int], int, int]
-        ] = []  # once all of these have finished, on this stage so many bytes
+        # Once all of these have finished, on this stage so many bytes.
+        self.releases: list[tuple[set[int], int, int]] = []
         self.num_issued = 0
         for slot in program.persistent.values():
             self.held[self._stage(slot)] += program.slots[slot].nbytes
@@ -142,9 +142,8 @@ def test_devices_that_are_not_waited_for_hold_more():
     """The model of the worst devices can tell: what each micro-batch makes piles up."""
     program = build_step([STAGE], make_schedule("1f1b", 1, 8))
     (budget,) = booked(program)
-    assert (
-        budget == 2 * 8 + 100 + 100 + 8 * 4
-    )  # parameter and gradient, residuals, temporaries of the backward pass, losses
+    # Parameter and gradient, residuals, temporaries of the backward pass, losses.
+    assert budget == 2 * 8 + 100 + 100 + 8 * 4
     assert most_held(program, waits(program, {0: budget})) == [budget]
     (without,) = most_held(program, [()] * len(program.instructions))
     assert without > 8 * 200
@@ -154,9 +153,8 @@ def test_more_memory_means_fewer_waits():
     program = build_step([STAGE], make_schedule("1f1b", 1, 8))
     counts = [sum(map(len, waits(program, {0: booked(program)[0] * n}))) for n in (1, 2, 4, 100)]
     assert counts == sorted(counts, reverse=True)
-    assert (
-        counts[-1] == len(program.persistent) - 1
-    )  # the state of the step before; its optimizer has none
+    # The state of the step before; its optimizer has none.
+    assert counts[-1] == len(program.persistent) - 1
 
 
 # ---- on devices ----------------------------------------------------------------------------------
@@ -199,16 +197,39 @@ def compiled(layers: Sequence[int]) -> PipelinedStep:
     )
 
 
+@jax.jit
+def late(x: jax.Array) -> jax.Array:
+    """``x``, after some 0.1 s. Products: XLA runs what it thinks cheap, loops of
+    scalars among it, on the thread that dispatches."""
+    ones = jnp.broadcast_to(x[0] * 0 + 1 / 128, (128, 128))
+    return x * jax.lax.fori_loop(0, 1_500, lambda _, y: y @ ones, ones)[0, 0] * 128
+
+
+class Held:
+    """An observer that holds up a step's devices: what the first program reads is ready late. The
+    host can issue the whole step meanwhile, however slow the meter makes it."""
+
+    def __init__(self) -> None:
+        self.is_holding = False
+
+    def __call__(self, instruction: Instruction, slots: list[Any]) -> None:
+        if isinstance(instruction, Run) and not self.is_holding:
+            self.is_holding = True
+            slot = instruction.inputs[0][0]
+            slots[slot] = jax.tree.map(late, slots[slot])
+
+
 def heaps(step: PipelinedStep, num_steps: int) -> tuple[int, list[int], list[float]]:
     """Bytes booked, and added by each step; and the losses."""
     batch = np.linspace(-1, 1, step.plan.global_batch_size * WIDTH, dtype=np.float32).reshape(
         -1, WIDTH
     )
     state = step.init(jax.random.key(0))
-    state, _ = step(state, batch)  # the first makes what lasts: threads, compiled transfers
+    # The first makes what lasts: threads, compiled transfers.
+    state, _ = step(state, batch, observer=Held())
     added, losses, booked_bytes = [], [], 0
     for _ in range(num_steps):
-        state, metrics, heap = measure_heap(step, state, batch)
+        state, metrics, heap = measure_heap(step, state, batch, observer=Held())
         if heap is None:
             pytest.skip("this system's C library has no mallinfo2; glibc 2.33 and newer does")
         booked_bytes = heap.booked_bytes
@@ -219,16 +240,15 @@ def heaps(step: PipelinedStep, num_steps: int) -> tuple[int, list[int], list[flo
 
 def test_the_allocator_gives_out_no_more_than_the_ledger_books():
     """Other work on the machine may hold up the thread that frees what a program used, so the least
-    of some steps counts; and it may hold up the host, which then does not run ahead, so the most of
-    some without the bound."""
+    of some steps counts."""
     step = compiled((4,))
     assert step.bound_run_ahead
     booked_bytes, added, losses = heaps(step, 4)
     assert 0.9 * booked_bytes < min(added) < 1.02 * booked_bytes + OVERHEAD_BYTES
     step.bound_run_ahead = False
-    _, without, same_losses = heaps(step, 16)
+    _, without, same_losses = heaps(step, 4)
     assert max(without) > 1.1 * booked_bytes
-    assert losses == same_losses[:4]
+    assert losses == same_losses
 
 
 def test_devices_that_send_to_each_other_hold_no_more_together_than_is_booked_for_each():

@@ -242,9 +242,8 @@ def test_runs_above_the_limit_are_named_and_what_they_alone_give_is_missing(
         limited, PlanQuestion(CLUSTER, global_batch_size=16, num_microbatches=8, mode="paper")
     ).plan
     assert plan is not None
-    assert [stage.num_devices for stage in plan.stages] == [
-        2
-    ]  # stages on one device have no statistics
+    # Stages on one device have no statistics.
+    assert [stage.num_devices for stage in plan.stages] == [2]
     with pytest.raises(ProfileError) as error:
         profile(
             ProfileQuestion(TINY, CLUSTER, backend="run", memory_limit_bytes=10, **TARGETS),
@@ -254,9 +253,8 @@ def test_runs_above_the_limit_are_named_and_what_they_alone_give_is_missing(
 
 
 def test_a_run_above_the_limit_is_not_made_and_compiled_once(executed, monkeypatch, executions):
-    monkeypatch.setattr(
-        capture.profiler.run, "measure_step", None
-    )  # calling it would fail in another way
+    # Calling it would fail in another way.
+    monkeypatch.setattr(capture.profiler.run, "measure_step", None)
     backend = RunBackend(TINY, memory_limit_bytes=limit_of_one_layer(executed))
     first = backend.measure(ONE_RUN)
     assert "needs " in first.failures[0]

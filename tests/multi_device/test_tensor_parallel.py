@@ -472,9 +472,8 @@ def test_gradients_match_one_device(fn, params, shape, expected):
         jax.tree.leaves(jax.jit(lambda p, x: _gradients(fn, p, x))(values, x)),
         strict=True,
     ):
-        scale = max(
-            float(np.abs(wanted).max()), 1.0
-        )  # the gradient of a key bias is a sum of ones that cancel
+        # The gradient of a key bias is a sum of ones that cancel.
+        scale = max(float(np.abs(wanted).max()), 1.0)
         assert float(np.abs(np.array(got) - np.array(wanted)).max()) <= 1e-5 * scale
     if expected is not None:
         assert counts == expected

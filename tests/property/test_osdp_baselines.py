@@ -42,11 +42,12 @@ def test_a_pipeline_needs_as_many_layers_as_devices():
 
 def test_layers_and_stages():
     layers = layers_of(SMALL)
+    # The embedding with the first, the head with the last.
     assert [len(layer) for layer in layers] == [
         3,
         *[2] * 6,
         3,
-    ]  # the embedding with the first, the head with the last
+    ]
     weights = [sum(operator.flops for operator in layer) for layer in layers]
     for num_stages in (1, 3, 4, 8):
         stages = [stage.operators for stage in stages_of(SMALL, num_stages)]

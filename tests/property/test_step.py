@@ -288,9 +288,8 @@ def test_1f1b_never_needs_more_than_gpipe_but_for_what_waits(stages, num_microba
     )
     for s, (every, few) in enumerate(zip(gpipe, one, strict=True)):
         stage = StageBytes(stages, s)
-        assert (
-            few <= every + 2 * stage.received
-        )  # an input may wait, and another arrive while gradients leave
+        # An input may wait, and another arrive while gradients leave.
+        assert few <= every + 2 * stage.received
 
 
 # ---- by hand -------------------------------------------------------------------------------------

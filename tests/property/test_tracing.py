@@ -229,9 +229,8 @@ def check_composition(name, model: TracedModel, cuts: list[int], remats: list[st
 
 
 def compiled(function):
-    return jax.jit(
-        function, compiler_options={"xla_backend_optimization_level": 0}
-    )  # compiling is what these tests wait for
+    # Compiling is what these tests wait for.
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @pytest.mark.parametrize("case", COMPOSED, ids=case_id)

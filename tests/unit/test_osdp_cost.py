@@ -68,16 +68,13 @@ def test_gathering_is_transient_and_falls_with_the_slices():
     assert cost_of(model, DP)[1] == passing
     assert cost_of(model, ZDP)[1] == passing + 2 * 8_000_000
     assert cost_of(model, Mode(4, 4))[1] == passing + 2 * 2_000_000
-    adding = cost_of(StepCost(MODEL, EIGHT, (1000,)), Mode(1000, 1000), 200)[
-        1
-    ]  # forwards: two results, before the gradient of the input
+    # Forwards: two results, before the gradient of the input.
+    adding = cost_of(StepCost(MODEL, EIGHT, (1000,)), Mode(1000, 1000), 200)[1]
     assert adding == 50 + 8000 + 200 * 2 * 2000
-    assert (
-        cost_of(replace(model, overlap_fraction=1.0), ZDP)[1] == passing + 3 * 8_000_000
-    )  # the next one is gathered meanwhile
-    rematerialised = cost_of(replace(model, remat=True), ZDP)[
-        1
-    ]  # where the input's gradient takes the place of the input
+    # The next one is gathered meanwhile.
+    assert cost_of(replace(model, overlap_fraction=1.0), ZDP)[1] == passing + 3 * 8_000_000
+    # Where the input's gradient takes the place of the input.
+    rematerialised = cost_of(replace(model, remat=True), ZDP)[1]
     assert rematerialised == 50 + 2 * 8_000_000 + 2 * 2000
 
 
@@ -85,9 +82,8 @@ def test_gathers_of_fewer_bits_are_smaller_and_faster_and_replicated_operands_ma
     model, half = StepCost(MODEL, EIGHT), replace(PRODUCT, gathered_fraction=0.5, fused_bytes=800)
     whole, less = model.cost(PRODUCT, ZDP, 2), model.cost(half, ZDP, 2)
     assert whole.transient_bytes - less.transient_bytes == 4_000_000  # the gradient is as before
-    assert whole.seconds - less.seconds == pytest.approx(
-        14 * 5e5 / 4.5e9
-    )  # of 21 steps, the 14 of two gathers
+    # Of 21 steps, the 14 of two gathers.
+    assert whole.seconds - less.seconds == pytest.approx(14 * 5e5 / 4.5e9)
     assert (whole.resident_bytes, model.cost(PRODUCT, DP, 2).resident_bytes) == (
         less.resident_bytes,
         model.cost(half, DP, 2).resident_bytes + 2 * 800,
@@ -109,9 +105,8 @@ def test_slices_pay_latencies_and_additions():
     model = StepCost(MODEL, EIGHT, (1, 4))
     whole, split = cost_of(model, ZDP)[2], cost_of(model, Mode(4, 4))[2]
     assert split - whole == pytest.approx(21 * 3 * 1e-4 + 3 * 3 * 2 * 2000 / 5e11)
-    half = cost_of(model, Mode(4, 2))[
-        2
-    ]  # two slices in ZDP mode one by one, the other two together
+    # Two slices in ZDP mode one by one, the other two together.
+    half = cost_of(model, Mode(4, 2))[2]
     expected = (
         14 * (1e-4 + 5e5 / 4.5e9)
         + 2 * 21 * (1e-4 + 2.5e5 / 4.5e9)
@@ -143,10 +138,11 @@ def test_two_nodes():
     two = machine(8e9, num_nodes=2, per_node=4)
     model = StepCost(MODEL, two)
     assert model.modes(PRODUCT) == (DP, ZDP, Mode(1, 1, 4))
+    # A quarter of the array crosses, half of it at a time.
     inside, between = (
         3 * (1e-4 + 2e6 / 4.5e9),
         2e-4 + 1e6 / 1.5e9,
-    )  # a quarter of the array crosses, half of it at a time
+    )
     assert cost_of(model, DP)[2] == pytest.approx(2 * (inside + between) + 2 * GAMMA)
     assert cost_of(model, ZDP)[2] == pytest.approx(3 * (inside + between) + 2 * GAMMA)
     assert cost_of(model, Mode(1, 1, 4))[2] == pytest.approx(3 * inside + 2 * between + 2 * GAMMA)

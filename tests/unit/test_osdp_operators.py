@@ -95,9 +95,8 @@ def test_values_that_two_operators_save_count_once():
     first, second, third = traced_operators(workload, "shared").model.operators
     assert first.activation_bytes == 4 * D  # what comes before the sine; its input is a batch leaf
     assert second.activation_bytes == 4 * D  # x
-    assert (
-        third.activation_bytes == 2 * 4 * D
-    )  # the factors of the product, each made by one of the two
+    # The factors of the product, each made by one of the two.
+    assert third.activation_bytes == 2 * 4 * D
 
 
 @pytest.mark.parametrize(("precision", "item"), [(None, 2), ("highest", 4)])
@@ -121,14 +120,16 @@ def test_a_tpu_gathers_and_keeps_what_only_products_read_in_bfloat16_and_fuses_o
     )
     assert [o.activation_bytes for o in on_gpu.model.operators] == [4 * D + 4, 2 * 4 * D]
     first, second = on_tpu.model.operators
+    # The result of the product and its sum.
     assert (first.activation_bytes, first.fused_bytes) == (
         4 * D + 4,
         0,
-    )  # the result of the product and its sum
+    )
+    # Its operand: the sum keeps it from being fused.
     assert (second.activation_bytes, second.fused_bytes) == (
         item * D + 4 * D,
         0,
-    )  # its operand: the sum keeps it from being fused
+    )
     assert [o.gathered_fraction for o in on_tpu.sharded_over(2, 0).operators] == [
         item / 4,
         item / 4,
@@ -230,9 +231,8 @@ def test_labels_are_looked_up_in_memory_and_their_gradient_is_as_large():
         optax.sgd(1e-3),
     )
     (head,) = traced_operators(workload, "head").model.operators
-    assert (
-        head.output_bytes == 64 * 2 and head.backward_bytes == 64 * 4 + 64 * 4 + 4
-    )  # log-probabilities, their gradient, that of the result
+    # Log-probabilities, their gradient, that of the result.
+    assert head.output_bytes == 64 * 2 and head.backward_bytes == 64 * 4 + 64 * 4 + 4
 
 
 def test_a_remat_region_holds_its_inputs_and_has_the_rest_computed_again():

@@ -273,9 +273,8 @@ def test_parts_sum_to_the_peak_and_layers_to_the_parts(schedule):
                     category
                 )
             assert all(nbytes > 0 for layer in predicted.layers_bytes for nbytes in layer.values())
-            assert not any(
-                "received activations" in layer for layer in predicted.layers_bytes[1:]
-            )  # what passes belongs to the border
+            # What passes belongs to the border.
+            assert not any("received activations" in layer for layer in predicted.layers_bytes[1:])
             assert not any("received gradients" in layer for layer in predicted.layers_bytes[:-1])
 
 
@@ -308,9 +307,8 @@ def test_anchors_correct_the_sum_and_the_drift_between_them_is_a_line():
     assert total[3] == 30  # measured windows stay
     assert drift[0, 0, 5] == pytest.approx(16 * (5 - 3) / (8 - 3))
     assert drift[0, 0, 12] == pytest.approx((16 + 40) / 2)
-    assert drift[0, 0, 20] == pytest.approx(
-        40 + 4 * (40 - 16) / 8
-    )  # beyond the last, on with its slope
+    # Beyond the last, on with its slope.
+    assert drift[0, 0, 20] == pytest.approx(40 + 4 * (40 - 16) / 8)
     assert drift[0, 7, 13] == pytest.approx(16 * 3 / 5)
     assert np.isnan(table[0, 5, :6]).all()
 
@@ -581,10 +579,11 @@ def test_temporaries_of_a_stage_that_was_not_compiled_may_be_more_than_their_sum
     """The rest of its bytes is known better than that."""
     planted = Planted(6, 8)
     profile = planted.profile([ONE], errors=[0.0] * 20)
+    # Windows have one or two layers.
     for layers, fraction in (
         ([6], UNSEEN_TEMPORARIES_FRACTION),
         ([2, 2, 2], 0.0),
-    ):  # windows have one or two layers
+    ):
         for stage in (
             AdditivePredictor(profile).predict(make_plan(layers, [ONE] * len(layers))).stages
         ):
@@ -640,9 +639,10 @@ def test_the_papers_sum_of_m_a_and_its_straight_line():
 def test_the_papers_logarithm_over_the_degree_with_a_plus_b_over_k_as_option():
     both = {(StageChoice(2, 1), 8): (600, 0), (StageChoice(4, 1), 8): (400, 0), (ONE, 8): (1000, 0)}
     assert PaperPredictor(statistics(both)).peaks(StageChoice(8, 1), 8)[0, 1] == pytest.approx(200)
+    # Reading C-h.
     assert PaperPredictor(statistics(both)).peaks(StageChoice(32, 1), 8)[0, 1] == pytest.approx(
         -200
-    )  # reading C-h
+    )
     assert PaperPredictor(statistics(both), fit="inverse").peaks(StageChoice(8, 1), 8)[
         0, 1
     ] == pytest.approx(300)
@@ -741,9 +741,8 @@ def test_runs_are_made_for_degrees_that_the_cluster_and_the_batch_have():
     assert degrees(num_devices=16, microbatch_size=2) == [(1, 1), (2, 1), (1, 2), (1, 4)]
     stages = [len(run.partitionings[0]) for run in paper_runs(32, 16, 16)]
     assert stages == [16, 8, 4, 8, 4]
-    assert {len(run.partitionings[0]) for run in paper_runs(4, 4, 16)} == {
-        3
-    }  # four stages would add no layer to another
+    # Four stages would add no layer to another.
+    assert {len(run.partitionings[0]) for run in paper_runs(4, 4, 16)} == {3}
     assert (
         profile_batches(16) == (4, 8) and profile_batches(2) == (1,) and profile_batches(1) == (1,)
     )

@@ -27,9 +27,8 @@ from recommender.capture.verified import recommend_verified
 
 BATCH = {"global_batch_size": 128, "num_microbatches": 8}
 CLUSTER = Cluster((1, 1, 1, 1))
-LOSSES = (
-    4 * BATCH["num_microbatches"]
-)  # bytes: the losses of a step, which the predictor's formula leaves out
+# Bytes: the losses of a step, which the predictor's formula leaves out.
+LOSSES = 4 * BATCH["num_microbatches"]
 
 
 class Compiler:

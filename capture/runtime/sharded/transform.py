@@ -136,9 +136,8 @@ class _Runner:
             [inputs[i] for i in others],
             env[_TOKEN],
         )
-        if (
-            op not in self.differentiated
-        ):  # or the token would take it backwards, with gradients of 0
+        # Or the token would take it backwards, with gradients of 0.
+        if op not in self.differentiated:
             arrays, given, token = lax.stop_gradient((arrays, given, token))
         results, token, first = run_gathered(
             [source for i in sharded for source in inputs[i].sources],

@@ -144,9 +144,8 @@ def _power(step: Step, states: Sequence[State]) -> State:
 
 
 def _linear(step: Step, states: Sequence[State]) -> list[State]:
-    if len(states) > 1 and len(step.one.outvars) == len(
-        states
-    ):  # optimization_barrier and the like: each by itself
+    # Optimization_barrier and the like: each by itself.
+    if len(states) > 1 and len(step.one.outvars) == len(states):
         return list(states)
     if len(states) == 1:
         return [states[0]]
@@ -356,9 +355,8 @@ def _gather(step: Step, states: Sequence[State]) -> State:
                 != index_dim
             ):
                 return elsewhere
-        elif (
-            dim in numbers.collapsed_slice_dims
-        ):  # x[arange(batch_size), ...]: each example reads itself
+        elif dim in numbers.collapsed_slice_dims:
+            # x[arange(batch_size), ...]: each example reads itself.
             own = (
                 indices.columns
                 if indices.kind is Kind.ADDRESS
