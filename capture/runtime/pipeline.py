@@ -361,6 +361,18 @@ class PipelinedStep:
         layout = partial(layout_of, self.program, self.stages)
         return BoundStep(self.program, stage_calls(self.program, self.stages), layout)
 
+    @cached_property
+    def _state_shardings(self) -> dict[str, list[Any]]:
+        found: dict[str, list[Any]] = {}
+        for s, stage in enumerate(self.stages):
+            params = [stage.param_sharding(p) for p in stage.owned]
+            state = [stage.state_sharding(k) for k in stage.optimizer.state]
+            found |= {f"params@{s}": params, f"gradients@{s}": params, f"optimizer@{s}": state}
+            for p in stage.borrowed:
+                sharding = [stage.param_sharding(p)]
+                found |= {f"param{p}@{s}": sharding, f"gradient{p}@{s}": sharding}
+        return found
+
     def _check_state(self, state: PipelineState) -> None:
         """Refuse what would fail deep inside JAX: a state of another plan, or one that a step has
         already taken over."""
@@ -372,6 +384,16 @@ class PipelinedStep:
                 "step.restore(other.params(state), other.optimizer_state(state), state.num_steps).",
                 "run-state",
             )
+        for name, arrays in state.slots.items():
+            for array, sharding in zip(arrays, self._state_shardings[name], strict=True):
+                # What a step returns has the very object; the comparison takes longer.
+                if array.sharding is not sharding and array.sharding != sharding:
+                    raise ExecutionError.of(
+                        f"an array of the state's {name} lies as {array.sharding} and the plan's "
+                        f"as {sharding}; leave the arrays of a state where the step put them, or "
+                        "take them up anew with step.restore.",
+                        "run-state",
+                    )
         if any(array.is_deleted() for arrays in state.slots.values() for array in arrays):
             raise ExecutionError.of(
                 "the state was already taken over by a step, which donates its arrays; go on with "
