@@ -3,6 +3,7 @@ step(state, batch)``."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -58,9 +59,12 @@ class StepMetrics:
 
     Attributes:
         losses: Per micro-batch, still on the device; ``loss`` waits for them.
+        dispatch_seconds: Processor time of the calling thread, which issues the instructions; what
+            it waited for devices is not in it.
     """
 
     losses: list[jax.Array]
+    dispatch_seconds: float
 
     @property
     def loss(self) -> float:
@@ -345,8 +349,10 @@ class PipelinedStep:
         observer: Observer | None,
         stop: int | None = None,
     ) -> tuple[PipelineState, StepMetrics]:
+        bound = self._bound
+        start = time.thread_time()
         self._check_state(state)
-        slots, losses = self._bound(
+        slots, losses = bound(
             state.slots,
             split_microbatches(self.traced, self.plan.num_microbatches, batch, key),
             stop=stop,
@@ -354,7 +360,8 @@ class PipelinedStep:
             observer=observer,
         )
         num_steps = state.num_steps + (stop is None)
-        return PipelineState(slots, num_steps, state.unused), StepMetrics(losses)
+        metrics = StepMetrics(losses, time.thread_time() - start)
+        return PipelineState(slots, num_steps, state.unused), metrics
 
     @cached_property
     def _bound(self) -> BoundStep:
