@@ -1,12 +1,15 @@
 """What the native runtime costs beside the work it dispatches, on virtual CPU devices.
 
-Three questions, each answered by medians of one run of this script on the same cores:
+Four questions, each answered by medians of one run of this script on the same cores:
 
 * step: a pipelined step against one jitted single-device step that accumulates the same
   micro-batches and updates once. All virtual devices share the cores, so a pipeline can at best be
   as fast; the ratio is the cost of cutting the program and of dispatching it.
 * dispatch: how long the host thread is busy per task (one forward pass and the transfer of its
   outputs), with the devices idle, against the bare compiled call and the bare reshard.
+* dispatching thread: processor time of the calling thread for a step of the smallest programs, four
+  stages and eight micro-batches, by JAX's private parts (``capture.runtime.fast_paths``) and by its
+  public ones.
 * run-ahead: a step whose host waits where devices would hold more than is booked (as on CPU by
   default) against one whose host never waits, and one that waits for every instruction; seconds,
   and what malloc gives out against what is booked.
@@ -23,7 +26,8 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -44,6 +48,7 @@ from capture.machine.cluster import Cluster  # noqa: E402
 from capture.model.workload import WorkloadProtocol, WorkloadSpec  # noqa: E402
 from capture.plan.choices import StageChoice  # noqa: E402
 from capture.plan.stages import Plan, Stage  # noqa: E402
+from capture.runtime import fast_paths  # noqa: E402
 from capture.runtime.meter import measure_heap  # noqa: E402
 from capture.runtime.pipeline import PipelinedStep, pipeshard  # noqa: E402
 from capture.runtime.reshard import plan_reshard  # noqa: E402
@@ -288,6 +293,48 @@ def _group_sizes(step: PipelinedStep, run: Run) -> list[tuple[int, ...]]:
     return [stage.params, *run.inputs[1:]]
 
 
+def measure_dispatching_thread(num_steps: int) -> list[dict[str, Any]]:
+    """The two ways in turn, so that they meet the same load of the machine."""
+    workload = WorkloadSpec.parse(GPT + "&seq_len=8").load()
+    log("dispatching thread: compiling")
+    plan = replace(make_plan(PLANS["four one-device stages"], 8), num_microbatches=8)
+    batch = jax.tree.map(np.asarray, workload.batch(jax.random.key(1), GLOBAL_BATCH_SIZE))
+    private = pipeshard(workload, plan)
+    ways = {"private": private, "public": pipeshard(workload, plan)}
+    states = {way: step.init(jax.random.key(0)) for way, step in ways.items()}
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for count in range(num_steps + 2):
+        for way, step in ways.items():
+            with public_parts_only() if way == "public" and not count else nullcontext():
+                states[way], metrics = step(states[way], batch)
+            jax.block_until_ready((states[way], metrics.losses))
+            if count > 1:  # the first calls are checked
+                times[way].append(metrics.dispatch_seconds)
+    seconds = {way: median(found) for way, found in times.items()}
+    return [
+        {
+            "plan": "four one-device stages",
+            "num_microbatches": plan.num_microbatches,
+            "num_instructions": len(private.program.instructions),
+            "num_steps": num_steps,
+            **{f"{way}_seconds": found for way, found in seconds.items()},
+            **{f"{way}_seconds_least": min(found) for way, found in times.items()},
+            "ratio": seconds["private"] / seconds["public"],
+        }
+    ]
+
+
+@contextmanager
+def public_parts_only() -> Iterator[None]:
+    """What is bound meanwhile calls JAX's public parts."""
+    found = fast_paths._fast_call, fast_paths._batched_device_put
+    fast_paths._fast_call, fast_paths._batched_device_put = lambda compiled: None, None
+    try:
+        yield
+    finally:
+        fast_paths._fast_call, fast_paths._batched_device_put = found
+
+
 #: What the host waits for before an instruction: (``step.bound_run_ahead``, whether an observer
 #: waits for all that came before).
 RUN_AHEAD = {
@@ -371,6 +418,12 @@ def print_table(document: dict[str, Any]) -> None:
             f"{row['single_device_step_seconds'] * 1e3:7.1f} ms"
         )
         log(f"{row['workload']:24} {row['plan']:24} {times} {row['ratio']:6.2f}")
+    for row in document["dispatching_thread"]:
+        log(
+            f"\ndispatching thread, {row['plan']}, {row['num_microbatches']} micro-batches: "
+            f"{row['private_seconds'] * 1e3:.1f} ms a step, "
+            f"{row['public_seconds'] * 1e3:.1f} ms by public parts, ratio {row['ratio']:.2f}"
+        )
     log(
         f"\nrun-ahead: seconds, and malloc of booked\n{'workload':24} {'plan':24}"
         + "".join(f" {way:>26}" for way in RUN_AHEAD)
@@ -425,6 +478,7 @@ def main() -> None:
         "global_batch_size": GLOBAL_BATCH_SIZE,
         "num_microbatches": NUM_MICROBATCHES,
         "steps": [row for name in names for row in measure_steps(name, num_steps)],
+        "dispatching_thread": measure_dispatching_thread(5 * num_steps),
         "run_ahead": [row for name in names for row in measure_run_ahead(name, num_steps)],
         "dispatch": [row for name in list(PLANS)[1:] for row in measure_dispatch(name, num_steps)],
     }

@@ -19,6 +19,7 @@ from capture.cli.output import emit, say, table
 from capture.plan.kinds import load_plan
 from capture.plan.sharding import ShardingPlan
 from capture.quantities import format_bytes
+from capture.report.units import format_seconds
 
 NAME = "run"
 HELP = "execute a plan on the devices of this machine"
@@ -91,6 +92,12 @@ def as_text(document: dict[str, Any]) -> str:
         lines.append(
             f"an ordinary step added {added} to malloc's bytes, all devices together; at most "
             f"{booked} are booked"
+        )
+    dispatch = document.get("dispatch_seconds")
+    if dispatch is not None:
+        lines.append(
+            f"issuing a step's instructions takes {format_seconds(dispatch)} of one core (median "
+            "of the steps without a meter)"
         )
     if not document["is_target"]:
         lines.append(

@@ -18,12 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from capture.runtime.fast_paths import Put, to_devices
 from capture.runtime.reshard import plan_reshard, reshard
 from capture.step.program import Copy, Feed, Free, Instruction, Run, Slot, Step, Wait, replay
 from capture.step.run_ahead import waits
 
-Call = Callable[..., Sequence[list[jax.Array]]]
-"""A program: takes one list of arrays per group of inputs, returns one per output slot."""
+Call = Callable[[list[jax.Array]], Sequence[list[jax.Array]]]
+"""A program: takes the arrays of its inputs in one list, group by group; returns a list per output
+slot."""
 
 Layout = Callable[[Slot], Sequence[jax.ShapeDtypeStruct]]
 """The arrays of a slot: shape, dtype and sharding, its memory kind included."""
@@ -139,14 +141,17 @@ class BoundStep:
         The call itself deletes only what XLA reuses, and it may reuse a residual of the same shape
         for the new gradients instead of the old.
         """
-        gathers = [_gather(group) for group in run.inputs]
+        inputs = [slot for group in run.inputs for slot in group]
         donated, outputs = run.donated, run.outputs
         consumed = [slot for slot in donated if slot in self._persistent]
         reported = [slot for slot in outputs if slot in self._reported]
 
         def action(frame: Frame) -> None:
             slots = frame.slots
-            results = call(*[gather(slots) for gather in gathers])
+            flat: list[Any] = []
+            for slot in inputs:
+                flat += slots[slot]  # type: ignore[arg-type]  # alive, by the step's check
+            results = call(flat)
             for slot in consumed:
                 _delete(slots[slot])
             for slot in donated:
@@ -173,17 +178,11 @@ class BoundStep:
 
 
 def to_device(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """A host array or a random key on the devices, in buffers of their own.
-
-    On CPU ``jax.device_put`` aliases aligned host memory, ``may_alias=False`` or not (jax 0.10.2
-    and 0.12): without the copy, a caller that refills its batch would change a step that is still
-    running.
-    """
-    return (
-        reshard(leaf, sharding)
-        if isinstance(leaf, jax.Array)
-        else jax.device_put(np.array(leaf), sharding)
-    )
+    """A host array or a random key on the devices, in buffers of their own."""
+    if isinstance(leaf, jax.Array):
+        return reshard(leaf, sharding)
+    array = np.asarray(leaf)
+    return to_devices(jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding))(array)
 
 
 def to_host(array: jax.Array) -> Any:
@@ -226,13 +225,21 @@ def _ready(frame: Frame, slot: int) -> None:
 
 def _bind_feed(feed: Feed, structs: Sequence[jax.ShapeDtypeStruct]) -> Action:
     slot, microbatch = feed.slot, feed.microbatch
-    placements = [(b, struct.sharding) for b, struct in zip(feed.batch, structs, strict=True)]
+    puts = [(b, _put(struct)) for b, struct in zip(feed.batch, structs, strict=True)]
 
     def action(frame: Frame) -> None:
         leaves = frame.microbatches[microbatch]
-        frame.slots[slot] = [to_device(leaves[b], sharding) for b, sharding in placements]
+        frame.slots[slot] = [put(leaves[b]) for b, put in puts]
 
     return action
+
+
+def _put(struct: jax.ShapeDtypeStruct) -> Put:
+    sharding = struct.sharding
+    assert sharding is not None
+    if jnp.issubdtype(struct.dtype, jax.dtypes.prng_key):
+        return lambda key: reshard(key, sharding)
+    return to_devices(struct)
 
 
 def _bind_copy(
@@ -258,11 +265,3 @@ def _delete(arrays: Sequence[jax.Array] | None) -> None:
     for array in arrays or ():
         if not array.is_deleted():
             array.delete()
-
-
-def _gather(group: tuple[int, ...]) -> Callable[[list[Any]], list[Any]]:
-    """Reads the arrays of some slots into one list; that of a single slot serves as it is."""
-    if len(group) == 1:
-        (only,) = group
-        return lambda slots: slots[only]
-    return lambda slots: [array for slot in group for array in slots[slot]]

@@ -3,6 +3,7 @@ step(state, batch)``."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -58,9 +59,12 @@ class StepMetrics:
 
     Attributes:
         losses: Per micro-batch, still on the device; ``loss`` waits for them.
+        dispatch_seconds: Processor time of the calling thread, which issues the instructions; what
+            it waited for devices is not in it.
     """
 
     losses: list[jax.Array]
+    dispatch_seconds: float
 
     @property
     def loss(self) -> float:
@@ -345,8 +349,10 @@ class PipelinedStep:
         observer: Observer | None,
         stop: int | None = None,
     ) -> tuple[PipelineState, StepMetrics]:
+        bound = self._bound
+        start = time.thread_time()
         self._check_state(state)
-        slots, losses = self._bound(
+        slots, losses = bound(
             state.slots,
             split_microbatches(self.traced, self.plan.num_microbatches, batch, key),
             stop=stop,
@@ -354,12 +360,25 @@ class PipelinedStep:
             observer=observer,
         )
         num_steps = state.num_steps + (stop is None)
-        return PipelineState(slots, num_steps, state.unused), StepMetrics(losses)
+        metrics = StepMetrics(losses, time.thread_time() - start)
+        return PipelineState(slots, num_steps, state.unused), metrics
 
     @cached_property
     def _bound(self) -> BoundStep:
         layout = partial(layout_of, self.program, self.stages)
         return BoundStep(self.program, stage_calls(self.program, self.stages), layout)
+
+    @cached_property
+    def _state_shardings(self) -> dict[str, list[Any]]:
+        found: dict[str, list[Any]] = {}
+        for s, stage in enumerate(self.stages):
+            params = [stage.param_sharding(p) for p in stage.owned]
+            state = [stage.state_sharding(k) for k in stage.optimizer.state]
+            found |= {f"params@{s}": params, f"gradients@{s}": params, f"optimizer@{s}": state}
+            for p in stage.borrowed:
+                sharding = [stage.param_sharding(p)]
+                found |= {f"param{p}@{s}": sharding, f"gradient{p}@{s}": sharding}
+        return found
 
     def _check_state(self, state: PipelineState) -> None:
         """Refuse what would fail deep inside JAX: a state of another plan, or one that a step has
@@ -372,6 +391,16 @@ class PipelinedStep:
                 "step.restore(other.params(state), other.optimizer_state(state), state.num_steps).",
                 "run-state",
             )
+        for name, arrays in state.slots.items():
+            for array, sharding in zip(arrays, self._state_shardings[name], strict=True):
+                # What a step returns has the very object; the comparison takes longer.
+                if array.sharding is not sharding and array.sharding != sharding:
+                    raise ExecutionError.of(
+                        f"an array of the state's {name} lies as {array.sharding} and the plan's "
+                        f"as {sharding}; leave the arrays of a state where the step put them, or "
+                        "take them up anew with step.restore.",
+                        "run-state",
+                    )
         if any(array.is_deleted() for arrays in state.slots.values() for array in arrays):
             raise ExecutionError.of(
                 "the state was already taken over by a step, which donates its arrays; go on with "

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -357,7 +357,7 @@ class StagePrograms(StageLayout):
     @cached_property
     def update(self) -> Executable:
         """(params, state, gradients, borrowed gradients, arrived, summaries) -> (params, state,
-        cleared gradients, cleared borrowed)."""
+        cleared gradients, cleared borrowed), the latter two unless ``clear`` makes them."""
         borrowed = self.param_structs(self.borrowed)
         others = [s for s in self.optimizer.siblings if s is not self.optimizer]
         summaries = [self.summary_structs(s.summary) for s in others] if self.summarize else []
@@ -366,19 +366,16 @@ class StagePrograms(StageLayout):
         out = tuple([struct.sharding for struct in group] for group in groups)
         if not self._compiler.clears_apart:
             return self._compile(self._update, args, (0, 1, 2, 3), out)
-        update = self._compile(self._update, args, (0, 1), out[:2])
-        clear = self._compile(self._clear, groups[2:], (0, 1), out[2:])
+        return self._compile(self._update, args, (0, 1), out[:2])
 
-        def call(params, state, gradients, borrowed, arrived, summaries):
-            results = update.call(params, state, gradients, borrowed, arrived, summaries)
-            return (*results, *clear.call(gradients, borrowed))
-
-        return replace(
-            update,
-            call=call,
-            outputs=(*update.outputs, *clear.outputs),
-            transient_bytes=max(update.transient_bytes, clear.transient_bytes),
-        )
+    @cached_property
+    def clear(self) -> Executable | None:
+        """(gradients, borrowed gradients) -> zeros, where the update leaves them as they are."""
+        if not self._compiler.clears_apart:
+            return None
+        groups = (self.param_structs(self.owned), self.param_structs(self.borrowed))
+        out = tuple([struct.sharding for struct in group] for group in groups)
+        return self._compile(self._clear, groups, (0, 1), out)
 
     @cached_property
     def cost(self) -> StageCost:
@@ -388,9 +385,10 @@ class StagePrograms(StageLayout):
     @cached_property
     def update_cost(self) -> UpdateCost:
         """What the compiler says of the end of a step, which does not depend on the micro-batch."""
-        update, summarize = self.update, self.summarize
+        update, clear, summarize = self.update, self.clear, self.summarize
+        cleared_bytes = 0 if clear is None else clear.transient_bytes
         return UpdateCost(
-            update_bytes=update.transient_bytes,
+            update_bytes=max(update.transient_bytes, cleared_bytes),
             optimizer_bytes=sum(map(shard_bytes, self.state_structs())),
             summarize_bytes=summarize.transient_bytes if summarize else 0,
             summary_bytes=sum(map(shard_bytes, summarize.outputs)) if summarize else 0,

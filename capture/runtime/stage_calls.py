@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from capture.runtime.dispatch import Call
+from capture.runtime.fast_paths import flat_call
 from capture.runtime.programs import StagePrograms
 from capture.step.program import Run, Slot, Step
 
@@ -42,21 +43,27 @@ def layout_of(step: Step, stages: Sequence[StagePrograms], slot: Slot) -> list[A
 
 
 def _forward(stage: StagePrograms) -> Call:
-    call = stage.forward.call
+    call, num_outputs = flat_call(stage.forward.call), len(stage.layers.outputs)
 
-    def forward(params, inputs, batch):
-        outputs, residuals = call(params, inputs, batch)
-        return [*([output] for output in outputs), residuals]
+    def forward(flat):
+        results = call(flat)
+        return [*([output] for output in results[:num_outputs]), results[num_outputs:]]
 
     return forward
 
 
 def _backward(stage: StagePrograms) -> Call:
-    call, num_owned = stage.backward.call, len(stage.owned)
+    call = flat_call(stage.backward.call)
+    num_inputs = len(stage.differentiable_inputs)
+    num_own = num_inputs + len(stage.owned)
 
-    def backward(*groups):
-        gradients, accumulated = call(*groups)
-        owned, borrowed = accumulated[:num_owned], accumulated[num_owned:]
+    def backward(flat):
+        results = call(flat)
+        gradients, owned, borrowed = (
+            results[:num_inputs],
+            results[num_inputs:num_own],
+            results[num_own:],
+        )
         return [*([array] for array in gradients), owned, *([array] for array in borrowed)]
 
     return backward
@@ -64,22 +71,26 @@ def _backward(stage: StagePrograms) -> Call:
 
 def _summarize(stage: StagePrograms) -> Call:
     assert stage.summarize is not None
-    call = stage.summarize.call
-    return lambda *groups: [call(*groups)]
+    call = flat_call(stage.summarize.call)
+    return lambda flat: [call(flat)]
 
 
 def _update(stage: StagePrograms) -> Call:
     """The values of other stages arrive one after the other; parameters that no stage reads are the
     last, and send none."""
-    call = stage.update.call
-    others = [s for s in stage.optimizer.siblings if s is not stage.optimizer]
-    counts = [len(other.summary) for other in others] if stage.summarize else []
+    call = flat_call(stage.update.call)
+    clear = None if stage.clear is None else flat_call(stage.clear.call)
+    num_params, num_state = len(stage.owned), len(stage.optimizer.state)
+    gradients = slice(num_params + num_state, 2 * num_params + num_state + len(stage.borrowed))
 
-    def update(params, state, gradients, borrowed, arrived, summaries):
-        values = iter(summaries)
-        seen = [[next(values) for _ in range(count)] for count in counts]
-        *own, cleared = call(params, state, gradients, borrowed, arrived, seen)
-        return [*own, *([gradient] for gradient in cleared)]
+    def update(flat):
+        results = call(flat)
+        if clear is not None:
+            results += clear(flat[gradients])
+        params, rest = results[:num_params], results[num_params:]
+        state, rest = rest[:num_state], rest[num_state:]
+        own, borrowed = rest[:num_params], rest[num_params:]
+        return [params, state, own, *([gradient] for gradient in borrowed)]
 
     return update
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import jax
@@ -93,7 +94,7 @@ def train(
         reference = ReferenceStep(workload, step.traced, plan.num_microbatches)
         document |= _check(step, reference, params, batches, step_keys)
     state = step.init_from(params) if restored is None else restored
-    losses, seconds = [], []
+    losses, seconds, dispatch = [], [], []
     measured = heap = None
     for i, (batch, key) in enumerate(zip(batches, step_keys, strict=True)):
         start = time.perf_counter()
@@ -103,6 +104,7 @@ def train(
         elif i + 1 < training.num_steps:
             state, metrics = step(state, batch, key)
             loss = metrics.loss
+            dispatch.append(metrics.dispatch_seconds)
         else:
             state, metrics, heap = measure_heap(step, state, batch, key)
             loss = metrics.loss
@@ -138,6 +140,8 @@ def train(
         else measured.resident_set_before_bytes,
         "loss": [float(np.float64(loss)) for loss in losses],
         "step_seconds": seconds,
+        # Of steps without a meter.
+        "dispatch_seconds": median(dispatch) if dispatch else None,
         "num_devices": plan.cluster.num_devices,
         "target": plan.cluster.target,
         "platform": jax.devices()[0].platform,

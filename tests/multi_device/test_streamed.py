@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from capture.compiler.executable import Compiler
 from capture.errors import ExecutionError
 from capture.runtime.dispatch import BoundStep
+from capture.runtime.fast_paths import flat_call
 from capture.runtime.meter import LiveArrayMeter
 from capture.step.program import Copy, Feed, Free, Host, Place, Program, Run, Step, Wait, replay
 
@@ -123,9 +124,8 @@ def executables():
 
 def bound(step: Step, executables) -> BoundStep:
     def call(name):
-        return lambda *groups: [
-            [array] for array in jax.tree.leaves(executables[name].call(*(g[0] for g in groups)))
-        ]
+        program = flat_call(executables[name].call)
+        return lambda flat: [[array] for array in program(flat)]
 
     return BoundStep(step, {name: call(name) for name in executables}, layout)
 

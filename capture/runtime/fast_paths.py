@@ -1,0 +1,122 @@
+"""Calls of compiled programs and copies to devices that skip what JAX checks anew each time.
+
+A step calls the same programs on arrays of the same shapes and shardings again and again. JAX's
+public calls ask every argument every time, which with 100 arguments takes twice as long as the call
+itself, and ``jax.device_put`` is Python throughout. What is used here instead is private to JAX:
+all of it is in this module, every part is looked for before it is used, and where one is missing
+the public call serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+FlatCall = Callable[[list[jax.Array]], list[jax.Array]]
+"""A program on the leaves of its arguments, one list, gives the leaves of its results."""
+
+Put = Callable[[Any], jax.Array]
+"""Takes a host array of one shape to the devices, into buffers of its own."""
+
+
+def _find_batched_device_put() -> Callable[..., jax.Array] | None:
+    try:
+        from jaxlib import xla_client
+
+        return xla_client.batched_device_put
+    except (ImportError, AttributeError):
+        return None
+
+
+_batched_device_put = _find_batched_device_put()
+
+
+def flat_call(compiled: Any) -> FlatCall:
+    """A compiled program without the trees of its arguments and results.
+
+    The first call goes through JAX's own checks of shapes and shardings; the later ones do not, so
+    the caller must go on giving arrays of the same.
+
+    Args:
+        compiled: As ``jax.jit(function).lower(...).compile()`` returns it.
+    """
+    public = _public_call(compiled)
+    fast = _fast_call(compiled)
+    if fast is None:
+        return public
+    checked = False
+
+    def call(flat: list[jax.Array]) -> list[jax.Array]:
+        nonlocal checked
+        if checked and not _looks_at_results():
+            return fast(flat)
+        results = public(flat)
+        checked = True
+        return results
+
+    return call
+
+
+def _looks_at_results() -> bool:
+    """Whether JAX is to find the program that makes a NaN; its public calls do."""
+    config: Any = jax.config  # its stubs leave the options out
+    return config.jax_debug_nans or config.jax_debug_infs
+
+
+def _public_call(compiled: Any) -> FlatCall:
+    def call(flat: list[jax.Array]) -> list[jax.Array]:
+        args, kwargs = jax.tree.unflatten(compiled.in_tree, flat)
+        return jax.tree.leaves(compiled(*args, **kwargs))
+
+    return call
+
+
+def _fast_call(compiled: Any) -> FlatCall | None:
+    """None where this JAX has other insides, or where a call is more than an execution: effects,
+    callbacks, constants that are arguments, or random keys, which are objects around arrays."""
+    try:
+        mesh_executable = compiled._executable
+        replicated = mesh_executable.unsafe_call
+        if (
+            replicated.ordered_effects
+            or replicated.has_unordered_effects
+            or replicated.has_host_callbacks
+            or replicated.mut
+            or compiled._params.const_args
+        ):
+            return None
+        avals = [*mesh_executable.in_avals, *mesh_executable.out_avals]
+        if any(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) for aval in avals):
+            return None
+        kept = sorted(mesh_executable._kept_var_idx)
+        execute = replicated.xla_executable.execute_sharded
+        handlers = replicated.out_handler.handlers
+    except AttributeError:
+        return None
+    if kept == list(range(compiled.in_tree.num_leaves)):
+        return lambda flat: execute(flat).consume_with_handlers(handlers)
+    return lambda flat: execute([flat[i] for i in kept]).consume_with_handlers(handlers)
+
+
+def to_devices(struct: jax.ShapeDtypeStruct) -> Put:
+    """How host arrays of a shape get to the devices of a sharding.
+
+    On CPU ``jax.device_put`` aliases aligned host memory, ``may_alias=False`` or not (jax 0.10.2
+    and 0.12): without the copy, a caller that refills its batch would change a step that is still
+    running.
+
+    Args:
+        struct: Shape, dtype and sharding of the array on the devices; no random keys.
+    """
+    sharding = struct.sharding
+    put = _batched_device_put
+    if put is None:
+        return lambda leaf: jax.device_put(np.array(leaf), sharding)
+    assert sharding is not None
+    aval = jax.core.ShapedArray(struct.shape, struct.dtype)
+    parts = sharding.addressable_devices_indices_map(tuple(struct.shape))
+    indices, devices = list(parts.values()), list(parts)
+    return lambda leaf: put(aval, sharding, [np.array(leaf[i]) for i in indices], devices, True)
