@@ -2,7 +2,7 @@
 anything runs.
 
 The public names load their module on first use, so ``import capture`` loads no framework and
-planning from a profile never does; only ``pipeshard`` and ``shard`` load JAX. Profiles are made by
+planning from a profile never does; only ``pipeshard``, ``BatchShapes`` and ``shard`` load JAX. Profiles are made by
 ``profiling_runs.profile``, plans by ``recommender.recommend``.
 """
 
@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 _MODULE_OF = {
     "AdditivePredictor": "capture.predictor",
     "AlpaOptions": "capture.alpa",
+    "BatchShapes": "capture.runtime.batch_shapes",
     "CaptureError": "capture.errors",
     "Cluster": "capture.machine.cluster",
     "LayerGraph": "capture.model.graph",
