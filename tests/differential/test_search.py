@@ -32,8 +32,9 @@ from capture.plan.choices import StageChoice, hybrid_choices, paper_choices
 from capture.plan.sampling import random_plans
 from capture.plan.space import StageSpace
 from recommender import InFlightCost, SearchProblem, SearchResult, search
-from recommender.capture.baselines import equal_cuts, fixed_degree_plan, with_cost
+from recommender.capture.baselines import fixed_degree_plan, with_cost
 from recommender.capture.fillings import count_plans
+from recommender.cuts import equal_cuts
 
 STORED_CASES = json.loads((Path(__file__).parents[1] / "data" / "search_cases.json").read_text())
 
