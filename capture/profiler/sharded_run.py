@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from capture import environment
 from capture.compiler.executable import Executable
 from capture.errors import PlanError
-from capture.machine.cluster import Cluster
 from capture.machine.target import Target
 from capture.model.workload import WorkloadProtocol, takes_key
 from capture.plan.sharding import ShardingPlan
@@ -69,7 +68,7 @@ def compile_plan(plan: ShardingPlan, workload: WorkloadProtocol) -> CompiledPlan
             ``osdp-plan-params`` for another model's.
         TargetError: ``target-refused``, and as ``devices_of``.
     """
-    cluster = _cluster_of(plan)
+    cluster = plan.known_cluster
     return _compiled(plan, workload, Target.load(cluster.target), cluster)
 
 
@@ -89,7 +88,7 @@ def execute_plan(
         PlanError: as ``compile_plan``.
         ExecutionError: ``osdp-devices`` if there are too few.
     """
-    cluster = _cluster_of(plan)
+    cluster = plan.known_cluster
     mesh, target = mesh_of(cluster), Target.load(cluster.target)
     is_target = (target.platform == "cpu") == (mesh.devices.flat[0].platform == "cpu")
     report("compiling the train step")
@@ -127,16 +126,6 @@ def execute_plan(
         "is_target": is_target,
         "versions": environment.versions(),
     }
-
-
-def _cluster_of(plan: ShardingPlan) -> Cluster:
-    if plan.cluster is None:
-        raise PlanError.of(
-            "the plan names no devices, as those of earlier versions did not; make it again with "
-            "capture osdp.",
-            "plan-cluster",
-        )
-    return plan.cluster
 
 
 def _compiled(

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from capture import load_plan
 from capture.cli.main import main
 from capture.runtime.sharded.training import Sharded
 
+FILES = Path(__file__).parents[1] / "recorded" / "files"
 MODEL = """
 import jax, jax.numpy as jnp, optax
 from capture import Workload
@@ -67,3 +69,34 @@ def test_a_loss_with_a_key_is_planned_and_trained_as_on_one_device(folder, capsy
     monkeypatch.setattr(Sharded, "loss_and_gradients", wrong)
     code, text = said(capsys, *run[:-1])
     assert "gradients 5.0e-01 (down)" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "found"),
+    [
+        ("--target h100", 0, (4, (4,))),  # 16 examples on one node of four
+        ("--target h100 --cluster 1x8", 0, (2, (8,))),
+        ("--target h100 --batch 3", 0, (3, (4,))),
+        ("--target h100 --cluster 1x3", 2, "16 examples, which 3 devices cannot share"),
+        ("", 2, "[devices-no-rates]"),
+    ],
+)
+def test_a_plan_of_stages_is_asked_again(folder, capsys, options, code, found):
+    """Its workload, devices and examples per step, unless others are named."""
+    of_plan = (str(FILES / "two.plan.json"), "--workload", "model.py:dropout", *options.split())
+    done, text = said(capsys, "osdp", *of_plan, "--no-verify", "-o", "plan.json")
+    assert done == code
+    if code:
+        assert found in text
+        return
+    plan = load_plan("plan.json")
+    assert (plan.batch_size, plan.cluster.nodes) == found
+    again = ("osdp", "plan.json", "--no-verify", "-o", "again.json")
+    assert said(capsys, *again)[0] == 0 and load_plan("again.json") == plan
+
+
+def test_a_workload_needs_devices_and_is_named_once(folder, capsys):
+    code, text = said(capsys, "osdp", "model.py:dropout", "--target", "h100")
+    assert code == 2 and "without --cluster" in text and "[osdp-cluster]" in text
+    code, text = said(capsys, "osdp", "model.py:dropout", "--workload", "model.py:other")
+    assert code == 2 and "[osdp-workload]" in text
