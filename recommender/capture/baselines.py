@@ -10,14 +10,12 @@ Source: CAPTURE II-D.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
 from capture.plan.choices import StageChoice
 from capture.plan.space import StageSpace
-from recommender.capture.problem import SearchProblem
 from recommender.capture.result import PlacedStage
 from recommender.cuts import equal_cuts
 
@@ -25,8 +23,7 @@ from recommender.cuts import equal_cuts
 def fixed_degree_plan(
     cluster: Cluster, weights: Sequence[float], choice: StageChoice
 ) -> tuple[PlacedStage, ...]:
-    """S = D / degree stages of one choice, cut at ``equal_cuts``; the memory is left 0, see
-    ``with_cost``.
+    """S = D / degree stages of one choice, cut at ``equal_cuts``; the memory is left 0.
 
     Args:
         cluster: D devices. Every stage must lie in one node, or on 2, 4, 8, ... whole nodes.
@@ -53,25 +50,3 @@ def fixed_degree_plan(
     return tuple(
         PlacedStage.at(d * i, first, stop, choice) for i, (first, stop) in enumerate(pairwise(cuts))
     )
-
-
-def with_cost(problem: SearchProblem, stages: Sequence[PlacedStage]) -> tuple[PlacedStage, ...]:
-    """The same stages with the bytes that the problem's cost gives each at its position.
-
-    Raises:
-        PlanError: ``baseline-choice`` if the problem does not know the choice of a stage.
-    """
-    priced = []
-    for stage_id, stage in enumerate(stages):
-        known = problem.choices.get(stage.choice.num_devices, ())
-        if stage.choice not in known or stage.choice.num_devices not in problem.cost:
-            raise PlanError.of(
-                f"stage_id={stage_id} uses {stage.choice}, which has no cost in this problem; add "
-                "it to its choices.",
-                "baseline-choice",
-            )
-        cost = problem.bytes_per_choice(
-            stage.choice.num_devices, len(stages) - stage_id, stage.first, stage.stop
-        )
-        priced.append(replace(stage, peak_bytes=int(cost[known.index(stage.choice)])))
-    return tuple(priced)

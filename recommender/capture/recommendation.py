@@ -71,9 +71,7 @@ def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> S
         return Answer("infeasible", None, result, _infeasible(result))
     prediction = predict_plan(profile, plan)
     why = (
-        _infeasible(result)
-        if result.status == "infeasible"
-        else _why(result, prediction, problem, profile)
+        _infeasible(result) if result.status == "infeasible" else _why(result, prediction, problem)
     )
     if objective == "pareto":
         why = replace(why, front=_front(problem, profile, question))
@@ -238,9 +236,7 @@ def baseline_plan(profile: Profile, question: PlanQuestion, weigh: str = "flops"
     return plan.with_(prediction=predict_plan(profile, plan))
 
 
-def _why(
-    result: SearchResult, prediction: Prediction, problem: SearchProblem, profile: Profile
-) -> Why:
+def _why(result: SearchResult, prediction: Prediction, problem: SearchProblem) -> Why:
     stage_id = max(range(len(result.stages)), key=lambda s: prediction.stages[s].peak_bytes)
     stage, predicted = result.stages[stage_id], prediction.stages[stage_id]
     largest = max(predicted.parts_bytes, key=lambda category: predicted.parts_bytes[category])
