@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Sizes and counts as people write them."""
 
 from __future__ import annotations
 
@@ -66,3 +66,13 @@ def format_bytes(nbytes: float) -> str:
                 else f"{nbytes / scale:.0f} {unit}"
             )
     return f"{nbytes:.0f} B"
+
+
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """A number of things; without ``many`` they are ``one`` with an s.
+
+    Example:
+        >>> counted(1, "stage"), counted(2000, "stage"), counted(0, "stage of it", "stages of it")
+        ('1 stage', '2,000 stages', '0 stages of it')
+    """
+    return f"{number:,} {one if number == 1 else many or f'{one}s'}"

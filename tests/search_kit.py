@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from math import comb
 
 import numpy as np
 
 from capture.machine.cluster import Cluster
 from capture.plan.choices import StageChoice, hybrid_choices, paper_choices
+from capture.plan.sampling import count_fillings
 from capture.plan.space import StageSpace
 from recommender.capture.problem import NEVER, InFlightCost, SearchProblem
 
@@ -220,3 +222,18 @@ def known_cases() -> list[Case]:
             (),
         ),
     ]
+
+
+def count_plans(problem: SearchProblem) -> int:
+    """All plans of a problem: fillings with their choices, times the ways to cut the layers into as
+    many stages.
+
+    Source: CAPTURE III-C; Algorithm 4 enumerates them.
+    """
+    weights = {d: len(problem.choices[d]) for d in problem.used_degrees}
+    fillings = count_fillings(problem.degrees, weights)[0]
+    return sum(
+        count * comb(problem.num_layers - 1, num_stages - 1)
+        for num_stages, count in enumerate(fillings)
+        if num_stages
+    )

@@ -24,7 +24,8 @@ from capture.plan.sharding import ShardingPlan
 from capture.plan.space import StageSpace
 from capture.plan.stages import Plan, batch_violations
 from capture.profiler.paper import most_run_devices
-from capture.quantities import parse_bytes
+from capture.quantities import counted, parse_bytes
+from profiling_runs.collect import num_missing
 from profiling_runs.collect import profile as make_profile
 from profiling_runs.measurements import Measurements
 from profiling_runs.measurements import open_measurements as open_them
@@ -199,10 +200,10 @@ def workload_of(plan: Plan | ShardingPlan, named: str | None) -> WorkloadSpec:
 
 
 def with_prediction(
-    options: argparse.Namespace, plan: Plan, profile: Profile | None
+    options: argparse.Namespace, plan: Plan, profile: Profile | None, named: str = "the plan"
 ) -> tuple[Plan, Profile | None]:
     """A plan with a prediction, and the profile that is known by then: one by hand is predicted,
-    and profiled for that if need be.
+    and profiled for that if need be, with a word about how much there is to compile.
 
     Raises:
         PlanError: ``plan-workload`` if there is nothing to profile.
@@ -213,8 +214,7 @@ def with_prediction(
         spec = workload_of(plan, options.workload)
         say(
             options,
-            "the plan has no prediction and there is no --profile: profiling "
-            f"{spec} for its stages",
+            f"{named} has no prediction and there is no --profile: profiling {spec} for its stages",
         )
         measurements = plan_measurements(options, plan)
         check_model(plan, measurements)
@@ -223,6 +223,8 @@ def with_prediction(
             num_neighbours=options.neighbours,
             calibration_plans=options.calibration_plans,
         )
+        missing = counted(num_missing(question, measurements), "program")
+        say(options, f"{missing} to compile that the store does not have")
         profile = make_profile(question, measurements=measurements)
     return plan.with_(prediction=predict_plan(profile, plan)), profile
 
@@ -251,6 +253,6 @@ def layers_note(question: ProfileQuestion, profile: Profile) -> list[str]:
     if question.num_layers is not None or not profile.auto_layers:
         return []
     return [
-        f"cut into {profile.graph.num_layers} layers of nearly equal work; --num-layers or marks "
-        "in the model choose others"
+        f"cut into {counted(profile.graph.num_layers, 'layer')} of nearly equal work; --num-layers "
+        "or marks in the model choose others"
     ]

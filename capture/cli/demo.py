@@ -18,7 +18,7 @@ from capture.cli.output import emit, say, table
 from capture.cli.progress import progress
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
-from capture.quantities import format_bytes
+from capture.quantities import counted, format_bytes
 from profiling_runs import ProfileQuestion, profile
 from recommender import PlanQuestion, baseline_plan, recommend
 
@@ -123,6 +123,6 @@ def as_text(document: dict[str, Any]) -> str:
             f"the recommended plan needs {1 - best / other:.1%} less at its peak; loss differs "
             "from one device by at most "
             f"{document['max_relative_loss_error']:.1e} (relative) over "
-            f"{len(document['recommended']['loss'])} steps",
+            f"{counted(len(document['recommended']['loss']), 'step')}",
         ]
     )

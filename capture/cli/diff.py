@@ -86,7 +86,8 @@ def _facts(
     paths = (options.first, options.second)
     for path, plan, profile in zip(paths, plans, profiles, strict=True):
         try:
-            found.append(report_facts(*asked.with_prediction(options, plan, profile), limit))
+            known = asked.with_prediction(options, plan, profile, str(path))
+            found.append(report_facts(*known, limit))
         except CaptureError as error:
             violations += [
                 Violation(f"{str(path)!r}: {violation.message}", violation.code)

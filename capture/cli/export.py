@@ -11,7 +11,7 @@ from capture.cli import options as shared
 from capture.cli.output import emit, table
 from capture.measured.profile import Profile
 from capture.plan.kinds import load_stages
-from capture.quantities import format_bytes
+from capture.quantities import counted, format_bytes
 
 NAME = "export"
 HELP = "hand a plan to Alpa"
@@ -74,8 +74,8 @@ def main(options: argparse.Namespace) -> int:
     lines.append(table(header, rows))
     if options.output is not None:
         about = (
-            f"{plan.workload} on {plan.cluster}, {plan.global_batch_size} examples in "
-            f"{plan.num_microbatches} micro-batches."
+            f"{plan.workload} on {plan.cluster}, {counted(plan.global_batch_size, 'example')} in "
+            f"{counted(plan.num_microbatches, 'micro-batch', 'micro-batches')}."
         )
         options.output.write_text(exported.source(about if plan.workload else ""))
         document["written"] = str(options.output)

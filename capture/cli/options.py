@@ -270,11 +270,6 @@ NO_COMPILE = Option(
     "instead of compiling its stages",
     False,
 )
-MEMORY = Option(
-    "memory",
-    "limit per device, such as 40GB (default: what the target's devices can use)",
-    metavar="SIZE",
-)
 
 
 def output(default: str | None, help: str = "default: %(default)s") -> Option:

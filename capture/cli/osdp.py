@@ -5,12 +5,18 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.output import emit, say, table
+from capture.errors import ClusterError, PlanError
+from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
+from capture.plan.kinds import load_plan
+from capture.plan.sharding import ShardingPlan
+from capture.plan.stages import Plan
 from capture.quantities import parse_bytes
 from capture.report.sharding import HEADER, rows
 from recommender.osdp import ShardingQuestion, osdp
@@ -22,15 +28,22 @@ HELP = "shard a model's operators over data-parallel devices"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "workload", metavar="WORKLOAD", help="path/to/file.py:function?key=value or module:function"
+        "asked_of",
+        metavar="WORKLOAD|PLAN",
+        help=(
+            "path/to/file.py:function?key=value or module:function; or a plan file (.json) of any "
+            "kind, whose workload, devices and examples per step are asked again"
+        ),
     )
-    parser.add_argument("--cluster", required=True, metavar="NxG", help="N nodes of G devices")
+    parser.add_argument(
+        "--cluster", metavar="NxG", help="N nodes of G devices (default: those of PLAN)"
+    )
     parser.add_argument(
         "--target",
-        required=True,
         metavar="NAME",
-        help="device kind, such as h100, or a target file (.json)",
+        help="device kind, such as h100, or a target file (.json) (default: that of PLAN)",
     )
+    shared.add_plan_workload(parser)
     parser.add_argument(
         "--memory",
         metavar="SIZE",
@@ -40,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch",
         type=shared.at_least(1),
         metavar="B",
-        help="examples per device (default: that of largest throughput)",
+        help="examples per device (default: that of largest throughput; of PLAN: its own)",
     )
     parser.add_argument(
         "--most",
@@ -99,33 +112,77 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    cluster = asked.read_cluster(vars(options))
-    asked.prepare(cluster)
-    spec = WorkloadSpec.parse(options.workload)
-    question = ShardingQuestion(
-        spec.load(),
-        cluster,
-        options.memory,
-        batch_size=options.batch,
-        max_batch_size=options.most,
-        granularities=options.slices,
-        partly=options.partly,
-        remat=options.remat,
-        overlap_fraction=options.overlap,
-        smallest_bytes=parse_bytes(options.smallest),
+    plan = _plan(options)
+    spec = (
+        WorkloadSpec.parse(options.asked_of)
+        if plan is None
+        else asked.workload_of(plan, options.workload)
     )
+    cluster = _cluster(options, plan)
+    asked.prepare(cluster)
+    further = {
+        "where": cluster,
+        "memory_limit": options.memory,
+        "batch_size": options.batch,
+        "max_batch_size": options.most,
+        "granularities": options.slices,
+        "partly": options.partly,
+        "remat": options.remat,
+        "overlap_fraction": options.overlap,
+        "smallest_bytes": parse_bytes(options.smallest),
+    }
+    pose = ShardingQuestion if plan is None else partial(ShardingQuestion.of_plan, plan)
+    question = pose(spec.load(), **further)
     result = osdp(question, verify=not options.no_verify, watch=lambda text: say(options, text))
     facts = {"status": result.status, "verified": result.compiled}
     if result.plan is None:
         emit(options, {**facts, "why": result.why.summary}, str(result))
         return 1
-    plan = replace(result.plan, workload=spec)
-    plan.save(options.output)
+    found = replace(result.plan, workload=spec)
+    found.save(options.output)
     facts |= {
-        "estimated_peak_bytes": plan.peak_bytes,
-        "compiled_peak_bytes": plan.compiled_peak_bytes,
+        "estimated_peak_bytes": found.peak_bytes,
+        "compiled_peak_bytes": found.compiled_peak_bytes,
         "unverified_why": result.why.uncompiled,
-        "plan": plan.to_json(),
+        "plan": found.to_json(),
     }
-    emit(options, facts, f"{table(HEADER, rows(plan))}\n{result}\nplan -> {options.output}")
+    emit(options, facts, f"{table(HEADER, rows(found))}\n{result}\nplan -> {options.output}")
     return 0
+
+
+def _plan(options: argparse.Namespace) -> Plan | ShardingPlan | None:
+    """The plan that is asked again; None for a workload, whose arguments may end in .json, too.
+
+    Raises:
+        PlanError: ``osdp-workload`` for ``--workload`` beside a workload.
+    """
+    named = options.asked_of
+    if named.endswith(".json") and ":" not in Path(named).name:
+        return load_plan(named)
+    if options.workload is not None:
+        raise PlanError.of(
+            f"{named} and --workload {options.workload} are two workloads; give one of them.",
+            "osdp-workload",
+        )
+    return None
+
+
+def _cluster(options: argparse.Namespace, plan: Plan | ShardingPlan | None) -> Cluster:
+    """What the options name, and for the rest the plan.
+
+    Raises:
+        ClusterError: ``osdp-cluster`` if that leaves something open.
+    """
+    values = {"cluster": options.cluster, "target": options.target}
+    if plan is not None:
+        devices = plan.known_cluster if isinstance(plan, ShardingPlan) else plan.cluster
+        values["cluster"] = options.cluster or str(devices)
+        values["target"] = options.target or devices.target
+    missing = [f"--{name}" for name, value in values.items() if value is None]
+    if missing:
+        raise ClusterError.of(
+            f"without {' and '.join(missing)} the devices are not known; name them, such as "
+            "--cluster 1x8 --target h100, or give a plan file, which has them.",
+            "osdp-cluster",
+        )
+    return asked.read_cluster(values)

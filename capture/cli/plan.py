@@ -22,7 +22,7 @@ from capture.plan.choices import Remat
 from capture.plan.schedule import SCHEDULES
 from capture.plan.why import Front
 from capture.predictor.step_time import describe_time, has_times, predicted_timeline, time_summary
-from capture.quantities import format_bytes
+from capture.quantities import counted, format_bytes
 from profiling_runs.collect import profile as make_profile
 from profiling_runs.measurements import Measurements
 from profiling_runs.question import ProfileQuestion
@@ -362,7 +362,8 @@ def attempts_table(attempts: Sequence[Attempt]) -> str:
     rows = [
         [
             f"{attempt.question.cluster}, batch {attempt.question.global_batch_size}, "
-            f"{attempt.question.num_microbatches} micro-batches, {attempt.question.schedule}",
+            f"{counted(attempt.question.num_microbatches, 'micro-batch', 'micro-batches')}, "
+            f"{attempt.question.schedule}",
             attempt.result.status,
             format_bytes(attempt.result.peak_bytes) if attempt.result.plan else "-",
             attempt.rests_on if attempt.result.plan else "-",

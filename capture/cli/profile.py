@@ -24,6 +24,7 @@ from capture.cli.options import Option
 from capture.cli.output import emit
 from capture.cli.progress import Events, clear_line, progress
 from capture.errors import CaptureError, ProfileError, Violation
+from capture.quantities import counted
 from profiling_runs.collect import profile
 from profiling_runs.listing import list_jobs
 
@@ -194,8 +195,8 @@ def _one(options: argparse.Namespace, job: ProfileJob, events: Events) -> dict[s
 def _as_text(document: dict[str, Any]) -> str:
     sizes = ", ".join(map(str, document["microbatch_sizes"]))
     lines = [
-        f"{document['num_layers']} layers, {document['num_parameters']:,} parameters: "
-        f"{document['num_measurements']} measurements at "
+        f"{counted(document['num_layers'], 'layer')}, {document['num_parameters']:,} parameters: "
+        f"{counted(document['num_measurements'], 'measurement')} at "
         f"micro-batch sizes {sizes} -> {document['profile']}"
     ]
     if document["num_runs"] is not None:

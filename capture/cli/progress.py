@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from capture.quantities import counted
+
 Progress = Callable[[str, int, int], None]
 Clock = Callable[[], float]
 
@@ -66,16 +68,21 @@ class Tally:
 
 #: What is done, to what: by kind of job, in words of people who have a model and want a plan.
 _WORDS = {
-    "optimizer updates": ("compiling", "compiled", "stages"),
-    "layer windows": ("compiling", "compiled", "stages"),
-    "calibration": ("compiling", "compiled", "stages"),
-    "other sizes": ("compiling", "compiled", "stages"),
-    "paper runs": ("compiling", "compiled", "stages"),
-    "buffers of the stages": ("compiling", "compiled", "stages"),
-    "stages of the plan": ("compiling", "compiled", "stages of the plan"),
-    "stages of the plans": ("compiling", "compiled", "stages of the plans"),
-    "profiling runs": ("making", "made", "profiling runs"),
-    "devices of the workers": ("asking", "asked", "workers for their devices"),
+    "optimizer updates": ("compiling", "compiled", "stage", "stages"),
+    "layer windows": ("compiling", "compiled", "stage", "stages"),
+    "calibration": ("compiling", "compiled", "stage", "stages"),
+    "other sizes": ("compiling", "compiled", "stage", "stages"),
+    "paper runs": ("compiling", "compiled", "stage", "stages"),
+    "buffers of the stages": ("compiling", "compiled", "stage", "stages"),
+    "stages of the plan": ("compiling", "compiled", "stage of the plan", "stages of the plan"),
+    "stages of the plans": ("compiling", "compiled", "stage of the plans", "stages of the plans"),
+    "profiling runs": ("making", "made", "profiling run", "profiling runs"),
+    "devices of the workers": (
+        "asking",
+        "asked",
+        "worker for its devices",
+        "workers for their devices",
+    ),
 }
 #: What of it.
 _DETAILS = {
@@ -97,13 +104,13 @@ def progress(options: argparse.Namespace) -> Progress:
 
 
 def _doing(kind: str, tally: Tally) -> str:
-    doing, _, things = _WORDS.get(kind, ("doing", "did", kind))
-    return f"{doing} {tally.done} of {tally.total} {things}"
+    doing, _, *things = _WORDS.get(kind, ("doing", "did", kind, kind))
+    return f"{doing} {tally.done} of {counted(tally.total, *things)}"
 
 
 def _did(kind: str, tally: Tally) -> str:
-    _, did, things = _WORDS.get(kind, ("doing", "did", kind))
-    return f"{did} {tally.total} {things} in {tally.seconds:.0f} s"
+    _, did, *things = _WORDS.get(kind, ("doing", "did", kind, kind))
+    return f"{did} {counted(tally.total, *things)} in {tally.seconds:.0f} s"
 
 
 def _left(tally: Tally) -> str:

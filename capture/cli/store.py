@@ -25,6 +25,7 @@ from capture.cli.output import emit, table
 from capture.documents import FieldError, read
 from capture.errors import ProfileError
 from capture.measured.store import STATES, Row, Store
+from capture.quantities import counted
 
 #: Of the rows of an exported file.
 _STORE_BEGINS = "SQLite format 3"
@@ -169,13 +170,17 @@ def _retry(options: argparse.Namespace, store: Store) -> None:
             )
         keys += found
     count = store.retry(keys or None)
-    emit(options, {"num_retried": count}, f"{count} jobs wait again")
+    emit(options, {"num_retried": count}, f"{counted(count, 'job waits', 'jobs wait')} again")
 
 
 def _export(options: argparse.Namespace, store: Store) -> None:
     with options.file.open("w") as file:
         count = sum(bool(file.write(json.dumps(asdict(row)) + "\n")) for row in store.rows())
-    emit(options, {"num_rows": count, "file": str(options.file)}, f"{count} rows -> {options.file}")
+    emit(
+        options,
+        {"num_rows": count, "file": str(options.file)},
+        f"{counted(count, 'row')} -> {options.file}",
+    )
 
 
 def _import(options: argparse.Namespace, store: Store) -> None:
@@ -220,7 +225,7 @@ def _merge(options: argparse.Namespace, store: Store) -> None:
 
 
 def _say_added(options: argparse.Namespace, added: int, different: list[str]) -> None:
-    text = f"{added} measurements added"
+    text = f"{counted(added, 'measurement')} added"
     if different:
         text += (
             f"; {len(different)} are here with another value, which stays: "

@@ -121,12 +121,6 @@ class DeviceMemory:
         claimed = self.capacity_bytes.value * self.allocator_fraction.value
         return int(claimed - self.context_bytes.value - self.collective_bytes.value)
 
-    @property
-    def pool_fraction(self) -> float:
-        """``usable_bytes`` over capacity: the value of ``XLA_PYTHON_CLIENT_MEM_FRACTION`` that
-        gives a GPU's pool this size."""
-        return self.usable_bytes / self.capacity_bytes.value
-
     def to_json(self) -> dict[str, Any]:
         return {"usable_bytes": self.usable_bytes, **documents.fields_of(self)}
 

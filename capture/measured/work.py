@@ -76,9 +76,5 @@ class ProgramWork:
     precision: str = "default"
     kernels: tuple[Kernel, ...] | None = None
 
-    @property
-    def num_kernels(self) -> int:
-        return sum(kernel.count for kernel in self.kernels or ())
-
     def to_json(self) -> dict[str, Any]:
         return {k: value for k, value in documents.fields_of(self).items() if value is not None}

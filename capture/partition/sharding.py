@@ -6,26 +6,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from capture.model.graph import Tensor, item_bytes
 from capture.partition.tensor_parallel import DATA_AXIS, MODEL_AXIS, Rule, parameter_specs
 from capture.plan.choices import ParamSplit
 from capture.tracing import TracedModel
-
-
-def struct_of(
-    tensor: Tensor, sharding: jax.sharding.Sharding | None = None
-) -> jax.ShapeDtypeStruct:
-    """A tensor of the layer graph as JAX's structure."""
-    dtype = (
-        jax.eval_shape(lambda: jax.random.key(0)).dtype
-        if tensor.dtype.startswith("key<")
-        else jnp.dtype(tensor.dtype)
-    )
-    return jax.ShapeDtypeStruct(tensor.shape, dtype, sharding=sharding)
+from capture.tracing.slices import struct_of
 
 
 class ModelSharding:

@@ -22,7 +22,7 @@ parameter stays whole and the walk starts again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,11 +30,13 @@ from jax.extend.core import Jaxpr, Literal
 
 from capture.partition.dim_flow import dim_flow, loss_is_cheap
 from capture.tracing import split_rule
-from capture.tracing.jaxprs import opened, scan_arity
+from capture.tracing.jaxprs import BODIES, opened, scan_arity
 
 #: Elements below which a parameter is not worth a collective of its own; it may still follow
 #: another.
 MIN_SHARDED_SIZE = 1024
+#: An operation that has a rule, but none that is known here, is walked as what it stands for.
+_BODIES = BODIES | {split_rule.PRIMITIVE: "call"}
 
 
 def cut_parameters(
@@ -199,8 +201,8 @@ class _Walk:
         if name == "cond":
             results = [self.run(opened(branch), inputs[1:]) for branch in eqn.params["branches"]]
             return [value.as_activation() for value in results[0]]
-        if (body := _called_jaxpr(eqn)) is not None:
-            return self.run(body, inputs)
+        if name in _BODIES:
+            return self.run(opened(eqn.params[_BODIES[name]]), inputs)
         if name == "gather":
             self._gather(eqn, inputs)
         return [self._follow(eqn, inputs)] * len(eqn.outvars)
@@ -415,24 +417,6 @@ def _product_dim(eqn: Any, side: int, dim: int) -> int:
         for s in (0, 1)
     ]
     return len(batch[side]) + (len(free[0]) if side == 1 else 0) + free[side].index(dim)
-
-
-def _called_jaxpr(eqn: Any) -> Jaxpr | None:
-    """The body of a call (jit, remat, custom derivative): a jaxpr with the inputs and outputs of
-    the equation."""
-
-    def shapes(atoms: Iterable[Any]) -> list[Any]:
-        return [getattr(atom.aval, "shape", None) for atom in atoms]
-
-    for value in eqn.params.values():
-        body = opened(value)
-        if (
-            isinstance(body, Jaxpr)
-            and shapes(body.invars) == shapes(eqn.invars)
-            and shapes(body.outvars) == shapes(eqn.outvars)
-        ):
-            return body
-    return None
 
 
 def _shifted(value: _Value, by: int) -> _Value:

@@ -186,6 +186,21 @@ class ShardingPlan:
         """Peak of every device, by the best that is known."""
         return self.peak_bytes if self.compiled_peak_bytes is None else self.compiled_peak_bytes
 
+    @property
+    def known_cluster(self) -> Cluster:
+        """The devices.
+
+        Raises:
+            PlanError: ``plan-cluster`` if it names none.
+        """
+        if self.cluster is None:
+            raise PlanError.of(
+                "the plan names no devices, as those of earlier versions did not; make it again "
+                "with capture osdp.",
+                "plan-cluster",
+            )
+        return self.cluster
+
     def headroom(self, memory_limit_bytes: int | None = None) -> Headroom | None:
         """What the compiled peak leaves, else the estimate, which nothing calibrates: it never just
         fits."""

@@ -109,11 +109,6 @@ class Plan:
         known = self.verification or self.prediction
         return 0 if known is None else known.peak_bytes
 
-    def stage_of_layer(self, layer_id: int) -> int:
-        return next(
-            s for s, stage in enumerate(self.stages) if stage.first <= layer_id < stage.stop
-        )
-
     def with_(self, **changes: Any) -> Plan:
         """A copy with other fields, validated again."""
         return replace(self, **changes)

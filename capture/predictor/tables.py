@@ -153,13 +153,14 @@ class ComponentTables:
             if _kind(known) == _kind(choice)
         }
         if not self._extrapolates or not alike:
-            profiled = ", ".join(f"{dp}x{tp}" for dp, tp in sorted(alike)) or "none"
+            profiled = ", ".join(f"{dp}x{tp}" for dp, tp in sorted(alike))
+            degrees = f"profiled degrees: {profiled}" if alike else "no degrees were profiled so"
             raise ProfileError.of(
                 f"data_parallel={choice.data_parallel} x tensor_parallel={choice.tensor_parallel} "
                 f"with remat={choice.remat!r}, "
                 f"shard_optimizer={choice.shard_optimizer}, shard_params={choice.shard_params} "
-                "was not profiled (profiled degrees: "
-                f"{profiled}); profile it, or allow extrapolation.",
+                f"was not profiled ({degrees}); profile it"
+                f"{', or allow extrapolation' if alike else ''}.",
                 "profile-choice",
             )
         tables = {degrees: self.table(known, microbatch_size) for degrees, known in alike.items()}

@@ -11,20 +11,20 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from capture import environment
 from capture.compiler.executable import Executable
 from capture.errors import PlanError
-from capture.machine.cluster import Cluster
 from capture.machine.target import Target
-from capture.model.workload import WorkloadProtocol
+from capture.model.workload import WorkloadProtocol, takes_key
 from capture.plan.sharding import ShardingPlan
 from capture.profiler.sharded_step import StepCompiler
 from capture.runtime.meter import AllocatorMeter, ResidentSetMeter, buffers
-from capture.runtime.reference import max_relative_error
+from capture.runtime.reference import ReferenceStep, max_relative_error
 from capture.runtime.sharded import Sharded, shard
 from capture.runtime.sharded.mesh import mesh_of
+from capture.tracing import trace
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +68,7 @@ def compile_plan(plan: ShardingPlan, workload: WorkloadProtocol) -> CompiledPlan
             ``osdp-plan-params`` for another model's.
         TargetError: ``target-refused``, and as ``devices_of``.
     """
-    cluster = _cluster_of(plan)
+    cluster = plan.known_cluster
     return _compiled(plan, workload, Target.load(cluster.target), cluster)
 
 
@@ -88,23 +88,31 @@ def execute_plan(
         PlanError: as ``compile_plan``.
         ExecutionError: ``osdp-devices`` if there are too few.
     """
-    cluster = _cluster_of(plan)
+    cluster = plan.known_cluster
     mesh, target = mesh_of(cluster), Target.load(cluster.target)
     is_target = (target.platform == "cpu") == (mesh.devices.flat[0].platform == "cpu")
     report("compiling the train step")
     # On other devices it is the same program, for what is here.
     step = _compiled(plan, workload, target if is_target else Target.load("cpu"), mesh)
-    keys = jax.random.split(jax.random.key(seed), 2)
+    keys = jax.random.split(jax.random.key(seed), 3)
+    num_examples = plan.batch_size * cluster.num_devices
     params = workload.init(keys[0])
-    batches = [
-        workload.batch(jax.random.fold_in(keys[1], i), plan.batch_size * cluster.num_devices)
-        for i in range(num_steps)
-    ]
+    batches, step_keys, inputs = [], [], []
+    for i in range(num_steps):
+        batch = workload.batch(jax.random.fold_in(keys[1], i), num_examples)
+        key = jax.random.fold_in(keys[2], i) if takes_key(workload) else None
+        batches.append(batch)
+        step_keys.append(key)
+        # As the only micro-batch of the step, see ``split_microbatches``.
+        inputs.append((batch,) if key is None else (batch, jax.random.fold_in(key, 0)))
     document: dict[str, Any] = {}
     if check:
         report("comparing with one device")
-        document["reference_loss"] = _on_one_device(workload, params, batches)
-    document |= _train(step, params, batches, report)
+        reference = ReferenceStep(workload, trace(workload, num_examples, at_products=True), 1)
+        gradients = _gradients(step.sharded, params, inputs[0])
+        document |= reference.compare(gradients, params, batches, step_keys)
+        del gradients
+    document |= _train(step, params, inputs, report)
     if check:
         document["max_relative_loss_error"] = max_relative_error(
             document["loss"], document["reference_loss"]
@@ -118,16 +126,6 @@ def execute_plan(
         "is_target": is_target,
         "versions": environment.versions(),
     }
-
-
-def _cluster_of(plan: ShardingPlan) -> Cluster:
-    if plan.cluster is None:
-        raise PlanError.of(
-            "the plan names no devices, as those of earlier versions did not; make it again with "
-            "capture osdp.",
-            "plan-cluster",
-        )
-    return plan.cluster
 
 
 def _compiled(
@@ -144,8 +142,24 @@ def _compiled(
     return CompiledPlan(sharded, target, *compiler.measure(sharded))
 
 
+def _placed(sharded: Sharded, inputs: tuple[Any, ...]) -> list[jax.Array]:
+    """The leaves of a batch, and its key, on the devices."""
+    batch, *key = inputs
+    whole = NamedSharding(sharded.mesh, PartitionSpec())
+    leaves = jax.device_put(jax.tree.leaves(batch), sharded.batch_sharding)
+    return [*leaves, *jax.device_put(key, whole)]
+
+
+def _gradients(sharded: Sharded, params: Any, inputs: tuple[Any, ...]) -> Any:
+    """Of one step, shaped like the parameters, on the host."""
+    own = jax.device_put(sharded.split(params), sharded.shardings())
+    given = jax.tree.unflatten(jax.tree.structure(inputs), _placed(sharded, inputs))
+    _, gradients = jax.jit(sharded.loss_and_gradients)(own, *given)
+    return jax.tree.map(np.asarray, sharded.join(gradients))
+
+
 def _train(
-    step: CompiledPlan, params: Any, batches: list[Any], report: Callable[[str], None]
+    step: CompiledPlan, params: Any, inputs: list[tuple[Any, ...]], report: Callable[[str], None]
 ) -> dict[str, Any]:
     """Losses, seconds and measured bytes."""
     sharded, devices = step.sharded, list(step.sharded.mesh.devices.flat)
@@ -157,8 +171,8 @@ def _train(
     del params
     allocator, resident = AllocatorMeter(devices), ResidentSetMeter()
     losses, seconds, peaks, meter = [], [], (0,) * len(devices), ""
-    for i, batch in enumerate(batches):
-        leaves = jax.device_put(jax.tree.leaves(batch), sharded.batch_sharding)
+    for i, given in enumerate(inputs):
+        leaves = _placed(sharded, given)
         jax.block_until_ready((state, leaves))
         if i == 0:
             resident.start()
@@ -188,19 +202,3 @@ def _train(
         "loss": losses,
         "step_seconds": seconds,
     }
-
-
-def _on_one_device(workload: WorkloadProtocol, params: Any, batches: list[Any]) -> list[float]:
-    """Losses of the same training without a plan."""
-
-    @jax.jit
-    def update(params: Any, state: Any, batch: Any) -> Any:
-        loss, gradients = jax.value_and_grad(workload.loss_fn)(params, batch)
-        updates, state = workload.optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    state, losses = workload.optimizer.init(params), []
-    for batch in batches:
-        params, state, loss = update(params, state, batch)
-        losses.append(float(np.float64(loss)))
-    return losses

@@ -27,6 +27,7 @@ from capture.compiler.target_devices import devices_of
 from capture.errors import TargetError
 from capture.machine.cluster import Cluster
 from capture.machine.target import Target
+from capture.model.workload import takes_key
 from capture.runtime.sharded import Sharded
 from capture.runtime.sharded.mesh import mesh_axes
 
@@ -83,20 +84,23 @@ class StepCompiler:
         workload, num_examples = sharded.workload, sharded.plan.batch_size * self.mesh.size
         params = jax.eval_shape(sharded.split, jax.eval_shape(workload.init, jax.random.key(0)))
         state = jax.eval_shape(workload.optimizer.init, params)
-        batch = jax.eval_shape(lambda key: workload.batch(key, num_examples), jax.random.key(0))
-        trees = (params, state, batch)
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        batch = jax.eval_shape(lambda key: workload.batch(key, num_examples), key)
+        given = (batch, key) if takes_key(workload) else (batch,)
+        trees = (params, state, given)
+        whole = NamedSharding(self.mesh, PartitionSpec())
         placed = (
             sharded.shardings(),
             sharded.opt_state_shardings,
-            jax.tree.map(lambda _: sharded.batch_sharding, batch),
+            jax.tree.map(lambda x: whole if x is key else sharded.batch_sharding, given),
         )
 
         def step(*leaves):  # a program that is exported has no trees of optax
-            given = (
+            params, state, given = (
                 jax.tree.unflatten(jax.tree.structure(t), own)
                 for t, own in zip(trees, leaves, strict=True)
             )
-            params, state, loss = sharded.update(*given)
+            params, state, loss = sharded.update(params, state, *given)
             return jax.tree.leaves(params), jax.tree.leaves(state), loss
 
         shardings = [jax.tree.leaves(tree) for tree in placed]
@@ -107,7 +111,7 @@ class StepCompiler:
             ]
             for tree, own in zip(trees, shardings, strict=True)
         )
-        results = (shardings[0], shardings[1], NamedSharding(self.mesh, PartitionSpec()))
+        results = (shardings[0], shardings[1], whole)
         try:
             program = self._compile(step, arguments, results)
         except RuntimeError as error:  # JAX's, where it lowers for a device, and XLA's

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from capture.plan.stage import Stage
-from capture.quantities import format_bytes
+from capture.quantities import counted, format_bytes
 from capture.report.data import ReportFacts, StageFacts, envelope, levels
 from capture.report.figure import Figure
 from capture.report.palette import INK, LIMIT, category_color, in_order, stage_colors, text_on
@@ -95,7 +95,7 @@ def stage_map(facts: ReportFacts) -> Figure:
         },
     }
     caption = (
-        f"Which devices of the {_times(num_nodes, 'node')} hold which layers; dp: replicas of the "
+        f"Which devices of the {counted(num_nodes, 'node')} hold which layers; dp: replicas of the "
         "stage, tp: ways in which it is split."
     )
     return Figure("stages", "Stages on devices", caption, traces, layout)
@@ -315,7 +315,7 @@ def prediction_errors(facts: ReportFacts) -> Figure:
         },
     }
     caption = (
-        f"{inside} of {_times(len(facts.stages), 'stage')} lie within the interval of the "
+        f"{inside} of {counted(len(facts.stages), 'stage')} lie within the interval of the "
         f"prediction ({coverage})."
     )
     return Figure("errors", "Predicted against verified", caption, [band, dots], layout)
@@ -413,7 +413,7 @@ def front(facts: ReportFacts) -> Figure:
         else "a sample of those that no other plan beats both in memory and in time, with both ends"
     )
     caption = (
-        f"{_times(len(points), 'plan')}: {said}. Step times are estimates of the search; this "
+        f"{counted(len(points), 'plan')}: {said}. Step times are estimates of the search; this "
         "plan's is that of the simulation."
     )
     return Figure("front", "Peak memory against step time", caption, traces, layout)
@@ -483,7 +483,3 @@ def _interval_text(stage: StageFacts) -> str:
 
 def _units(number: float) -> str:
     return f"unit time {number:g}"
-
-
-def _times(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"

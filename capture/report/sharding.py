@@ -11,7 +11,7 @@ from typing import Any
 from capture.documents import write
 from capture.plan.headroom import Headroom
 from capture.plan.sharding import Mode, OperatorCost, ShardingPlan
-from capture.quantities import format_bytes
+from capture.quantities import counted, format_bytes
 from capture.report.difference import Difference
 from capture.report.figure import Figure
 from capture.report.page import html_table, html_verdict, render
@@ -36,7 +36,8 @@ def operators_of(plan: ShardingPlan) -> list[tuple[str, Mode, OperatorCost | Non
 def title(plan: ShardingPlan) -> str:
     model = "a model without a name" if plan.workload is None else str(plan.workload)
     where = "" if plan.cluster is None else f" on {plan.cluster} {plan.cluster.target}"
-    return f"{model}{where}, operators sharded, {plan.batch_size} examples per device"
+    batch = f"{counted(plan.batch_size, 'example')} per device"
+    return f"{model}{where}, operators sharded, {batch}"
 
 
 def paragraph(plan: ShardingPlan, room: Headroom | None) -> str:
@@ -45,13 +46,18 @@ def paragraph(plan: ShardingPlan, room: Headroom | None) -> str:
     modes = [f"{n} {mode}" for mode, n in plan.summary()["operators_by_mode"].items()]
     said = [
         f"A device needs {format_bytes(plan.known_peak_bytes)} at its peak ({how}).",
-        f"{len(plan.modes)} operators: {', '.join(modes)}.",
+        f"{counted(len(plan.modes), 'operator')}: {', '.join(modes)}.",
         f"A step takes {format_seconds(plan.step_seconds)} by the model of costs, "
         f"{plan.examples_per_second:.4g} examples/s on all devices.",
     ]
     if parts := _parts_of_peak(plan):
         shares = (f"{part} {format_bytes(parts[part])}" for part in in_order(list(parts)))
         said.insert(1, f"At the estimated peak: {', '.join(shares)}.")
+    if not plan.costs:
+        said.append(
+            "A dash is what operators cost, which plans of earlier versions do not say; make the "
+            "plan again (capture osdp)."
+        )
     if plan.compiled_peak_bytes is None:
         said.append("Verify the plan to be sure (capture verify).")
     return " ".join(said if room is None else [f"The plan {room.verdict}.", *said])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from capture.quantities import format_bytes
+from capture.quantities import counted, format_bytes
 from capture.report.data import Clock, ReportFacts, is_extrapolated
 from capture.report.units import format_seconds
 
@@ -24,7 +24,7 @@ def title(facts: ReportFacts) -> str:
     """The question that the plan answers."""
     plan = facts.plan
     model = "a model without a name" if plan.workload is None else str(plan.workload)
-    count = _count(plan.num_microbatches, "micro-batch", "micro-batches")
+    count = counted(plan.num_microbatches, "micro-batch", "micro-batches")
     return (
         f"{model} on {plan.cluster} {plan.cluster.target}, {plan.schedule}, {count} of "
         f"{plan.microbatch_size}"
@@ -112,7 +112,7 @@ def _memory(facts: ReportFacts) -> list[str]:
     )
     if largest == "activations":
         return [
-            f"{text}, of {_count(stage.max_in_flight, 'micro-batch', 'micro-batches')} in flight."
+            f"{text}, of {counted(stage.max_in_flight, 'micro-batch', 'micro-batches')} in flight."
         ]
     return [f"{text}."]
 
@@ -191,7 +191,3 @@ def signed_bytes(nbytes: int) -> str:
         '-1.5 kB'
     """
     return format_bytes(nbytes) if nbytes >= 0 else f"-{format_bytes(-nbytes)}"
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"

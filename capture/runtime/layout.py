@@ -11,10 +11,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capture.model.graph import LayerGraph, Tensor
-from capture.partition.sharding import over_replicas, struct_of
+from capture.partition.sharding import over_replicas
 from capture.partition.tensor_parallel import DATA_AXIS, MODEL_AXIS
 from capture.plan.choices import StageChoice
 from capture.runtime.optimizer import StageUpdate
+from capture.tracing.slices import struct_of
 
 
 class StageLayout:

@@ -3,6 +3,7 @@ same order with the same keys."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -71,6 +72,30 @@ class ReferenceStep:
         loss, grads = self.loss_and_gradients(params, batch, key)
         params, state = self._update(params, state, grads)
         return params, state, loss
+
+    def compare(
+        self, gradients: PyTree, params: PyTree, batches: Sequence[PyTree], keys: Sequence[Any]
+    ) -> dict[str, Any]:
+        """Loss of every step here, and by how much gradients of the first are off.
+
+        Args:
+            gradients: Of the first step, by what is checked.
+            params: With which the training begins.
+            batches, keys: Of every step.
+        """
+        own, state = self.init(params)
+        _, expected = self.loss_and_gradients(own, batches[0], keys[0])
+        errors = relative_errors(gradients, expected, rounding_floor(self.traced.graph))
+        worst = max(errors, key=errors.__getitem__)
+        losses = []
+        for batch, key in zip(batches, keys, strict=True):
+            own, state, loss = self(own, state, batch, key)
+            losses.append(loss)
+        return {
+            "reference_loss": losses,
+            "max_relative_gradient_error": errors[worst],
+            "worst_gradient": worst,
+        }
 
 
 def rounding_floor(graph: LayerGraph) -> float:

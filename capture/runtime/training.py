@@ -25,12 +25,7 @@ from capture.plan.stages import Plan
 from capture.runtime import checkpoint
 from capture.runtime.meter import measure_heap, measure_step
 from capture.runtime.pipeline import pipeshard
-from capture.runtime.reference import (
-    ReferenceStep,
-    max_relative_error,
-    relative_errors,
-    rounding_floor,
-)
+from capture.runtime.reference import ReferenceStep, max_relative_error
 
 
 @dataclass(frozen=True)
@@ -92,7 +87,11 @@ def train(
     if training.check:
         report("comparing with one device")
         reference = ReferenceStep(workload, step.traced, plan.num_microbatches)
-        document |= _check(step, reference, params, batches, step_keys)
+        first, _ = step.accumulate(step.init_from(params), batches[0], step_keys[0])
+        gradients = step.gradients(first)
+        del first
+        document |= reference.compare(gradients, params, batches, step_keys)
+        del gradients
     state = step.init_from(params) if restored is None else restored
     losses, seconds, dispatch = [], [], []
     measured = heap = None
@@ -155,25 +154,3 @@ def train(
             document["loss"], document["reference_loss"]
         )
     return document
-
-
-def _check(
-    step: Any, reference: Any, params: Any, batches: list[Any], keys: list[Any]
-) -> dict[str, Any]:
-    """Loss of every step and gradients of the first, on one device."""
-    state, _ = step.accumulate(step.init_from(params), batches[0], keys[0])
-    mine = step.gradients(state)
-    del state
-    own, optimizer = reference.init(params)
-    _, gradients = reference.loss_and_gradients(own, batches[0], keys[0])
-    losses = []
-    for batch, key in zip(batches, keys, strict=True):
-        own, optimizer, loss = reference(own, optimizer, batch, key)
-        losses.append(float(loss))
-    errors = relative_errors(mine, gradients, rounding_floor(step.traced.graph))
-    worst = max(errors, key=errors.__getitem__)
-    return {
-        "reference_loss": losses,
-        "max_relative_gradient_error": errors[worst],
-        "worst_gradient": worst,
-    }

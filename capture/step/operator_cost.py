@@ -246,16 +246,22 @@ class StepCost:
         transient = np.maximum.reduce(
             np.broadcast_arrays(0, *self.transients(operator, mode, batch_size))
         )
-        added = self.added_seconds(operator, mode, batch_size)
-        computed = compute_seconds(operator, self.machine, batch_size, self.remat) + added * (
-            2 if self.remat else 1
-        )
-        sent = self._sent_seconds(operator, mode)
-        return Cost(
-            states + batch_size * held,
-            transient,
-            computed + sent - self.overlap_fraction * np.minimum(computed, sent),
-        )
+        computed, sent = self._computed_and_sent(operator, mode, batch_size)
+        hidden = self.overlap_fraction * np.minimum(computed, sent)
+        return Cost(states + batch_size * held, transient, computed + sent - hidden)
+
+    def exposed_fraction(self, operator: Operator, mode: Mode, batch_size: int) -> float:
+        """Of the seconds that an operator sends in a step, the part beside which nothing runs."""
+        computed, sent = self._computed_and_sent(operator, mode, batch_size)
+        return 1 - self.overlap_fraction * min(computed, sent) / sent if sent else 1.0
+
+    def _computed_and_sent(
+        self, operator: Operator, mode: Mode, batch_size: BatchSize
+    ) -> tuple[Any, float]:
+        """Seconds of a step."""
+        added = self.added_seconds(operator, mode, batch_size) * (2 if self.remat else 1)
+        computed = compute_seconds(operator, self.machine, batch_size, self.remat) + added
+        return computed, self._sent_seconds(operator, mode)
 
     def transients(
         self, operator: Operator, mode: Mode, batch_size: BatchSize

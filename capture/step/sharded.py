@@ -129,21 +129,28 @@ def build_step(
 
 
 def step_seconds(cost: StepCost, modes: Sequence[Mode], batch_size: int) -> dict[str, float]:
-    """Seconds of every program of the step, its collectives exposed; they add up to those of the
-    cost where nothing overlaps. The update is not counted, as there."""
+    """Seconds of every program of the step; they add up to those of the cost. The update is not
+    counted, as there.
+
+    Of a collective it is the part beside which nothing runs. What is hidden is a fraction of a
+    whole operator's seconds, as it was measured (O-m), and may be more than any one of its passes
+    computes; so it cannot be laid out pass by pass, and all collectives of an operator are
+    shortened alike.
+    """
     seconds = {"update": 0.0}
     for i, (operator, mode) in enumerate(zip(cost.model.operators, modes, strict=True)):
         sent = cost.collectives(operator, mode)
+        exposed = cost.exposed_fraction(operator, mode, batch_size)
         forward = compute_seconds(operator, cost.machine, batch_size, remat=False) / 3
         added = cost.added_seconds(operator, mode, batch_size)
         seconds |= {
-            f"all-gather@{i}": mode.num_sharded * sent.all_gather,
+            f"all-gather@{i}": exposed * mode.num_sharded * sent.all_gather,
             f"forward@{i}": forward + added,
             f"forward again@{i}": forward + added,
             f"tail backward@{i}": 0.0,
             f"backward@{i}": 2 * forward,
-            f"reduce@{i}": sent.replicated
-            + mode.num_sharded * (sent.reduce_scatter + sent.between_groups),
+            f"reduce@{i}": exposed
+            * (sent.replicated + mode.num_sharded * (sent.reduce_scatter + sent.between_groups)),
         }
     return seconds
 

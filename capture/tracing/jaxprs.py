@@ -17,6 +17,8 @@ CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_cal
 REMATS = {"remat2": "jaxpr", "checkpoint": "jaxpr"}
 #: Those whose body is not what is differentiated.
 CUSTOM_RULES = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+#: All whose body takes the operands and gives the results.
+BODIES = CALLS | REMATS | CUSTOM_RULES
 
 
 def is_body(value: Any) -> bool:

@@ -21,7 +21,7 @@ from capture.tracing import fusion
 from capture.tracing.cut import PRODUCTS
 from capture.tracing.model import TracedModel, trace
 from capture.tracing.program import RematRegion
-from capture.tracing.slices import StageSlice
+from capture.tracing.slices import StageSlice, struct_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -297,10 +297,10 @@ def _differentiated(
     """
     graph = traced.graph
     params, inputs = (
-        [_struct(t) for t in group]
+        [struct_of(t) for t in group]
         for group in (_of(graph.params, layer.params), _of(graph.values, layer.inputs))
     )
-    batch = [_struct(t) for t in _of(graph.batch, layer.batch)]
+    batch = [struct_of(t) for t in _of(graph.batch, layer.batch)]
     moving = [i for i, v in enumerate(layer.inputs) if graph.values[v].differentiable]
 
     def forward_and_saved(params, inputs, batch):
@@ -388,10 +388,6 @@ def _static(jaxpr, num_params: int) -> Iterator:
 
 def _of(tensors, indices) -> list[Tensor]:
     return [tensors[i] for i in indices]
-
-
-def _struct(tensor: Tensor) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
 
 
 def _state_ratio(workload: WorkloadProtocol) -> float:

@@ -9,9 +9,11 @@ from itertools import groupby
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from capture.errors import TracingError
+from capture.model.graph import Tensor
 from capture.tracing.layers import LayerOps
 from capture.tracing.program import Op
 from capture.tracing.source import at_source, layer_scope, line_of
@@ -267,3 +269,15 @@ class StageSlice:
                 made = [pin(v, array) for v, array in zip(call.outputs, made, strict=True)]
             values.update(zip(call.outputs, made, strict=True))
         return [values[v] for v in self.outputs]
+
+
+def struct_of(
+    tensor: Tensor, sharding: jax.sharding.Sharding | None = None
+) -> jax.ShapeDtypeStruct:
+    """A tensor of the layer graph as JAX's structure."""
+    dtype = (
+        jax.eval_shape(lambda: jax.random.key(0)).dtype
+        if tensor.dtype.startswith("key<")
+        else jnp.dtype(tensor.dtype)
+    )
+    return jax.ShapeDtypeStruct(tensor.shape, dtype, sharding=sharding)

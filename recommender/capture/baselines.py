@@ -10,68 +10,20 @@ Source: CAPTURE II-D.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
-
-import numpy as np
 
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
 from capture.plan.choices import StageChoice
 from capture.plan.space import StageSpace
-from recommender.capture.problem import SearchProblem
 from recommender.capture.result import PlacedStage
-
-
-def equal_cuts(weights: Sequence[float], num_stages: int) -> list[int]:
-    """Boundaries of the contiguous stages whose largest total weight is least; of those, the least
-    sum of squares.
-
-    Args:
-        weights: Per layer, not negative: 1 for equal layers, or parameters, or FLOPs.
-        num_stages: Between 1 and the number of layers.
-
-    Returns:
-        ``num_stages + 1`` ascending layer ids from 0 to L.
-
-    Raises:
-        PlanError: ``baseline-stages`` if there are fewer layers than stages.
-
-    Example:
-        >>> equal_cuts([1] * 10, 4)
-        [0, 2, 4, 7, 10]
-    """
-    num_layers = len(weights)
-    if not 1 <= num_stages <= num_layers:
-        raise PlanError.of(
-            f"num_stages={num_stages} cannot share num_layers={num_layers}: each needs a layer; "
-            f"use between 1 and {num_layers} stages.",
-            "baseline-stages",
-        )
-    before = np.concatenate([[0], np.cumsum(np.asarray(weights, dtype=np.float64))])
-    total = before - before[:, None]  # [first, stop]
-    total[np.tri(num_layers + 1, dtype=bool)] = np.inf
-    worst = np.concatenate([[-np.inf], np.full(num_layers, np.inf)])
-    for _ in range(num_stages):
-        worst = np.maximum(worst[:, None], total).min(axis=0)
-    # Prefix sums make equal totals differ in their last bits, so the limit carries their rounding.
-    squares = np.where(total <= worst[-1] + 1e-9 * before[-1], total**2, np.inf)
-    least, origins = np.concatenate([[0.0], np.full(num_layers, np.inf)]), []
-    for _ in range(num_stages):
-        candidates = least[:, None] + squares
-        origins.append(candidates.argmin(axis=0))
-        least = candidates.min(axis=0)
-    cuts = [num_layers]
-    for origin in reversed(origins):
-        cuts.append(int(origin[cuts[-1]]))
-    return cuts[::-1]
+from recommender.cuts import equal_cuts
 
 
 def fixed_degree_plan(
     cluster: Cluster, weights: Sequence[float], choice: StageChoice
 ) -> tuple[PlacedStage, ...]:
-    """S = D / degree stages of one choice, cut at ``equal_cuts``; the memory is left 0, see
-    ``with_cost``.
+    """S = D / degree stages of one choice, cut at ``equal_cuts``; the memory is left 0.
 
     Args:
         cluster: D devices. Every stage must lie in one node, or on 2, 4, 8, ... whole nodes.
@@ -98,25 +50,3 @@ def fixed_degree_plan(
     return tuple(
         PlacedStage.at(d * i, first, stop, choice) for i, (first, stop) in enumerate(pairwise(cuts))
     )
-
-
-def with_cost(problem: SearchProblem, stages: Sequence[PlacedStage]) -> tuple[PlacedStage, ...]:
-    """The same stages with the bytes that the problem's cost gives each at its position.
-
-    Raises:
-        PlanError: ``baseline-choice`` if the problem does not know the choice of a stage.
-    """
-    priced = []
-    for stage_id, stage in enumerate(stages):
-        known = problem.choices.get(stage.choice.num_devices, ())
-        if stage.choice not in known or stage.choice.num_devices not in problem.cost:
-            raise PlanError.of(
-                f"stage_id={stage_id} uses {stage.choice}, which has no cost in this problem; add "
-                "it to its choices.",
-                "baseline-choice",
-            )
-        cost = problem.bytes_per_choice(
-            stage.choice.num_devices, len(stages) - stage_id, stage.first, stage.stop
-        )
-        priced.append(replace(stage, peak_bytes=int(cost[known.index(stage.choice)])))
-    return tuple(priced)

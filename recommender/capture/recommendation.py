@@ -14,6 +14,7 @@ from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 from capture.plan.why import Front, FrontPoint, Why
 from capture.predictor import AdditivePredictor, Prediction
+from capture.quantities import counted
 from recommender.answer import Answer, StageAnswer
 from recommender.capture.baselines import fixed_degree_plan
 from recommender.capture.pareto import pareto
@@ -70,9 +71,7 @@ def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> S
         return Answer("infeasible", None, result, _infeasible(result))
     prediction = predict_plan(profile, plan)
     why = (
-        _infeasible(result)
-        if result.status == "infeasible"
-        else _why(result, prediction, problem, profile)
+        _infeasible(result) if result.status == "infeasible" else _why(result, prediction, problem)
     )
     if objective == "pareto":
         why = replace(why, front=_front(problem, profile, question))
@@ -237,13 +236,11 @@ def baseline_plan(profile: Profile, question: PlanQuestion, weigh: str = "flops"
     return plan.with_(prediction=predict_plan(profile, plan))
 
 
-def _why(
-    result: SearchResult, prediction: Prediction, problem: SearchProblem, profile: Profile
-) -> Why:
+def _why(result: SearchResult, prediction: Prediction, problem: SearchProblem) -> Why:
     stage_id = max(range(len(result.stages)), key=lambda s: prediction.stages[s].peak_bytes)
     stage, predicted = result.stages[stage_id], prediction.stages[stage_id]
     largest = max(predicted.parts_bytes, key=lambda category: predicted.parts_bytes[category])
-    count = f"{len(result.stages)} stage{'s' * (len(result.stages) > 1)}"
+    count = counted(len(result.stages), "stage")
     if result.step_seconds is None:
         proof = (
             "no plan of this space needs less" if result.optimal else "the search is not a proof"

@@ -19,6 +19,7 @@ from capture.plan.prediction import Verified
 from capture.plan.stages import Plan
 from capture.plan.why import CompiledPlans, Why
 from capture.predictor.times import TimePredictor
+from capture.quantities import counted
 from capture.step.times import pipeline_seconds
 from recommender.answer import StageAnswer
 from recommender.capture.recommendation import recommend
@@ -87,7 +88,7 @@ def recommend_verified(
         if settled
         else "another plan, not compiled yet, is predicted to be better"
     )
-    summary = f"{len(checked)} plans compiled; {note}."
+    summary = f"{counted(len(checked), 'plan')} compiled; {note}."
     why = replace(best.why, verified=CompiledPlans(len(checked), settled, summary))
     return replace(best, why=why, plan=best.plan.with_(why=why))
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from capture.model.operators import Operator
 from capture.plan.sharding import DP, Mode, ShardingPlan
+from capture.quantities import counted
 from capture.step.operator_cost import StepCost
 from capture.step.sharded import peak_bytes
 from recommender.bisection import last_that_holds
@@ -198,16 +199,17 @@ class _Search:
         """What is missing, with everything in the mode that needs least."""
         least, limit = self._least_bytes(batch_size), int(self.limit)
         if not any(operator.parameter_bytes for operator in self.cost.model.operators):
+            needs = "example per device needs", "examples per device need"
             return (
-                f"{batch_size} examples per device need {least:,} bytes, {least - limit:,} above "
-                f"{limit:,}, what of the limit may be "
-                "planned with, and no parameter can be sharded: all are smaller than "
+                f"{counted(batch_size, *needs)} {least:,} bytes, {least - limit:,} above "
+                f"{limit:,}, what of the limit may be planned with, and no parameter can be "
+                "sharded: all are smaller than "
                 f"smallest_bytes={self.smallest_bytes:,}, or the "
                 "devices divide none of their dimensions. Give a smaller one, or a higher limit. "
                 "[memory-limit]"
             )
         return (
-            f"{batch_size} example{'s' if batch_size > 1 else ''} per device: {least:,} bytes "
+            f"{counted(batch_size, 'example')} per device: {least:,} bytes "
             "with all operators sharded, "
             f"{least - limit:,} above {limit:,}, what of the limit may be planned with. Raise it, "
             "use more devices, more slices per "

@@ -14,7 +14,7 @@ micro-batches).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -27,6 +27,7 @@ from capture.model.operators import Block, Operator, OperatorModel
 from capture.plan.sharding import DP, Mode
 from capture.step.operator_cost import BatchSize, Cost, CostModel
 from capture.step.times import busiest_seconds
+from recommender.cuts import equal_cuts
 from recommender.osdp.exact import fastest_at
 from recommender.osdp.problem import ShardingProblem
 
@@ -150,20 +151,12 @@ def _layers(model: OperatorModel) -> Iterator[tuple[Operator, ...]]:
 
 @lru_cache(maxsize=256)
 def stages_of(model: OperatorModel, num_stages: int) -> tuple[OperatorModel, ...]:
-    """The layers in contiguous stages, the largest FLOPs of a stage as small as possible."""
+    """The layers in contiguous stages, their FLOPs as equal as can be (``equal_cuts``)."""
     layers = layers_of(model)
-    weights = [sum(operator.flops for operator in layer) + 1 for layer in layers]
-    low, high = max(weights), sum(weights)
-    while low < high:
-        middle = (low + high) // 2
-        if len(_packed(weights, middle, num_stages)) <= num_stages:
-            high = middle
-        else:
-            low = middle + 1
-    cuts = [0, *np.cumsum([len(part) for part in _packed(weights, low, num_stages)]).tolist()]
+    weights = [sum(operator.flops for operator in layer) for layer in layers]
     parts = (
         tuple(operator for layer in layers[first:stop] for operator in layer)
-        for first, stop in pairwise(cuts)
+        for first, stop in pairwise(equal_cuts(weights, num_stages))
     )
     return tuple(
         OperatorModel(
@@ -171,15 +164,3 @@ def stages_of(model: OperatorModel, num_stages: int) -> tuple[OperatorModel, ...
         )
         for i, part in enumerate(parts)
     )
-
-
-def _packed(weights: Sequence[int], limit: int, num_parts: int) -> list[list[int]]:
-    """Contiguous parts, each as long as it stays within the limit and leaves one weight for each
-    part to come."""
-    parts: list[list[int]] = [[]]
-    for i, weight in enumerate(weights):
-        must_part = len(weights) - i <= num_parts - len(parts)
-        if parts[-1] and (must_part or sum(parts[-1]) + weight > limit):
-            parts.append([])
-        parts[-1].append(weight)
-    return parts

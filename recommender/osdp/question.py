@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +11,8 @@ from capture.errors import ClusterError, PlanError, TargetError, Violation
 from capture.machine.cluster import Cluster
 from capture.machine.target import Target
 from capture.model.workload import WorkloadProtocol
+from capture.plan.sharding import ShardingPlan
+from capture.plan.stages import Plan
 from capture.quantities import parse_bytes
 from capture.step.operator_cost import PAPER_GRANULARITY
 
@@ -82,6 +84,38 @@ class ShardingQuestion:
                 'a mesh does not say how fast its devices are; give target=, such as "h100".',
                 "osdp-target",
             )
+
+    @classmethod
+    def of_plan(
+        cls, plan: Plan | ShardingPlan, workload: WorkloadProtocol, **asked: Any
+    ) -> ShardingQuestion:
+        """That of the devices of a plan of any kind, and of as many examples per step.
+
+        Args:
+            plan: Made for devices that it names.
+            workload: Its task.
+            asked: Further fields, or others than follow from the plan.
+
+        Raises:
+            PlanError: ``plan-cluster``, and ``osdp-plan-batch`` if the devices cannot share the
+                examples equally.
+        """
+        if isinstance(plan, ShardingPlan):
+            devices = plan.known_cluster
+            examples = plan.batch_size * devices.num_devices
+        else:
+            devices, examples = plan.cluster, plan.global_batch_size
+        question = cls(workload, **{"where": devices, **asked})
+        if question.batch_size is not None or question.max_batch_size is not None:
+            return question
+        num_devices = question.cluster.num_devices
+        if examples % num_devices:
+            raise PlanError.of(
+                f"the plan's steps have {examples} examples, which {num_devices} devices cannot "
+                "share equally; give the batch per device (--batch, batch_size=).",
+                "osdp-plan-batch",
+            )
+        return replace(question, batch_size=examples // num_devices)
 
     @property
     def limit_bytes(self) -> float | None:

@@ -12,7 +12,7 @@ from capture.machine.target import Target
 from capture.model.operators import Operator
 from capture.plan.sharding import OperatorCost, ShardingPlan
 from capture.plan.why import Why
-from capture.quantities import format_bytes
+from capture.quantities import counted, format_bytes
 from capture.step.attribution import attribute_keys
 from capture.step.operator_cost import StepCost
 from capture.step.sharded import build_step
@@ -143,8 +143,9 @@ def _summary(plan: ShardingPlan, target: str, uncompiled: str | None) -> str:
     if plan.compiled_peak_bytes is not None:
         compiled = format_bytes(plan.compiled_peak_bytes)
         memory = f"{compiled} per device as compiled for {target} (estimated: {estimated})"
-    speed = f"{plan.batch_size} examples per device, {plan.examples_per_second:.4g} examples/s"
-    return f"{len(plan.modes)} operators: {modes}; {speed}, {memory}"
+    batch = f"{counted(plan.batch_size, 'example')} per device"
+    speed = f"{batch}, {plan.examples_per_second:.4g} examples/s"
+    return f"{counted(len(plan.modes), 'operator')}: {modes}; {speed}, {memory}"
 
 
 def _costs(model: StepCost, plan: ShardingPlan) -> Iterator[OperatorCost]:

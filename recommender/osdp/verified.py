@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from capture.plan.sharding import ShardingPlan
-from capture.quantities import format_bytes
+from capture.quantities import counted, format_bytes
 from recommender.osdp.result import ShardingResult
 
 #: Plans that are compiled, at most, before the one that needs least.
@@ -59,7 +59,7 @@ def fastest_compiled(
 
     def ask(plan: ShardingPlan) -> int:
         if plan not in compiled:
-            examples = f"{plan.batch_size} example{'s' if plan.batch_size > 1 else ''} per device"
+            examples = f"{counted(plan.batch_size, 'example')} per device"
             watch(
                 f"compiling the train step of a plan for {examples}, estimated at "
                 f"{format_bytes(plan.peak_bytes)} per device ..."
@@ -108,7 +108,7 @@ def _scaled(limit: float, plan: ShardingPlan, nbytes: int) -> float:
 
 
 def _why(plan: ShardingPlan, nbytes: int, limit: float) -> str:
-    examples = f"{plan.batch_size} example{'s' if plan.batch_size > 1 else ''} per device"
+    examples = f"{counted(plan.batch_size, 'example')} per device"
     return (
         f"{examples}: the train step of the plan that needs least compiles to "
         f"{nbytes:,} bytes (estimated {plan.peak_bytes:,}), {int(nbytes - limit):,} above the "

@@ -400,6 +400,13 @@ def test_a_plan_by_hand_is_predicted_for_reports_and_differences(inside, capsys)
         )
         in err
     )
+    assert " to compile that the store does not have\n" in err
+    code, _, err = run_here(capsys, "diff", "known.json", "hand.json", *profiling)
+    assert code == 0 and err.splitlines() == [
+        "hand.json has no prediction and there is no --profile: profiling tiny.py:model for its "
+        "stages",
+        "0 programs to compile that the store does not have",
+    ]
     known = Plan.load("known.json").prediction
     assert [stage["predicted_peak_bytes"] for stage in json.loads(out)["stages"]] == [
         stage.peak_bytes for stage in known.stages
@@ -698,6 +705,8 @@ def test_progress_in_a_log_file_is_whole_lines(capsys):
         show("layer windows", done, 3)
     show("optimizer updates", 1, 1)
     assert capsys.readouterr().err == "compiling 1 of 4 stages\ncompiled 4 stages in 0 s\n"
+    progress(SimpleNamespace(quiet=False))("stages of the plan", 1, 1)
+    assert capsys.readouterr().err == "compiled 1 stage of the plan in 0 s\n"
 
 
 def test_progress_in_a_terminal_is_one_line():

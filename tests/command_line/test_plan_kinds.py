@@ -138,7 +138,10 @@ def test_operators_are_shown(folder, capsys):
     assert [row["mode"] for row in facts["operators"]] == ["DP", "DP"]
     assert facts["operators"][1]["cost"]["seconds"] == 1.5e-3
     old = str(FILES / "sharding.plan.json")
-    assert said(capsys, "report", old)[0] == said(capsys, "explain", old)[0] == 0
+    for verb in ("report", "explain"):
+        code, text = said(capsys, verb, old)
+        assert code == 0 and "plans of earlier versions do not say" in text
+    assert "earlier versions" not in said(capsys, "explain", "b.json")[1]
     pytest.importorskip("plotly")
     assert said(capsys, "report", "b.json", "-o", "page.html")[0] == 0
     page = Path("page.html").read_text()

@@ -143,7 +143,10 @@ def test_work_is_that_of_the_model_split_over_its_devices(measured, name):
         work = read(row[f"{program}_work"], ProgramWork)
         counted = sum(kernel.count * kernel.flops for kernel in work.kernels)
         expected = passes * document["flops"] / (4 if row is split else 1)
-        assert counted == pytest.approx(expected, rel=0.1) and 5 < work.num_kernels < 500
+        assert (
+            counted == pytest.approx(expected, rel=0.1)
+            and 5 < sum(kernel.count for kernel in work.kernels) < 500
+        )
     assert one["forward_work"]["collectives"] == [] and one["forward_work"]["product_bytes"] > 0
     strides = {c["stride"] for c in split["backward_work"]["collectives"]}
     assert strides == {1, 2}, (

@@ -15,9 +15,10 @@ from jax.sharding import PartitionSpec as P
 from capture.model.graph import Tensor
 from capture.model.workload import Workload
 from capture.partition import sharding
-from capture.partition.sharding import ModelSharding, struct_of
+from capture.partition.sharding import ModelSharding
 from capture.partition.walk import MIN_SHARDED_SIZE
 from capture.tracing import trace
+from capture.tracing.slices import struct_of
 
 WIDTH, HIDDEN, NUM_BLOCKS = 64, 128, 3
 

@@ -477,3 +477,21 @@ def test_gradients_match_one_device(fn, params, shape, expected):
         assert float(np.abs(np.array(got) - np.array(wanted)).max()) <= 1e-5 * scale
     if expected is not None:
         assert counts == expected
+
+
+def test_a_body_that_is_no_call_is_not_looked_into():
+    """What runs on one device's part may have the shapes of the whole, and is not split."""
+    mesh = Mesh(np.array(jax.devices()[:1]), ("one",))
+
+    def product(p, a):
+        return a[0] @ p[0]
+
+    def mapped(p, a):
+        return jax.shard_map(product, mesh=mesh, in_specs=(P(), P()), out_specs=P())(p, a)
+
+    for run, spec in (
+        (product, P(None, "model")),
+        (jax.jit(product), P(None, "model")),
+        (mapped, P()),
+    ):
+        assert parameter_specs(run, [floats(64, 64)], [floats(8, 64)], 4) == [spec]

@@ -61,6 +61,13 @@ def test_layers_and_stages():
     assert [len(layer) for layer in layers_of(flat)] == [5]  # operators alone are no layers to part
 
 
+def test_the_last_stages_are_not_left_short():
+    """Ten equal layers in four stages: not 3, 3, 3 and 1, which has the same busiest stage."""
+    block = Block((Operator("w", "matmul", 1, 1, 1, 1, flops=7),) * 2, 10)
+    stages = stages_of(OperatorModel("ten", (block,)), 4)
+    assert sorted(len(stage.operators) // 2 for stage in stages) == [2, 2, 3, 3]
+
+
 def test_a_pipeline_without_communication_is_its_closed_form():
     """Equal stages of one layer each: M micro-batches, and p - 1 to fill; 1F1B keeps fewer of them
     than GPipe."""

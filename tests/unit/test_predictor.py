@@ -518,14 +518,14 @@ def test_a_degree_that_was_not_profiled_is_refused():
         "(profiled degrees: 1x1, 1x2, 1x4, 2x1, 2x2, 4x1); profile it, or allow extrapolation. "
         "[profile-choice]"
     )
-    full = StageChoice(1, 1, "full")
-    assert (
-        code_of(
-            lambda: AdditivePredictor(profile, allow_extrapolation=True).predict(
-                make_plan([4], [full])
-            )
+    with pytest.raises(ProfileError) as error:
+        AdditivePredictor(profile, allow_extrapolation=True).predict(
+            make_plan([4], [StageChoice(1, 1, "full")])
         )
-        == "profile-choice"
+    assert str(error.value) == (
+        "data_parallel=1 x tensor_parallel=1 with remat='full', shard_optimizer=False, "
+        "shard_params=False was not profiled (no degrees were profiled so); profile it. "
+        "[profile-choice]"
     )
 
 

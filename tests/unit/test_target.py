@@ -120,7 +120,7 @@ def test_every_number_has_a_source_and_the_rates_are_plausible(name):
 
 def test_usable_memory_is_capacity_times_fraction_less_the_reserved_parts():
     memory = DeviceMemory(*(Sourced(value, "test") for value in (1000, 0.9, 100, 50)))
-    assert memory.usable_bytes == 750 and memory.pool_fraction == 0.75
+    assert memory.usable_bytes == 750
     assert str(memory) == "750 B usable: 1 kB x 0.9 - 100 B context - 50 B collectives"
     assert memory.to_json()["context_bytes"] == {"value": 100, "source": "test"}
 

@@ -204,15 +204,20 @@ class Sharded:
         init = jax.jit(self.workload.optimizer.init, out_shardings=self.opt_state_shardings)
         return params, init(params)
 
-    def update(self, params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
-        """One step of the workload, to be compiled: new parameters, new state, the loss."""
-        loss_fn = self.transform(self.workload.loss_fn)
-        loss, gradients = jax.value_and_grad(loss_fn)(params, batch)
+    def loss_and_gradients(self, params: Any, *arguments: Any) -> tuple[jax.Array, Any]:
+        """Of the workload's loss, to be compiled; its arguments are the batch and, if it takes one,
+        a random key."""
+        return jax.value_and_grad(self.transform(self.workload.loss_fn))(params, *arguments)
+
+    def update(self, params: Any, state: Any, *arguments: Any) -> tuple[Any, Any, jax.Array]:
+        """One step of the workload, to be compiled: new parameters, new state, the loss; arguments
+        as of ``loss_and_gradients``."""
+        loss, gradients = self.loss_and_gradients(params, *arguments)
         updates, state = self.workload.optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, loss
 
     @cached_property
-    def step(self) -> Callable[[Any, Any, Any], tuple[Any, Any, jax.Array]]:
+    def step(self) -> Callable[..., tuple[Any, Any, jax.Array]]:
         """``update``, compiled; the parameters and the state that it is given become its own."""
         return jax.jit(
             self.update,

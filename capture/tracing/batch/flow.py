@@ -20,17 +20,8 @@ from jax.extend import core as jex_core
 from capture.tracing.batch.equation import Step, grown_dims
 from capture.tracing.batch.rules import RULES
 from capture.tracing.batch.states import SAME, Kind, State, broken, constant_state, linear, unknown
-from capture.tracing.jaxprs import (
-    CALLS,
-    CUSTOM_RULES,
-    REMATS,
-    consts_of,
-    is_body,
-    opened,
-    scan_arity,
-)
+from capture.tracing.jaxprs import BODIES, consts_of, is_body, opened, scan_arity
 
-_BODIES = CALLS | REMATS | CUSTOM_RULES
 #: Sizes among the parameters of a primitive, which may differ between n and 2 n examples; rules
 #: read the shapes.
 _SIZES = {"shape", "new_sizes", "slice_sizes", "limit_indices", "sizes", "length"}
@@ -105,8 +96,8 @@ def _equation(step: Step, states: Sequence[State]) -> Sequence[State]:
     then the operation's own rule is asked, because rules assume one dimension of examples.
     """
     num_outputs = len(step.one.outvars)
-    if step.name in _BODIES:
-        body = _BODIES[step.name]
+    if step.name in BODIES:
+        body = BODIES[step.name]
         return walk(step.one.params[body], step.two.params[body], states, step.scope)
     for kind in (Kind.BROKEN, Kind.UNKNOWN):
         if (bad := next((s for s in states if s.kind is kind), None)) and step.name not in (
