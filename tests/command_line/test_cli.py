@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from processes import QUICK_CODE, REPOSITORY, environment_apart, user_model
 from timeouts import TIMEOUT_SECONDS
 
 from capture.cli import asked, plan
@@ -29,38 +30,6 @@ from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-
-WORKLOAD = '''
-import multiprocessing, os
-from types import SimpleNamespace
-
-import jax, jax.numpy as jnp, optax
-from jax.ad_checkpoint import checkpoint_name
-
-WIDTH = 16
-
-def model(layers=8, scalar=True, dies=False):
-    """Equal layers: few different stages to compile."""
-    if dies and multiprocessing.parent_process() is not None:
-        os._exit(3)
-
-    def init(key):
-        return [jax.random.normal(k, (WIDTH, WIDTH)) / 4 for k in jax.random.split(key, layers)]
-
-    def loss_fn(params, batch):
-        x = batch["x"]
-        for i, w in enumerate(params):
-            x = jnp.tanh((checkpoint_name(x, "layer_boundary") if i else x) @ w)
-        losses = ((x - batch["y"]) ** 2).mean(-1)
-        return losses.mean() if scalar else losses
-
-    def batch(key, n):
-        return dict(zip("xy", jax.random.normal(key, (2, n, WIDTH))))
-
-    return SimpleNamespace(loss_fn=loss_fn, init=init, batch=batch, optimizer=optax.adam(1e-2))
-'''
-
 # Micro-batches of two examples: half of one cannot be split over two devices, so a single size is
 # profiled.
 BATCH = ["--cluster", "1x2", "--global-batch", "8", "--microbatches", "4"]
@@ -69,8 +38,7 @@ PROFILING = ["--neighbours", "1", "--calibration-plans", "1"]
 
 
 def start(directory: Path, *arguments: str) -> subprocess.Popen:
-    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    env |= {"PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": str(directory / "cache")}
+    env = environment_apart(xla_flags=QUICK_CODE, XDG_CACHE_HOME=str(directory / "cache"))
     return subprocess.Popen(
         [sys.executable, "-m", "capture", *arguments],
         cwd=directory,
@@ -94,7 +62,7 @@ def done(tmp_path_factory) -> SimpleNamespace:
     """A directory in which the model was profiled, in the paper's way too, and planned for two
     devices."""
     directory = tmp_path_factory.mktemp("cli")
-    (directory / "tiny.py").write_text(WORKLOAD)
+    (directory / "tiny.py").write_text(user_model("tiny"))
     profile = capture(
         directory,
         "profile",
@@ -345,7 +313,7 @@ def test_a_model_without_marks_is_planned_and_its_layers_are_said(inside, capsys
     """The plan holds the number, so that what reads it cuts alike; also a plan by hand, which need
     not know how layers were found."""
     Path("plain.py").write_text(
-        WORKLOAD.replace('(checkpoint_name(x, "layer_boundary") if i else x)', "x")
+        user_model("tiny").replace('(checkpoint_name(x, "layer_boundary") if i else x)', "x")
     )
     asked = [
         "--cluster",
@@ -668,7 +636,7 @@ def test_a_profile_that_is_none_is_refused(inside, capsys, tmp_path, content, co
 
 
 def test_a_plan_of_a_model_that_was_edited_since_is_refused(inside, capsys, tmp_path):
-    (tmp_path / "edited.py").write_text(WORKLOAD.replace("jnp.tanh", "jnp.sin"))
+    (tmp_path / "edited.py").write_text(user_model("tiny").replace("jnp.tanh", "jnp.sin"))
     for arguments in (["run", "plan.json"], ["explain", "plan.json", *STORE]):
         status, out, err = run_here(capsys, *arguments, "--workload", f"{tmp_path}/edited.py:model")
         assert (status, out) == (2, "")
@@ -701,23 +669,13 @@ def test_progress_in_a_log_file_is_whole_lines(capsys):
 
 
 def test_progress_in_a_terminal_is_one_line():
-    code = """
-from types import SimpleNamespace
-from capture.cli.progress import clear_line, progress
-show = progress(SimpleNamespace(quiet=False))
-windows = [("layer windows", done) for done in range(3)]
-for kind, done in (("optimizer updates", 0), *windows):
-    show(kind, done, 2)
-clear_line()
-print("error: none")
-"""
     leader, follower = pty.openpty()
-    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    program = REPOSITORY / "tests/programs/terminal_progress.py"
     subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, program],
         stdout=follower,
         stderr=follower,
-        env=env,
+        env=environment_apart(),
         check=True,
         timeout=TIMEOUT_SECONDS,
     )
@@ -877,45 +835,25 @@ def test_quiet_progress_says_nothing(capsys):
     assert out == "" and err.count("work") <= 2
 
 
-BROKEN = """
-import jax.numpy as jnp
-from types import SimpleNamespace
-def refuse():
-    raise ValueError("size='xl' is no size; give small. [broken-size]\\ndepth=0 is none; give 1. [broken-depth]")
-def model(broken="lookup"):
-    if broken == "codes":
-        refuse()
-    if broken == "constructor":
-        return {}["x"]
-    def init(key):
-        return jnp.ones(3) @ jnp.ones(4) if broken == "init" else jnp.ones((4, 4))
-    def batch(key, n):
-        return open("no data") if broken == "batch" else jnp.ones((n, 4))
-    def loss_fn(params, batch):
-        return (batch @ params).sum() + [][1]
-    return SimpleNamespace(init=init, batch=batch, loss_fn=loss_fn, optimizer=SimpleNamespace(init=0, update=0))
-"""
-
-
 @pytest.mark.parametrize(
     ("where", "said"),
     [
-        ("constructor", "broken.py:10 in model: KeyError: 'x'"),
+        ("constructor", "broken.py:18 in model: KeyError: 'x'"),
         (
             "init",
-            "broken.py:12 in init: TypeError: dot_general requires contracting dimensions to have "
+            "broken.py:21 in init: TypeError: dot_general requires contracting dimensions to have "
             "the same shape, got (3,) and (4,).",
         ),
         (
             "batch",
-            "broken.py:14 in batch: FileNotFoundError: [Errno 2] No such file or directory: 'no "
+            "broken.py:24 in batch: FileNotFoundError: [Errno 2] No such file or directory: 'no "
             "data'",
         ),
-        ("loss", "broken.py:16 in loss_fn: IndexError: list index out of range"),
+        ("loss", "broken.py:27 in loss_fn: IndexError: list index out of range"),
     ],
 )
 def test_an_exception_of_the_model_says_where_in_its_file(inside, capsys, tmp_path, where, said):
-    (inside / "broken.py").write_text(BROKEN)
+    (inside / "broken.py").write_text(user_model("broken"))
     status, out, err = run_here(
         capsys, "profile", f"broken.py:model?broken={where}", *BATCH, *STORE, "--quiet", "--json"
     )
@@ -942,7 +880,7 @@ def test_a_warning_is_a_line_that_names_a_file_of_the_users_alone(inside, capsys
 
 
 def test_codes_of_a_model_are_its_own_and_need_no_traceback(inside, capsys):
-    (inside / "broken.py").write_text(BROKEN)
+    (inside / "broken.py").write_text(user_model("broken"))
     status, out, err = run_here(
         capsys, "profile", "broken.py:model?broken=codes", *BATCH, *STORE, "--quiet", "--json"
     )

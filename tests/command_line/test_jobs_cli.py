@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import QUICK_CODE, REPOSITORY, environment_apart
 from timeouts import TIMEOUT_SECONDS
 
 from capture.cli.job_file import ProfileJob
@@ -25,7 +25,6 @@ from profiling_runs.jobs import Job
 from profiling_runs.pools.pool import Here
 from profiling_runs.question import ProfileQuestion
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 QUESTION = [
     "pipeline_models:mlp?num_blocks=2",
     "--cluster",
@@ -329,8 +328,7 @@ def test_missing_and_superfluous_arguments_are_refused(inside, capsys):
 def test_a_terminated_profile_ends_in_order(inside):
     """As Slurm does before the time is over: exit code 143, an event that says so, and no job left
     running."""
-    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    env["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
+    env = environment_apart(REPOSITORY / "tests", xla_flags=QUICK_CODE)
     command = [
         sys.executable,
         "-m",

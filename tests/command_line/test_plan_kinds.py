@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from processes import user_model
 
 from capture import Cluster, Plan, ShardingPlan, WorkloadSpec, load_plan, pipeshard, to_alpa
 from capture.cli.main import main
@@ -163,29 +164,6 @@ def test_two_plans_are_compared(folder, capsys):
     assert json.loads(said(capsys, "diff", "a.json", "a.json", "--json")[1])["same_decision"]
 
 
-TINY = """
-import jax, jax.numpy as jnp, optax
-from capture import Workload
-
-def model(depth):
-    def init(key):
-        keys = jax.random.split(key, depth)
-        return [{"w": jax.random.normal(k, (16, 16)) / 4} for k in keys]
-
-    def loss_fn(params, batch):
-        x = batch["x"]
-        for layer in params:
-            x = jnp.tanh(x @ layer["w"])
-        return jnp.mean((x - batch["y"]) ** 2)
-
-    def batch(key, size):
-        x, y = jax.random.normal(key, (2, size, 16))
-        return {"x": x, "y": y}
-
-    return Workload(loss_fn, init, batch, optax.adam(1e-2))
-"""
-
-
 def test_a_sharding_plan_is_compiled_and_run(folder, capsys):
     """Its loss is that of one device, over steps that update every parameter."""
     import jax
@@ -194,7 +172,7 @@ def test_a_sharding_plan_is_compiled_and_run(folder, capsys):
         pytest.skip("needs 4 devices")
     from capture.tracing.operators import traced_operators
 
-    Path("tiny.py").write_text(TINY)
+    Path("tiny.py").write_text(user_model("chain"))
     spec = WorkloadSpec("tiny.py", "model", {"depth": 3})
     operators = traced_operators(spec.load(), "traced")
     names = tuple(operator.name for operator in operators.model.operators)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from processes import user_model
 from synthetic_profiles import Planted, make_plan
 
 from capture.cli.main import main
@@ -31,36 +32,6 @@ from recommender import PlanQuestion, recommend
 from recommender.capture.extent import best_of, largest_batch, smallest_cluster
 from recommender.capture.verified import Knowledge, recommend_verified
 
-WORKLOAD = '''
-from types import SimpleNamespace
-
-import jax, jax.numpy as jnp, optax
-from jax.ad_checkpoint import checkpoint_name
-
-WIDTH, LAYERS = 16, 4
-
-def model(above=16, times=12):
-    """Above a size of the batch every layer also works on copies of its input, and the last
-    reads the first's: another program."""
-    def init(key):
-        return [jax.random.normal(k, (WIDTH, WIDTH)) / 4 for k in jax.random.split(key, LAYERS)]
-
-    def loss_fn(params, batch):
-        x = first = batch["x"]
-        large = x.shape[0] > above
-        for i, w in enumerate(params):
-            x = checkpoint_name(x, "layer_boundary") if i else x
-            if large:
-                x = jnp.sin(jnp.tanh(jnp.tile(x, (1, times)) + 1)).reshape(-1, times, WIDTH).mean(1)
-            x = jnp.tanh(x @ w)
-            first = x if i == 0 else first
-        return ((x + first * large - batch["y"]) ** 2).mean()
-
-    def batch(key, n):
-        return dict(zip("xy", jax.random.normal(key, (2, n, WIDTH))))
-
-    return SimpleNamespace(loss_fn=loss_fn, init=init, batch=batch, optimizer=optax.adam(1e-2))
-'''
 CLUSTER = Cluster((1, 1))
 MICROBATCHES = 2
 BATCH = ["--cluster", "2x1", "--microbatches", str(MICROBATCHES)]
@@ -72,7 +43,7 @@ PROFILED = ["--global-batch", "16", "--neighbours", "1", "--calibration-plans", 
 def made(tmp_path_factory) -> SimpleNamespace:
     """The model, profiled at micro-batches of 4 and 8 examples, and what compiles its plans."""
     directory = tmp_path_factory.mktemp("sizes")
-    (directory / "jump.py").write_text(WORKLOAD)
+    (directory / "jump.py").write_text(user_model("jump"))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
         assert (
@@ -323,7 +294,9 @@ def test_predict_compiles_the_plans_own_stages(made, inside, capsys, tmp_path):
 
 def test_an_edited_model_is_not_compiled_into_an_old_profile(made, inside, capsys):
     (inside / "old").mkdir()
-    (inside / "old" / "jump.py").write_text(WORKLOAD.replace("jnp.tanh(x @ w)", "jnp.sin(x @ w)"))
+    (inside / "old" / "jump.py").write_text(
+        user_model("jump").replace("jnp.tanh(x @ w)", "jnp.sin(x @ w)")
+    )
     asked = [
         "plan",
         "old/jump.py:model",

@@ -3,13 +3,9 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from itertools import combinations, pairwise
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
-from timeouts import TIMEOUT_SECONDS
+from processes import REPOSITORY, environment_apart, output_of
 
 from capture.errors import TracingError
 from capture.model.graph import LayerGraph, item_bytes
@@ -458,29 +454,9 @@ def test_custom_rules_and_constants_are_part_of_the_key():
 
 def test_hashes_are_stable_over_processes():
     names = ["convnet", "linen-dropout-remat", "routed"]
-    program = (
-        "from tests.property.test_tracing import traced\n"
-        f"for name in {names}:\n"
-        "    m = traced(name)\n"
-        "    print(m.graph.model_hash, *[layer.key for layer in m.graph.layers], m.slice(1, 3).key)"
-    )
-    root = Path(__file__).parents[2]
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")]),
-        "PYTHONHASHSEED": "7",
-        "JAX_PLATFORMS": "cpu",
-    }
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        env=env,
-        cwd=root,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-    )
-    assert result.returncode == 0, result.stderr
-    for name, line in zip(names, result.stdout.strip().splitlines(), strict=True):
+    env = environment_apart(REPOSITORY / "tests", JAX_PLATFORMS="cpu", PYTHONHASHSEED="7")
+    lines = output_of("model_keys", *names, env=env).strip().splitlines()
+    for name, line in zip(names, lines, strict=True):
         model = traced(name)
         assert line.split() == [
             model.graph.model_hash,
