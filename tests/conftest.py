@@ -25,7 +25,8 @@ os.environ.setdefault("XLA_FLAGS", QUICK_CODE)
 CaptureError.check(environment.prepare(num_devices=8))
 
 #: What other processes run, and models as users write them: nothing to import here.
-collect_ignore = ["programs", "user_models"]
+#: A folder's own conftest.py takes this one's name.
+collect_ignore = ["programs", "user_models", "conftest.py"]
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 # For mutants (benchmarks/mutation.py), where the first failure is all that counts.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import pytest
 from timeouts import TIMEOUT_SECONDS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -60,3 +62,20 @@ def output_of(program: str, *arguments: str | Path, env: Mapping[str, str] | Non
 def user_model(name: str) -> str:
     """The source of a file of ``tests/user_models``, to be written where a test's user works."""
     return (REPOSITORY / "tests/user_models" / f"{name}.py").read_text()
+
+
+def made_once(folders: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """A folder that the first process of a session which asks for it fills, for all of
+    pytest-xdist's: to read, or to copy."""
+    base = folders.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    folder = base / f"once-{name}"
+    with open(f"{folder}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            filled = base / f"once-{name}-{os.getpid()}"
+            filled.mkdir()
+            make(filled)
+            filled.rename(folder)
+    return folder

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from processes import user_model
+from refusals import code_of
 
 from capture import Cluster, Plan, ShardingPlan, WorkloadSpec, load_plan, pipeshard, to_alpa
 from capture.cli.main import main
-from capture.errors import CaptureError
 from capture.plan.kinds import KINDS
 from capture.plan.sharding import DP, ZDP, OperatorCost
 from capture.predictor import AdditivePredictor
@@ -50,13 +50,6 @@ def folder(tmp_path, monkeypatch):
         "a.json"
     )
     return tmp_path
-
-
-def code_of(call) -> str:
-    with pytest.raises(CaptureError) as caught:
-        call()
-    (code,) = caught.value.codes
-    return code
 
 
 def test_a_file_says_its_kind_and_is_read_from_another_folder(folder):

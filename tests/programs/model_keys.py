@@ -3,7 +3,7 @@ NAME...``."""
 
 import sys
 
-from property.test_tracing import traced
+from traced_models import traced
 
 for name in sys.argv[1:]:
     m = traced(name)
