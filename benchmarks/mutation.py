@@ -45,7 +45,10 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 EQUIVALENT = Path(__file__).parent / "equivalent_mutants.json"
 
 STEP = "tests/unit/test_ledger.py tests/property/test_step.py"
-PREDICTOR = "tests/unit/test_predictor.py capture/predictor"
+PREDICTOR = (
+    "tests/unit/test_predictor.py tests/unit/test_paper_predictor.py "
+    "tests/unit/test_regressions.py capture/predictor"
+)
 SEARCH = "tests/differential/test_search.py -k 'not loads_jax and not random_plans'"
 TIMED = (
     "tests/differential/test_throughput.py -k 'not front and not sampled and not (brute_force and "

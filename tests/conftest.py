@@ -7,6 +7,7 @@ import os
 import sys
 
 from hypothesis import Phase, settings
+from processes import QUICK_CODE
 
 from capture import environment
 from capture.errors import CaptureError
@@ -20,12 +21,12 @@ if (
     raise RuntimeError(
         "jax was imported before tests/conftest.py; disable the pytest plugin that does so."
     )
-# Tests compile much and run little: machine code that is not optimised takes less time, and has the
-# same buffers.
-os.environ.setdefault(
-    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-)
+os.environ.setdefault("XLA_FLAGS", QUICK_CODE)
 CaptureError.check(environment.prepare(num_devices=8))
+
+#: What other processes run, and models as users write them: nothing to import here.
+#: A folder's own conftest.py takes this one's name.
+collect_ignore = ["programs", "user_models", "conftest.py"]
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 # For mutants (benchmarks/mutation.py), where the first failure is all that counts.

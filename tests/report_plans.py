@@ -19,9 +19,24 @@ from capture.plan.prediction import Prediction, Verified
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
+from capture.report.figures import figures
 
 GB = 10**9
 WORKLOAD = WorkloadSpec.parse("models/gpt.py:gpt?size=2.6B")
+_STAGES = [
+    Stage(0, 4, (0, 1, 2, 3), StageChoice(4, 1)).to_json(),
+    Stage(4, 8, (4, 5, 6, 7), StageChoice(2, 2)).to_json(),
+]
+#: Of a front of time and memory.
+FRONT_POINTS = [
+    {
+        "peak_bytes": (20 + 2 * i) * GB,
+        "step_seconds": 1.4 - 0.1 * i,
+        "bound_fraction": 0,
+        "stages": _STAGES,
+    }
+    for i in range(4)
+]
 
 
 def planted_profile(num_layers: int, target: str = "a100-40g", *, max_devices: int = 2) -> Profile:
@@ -125,3 +140,8 @@ def written_plan(
         workload=WORKLOAD,
         prediction=Prediction.read(prediction),
     )
+
+
+def drawn(facts: Any) -> dict[str, Any]:
+    """Figures of a report by name."""
+    return {figure.name: figure for figure in figures(facts)}

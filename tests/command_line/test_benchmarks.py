@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 
 import jax
 import pytest
+from processes import QUICK_CODE, environment_apart, output_of
 from timeouts import TIMEOUT_SECONDS
 
 from benchmarks import alpa_replay, drawing, gpu_truth, hybrid_sharding, mutation, published_runs
@@ -188,25 +189,9 @@ def test_gpu_truth_has_layers_and_steps_of_three_families_in_two_dtypes():
 
 def test_a_layer_runs_and_is_compared_where_there_is_no_allocator():
     """The path of the GPU, on the CPU of this machine, whose devices have no allocator to read."""
-    code = "import sys; sys.argv = ['x']; import json\n" + (
-        "import importlib.util as u; s = u.spec_from_file_location('t', "
-        f"{str(REPOSITORY / 'benchmarks/gpu_truth.py')!r})\n"
-        "m = u.module_from_spec(s); sys.modules['t'] = m; s.loader.exec_module(m)\n"
-        "m.MODELS = {'gpt': ('size=tiny', 4, 2)}\n"
-        "print(json.dumps([m.in_child(m.Case('gpt', 'float32', 'full', what), 'here') for what in "
-        "('forward', 'backward', 'step')]))"
-    )
-    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=REPOSITORY,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-    )
-    assert done.returncode == 0, done.stderr
-    forward, backward, step = json.loads(done.stdout.strip().splitlines()[-1])
+    env = environment_apart(xla_flags=QUICK_CODE)
+    rows = json.loads(output_of("gpu_truth_rows", env=env).strip().splitlines()[-1])
+    forward, backward, step = rows
     assert (
         forward["compiled_bytes"] > forward["argument_bytes"] > 0
         and backward["argument_bytes"] > forward["argument_bytes"]

@@ -1,9 +1,8 @@
-"""Job files, ``capture jobs`` and ``capture store``, as scripts see them."""
+"""Job files on the command line: read, refused, resumed, terminated in order."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+from commands import run_json
+from processes import QUICK_CODE, REPOSITORY, environment_apart
 from timeouts import TIMEOUT_SECONDS
 
 from capture.cli.job_file import ProfileJob
@@ -20,12 +21,8 @@ from capture.errors import ProfileError
 from capture.machine.cluster import Cluster
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
-from profiling_runs.batch import Batch
-from profiling_runs.jobs import Job
-from profiling_runs.pools.pool import Here
 from profiling_runs.question import ProfileQuestion
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 QUESTION = [
     "pipeline_models:mlp?num_blocks=2",
     "--cluster",
@@ -35,7 +32,11 @@ QUESTION = [
     "--microbatches",
     "2",
 ]
+
+
 SMALL = ["--neighbours", "1", "--calibration-plans", "0"]
+
+
 FILE = """
 [defaults]
 cluster = "1x1"
@@ -59,12 +60,6 @@ def read(path: Path):
     from capture.cli.job_file import read_job_file
 
     return read_job_file(path)
-
-
-def run(capsys, *arguments: str) -> tuple[int, dict, str]:
-    code = main([*arguments, "--json"])
-    out, err = capsys.readouterr()
-    return code, json.loads(out), err
 
 
 @pytest.fixture(scope="module")
@@ -192,13 +187,13 @@ def test_the_profiles_of_a_file_are_made_with_events_and_resume(inside, capsys):
         "--events",
         "events.jsonl",
     ]
-    code, plan, _ = run(capsys, *command, "--dry-run")
+    code, plan, _ = run_json(capsys, *command, "--dry-run")
     assert code == 0 and not Path("profiles").exists()
     listed = sum(
         kind["num_jobs"] for profile in plan["profiles"] for kind in profile["kinds"].values()
     )
     assert plan["worker_seconds"] > 0 and listed > 0
-    code, document, _ = run(capsys, *command)
+    code, document, _ = run_json(capsys, *command)
     assert code == 0
     assert [profile["profile"] for profile in document["profiles"]] == [
         "profiles/mlp-2.json",
@@ -216,10 +211,10 @@ def test_the_profiles_of_a_file_are_made_with_events_and_resume(inside, capsys):
         == progress["total"]
         == sum(kind["total"] for kind in progress["kinds"].values())
     )
-    code, again, _ = run(capsys, *command, "--dry-run")
+    code, again, _ = run_json(capsys, *command, "--dry-run")
     assert again["worker_seconds"] == 0
     count = len(lines)
-    run(capsys, *command)
+    run_json(capsys, *command)
     assert not [
         line
         for line in map(json.loads, Path("events.jsonl").read_text().splitlines()[count:])
@@ -253,15 +248,20 @@ def test_only_the_jobs_of_a_changed_layer_are_new(inside, capsys):
         "--workers",
         "0",
     ]
-    assert run(capsys, "profile", "wide.py:model", *question, "--quiet", "-o", "wide.json")[0] == 0
-    listed = run(capsys, "jobs", "wide.py:model?odd=4", *question)[1]
-    fresh = run(capsys, "jobs", "wide.py:model?odd=4", *question[:-4], "--store", "empty.sqlite")[1]
+    assert (
+        run_json(capsys, "profile", "wide.py:model", *question, "--quiet", "-o", "wide.json")[0]
+        == 0
+    )
+    listed = run_json(capsys, "jobs", "wide.py:model?odd=4", *question)[1]
+    fresh = run_json(
+        capsys, "jobs", "wide.py:model?odd=4", *question[:-4], "--store", "empty.sqlite"
+    )[1]
     assert listed["num_jobs"] == fresh["num_jobs"] and fresh["num_done"] == 0
     windows = listed["kinds"]["layer windows"]
     # At each of two micro-batch sizes: the layer alone, with the one before, with the one after
     # (the last).
     assert windows["num_jobs"] - windows["num_done"] == 2 * 3
-    assert run(capsys, "jobs", "wide.py:model", *question)[1]["worker_seconds"] == 0
+    assert run_json(capsys, "jobs", "wide.py:model", *question)[1]["worker_seconds"] == 0
 
 
 def test_a_profile_without_a_measurement_is_written_ends_with_1_and_names_it(
@@ -290,7 +290,7 @@ def test_a_profile_without_a_measurement_is_written_ends_with_1_and_names_it(
         "lacking.json",
     ]
     for _ in range(2):  # the second time it is known, and not tried
-        code, document, _ = run(capsys, *command)
+        code, document, _ = run_json(capsys, *command)
         assert (code, Path("lacking.json").exists()) == (1, True)
         assert (
             document["num_set_aside"] >= 2
@@ -307,8 +307,8 @@ def test_a_profile_without_a_measurement_is_written_ends_with_1_and_names_it(
     )
     monkeypatch.undo()
     monkeypatch.chdir(inside)
-    run(capsys, "store", "--store", "lacking.sqlite", "retry")
-    assert run(capsys, *command)[0] == 0
+    run_json(capsys, "store", "--store", "lacking.sqlite", "retry")
+    assert run_json(capsys, *command)[0] == 0
 
 
 def test_missing_and_superfluous_arguments_are_refused(inside, capsys):
@@ -329,8 +329,7 @@ def test_missing_and_superfluous_arguments_are_refused(inside, capsys):
 def test_a_terminated_profile_ends_in_order(inside):
     """As Slurm does before the time is over: exit code 143, an event that says so, and no job left
     running."""
-    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    env["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
+    env = environment_apart(REPOSITORY / "tests", xla_flags=QUICK_CODE)
     command = [
         sys.executable,
         "-m",
@@ -380,132 +379,3 @@ def test_events_without_a_file_are_none(tmp_path):
     Events(None).say("end", exit_code=0)
     Events(tmp_path / "events").say("end", exit_code=0)
     assert json.loads((tmp_path / "events").read_text())["exit_code"] == 0
-
-
-# ---- the store -----------------------------------------------------------------------------------
-
-
-class Refusing:
-    """A backend that does one job and refuses another."""
-
-    def execute(self, run):
-        raise AssertionError("no run here")
-
-
-@pytest.fixture
-def filled(tmp_path) -> Path:
-    store = Store(tmp_path / "filled.sqlite")
-    store.put(
-        "aa",
-        {"bytes": 1},
-        provenance={"backend": "compile:cpu", "target": "cpu", "versions": {"jax": "0.0.1"}},
-        seconds=1.0,
-    )
-    jobs = [Job("bb", None, "stage", "layer windows")]
-    list(Batch(jobs, store, {"backend": "compile:cpu"}).run(lambda: Here(Refusing())))
-    store.close()
-    return tmp_path / "filled.sqlite"
-
-
-def test_ls_show_and_retry(filled, capsys):
-    store = ["store", "--store", str(filled)]
-    listed = run(capsys, *store, "ls")[1]
-    assert listed["num_measurements"] == 1
-    assert {(job["state"], job["count"]) for job in listed["jobs"]} == {
-        ("done", 1),
-        ("set aside", 1),
-    }
-    aside = run(capsys, *store, "ls", "--state", "set aside")[1]["keys"]["bb"]
-    assert aside["attempts"] == 2 and aside["error"].startswith("AttributeError: ")
-    shown = run(capsys, *store, "show", "b")[1]
-    assert "Traceback" in shown["traceback"] and shown["value"] is None
-    assert main([*store, "retry", "a"]) == 2  # is done
-    assert capsys.readouterr().err.endswith("[store-key]\n")
-    assert run(capsys, *store, "retry", "b")[1] == {"num_retried": 1}
-    assert not run(capsys, *store, "ls", "--state", "set aside")[1]["keys"]
-    assert main([*store, "show", "c"]) == 2
-    assert capsys.readouterr().err.endswith("[store-key]\n")
-
-
-def test_export_import_and_merge_keep_everything(filled, tmp_path, capsys):
-    run(capsys, "store", "--store", str(filled), "export", str(tmp_path / "all.jsonl"))
-    for action, source in (("import", tmp_path / "all.jsonl"), ("merge", filled)):
-        other = tmp_path / f"{action}.sqlite"
-        mine = Store(other)
-        mine.put("cc", 3, provenance={}, seconds=0.0)
-        mine.close()
-        assert run(capsys, "store", "--store", str(other), action, str(source))[1] == {
-            "num_added": 1,
-            "different": [],
-        }
-        rows = {row.key: row for row in Store(other).rows()}
-        assert set(rows) == {"aa", "bb", "cc"}
-        assert {key: rows[key] for key in ("aa", "bb")} == {
-            row.key: row for row in Store(filled).rows()
-        }
-
-
-def test_a_measurement_with_another_value_is_named_and_stays(filled, tmp_path, capsys):
-    other = Store(tmp_path / "other.sqlite")
-    other.put("aa", {"bytes": 2}, provenance={}, seconds=0.0)
-    other.close()
-    assert run(capsys, "store", "--store", str(filled), "merge", str(tmp_path / "other.sqlite"))[
-        1
-    ] == {"num_added": 0, "different": ["aa"]}
-    assert Store(filled).get(["aa"]) == {"aa": {"bytes": 1}}
-
-
-def test_gc_forgets_what_is_said_and_nothing_else(filled, capsys):
-    store = ["store", "--store", str(filled), "gc"]
-    assert run(capsys, *store, "--older-than", "1", "--dry-run")[1] == {
-        "num_removed": 1,
-        "dry_run": True,
-    }
-    assert run(capsys, *store, "--older-than", "1")[1]["num_removed"] == 1
-    assert [row.key for row in Store(filled).rows()] == ["aa"]
-    assert run(capsys, *store, "--other-versions")[1]["num_removed"] == 1
-    assert len(Store(filled)) == 0
-
-
-def test_a_line_that_is_no_row_is_refused_and_nothing_imported(filled, tmp_path, capsys):
-    run(capsys, "store", "--store", str(filled), "export", str(tmp_path / "all.jsonl"))
-    good = (tmp_path / "all.jsonl").read_text()
-    wrong_type = json.dumps({**json.loads(good.splitlines()[0]), "provenance": []})
-    for line, says in (
-        ('{"key": 1}', "key is 1 and must be a text"),
-        (wrong_type, "provenance is []"),
-    ):
-        (tmp_path / "all.jsonl").write_text(f"{good}{line}\n")
-        assert (
-            main(
-                [
-                    "store",
-                    "--store",
-                    str(tmp_path / "new.sqlite"),
-                    "import",
-                    str(tmp_path / "all.jsonl"),
-                ]
-            )
-            == 2
-        )
-        err = capsys.readouterr().err
-        assert says in err and err.endswith("[store-import]\n")
-    assert (
-        main(
-            [
-                "store",
-                "--store",
-                str(tmp_path / "none.sqlite"),
-                "import",
-                str(tmp_path / "missing.jsonl"),
-            ]
-        )
-        == 2
-    )
-    assert (
-        capsys.readouterr().err.endswith("[store-file]\n")
-        and not (tmp_path / "none.sqlite").exists()
-    )
-    assert main(["store", "--store", str(tmp_path / "new.sqlite"), "import", str(filled)]) == 2
-    assert "is a store; take what it has with capture store merge" in capsys.readouterr().err
-    assert len(Store(tmp_path / "new.sqlite")) == 0

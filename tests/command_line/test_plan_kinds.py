@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from processes import user_model
+from refusals import code_of
 
 from capture import Cluster, Plan, ShardingPlan, WorkloadSpec, load_plan, pipeshard, to_alpa
 from capture.cli.main import main
-from capture.errors import CaptureError
 from capture.plan.kinds import KINDS
 from capture.plan.sharding import DP, ZDP, OperatorCost
 from capture.predictor import AdditivePredictor
@@ -49,13 +50,6 @@ def folder(tmp_path, monkeypatch):
         "a.json"
     )
     return tmp_path
-
-
-def code_of(call) -> str:
-    with pytest.raises(CaptureError) as caught:
-        call()
-    (code,) = caught.value.codes
-    return code
 
 
 def test_a_file_says_its_kind_and_is_read_from_another_folder(folder):
@@ -166,29 +160,6 @@ def test_two_plans_are_compared(folder, capsys):
     assert json.loads(said(capsys, "diff", "a.json", "a.json", "--json")[1])["same_decision"]
 
 
-TINY = """
-import jax, jax.numpy as jnp, optax
-from capture import Workload
-
-def model(depth):
-    def init(key):
-        keys = jax.random.split(key, depth)
-        return [{"w": jax.random.normal(k, (16, 16)) / 4} for k in keys]
-
-    def loss_fn(params, batch):
-        x = batch["x"]
-        for layer in params:
-            x = jnp.tanh(x @ layer["w"])
-        return jnp.mean((x - batch["y"]) ** 2)
-
-    def batch(key, size):
-        x, y = jax.random.normal(key, (2, size, 16))
-        return {"x": x, "y": y}
-
-    return Workload(loss_fn, init, batch, optax.adam(1e-2))
-"""
-
-
 def test_a_sharding_plan_is_compiled_and_run(folder, capsys):
     """Its loss is that of one device, over steps that update every parameter."""
     import jax
@@ -197,7 +168,7 @@ def test_a_sharding_plan_is_compiled_and_run(folder, capsys):
         pytest.skip("needs 4 devices")
     from capture.tracing.operators import traced_operators
 
-    Path("tiny.py").write_text(TINY)
+    Path("tiny.py").write_text(user_model("chain"))
     spec = WorkloadSpec("tiny.py", "model", {"depth": 3})
     operators = traced_operators(spec.load(), "traced")
     names = tuple(operator.name for operator in operators.model.operators)

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from processes import environment_apart, user_model
 from timeouts import TIMEOUT_SECONDS
 
 from capture.errors import ProfileError
@@ -26,30 +27,6 @@ from profiling_runs.jobs import Job, Setting
 from profiling_runs.pools.ray_pool import Demand, travelling
 from profiling_runs.pools.where import Where, setting_of
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-
-WORKLOAD = """
-from types import SimpleNamespace
-
-import jax, jax.numpy as jnp, optax
-from jax.ad_checkpoint import checkpoint_name
-
-
-def model(widths="8,12,16,20,24"):
-    sizes = [int(w) for w in str(widths).split(",")]
-
-    def init(key):
-        return [jnp.ones((16, n)) for n in sizes]
-
-    def loss_fn(params, x):
-        for i, w in enumerate(params):
-            x = checkpoint_name(x, "layer_boundary") if i else x
-            x = x + jnp.tanh(x @ w) @ w.T
-        return (x**2).mean()
-
-    batch = lambda key, n: jnp.ones((n, 16))
-    return SimpleNamespace(loss_fn=loss_fn, init=init, batch=batch, optimizer=optax.sgd(0.1))
-"""
 QUESTION = [
     "model.py:model",
     "--cluster",
@@ -143,13 +120,12 @@ def ray_cluster():
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("ray")
-    (path / "model.py").write_text(WORKLOAD)
+    (path / "model.py").write_text(user_model("widths"))
     return path
 
 
 def start(directory: Path, *options: str) -> subprocess.Popen:
-    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    env |= {"PYTHONPATH": str(REPOSITORY), "SOURCE_DATE_EPOCH": "0", "JAX_PLATFORMS": "cpu"}
+    env = environment_apart(SOURCE_DATE_EPOCH="0", JAX_PLATFORMS="cpu")
     command = [sys.executable, "-m", "capture", "profile", *QUESTION, "--quiet", *options]
     return subprocess.Popen(
         command, cwd=directory, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from processes import QUICK_CODE, REPOSITORY, environment_apart
 from timeouts import TIMEOUT_SECONDS
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md")))
 
 
@@ -44,12 +44,11 @@ def blocks_to_run(text: str) -> list[Block]:
 
 def run(block: Block, directory: Path) -> subprocess.CompletedProcess[str]:
     """Run a block as a new user would: the package's commands on the path, and no flags of this
-    test process."""
+    test process but those that spare the compiler work."""
     for name in ("models", "benchmarks"):
         (directory / name).symlink_to(REPOSITORY / name)
-    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    env = environment_apart(xla_flags=QUICK_CODE)
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), env.get("PYTHONPATH")]))
     shell = {"python": [sys.executable, "-c"], "bash": ["bash", "-euo", "pipefail", "-c"]}[
         block.language
     ]

@@ -8,14 +8,14 @@ import re
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from synthetic_profiles import Planted, make_plan
+from processes import user_model
+from synthetic_profiles import make_plan
 
 from capture.cli.main import main
 from capture.documents import read, write
 from capture.machine.cluster import Cluster
-from capture.measured.profile import Calibration, Profile, StageConfig
+from capture.measured.profile import Calibration, Profile
 from capture.measured.size_errors import FLOOR_FRACTION, SizeError, extrapolation_width
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
@@ -31,40 +31,18 @@ from recommender import PlanQuestion, recommend
 from recommender.capture.extent import best_of, largest_batch, smallest_cluster
 from recommender.capture.verified import Knowledge, recommend_verified
 
-WORKLOAD = '''
-from types import SimpleNamespace
-
-import jax, jax.numpy as jnp, optax
-from jax.ad_checkpoint import checkpoint_name
-
-WIDTH, LAYERS = 16, 4
-
-def model(above=16, times=12):
-    """Above a size of the batch every layer also works on copies of its input, and the last
-    reads the first's: another program."""
-    def init(key):
-        return [jax.random.normal(k, (WIDTH, WIDTH)) / 4 for k in jax.random.split(key, LAYERS)]
-
-    def loss_fn(params, batch):
-        x = first = batch["x"]
-        large = x.shape[0] > above
-        for i, w in enumerate(params):
-            x = checkpoint_name(x, "layer_boundary") if i else x
-            if large:
-                x = jnp.sin(jnp.tanh(jnp.tile(x, (1, times)) + 1)).reshape(-1, times, WIDTH).mean(1)
-            x = jnp.tanh(x @ w)
-            first = x if i == 0 else first
-        return ((x + first * large - batch["y"]) ** 2).mean()
-
-    def batch(key, n):
-        return dict(zip("xy", jax.random.normal(key, (2, n, WIDTH))))
-
-    return SimpleNamespace(loss_fn=loss_fn, init=init, batch=batch, optimizer=optax.adam(1e-2))
-'''
 CLUSTER = Cluster((1, 1))
+
+
 MICROBATCHES = 2
+
+
 BATCH = ["--cluster", "2x1", "--microbatches", str(MICROBATCHES)]
+
+
 STORE = ["--store", "store.sqlite", "--workers", "0"]
+
+
 PROFILED = ["--global-batch", "16", "--neighbours", "1", "--calibration-plans", "0"]
 
 
@@ -72,7 +50,7 @@ PROFILED = ["--global-batch", "16", "--neighbours", "1", "--calibration-plans", 
 def made(tmp_path_factory) -> SimpleNamespace:
     """The model, profiled at micro-batches of 4 and 8 examples, and what compiles its plans."""
     directory = tmp_path_factory.mktemp("sizes")
-    (directory / "jump.py").write_text(WORKLOAD)
+    (directory / "jump.py").write_text(user_model("jump"))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
         assert (
@@ -323,7 +301,9 @@ def test_predict_compiles_the_plans_own_stages(made, inside, capsys, tmp_path):
 
 def test_an_edited_model_is_not_compiled_into_an_old_profile(made, inside, capsys):
     (inside / "old").mkdir()
-    (inside / "old" / "jump.py").write_text(WORKLOAD.replace("jnp.tanh(x @ w)", "jnp.sin(x @ w)"))
+    (inside / "old" / "jump.py").write_text(
+        user_model("jump").replace("jnp.tanh(x @ w)", "jnp.sin(x @ w)")
+    )
     asked = [
         "plan",
         "old/jump.py:model",
@@ -336,85 +316,6 @@ def test_an_edited_model_is_not_compiled_into_an_old_profile(made, inside, capsy
     ]
     assert main(asked) == 2
     assert capsys.readouterr().err.endswith("[profile-other-model]\n")
-
-
-# ---- the line ------------------------------------------------------------------------------------
-
-
-class Bending(Planted):
-    """As planted, and half as much again above 16 examples."""
-
-    def components(self, config: StageConfig) -> np.ndarray:
-        found = super().components(config)
-        found[:3] += found[:3] // 2 * (config.microbatch_size > 16)
-        return found
-
-
-def test_a_bend_does_not_reach_sizes_on_the_other_side_of_what_was_profiled():
-    planted, choice = Bending(4, 3), StageChoice(2, 1)
-    predictor = AdditivePredictor(planted.profile([choice], sizes=(8, 16, 32, 64)))
-    for size in (12, 48, 96):  # between two below the bend, between two above it, and beyond
-        table = predictor.table(choice, size)
-        assert table[1:3, 1, 3] == pytest.approx(
-            planted.components(StageConfig(1, 3, choice, size))[1:3], rel=1e-3
-        )
-
-
-class Hungriest(Planted):
-    """Temporaries are those of the layer that needs most, which parameters decide for some layers
-    and examples for others."""
-
-    def components(self, config: StageConfig) -> np.ndarray:
-        found, layers = super().components(config), slice(config.first, config.stop)
-        of_examples = (
-            self.per_example[1:3, 0, layers] * config.microbatch_size // config.choice.num_devices
-        )
-        found[1:3] = np.maximum(self.fixed[1:3, 0, layers], of_examples).max(axis=1)
-        return found
-
-
-@pytest.mark.parametrize(("size", "truth"), [(16, 2000), (64, 6400), (160, 16000), (4, 2000)])
-def test_temporaries_of_a_stage_are_those_of_its_hungriest_layer_at_that_size(size, truth):
-    """At the profiled sizes the weights of layer 2 decide, whose line is flat; at larger ones the
-    examples of layer 0 do."""
-    planted, choice = Hungriest(5, 1), StageChoice(2, 1)
-    planted.fixed[1:3], planted.per_example[1:3] = 0, 0
-    planted.fixed[1:3, 0, 2], planted.per_example[1:3, 0, 0] = 2000, 200
-    table = AdditivePredictor(planted.profile([choice], num_neighbours=2)).table(choice, size)
-    assert table[1:3, 0, 5].tolist() == pytest.approx([truth, truth])
-    assert table[1:3, 1, 5].tolist() == pytest.approx([2000, 2000]), "layer 0 is not in it"
-
-
-class Fusing(Planted):
-    """Everything grows with the examples, and three layers together need a fifth less than the
-    sum."""
-
-    def components(self, config: StageConfig) -> np.ndarray:
-        found = super().components(config)
-        return found * 4 // 5 if config.num_layers > 2 else found
-
-
-@pytest.mark.parametrize("size", [4, 64])
-def test_windows_that_one_size_lacks_do_not_tilt_the_line(size):
-    """At the smaller profiled size windows are shorter, and what their sum misses is no growth."""
-    planted, choice = Fusing(4, 3), StageChoice()
-    planted.fixed[:3], planted.per_example[:3] = 0, 160
-    table = AdditivePredictor(planted.profile([choice], num_neighbours=2)).table(choice, size)
-    assert table[1:3, 1, 4] == pytest.approx(
-        planted.components(StageConfig(1, 4, choice, size))[1:3], rel=1e-3
-    )
-
-
-def test_what_belongs_to_parameters_does_not_change_with_the_micro_batch():
-    planted = Planted(4, 3)
-    for sizes in ((16,), (8, 16)):
-        table = AdditivePredictor(planted.profile([StageChoice()], sizes=sizes)).table(
-            StageChoice(), 2
-        )
-        assert (
-            table[3:5, 1, 3].tolist()
-            == planted.components(StageConfig(1, 3, StageChoice(), 16))[3:5].tolist()
-        )
 
 
 # ---- held-out sizes ------------------------------------------------------------------------------

@@ -9,15 +9,11 @@ devices.
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
-from timeouts import TIMEOUT_SECONDS
+from processes import REPOSITORY, output_of
 
 from capture.compiler.kernels import shape_bytes
 from capture.compiler.report import MemoryReport, parse_report, read_report
@@ -29,40 +25,12 @@ from capture.extras import install_command
 from capture.machine.target import Target
 from capture.measured.work import Collective, Kernel, ProgramWork
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 INSTALLED = {
     "cuda": find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin"),
     "tpu": find_spec("libtpu"),
     "cpu": True,
 }
 TARGETS = ["cpu", "h100", "v5e"]
-
-SCRIPT = """
-import json, sys
-from capture import environment
-from capture.documents import write
-from capture.machine.target import Target
-
-target = Target.load(sys.argv[1])
-environment.prepare(num_devices=4, platform=target.platform)
-from capture.plan.choices import StageChoice
-from capture.measured.profile import StageConfig
-from capture.profiler.compile import CompileBackend
-from capture.model.workload import WorkloadSpec
-
-backend = CompileBackend(WorkloadSpec.parse("models/gpt.py:gpt?size=tiny&num_layers=4").load(), target=target)
-graph = backend.traced(8).graph
-rows = {}
-choices = {"one": StageChoice(1, 1), "split": StageChoice(2, 2)}
-if target.platform == "cuda":
-    choices["replicas"] = StageChoice(4, 1)
-configs = {name: StageConfig(2, 3, choice, 8) for name, choice in choices.items()}
-for name, config in configs.items():
-    rows[name] = write(backend.measure(config))
-buffers = write(backend.measure_buffers(StageConfig(0, 2, StageChoice(2, 1), 8)))
-cost = write(backend.measure(StageConfig(0, 2, StageChoice(2, 1), 8)))
-print(json.dumps({"flops": graph.layers[2].flops, "rows": rows, "provenance": backend.provenance, "buffers": buffers, "cost": cost}))
-"""
 
 
 def require(platform: str) -> None:
@@ -81,22 +49,7 @@ def measured():
     def measure(name: str) -> dict:
         require(Target.load(name).platform)
         if name not in found:
-            env = {
-                key: value
-                for key, value in os.environ.items()
-                if key not in ("XLA_FLAGS", "JAX_PLATFORMS")
-            }
-            env["PYTHONPATH"] = str(REPOSITORY)
-            done = subprocess.run(
-                [sys.executable, "-c", SCRIPT, name],
-                cwd=REPOSITORY,
-                env=env,
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT_SECONDS,
-            )
-            assert done.returncode == 0, done.stderr
-            found[name] = json.loads(done.stdout)
+            found[name] = json.loads(output_of("target_measurements", name))
         return found[name]
 
     return measure
@@ -172,32 +125,11 @@ def test_the_provenance_names_the_compiler(measured, name):
     ]
 
 
-DUMP = """
-import sys
-from capture import environment
-environment.prepare(platform="cuda")
-import jax, jax.numpy as jnp
-f = jax.jit(lambda x, w, s: (jnp.tanh(x @ w) @ w.T, s + 1), donate_argnums=2)
-array = jax.ShapeDtypeStruct((256, 256), jnp.float32)
-compiled = f.lower(array, array, array).compile(compiler_options={"xla_dump_to": sys.argv[1], "xla_dump_hlo_as_text": True})
-memory = compiled.memory_analysis()
-print(memory.argument_size_in_bytes, memory.output_size_in_bytes - memory.alias_size_in_bytes, memory.temp_size_in_bytes)
-"""
-
-
 def test_the_parser_reads_what_this_version_of_jax_dumps(tmp_path):
     """Against the numbers of the compiler's own interface, which the CPU compiler gives
     correctly."""
     assert read_report(tmp_path) is None
-    done = subprocess.run(
-        [sys.executable, "-c", DUMP, str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-    )
-    assert done.returncode == 0, done.stderr
-    arguments, outputs, temporaries = map(int, done.stdout.split())
+    arguments, outputs, temporaries = map(int, output_of("dumped_report", tmp_path).split())
     report = read_report(tmp_path)
     assert (report.argument_bytes, arguments) == (3 * 256 * 256 * 4, 3 * 256 * 256 * 4)
     assert (

@@ -4,10 +4,9 @@ split by their own rule."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from command_line.test_target_compile import REPOSITORY, require
+from command_line.test_target_compile import require
 from jax.experimental import pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from multi_device.test_pipeline import compare
 from pipeline_models import pipeline
-from timeouts import TIMEOUT_SECONDS
+from processes import REPOSITORY, environment_apart, output_of, user_model
 
 from capture.compiler.work import LocalFlops
 from capture.errors import TracingError
@@ -270,62 +269,25 @@ def test_constants_of_an_operation_in_a_remat_region():
     close(jax.jit(localized)(x), x * table)
 
 
-OWN = """
-from jax.experimental.custom_partitioning import custom_partitioning
-import jax, jax.numpy as jnp, optax
-from jax.ad_checkpoint import checkpoint_name
-from capture.model.workload import Workload
-
-def scaled(x):
-    return x if "fast" in {"slow", "fast", "exact", "other"} else SCALE * x
-
-def partition(mesh, arguments, result):
-    return mesh, scaled, result.sharding, (arguments[0].sharding,)
-
-operation = custom_partitioning(lambda x: x * 1.0)
-operation.def_partition(partition, sharding_rule="b k -> b k", need_replication_factors=RULE)
-
-@jax.custom_vjp
-def op(x):
-    return operation(x)
-op.defvjp(lambda x: (operation(x), None), lambda _, g: (operation(g),))
-
-def model():
-    def loss(w, x):
-        for i in range(3):
-            x = op(checkpoint_name(x, "layer_boundary") if i else x) @ w[i]
-        return (x ** 2).mean()
-    init, batch = lambda key: jnp.ones((3, 8, 8)), lambda key, n: jnp.ones((n, 8))
-    return Workload(loss, init, batch, optax.sgd(0.1))
-"""
-KEY_OF = """
-import sys
-from capture.tracing import trace
-from capture.model.workload import WorkloadSpec
-print(trace(WorkloadSpec.parse(sys.argv[1] + ":model").load(), 4).slice(1, 2).key)
-"""
-
-
 def test_a_layer_is_known_by_what_its_operations_do(tmp_path):
     """In every process and folder; by their rules, and by the functions that they name."""
 
-    def key(name: str, text: str, seed: str) -> str:
-        (tmp_path / name).mkdir(exist_ok=True)
-        (tmp_path / name / "own.py").write_text(
-            text.replace("SCALE", "1.0") if "SCALE" in text else text
-        )
-        env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONHASHSEED": seed}
-        command = [sys.executable, "-c", KEY_OF, str(tmp_path / name / "own.py")]
-        return subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
+    plain = user_model("partitioned")
 
-    plain = OWN.replace("RULE", '("k",)')
-    keys = [
-        key("a", plain, "3"),
-        key("b", plain, "5"),
-        key("c", OWN.replace("RULE", '("b", "k")'), "3"),
-    ]
-    keys.append(key("d", plain.replace("SCALE", "2.0"), "3"))
-    assert keys[0] == keys[1] and len(set(keys)) == 3
+    def written(name: str, text: str) -> Path:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "own.py").write_text(text)
+        return tmp_path / name / "own.py"
+
+    def keys(seed: str, *files: Path) -> list[str]:
+        env = environment_apart(JAX_PLATFORMS="cpu", PYTHONHASHSEED=seed)
+        return output_of("layer_keys", *files, env=env).split()
+
+    ruled = written("b", plain.replace('factors=("k",)', 'factors=("b", "k")'))
+    scaled = written("c", plain.replace("else 1.0 * x", "else 2.0 * x"))
+    found = keys("3", written("a", plain), ruled, scaled)
+    assert len(set(found)) == 3
+    assert keys("5", written("d", plain)) == found[:1]
 
 
 @pytest.mark.parametrize("wrap", ["plain", "scan", "cond", "remat"])
@@ -368,49 +330,10 @@ def test_what_does_not_divide_is_whole():
 
 # ---- targets -------------------------------------------------------------------------------------
 
-SCRIPT = """
-import json, sys
-from capture import environment
-from capture.machine.target import Target
-
-target = Target.load(sys.argv[1])
-environment.prepare(num_devices=4, platform=target.platform)
-from capture.plan.choices import StageChoice
-from capture.errors import CaptureError
-from capture.measured.profile import StageConfig
-from capture.profiler.compile import CompileBackend
-from capture.model.workload import WorkloadSpec
-
-found = {}
-for attention in sys.argv[2:]:
-    size = "size=tiny&num_layers=2&seq_len=512&dtype=bfloat16"
-    workload = WorkloadSpec.parse(f"models/gpt.py:gpt?{size}&attention={attention}").load()
-    backend = CompileBackend(workload, target=target)
-    try:
-        found[attention] = backend.measure(StageConfig(0, 1, StageChoice(2, 2), 4)).to_json()
-    except CaptureError as error:
-        found[attention] = str(error)
-    found[f"{attention} flops"] = backend.traced(4).graph.layers[0].flops
-print(json.dumps(found))
-"""
-
 
 def measured(name: str, *attention: str) -> dict[str, Any]:
     require(Target.load(name).platform)
-    env = {
-        key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_PLATFORMS")
-    }
-    env["PYTHONPATH"] = str(REPOSITORY)
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, name, *attention],
-        cwd=REPOSITORY,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(output_of("flash_targets", name, *attention))
 
 
 def check_operations(found: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from pipeline_models import mlp
+from processes import user_model
 
 import capture.profiler.run
 from capture.cli.main import main
@@ -37,19 +38,6 @@ TARGETS = {"microbatch_size": MICROBATCH_SIZE, "paper": TARGET}
 NUM_RUNS = 18
 TINY = mlp()
 ONE_RUN = ProfilingRun((2, 1, 1), StageChoice(), MICROBATCH_SIZE, 2, "gpipe")
-
-
-KILLED = """
-import os
-from dataclasses import replace
-
-from pipeline_models import mlp
-
-
-def killed():
-    task = mlp()
-    return replace(task, batch=lambda key, n: os._exit(9) if n == 32 else task.batch(key, n))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -297,7 +285,7 @@ def test_a_killed_process_fails_its_run_alone(tmp_path, monkeypatch):
     """As the system does where memory runs out on CPU."""
     monkeypatch.setitem(MAX_ATTEMPTS, "lost", 2)
     file = tmp_path / "killed.py"
-    file.write_text(KILLED)
+    file.write_text(user_model("killed"))
     setting = setting_of(Setting(WorkloadSpec(str(file), "killed"), num_devices=3, backend="run"))
     jobs = [
         Job("killed", replace(ONE_RUN, num_microbatches=16), "run"),

@@ -1,93 +1,32 @@
+"""None"""
+
 from __future__ import annotations
 
 import functools
 import json
 import math
-import os
-import re
-import subprocess
-import sys
 from collections import Counter
-from itertools import combinations, pairwise
-from pathlib import Path
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from jax import lax
-from timeouts import TIMEOUT_SECONDS
+from traced_models import CASES, B, case_id, loss_workload, traced, workload_of
 
-from capture.errors import TracingError
 from capture.model.graph import LayerGraph, item_bytes
 from capture.model.workload import takes_key
 from capture.tracing import LAYER_BOUNDARY, StageSlice, TracedModel, trace
-from capture.tracing.cut import applied, cheapest_path, cluster_cuts, crossing_bytes
+from capture.tracing.cut import applied, cluster_cuts, crossing_bytes
 from capture.tracing.flatten import flatten
 from capture.tracing.layers import assign_layers
 from tests import tracing_models as models
 
-B = 2
-
-WORKLOADS = {
-    "unet": models.unet,
-    "lstm": models.lstm,
-    "convnet": models.convnet,
-    "linen": models.linen,
-    "linen-dropout-remat": lambda: models.linen(dropout=0.2, remat=True),
-    "linen-mark-in-remat": lambda: models.linen(remat=True, mark_inside=True),
-    "linen-scan": lambda: models.linen(stacked=True, mark_inside=True),
-    "linen-scan-remat-dropout": lambda: models.linen(
-        stacked=True, mark_inside=True, remat=True, dropout=0.2
-    ),
-    "nnx": models.nnx_mlp,
-    "pytree-module": models.pytree_module,
-    "scan": models.scanned,
-    "scan-penalty": lambda: models.scanned(penalty=0.01),
-    "scan-unmarked": lambda: models.scanned(marked=False),
-    "routed": models.routed,
-    "control": models.control,
-}
-#: Workload and num_layers to ask for: the number of layers to get.
-CASES = {
-    ("unet", None): 6,
-    ("unet", 3): 3,
-    ("lstm", None): 2,
-    ("convnet", None): 4,
-    ("linen", None): 3,
-    ("linen-dropout-remat", None): 3,
-    ("linen-dropout-remat", 5): 5,
-    ("linen-mark-in-remat", None): 3,
-    ("linen-scan", None): 3,
-    ("linen-scan-remat-dropout", None): 3,
-    ("nnx", None): 4,
-    ("pytree-module", None): 3,
-    ("scan", None): 5,
-    ("scan-penalty", None): 5,
-    ("scan-unmarked", 3): 3,
-    ("routed", None): 4,
-    ("control", None): 7,
-}
 #: Those whose slices are also run; the others differ from one of these in nothing that runs.
 COMPOSED = [
     case for case in CASES if case not in {("linen", None), ("linen-scan", None), ("unet", 3)}
 ]
-
-
-def case_id(value):
-    return f"{value[0]}-{value[1] or 'marks'}" if isinstance(value, tuple) else None
-
-
-@functools.cache
-def workload_of(name):
-    return WORKLOADS[name]()
-
-
-@functools.cache
-def traced(name, num_layers=None) -> TracedModel:
-    return trace(workload_of(name), B, num_layers)
 
 
 def is_float(x):
@@ -399,153 +338,6 @@ def test_layer_names_are_scopes_where_they_differ():
     assert [layer.name for layer in traced("unet").graph.layers] == [f"layer_{i}" for i in range(6)]
 
 
-def test_equal_blocks_have_equal_keys_and_others_do_not():
-    keys = [layer.key for layer in trace(models.repeated(marked=True), B).graph.layers]
-    # The first block reads the batch, the layer after the last mark is the loss.
-    assert len(set(keys)) == 3 and len(set(keys[1:-1])) == 1
-    model = trace(models.linen(num_blocks=4), B)
-    assert len({layer.key for layer in model.graph.layers[1:4]}) == 1
-    assert model.slice(1, 3).key == model.slice(2, 4).key != model.slice(1, 2).key
-    scan_keys = [layer.key for layer in trace(models.scanned(num_layers=5), B).graph.layers]
-    assert len(set(scan_keys[2:5])) == 1
-    wider = trace(models.repeated(marked=True, width=8), B).graph
-    assert wider.layers[1].key != keys[1]
-    assert trace(models.repeated(marked=True), 2 * B).graph.layers[1].key != keys[1]
-
-
-def test_a_parameter_that_layers_share_changes_the_stage_key():
-    def make(indices):
-        def loss(p, batch):
-            h = batch[0]
-            for i in indices:
-                h = models.mark(jnp.tanh(h @ p[i]))
-            return jnp.mean(h)
-
-        return trace(
-            models.workload(loss, lambda key: [jnp.eye(models.D)] * 3, models.vectors_batch), B
-        )
-
-    distinct, shared = make([0, 1, 2]), make([0, 1, 1])
-    assert distinct.graph.layers[2].key == shared.graph.layers[2].key
-    assert distinct.slice(1, 3).key != shared.slice(1, 3).key
-
-
-def test_custom_rules_and_constants_are_part_of_the_key():
-    same, other = trace(models.convnet(), B), trace(models.convnet(models.clipped_otherwise), B)
-    assert [a.key == b.key for a, b in zip(same.graph.layers, other.graph.layers, strict=True)] == [
-        True,
-        True,
-        False,
-        True,
-    ]
-    assert same.graph.layers[1].key == same.graph.layers[2].key
-    assert same.graph.model_hash != other.graph.model_hash
-
-    def scaled(*tables):
-        def loss(p, batch):
-            h = batch[0] @ p
-            for table in tables:
-                h = models.mark(jnp.tanh(h * np.full(models.D, table, np.float32)))
-            return jnp.mean(h)
-
-        return trace(
-            models.workload(loss, lambda key: jnp.eye(models.D), models.vectors_batch), B
-        ).graph.layers
-
-    keys = [layer.key for layer in scaled(1.0, 2.0, 2.0, 3.0)]
-    assert keys[1] == keys[2] != keys[3]
-
-
-def test_hashes_are_stable_over_processes():
-    names = ["convnet", "linen-dropout-remat", "routed"]
-    program = (
-        "from tests.property.test_tracing import traced\n"
-        f"for name in {names}:\n"
-        "    m = traced(name)\n"
-        "    print(m.graph.model_hash, *[layer.key for layer in m.graph.layers], m.slice(1, 3).key)"
-    )
-    root = Path(__file__).parents[2]
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")]),
-        "PYTHONHASHSEED": "7",
-        "JAX_PLATFORMS": "cpu",
-    }
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        env=env,
-        cwd=root,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-    )
-    assert result.returncode == 0, result.stderr
-    for name, line in zip(names, result.stdout.strip().splitlines(), strict=True):
-        model = traced(name)
-        assert line.split() == [
-            model.graph.model_hash,
-            *[layer.key for layer in model.graph.layers],
-            model.slice(1, 3).key,
-        ]
-
-
-def test_automatic_cutting_finds_the_blocks():
-    model = trace(models.repeated(num_blocks=6), B, num_layers=6)
-    assert [layer.params for layer in model.graph.layers] == [(2 * i, 2 * i + 1) for i in range(6)]
-    assert all(len(model.graph.crossing(cut)) == 1 for cut in range(1, 6))
-    keys = [layer.key for layer in model.graph.layers]
-    assert len(set(keys)) == 3 and len(set(keys[1:-1])) == 1
-    assert [
-        len(layer.params) for layer in trace(models.repeated(num_blocks=6), B, 3).graph.layers
-    ] == [4, 4, 4]
-    assert trace(models.repeated(num_blocks=6), B, 1).graph.num_layers == 1
-
-
-def test_automatic_cutting_unrolls_a_scan_only_if_it_must():
-    whole = trace(models.scanned(marked=False), B, num_layers=1)
-    assert [p.name for p in whole.graph.params] == ["head", "layers/b", "layers/w"]
-    four = trace(models.scanned(marked=False), B, num_layers=4)
-    assert len(four.graph.params) == 9
-
-
-@pytest.mark.parametrize(
-    ("blocks", "num_devices", "num_layers"),
-    # The blocks themselves; a multiple that is enough for the devices; no more than 32, and then a
-    # divisor; two products each, no more.
-    [(12, 1, 12), (12, 16, 24), (5, 1, 10), (96, 8, 32), (40, 1, 20), (3, 1, 6), (1, 4, 2)],
-)
-def test_a_loss_without_marks_is_cut_into_a_sensible_number_of_layers(
-    blocks, num_devices, num_layers
-):
-    def loss(params, batch):
-        x = batch[0]
-        for up, down in params:
-            x = x + jnp.tanh(x @ up) @ down
-        return jnp.mean(x)
-
-    def init(key):
-        return [(jnp.zeros((models.D, 8)), jnp.zeros((8, models.D)))] * blocks
-
-    workload = models.workload(loss, init, models.vectors_batch)
-    model = trace(workload, B, num_devices=num_devices)
-    assert model.auto_layers and model.graph.num_layers == num_layers
-    if blocks == 12:
-        same = trace(workload, B, model.graph.num_layers)
-        assert (
-            same.graph.model_hash
-            == model.graph.model_hash
-            == trace(workload, B, unmarked_layers=num_layers).graph.model_hash
-        )
-        assert trace(workload, 4 * B, num_devices=num_devices).graph.num_layers == num_layers
-
-
-def test_the_number_sees_into_scans_and_leaves_marks_alone():
-    assert trace(models.scanned(num_layers=16, marked=False), B).graph.num_layers == 16
-    marked = trace(models.scanned(num_layers=4), B, num_devices=64)
-    assert not marked.auto_layers
-    assert marked.graph.num_layers == trace(models.scanned(num_layers=4), B).graph.num_layers
-
-
 def residuals(stage: StageSlice, model: TracedModel, remat: str) -> list[tuple]:
     """Shape and dtype of everything that the backward pass of a stage keeps."""
 
@@ -662,85 +454,6 @@ def test_layers_cover_the_program_once(name, num_layers):
         )
 
 
-@given(
-    st.lists(
-        st.tuples(st.integers(1, 5), st.integers(0, 5), st.booleans()), min_size=2, max_size=8
-    ),
-    st.integers(1, 4),
-    st.sampled_from([0.0, 0.3, 2.0]),
-)
-def test_cheapest_path_is_the_best_of_all(steps, num_steps, tolerance):
-    progress = [float(sum(f for f, _, _ in steps[:i])) for i in range(len(steps) + 1)]
-    products = [sum(has for _, _, has in steps[:i]) for i in range(len(steps) + 1)]
-    costs = [float(c) for _, c, _ in steps] + [0.0]
-    mean = progress[-1] / num_steps
-    least, most = mean / (1 + tolerance), mean * (1 + tolerance)
-    feasible = {}
-    for middle in combinations(range(1, len(steps)), num_steps - 1):
-        path = [0, *middle, len(steps)]
-        if all(
-            least <= progress[b] - progress[a] <= most and products[a] < products[b]
-            for a, b in pairwise(path)
-        ):
-            feasible[tuple(path)] = sum(costs[i] for i in middle)
-    found = cheapest_path(progress, costs, num_steps, least, most, products)
-    assert (found is None) == (not feasible)
-    if found is not None:
-        assert feasible[tuple(found)] == min(feasible.values())
-
-
-@pytest.mark.parametrize(
-    ("workload", "num_layers"),
-    [
-        (
-            models.repeated(num_blocks=3),
-            6,
-        ),  # two products a block; the loss alone is no layer, nor is a ReLU
-        (
-            models.scanned(num_layers=3, marked=False),
-            4,
-        ),  # one an iteration, for which the scan is unrolled, and the head
-        (models.lstm(), None),
-    ],
-)
-def test_every_automatic_layer_has_a_product(workload, num_layers):
-    if num_layers is None:
-        with pytest.raises(TracingError) as error:
-            trace(workload, B, 50)
-        num_layers = int(re.search(r"give 1 to (\d+)", str(error.value))[1])
-    for count in (num_layers - 1, num_layers):
-        model = trace(workload, B, count)
-        assert model.graph.num_layers == count
-        for first in range(count):
-            layer = model.slice(first, first + 1)
-            args = [
-                [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in group]
-                for group in tensors_of(model, layer)
-            ]
-            assert layer.params and "dot_general" in str(jax.make_jaxpr(layer)(*args))
-    with pytest.raises(
-        TracingError, match=rf"give 1 to {num_layers}, or mark .*\[trace-num-layers\]"
-    ):
-        trace(workload, B, num_layers + 1)
-
-
-def tensors_of(model: TracedModel, layer):
-    graph = model.graph
-    return (
-        [graph.params[p] for p in layer.params],
-        [graph.values[v] for v in layer.inputs],
-        [graph.batch[b] for b in layer.batch],
-    )
-
-
-def loss_workload(loss, **shapes):
-    return models.workload(
-        loss,
-        lambda key: models.normals(key, **(shapes or {"w": (models.D, models.D)})),
-        models.vectors_batch,
-    )
-
-
 def test_nothing_is_allocated():
     shapes = {"w": (1 << 20, 1 << 20)}
     workload = models.workload(
@@ -751,109 +464,6 @@ def test_nothing_is_allocated():
     model = trace(workload, 8)
     assert model.graph.params[0].nbytes == 4 << 40
     assert model.graph.num_layers == 2
-
-
-ERRORS = [
-    (
-        lambda: trace(loss_workload(lambda p, b: jnp.mean(models.mark(b[0]) @ p["w"])), B),
-        "the loss has 1 layer marks and none of them divides it; mark the boundaries in the model "
-        "with "
-        'jax.ad_checkpoint.checkpoint_name(x, "layer_boundary"), or leave the marks out or give '
-        "num_layers (--num-layers), to cut it "
-        "automatically. [trace-no-marks]",
-    ),
-    (
-        lambda: trace(loss_workload(lambda p, b: jnp.mean(b[0])), B),
-        "the loss has no layer marks, and no operation in it applies a parameter to data, so that "
-        "there is nothing to cut; check that "
-        "loss_fn(params, batch) uses its parameters. [trace-no-marks]",
-    ),
-    (
-        lambda: trace(loss_workload(lambda p, b: b[0] @ p["w"]), B),
-        "loss_fn returned float32[2,4]; return one scalar float, the mean over the examples of "
-        "the batch. [trace-loss-scalar]",
-    ),
-    (
-        lambda: trace(loss_workload(lambda p, b: (jnp.mean(b[0] @ p["w"]), b[1])), B),
-        "loss_fn returned float32[], int32[2]; return one scalar float, the mean over the "
-        "examples of the batch. [trace-loss-scalar]",
-    ),
-    (
-        lambda: trace(
-            loss_workload(
-                lambda p, b: lax.cond(
-                    b[0].sum() > 0, lambda: models.mark(p["w"]), lambda: p["w"]
-                ).sum()
-            ),
-            B,
-        ),
-        "a 'layer_boundary' mark stands inside cond (scope 'top level'), which cannot be cut; "
-        "move the mark out of the cond. "
-        "[trace-mark-position]",
-    ),
-    (
-        lambda: trace(models.repeated(num_blocks=1), B, 50),
-        "num_layers=50 is not possible: a layer needs a product with a parameter, and the loss "
-        "has 2; give 1 to 2, or mark the layers in "
-        "the model. [trace-num-layers]",
-    ),
-    (
-        lambda: trace(models.repeated(), B, 0),
-        "num_layers=0 is not possible: a layer needs a product with a parameter, and the loss has "
-        "12; give 1 to 12, or mark the layers "
-        "in the model. [trace-num-layers]",
-    ),
-    (
-        lambda: trace(models.repeated(), 0, 2),
-        "microbatch_size=0 is no batch; give at least 1. [trace-microbatch]",
-    ),
-    (
-        lambda: trace(
-            models.workload(
-                lambda p, b: p["w"].sum(),
-                lambda key: models.normals(key, w=(2,)),
-                lambda key, n: jnp.zeros((3,)),
-            ),
-            B,
-            1,
-        ),
-        "batch(key, 2) returned float32[3], and batch(key, 4) nothing larger; return arrays that "
-        "carry the examples in one dimension. "
-        "[trace-batch]",
-    ),
-    (
-        lambda: trace(models.repeated(), B, 2).slice(1, 3),
-        "layers [1, 3) are no slice of a model of num_layers=2; give 0 <= first < stop <= 2. "
-        "[trace-slice]",
-    ),
-    (
-        lambda: trace(models.repeated(), B, 2).slice(0, 1)([], [], [], remat="some"),
-        "remat='some' is no remat mode; give 'none', 'full' or 'dots'. [trace-remat]",
-    ),
-    (
-        lambda: trace(models.routed(), B).batch_leaves(models.tokens_batch(jax.random.key(0), B)),
-        "loss_fn(params, batch, key) takes a random key, and none is given; pass key=. [trace-key]",
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    ("action", "message"), ERRORS, ids=[message.rsplit("[", 1)[1][:-1] for _, message in ERRORS]
-)
-def test_errors(action, message):
-    with pytest.raises(TracingError) as caught:
-        action()
-    assert str(caught.value) == message
-
-
-def test_mark_inside_a_custom_rule_is_refused():
-    @jax.custom_vjp
-    def rule(x):
-        return models.mark(jnp.sin(x))
-
-    rule.defvjp(lambda x: (rule(x), None), lambda _, g: (g,))
-    with pytest.raises(TracingError, match="move the mark out of the custom_vjp_call"):
-        trace(loss_workload(lambda p, b: jnp.mean(rule(b[0] @ p["w"]))), B)
 
 
 def test_a_model_that_fixes_its_batch_size_still_traces():

@@ -7,12 +7,12 @@ import json
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import code_of
 from synthetic_profiles import Planted, configs_of, hybrid, make_plan
 
 from capture.errors import ProfileError
@@ -23,32 +23,15 @@ from capture.plan.sampling import random_plans
 from capture.plan.schedule import SCHEDULES
 from capture.predictor import AdditivePredictor
 from capture.predictor.additive import UNSEEN_TEMPORARIES_FRACTION
-from capture.predictor.fit import fit_degree, fit_degrees, fit_line, inverse
-from capture.predictor.paper import PaperPredictor
 from capture.predictor.statistics import extend_windows, without_windows
-from capture.profiler.paper import (
-    LayerStatistics,
-    PaperStatistics,
-    layer_statistics,
-    merge_layers,
-    paper_runs,
-    profile_batches,
-    run_paper_profile,
-)
 from capture.step.interface import plan_interfaces
 from capture.step.pipeline import build_step
 from capture.step.program import replay
 
 ONE = StageChoice()
+
+
 LOSS_BYTES = 4
-STORED = json.loads((Path(__file__).parents[1] / "data" / "logfit_check.json").read_text())["rows"]
-
-
-def code_of(call) -> str:
-    with pytest.raises(ProfileError) as error:
-        call()
-    (code,) = error.value.codes
-    return code
 
 
 def stages(num_layers: int):
@@ -437,117 +420,6 @@ def test_more_neighbours_err_less_on_memory_that_is_not_additive():
     assert errors[0] > 0 and errors[2] == 0 and errors == sorted(errors, reverse=True)
 
 
-# ---- the regressions -----------------------------------------------------------------------------
-
-
-def test_inverse_misses_by_half_a_percent_and_the_logarithm_by_half():
-    """Memory of real layers at 1, 2, 4 and 8 ways; fitted through 2 and 4 as the paper does,
-    sampled at 8."""
-    errors = {"log": [], "inverse": []}
-    for row in STORED:
-        memory = {int(k): v for k, v in row["memory_bytes"].items()}
-        values = [np.array(memory[2]), np.array(memory[4])]
-        log, inv = (float(fit_degree([2, 4], values, 8, f)) for f in (np.log, inverse))
-        assert log == pytest.approx(row["log_fit_at_8"], rel=1e-9)
-        assert inv == pytest.approx(row["reciprocal_fit_at_8"], rel=1e-9)
-        errors["log"].append(log / memory[8] - 1)
-        errors["inverse"].append(inv / memory[8] - 1)
-    assert max(map(abs, errors["inverse"])) < 0.006
-    transformer = next(
-        i for i, row in enumerate(STORED) if row["layer"] == "ParallelTransformerLayer"
-    )
-    assert errors["log"][transformer] == pytest.approx(-0.509, abs=0.001)
-    assert min(errors["log"]) < -0.7
-
-
-def test_the_logarithm_turns_negative_at_16_ways_and_the_inverse_does_not():
-    for row in STORED:
-        values = [np.array(row["memory_bytes"][k]) for k in "24"]
-        assert float(fit_degree([2, 4], values, 16, np.log)) == pytest.approx(
-            row["log_fit_at_16"], rel=1e-6, abs=1
-        )
-        assert float(fit_degree([2, 4], values, 16, inverse)) > 0
-    assert min(row["log_fit_at_16"] for row in STORED) < 0
-
-
-@given(st.integers(0, 10**9), st.integers(0, 10**9), st.integers(3, 7))
-def test_the_inverse_is_exact_on_a_plus_b_over_k(a, b, power):
-    values = [np.array([a + b / k]) for k in (2, 4)]
-    assert fit_degree([2, 4], values, 1 << power, inverse)[0] == pytest.approx(
-        a + b / (1 << power), rel=1e-6, abs=1e-3
-    )
-
-
-def test_a_straight_line_keeps_what_is_missing_missing():
-    tables = [np.array([np.nan, 10.0, 3.0]), np.array([np.nan, 20.0, np.nan])]
-    assert fit_line([4, 8], tables, 16)[1] == pytest.approx(40)
-    assert np.isnan(fit_line([4, 8], tables, 16)[[0, 2]]).all()
-    assert fit_line([4], [np.array([10.0])], 8).tolist() == [20.0]
-
-
-def test_degree_pairs_are_fitted_along_one_axis_or_over_both():
-    def memory(dp, tp):
-        return np.array([7 + 16 / dp + 32 / tp + 64 / (dp * tp)])
-
-    known = {(dp, tp): memory(dp, tp) for dp, tp in [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4)]}
-    assert fit_degrees(known, (8, 1)) == pytest.approx(memory(8, 1))
-    assert fit_degrees(known, (1, 16)) == pytest.approx(memory(1, 16))
-    assert fit_degrees({**known, (2, 2): memory(2, 2)}, (4, 4)) == pytest.approx(memory(4, 4))
-    assert fit_degrees({(2, 1): np.array([5.0])}, (8, 1)).tolist() == [5.0]
-
-
-def test_a_single_device_is_not_on_the_curve_of_its_axis():
-    """It has no buffer for the sum of gradients: 5 + 16 / k through 2 and 4 ways, whatever one
-    device needs."""
-    known = {
-        (1, 1): np.array([1000.0]),
-        (2, 1): np.array([13.0]),
-        (4, 1): np.array([9.0]),
-        (1, 2): np.array([50.0]),
-    }
-    assert fit_degrees(known, (8, 1)) == pytest.approx([7])
-
-
-def test_a_degree_that_was_not_profiled_is_refused():
-    profile = Planted(4).profile(hybrid(4))
-    with pytest.raises(ProfileError) as error:
-        AdditivePredictor(profile).predict(make_plan([4], [StageChoice(8, 1)]))
-    assert str(error.value) == (
-        "data_parallel=8 x tensor_parallel=1 with remat='none', shard_optimizer=False, "
-        "shard_params=False was not profiled "
-        "(profiled degrees: 1x1, 1x2, 1x4, 2x1, 2x2, 4x1); profile it, or allow extrapolation. "
-        "[profile-choice]"
-    )
-    with pytest.raises(ProfileError) as error:
-        AdditivePredictor(profile, allow_extrapolation=True).predict(
-            make_plan([4], [StageChoice(1, 1, "full")])
-        )
-    assert str(error.value) == (
-        "data_parallel=1 x tensor_parallel=1 with remat='full', shard_optimizer=False, "
-        "shard_params=False was not profiled (no degrees were profiled so); profile it. "
-        "[profile-choice]"
-    )
-
-
-def test_extrapolation_is_exact_on_a_plus_b_over_k_with_a_wider_interval():
-    planted = Planted(4, 2)
-    profile = planted.profile(hybrid(4), errors=[0.01] * 100)
-    predictor = AdditivePredictor(profile, allow_extrapolation=True)
-    choice = StageChoice(8, 1)
-    truth = planted.components(StageConfig(1, 3, choice, 16))
-    assert predictor.table(choice, 16)[1:, 1, 3] == pytest.approx(truth[1:], rel=1e-6)
-    wide = predictor.predict(make_plan([4], [choice])).stages[0]
-    narrow = predictor.predict(make_plan([4], [StageChoice(4, 1)])).stages[0]
-    assert (wide.extrapolated, narrow.extrapolated) == (True, False)
-    assert all(
-        abs(x / narrow.peak_bytes - 1) < UNSEEN_TEMPORARIES_FRACTION for x in narrow.interval_bytes
-    )
-    low, high = (x / wide.peak_bytes for x in wide.interval_bytes)
-    assert low < 0.83 and high > 1.18
-    at_24 = predictor.predict(make_plan([4], [ONE], size=24)).stages[0]
-    assert at_24.extrapolated and at_24.interval_bytes[0] < 0.83 * at_24.peak_bytes
-
-
 # ---- a prediction --------------------------------------------------------------------------------
 
 
@@ -612,167 +484,3 @@ def test_a_plan_of_another_model_is_refused():
         == "profile-other-model"
     )
     assert predictor.predict(make_plan([4], [ONE]).with_(model_hash="hash16")).peak_bytes > 0
-
-
-# ---- the paper's predictor -----------------------------------------------------------------------
-
-
-def statistics(values: dict, num_layers: int = 4) -> PaperStatistics:
-    """Statistics whose M_i and M_a are given per (choice, number of micro-batches)."""
-    table: dict = {}
-    for (choice, m), (isolated, added) in values.items():
-        table.setdefault(choice, {})[m] = LayerStatistics(
-            np.full(num_layers, float(isolated)),
-            np.array([np.nan, *[float(added)] * (num_layers - 1)]),
-        )
-    return PaperStatistics(table, 0, "gpipe", 16)
-
-
-def test_the_papers_sum_of_m_a_and_its_straight_line():
-    predictor = PaperPredictor(statistics({(ONE, 4): (100, 10), (ONE, 8): (150, 30)}))
-    assert predictor.peaks(ONE, 8)[1, 4] == pytest.approx(150 + 2 * 30)
-    assert predictor.peaks(ONE, 16)[0, 1] == pytest.approx(250)
-    assert predictor.peaks(ONE, 16)[0, 4] == pytest.approx(130 + 3 * (240 - 130))
-    assert np.isnan(predictor.peaks(ONE, 16)[2, :3]).all()
-
-
-def test_the_papers_logarithm_over_the_degree_with_a_plus_b_over_k_as_option():
-    both = {(StageChoice(2, 1), 8): (600, 0), (StageChoice(4, 1), 8): (400, 0), (ONE, 8): (1000, 0)}
-    assert PaperPredictor(statistics(both)).peaks(StageChoice(8, 1), 8)[0, 1] == pytest.approx(200)
-    # Reading C-h.
-    assert PaperPredictor(statistics(both)).peaks(StageChoice(32, 1), 8)[0, 1] == pytest.approx(
-        -200
-    )
-    assert PaperPredictor(statistics(both), fit="inverse").peaks(StageChoice(8, 1), 8)[
-        0, 1
-    ] == pytest.approx(300)
-
-
-@pytest.mark.parametrize(
-    "choice",
-    [StageChoice(2, 2), StageChoice(1, 8), StageChoice(1, 4), StageChoice(1, 1, "full")],
-    ids=str,
-)
-def test_what_the_papers_runs_do_not_tell_is_refused(choice):
-    both = {(StageChoice(2, 1), 8): (600, 0), (StageChoice(4, 1), 8): (400, 0)}
-    assert code_of(lambda: PaperPredictor(statistics(both)).peaks(choice, 8)) == "profile-choice"
-
-
-def test_a_missing_statistic_leaves_the_stages_that_need_it_without_prediction():
-    known = statistics({(ONE, 8): (100, 10)})
-    known.statistics[ONE][8].added[2] = np.nan
-    predictor = PaperPredictor(known)
-    missing = np.isnan(predictor.peaks(ONE, 8))
-    assert [stage for stage in stages(4) if missing[stage]] == [(0, 3), (0, 4), (1, 3), (1, 4)]
-    peaks = predictor.predict(make_plan([3, 1], [ONE, ONE], num_microbatches=8))
-    assert np.isnan(peaks[0]) and peaks[1] == pytest.approx(100)
-    assert PaperStatistics.from_json(json.loads(json.dumps(known.to_json()))).statistics[ONE][
-        8
-    ].added[1:].tolist()[::2] == [10, 10]
-
-
-def test_the_papers_prediction_does_not_see_the_schedule_of_the_plan():
-    predictor = PaperPredictor(statistics({(ONE, 8): (100, 10)}))
-    peaks = {
-        name: predictor.predict(make_plan([2, 2], [ONE, ONE], schedule=name, num_microbatches=8))
-        for name in SCHEDULES
-    }
-    assert peaks["gpipe"] == peaks["1f1b"]
-
-
-def test_the_papers_runs_recover_planted_gpipe_peaks():
-    """Where the backward pass is the peak everywhere, memory is additive and the whole method is
-    exact."""
-    planted = Planted(10, 4)
-    planted.fixed[2, 0] += 10**7
-    profile = planted.profile([ONE, StageChoice(2, 1), StageChoice(4, 1)], num_neighbours=10)
-    runs = paper_runs(10, 4, 16)
-    assert [run.choice for run in runs] == [
-        ONE,
-        StageChoice(2, 1),
-        StageChoice(4, 1),
-        StageChoice(1, 2),
-        StageChoice(1, 4),
-    ]
-    found = run_paper_profile(
-        runs,
-        planted.graph,
-        dict.fromkeys([(tp, 1) for tp in (1, 2, 4)], profile.param_bytes[1, 1]),
-        "gpipe",
-        16,
-        planted.cost,
-    )
-    assert found.num_runs == sum(len(run.partitionings) for run in runs) * 2 and found.failed == ()
-    predictor, truth = PaperPredictor(found), AdditivePredictor(profile)
-    for layers in ([3, 7], [1, 4, 5], [10], [2, 2, 2, 4]):
-        for choice in (ONE, StageChoice(2, 1), StageChoice(4, 1)):
-            plan = make_plan(layers, [choice] * len(layers), schedule="gpipe", num_microbatches=16)
-            assert predictor.predict(plan) == pytest.approx(
-                truth.predict(plan).peak_bytes_per_device, rel=1e-5
-            )
-
-
-def test_a_failed_run_is_named_and_leaves_its_statistics_out():
-    planted = Planted(6)
-    lost = StageConfig(0, 2, ONE, 16)
-    runs = [run for run in paper_runs(6, 4, 16) if run.choice == ONE]
-    found = run_paper_profile(
-        runs,
-        planted.graph,
-        {(1, 1): [4] * 6},
-        "gpipe",
-        16,
-        lambda c: None if c == lost else planted.cost(c),
-    )
-    assert all(text.endswith(f"with {ONE}, stage 0") for text in found.failed) and found.failed
-    assert (
-        np.isnan(found.statistics[ONE][8].added[1])
-        and not np.isnan(found.statistics[ONE][8].isolated).any()
-    )
-
-
-def test_runs_are_made_for_degrees_that_the_cluster_and_the_batch_have():
-    def degrees(**options):
-        return [
-            (r.choice.data_parallel, r.choice.tensor_parallel) for r in paper_runs(8, **options)
-        ]
-
-    assert degrees(num_devices=2, microbatch_size=16) == [(1, 1), (2, 1), (1, 2)]
-    assert degrees(num_devices=16, microbatch_size=2) == [(1, 1), (2, 1), (1, 2), (1, 4)]
-    stages = [len(run.partitionings[0]) for run in paper_runs(32, 16, 16)]
-    assert stages == [16, 8, 4, 8, 4]
-    # Four stages would add no layer to another.
-    assert {len(run.partitionings[0]) for run in paper_runs(4, 4, 16)} == {3}
-    assert (
-        profile_batches(16) == (4, 8) and profile_batches(2) == (1,) and profile_batches(1) == (1,)
-    )
-
-
-def test_m_a_of_one_neighbour_or_the_average_over_several():
-    peaks = {(0, 1): 5, (1, 2): 6, (2, 3): 8, (0, 2): 9, (1, 3): 13, (0, 3): 20}
-    assert layer_statistics(peaks, 3).isolated.tolist() == [5, 6, 8]
-    assert layer_statistics(peaks, 3).added[1:].tolist() == [4, 7]
-    assert layer_statistics(peaks, 3, average=True).added[1:].tolist() == [4, 9]
-
-
-def test_the_merger_joins_the_neighbours_of_least_merged_memory():
-    """Isolated 9 2 3 4, added - 1 1 5. Merged M_i: 10, 3, 8: layers 1 and 2 (M_i 3, M_a 2); then 11
-    and 8: layer 3 with them."""
-    found = LayerStatistics(np.array([9.0, 2, 3, 4]), np.array([np.nan, 1, 1, 5]))
-    assert merge_layers(found, 4) == [(0, 1), (1, 2), (2, 3), (3, 4)]
-    assert merge_layers(found, 3) == [(0, 1), (1, 3), (3, 4)]
-    assert merge_layers(found, 2) == [(0, 1), (1, 4)]
-    assert merge_layers(found, 1) == [(0, 4)]
-
-
-def test_merged_statistics_are_those_of_the_sum():
-    """Layers 1 and 2 merge to M_i = 5, M_a = 3 + 4; then layer 3 joins them for 15, where layer 0
-    would take 10 + 7."""
-    found = LayerStatistics(np.array([10.0, 1, 1, 10]), np.array([np.nan, 3, 4, 10]))
-    assert merge_layers(found, 3) == [(0, 1), (1, 3), (3, 4)]
-    assert merge_layers(found, 2) == [(0, 1), (1, 4)]
-
-
-def test_merging_without_statistics_is_refused():
-    found = LayerStatistics(np.array([1.0, 2]), np.array([np.nan, np.nan]))
-    assert code_of(lambda: merge_layers(found, 1)) == "profile-missing"

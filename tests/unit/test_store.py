@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import REPOSITORY, environment_apart
 from timeouts import TIMEOUT_SECONDS
 
 from capture.errors import ProfileError
 from capture.measured.store import STORE_SCHEMA_VERSION, Store
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 VALUE = {"residual_bytes": 12, "kept_inputs": [0, 2]}
 
 
@@ -104,21 +104,10 @@ def test_two_connections_write_and_see_each_other(path):
     assert first.get(["first 3", "second 19"]) == {"first 3": VALUE, "second 19": VALUE}
 
 
-WRITER = """
-import sys
-from pathlib import Path
-from capture.measured.store import Store
-store = Store(Path(sys.argv[1]))
-for i in range(int(sys.argv[3])):
-    store.put(f"{sys.argv[2]} {i}", i, provenance={}, seconds=0.0)
-    print(i, flush=True)
-"""
-
-
 def start_writer(path: Path, name: str, count: int) -> subprocess.Popen:
-    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-c", WRITER, str(path), name, str(count)]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    program = REPOSITORY / "tests/programs/store_writer.py"
+    command = [sys.executable, str(program), str(path), name, str(count)]
+    return subprocess.Popen(command, env=environment_apart(), stdout=subprocess.PIPE, text=True)
 
 
 def test_processes_that_open_a_new_store_at_once_all_write(path):

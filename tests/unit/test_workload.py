@@ -12,32 +12,12 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import user_model
 
 from capture import extras
 from capture.errors import WorkloadError
 from capture.extras import install_command
 from capture.model.workload import WorkloadProtocol, WorkloadSpec, check_workload, takes_key
-
-MODEL = """
-from neighbour import SCALE
-from types import SimpleNamespace
-
-def model(size="tiny", depth=2):
-    optimizer = SimpleNamespace(init=None, update=None)
-    return SimpleNamespace(
-        loss_fn=lambda p, b: 0, init=None, batch=None, optimizer=optimizer,
-        size=size, depth=depth, scale=SCALE,
-    )
-
-def broken():
-    return SimpleNamespace(loss_fn=None, optimizer=None)
-
-def no_optimizer():
-    return SimpleNamespace(loss_fn=None, init=None, batch=None, optimizer="adam")
-
-def _private():
-    pass
-"""
 
 NAMES = st.from_regex(r"[a-z_][a-z0-9_]{0,6}", fullmatch=True)
 VALUES = st.one_of(
@@ -58,7 +38,7 @@ specs = st.builds(
 def model_file(tmp_path, monkeypatch) -> Path:
     folder = tmp_path / "zoo"
     folder.mkdir()
-    (folder / "net.py").write_text(MODEL)
+    (folder / "net.py").write_text(user_model("beside_neighbour"))
     (folder / "neighbour.py").write_text("SCALE = 3\n")
     monkeypatch.chdir(tmp_path)
     return folder / "net.py"
@@ -128,7 +108,9 @@ def test_a_file_is_loaded_with_its_neighbours_and_its_arguments(model_file):
 def test_files_of_the_same_name_are_different_modules(model_file, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
-    (other / "net.py").write_text(MODEL.replace("from neighbour import SCALE", "SCALE = 4"))
+    (other / "net.py").write_text(
+        user_model("beside_neighbour").replace("from neighbour import SCALE", "SCALE = 4")
+    )
     assert WorkloadSpec("other/net.py", "model").load().scale == 4
     assert WorkloadSpec("zoo/net.py", "model").load().scale == 3
 

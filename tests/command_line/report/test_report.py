@@ -1,17 +1,11 @@
-"""Reports of plans: the facts that are drawn, the words, the page in a real browser, and the
-command."""
+"""Reports of plans: the facts that are drawn, the words, and the command."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
-import shutil
 import subprocess
 import sys
-from dataclasses import replace
-from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -27,57 +21,11 @@ from capture.machine.target import Target
 from capture.plan.choices import StageChoice
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
-from capture.plan.why import Front, Why
 from capture.predictor import AdditivePredictor
 from capture.predictor.step_time import predicted_timeline
 from capture.report.data import envelope, levels, report_facts
-from capture.report.figures import figures
 from capture.report.page import page
-from capture.report.palette import CATEGORIES
-from capture.report.schedule_figure import MAX_BARS, NUM_SLOTS, slots
 from capture.report.words import paragraph
-from capture.step.timeline import compute_stream
-from recommender import PlanQuestion, recommend
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-STAGES = [
-    Stage(0, 4, (0, 1, 2, 3), StageChoice(4, 1)).to_json(),
-    Stage(4, 8, (4, 5, 6, 7), StageChoice(2, 2)).to_json(),
-]
-POINTS = [
-    {
-        "peak_bytes": (20 + 2 * i) * GB,
-        "step_seconds": 1.4 - 0.1 * i,
-        "bound_fraction": 0,
-        "stages": STAGES,
-    }
-    for i in range(4)
-]
-
-
-@pytest.fixture(scope="module")
-def profile():
-    return planted_profile(8)
-
-
-@pytest.fixture(scope="module")
-def plan(profile):
-    plan = predicted_plan(profile, [2, 2, 2, 2], (4, 4), StageChoice(2, 1), num_microbatches=8)
-    return verified(plan).with_(why=Why.read({"front": {"points": POINTS, "complete": False}}))
-
-
-@pytest.fixture(scope="module")
-def facts(plan, profile):
-    return report_facts(plan, profile)
-
-
-@pytest.fixture(scope="module")
-def large():
-    """16 stages and 64 micro-batches."""
-    profile = planted_profile(32)
-    return report_facts(
-        predicted_plan(profile, [2] * 16, (8,) * 4, StageChoice(1, 2), num_microbatches=64), profile
-    )
 
 
 @pytest.mark.parametrize("degrees", [(4, 1), (1, 4)])
@@ -97,10 +45,6 @@ def test_a_plan_predicted_by_extrapolation_is_drawn_without_seconds(profile, deg
         said.startswith("The plan fits by extrapolation.")
         and "were not profiled: verify the plan to be sure" in said
     )
-
-
-def drawn(facts):
-    return {figure.name: figure for figure in figures(facts)}
 
 
 # ---- facts ---------------------------------------------------------------------------------------
@@ -195,215 +139,6 @@ def test_thinned_memory_keeps_its_peak_its_order_and_its_end(samples, num_bucket
     assert len(thin) <= max(3 * num_buckets, 3)
 
 
-# ---- figures -------------------------------------------------------------------------------------
-
-
-def test_a_figure_is_drawn_only_where_there_are_facts(facts):
-    assert list(drawn(facts)) == [
-        "stages",
-        "peaks",
-        "treemap",
-        "errors",
-        "memory",
-        "schedule",
-        "front",
-    ]
-    assert list(drawn(report_facts(written_plan()))) == ["stages", "peaks", "treemap", "schedule"]
-
-
-def test_the_stage_map_covers_every_device_once(facts, large):
-    for shown in (facts, large):
-        covered = [
-            (node, base + 0.5 + i)
-            for trace in drawn(shown)["stages"].traces
-            for node, base, width in zip(trace["y"], trace["base"], trace["x"], strict=True)
-            for i in range(width)
-        ]
-        nodes = shown.plan.cluster.nodes
-        assert sorted(covered) == [
-            (node, device) for node, size in enumerate(nodes) for device in range(size)
-        ]
-
-
-def test_a_stage_on_two_nodes_has_a_bar_on_each():
-    profile = planted_profile(4, max_devices=8)
-    plan = predicted_plan(profile, [4], (4, 4), StageChoice(8, 1))
-    (trace,) = drawn(report_facts(plan))["stages"].traces
-    assert (trace["y"], trace["base"], trace["x"]) == ([0, 1], [-0.5, -0.5], [4, 4])
-
-
-def test_the_parts_of_a_stage_are_stacked_to_its_peak_under_the_limit(facts):
-    figure = drawn(facts)["peaks"]
-    bars = [trace for trace in figure.traces if trace["type"] == "bar"]
-    for s, stage in enumerate(facts.stages):
-        assert sum(trace["y"][s] for trace in bars) * 1e9 == pytest.approx(stage.predicted_bytes)
-    by_name = {trace["name"]: trace for trace in figure.traces}
-    predicted = by_name["predicted, with interval"]
-    for s, stage in enumerate(facts.stages):
-        assert (predicted["y"][s] + predicted["error_y"]["array"][s]) * 1e9 == pytest.approx(
-            stage.interval_bytes[1]
-        )
-        assert by_name["verified (compiled)"]["y"][s] * 1e9 == pytest.approx(stage.verified_bytes)
-    assert figure.layout["shapes"][0]["y0"] * 1e9 == pytest.approx(
-        Target.load("a100-40g").memory.usable_bytes
-    )
-
-
-def test_a_limit_far_above_is_said_and_not_drawn():
-    near, far = (
-        drawn(report_facts(written_plan(), memory_limit_bytes=limit * GB))["peaks"]
-        for limit in (100, 200)
-    )
-    assert near.layout["shapes"][0]["y0"] == 100
-    assert "shapes" not in far.layout
-    assert far.caption.endswith(
-        "The limit is 200 GB; 176 GB are left. It lies far above and is not drawn."
-    )
-
-
-@pytest.mark.parametrize("written", [False, True], ids=["predicted", "written by hand"])
-def test_every_rectangle_of_the_treemap_is_the_sum_of_those_in_it(facts, written):
-    facts = report_facts(written_plan()) if written else facts
-    (trace,) = drawn(facts)["treemap"].traces
-    values = dict(zip(trace["ids"], trace["values"], strict=True))
-    inside: dict[str, int] = {}
-    for name, parent in zip(trace["ids"], trace["parents"], strict=True):
-        inside[parent] = inside.get(parent, 0) + values[name]
-    assert inside.pop("") == sum(stage.predicted_bytes for stage in facts.stages)
-    assert all(values[name] == total for name, total in inside.items())
-    assert [values[f"/stage {stage.stage_id}"] for stage in facts.stages] == [
-        stage.predicted_bytes for stage in facts.stages
-    ]
-    if written:
-        assert values["/stage 1/of no one layer/temporaries"] == 4 * GB
-
-
-def test_a_category_has_one_colour_in_all_figures(facts):
-    shown = drawn(facts)
-    (trace,) = shown["treemap"].traces
-    leaves = dict(zip(trace["labels"], trace["marker"]["colors"], strict=True))
-    bars = {
-        trace["name"]: trace["marker"]["color"]
-        for trace in shown["peaks"].traces
-        if trace["type"] == "bar"
-    }
-    assert set(bars) >= {"parameters", "gradients", "optimizer", "activations", "temporaries"}
-    assert (
-        bars
-        == {category: CATEGORIES[category] for category in bars}
-        == {category: leaves[category] for category in bars}
-    )
-
-
-def test_memory_over_time_shows_the_peak_of_the_simulation(facts):
-    figure = drawn(facts)["memory"]
-    for trace, use in zip(figure.traces, facts.schedule.memory, strict=True):
-        assert max(trace["y"]) * 1e9 == pytest.approx(use.peak.peak_bytes)
-        assert trace["y"][-1] * 1e9 == pytest.approx(use.final_bytes)
-    assert "Simulated" in figure.caption
-
-
-def test_the_gantt_has_a_bar_per_program_where_the_simulation_puts_it(facts):
-    traces = {trace["name"]: trace for trace in drawn(facts)["schedule"].traces}
-    assert {name: len(trace["x"]) for name, trace in traces.items()} == {
-        "forward": 4 * 8,
-        "backward": 4 * 8,
-        "update": 4,
-        "transfer": 2 * 3 * 8,
-    }
-    first = facts.schedule.simulation
-    at = next(
-        i
-        for i, item in enumerate(first.work)
-        if item.label == "backward 3 on stage 2" and item.kind == "backward"
-    )
-    bar = next(
-        i
-        for i, about in enumerate(traces["backward"]["customdata"])
-        if about.startswith("backward 3 on stage 2<br>")
-    )
-    assert traces["backward"]["base"][bar] == pytest.approx(1e3 * first.starts[at]), "milliseconds"
-    assert traces["backward"]["x"][bar] == pytest.approx(1e3 * (first.ends[at] - first.starts[at]))
-
-
-def test_a_large_schedule_is_an_image_that_says_so(large):
-    figure = drawn(large)["schedule"]
-    assert [trace["type"] for trace in figure.traces] == [
-        "heatmap",
-        "scatter",
-        "scatter",
-        "scatter",
-    ]
-    assert (
-        "3,984 programs and transfers are too many for bars: drawn are 1,200 slots of time"
-        in figure.caption
-    )
-    assert 16 * (2 * 64 + 1) + 2 * 15 * 64 == 3984 > MAX_BARS
-    kinds, _ = slots(large.schedule, 16, NUM_SLOTS)
-    length = large.schedule.simulation.seconds / NUM_SLOTS
-    for s, row in enumerate(kinds):
-        busy = large.schedule.simulation.busy_seconds[compute_stream(f"stage {s}")]
-        # A program's ends fall into slots that are partly something else's: at most half a slot
-        # each is given to the wrong side.
-        assert abs(sum(kind is not None for kind in row) * length - busy) <= 129 * length
-    assert (kinds[0][0], kinds[15][0], kinds[15][-1]) == ("forward", None, None)
-
-
-def test_the_slots_of_a_schedule_in_clocks():
-    """1F1B of two stages: the last stage waits first, then alternates; two slots per clock."""
-    kinds, labels = slots(report_facts(written_plan()).schedule, 2, 16)
-    letters = [
-        "".join(".FB"[(None, "forward", "backward").index(kind)] for kind in row) for row in kinds
-    ]
-    assert letters == ["FFFF..BBFFBB..BB", "..FFBBFFBBFFBB.."]
-    assert labels[0][8] == "forward 2 on stage 0"
-    coarse, _ = slots(report_facts(written_plan()).schedule, 2, 5)
-    assert (coarse[1][0], coarse[1][-1]) == (None, None), (
-        "of 1.6 clocks, the first and the last 1.0 are waiting"
-    )
-
-
-def test_the_front_has_its_points_and_this_plan(facts):
-    figure = drawn(facts)["front"]
-    curve, here = figure.traces
-    assert curve["customdata"][1] == "22 GB, 1.3 s<br>layers 0-3 (4 x 1)<br>layers 4-7 (2 x 2)"
-    assert figure.caption.startswith(
-        "4 plans: a sample of those that no other plan beats both in memory and in time, with "
-        "both ends."
-    )
-    assert curve["x"] == pytest.approx([20, 22, 24, 26])
-    assert curve["y"] == pytest.approx([1.4, 1.3, 1.2, 1.1])
-    assert here["x"] == pytest.approx([facts.fullest.peak_bytes / 1e9])
-    assert here["y"] == pytest.approx([facts.schedule.step_seconds]), (
-        "seconds: the unit of the slowest"
-    )
-
-
-def test_the_front_of_a_recommendation_is_drawn(profile):
-    found = recommend(
-        profile,
-        PlanQuestion(
-            Cluster((4, 4), "a100-40g"),
-            global_batch_size=128,
-            num_microbatches=8,
-            objective="pareto",
-        ),
-    )
-    facts = report_facts(found.plan, profile)
-    (curve, _), points = drawn(facts)["front"].traces, found.why.front.points
-    assert len(points) == 3
-    assert [(point.peak_bytes, point.step_seconds) for point in facts.front.points] == [
-        (point.peak_bytes, point.step_seconds) for point in points
-    ]
-    assert len(curve["x"]) == len(points)
-    assert facts.to_json()["front"]["complete"] == found.why.front.complete
-
-
-def test_a_front_without_points_is_not_drawn():
-    plan = written_plan().with_(why=Why(front=Front((), complete=True)))
-    assert "front" not in drawn(report_facts(plan))
-
-
 # ---- words ---------------------------------------------------------------------------------------
 
 
@@ -473,114 +208,6 @@ def test_the_paragraph_names_the_bottleneck_of_time(facts):
         "bottleneck of time is stage "
     ) in paragraph(facts)
     assert f"which computes for {1 - min(waits):.0%} of the step" in paragraph(facts)
-
-
-# ---- the page ------------------------------------------------------------------------------------
-
-
-class References(HTMLParser):
-    """Collects what a page would fetch."""
-
-    def __init__(self):
-        super().__init__()
-        self.found: list[str] = []
-
-    def handle_starttag(self, tag, attrs):
-        self.found += [
-            value for name, value in attrs if name in ("src", "href", "srcset", "action")
-        ]
-
-
-def test_the_page_fetches_nothing(facts):
-    html = page(facts)
-    references = References()
-    references.feed(html)
-    assert references.found == ["data:,"]
-    assert "default-src 'none'" in html
-    assert html.count("<script") - html.count("<script>") == 2, "the two of data"
-
-
-def test_names_of_a_plan_cannot_end_the_script_or_become_elements():
-    plan = written_plan()
-    first, second = plan.prediction.stages
-    notes = (
-        replace(first, instant="</script><b>"),
-        replace(second, parts_bytes={"</script><b>": 12 * GB}),
-    )
-    html = page(report_facts(plan.with_(prediction=replace(plan.prediction, stages=notes))))
-    assert "</script><b>" not in html
-    assert "\\u003c/script>\\u003cb>" in html
-
-
-def browser() -> str:
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None:
-        pytest.skip(
-            f"no browser: none of {', '.join(BROWSERS)} is on PATH, so nobody looked whether the "
-            "page renders; install chromium"
-        )
-    return found
-
-
-def rendered(html: str, folder: Path) -> tuple[str, list[str]]:
-    """(the page's elements once its scripts have run, what they logged)."""
-    (folder / "report.html").write_text(html, encoding="utf-8")
-    command = [
-        browser(),
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--enable-logging=stderr",
-        "--virtual-time-budget=60000",
-    ]
-    command += [
-        f"--user-data-dir={folder / 'browser'}",
-        "--dump-dom",
-        (folder / "report.html").as_uri(),
-    ]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
-    assert process.returncode == 0, process.stderr
-    return process.stdout, re.findall(r"CONSOLE:\d+\] (.*)", process.stderr)
-
-
-@pytest.mark.parametrize("case", ["facts", "large", "written"])
-def test_every_figure_renders_in_a_browser(case, request, tmp_path):
-    facts = (
-        report_facts(written_plan("cpu")) if case == "written" else request.getfixturevalue(case)
-    )
-    names = list(drawn(facts))
-    dom, logged = rendered(page(facts), tmp_path)
-    assert logged == []
-    assert 'class="script-error"' not in dom
-    assert f'data-drawn="{len(names)}"' in dom
-    parts = re.split(r'<div class="figure[^>]* id="(\w+)"', dom)[1:]
-    bodies = dict(zip(parts[::2], parts[1::2], strict=True))
-    assert list(bodies) == names
-    marks = {
-        "stages": "<path",
-        "peaks": "<path",
-        "treemap": "<path",
-        "errors": "<path",
-        "memory": "<path",
-        "front": "<path",
-    }
-    marks["schedule"] = "<image" if case == "large" else "<path"
-    for name, body in bodies.items():
-        assert 'class="main-svg"' in body, name
-        plot = body[: body.index("<h2>")] if "<h2>" in body else body
-        assert marks[name] in plot, name
-
-
-def test_a_page_that_does_not_render_is_seen(facts, tmp_path):
-    dom, logged = rendered(
-        page(facts).replace("Plotly.newPlot(figure", "Plotly.nothing(figure"), tmp_path
-    )
-    assert (
-        'class="script-error">A figure could not be drawn: Uncaught TypeError: Plotly.nothing is '
-        "not a function"
-    ) in dom
-    assert "data-drawn" not in dom
-    assert len(logged) == 1
 
 
 # ---- the command ---------------------------------------------------------------------------------

@@ -1,0 +1,254 @@
+"""Bad input on the command line: one message with its code, and where a model went wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from commands import run_here
+from planned_model import BATCH, STORE
+from processes import user_model
+
+from capture.cli import asked
+from capture.cli.main import _show_warning, main
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+PLAN = ["plan", "tiny.py:model", "--profile", "profile.json"]
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments"),
+    [
+        ("plan-batch", [*PLAN, "--cluster", "1x2", "--global-batch", "10", "--microbatches", "4"]),
+        ("plan-batch", [*PLAN, "--cluster", "1x2", "--microbatches", "0"]),
+        ("target-unknown", [*PLAN, *BATCH, "--target", "h900"]),
+        ("cluster-syntax", [*PLAN, "--cluster", "two"]),
+        ("cluster-nodes", [*PLAN, "--cluster", "2x0"]),
+        ("memory-syntax", [*PLAN, *BATCH, "--memory", "much"]),
+        ("plan-algorithm", [*PLAN, *BATCH, "--algorithm", "autostage", "--objective", "pareto"]),
+        ("plan-algorithm", [*PLAN, *BATCH, "--algorithm", "mcap", "--objective", "throughput"]),
+        ("plan-algorithm", [*PLAN, *BATCH, "--algorithm", "autostage", "--mode", "paper"]),
+        ("plan-algorithm", [*PLAN, *BATCH, "--algorithm", "autostage", "--merge-layers", "2"]),
+        ("recommend-objective", [*PLAN, *BATCH, "--objective", "pareto", "--mode", "paper"]),
+        ("profile-no-times", [*PLAN, *BATCH, "--algorithm", "autostage"]),
+        ("profile-choice", [*PLAN, *BATCH, "--remat", "full"]),
+        ("profile-choice", [*PLAN, *BATCH, "--shard-params"]),
+        ("profile-file", ["plan", "tiny.py:model", *BATCH, "--profile", "missing.json"]),
+        ("file", [*PLAN, *BATCH, "-o", "missing/plan.json"]),
+        ("store-corrupt", ["profile", "tiny.py:model", *BATCH, "--store", "tiny.py"]),
+        ("option-number", ["profile", "tiny.py:model", *BATCH, "--neighbours", "0"]),
+        ("option-number", ["run", "plan.json", "--steps", "0"]),
+        ("option-number", ["evaluate", "tiny.py:model", *BATCH, "--plans", "some"]),
+        ("workload-name", ["profile", "tiny.py", *BATCH, *STORE]),
+        ("workload-file", ["profile", "missing.py:model", *BATCH, *STORE]),
+        ("workload-function", ["profile", "tiny.py:modal", *BATCH, *STORE]),
+        ("workload-arguments", ["profile", "tiny.py:model?depth=3", *BATCH, *STORE]),
+        ("workload-module", ["profile", "no_such_module:model", *BATCH, *STORE]),
+        ("plan-file", ["run", "missing.json"]),
+        ("plan-file", ["explain", "missing.json"]),
+        ("profile-file", ["predict", "plan.json", "--profile", "missing.json"]),
+        (
+            "profile-measured",
+            ["plan", "tiny.py:model", *BATCH, "--profile", "profile.json", "--neighbours", "1"],
+        ),
+        (
+            "profile-choice",
+            [
+                "plan",
+                "tiny.py:model",
+                *BATCH,
+                "--profile",
+                "profile.json",
+                "--tensor-parallel-rule",
+                "largest",
+            ],
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value[:2] + value[-2:]),
+)
+def test_bad_input_ends_with_2_and_one_message_with_its_code(
+    inside_planned, capsys, code, arguments
+):
+    status, out, err = run_here(capsys, *arguments, "--json")
+    assert status == 2
+    if code == "option-number":  # refused before it is known that a document is wanted
+        assert out == ""
+    else:
+        document = json.loads(out)
+        assert (document["status"], [error["code"] for error in document["errors"]]) == (
+            "error",
+            [code],
+        )
+    (message,) = [line for line in err.splitlines() if "error: " in line]
+    assert message.endswith(f"[{code}]")
+    assert "Traceback" not in err
+
+
+def test_a_loss_that_is_no_scalar_is_refused(inside_planned, capsys):
+    status, out, err = run_here(
+        capsys, "profile", "tiny.py:model?scalar=false", *BATCH, *STORE, "--quiet"
+    )
+    assert (status, out) == (2, "")
+    assert re.fullmatch(r"error: .*scalar.* \[[a-z-]+\]\n", err)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"schema_version": 9}, "plan-schema"),
+        ({"stages": 3}, "plan-corrupt"),
+        ({"num_layers": 9}, "plan-layers"),
+    ],
+)
+def test_a_plan_that_breaks_a_rule_is_refused(inside_planned, capsys, tmp_path, changes, code):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(json.loads(Path("plan.json").read_text()) | changes))
+    for arguments in (
+        ["run", str(path)],
+        ["predict", str(path), "--profile", "profile.json"],
+        ["explain", str(path), *STORE],
+    ):
+        status, out, err = run_here(capsys, *arguments)
+        assert (
+            (status, out) == (2, "") and err.startswith("error: ") and err.endswith(f"[{code}]\n")
+        )
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        ("{", "profile-corrupt"),
+        ('{"schema_version": 1}', "profile-corrupt"),
+        ('{"schema_version": 9}', "profile-schema"),
+    ],
+)
+def test_a_profile_that_is_none_is_refused(inside_planned, capsys, tmp_path, content, code):
+    path = tmp_path / "profile.json"
+    path.write_text(content)
+    for arguments in (
+        ["predict", "plan.json", "--profile", str(path)],
+        ["plan", "tiny.py:model", *BATCH, "--profile", str(path)],
+    ):
+        status, out, err = run_here(capsys, *arguments)
+        assert (
+            (status, out) == (2, "") and err.startswith("error: ") and err.endswith(f"[{code}]\n")
+        )
+
+
+def test_a_plan_of_a_model_that_was_edited_since_is_refused(inside_planned, capsys, tmp_path):
+    (tmp_path / "edited.py").write_text(user_model("tiny").replace("jnp.tanh", "jnp.sin"))
+    for arguments in (["run", "plan.json"], ["explain", "plan.json", *STORE]):
+        status, out, err = run_here(capsys, *arguments, "--workload", f"{tmp_path}/edited.py:model")
+        assert (status, out) == (2, "")
+        assert re.search(r"^error: .* \[plan-other-model\]$", err, re.MULTILINE), err
+
+
+def test_a_plan_made_from_objects_asks_for_its_workload(inside_planned, capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(json.loads(Path("plan.json").read_text()) | {"workload": None}))
+    status, _, err = run_here(capsys, "run", str(path))
+    assert status == 2 and err == (
+        "error: the plan was made from Python objects and names no workload; give --workload. "
+        "[plan-workload]\n"
+    )
+
+
+def test_a_plan_needs_as_many_layers_as_evaluate_draws_stages(inside_planned, capsys):
+    cluster = ["--cluster", "8x1", "--global-batch", "4", "--microbatches", "4"]
+    status, _, err = run_here(
+        capsys,
+        "evaluate",
+        "tiny.py:model?layers=3",
+        *cluster,
+        *STORE,
+        "--neighbours",
+        "1",
+        "--quiet",
+    )
+    assert status == 2 and err.endswith("[sampling-empty]\n")
+
+
+def test_an_unknown_verb_and_the_version(capsys):
+    assert run_here(capsys, "guess")[0] == 2
+    assert run_here(capsys, "--version")[:2] == (0, "capture 0.1.0\n")
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("constructor", "broken.py:18 in model: KeyError: 'x'"),
+        (
+            "init",
+            "broken.py:21 in init: TypeError: dot_general requires contracting dimensions to have "
+            "the same shape, got (3,) and (4,).",
+        ),
+        (
+            "batch",
+            "broken.py:24 in batch: FileNotFoundError: [Errno 2] No such file or directory: 'no "
+            "data'",
+        ),
+        ("loss", "broken.py:27 in loss_fn: IndexError: list index out of range"),
+    ],
+)
+def test_an_exception_of_the_model_says_where_in_its_file(
+    inside_planned, capsys, tmp_path, where, said
+):
+    (inside_planned / "broken.py").write_text(user_model("broken"))
+    status, out, err = run_here(
+        capsys, "profile", f"broken.py:model?broken={where}", *BATCH, *STORE, "--quiet", "--json"
+    )
+    assert (status, json.loads(out)["errors"]) == (2, [{"code": "exception", "message": said}])
+    first, begin, frame = err.splitlines()[:3]
+    assert first == f"error: {said} [exception]" and begin.startswith("Traceback")
+    assert "broken.py" in frame, "what calls the model is of no interest"
+
+
+def test_what_python_cannot_read_is_named_by_its_line(inside_planned, capsys):
+    (inside_planned / "unreadable.py").write_text("\ndef model(:\n")
+    status, _, err = run_here(capsys, "profile", "unreadable.py:model", *BATCH, *STORE, "--quiet")
+    assert (
+        status == 2
+        and err.startswith("error: ")
+        and "unreadable.py:2: SyntaxError: invalid syntax [exception]\n" in err
+    )
+
+
+def test_a_warning_is_a_line_that_names_a_file_of_the_users_alone(inside_planned, capsys):
+    for file in (str(inside_planned / "tiny.py"), asked.__file__):
+        _show_warning("mind this", UserWarning, file, 3)
+    assert capsys.readouterr().err == "warning: tiny.py:3: mind this\nwarning: mind this\n"
+
+
+def test_codes_of_a_model_are_its_own_and_need_no_traceback(inside_planned, capsys):
+    (inside_planned / "broken.py").write_text(user_model("broken"))
+    status, out, err = run_here(
+        capsys, "profile", "broken.py:model?broken=codes", *BATCH, *STORE, "--quiet", "--json"
+    )
+    assert (status, [error["code"] for error in json.loads(out)["errors"]]) == (
+        2,
+        ["broken-size", "broken-depth"],
+    )
+    assert err == (
+        "error: size='xl' is no size; give small. [broken-size]\nerror: depth=0 is none; give "
+        "1. [broken-depth]\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments", [["tiny.py:model?width=24"], ["tiny.py:model", "--num-layers", "9"]]
+)
+def test_a_profile_of_another_model_is_refused(inside_planned, capsys, arguments):
+    status, _, err = run_here(capsys, "plan", *arguments, *BATCH, "--profile", "profile.json")
+    assert status == 2 and err.endswith("[profile-other-model]\n")
+
+
+def test_an_option_that_a_verb_does_not_know_is_refused_with_the_nearest(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "tiny.py:model", "--clutser", "1x2"])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.endswith(
+        "capture plan: error: unrecognized arguments: --clutser 1x2; did you mean --cluster?\n"
+    )

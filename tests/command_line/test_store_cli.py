@@ -1,0 +1,143 @@
+"""The verb ``store``: lists, exports, imports, merges and forgets measurements."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from commands import run_json
+
+from capture.cli.main import main
+from capture.measured.store import Store
+from profiling_runs.batch import Batch
+from profiling_runs.jobs import Job
+from profiling_runs.pools.pool import Here
+
+# ---- the store -----------------------------------------------------------------------------------
+
+
+class Refusing:
+    """A backend that does one job and refuses another."""
+
+    def execute(self, run):
+        raise AssertionError("no run here")
+
+
+@pytest.fixture
+def filled(tmp_path) -> Path:
+    store = Store(tmp_path / "filled.sqlite")
+    store.put(
+        "aa",
+        {"bytes": 1},
+        provenance={"backend": "compile:cpu", "target": "cpu", "versions": {"jax": "0.0.1"}},
+        seconds=1.0,
+    )
+    jobs = [Job("bb", None, "stage", "layer windows")]
+    list(Batch(jobs, store, {"backend": "compile:cpu"}).run(lambda: Here(Refusing())))
+    store.close()
+    return tmp_path / "filled.sqlite"
+
+
+def test_ls_show_and_retry(filled, capsys):
+    store = ["store", "--store", str(filled)]
+    listed = run_json(capsys, *store, "ls")[1]
+    assert listed["num_measurements"] == 1
+    assert {(job["state"], job["count"]) for job in listed["jobs"]} == {
+        ("done", 1),
+        ("set aside", 1),
+    }
+    aside = run_json(capsys, *store, "ls", "--state", "set aside")[1]["keys"]["bb"]
+    assert aside["attempts"] == 2 and aside["error"].startswith("AttributeError: ")
+    shown = run_json(capsys, *store, "show", "b")[1]
+    assert "Traceback" in shown["traceback"] and shown["value"] is None
+    assert main([*store, "retry", "a"]) == 2  # is done
+    assert capsys.readouterr().err.endswith("[store-key]\n")
+    assert run_json(capsys, *store, "retry", "b")[1] == {"num_retried": 1}
+    assert not run_json(capsys, *store, "ls", "--state", "set aside")[1]["keys"]
+    assert main([*store, "show", "c"]) == 2
+    assert capsys.readouterr().err.endswith("[store-key]\n")
+
+
+def test_export_import_and_merge_keep_everything(filled, tmp_path, capsys):
+    run_json(capsys, "store", "--store", str(filled), "export", str(tmp_path / "all.jsonl"))
+    for action, source in (("import", tmp_path / "all.jsonl"), ("merge", filled)):
+        other = tmp_path / f"{action}.sqlite"
+        mine = Store(other)
+        mine.put("cc", 3, provenance={}, seconds=0.0)
+        mine.close()
+        assert run_json(capsys, "store", "--store", str(other), action, str(source))[1] == {
+            "num_added": 1,
+            "different": [],
+        }
+        rows = {row.key: row for row in Store(other).rows()}
+        assert set(rows) == {"aa", "bb", "cc"}
+        assert {key: rows[key] for key in ("aa", "bb")} == {
+            row.key: row for row in Store(filled).rows()
+        }
+
+
+def test_a_measurement_with_another_value_is_named_and_stays(filled, tmp_path, capsys):
+    other = Store(tmp_path / "other.sqlite")
+    other.put("aa", {"bytes": 2}, provenance={}, seconds=0.0)
+    other.close()
+    assert run_json(
+        capsys, "store", "--store", str(filled), "merge", str(tmp_path / "other.sqlite")
+    )[1] == {"num_added": 0, "different": ["aa"]}
+    assert Store(filled).get(["aa"]) == {"aa": {"bytes": 1}}
+
+
+def test_gc_forgets_what_is_said_and_nothing_else(filled, capsys):
+    store = ["store", "--store", str(filled), "gc"]
+    assert run_json(capsys, *store, "--older-than", "1", "--dry-run")[1] == {
+        "num_removed": 1,
+        "dry_run": True,
+    }
+    assert run_json(capsys, *store, "--older-than", "1")[1]["num_removed"] == 1
+    assert [row.key for row in Store(filled).rows()] == ["aa"]
+    assert run_json(capsys, *store, "--other-versions")[1]["num_removed"] == 1
+    assert len(Store(filled)) == 0
+
+
+def test_a_line_that_is_no_row_is_refused_and_nothing_imported(filled, tmp_path, capsys):
+    run_json(capsys, "store", "--store", str(filled), "export", str(tmp_path / "all.jsonl"))
+    good = (tmp_path / "all.jsonl").read_text()
+    wrong_type = json.dumps({**json.loads(good.splitlines()[0]), "provenance": []})
+    for line, says in (
+        ('{"key": 1}', "key is 1 and must be a text"),
+        (wrong_type, "provenance is []"),
+    ):
+        (tmp_path / "all.jsonl").write_text(f"{good}{line}\n")
+        assert (
+            main(
+                [
+                    "store",
+                    "--store",
+                    str(tmp_path / "new.sqlite"),
+                    "import",
+                    str(tmp_path / "all.jsonl"),
+                ]
+            )
+            == 2
+        )
+        err = capsys.readouterr().err
+        assert says in err and err.endswith("[store-import]\n")
+    assert (
+        main(
+            [
+                "store",
+                "--store",
+                str(tmp_path / "none.sqlite"),
+                "import",
+                str(tmp_path / "missing.jsonl"),
+            ]
+        )
+        == 2
+    )
+    assert (
+        capsys.readouterr().err.endswith("[store-file]\n")
+        and not (tmp_path / "none.sqlite").exists()
+    )
+    assert main(["store", "--store", str(tmp_path / "new.sqlite"), "import", str(filled)]) == 2
+    assert "is a store; take what it has with capture store merge" in capsys.readouterr().err
+    assert len(Store(tmp_path / "new.sqlite")) == 0

@@ -1,0 +1,40 @@
+"""What the compiler of a target says of stages of a small GPT: ``target_measurements.py TARGET``."""
+
+import json
+import sys
+
+from capture import environment
+from capture.documents import write
+from capture.machine.target import Target
+
+target = Target.load(sys.argv[1])
+environment.prepare(num_devices=4, platform=target.platform)
+from capture.measured.profile import StageConfig
+from capture.model.workload import WorkloadSpec
+from capture.plan.choices import StageChoice
+from capture.profiler.compile import CompileBackend
+
+backend = CompileBackend(
+    WorkloadSpec.parse("models/gpt.py:gpt?size=tiny&num_layers=4").load(), target=target
+)
+graph = backend.traced(8).graph
+rows = {}
+choices = {"one": StageChoice(1, 1), "split": StageChoice(2, 2)}
+if target.platform == "cuda":
+    choices["replicas"] = StageChoice(4, 1)
+configs = {name: StageConfig(2, 3, choice, 8) for name, choice in choices.items()}
+for name, config in configs.items():
+    rows[name] = write(backend.measure(config))
+buffers = write(backend.measure_buffers(StageConfig(0, 2, StageChoice(2, 1), 8)))
+cost = write(backend.measure(StageConfig(0, 2, StageChoice(2, 1), 8)))
+print(
+    json.dumps(
+        {
+            "flops": graph.layers[2].flops,
+            "rows": rows,
+            "provenance": backend.provenance,
+            "buffers": buffers,
+            "cost": cost,
+        }
+    )
+)

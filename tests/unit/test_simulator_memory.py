@@ -1,0 +1,248 @@
+"""Memory over simulated time: its sum, its peak, its limit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from simulated_work import DEVICES, buffer, works
+
+from capture.errors import ExecutionError
+from capture.step.ledger import Peak
+from capture.step.simulator import Simulation, Work, simulate
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def live_between(simulation: Simulation, device, begin: float, end: float) -> int:
+    """Bytes alive throughout an interval in which nothing begins or ends: sums over lifetimes, no
+    order of events."""
+    total, born = 0, {}
+    for item, start, stop in zip(simulation.work, simulation.starts, simulation.ends, strict=True):
+        born |= {b.name: (b, start) for b in item.allocates} | {
+            b.name: (b, stop) for b in item.produces
+        }
+        total += sum(
+            b.nbytes * (device in b.devices)
+            for b in item.temporaries
+            if start <= begin and end <= stop
+        )
+        for name in item.frees:
+            b, since = born.pop(name)
+            total += b.nbytes * (device in b.devices) * (since <= begin and end <= stop)
+    return total + sum(
+        b.nbytes * (device in b.devices) for b, since in born.values() if since <= begin
+    )
+
+
+@given(works())
+def test_memory_is_the_sum_of_what_is_alive(work):
+    simulation = simulate(work)
+    instants = sorted({*simulation.starts, *simulation.ends})
+    for device, use in simulation.memory.items():
+        assert [seconds for seconds, _ in use.samples] == sorted(
+            seconds for seconds, _ in use.samples
+        )
+        assert min(nbytes for _, nbytes in use.samples) >= 0
+        for begin, end in pairwise([*instants, simulation.seconds + 1]):
+            last = [nbytes for seconds, nbytes in use.samples if seconds <= begin][-1:] or [0]
+            assert last == [live_between(simulation, device, begin, end)]
+        freed = {name for item in work for name in item.frees}
+        assert use.final_bytes == sum(
+            b.nbytes
+            for item in work
+            for b in (*item.allocates, *item.produces)
+            if device in b.devices and b.name not in freed
+        )
+        assert (
+            use.peak.peak_bytes
+            == max(nbytes for _, nbytes in use.samples)
+            == sum(use.peak.parts.values())
+        )
+        assert (use.peak_seconds, use.peak.peak_bytes) in use.samples
+
+
+@given(works())
+def test_where_no_item_takes_no_time_the_peak_is_what_lives_in_some_interval(work):
+    """No event of an instant hides or adds anything: what starts when another ends has its room."""
+    simulation = simulate([replace(item, seconds=max(item.seconds, 1)) for item in work])
+    instants = sorted({*simulation.starts, *simulation.ends, simulation.seconds + 1})
+    for device, use in simulation.memory.items():
+        assert use.peak.peak_bytes == max(
+            live_between(simulation, device, begin, end) for begin, end in pairwise(instants)
+        )
+
+
+@given(works())
+def test_without_time_memory_follows_the_order_of_issue(work):
+    work = [replace(item, seconds=0) for item in work]
+    live, peaks = Counter(), Counter()
+    sizes = {b.name: b for item in work for b in (*item.allocates, *item.produces)}
+    for item in work:
+        changes = [
+            (1, item.allocates + item.temporaries),
+            (-1, item.temporaries + tuple(sizes[name] for name in item.frees)),
+            (1, item.produces),
+        ]
+        for sign, buffers in changes:
+            for b in buffers:
+                live.update(dict.fromkeys(b.devices, sign * b.nbytes))
+            peaks |= live
+    simulation = simulate(work)
+    assert {device: use.peak.peak_bytes for device, use in simulation.memory.items()} == {
+        d: peaks[d] for d in simulation.memory
+    }
+
+
+def peak_of(*work: Work) -> int:
+    return simulate(work).memory[0].peak.peak_bytes
+
+
+def test_the_order_of_one_instant():
+    five = (buffer("", 5, "temporaries"),)
+    first, second = (
+        Work("first", ("s",), 1, temporaries=five),
+        Work("second", ("s",), 1, temporaries=five),
+    )
+    assert peak_of(first, second) == 5, "what ends makes room for what starts"
+    assert peak_of(replace(first, seconds=0), replace(second, seconds=0)) == 5, (
+        "also where both happen at one instant"
+    )
+    assert peak_of(first, replace(second, seconds=0), first) == 5
+    assert peak_of(first, replace(second, streams=("t",))) == 10
+    held = Work("held", allocates=(buffer("held", 5),))
+    free = Work("free", after=(0,), frees=("held",))
+    assert peak_of(held, free, first) == 5
+    assert peak_of(held, first, free) == 10, (
+        "of two that begin at one instant, the one issued first does"
+    )
+
+
+def test_a_peak_names_its_first_item_its_instant_and_its_parts():
+    work = [
+        Work("weights", ("in",), 2, allocates=(buffer("w", 10, "parameters"),)),
+        Work(
+            "run",
+            ("compute",),
+            3,
+            after=(0,),
+            temporaries=(buffer("", 7, "temporaries"),),
+            produces=(buffer("y", 4),),
+            frees=("w",),
+        ),
+        Work("again", ("in",), 1, after=(1,), allocates=(buffer("w", 10, "parameters"),)),
+    ]
+    use = simulate(work).memory[0]
+    assert (use.peak, use.peak_seconds) == (
+        Peak(17, "run", {"parameters": 10, "temporaries": 7}),
+        2,
+    )
+    assert use.samples == ((0, 10), (2, 17), (5, 0), (5, 4), (5, 14))
+    assert use.final_bytes == 14
+
+
+def test_memories_of_one_buffer():
+    use = simulate(
+        [Work("all", ("s",), 1, allocates=(buffer("b", 3, devices=(0, 1, "host")),))]
+    ).memory
+    assert {device: one.peak.peak_bytes for device, one in use.items()} == {0: 3, 1: 3, "host": 3}
+
+
+# ---- limited memory ------------------------------------------------------------------------------
+
+
+@given(works(), st.integers(0, 20))
+def test_memory_stays_within_its_capacity_and_the_room_of_the_issue_order_suffices(work, more):
+    in_order = simulate([replace(item, seconds=0) for item in work])
+    capacity = {device: use.peak.peak_bytes + more for device, use in in_order.memory.items()}
+    simulation = simulate(work, capacity_bytes=capacity)
+    for device, use in simulation.memory.items():
+        assert use.peak.peak_bytes <= capacity[device]
+    assert simulation.seconds >= simulate(work).seconds
+    for i, item in enumerate(work):
+        assert all(simulation.ends[j] <= simulation.starts[i] for j in item.after)
+
+
+@given(works())
+def test_room_for_everything_changes_nothing(work):
+    everything = sum(
+        b.nbytes for item in work for b in (*item.allocates, *item.temporaries, *item.produces)
+    )
+    assert simulate(work, capacity_bytes=dict.fromkeys(DEVICES, everything)) == simulate(work)
+
+
+def test_an_item_waits_for_the_free_that_makes_room():
+    work = [
+        Work("a", ("x",), 2, allocates=(buffer("a", 6),), frees=("a",)),
+        Work("b", ("y",), 4, allocates=(buffer("b", 3),), frees=("b",)),
+        Work("c", ("z",), 1, allocates=(buffer("c", 5),)),
+        Work("behind c", ("z",), 1),
+        Work("elsewhere", ("w",), 1),
+    ]
+    assert simulate(work, capacity_bytes={0: 14}).starts == (0, 0, 0, 1, 0)
+    assert simulate(work, capacity_bytes={0: 13}).starts == (0, 0, 2, 3, 0)
+    assert simulate(work, capacity_bytes={0: 9}).starts == (0, 0, 2, 3, 0)
+    assert simulate(work, capacity_bytes={1: 1}).starts == (0, 0, 0, 1, 0), (
+        "the memory of another device"
+    )
+    assert simulate(work, capacity_bytes={0: 8}).starts == (0, 2, 2, 3, 0)
+
+
+def test_an_item_issued_later_takes_only_room_that_no_earlier_one_needs():
+    """The first loads at 5 s. A prefetch may come before it if both fit, and else waits until the
+    first has gone."""
+    work = [
+        Work("delay", ("x",), 5),
+        Work("first", ("x",), 1, allocates=(buffer("first", 6),), frees=("first",)),
+        Work("prefetch", ("y",), 1, allocates=(buffer("prefetch", 5),)),
+    ]
+    assert simulate(work, capacity_bytes={0: 11}).starts == (0, 5, 0)
+    assert simulate(work, capacity_bytes={0: 10}).starts == (0, 5, 6)
+    brief = [*work[:2], replace(work[2], frees=("prefetch",))]
+    assert simulate(brief, capacity_bytes={0: 10}).starts == (0, 5, 0), (
+        "it has gone before the first comes"
+    )
+    scratch = [*work[:2], Work("scratch", ("y",), 7, temporaries=(buffer("", 5, "temporaries"),))]
+    assert simulate(scratch, capacity_bytes={0: 10}).starts == (0, 5, 6), (
+        "it would still be there when the first comes"
+    )
+
+
+def test_what_never_fits_is_refused():
+    work = [
+        Work(
+            "weights",
+            allocates=(buffer("w", 3_000, "parameters", (0, 1)), buffer("o", 5_000, "optimizer")),
+        ),
+        Work(
+            "input",
+            ("in",),
+            1,
+            allocates=(buffer("x", 1_000),),
+            temporaries=(buffer("", 10, "temporaries"),),
+        ),
+        Work(
+            "forward",
+            ("compute",),
+            2,
+            after=(1,),
+            temporaries=(buffer("", 2_000, "temporaries"),),
+            frees=("x",),
+        ),
+    ]
+    assert simulate(work, capacity_bytes={0: 11_000}).memory[0].peak.peak_bytes == 11_000
+    with pytest.raises(ExecutionError) as caught:
+        simulate(work, capacity_bytes={0: 10_500, 1: 3_000})
+    assert str(caught.value) == (
+        "item 2 (forward) takes 2 kB on device 0 beside optimizer 5 kB, parameters 3 kB, "
+        "activations 1 kB, which no earlier item frees: "
+        "capacity_bytes=10500 is too small by 500 bytes. [simulate-memory]"
+    )
+    with pytest.raises(
+        ExecutionError, match=r"^item 0 \(weights\) takes 3 kB on device 1 beside nothing else, "
+    ):
+        simulate(work, capacity_bytes={1: 2_999})
