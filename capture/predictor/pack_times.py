@@ -21,13 +21,13 @@ Source: Li et al. 2022 (Harmony), 4.3.1; the rules are those of the released sch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from capture.machine.server import Server
-from capture.measured.layer_profile import LayerProfile
-from capture.plan.task_graph import Task, TaskGraph
+from capture.measured.layer_profile import LayerProfile, SizedLayers
+from capture.plan.task_graph import Span, Task, TaskGraph
 from capture.predictor.pack_items import P2P_OUT, STREAMS, Items, Sized, What
 from capture.step.simulator import Simulation, Work, simulate, times
 
@@ -209,12 +209,19 @@ def task_bytes(task: Task, sized: Sized) -> int:
 
     A search holds C alone below its limit, so this may exceed it (H-m).
     """
-    size, first, stop = task.sizes[0], task.first, task.stop
-    if task.kind == "forward":
-        layers = sized.forward(size)
-        kept = sum(layers.inputs[layer] for layer, _ in task.stashes)
-        x = layers.inputs
-        return x[first] + layers.pack_bytes(first, stop) + x[stop] + kept
-    layers = sized.backward(size)
-    x = layers.inputs
-    return 2 * x[first] + x[stop] + layers.pack_bytes(first, stop) + (x[first] if first else 0)
+    size, pack = task.sizes[0], (task.first, task.stop)
+    if task.kind == "backward":
+        return backward_bytes(sized.backward(size), pack)
+    return forward_bytes(sized.forward(size), pack, [layer for layer, _ in task.stashes])
+
+
+def forward_bytes(layers: SizedLayers, pack: Span, kept: Iterable[int]) -> int:
+    """Of a forward task that keeps the inputs of some of its layers."""
+    x, (first, stop) = layers.inputs, pack
+    return x[first] + layers.pack_bytes(*pack) + x[stop] + sum(x[layer] for layer in kept)
+
+
+def backward_bytes(layers: SizedLayers, pack: Span) -> int:
+    """Of a backward task."""
+    x, (first, stop) = layers.inputs, pack
+    return 2 * x[first] + x[stop] + layers.pack_bytes(*pack) + (x[first] if first else 0)
