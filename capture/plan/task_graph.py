@@ -11,11 +11,13 @@ Source: Li et al. 2022 (Harmony), 3 and 4.3.2, Figures 5 and 6a.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Literal
+
+from capture.errors import PlanError, Violation
 
 Span = tuple[int, int]
 """Layers [first, stop)."""
@@ -27,6 +29,52 @@ Medium = Literal["data", "swap", "p2p", "message", "shared", "local", "pinned"]
 """Where a tensor comes from or goes to: the batch; the memory of the host and back; another device;
 the process of another device on the host, through its memory; memory that the processes share; the
 same process; the device itself, which keeps it for its next task."""
+
+
+@dataclass(frozen=True)
+class Switches:
+    """Harmony's optimizations, each of which can be off (5.5).
+
+    Attributes:
+        grouping: A pack stays for all of its micro-batches. Off, each is a task of its own: weights
+            come for every one, and gradients go out and in again.
+        prefetch: What a task needs comes while the one before computes.
+        jit: The last pack goes backward as soon as it went forward, and weights are updated behind
+            their backward pass. Off, its input is kept and its forward pass computed again, and
+            updates come last.
+        offload: The host updates weights. Off, optimizer state comes to the device and goes back.
+        p2p: What one pack gives the next goes from device to device. Off, through the host.
+    """
+
+    grouping: bool = True
+    prefetch: bool = True
+    jit: bool = True
+    offload: bool = True
+    p2p: bool = True
+
+    @classmethod
+    def without(cls, names: Iterable[str]) -> Switches:
+        """All but those that are named.
+
+        Raises:
+            PlanError: ``packs-switch`` for an unknown name.
+        """
+        names = tuple(names)
+        known = [field.name for field in fields(cls)]
+        PlanError.check(
+            Violation(f"switch {name!r} is unknown; choose of {', '.join(known)}.", "packs-switch")
+            for name in names
+            if name not in known
+        )
+        return cls(**dict.fromkeys(names, False))
+
+    @property
+    def off(self) -> tuple[str, ...]:
+        """Names of those that are off."""
+        return tuple(field.name for field in fields(self) if not getattr(self, field.name))
+
+
+ALL_ON = Switches()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +146,11 @@ class Task:
         first, stop: Layers, from ``first`` to before ``stop``.
         sizes: Of its micro-batches; those of an update are empty.
         rank: Its device; of an update the process.
-        criterion: Whether it is the backward task that computes the loss.
-        source: Of X, for a forward task and for the one with the criterion; None of others.
+        station: Position of its pack in P_F + reverse(P_B).
+        start: Index of its first micro-batch.
+        last: Whether it has the last micro-batch.
+        criterion: Whether it is the backward task of the last pack.
+        source: Of X, for a forward task and for the one that computes the loss; None of others.
         gradient: Of dY, for other backward tasks.
         sink: Of Y, or of dX.
         stashes: Layers whose inputs are kept, and where for; of a backward task without criterion,
@@ -112,6 +163,9 @@ class Task:
     stop: int
     sizes: tuple[int, ...]
     rank: int
+    station: int
+    start: int = 0
+    last: bool = True
     criterion: bool = False
     source: Channel | None = None
     gradient: Channel | None = None
@@ -136,16 +190,18 @@ class TaskGraph:
     Attributes:
         mode: How devices share the work.
         num_devices: N.
+        minibatch_size: D.
         sizes: Of the first rank: micro-batches forward, and backward.
         tasks: Of all ranks in a pipeline, of the first so many in data parallelism; ids ascend.
-        equal_sizes: Whether U_F = U_B.
+        switches: What is off.
     """
 
     mode: Mode
     num_devices: int
+    minibatch_size: int
     sizes: tuple[tuple[int, ...], tuple[int, ...]]
     tasks: tuple[Task, ...]
-    equal_sizes: bool
+    switches: Switches = ALL_ON
 
     @classmethod
     def of(
@@ -154,6 +210,7 @@ class TaskGraph:
         mode: Mode,
         num_devices: int,
         minibatch_size: int,
+        switches: Switches = ALL_ON,
         *,
         num_ranks: int | None = None,
     ) -> TaskGraph:
@@ -164,25 +221,18 @@ class TaskGraph:
             mode: ``"pp"`` or ``"dp"``.
             num_devices: N.
             minibatch_size: D, of all devices together.
+            switches: What is off.
             num_ranks: In data parallelism, make the tasks of the first so many only: all do the
                 same, for shares that differ by one example at most.
         """
-        both = shares(minibatch_size, num_devices) if mode == "dp" else (minibatch_size,)
-        forward, backward = configuration.forward, configuration.backward
+        parts = shares(minibatch_size, num_devices) if mode == "dp" else (minibatch_size,)
+        both = configuration.forward.microbatch_size, configuration.backward.microbatch_size
+        sizes = [(microbatches(share, both[0]), microbatches(share, both[1])) for share in parts]
         tasks: list[Task] = []
-        for rank, share in enumerate(both[:num_ranks]):
-            sizes = (
-                microbatches(share, forward.microbatch_size),
-                microbatches(share, backward.microbatch_size),
-            )
-            tasks += _Binder(configuration, mode, num_devices, sizes, len(tasks), rank).tasks()
-        share = both[0]
-        sizes = (
-            microbatches(share, forward.microbatch_size),
-            microbatches(share, backward.microbatch_size),
-        )
-        equal = forward.microbatch_size == backward.microbatch_size
-        return cls(mode, num_devices, sizes, tuple(tasks), equal)
+        for rank, of_rank in enumerate(sizes[:num_ranks]):
+            binder = _Binder(configuration, of_rank, switches, rank if mode == "dp" else None)
+            tasks += binder.tasks(num_devices, len(tasks))
+        return cls(mode, num_devices, minibatch_size, sizes[0], tuple(tasks), switches)
 
     @property
     def alone(self) -> bool:
@@ -293,82 +343,86 @@ class _Binder:
     def __init__(
         self,
         configuration: Configuration,
-        mode: Mode,
-        num_devices: int,
         sizes: tuple[tuple[int, ...], tuple[int, ...]],
-        start: int,
-        rank: int,
+        switches: Switches,
+        rank: int | None,
     ):
-        self._forward, self._backward = configuration.forward.packs, configuration.backward.packs
-        self._stashes = configuration.stashes
-        self._pipelined, self._num_devices = mode == "pp", num_devices
-        self._sizes, self._start, self._rank = sizes, start, rank
+        packs = configuration.backward.packs
+        self._forward = configuration.forward.packs + (() if switches.jit else packs[-1:])
+        self._stations = (*self._forward, *reversed(packs))
+        self._turn, self._num_stations = len(self._forward), len(self._forward) + len(packs)
+        self._kept = [first for first, _ in (packs[:-1] if switches.jit else packs)]
+        self._sizes, self._switches, self._rank = sizes, switches, rank
         self._convert = (
             configuration.forward.microbatch_size != configuration.backward.microbatch_size
         )
 
-    def tasks(self) -> list[Task]:
-        num_forward, num_backward = len(self._forward), len(self._backward)
-        made = [self._forward_task(i) for i in range(num_forward)]
-        for i in range(num_backward):
-            task = self._backward_task(i)
-            rank, first, stop = task.rank, task.first, task.stop
-            made += [task, Task(task.id + 1, "update", first, stop, (), rank)]
-        return made
+    def tasks(self, num_devices: int, start: int) -> list[Task]:
+        self._ranks = [
+            station % num_devices if self._rank is None else self._rank
+            for station in range(self._num_stations)
+        ]
+        issued: list[tuple[int, int | None]] = []
+        for station in range(self._num_stations):
+            groups = 1 if self._switches.grouping else len(self._sizes_of(station))
+            issued += [(station, group) for group in range(groups)]
+            if self._switches.jit and station >= self._turn:
+                issued.append((station, None))
+        if not self._switches.jit:
+            issued += [(station, None) for station in range(self._turn, self._num_stations)]
+        self._ids = {what: start + i for i, what in enumerate(issued)}
+        return [self._task(station, group) for station, group in issued]
 
-    def _id(self, position: int) -> int:
-        """Of the task at a position of P_F + reverse(P_B)."""
-        behind = max(0, position - len(self._forward))
-        return self._start + position + behind
+    def _sizes_of(self, station: int) -> tuple[int, ...]:
+        return self._sizes[station >= self._turn]
 
-    def _rank_of(self, position: int) -> int:
-        return position % self._num_devices if self._pipelined else self._rank
-
-    def _passed(self, here: int, there: int) -> Channel:
-        """What goes from one position to the next, or comes from it."""
-        rank = self._rank_of(there)
-        if rank == self._rank_of(here):
-            return Channel("swap", self._id(there))
-        at_turn = max(here, there) == len(self._forward)
-        medium: Medium = "message" if self._convert and at_turn else "p2p"
-        return Channel(medium, self._id(there), rank)
-
-    def _forward_task(self, i: int) -> Task:
-        first, stop = self._forward[i]
-        kept = []
-        for pack, layer in enumerate(self._stashes):
-            if first <= layer < stop:
-                position = len(self._forward) + len(self._backward) - 1 - pack
-                kept.append(
-                    (layer, Channel("message", self._id(position), self._rank_of(position)))
-                )
-        return Task(
-            self._id(i),
-            "forward",
-            first,
-            stop,
-            self._sizes[0],
-            self._rank_of(i),
-            source=Channel("data") if i == 0 else self._passed(i, i - 1),
-            sink=self._passed(i, i + 1),
-            stashes=tuple(kept),
-        )
-
-    def _backward_task(self, i: int) -> Task:
-        num_forward, num_backward = len(self._forward), len(self._backward)
-        position = num_forward + i
-        first, stop = self._backward[num_backward - 1 - i]
-        task = Task(
-            self._id(position), "backward", first, stop, self._sizes[1], self._rank_of(position)
-        )
-        sink = None if i == num_backward - 1 else self._passed(position, position + 1)
-        if i == 0:
-            source = self._passed(position, position - 1) if num_forward else Channel("data")
-            return replace(task, criterion=True, source=source, sink=sink)
-        holder = next(p for p, (a, b) in enumerate(self._forward) if a <= first < b)
+    def _task(self, station: int, group: int | None) -> Task:
+        (first, stop), rank = self._stations[station], self._ranks[station]
+        number = self._ids[station, group]
+        if group is None:
+            return Task(number, "update", first, stop, (), rank, station)
+        sizes, last = self._sizes_of(station), True
+        if not self._switches.grouping:
+            sizes, last = sizes[group : group + 1], group == len(sizes) - 1
+        task = Task(number, "forward", first, stop, sizes, rank, station, group, last)
+        if station < self._turn:
+            ends = station + 1 == self._turn and not self._switches.jit
+            return replace(
+                task,
+                source=self._passed(station, station - 1, group) if station else Channel("data"),
+                sink=None if ends else self._passed(station, station + 1, group),
+                stashes=tuple(
+                    (layer, self._message(self._num_stations - 1 - i, group))
+                    for i, layer in enumerate(self._kept)
+                    if first <= layer < stop
+                ),
+            )
+        ends, turn = station + 1 == self._num_stations, station == self._turn
+        sink = None if ends else self._passed(station, station + 1, group)
+        task = replace(task, kind="backward", criterion=turn, sink=sink)
+        if turn and self._switches.jit:
+            source = self._passed(station, station - 1, group) if station else Channel("data")
+            return replace(task, source=source)
+        holder = next(s for s, (a, b) in enumerate(self._forward) if a <= first < b)
         return replace(
             task,
-            gradient=self._passed(position, position - 1),
-            sink=sink,
-            stashes=((first, Channel("message", self._id(holder), self._rank_of(holder))),),
+            gradient=None if turn else self._passed(station, station - 1, group),
+            stashes=((first, self._message(holder, group)),),
         )
+
+    def _id(self, station: int, group: int) -> int:
+        """Of the task at a station that has a micro-batch of another; where sizes differ, of that
+        with the first."""
+        return self._ids[station, group] if (station, group) in self._ids else self._ids[station, 0]
+
+    def _message(self, station: int, group: int) -> Channel:
+        return Channel("message", self._id(station, group), self._ranks[station])
+
+    def _passed(self, here: int, there: int, group: int) -> Channel:
+        """What goes from one station to the next, or comes from it."""
+        if self._ranks[there] == self._ranks[here]:
+            return Channel("swap", self._id(there, group))
+        converts = self._convert and max(here, there) == self._turn
+        if converts or not self._switches.p2p:
+            return self._message(there, group)
+        return Channel("p2p", self._id(there, group), self._ranks[there])

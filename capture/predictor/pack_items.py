@@ -57,7 +57,12 @@ class Sized:
     @cached_property
     def _sums(self) -> Mapping[str, list[float]]:
         profile = self.profile
-        rows = {"w": profile.w_bytes, "b": profile.b_bytes, "update": profile.update_cpu_time}
+        rows = {
+            "w": profile.w_bytes,
+            "b": profile.b_bytes,
+            "k": profile.k_bytes,
+            "update": profile.update_cpu_time,
+        }
         found = {}
         for name, row in rows.items():
             sums = [0.0]
@@ -71,6 +76,10 @@ class Sized:
         w, b = self._sums["w"], self._sums["b"]
         return w[stop] - w[first] + b[stop] - b[first]
 
+    def state_bytes(self, first: int, stop: int) -> float:
+        """k of the same."""
+        return self._sums["k"][stop] - self._sums["k"][first]
+
     def update_seconds(self, first: int, stop: int) -> float:
         """Of the updates on the host."""
         sums = self._sums["update"]
@@ -79,38 +88,60 @@ class Sized:
 
 @dataclass(slots=True)
 class _Done:
-    """What items of later tasks may wait for; per micro-batch, but for the last.
+    """What items of the next tasks of the same rank may wait for; per micro-batch, but for the
+    last.
 
     Attributes:
         task: The task.
         computes: The last pass.
         recomputes: The forward pass again.
-        swapped: Where the output went to the host: when it is there.
         deleted: When the task's memory is given back.
     """
 
     task: Task
     computes: list[int] = field(default_factory=list)
     recomputes: list[int] = field(default_factory=list)
-    swapped: list[int] = field(default_factory=list)
     deleted: int = -1
+
+
+@dataclass(slots=True)
+class _Station:
+    """What other packs may wait for, per micro-batch of all tasks of a pack in one direction.
+
+    Attributes:
+        last: The last of its tasks so far.
+        computes: The last pass.
+        swapped: Where the output went to the host: when it is there.
+        told: By what it is (X, dY, sX), the message that brings it.
+        gradients: When its gradients are on the host.
+    """
+
+    last: Task
+    computes: list[int] = field(default_factory=list)
+    swapped: list[int] = field(default_factory=list)
+    told: dict[str, list[int]] = field(default_factory=lambda: {"X": [], "dY": [], "sX": []})
+    gradients: int = -1
 
 
 class Items:
     """Turns tasks into items: lists of seconds, of what they wait for, of streams and of what they
     are."""
 
-    def __init__(self, graph: TaskGraph, sized: Sized, server: Server, prefetch: bool):
-        self._sized, self._prefetch, self._alone = sized, prefetch, graph.alone
+    def __init__(self, graph: TaskGraph, sized: Sized, server: Server):
+        self._sized, self._alone = sized, graph.alone
+        self._switches, self._prefetch = graph.switches, graph.switches.prefetch
         self.num_working = (
             graph.num_devices if graph.mode == "dp" else len({task.rank for task in graph.tasks})
         )
-        self._swap = server.swap_bytes_per_second.value / self.num_working
-        self._p2p = server.p2p_bytes_per_second.value
+        self.swap_bytes_per_second = server.swap_bytes_per_second.value / self.num_working
+        self.p2p_bytes_per_second = server.p2p_bytes_per_second.value
         self._message = server.message_bytes_per_second.value / self.num_working
         self._delete = server.delete_seconds.value
-        forward, self._sizes_back = graph.sizes
-        self._completed = completed_by(forward, self._sizes_back)
+        # In data parallelism the others do the same as the first rank, for their shares.
+        self.num_alike = graph.num_devices if graph.mode == "dp" else 1
+        self.examples_alike = graph.minibatch_size / sum(graph.sizes[0])
+        self._sizes = graph.sizes
+        self._completed = completed_by(*graph.sizes)
         self._completes = [i for i, row in enumerate(self._completed) for _ in row]
         self._reduces = graph.mode == "dp" and graph.num_devices > 1
         width = len(STREAMS)
@@ -118,10 +149,12 @@ class Items:
             tuple((rank * width + stream,) for stream in range(width))
             for rank in range(graph.num_devices)
         ]
-        self._done: dict[int, _Done] = {}
-        self._past: dict[int, list[_Done]] = {}
-        #: By backward task, per micro-batch: the message that brings what was kept for it, or X.
-        self._told: dict[int, list[int]] = {}
+        self._stations: dict[int, _Station] = {}
+        self._station_of: dict[int, _Station] = {}
+        for task in graph.tasks:
+            station = self._stations.setdefault(task.station, _Station(task))
+            self._station_of[task.id] = station
+        self._past: dict[int, list[_Done]] = {task.rank: [] for task in graph.tasks}
         self.seconds: list[float] = []
         self.after: list[Sequence[int]] = []
         self.streams: list[tuple[int, ...]] = []
@@ -129,14 +162,16 @@ class Items:
 
     def add(self, task: Task) -> None:
         """Enter a task, after all that it reads from."""
-        self._past.setdefault(task.rank, [])
+        if task.kind == "update":
+            self._update(task)
+            return
         done = _Done(task)
+        self._stations[task.station].last = task
         if task.kind == "forward":
             self._forward(task, done)
         else:
             self._backward(task, done)
         self._past[task.rank].append(done)
-        self._done[task.id] = done
 
     def _item(
         self, streams: tuple[int, ...], seconds: float, after: Sequence[int], what: What
@@ -175,15 +210,17 @@ class Items:
                 after = [
                     self._item(compute, seconds, after, What(task.id, "FWD", i, size, start, stop))
                 ]
-            done.computes += after
-            self._output(task, i, inputs[task.stop], done)
-        late = done.swapped[-1:] if self._alone and not prefetch else ()
+            self._computed(done, after[0])
+            self._output(task, i, inputs[task.stop])
+        late = self._last_swapped(task) if self._alone and not prefetch else ()
         done.deleted = self._item(compute, self._delete, late, _whole(task, "DEL"))
 
     def _backward(self, task: Task, done: _Done) -> None:
         lanes, of_size = self._lanes[task.rank], {}
         waits_late = self._waits_late(task)
         weights = () if waits_late else (self._weights(task),)
+        # What earlier micro-batches left, where they were tasks of their own.
+        summed = (self._gradients_in(task),) if task.start else ()
         for i, size in enumerate(task.sizes):
             if size not in of_size:
                 forward = self._sized.forward(size).time(task.first, task.stop)
@@ -206,24 +243,80 @@ class Items:
                 gate = (done.recomputes[i],)
                 gradient = (self._gradient(task, i, inputs[task.stop], gate),)
             what = What(task.id, "BWD", i, size, task.first, task.stop)
-            done.computes.append(self._item(lanes[_COMPUTE], backward, gradient, what))
-            self._output(task, i, inputs[task.first], done)
+            waits = gradient if i else (*gradient, *summed)
+            self._computed(done, self._item(lanes[_COMPUTE], backward, waits, what))
+            self._output(task, i, inputs[task.first])
         self._finish(task, done)
 
+    def _computed(self, done: _Done, item: int) -> None:
+        done.computes.append(item)
+        self._stations[done.task.station].computes.append(item)
+
+    def _last_swapped(self, task: Task) -> Sequence[int]:
+        """The output of the last micro-batch, where it goes to the host."""
+        return self._stations[task.station].swapped[-1:]
+
     def _finish(self, task: Task, done: _Done) -> None:
-        """Gradients are reduced and go out, the weights are updated."""
+        """Gradients are reduced and go out."""
         lanes, nbytes = self._lanes[task.rank], self._sized.weight_bytes(task.first, task.stop)
-        late = done.swapped[-1:] if self._alone and not self._prefetch else []
+        late = self._last_swapped(task) if self._alone and not self._prefetch else ()
         after = [done.computes[-1], *late]
-        if self._reduces:
+        if self._reduces and task.last:
             share = 2 * (self.num_working - 1) / self.num_working
-            reduce = share * nbytes / self._p2p
+            reduce = share * nbytes / self.p2p_bytes_per_second
             after = [self._item(lanes[_COMPUTE], reduce, late, _whole(task, "ARD"))]
-        out = self._item(lanes[_OUT], nbytes / self._swap, after, _whole(task, "dWB"))
+        station = self._stations[task.station]
+        if task.last and self._updates_at_once:
+            # The update, which comes next, gives the memory back.
+            station.gradients = after[0]
+            return
+        out = self._item(
+            lanes[_OUT], nbytes / self.swap_bytes_per_second, after, _whole(task, "dWB")
+        )
+        station.gradients = out
         done.deleted = self._item(lanes[_COMPUTE], self._delete, (out,), _whole(task, "DEL"))
-        update = self._sized.update_seconds(task.first, task.stop)
-        what = What(task.id + 1, "Update", 0, None, task.first, task.stop)
-        self._item(lanes[_CPU], update, (out,), what)
+
+    @property
+    def _updates_at_once(self) -> bool:
+        """Whether weights are updated where they are, on the device."""
+        return self._switches.jit and not self._switches.offload
+
+    def _update(self, task: Task) -> None:
+        """On the host when the gradients are there; or on the device, with its state."""
+        lanes, first, stop = self._lanes[task.rank], task.first, task.stop
+        gradients = self._stations[task.station].gradients
+        after = [gradients]
+        if not self._switches.jit:
+            after.append(max(station.gradients for station in self._stations.values()))
+        if self._switches.offload:
+            seconds = self._sized.update_seconds(first, stop)
+            self._item(lanes[_CPU], seconds, after, _whole(task, "Update"))
+            return
+        weights, state = self._sized.weight_bytes(first, stop), self._sized.state_bytes(first, stop)
+        past = self._past[task.rank]
+        if self._updates_at_once:
+            done = past[-1]
+            gate = done.recomputes[-1:] if self._prefetch else after
+            ready = [gradients]
+        else:
+            done = _Done(task)
+            before = past[-1]
+            gate = [*after, before.computes[-1] if self._prefetch else before.deleted]
+            ready = [
+                self._swap_in(task, weights, gate, _whole(task, kind)) for kind in ("WB", "dWB")
+            ]
+            past.append(done)
+        ready.append(self._swap_in(task, state, gate, _whole(task, "K")))
+        update = self._item(lanes[_COMPUTE], 0.0, ready, _whole(task, "Update"))
+        if not done.computes:
+            done.computes.append(update)
+        outs = [
+            self._item(
+                lanes[_OUT], nbytes / self.swap_bytes_per_second, (update,), _whole(task, kind)
+            )
+            for kind, nbytes in (("WB", weights), ("K", state))
+        ]
+        done.deleted = self._item(lanes[_COMPUTE], self._delete, outs, _whole(task, "DEL"))
 
     # ---- what comes in
 
@@ -241,8 +334,14 @@ class Items:
         after: tuple[int, ...] = ()
         if before is not None:
             after = (before.computes[-1] if self._prefetch else before.deleted,)
-        seconds = self._sized.weight_bytes(task.first, task.stop) / self._swap
-        return self._item(self._lanes[task.rank][_IN], seconds, after, _whole(task, "WB"))
+        nbytes = self._sized.weight_bytes(task.first, task.stop)
+        return self._swap_in(task, nbytes, after, _whole(task, "WB"))
+
+    def _gradients_in(self, task: Task) -> int:
+        """The sum that the task before left."""
+        nbytes = self._sized.weight_bytes(task.first, task.stop)
+        gate = (self._stations[task.station].gradients, *self._from_the_task_before(task))
+        return self._swap_in(task, nbytes, gate, _whole(task, "dWB"))
 
     def _gate(self, task: Task, i: int, weights: Sequence[int], done: _Done) -> Sequence[int]:
         """What the first input of a micro-batch waits for, beside its data."""
@@ -250,7 +349,8 @@ class Items:
             if i == 0:
                 return weights
             # The output of a device that is alone has to be out.
-            return (done.swapped[-1],) if self._alone and done.swapped else (done.computes[-1],)
+            out = self._last_swapped(task) if self._alone else ()
+            return out or (done.computes[-1],)
         if i >= 2:
             return (done.computes[i - 2],)
         before = self._before(task)
@@ -279,17 +379,17 @@ class Items:
     def _input(self, task: Task, i: int, nbytes: int, gate: Sequence[int]) -> int:
         """X of a micro-batch, or what was kept of it."""
         what = What(task.id, "X", i, task.sizes[i], task.first, task.first + 1)
+        at, told = task.start + i, self._stations[task.station].told
         source = task.source
         if source is None:
-            after = (self._told[task.id][i], *gate)
-            return self._swap_in(task, nbytes, after, what._replace(kind="sX"))
+            return self._swap_in(task, nbytes, (told["sX"][at], *gate), what._replace(kind="sX"))
         if source.medium == "p2p":
-            return self._transfer(task.rank, source, nbytes, gate, what)
+            return self._transfer(task, source, nbytes, gate, what)
         if source.medium == "message":
-            return self._swap_in(task, nbytes, (self._told[task.id][i], *gate), what)
+            gate = (told["X"][at], *gate)
         if source.medium == "swap":
-            from_ = self._completes[i] if task.criterion else i
-            gate = (self._done_of(source).swapped[from_], *gate)
+            from_ = self._completes[at] if task.criterion else at
+            gate = (self._at(source).swapped[from_], *gate)
         return self._swap_in(task, nbytes, gate, what)
 
     def _prefetched_gradient(self, task: Task, i: int, nbytes: int, done: _Done) -> tuple[int, ...]:
@@ -307,61 +407,71 @@ class Items:
         """dY of a micro-batch."""
         assert task.gradient is not None
         what = What(task.id, "dY", i, task.sizes[i], task.stop - 1, task.stop)
+        at = task.start + i
         if task.gradient.medium == "p2p":
-            return self._transfer(task.rank, task.gradient, nbytes, gate, what)
-        after = (self._done_of(task.gradient).swapped[i], *gate)
-        return self._swap_in(task, nbytes, after, what)
+            return self._transfer(task, task.gradient, nbytes, gate, what)
+        if task.gradient.medium == "message":
+            gate = (self._stations[task.station].told["dY"][at], *gate)
+        else:
+            gate = (self._at(task.gradient).swapped[at], *gate)
+        return self._swap_in(task, nbytes, gate, what)
 
-    def _done_of(self, channel: Channel) -> _Done:
+    def _at(self, channel: Channel) -> _Station:
         assert channel.task is not None
-        return self._done[channel.task]
+        return self._station_of[channel.task]
 
-    def _swap_in(self, task: Task, nbytes: int, after: Sequence[int], what: What) -> int:
-        return self._item(self._lanes[task.rank][_IN], nbytes / self._swap, after, what)
+    def _swap_in(self, task: Task, nbytes: float, after: Sequence[int], what: What) -> int:
+        return self._item(
+            self._lanes[task.rank][_IN], nbytes / self.swap_bytes_per_second, after, what
+        )
 
     def _transfer(
-        self, rank: int, source: Channel, nbytes: int, gate: Sequence[int], what: What
+        self, task: Task, source: Channel, nbytes: int, gate: Sequence[int], what: What
     ) -> int:
-        sender = self._done_of(source)
-        streams = self._lanes[sender.task.rank][P2P_OUT] + self._lanes[rank][P2P_IN]
-        of = sender.task
+        sender = self._at(source)
+        of = sender.last
+        streams = self._lanes[of.rank][P2P_OUT] + self._lanes[task.rank][P2P_IN]
         sent = ("Y", of.stop - 1) if of.kind == "forward" else ("dX", of.first)
         what = what._replace(sender=(of.id, *sent))
-        after = (sender.computes[what.microbatch], *gate)
-        return self._item(streams, nbytes / self._p2p, after, what)
+        after = (sender.computes[task.start + what.microbatch], *gate)
+        return self._item(streams, nbytes / self.p2p_bytes_per_second, after, what)
 
     # ---- what goes out
 
-    def _output(self, task: Task, i: int, nbytes: int, done: _Done) -> None:
+    def _output(self, task: Task, i: int, nbytes: int) -> None:
         """Y or dX of a micro-batch, where it goes to the host; another device takes it itself."""
         sink = task.sink
         if sink is None or sink.medium == "p2p":
             return
         kind, layer = ("Y", task.stop - 1) if task.kind == "forward" else ("dX", task.first)
         what = What(task.id, kind, i, task.sizes[i], layer, layer + 1)
-        lane = self._lanes[task.rank][_OUT]
-        done.swapped.append(self._item(lane, nbytes / self._swap, done.computes[-1:], what))
+        lane, station = self._lanes[task.rank][_OUT], self._stations[task.station]
+        station.swapped.append(
+            self._item(lane, nbytes / self.swap_bytes_per_second, station.computes[-1:], what)
+        )
         if sink.medium == "message":
-            self._tell(task, sink, layer + 1, done.swapped[-1], what)
+            at = layer + 1 if kind == "Y" else layer
+            self._tell(task, sink, at, station.swapped[-1], what)
 
     def _keep(self, task: Task, i: int, layer: int, nbytes: int, after: Sequence[int]) -> int:
         """The input of a layer, for the backward pass."""
         what = What(task.id, "sX", i, task.sizes[i], layer, layer + 1)
         lane = self._lanes[task.rank][_OUT]
-        out = self._item(lane, nbytes / self._swap, after, what)
+        out = self._item(lane, nbytes / self.swap_bytes_per_second, after, what)
         self._tell(task, dict(task.stashes)[layer], layer, out, what)
         return out
 
     def _tell(self, task: Task, to: Channel, layer: int, out: int, what: What) -> None:
-        """Messages for the micro-batches of the backward pass that this one completes; the bytes
-        are written and read."""
-        assert to.task is not None
-        told = self._told.setdefault(to.task, [])
-        for j in self._completed[what.microbatch]:
-            size = self._sizes_back[j]
+        """Messages for the micro-batches of the other task that this one completes; the bytes are
+        written and read."""
+        other, at = self._at(to), task.start + what.microbatch
+        turns = task.kind == "forward" and other.last.kind == "backward"
+        told = other.told["sX" if what.kind == "sX" else "X" if what.kind == "Y" else "dY"]
+        sizes = self._sizes[other.last.kind == "backward"]
+        for j in self._completed[at] if turns else (at,):
             same = to.rank == task.rank
-            nbytes = 0 if same else self._sized.forward(size).inputs[layer]
-            message = What(task.id, f"MSG{what.kind}", j, size, what.first, what.stop)
+            nbytes = 0 if same else self._sized.forward(sizes[j]).inputs[layer]
+            message = What(task.id, f"MSG{what.kind}", j, sizes[j], what.first, what.stop)
             lane = self._lanes[task.rank][_CPU]
             told.append(self._item(lane, nbytes / self._message * 2, (out,), message))
 

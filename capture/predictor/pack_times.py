@@ -21,7 +21,8 @@ Source: Li et al. 2022 (Harmony), 4.3.1; the rules are those of the released sch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -98,6 +99,23 @@ class Estimate:
         return tuple(1 - seconds / self.seconds for seconds in self.compute_seconds)
 
     @cached_property
+    def volumes_bytes(self) -> Mapping[str, int]:
+        """What all devices move, by tensor and direction: ``"WB in"``, ``"sX out"``; between
+        devices it is ``p2p``. What is per example counts all examples, what is per device all
+        devices."""
+        found: Counter[str] = Counter()
+        items = self.items
+        for what, streams, seconds in zip(items.whats, items.streams, items.seconds, strict=True):
+            on = STREAMS[streams[0] % len(STREAMS)]
+            if on in ("SwapIn", "SwapOut"):
+                count = items.num_alike if what.size is None else items.examples_alike
+                nbytes = seconds * items.swap_bytes_per_second
+                found[f"{what.kind} {on[4:].lower()}"] += round(nbytes * count)
+            elif on == "P2POut":
+                found["p2p"] += round(seconds * items.p2p_bytes_per_second)
+        return dict(found)
+
+    @cached_property
     def events(self) -> tuple[Event, ...]:
         """Per item and stream."""
         found = []
@@ -134,26 +152,25 @@ class Estimate:
         return simulate(work)
 
 
-def estimate(
-    graph: TaskGraph, profile: LayerProfile, server: Server, *, prefetch: bool = True
-) -> Estimate:
+def estimate(graph: TaskGraph, profile: LayerProfile, server: Server) -> Estimate:
     """Time and memory of a step.
 
     Args:
-        graph: Its tasks.
+        graph: Its tasks, and which of Harmony's optimizations are off.
         profile: Seconds and bytes of layers.
         server: Bandwidths.
-        prefetch: Whether inputs of a task come while the one before it computes, into a second
-            buffer.
     """
     num_ranks = 1 if graph.alone else graph.num_devices
     found: list[list[Task]] = [[] for _ in range(num_ranks)]
     for task in graph.tasks:
-        if task.kind != "update" and task.rank < num_ranks:
+        if task.rank < num_ranks:
             found[task.rank].append(task)
     sized = Sized(profile)
-    rank_bytes = tuple(max((task_bytes(task, sized) for task in on), default=0) for on in found)
-    items = Items(graph, sized, server, prefetch)
+    on_device = [
+        [task for task in on if task.kind != "update" or not graph.switches.offload] for on in found
+    ]
+    rank_bytes = tuple(max((task_bytes(task, sized) for task in on), default=0) for on in on_device)
+    items = Items(graph, sized, server)
     ordered = _ordered(found)
     if ordered is None:
         never = float("inf")
@@ -206,10 +223,14 @@ def task_bytes(task: Task, sized: Sized) -> int:
 
         forward     X(first) + C + X(behind) + the inputs that it keeps
         backward    2 X(first) + X(behind) + C, and dX unless it is the first pack
+        update      weights, gradients and optimizer state, where a device has it
 
     A search holds C alone below its limit, so this may exceed it (H-m).
     """
-    size, pack = task.sizes[0], (task.first, task.stop)
+    pack = task.first, task.stop
+    if task.kind == "update":
+        return update_bytes(sized.profile, pack)
+    size = task.sizes[0]
     if task.kind == "backward":
         return backward_bytes(sized.backward(size), pack)
     return forward_bytes(sized.forward(size), pack, [layer for layer, _ in task.stashes])
@@ -225,3 +246,9 @@ def backward_bytes(layers: SizedLayers, pack: Span) -> int:
     """Of a backward task."""
     x, (first, stop) = layers.inputs, pack
     return 2 * x[first] + x[stop] + layers.pack_bytes(*pack) + (x[first] if first else 0)
+
+
+def update_bytes(profile: LayerProfile, pack: Span) -> int:
+    """Of an update on a device."""
+    span = slice(*pack)
+    return 2 * sum(profile.w_bytes[span]) + sum(profile.b_bytes[span]) + sum(profile.k_bytes[span])

@@ -8,6 +8,8 @@ in every simulation, so no simulation is shorter.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from capture.plan.task_graph import Configuration, Span, microbatches
 from recommender.harmony.problem import PacksProblem
 
@@ -16,14 +18,17 @@ _ROUNDING = 1 - 1e-9
 
 
 def least_seconds(problem: PacksProblem, configuration: Configuration) -> float:
-    """A lower bound of ``PacksProblem.estimate(configuration).seconds``."""
+    """A lower bound of ``PacksProblem.estimate(configuration).seconds``; 0 where optimizations
+    other than prefetch are off, of which nothing is known."""
+    if replace(problem.switches, prefetch=True).off:
+        return 0.0
     return _Bound(problem, configuration).seconds() * _ROUNDING
 
 
 class _Bound:
     def __init__(self, problem: PacksProblem, configuration: Configuration):
         server, self._sized = problem.server, problem.sized
-        self._prefetch = problem.prefetch
+        self._prefetch = problem.switches.prefetch
         self._forward, self._backward = configuration.forward, configuration.backward
         self._stashes = configuration.stashes
         num_tasks = len(self._forward.packs) + len(self._backward.packs)

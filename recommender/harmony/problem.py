@@ -9,7 +9,7 @@ from functools import cached_property
 
 from capture.machine.server import Server
 from capture.measured.layer_profile import LayerProfile, Pass
-from capture.plan.task_graph import Configuration, Mode, Packs, TaskGraph, shares
+from capture.plan.task_graph import ALL_ON, Configuration, Mode, Packs, Switches, TaskGraph, shares
 from capture.predictor.pack_items import Sized
 from capture.predictor.pack_times import Estimate, estimate
 from recommender.harmony.packing import EXPERT, PACKINGS, REUSE, constant, reused
@@ -41,7 +41,7 @@ class PacksProblem:
         minibatch_size: D.
         forward_packings, backward_packings: Names, in the order of ties; ``reuse`` is for forward
             packs alone, and ``expert`` for both or none.
-        prefetch: Whether the estimate has it.
+        switches: What of Harmony's optimizations is off.
         equal_passes: Equi-FB: the same sizes and packs in both directions.
         single_first: Whether what holds the model in one pack ranks first: the released scheduler's
             default, which the authors' own scripts turn off.
@@ -53,7 +53,7 @@ class PacksProblem:
     minibatch_size: int
     forward_packings: tuple[str, ...] = ("balanced_time", REUSE)
     backward_packings: tuple[str, ...] = ("balanced_time",)
-    prefetch: bool = True
+    switches: Switches = ALL_ON
     equal_passes: bool = False
     single_first: bool = False
 
@@ -131,10 +131,10 @@ class PacksProblem:
             self.mode,
             self.server.devices,
             self.minibatch_size,
+            self.switches,
             num_ranks=num_ranks,
         )
 
     def estimate(self, configuration: Configuration) -> Estimate:
         """By the paper's rules."""
-        graph = self.graph(configuration)
-        return estimate(graph, self.profile, self.server, prefetch=self.prefetch)
+        return estimate(self.graph(configuration), self.profile, self.server)

@@ -71,7 +71,9 @@ class _Wide:
     def _least(self, which: Pass, size: int, num_layers: int) -> float:
         """Seconds of all ranks together, but for what packs add."""
         total = (
-            0.0 if self._problem.prefetch else self._sized.weight_bytes(0, num_layers) / self._swap
+            0.0
+            if self._problem.switches.prefetch
+            else self._sized.weight_bytes(0, num_layers) / self._swap
         )
         total += (
             self._sized.weight_bytes(0, num_layers) / self._swap if which == "backward" else 0.0

@@ -10,6 +10,7 @@ import pytest
 
 from capture.machine.server import Server
 from capture.measured.layer_profile import LayerProfile
+from capture.plan.task_graph import Switches
 from recommender.harmony.bound import least_seconds
 from recommender.harmony.problem import PacksProblem
 from recommender.harmony.result import Point
@@ -40,7 +41,7 @@ def problem_of(name: str, run: dict) -> PacksProblem:
         run["D"],
         tuple(run["packing_fwd"]),
         tuple(run["packing_bwd"]),
-        run["prefetch"],
+        Switches(prefetch=run["prefetch"]),
     )
 
 
@@ -99,7 +100,9 @@ def test_every_point_that_was_evaluated(number):
 )
 def test_table_1(name, limit, row, seconds, algorithm):
     server = SERVER.with_(usable_bytes=limit)
-    found = search(PacksProblem(profile(name), server, "pp", 64, prefetch=False), algorithm).best
+    found = search(
+        PacksProblem(profile(name), server, "pp", 64, switches=Switches(prefetch=False)), algorithm
+    ).best
     forward, backward = found.configuration.forward, found.configuration.backward
     assert row == (
         forward.microbatch_size,

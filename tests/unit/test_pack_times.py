@@ -12,7 +12,7 @@ import pytest
 
 from capture.machine.server import Server
 from capture.measured.layer_profile import LayerProfile
-from capture.plan.task_graph import Configuration, Packs, TaskGraph
+from capture.plan.task_graph import Configuration, Packs, Switches, TaskGraph
 from capture.predictor.pack_times import estimate
 from capture.step.trace_events import trace_events
 
@@ -30,13 +30,14 @@ def packs(size: int, layers: list[list[int]]) -> Packs:
 def graph_of(recorded: dict, **changes) -> TaskGraph:
     row = {**recorded, **changes}
     configuration = Configuration(packs(row["u_f"], row["p_f"]), packs(row["u_b"], row["p_b"]))
-    return TaskGraph.of(configuration, MODES[row["mode"]], row["N"], row["D"])
+    switches = Switches.without(row.get("without", () if row["prefetch"] else ("prefetch",)))
+    return TaskGraph.of(configuration, MODES[row["mode"]], row["N"], row["D"], switches)
 
 
 @pytest.mark.parametrize("number", range(len(TIMELINES)))
 def test_events_of_the_released_scheduler(number):
     recorded = TIMELINES[number]
-    found = estimate(graph_of(recorded), TOY, SERVER, prefetch=recorded["prefetch"])
+    found = estimate(graph_of(recorded), TOY, SERVER)
     ours = {
         (
             e.rank,
@@ -72,7 +73,7 @@ def test_events_of_the_released_scheduler(number):
 
 
 def test_idle_is_the_tail_and_gaps_are_the_whole_step():
-    found = estimate(graph_of(TIMELINES[0]), TOY, SERVER, prefetch=False)
+    found = estimate(graph_of(TIMELINES[0]), TOY, SERVER)
     computed = [2 * 0.1 + 4 * 0.3, 2 * 0.1 + 2 * 0.3]  # two passes forward; two tasks back, and one
     assert found.compute_seconds == pytest.approx(computed)
     assert found.gap_fractions == pytest.approx(
@@ -120,7 +121,7 @@ def test_ranks_that_wait_for_each_other_never_end():
 
 
 def test_the_trace_shows_ranks_and_streams():
-    found = estimate(graph_of(TIMELINES[0]), TOY, SERVER, prefetch=False)
+    found = estimate(graph_of(TIMELINES[0]), TOY, SERVER)
     simulation = found.simulation()
     assert simulation.seconds == found.seconds
     names = {

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from capture.errors import PlanError
 from capture.machine.server import Server
 from capture.measured.layer_profile import LayerProfile, SizedLayers
+from capture.plan.task_graph import Switches
 from recommender.harmony.packing import (
     PACKINGS,
     balanced_memory,
@@ -126,7 +127,7 @@ def test_least_max_time_is_the_least_of_all_splits(seconds, limit):
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("devices", [2, 4])
 def test_wide_is_never_slower_and_keeps_whole_tasks_below_the_limit(devices, prefetch):
-    asked = problem("toy6", devices=devices, prefetch=prefetch)
+    asked = problem("toy6", devices=devices, switches=Switches(prefetch=prefetch))
     paper, wide = search(asked, "paper"), search(asked, "wide").best
     assert wide.task_bytes <= asked.limit_bytes
     assert wide.seconds <= min(p.seconds for p in paper.points if p.task_bytes <= asked.limit_bytes)
@@ -151,11 +152,24 @@ def test_points_that_hold_the_model_rank_by_time_or_first():
 
 def test_equal_passes_use_the_backward_packs():
     asked = problem(
-        "bert_96", limit=9 * 10**9, devices=4, minibatch=64, equal_passes=True, prefetch=False
+        "bert_96",
+        limit=9 * 10**9,
+        devices=4,
+        minibatch=64,
+        equal_passes=True,
+        switches=Switches(prefetch=False),
     )
     equal, free = (
         search(asked),
-        search(problem("bert_96", limit=9 * 10**9, devices=4, minibatch=64, prefetch=False)),
+        search(
+            problem(
+                "bert_96",
+                limit=9 * 10**9,
+                devices=4,
+                minibatch=64,
+                switches=Switches(prefetch=False),
+            )
+        ),
     )
     for point in equal.points:
         one = point.configuration
