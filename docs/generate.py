@@ -39,6 +39,7 @@ DOCUMENTS: dict[str, tuple[str, ...]] = {
     ),
     "plan.json, of kind sharding": ("capture.plan.sharding:ShardingPlan",),
     "profile.json": ("capture.measured.profile:Profile",),
+    "plan.json, of kind packs": ("capture.plan.packs:PacksPlan",),
     "Layer profiles": ("capture.measured.layer_profile:LayerProfile",),
     "Target files": ("capture.machine.target:Target",),
     "Server files": ("capture.machine.server:Server",),

@@ -113,7 +113,8 @@ class Server:
             machine.target.description,
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def document(self) -> dict[str, Any]:
+        """Its file."""
         return SERVER.write(documents.fields_of(self))
 
     @property

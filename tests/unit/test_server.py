@@ -30,7 +30,7 @@ def test_the_papers_servers(name, devices, gigabytes, host_gigabytes):
     assert round(server.memory_bytes.value / 1e9, 1) == gigabytes
     assert server.host_memory_bytes.value == host_gigabytes * 10**9
     assert server.swap_bytes_per_second.value == 11.5 * 2**30
-    assert all(row["source"] for row in server.to_json().values() if isinstance(row, dict))
+    assert all(row["source"] for row in server.document().values() if isinstance(row, dict))
 
 
 def test_every_shipped_server_is_read():
@@ -48,7 +48,7 @@ def test_a_target_makes_one():
 
 def test_a_file_goes_in_and_out(tmp_path):
     server = Server.load(a_file(tmp_path))
-    assert {**server.to_json(), "name": "gtx1080ti-x4"} == json.loads(
+    assert {**server.document(), "name": "gtx1080ti-x4"} == json.loads(
         (SERVERS_FOLDER / "gtx1080ti-x4.json").read_text()
     )
     assert server.with_(num_devices=2, usable_bytes=5).devices == 2
