@@ -2,8 +2,8 @@
 anything runs.
 
 The public names load their module on first use, so ``import capture`` loads no framework and
-planning from a profile never does; only ``pipeshard``, ``BatchShapes`` and ``shard`` load JAX. Profiles are made by
-``profiling_runs.profile``, plans by ``recommender.recommend``.
+planning from a profile never does; only ``pipeshard``, ``BatchShapes`` and ``shard`` load JAX.
+Profiles are made by ``profiling_runs.profile``, plans by ``recommender.recommend``.
 """
 
 from __future__ import annotations

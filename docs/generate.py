@@ -39,7 +39,10 @@ DOCUMENTS: dict[str, tuple[str, ...]] = {
     ),
     "plan.json, of kind sharding": ("capture.plan.sharding:ShardingPlan",),
     "profile.json": ("capture.measured.profile:Profile",),
+    "plan.json, of kind packs": ("capture.plan.packs:PacksPlan",),
+    "Layer profiles": ("capture.measured.layer_profile:LayerProfile",),
     "Target files": ("capture.machine.target:Target",),
+    "Server files": ("capture.machine.server:Server",),
     "Descriptions of operators": ("capture.model.operators:OperatorModel",),
 }
 #: The shape of a document that is not that of its class (``capture.documents``).

@@ -7,13 +7,14 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from capture.documents import fields_of
 from capture.plan.headroom import Headroom
+from capture.plan.packs import PacksPlan
 from capture.plan.prediction import Prediction
 from capture.plan.sharding import ShardingPlan
 from capture.plan.stages import Plan
 from capture.plan.why import Why
 from recommender.capture.result import SearchResult
 
-P = TypeVar("P", Plan, ShardingPlan)
+P = TypeVar("P", Plan, ShardingPlan, PacksPlan)
 S = TypeVar("S", bound="Proof")
 
 

@@ -7,10 +7,11 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from capture.cli import asked, sharding
+from capture.cli import asked, packs, sharding
 from capture.cli import options as shared
 from capture.cli.output import emit, table
 from capture.plan.kinds import load_plan
+from capture.plan.packs import PacksPlan
 from capture.plan.sharding import ShardingPlan
 from capture.quantities import format_bytes
 
@@ -30,6 +31,8 @@ def main(options: argparse.Namespace) -> int:
     plan = load_plan(options.plan)
     if isinstance(plan, ShardingPlan):
         return sharding.explain(options, plan)
+    if isinstance(plan, PacksPlan):
+        return packs.explain(options, plan)
     measurements = asked.plan_measurements(options, plan)
     from profiling_runs.explain import explain
 

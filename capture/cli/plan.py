@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from capture.cli import asked
+from capture.cli import asked, packs
 from capture.cli import options as shared
 from capture.cli.options import Option
 from capture.cli.output import emit, peak_line, say, stage_table, table
@@ -48,9 +48,11 @@ HELP = "recommend the plan of least peak memory"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    shared.add_workload(parser)
+    shared.add_workload(parser, required=False)
     shared.add(
         parser,
+        packs.SYSTEM_OPTION,
+        *packs.OPTIONS,
         *shared.QUESTION,
         *shared.STORE,
         Option(
@@ -74,13 +76,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             choices=OBJECTIVES,
         ),
         Option("try_schedules", "choose the best of all schedules", False),
-        Option("mode", "paper: the paper's predictor and space", "default", choices=MODES),
+        Option(
+            "mode",
+            "paper: the paper's predictor and space; of harmony pp (wrap-around pipeline, its "
+            "default), dp, or both: the faster",
+            "default",
+            choices=(*MODES, *packs.MODES),
+        ),
         Option(
             "algorithm",
             "; ".join(f"{name}: {', '.join(search_names(name))}" for name in OBJECTIVES)
             + f". {AUTOSTAGE} is Alpa's, for step time, on this cost model: the plan to compare "
-            "with (default: the first of its objective)",
-            choices=SEARCH_NAMES,
+            "with (default: the first of its objective); harmony: "
+            f"{', '.join(packs.SEARCHES)}",
+            choices=(*SEARCH_NAMES, *packs.SEARCHES),
         ),
         Option(
             "merge_layers",
@@ -117,6 +126,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
+    packs.refuse_options(options)
+    if options.system == packs.SYSTEM:
+        return packs.plan(options)
+    if options.workload is None:
+        options.parser.error("the following arguments are required: WORKLOAD")
     asked.say_one_device(options)
     of_profile = asked.profile_question(vars(options))
     question = _question(options, of_profile)

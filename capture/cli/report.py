@@ -14,7 +14,7 @@ from capture.cli import asked, sharding
 from capture.cli import options as shared
 from capture.cli.output import emit, table
 from capture.measured.profile import Profile
-from capture.plan.kinds import load_plan
+from capture.plan.kinds import load_plan, of_stages
 from capture.plan.sharding import ShardingPlan
 
 NAME = "report"
@@ -51,6 +51,7 @@ def main(options: argparse.Namespace) -> int:
     plan = load_plan(options.plan)
     if isinstance(plan, ShardingPlan):
         return sharding.report(options, plan)
+    plan = of_stages(plan, "capture explain prints the tasks of a plan of packs.")
     from capture.report.data import report_facts
     from capture.report.words import HEADER, last_lines, paragraph, rows, title
 

@@ -16,7 +16,7 @@ from capture import environment
 from capture.cli import asked, sharding
 from capture.cli import options as shared
 from capture.cli.output import emit, say, table
-from capture.plan.kinds import load_plan
+from capture.plan.kinds import load_plan, of_stages
 from capture.plan.sharding import ShardingPlan
 from capture.quantities import format_bytes
 from capture.report.units import format_seconds
@@ -57,6 +57,7 @@ def main(options: argparse.Namespace) -> int:
     plan = load_plan(options.plan)
     if isinstance(plan, ShardingPlan):
         return sharding.run(options, plan)
+    plan = of_stages(plan, "Plans of packs are estimated, not run, by this version.")
     spec = asked.workload_of(plan, options.workload)
     environment.prepare(num_devices=plan.cluster.num_devices)
     from capture.runtime.training import Training, train

@@ -13,7 +13,7 @@ from capture.cli.output import emit, table
 from capture.documents import write
 from capture.machine.target import Target
 from capture.plan.headroom import Headroom
-from capture.plan.kinds import load_plan
+from capture.plan.kinds import load_plan, of_stages
 from capture.plan.sharding import ShardingPlan
 from capture.plan.stages import Plan
 from capture.predictor.step_time import describe_time, time_summary
@@ -40,6 +40,7 @@ def main(options: argparse.Namespace) -> int:
     plan = load_plan(options.plan)
     if isinstance(plan, ShardingPlan):
         return sharding.verify(options, plan)
+    plan = of_stages(plan, "Plans of packs are replayed when they are made.")
     limit = asked.read_limit(vars(options))
     measurements = asked.plan_measurements(options, plan)
     from profiling_runs.verify import verify

@@ -9,13 +9,20 @@ from typing import Any
 
 from capture.errors import PlanError
 from capture.plan.files import resolved
+from capture.plan.packs import PacksPlan
 from capture.plan.sharding import ShardingPlan
 from capture.plan.stages import PLAN, Plan
 
-KINDS: Mapping[str, type[Plan] | type[ShardingPlan]] = {"stages": Plan, "sharding": ShardingPlan}
+AnyPlan = Plan | ShardingPlan | PacksPlan
+
+KINDS: Mapping[str, type[AnyPlan]] = {
+    "stages": Plan,
+    "sharding": ShardingPlan,
+    "packs": PacksPlan,
+}
 
 
-def load_plan(path: Path | str) -> Plan | ShardingPlan:
+def load_plan(path: Path | str) -> AnyPlan:
     """A plan of whichever kind, as ``save`` wrote it.
 
     Raises:
@@ -48,9 +55,10 @@ def load_stages(path: Path | str, instead: str) -> Plan:
 
 def of_stages(plan: Any, instead: str) -> Plan:
     """The plan, if it is one of stages; see ``load_stages``."""
-    if isinstance(plan, ShardingPlan):
+    other = {kind for kind, of in KINDS.items() if isinstance(plan, of)} - {"stages"}
+    for kind in other:
         raise PlanError.of(
-            f"the plan is of kind 'sharding', and this is for plans of kind 'stages'. {instead}",
+            f"the plan is of kind {kind!r}, and this is for plans of kind 'stages'. {instead}",
             "plan-kind",
         )
     return plan

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -171,21 +171,52 @@ def simulate(
     """
     frees = _check(work)
     rooms = {device: _Room(nbytes) for device, nbytes in (capacity_bytes or {}).items()}
+
+    def granted(i: int, ready: float) -> float:
+        return _granted(i, work, frees, ready, rooms)
+
+    starts, ends = times(
+        [item.seconds for item in work],
+        [item.after for item in work],
+        [item.streams for item in work],
+        granted if rooms else None,
+    )
+    return Simulation(tuple(work), tuple(starts), tuple(ends), _memory(work, frees, starts, ends))
+
+
+def times(
+    seconds: Sequence[float],
+    after: Sequence[Sequence[int]],
+    streams: Sequence[Sequence[Hashable]],
+    granted: Callable[[int, float], float] | None = None,
+) -> tuple[list[float], list[float]]:
+    """When items begin and end, of which no more is known: what searches ask thousands of times.
+
+    Args:
+        seconds, after, streams: Per item, as of ``Work``.
+        granted: (item, when it could start) -> when it has its room.
+    """
     starts: list[float] = []
     ends: list[float] = []
-    free_at: dict[str, float] = {}
-    for i, item in enumerate(work):
-        start = max(
-            [ends[j] for j in item.after] + [free_at.get(stream, 0) for stream in item.streams],
-            default=0,
-        )
-        if rooms:
-            start = _granted(i, work, frees, start, rooms)
-        end = start + item.seconds
+    free_at: dict[Hashable, float] = {}
+    for i, length in enumerate(seconds):
+        start: float = 0
+        for j in after[i]:
+            if ends[j] > start:
+                start = ends[j]
+        on = streams[i]
+        for stream in on:
+            free = free_at.get(stream, 0)
+            if free > start:
+                start = free
+        if granted is not None:
+            start = granted(i, start)
+        end = start + length
+        for stream in on:
+            free_at[stream] = end
         starts.append(start)
         ends.append(end)
-        free_at.update(dict.fromkeys(item.streams, end))
-    return Simulation(tuple(work), tuple(starts), tuple(ends), _memory(work, frees, starts, ends))
+    return starts, ends
 
 
 # A buffer as the item that made it and the buffer itself: names may come again.

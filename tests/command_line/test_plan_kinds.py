@@ -77,9 +77,9 @@ def test_schema_1_of_both_kinds_is_read(name, kind):
 
 def test_files_of_another_kind_or_of_none(folder):
     stages = Plan.load(FILES / "two.plan.json").to_json()
-    Path("packs.json").write_text(json.dumps({**stages, "kind": "packs"}))
+    Path("other.json").write_text(json.dumps({**stages, "kind": "other"}))
     Path("none.json").write_text("[]")
-    assert code_of(lambda: load_plan("packs.json")) == "plan-kind"
+    assert code_of(lambda: load_plan("other.json")) == "plan-kind"
     assert code_of(lambda: load_plan("none.json")) == "plan-schema"
     assert code_of(lambda: load_plan("missing.json")) == "plan-file"
     assert code_of(lambda: Plan.load("b.json")) == "plan-kind"

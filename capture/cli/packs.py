@@ -1,0 +1,210 @@
+"""Plans of packs (Harmony): what ``capture plan --system harmony`` and ``capture explain`` do with
+them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from capture.cli import asked
+from capture.cli.options import Option
+from capture.cli.output import emit, table
+from capture.errors import PlanError, Violation
+from capture.machine.server import Server, server_names
+from capture.measured.layer_profile import LayerProfile
+from capture.plan.packs import PacksPlan
+from capture.quantities import format_bytes, parse_bytes
+from recommender.harmony import PacksQuestion, harmony
+from recommender.harmony.packing import PACKING_NAMES
+from recommender.harmony.question import BOTH, DEFAULT_PACKINGS
+from recommender.harmony.search import ALGORITHMS
+
+SYSTEM = "harmony"
+MODES = ("pp", "dp", BOTH)
+SEARCHES = tuple(ALGORITHMS)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name for name in text.split(",") if name)
+
+
+SYSTEM_OPTION = Option(
+    "system",
+    "capture: stages on submeshes; harmony: packs of layers, streamed from the host's memory "
+    "(default: %(default)s)",
+    "capture",
+    choices=("capture", SYSTEM),
+)
+#: Of this system alone.
+OPTIONS = (
+    Option(
+        "layers",
+        "harmony: layer profile (.json) to plan from, without a model",
+        read=Path,
+        metavar="FILE",
+    ),
+    Option(
+        "machine",
+        f"harmony: the server: {', '.join(server_names())}, or a file (.json); or --cluster 1xG "
+        "and --target",
+        metavar="NAME",
+    ),
+    Option("host_memory", "harmony: memory of the host, such as 1TB", metavar="SIZE"),
+    Option(
+        "packing",
+        f"harmony: packings, with commas between them, of {', '.join(PACKING_NAMES)} (default: "
+        f"{','.join(DEFAULT_PACKINGS)})",
+        DEFAULT_PACKINGS,
+        _names,
+        metavar="NAME,...",
+    ),
+    Option(
+        "without",
+        "harmony: optimizations that are off: grouping, search, prefetch, jit, offload, p2p",
+        (),
+        _names,
+        metavar="NAME,...",
+    ),
+    Option("equi_fb", "harmony: the same packs and sizes forward and backward", False),
+    Option(
+        "single_first",
+        "harmony: rank what holds the whole model in one pack first, however slow",
+        False,
+    ),
+)
+#: And those that it shares.
+_SHARED = {"global_batch", "memory", "algorithm", "mode", "output", "cluster", "target"}
+_OF_ALL = {"system", "workload", "json", "quiet", "main", "parser"}
+
+
+def refuse_options(options: argparse.Namespace) -> None:
+    """Refuse options of another system than the one that is asked.
+
+    Raises:
+        PlanError: ``plan-system``.
+    """
+    ours = {option.name for option in OPTIONS}
+    known = (ours | _SHARED | _OF_ALL) if options.system == SYSTEM else {*vars(options)} - ours
+    given = [
+        name
+        for name, value in vars(options).items()
+        if name not in known and value != options.parser.get_default(name)
+    ]
+    PlanError.check(
+        Violation(
+            f"--{name.replace('_', '-')} is not of --system {options.system}; leave it out.",
+            "plan-system",
+        )
+        for name in given
+    )
+
+
+def plan(options: argparse.Namespace) -> int:
+    """Search packs of layers, and write the plan."""
+    if options.layers is None or options.workload is not None:
+        raise PlanError.of(
+            "--system harmony plans from a layer profile: give --layers FILE, and no workload.",
+            "plan-system",
+        )
+    if options.global_batch is None:
+        raise PlanError.of("--system harmony needs --global-batch B.", "packs-batch")
+    question = PacksQuestion(
+        LayerProfile.load(options.layers),
+        _server(options),
+        options.global_batch,
+        "pp" if options.mode == options.parser.get_default("mode") else options.mode,
+        options.algorithm or SEARCHES[0],
+        options.packing,
+        options.without,
+        options.equi_fb,
+        options.single_first,
+    )
+    answer = harmony(question)
+    lines = [f"{answer.status}: {answer.why.summary}"]
+    if answer.plan is not None:
+        lines += [pack_table(answer.plan), *prediction_lines(answer.plan)]
+    if answer.status == "ok" and answer.plan is not None:
+        answer.plan.save(options.output)
+        lines.append(
+            f"plan -> {options.output} (search: {answer.proof.algorithm}, "
+            f"{len(answer.proof.points)} simulations, {answer.proof.seconds * 1e3:.1f} ms)"
+        )
+    emit(options, answer.to_json(), "\n".join(lines))
+    return 0 if answer.status == "ok" else 1
+
+
+def explain(options: argparse.Namespace, plan: PacksPlan) -> int:
+    """The tasks of a plan, in the order of issue, and what is predicted."""
+    graph = plan.tasks()
+    rows = [
+        [
+            task.id,
+            task.kind,
+            f"{task.first}-{task.stop - 1}",
+            f"{'host' if task.kind == 'update' and plan.switches.offload else 'device'} "
+            f"{task.rank}",
+            " ".join(f"{size} x {task.sizes.count(size)}" for size in dict.fromkeys(task.sizes))
+            or "-",
+            task.source.medium if task.source else "kept" if task.stashes else "-",
+            task.gradient.medium if task.gradient else "-",
+            task.sink.medium if task.sink else "-",
+        ]
+        for task in graph.tasks
+    ]
+    header = ["task", "kind", "layers", "on", "examples", "input by", "gradient by", "output by"]
+    document = {
+        "plan": plan.to_json(),
+        "tasks": [dict(zip(header, row, strict=True)) for row in rows],
+    }
+    emit(options, document, "\n".join([table(header, rows), *prediction_lines(plan)]))
+    return 0
+
+
+def pack_table(plan: PacksPlan) -> str:
+    """One line per direction."""
+    rows = [
+        [
+            name,
+            packs.microbatch_size,
+            len(packs.packs),
+            " ".join(map(str, packs.lengths[:16])) + (" ..." if len(packs.lengths) > 16 else ""),
+        ]
+        for name, packs in (
+            ("forward", plan.configuration.forward),
+            ("backward", plan.configuration.backward),
+        )
+    ]
+    return table(["", "examples", "packs", "layers of each"], rows)
+
+
+def prediction_lines(plan: PacksPlan) -> list[str]:
+    """Both estimates, each named."""
+    if plan.prediction is None:
+        return []
+    paper = plan.prediction.paper
+    moved = ", ".join(f"{name} {format_bytes(n)}" for name, n in paper.volumes_bytes.items() if n)
+    return [
+        f"by the paper's rules: {paper.step_seconds:.4g} s a step, "
+        f"{plan.minibatch_size / paper.step_seconds:.4g} examples/s, tasks of "
+        f"{format_bytes(max(paper.task_bytes))} at most, devices compute nothing for "
+        f"{min(paper.gap_fractions):.0%} to {max(paper.gap_fractions):.0%} of it",
+        f"moved in a step: {moved}",
+    ]
+
+
+def _server(options: argparse.Namespace) -> Server:
+    """The server that is named, or that of a target."""
+    if options.machine is not None:
+        for name in ("cluster", "target"):
+            if getattr(options, name) != options.parser.get_default(name):
+                raise PlanError.of(
+                    f"--machine {options.machine} says what --{name} does; leave out one of them.",
+                    "plan-system",
+                )
+        server = Server.load(options.machine)
+    else:
+        server = Server.of(asked.read_cluster(vars(options)))
+    return server.with_(
+        usable_bytes=asked.read_limit(vars(options)),
+        host_memory_bytes=options.host_memory and parse_bytes(options.host_memory),
+    )

@@ -1,0 +1,202 @@
+"""One server whose devices stream a model from the memory of their host: how much memory there is,
+and how fast bytes move.
+
+Servers are JSON files: those of ``capture/machine/servers`` by name, a user's own by path, each
+number with its source, or made from a target (``Server.of``). Fields are those of the class, and
+``schema_version`` 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from capture import documents
+from capture.errors import ClusterError, Violation
+from capture.machine.cluster import Cluster, Machine
+from capture.machine.target import Sourced
+
+SERVER = documents.Format(
+    "server file",
+    ClusterError,
+    "server",
+    "see capture/machine/server.py, which says what it holds",
+    not_json="file",
+    strict=True,
+)
+SERVERS_FOLDER = Path(__file__).parent / "servers"
+
+
+@dataclass(frozen=True)
+class Server:
+    """Equal devices behind one host.
+
+    Attributes:
+        name: Of a shipped server, the path of a file, or a target and how many.
+        num_devices: GPUs.
+        memory_bytes: Of one device.
+        usable_bytes: What the layers of a pack may need of it.
+        host_memory_bytes: For weights, optimizer state and what is kept for the backward pass.
+        swap_bytes_per_second: Between the host and one device while the others are idle; all that
+            work share it.
+        p2p_bytes_per_second: From one device to another.
+        message_bytes_per_second: From one process of the host to another; shared likewise, and
+            every byte is written and read.
+        delete_seconds: To give the memory of a task back.
+        description: For people.
+    """
+
+    name: str
+    num_devices: Sourced
+    memory_bytes: Sourced
+    usable_bytes: Sourced
+    host_memory_bytes: Sourced
+    swap_bytes_per_second: Sourced
+    p2p_bytes_per_second: Sourced
+    message_bytes_per_second: Sourced
+    delete_seconds: Sourced
+    description: str = ""
+
+    def __post_init__(self) -> None:
+        ClusterError.check(self._violations())
+
+    @classmethod
+    def load(cls, name: str) -> Server:
+        """A shipped server by name, or the file at a path that ends in ``.json``.
+
+        Raises:
+            ClusterError: ``server-unknown``, ``server-file``, ``server-schema``,
+                ``server-corrupt``, and those of the numbers: ``server-devices``, ``server-memory``,
+                ``server-rate`` and ``server-seconds``, all at once.
+        """
+        return _load(name)
+
+    @classmethod
+    def of(cls, cluster: Cluster, host_memory_bytes: int | None = None) -> Server:
+        """That of a target: one node of its devices.
+
+        Args:
+            cluster: One node.
+            host_memory_bytes: Which no target says; None for 64 GiB per device.
+
+        Raises:
+            ClusterError: ``server-nodes`` for more than one node; TargetError: those of
+                ``Machine.of``.
+        """
+        if len(cluster.nodes) > 1:
+            raise ClusterError.of(
+                f"cluster {cluster} has {len(cluster.nodes)} nodes; packs of layers are streamed "
+                "from one host: give 1xG.",
+                "server-nodes",
+            )
+        machine = Machine.of(cluster)
+        rates, memory, count = machine.rates, machine.target.memory, cluster.num_devices
+        assert memory is not None, "a machine has memory"
+        host = (
+            Sourced(64 * 2**30 * count, "64 GiB per device, which no target says; name a size")
+            if host_memory_bytes is None
+            else Sourced(host_memory_bytes, "given")
+        )
+        return cls(
+            f"{cluster.target}-x{count}",
+            Sourced(count, "the cluster"),
+            memory.capacity_bytes,
+            Sourced(memory.usable_bytes, str(memory)),
+            host,
+            rates.host.to_device.bytes_per_second,
+            rates.intra_node.bytes_per_second,
+            Sourced(16 * 2**30, "the released scheduler's, for any host"),
+            Sourced(0.0, "an array is given back without waiting for the device"),
+            machine.target.description,
+        )
+
+    def document(self) -> dict[str, Any]:
+        """Its file."""
+        return SERVER.write(documents.fields_of(self))
+
+    @property
+    def devices(self) -> int:
+        return int(self.num_devices.value)
+
+    def with_(
+        self,
+        *,
+        num_devices: int | None = None,
+        usable_bytes: int | None = None,
+        host_memory_bytes: int | None = None,
+    ) -> Server:
+        """The same with other sizes; None keeps one."""
+        given = {
+            "num_devices": num_devices,
+            "usable_bytes": usable_bytes,
+            "host_memory_bytes": host_memory_bytes,
+        }
+        changed: dict[str, Any] = {
+            key: Sourced(value, "given") for key, value in given.items() if value is not None
+        }
+        return replace(self, **changed)
+
+    def _violations(self) -> Iterator[Violation]:
+        devices = self.num_devices.value
+        if not devices >= 1 or devices != int(devices):
+            yield Violation(
+                f"num_devices={devices} of server {self.name!r}; give a whole number from 1 on.",
+                "server-devices",
+            )
+        for name in ("memory_bytes", "usable_bytes", "host_memory_bytes"):
+            value = getattr(self, name).value
+            if not 0 < value < float("inf"):
+                yield Violation(
+                    f"{name}={value} of server {self.name!r} is no memory; give bytes above 0.",
+                    "server-memory",
+                )
+        for name in ("swap", "p2p", "message"):
+            value = getattr(self, f"{name}_bytes_per_second").value
+            if not 0 < value < float("inf"):
+                yield Violation(
+                    f"{name}_bytes_per_second={value} of server {self.name!r} is no bandwidth; "
+                    "give bytes per second above 0.",
+                    "server-rate",
+                )
+        if not 0 <= self.delete_seconds.value < float("inf"):
+            yield Violation(
+                f"delete_seconds={self.delete_seconds.value} of server {self.name!r}; give 0 or "
+                "more.",
+                "server-seconds",
+            )
+
+
+def server_names() -> tuple[str, ...]:
+    """Names of the shipped servers, sorted."""
+    return tuple(sorted(path.stem for path in SERVERS_FOLDER.glob("*.json")))
+
+
+@cache
+def _load(name: str) -> Server:
+    is_file = name.endswith(".json")
+    if not is_file and name not in server_names():
+        raise ClusterError.of(
+            f"machine={name!r} is unknown; choose one of {', '.join(server_names())}, give the "
+            "path of a server file (.json), or --cluster 1xG and --target.",
+            "server-unknown",
+        )
+    data = SERVER.load(name if is_file else SERVERS_FOLDER / f"{name}.json")
+    if missing := _without_rate(data):
+        raise ClusterError(missing)
+    return replace(SERVER.read(data, Server), name=name)
+
+
+def _without_rate(data: Any) -> list[Violation]:
+    """Of a file, the bandwidths that it does not say."""
+    known = data if isinstance(data, dict) else {}
+    return [
+        Violation(
+            f"server file has no {field.name}; give its bytes per second, and where that is from.",
+            "server-rate",
+        )
+        for field in fields(Server)
+        if field.name.endswith("_per_second") and field.name not in known
+    ]

@@ -1,0 +1,331 @@
+"""What a search for packs decides, in plain data: which layers a device holds at a time, streamed
+from the memory of its host, and for how many examples.
+
+A plan is JSON:
+
+    schema_version            1
+    kind                      "packs"
+    workload, model_hash, cluster
+                              as in a plan of stages; null or empty where no more is known than a
+                              layer profile
+    model, num_layers         of the layer profile
+    machine                   the server (capture/machine/server.py)
+    minibatch_size, mode      examples of a step, of all devices together; "pp" (wrap-around
+                              pipeline) or "dp"
+    forward, backward         microbatch_size, packs ([first layer, last layer] of each)
+    switches                  true for what is on: grouping, prefetch, jit, offload, p2p
+    prediction                paper: by the released scheduler's rules; step: of the plan's own
+                              instructions, with what every memory holds
+    why, points               what the search says of its choice, and the best that it evaluated
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from capture import documents
+from capture.errors import PlanError, Violation
+from capture.machine.cluster import Cluster
+from capture.machine.server import Server
+from capture.model.workload import WorkloadSpec
+from capture.plan.files import ClusterRow, resolved, save
+from capture.plan.headroom import Headroom
+from capture.plan.task_graph import (
+    ALL_ON,
+    MODES,
+    Configuration,
+    Mode,
+    Packs,
+    Span,
+    Switches,
+    TaskGraph,
+    shares,
+)
+from capture.plan.why import Why
+
+PACKS_PLAN = documents.Format(
+    "plan of packs",
+    PlanError,
+    "packs-plan",
+    "see capture/plan/packs.py, which says what it holds",
+    kind="packs",
+    not_json="file",
+    strict=True,
+)
+
+
+@dataclass(frozen=True)
+class PaperTimes:
+    """A step by the released scheduler's rules.
+
+    Attributes:
+        step_seconds: Until the last rank ends.
+        rank_end_seconds: Per rank that was simulated; in data parallelism the first.
+        idle_fractions: Per rank, the part of the step after its end.
+        gap_fractions: Per rank, the part of the step in which it computes nothing.
+        task_bytes: Per rank, its largest task.
+        volumes_bytes: Moved by all devices, by tensor and direction.
+    """
+
+    step_seconds: float
+    rank_end_seconds: tuple[float, ...]
+    idle_fractions: tuple[float, ...]
+    gap_fractions: tuple[float, ...]
+    task_bytes: tuple[int, ...]
+    volumes_bytes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """A step as the plan's own instructions, replayed and simulated.
+
+    Attributes:
+        step_seconds: Simulated on the server's links.
+        device_peak_bytes: Per device.
+        device_parts_bytes: Of the device that needs most, by category.
+        host_peak_bytes: Of the host.
+        host_parts_bytes: By category.
+        idle_fractions: Per device, the part of the step in which it computes nothing.
+        volumes_bytes: Copied between the places, by tensor and direction.
+    """
+
+    step_seconds: float
+    device_peak_bytes: tuple[int, ...]
+    device_parts_bytes: Mapping[str, int]
+    host_peak_bytes: int
+    host_parts_bytes: Mapping[str, int]
+    idle_fractions: tuple[float, ...]
+    volumes_bytes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class PacksPrediction:
+    """Two estimates, each named."""
+
+    paper: PaperTimes
+    step: StepTimes | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the device that needs most."""
+        return max(self.step.device_peak_bytes if self.step else self.paper.task_bytes)
+
+
+@dataclass(frozen=True)
+class PacksPlan:
+    """Packs of layers on the devices of a server.
+
+    Attributes:
+        machine: The server.
+        num_layers: Of the model.
+        minibatch_size: D, examples of a step.
+        mode: How devices share the work.
+        configuration: (U_F, P_F, U_B, P_B).
+        switches: What is off.
+        model: Name of the layer profile.
+        model_hash: Content hash of the traced loss; empty if never traced.
+        workload: By name; None if no more than a layer profile is known.
+        cluster: Of the workload's target; None likewise.
+        prediction, why, points: See the module.
+
+    Raises:
+        PlanError: every rule that is broken, with its code: ``packs-mode``, ``packs-batch``,
+            ``packs-layers`` for packs that leave, repeat or reorder layers, ``packs-last`` where
+            the directions disagree on the last pack, ``packs-size`` for a micro-batch size of 0 or
+            above the share of a device.
+    """
+
+    machine: Server
+    num_layers: int
+    minibatch_size: int
+    mode: Mode
+    configuration: Configuration
+    switches: Switches = ALL_ON
+    model: str = ""
+    model_hash: str = ""
+    workload: WorkloadSpec | None = None
+    cluster: Cluster | None = None
+    prediction: PacksPrediction | None = field(default=None, compare=False)
+    why: Why | None = field(default=None, compare=False)
+    points: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        PlanError.check(self._violations())
+
+    @property
+    def compiled(self) -> bool:
+        """Whether its own packs were compiled: never yet."""
+        return False
+
+    @property
+    def known_peak_bytes(self) -> int:
+        """Of the device that needs most; 0 if nothing is predicted."""
+        return self.prediction.peak_bytes if self.prediction else 0
+
+    def tasks(self) -> TaskGraph:
+        """Of all ranks."""
+        devices = self.machine.devices
+        return TaskGraph.of(
+            self.configuration, self.mode, devices, self.minibatch_size, self.switches
+        )
+
+    def headroom(self, memory_limit_bytes: int | None = None) -> Headroom | None:
+        """What the prediction, which nothing calibrates, leaves of a limit or of the device."""
+        if self.prediction is None:
+            return None
+        peak, memory = self.known_peak_bytes, self.machine.memory_bytes.value
+        limit = int(memory) if memory_limit_bytes is None else memory_limit_bytes
+        return Headroom.of([peak], [(peak, peak)], None, limit, None, extrapolated=True)
+
+    def to_json(self) -> dict[str, Any]:
+        forward, backward = self.configuration.forward, self.configuration.backward
+        return PACKS_PLAN.write(
+            documents.fields_of(
+                _Document(
+                    cluster=None if self.cluster is None else ClusterRow.of(self.cluster),
+                    forward=_Packs.of(forward),
+                    backward=_Packs.of(backward),
+                    **{name: getattr(self, name) for name in _SAME},
+                )
+            )
+        )
+
+    @classmethod
+    def from_json(cls, data: Any) -> PacksPlan:
+        """The plan that ``to_json`` wrote.
+
+        Raises:
+            PlanError: ``packs-plan-schema`` for an unknown version, ``packs-plan-kind`` for a plan
+                of another kind, ``packs-plan-corrupt`` for a missing or wrong field,
+                ``plan-mixed-targets``, and the codes of the class; ClusterError: those of
+                ``Server``.
+        """
+        document = PACKS_PLAN.read(data, _Document)
+        cluster = document.cluster
+        if cluster is not None and cluster.wrong:
+            raise PACKS_PLAN.corrupt(cluster.wrong)
+        return cls(
+            configuration=Configuration(document.forward.read, document.backward.read),
+            cluster=None if cluster is None else cluster.cluster,
+            **{name: getattr(document, name) for name in _SAME},
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write JSON; the paths of the workload and of a target's file are stored relative to the
+        file."""
+        save(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> PacksPlan:
+        """The plan of a JSON file.
+
+        Raises:
+            PlanError: ``packs-plan-file`` if it cannot be read or is no JSON, and those of
+                ``from_json``.
+        """
+        return resolved(cls.from_json(PACKS_PLAN.load(path)), path)
+
+    def _violations(self) -> Iterator[Violation]:
+        yield from question_violations(self.mode, self.minibatch_size, self.machine.devices)
+        forward, backward = self.configuration.forward, self.configuration.backward
+        yield from _covered("backward", backward.packs, self.num_layers)
+        if not backward.packs:
+            return
+        last = backward.packs[-1][0] if self.num_layers else 0
+        if forward.packs and forward.packs[-1][1] != last:
+            yield Violation(
+                f"forward packs end before layer {forward.packs[-1][1]}, and the last backward "
+                f"pack, which computes its own forward pass, begins at layer {last}; let them "
+                "meet.",
+                "packs-last",
+            )
+        else:
+            yield from _covered("forward", forward.packs, last)
+        if self.mode not in MODES or self.minibatch_size < 1:
+            return
+        share = self.minibatch_size
+        if self.mode == "dp":
+            share = min(shares(self.minibatch_size, self.machine.devices))
+        for name, size in (
+            ("forward", forward.microbatch_size),
+            ("backward", backward.microbatch_size),
+        ):
+            if not 1 <= size <= max(1, share):
+                yield Violation(
+                    f"{name} microbatch_size={size}; a device has {share} examples of the "
+                    f"minibatch of {self.minibatch_size}: give 1 to {max(1, share)}.",
+                    "packs-size",
+                )
+
+
+def question_violations(mode: str, minibatch_size: int, num_devices: int) -> Iterator[Violation]:
+    """What is wrong with a mode and a batch."""
+    if mode not in MODES:
+        yield Violation(f"mode={mode!r} is unknown; choose pp or dp.", "packs-mode")
+    if minibatch_size < 1:
+        yield Violation(
+            f"minibatch_size={minibatch_size}; a step has one example at least.", "packs-batch"
+        )
+    elif mode == "dp" and minibatch_size < num_devices:
+        yield Violation(
+            f"minibatch_size={minibatch_size} leaves some of num_devices={num_devices} without an "
+            "example; give more, use fewer devices, or mode='pp'.",
+            "packs-batch",
+        )
+
+
+def _covered(name: str, packs: Sequence[Span], num_layers: int) -> Iterator[Violation]:
+    """What of packs is not layers 0 to ``num_layers``, each once and in order."""
+    empty = [pack for pack in packs if pack[0] >= pack[1]]
+    ends = (0, *(end for pack in packs for end in pack), num_layers)
+    apart = any(one != other for one, other in list(pairwise(ends))[::2])
+    if empty or apart:
+        written = [[first, stop - 1] for first, stop in packs]
+        yield Violation(
+            f"{name} packs {written} do not cover layers 0 to {num_layers - 1} once and in "
+            "order, some layers each; write [first, last] of each.",
+            "packs-layers",
+        )
+
+
+@dataclass(frozen=True)
+class _Packs:
+    """One direction as files have it."""
+
+    microbatch_size: int
+    packs: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, packs: Packs) -> _Packs:
+        return cls(packs.microbatch_size, tuple((a, b - 1) for a, b in packs.packs))
+
+    @property
+    def read(self) -> Packs:
+        return Packs(self.microbatch_size, tuple((a, b + 1) for a, b in self.packs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Document:
+    """A plan as files have it."""
+
+    workload: WorkloadSpec | None = None
+    model_hash: str = ""
+    cluster: ClusterRow | None = None
+    model: str = ""
+    num_layers: int
+    machine: Server
+    minibatch_size: int
+    mode: str  # checked by the class
+    forward: _Packs
+    backward: _Packs
+    switches: Switches = ALL_ON
+    prediction: PacksPrediction | None = None
+    why: Why | None = None
+    points: tuple[Mapping[str, Any], ...] = ()
+
+
+_SAME = tuple(f.name for f in fields(_Document) if f.name not in ("forward", "backward", "cluster"))

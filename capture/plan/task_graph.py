@@ -1,0 +1,428 @@
+"""The tasks of one step of a plan of packs, in the order in which they are issued, and the channel
+of every tensor that goes in or out.
+
+A task runs a pack of layers on all of its micro-batches before the next task of its device begins:
+input-batch grouping. Data parallelism gives every device all tasks, for its share of the batch; in
+a wrap-around pipeline task i of ``P_F + reverse(P_B)`` is on device i mod N, for all of the batch.
+Updates follow their backward tasks.
+
+Source: Li et al. 2022 (Harmony), 3 and 4.3.2, Figures 5 and 6a.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Literal
+
+from capture.errors import PlanError, Violation
+
+Span = tuple[int, int]
+"""Layers [first, stop)."""
+
+Mode = Literal["pp", "dp"]
+MODES: tuple[Mode, ...] = ("pp", "dp")
+Kind = Literal["forward", "backward", "update"]
+Medium = Literal["data", "swap", "p2p", "message", "shared", "local", "pinned"]
+"""Where a tensor comes from or goes to: the batch; the memory of the host and back; another device;
+the process of another device on the host, through its memory; memory that the processes share; the
+same process; the device itself, which keeps it for its next task."""
+
+
+@dataclass(frozen=True)
+class Switches:
+    """Harmony's optimizations, each of which can be off (5.5).
+
+    Attributes:
+        grouping: A pack stays for all of its micro-batches. Off, each is a task of its own: weights
+            come for every one, and gradients go out and in again.
+        prefetch: What a task needs comes while the one before computes.
+        jit: The last pack goes backward as soon as it went forward, and weights are updated behind
+            their backward pass. Off, its input is kept and its forward pass computed again, and
+            updates come last.
+        offload: The host updates weights. Off, optimizer state comes to the device and goes back.
+        p2p: What one pack gives the next goes from device to device. Off, through the host.
+    """
+
+    grouping: bool = True
+    prefetch: bool = True
+    jit: bool = True
+    offload: bool = True
+    p2p: bool = True
+
+    @classmethod
+    def without(cls, names: Iterable[str]) -> Switches:
+        """All but those that are named.
+
+        Raises:
+            PlanError: ``packs-switch`` for an unknown name.
+        """
+        names = tuple(names)
+        known = [field.name for field in fields(cls)]
+        PlanError.check(
+            Violation(f"switch {name!r} is unknown; choose of {', '.join(known)}.", "packs-switch")
+            for name in names
+            if name not in known
+        )
+        return cls(**dict.fromkeys(names, False))
+
+    @property
+    def off(self) -> tuple[str, ...]:
+        """Names of those that are off."""
+        return tuple(field.name for field in fields(self) if not getattr(self, field.name))
+
+
+ALL_ON = Switches()
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """How a tensor comes or goes.
+
+    Attributes:
+        medium: See above.
+        task: At the other end, where there is one.
+        rank: Of that task, where the medium joins two processes.
+    """
+
+    medium: Medium
+    task: int | None = None
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Packs:
+    """One direction of a configuration.
+
+    Attributes:
+        microbatch_size: U, examples that go through a pack at once.
+        packs: P, layers [first, stop) of each, ascending. The last backward pack computes its
+            forward pass itself, so forward packs end before it.
+    """
+
+    microbatch_size: int
+    packs: tuple[Span, ...]
+
+    @classmethod
+    def of_lengths(cls, microbatch_size: int, lengths: Sequence[int]) -> Packs:
+        """From layers per pack.
+
+        Example:
+            >>> Packs.of_lengths(4, (2, 1)).packs
+            ((0, 2), (2, 3))
+        """
+        stops = tuple(accumulate(lengths))
+        return cls(microbatch_size, tuple(zip((0, *stops), stops, strict=False)))
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Layers per pack."""
+        return tuple(stop - first for first, stop in self.packs)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """The four-tuple (U_F, P_F, U_B, P_B) of 4.3.1."""
+
+    forward: Packs
+    backward: Packs
+
+    @cached_property
+    def stashes(self) -> tuple[int, ...]:
+        """Layers whose inputs the forward pass keeps for the backward pass: the first of every
+        backward pack but the last."""
+        return tuple(first for first, _ in self.backward.packs[:-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A pack of layers on micro-batches, or the update of their weights.
+
+    Attributes:
+        id: Position among all tasks.
+        kind: What is computed.
+        first, stop: Layers, from ``first`` to before ``stop``.
+        sizes: Of its micro-batches; those of an update are empty.
+        rank: Its device; of an update the process.
+        station: Position of its pack in P_F + reverse(P_B).
+        start: Index of its first micro-batch.
+        last: Whether it has the last micro-batch.
+        criterion: Whether it is the backward task of the last pack.
+        source: Of X, for a forward task and for the one that computes the loss; None of others.
+        gradient: Of dY, for other backward tasks.
+        sink: Of Y, or of dX.
+        stashes: Layers whose inputs are kept, and where for; of a backward task without criterion,
+            where its X is from.
+    """
+
+    id: int
+    kind: Kind
+    first: int
+    stop: int
+    sizes: tuple[int, ...]
+    rank: int
+    station: int
+    start: int = 0
+    last: bool = True
+    criterion: bool = False
+    source: Channel | None = None
+    gradient: Channel | None = None
+    sink: Channel | None = None
+    stashes: tuple[tuple[int, Channel], ...] = ()
+
+    @property
+    def layers(self) -> range:
+        return range(self.first, self.stop)
+
+    @property
+    def sub_packs(self) -> tuple[Span, ...]:
+        """Of a forward task: it is cut where an input is kept."""
+        cuts = [layer for layer, _ in self.stashes if layer > self.first]
+        return tuple(zip((self.first, *cuts), (*cuts, self.stop), strict=True))
+
+
+@dataclass(frozen=True)
+class TaskGraph:
+    """All tasks of a step.
+
+    Attributes:
+        mode: How devices share the work.
+        num_devices: N.
+        minibatch_size: D.
+        sizes: Of the first rank: micro-batches forward, and backward.
+        tasks: Of all ranks in a pipeline, of the first so many in data parallelism; ids ascend.
+        switches: What is off.
+    """
+
+    mode: Mode
+    num_devices: int
+    minibatch_size: int
+    sizes: tuple[tuple[int, ...], tuple[int, ...]]
+    tasks: tuple[Task, ...]
+    switches: Switches = ALL_ON
+
+    @classmethod
+    def of(
+        cls,
+        configuration: Configuration,
+        mode: Mode,
+        num_devices: int,
+        minibatch_size: int,
+        switches: Switches = ALL_ON,
+        *,
+        num_ranks: int | None = None,
+    ) -> TaskGraph:
+        """That of a configuration.
+
+        Args:
+            configuration: Packs and sizes.
+            mode: ``"pp"`` or ``"dp"``.
+            num_devices: N.
+            minibatch_size: D, of all devices together.
+            switches: What is off.
+            num_ranks: In data parallelism, make the tasks of the first so many only: all do the
+                same, for shares that differ by one example at most.
+        """
+        parts = shares(minibatch_size, num_devices) if mode == "dp" else (minibatch_size,)
+        both = configuration.forward.microbatch_size, configuration.backward.microbatch_size
+        sizes = [(microbatches(share, both[0]), microbatches(share, both[1])) for share in parts]
+        tasks: list[Task] = []
+        for rank, of_rank in enumerate(sizes[:num_ranks]):
+            binder = _Binder(configuration, of_rank, switches, rank if mode == "dp" else None)
+            tasks += binder.tasks(num_devices, len(tasks))
+        return cls(mode, num_devices, minibatch_size, sizes[0], tuple(tasks), switches)
+
+    @property
+    def alone(self) -> bool:
+        """Whether no rank waits for another: simulated is the first, with the largest share."""
+        return self.mode == "dp" or self.num_devices == 1
+
+    def of_rank(self, rank: int) -> Iterator[Task]:
+        """Its tasks on the device."""
+        return (task for task in self.tasks if task.rank == rank and task.kind != "update")
+
+    @cached_property
+    def pinned(self) -> dict[tuple[int, int], int]:
+        """(task, layer) -> the task that shares its weights: a device's last forward task and its
+        first backward task, where they have layers in common."""
+        found: dict[tuple[int, int], int] = {}
+        last: dict[int, Task] = {}
+        for task in self.tasks:
+            before = last.get(task.rank)
+            if before and (before.kind, task.kind) == ("forward", "backward"):
+                for layer in sorted({*before.layers} & {*task.layers}):
+                    found |= {(before.id, layer): task.id, (task.id, layer): before.id}
+            if task.kind != "update":
+                last[task.rank] = task
+        return found
+
+    def inputs(self, task: Task) -> dict[str, dict[int, Channel]]:
+        """By tensor of Figure 6a and layer. X is kept by a forward task for the backward tasks that
+        need it; T are the labels."""
+        shared = Channel("shared")
+        layers = task.layers
+        if task.kind == "update":
+            gradients = dict.fromkeys(layers, Channel("local"))
+            return {"dW": gradients} | {name: dict.fromkeys(layers, shared) for name in "WK"}
+        x = dict(task.stashes) if task.source is None else {task.first: task.source}
+        if task.kind == "forward":
+            return {"X": x} | {name: dict.fromkeys(layers, shared) for name in "WB"}
+        weights = {layer: self._weights(task, layer) or shared for layer in layers}
+        gradient = {} if task.gradient is None else {task.stop - 1: task.gradient}
+        labels = {task.stop - 1: Channel("data")} if task.criterion else {}
+        return {"dY": gradient, "X": x, "W": weights, "B": weights, "T": labels}
+
+    def outputs(self, task: Task) -> dict[str, dict[int, Channel]]:
+        """Likewise; W and B are there only where the next task shares them."""
+        shared = Channel("shared")
+        layers = task.layers
+        if task.kind == "update":
+            return {name: dict.fromkeys(layers, shared) for name in "WK"}
+        if task.kind == "forward":
+            kept = {
+                layer: pinned
+                for layer in layers
+                if (pinned := self._weights(task, layer)) is not None
+            }
+            sink = {task.stop - 1: task.sink} if task.sink else {}
+            return {"Y": sink, "X": dict(task.stashes), "W": kept, "B": kept}
+        return {
+            "dX": {task.first: task.sink} if task.sink else {},
+            "dW": dict.fromkeys(layers, Channel("local")),
+            "W": {},
+            "B": dict.fromkeys(layers, shared),
+        }
+
+    def _weights(self, task: Task, layer: int) -> Channel | None:
+        other = self.pinned.get((task.id, layer))
+        return None if other is None else Channel("pinned", other)
+
+
+def shares(minibatch_size: int, num_devices: int) -> tuple[int, ...]:
+    """Examples of every device in data parallelism: the first take what is left over (H-b)."""
+    least, more = divmod(minibatch_size, num_devices)
+    return tuple(least + (rank < more) for rank in range(num_devices))
+
+
+def microbatches(share: int, size: int) -> tuple[int, ...]:
+    """Sizes of the micro-batches: the last takes what is left.
+
+    Example:
+        >>> microbatches(9, 4)
+        (4, 4, 1)
+    """
+    whole, rest = divmod(share, size)
+    return (size,) * whole + ((rest,) if rest else ())
+
+
+def completed_by(sources: Sequence[int], targets: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Per micro-batch of one size, those of another that are complete when it has come: how one
+    direction's micro-batches become the other's, in order, by concatenation and split.
+
+    Example:
+        >>> completed_by((4, 4, 1), (3, 3, 3))
+        ((0,), (1,), (2,))
+        >>> completed_by((4, 4), (2, 2, 2, 2))
+        ((0, 1), (2, 3))
+    """
+    ends, found, target = tuple(accumulate(targets)), [], 0
+    for end in accumulate(sources):
+        stop = target
+        while stop < len(ends) and ends[stop] <= end:
+            stop += 1
+        found.append(tuple(range(target, stop)))
+        target = stop
+    return tuple(found)
+
+
+class _Binder:
+    """Makes the tasks of one rank in data parallelism, or of all in a pipeline."""
+
+    def __init__(
+        self,
+        configuration: Configuration,
+        sizes: tuple[tuple[int, ...], tuple[int, ...]],
+        switches: Switches,
+        rank: int | None,
+    ):
+        packs = configuration.backward.packs
+        self._forward = configuration.forward.packs + (() if switches.jit else packs[-1:])
+        self._stations = (*self._forward, *reversed(packs))
+        self._turn, self._num_stations = len(self._forward), len(self._forward) + len(packs)
+        self._kept = [first for first, _ in (packs[:-1] if switches.jit else packs)]
+        self._sizes, self._switches, self._rank = sizes, switches, rank
+        self._convert = (
+            configuration.forward.microbatch_size != configuration.backward.microbatch_size
+        )
+
+    def tasks(self, num_devices: int, start: int) -> list[Task]:
+        self._ranks = [
+            station % num_devices if self._rank is None else self._rank
+            for station in range(self._num_stations)
+        ]
+        issued: list[tuple[int, int | None]] = []
+        for station in range(self._num_stations):
+            groups = 1 if self._switches.grouping else len(self._sizes_of(station))
+            issued += [(station, group) for group in range(groups)]
+            if self._switches.jit and station >= self._turn:
+                issued.append((station, None))
+        if not self._switches.jit:
+            issued += [(station, None) for station in range(self._turn, self._num_stations)]
+        self._ids = {what: start + i for i, what in enumerate(issued)}
+        return [self._task(station, group) for station, group in issued]
+
+    def _sizes_of(self, station: int) -> tuple[int, ...]:
+        return self._sizes[station >= self._turn]
+
+    def _task(self, station: int, group: int | None) -> Task:
+        (first, stop), rank = self._stations[station], self._ranks[station]
+        number = self._ids[station, group]
+        if group is None:
+            return Task(number, "update", first, stop, (), rank, station)
+        sizes, last = self._sizes_of(station), True
+        if not self._switches.grouping:
+            sizes, last = sizes[group : group + 1], group == len(sizes) - 1
+        task = Task(number, "forward", first, stop, sizes, rank, station, group, last)
+        if station < self._turn:
+            ends = station + 1 == self._turn and not self._switches.jit
+            return replace(
+                task,
+                source=self._passed(station, station - 1, group) if station else Channel("data"),
+                sink=None if ends else self._passed(station, station + 1, group),
+                stashes=tuple(
+                    (layer, self._message(self._num_stations - 1 - i, group))
+                    for i, layer in enumerate(self._kept)
+                    if first <= layer < stop
+                ),
+            )
+        ends, turn = station + 1 == self._num_stations, station == self._turn
+        sink = None if ends else self._passed(station, station + 1, group)
+        task = replace(task, kind="backward", criterion=turn, sink=sink)
+        if turn and self._switches.jit:
+            source = self._passed(station, station - 1, group) if station else Channel("data")
+            return replace(task, source=source)
+        holder = next(s for s, (a, b) in enumerate(self._forward) if a <= first < b)
+        return replace(
+            task,
+            gradient=None if turn else self._passed(station, station - 1, group),
+            stashes=((first, self._message(holder, group)),),
+        )
+
+    def _id(self, station: int, group: int) -> int:
+        """Of the task at a station that has a micro-batch of another; where sizes differ, of that
+        with the first."""
+        return self._ids[station, group] if (station, group) in self._ids else self._ids[station, 0]
+
+    def _message(self, station: int, group: int) -> Channel:
+        return Channel("message", self._id(station, group), self._ranks[station])
+
+    def _passed(self, here: int, there: int, group: int) -> Channel:
+        """What goes from one station to the next, or comes from it."""
+        if self._ranks[there] == self._ranks[here]:
+            return Channel("swap", self._id(there, group))
+        converts = self._convert and max(here, there) == self._turn
+        if converts or not self._switches.p2p:
+            return self._message(there, group)
+        return Channel("p2p", self._id(there, group), self._ranks[there])

@@ -1,0 +1,187 @@
+"""Packings: how the layers of a model become packs that fit a device.
+
+Each is a function of the layers at a micro-batch size, how many of them to pack, and a limit on C
+of a pack (``SizedLayers.pack_bytes``); it answers packs, or None where it finds none. The rules are
+those of the released scheduler where it has them, ties and rounding included.
+
+Source: Li et al. 2022 (Harmony), Algorithm 2, 4.3.1 and 5.5; readings H-f to H-k, H-u.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from capture.measured.layer_profile import SizedLayers
+from capture.plan.task_graph import Span
+
+Packs = tuple[Span, ...]
+Packing = Callable[[SizedLayers, int, float], Packs | None]
+
+
+def balanced_time(layers: SizedLayers, num_layers: int, limit_bytes: float) -> Packs | None:
+    """Algorithm 2: the fewest packs of nearly equal time that fit.
+
+    Cuts are inserted left of equal ones into the sums of times, so of six equal layers in three
+    packs the first has one and the last three (H-h).
+
+    Example:
+        >>> six = SizedLayers(np.ones(6), np.full(6, 10), np.zeros(6, int), True)
+        >>> balanced_time(six, 6, 30)
+        ((0, 1), (1, 3), (3, 6))
+    """
+    return _fewest(layers, num_layers, limit_bytes, _cut_left_of_time)
+
+
+def nearest_time(layers: SizedLayers, num_layers: int, limit_bytes: float) -> Packs | None:
+    """As ``balanced_time``, with every cut where the sum is nearest."""
+    return _fewest(layers, num_layers, limit_bytes, _cut_nearest_time)
+
+
+def balanced_memory(layers: SizedLayers, num_layers: int, limit_bytes: float) -> Packs | None:
+    """As ``balanced_time``, of nearly equal bytes."""
+    return _fewest(layers, num_layers, limit_bytes, _cut_left_of_memory)
+
+
+def greedy(layers: SizedLayers, num_layers: int, limit_bytes: float) -> Packs | None:
+    """As many layers as stay below the limit, from the first on."""
+    packs, first = [], 0
+    while first < num_layers:
+        stop = first
+        while stop < num_layers and layers.pack_bytes(first, stop + 1) < limit_bytes:
+            stop += 1
+        if stop == first:
+            return None
+        packs.append((first, stop))
+        first = stop
+    return tuple(packs)
+
+
+def greedy_reverse(layers: SizedLayers, num_layers: int, limit_bytes: float) -> Packs | None:
+    """As many layers as stay below the limit, from the last on."""
+    packs, stop = [], num_layers
+    while stop > 0:
+        first = stop
+        while first > 0 and layers.pack_bytes(first - 1, stop) < limit_bytes:
+            first -= 1
+        if stop == first:
+            return None
+        packs.append((first, stop))
+        stop = first
+    return tuple(reversed(packs))
+
+
+def constant(layers: SizedLayers, num_layers: int, limit_bytes: float) -> Packs | None:
+    """Packs of one number of layers, the largest that fits."""
+    for length in range(num_layers, 0, -1):
+        packs = of_length(num_layers, length)
+        if _fits(layers, packs, limit_bytes):
+            return packs
+    return None
+
+
+def of_length(num_layers: int, length: int) -> Packs:
+    """Packs of so many layers; the first takes what is left over.
+
+    Example:
+        >>> of_length(7, 3)
+        ((0, 1), (1, 4), (4, 7))
+    """
+    stops = range(num_layers, 0, -length)
+    return tuple((max(0, stop - length), stop) for stop in reversed(stops))
+
+
+def reused(packs: Packs, layers: SizedLayers, limit_bytes: float) -> Packs | None:
+    """*Reuse*: the backward packs without the last, where all stay below the limit (H-k)."""
+    most = max((layers.pack_bytes(*pack) for pack in packs[:-1]), default=0)
+    return packs[:-1] if most < limit_bytes else None
+
+
+#: By name; ``expert`` packs as ``constant``, and is picky about sizes.
+PACKINGS: Mapping[str, Packing] = {
+    "balanced_time": balanced_time,
+    "balanced_memory": balanced_memory,
+    "greedy": greedy,
+    "greedy_reverse": greedy_reverse,
+    "constant": constant,
+}
+REUSE, EXPERT = "reuse", "expert"
+PACKING_NAMES = (*PACKINGS, REUSE, EXPERT)
+
+
+def least_max_time(
+    layers: SizedLayers, num_layers: int, fits: np.ndarray
+) -> Iterator[Packs | None]:
+    """For one pack, two, and so on, those the longest of which is as short as can be; None where so
+    many cannot be.
+
+    Args:
+        layers: At a size.
+        num_layers: To pack.
+        fits: [first, stop] whether these layers may be one pack.
+    """
+    sums = np.array(layers.sums[: num_layers + 1])
+    seconds = np.where(
+        fits[: num_layers + 1, : num_layers + 1], sums[None, :] - sums[:, None], np.inf
+    )
+    best = np.full(num_layers + 1, np.inf)
+    best[0] = 0.0
+    came: list[np.ndarray] = []
+    for _ in range(num_layers):
+        longest = np.maximum(best[:, None], seconds)
+        came.append(longest.argmin(axis=0))
+        best = longest.min(axis=0)
+        if not math.isfinite(best[num_layers]):
+            yield None
+            continue
+        stops = [num_layers]
+        for row in reversed(came):
+            stops.append(int(row[stops[-1]]))
+        yield tuple(pairwise(reversed(stops)))
+
+
+def fewest_packs(layers: SizedLayers, num_layers: int, limit_bytes: float) -> int:
+    """S_min: no fewer packs can hold all bytes but those of inputs."""
+    return max(1, math.ceil(layers.inner_sums[num_layers] / limit_bytes))
+
+
+def _fewest(
+    layers: SizedLayers,
+    num_layers: int,
+    limit_bytes: float,
+    cut: Callable[[SizedLayers, int, int], Sequence[int]],
+) -> Packs | None:
+    for num_packs in range(fewest_packs(layers, num_layers, limit_bytes), num_layers + 1):
+        packs = tuple(pairwise((0, *cut(layers, num_layers, num_packs), num_layers)))
+        if all(first < stop for first, stop in packs) and _fits(layers, packs, limit_bytes):
+            return packs
+    return None
+
+
+def _fits(layers: SizedLayers, packs: Packs, limit_bytes: float) -> bool:
+    return all(layers.pack_bytes(*pack) <= limit_bytes for pack in packs)
+
+
+def _cut_left_of_time(layers: SizedLayers, num_layers: int, num_packs: int) -> list[int]:
+    sums = np.cumsum(layers.seconds[:num_layers])
+    wanted = np.arange(1, num_packs) * (sums[-1] / num_packs)
+    return np.searchsorted(sums, wanted, side="left").tolist()
+
+
+def _cut_nearest_time(layers: SizedLayers, num_layers: int, num_packs: int) -> list[int]:
+    sums = np.array(layers.sums[: num_layers + 1])
+    wanted = np.arange(1, num_packs) * (sums[-1] / num_packs)
+    return np.abs(sums[None, :] - wanted[:, None]).argmin(axis=1).tolist()
+
+
+def _cut_left_of_memory(layers: SizedLayers, num_layers: int, num_packs: int) -> list[int]:
+    sums = layers.inner_sums[1 : num_layers + 1]
+    wanted = np.arange(1, num_packs) * (sums[-1] // num_packs)
+    return np.searchsorted(sums, wanted, side="left").tolist()
+
+
+#: Where to cut into so many packs of nearly equal time.
+CUTS = (_cut_left_of_time, _cut_nearest_time)

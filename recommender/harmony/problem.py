@@ -1,0 +1,140 @@
+"""What the searches for packs choose from: the sizes and packings of a question, as points in the
+order of Algorithm 1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from capture.machine.server import Server
+from capture.measured.layer_profile import LayerProfile, Pass
+from capture.plan.task_graph import ALL_ON, Configuration, Mode, Packs, Switches, TaskGraph, shares
+from capture.predictor.pack_items import Sized
+from capture.predictor.pack_times import Estimate, estimate
+from recommender.harmony.packing import EXPERT, PACKINGS, REUSE, constant, reused
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A configuration and the packings that it is from; the forward one is empty where there are
+    no forward packs."""
+
+    configuration: Configuration
+    forward_packing: str
+    backward_packing: str
+
+    @property
+    def single(self) -> bool:
+        """Whether one pack holds the whole model, so that one device could train it resident."""
+        return len(self.configuration.backward.packs) == 1
+
+
+@dataclass(frozen=True, eq=False)
+class PacksProblem:
+    """Layers, a server and a minibatch.
+
+    Attributes:
+        profile: Of the layers.
+        server: Its ``usable_bytes`` are the limit on C of a pack.
+        mode: ``"pp"`` or ``"dp"``.
+        minibatch_size: D.
+        forward_packings, backward_packings: Names, in the order of ties; ``reuse`` is for forward
+            packs alone, and ``expert`` for both or none.
+        switches: What of Harmony's optimizations is off.
+        equal_passes: Equi-FB: the same sizes and packs in both directions.
+        single_first: Whether what holds the model in one pack ranks first: the released scheduler's
+            default, which the authors' own scripts turn off.
+    """
+
+    profile: LayerProfile
+    server: Server
+    mode: Mode
+    minibatch_size: int
+    forward_packings: tuple[str, ...] = ("balanced_time", REUSE)
+    backward_packings: tuple[str, ...] = ("balanced_time",)
+    switches: Switches = ALL_ON
+    equal_passes: bool = False
+    single_first: bool = False
+
+    @property
+    def limit_bytes(self) -> float:
+        return self.server.usable_bytes.value
+
+    @cached_property
+    def sized(self) -> Sized:
+        return Sized(self.profile)
+
+    @cached_property
+    def shares(self) -> tuple[int, ...]:
+        """Examples of every rank; in a pipeline all have all."""
+        if self.mode == "pp":
+            return (self.minibatch_size,)
+        return shares(self.minibatch_size, self.server.devices)
+
+    def all_sizes(self, which: Pass) -> list[int]:
+        """From the smallest to the largest that was profiled, at most the smallest share."""
+        most = min(self.profile.largest(which), *self.shares[-1:])
+        return list(range(self.profile.smallest(which), most + 1))
+
+    def sizes(self, which: Pass) -> list[int]:
+        """Those that divide every share, as released (H-c)."""
+        return [u for u in self.all_sizes(which) if not any(share % u for share in self.shares)]
+
+    def choices(self) -> Iterator[Choice]:
+        """In the order of U_B, U_F and packings."""
+        if EXPERT in self.backward_packings:
+            yield from self._expert()
+            return
+        forward_sizes = self.sizes("forward")
+        for u_b in self.sizes("backward"):
+            layers = self.sized.backward(u_b)
+            for name in self.backward_packings:
+                packs = PACKINGS[name](layers, self.profile.num_layers, self.limit_bytes)
+                if packs is None:
+                    continue
+                backward = Packs(u_b, packs)
+                if len(packs) == 1:
+                    yield Choice(Configuration(Packs(u_b, ()), backward), "", name)
+                    continue
+                for u_f in [u_b] if self.equal_passes else forward_sizes:
+                    if u_f >= u_b:
+                        yield from self._forward(u_f, backward, name)
+
+    def _forward(self, u_f: int, backward: Packs, backward_packing: str) -> Iterator[Choice]:
+        layers, num_layers = self.sized.forward(u_f), backward.packs[-1][0]
+        for name in (REUSE,) if self.equal_passes else self.forward_packings:
+            if name == REUSE:
+                packs = reused(backward.packs, layers, self.limit_bytes)
+            else:
+                packs = PACKINGS[name](layers, num_layers, self.limit_bytes)
+            if packs is not None:
+                yield Choice(Configuration(Packs(u_f, packs), backward), name, backward_packing)
+
+    def _expert(self) -> Iterator[Choice]:
+        """What is set by hand (H-u): the largest power of two of which a layer fits at all, the
+        largest constant packs that fit with it, the same both ways."""
+        for u in reversed(self.sizes("backward")):
+            if u & (u - 1):
+                continue
+            layers = self.sized.backward(u)
+            packs = constant(layers, self.profile.num_layers, self.limit_bytes)
+            if packs is not None:
+                forward = Packs(u, packs[:-1])
+                yield Choice(Configuration(forward, Packs(u, packs)), EXPERT, EXPERT)
+                return
+
+    def graph(self, configuration: Configuration, num_ranks: int | None = 1) -> TaskGraph:
+        """Its tasks; in data parallelism those of the first ranks."""
+        return TaskGraph.of(
+            configuration,
+            self.mode,
+            self.server.devices,
+            self.minibatch_size,
+            self.switches,
+            num_ranks=num_ranks,
+        )
+
+    def estimate(self, configuration: Configuration) -> Estimate:
+        """By the paper's rules."""
+        return estimate(self.graph(configuration), self.profile, self.server)

@@ -1,0 +1,107 @@
+"""What packs of layers are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from capture.errors import PlanError, Violation
+from capture.machine.server import Server
+from capture.measured.layer_profile import LayerProfile
+from capture.plan.packs import question_violations
+from capture.plan.task_graph import MODES, Mode, Switches
+from recommender.harmony.packing import EXPERT, PACKING_NAMES, REUSE
+from recommender.harmony.problem import PacksProblem
+from recommender.harmony.search import ALGORITHMS
+
+BOTH = "both"
+#: Forward packs may reuse backward ones, as released.
+DEFAULT_PACKINGS = ("balanced_time", REUSE)
+#: What ``without`` may name beside the switches of a plan: the search, which then is the expert's
+#: choice.
+SEARCH = "search"
+
+
+@dataclass(frozen=True, eq=False)
+class PacksQuestion:
+    """For which layers, server and minibatch packs are searched.
+
+    Attributes:
+        profile: Layers.
+        server: Devices, their host, and bandwidths; ``usable_bytes`` limit a pack.
+        minibatch_size: D, examples of a step.
+        mode: ``"pp"``, ``"dp"``, or ``"both"``: the faster.
+        algorithm: ``"bounded"``, ``"paper"`` (the same answer, every point simulated) or
+            ``"wide"``.
+        packings: In the order of ties; ``reuse`` is for forward packs alone.
+        without: Optimizations that are off: ``grouping``, ``prefetch``, ``jit``, ``offload``,
+            ``p2p``, and ``search``, which packs as ``expert``.
+        equal_passes: Equi-FB: the same sizes and packs both ways.
+        single_first: Rank what holds the whole model in one pack first, however slow.
+
+    Raises:
+        PlanError: ``packs-mode``, ``packs-batch``, ``packs-packing``, ``packs-switch``,
+            ``search-algorithm``; all at once.
+    """
+
+    profile: LayerProfile
+    server: Server
+    minibatch_size: int
+    mode: str = "pp"
+    algorithm: str = "bounded"
+    packings: tuple[str, ...] = DEFAULT_PACKINGS
+    without: tuple[str, ...] = ()
+    equal_passes: bool = False
+    single_first: bool = False
+
+    def __post_init__(self) -> None:
+        PlanError.check(self._violations())
+
+    @property
+    def modes(self) -> tuple[Mode, ...]:
+        """Those to choose from."""
+        return tuple(mode for mode in MODES if self.mode in (mode, BOTH))
+
+    @property
+    def switches(self) -> Switches:
+        return Switches.without(name for name in self.without if name != SEARCH)
+
+    def problem(self, mode: Mode) -> PacksProblem:
+        """What a search is given."""
+        packings = (EXPERT,) if SEARCH in self.without else self.packings
+        backward = tuple(name for name in packings if name != REUSE)
+        return PacksProblem(
+            self.profile,
+            self.server,
+            mode,
+            self.minibatch_size,
+            packings,
+            backward or DEFAULT_PACKINGS[:1],
+            self.switches,
+            self.equal_passes,
+            self.single_first,
+        )
+
+    def _violations(self) -> Iterator[Violation]:
+        for mode in self.modes or (self.mode,):
+            yield from question_violations(mode, self.minibatch_size, self.server.devices)
+        for name in self.packings:
+            if name not in PACKING_NAMES:
+                yield Violation(
+                    f"packing={name!r} is unknown; choose of {', '.join(PACKING_NAMES)}.",
+                    "packs-packing",
+                )
+        if not self.packings or (EXPERT in self.packings and len(self.packings) > 1):
+            yield Violation(
+                f"packings={list(self.packings)}; give some, and {EXPERT!r} alone.",
+                "packs-packing",
+            )
+        if self.algorithm not in ALGORITHMS:
+            yield Violation(
+                f"algorithm={self.algorithm!r} is unknown; choose one of {', '.join(ALGORITHMS)}.",
+                "search-algorithm",
+            )
+        try:
+            _ = self.switches
+        except PlanError as error:
+            yield from error.violations

@@ -1,0 +1,196 @@
+"""From layers, a server and a minibatch to a plan of packs, or to what is missing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from capture.plan.packs import PacksPlan, PacksPrediction, PaperTimes
+from capture.plan.task_graph import Configuration, Mode
+from capture.plan.why import Why
+from capture.predictor.pack_times import Estimate
+from capture.quantities import format_bytes
+from recommender.answer import Answer
+from recommender.harmony.problem import PacksProblem
+from recommender.harmony.question import PacksQuestion
+from recommender.harmony.result import PacksResult, Point
+from recommender.harmony.search import search
+
+#: Of plans of packs.
+PacksAnswer = Answer[PacksPlan, PacksResult]
+#: Of the evaluated points, a plan keeps so many.
+_KEPT = 10
+
+
+def harmony(question: PacksQuestion) -> PacksAnswer:
+    """Choose packs of layers, and the sizes of micro-batches, for the least estimated time.
+
+    Returns:
+        A plan with its prediction; ``infeasible`` where no packs fit a device, or the state does
+        not fit the host.
+
+    Source: Li et al. 2022 (Harmony), 4.3.
+    """
+    found: dict[Mode, PacksResult] = {}
+    for mode in question.modes:
+        found[mode] = search(question.problem(mode), question.algorithm)
+    mode = min(found, key=lambda mode: _seconds(found[mode].best))
+    result, best = found[mode], found[mode].best
+    problem = question.problem(mode)
+    if best is None:
+        return Answer("infeasible", None, result, _no_packs(problem))
+    plan = plan_of(question, mode, best.configuration)
+    points = tuple(point.to_json() for point in result.top(_KEPT))
+    missing = missing_host_bytes(problem, best.configuration)
+    why = _no_host(problem, best.configuration) if missing > 0 else _why(result, plan)
+    plan = replace(plan, why=why, points=points)
+    status = "infeasible" if missing > 0 else "ok"
+    limit = int(question.server.usable_bytes.value)
+    return Answer(status, plan, result, why, plan.headroom(limit))
+
+
+def plan_of(question: PacksQuestion, mode: Mode, configuration: Configuration) -> PacksPlan:
+    """The plan of a configuration, predicted."""
+    problem = question.problem(mode)
+    return PacksPlan(
+        question.server,
+        question.profile.num_layers,
+        question.minibatch_size,
+        mode,
+        configuration,
+        question.switches,
+        question.profile.name,
+        prediction=PacksPrediction(paper_times(problem.estimate(configuration))),
+    )
+
+
+def paper_times(found: Estimate) -> PaperTimes:
+    """What a plan keeps of an estimate."""
+    return PaperTimes(
+        found.seconds,
+        found.rank_ends,
+        found.idle_fractions,
+        found.gap_fractions,
+        found.rank_bytes,
+        found.volumes_bytes,
+    )
+
+
+def host_bytes(problem: PacksProblem, configuration: Configuration) -> int:
+    """What the host holds at its peak: weights, buffers and optimizer state, what is kept for the
+    backward pass, and the gradients of the largest pack."""
+    profile, packs = problem.profile, configuration.backward.packs
+    state = sum(profile.w_bytes) + sum(profile.b_bytes) + sum(profile.k_bytes)
+    kept = sum(profile.x_bytes_per_sample[layer] for layer in configuration.stashes)
+    gradients = max(sum(profile.w_bytes[first:stop]) for first, stop in packs)
+    return state + kept * problem.minibatch_size + gradients
+
+
+def missing_host_bytes(problem: PacksProblem, configuration: Configuration) -> int:
+    """Above 0 if the host has too little."""
+    need = host_bytes(problem, configuration)
+    return need - int(problem.server.host_memory_bytes.value)
+
+
+def _seconds(point: Point | None) -> float:
+    return float("inf") if point is None else point.seconds
+
+
+def _why(result: PacksResult, plan: PacksPlan) -> Why:
+    best, prediction = result.best, plan.prediction
+    assert best is not None and prediction is not None
+    forward, backward = plan.configuration.forward, plan.configuration.backward
+    said = (
+        f"{plan.mode}: {len(forward.packs)} forward packs for {forward.microbatch_size} examples "
+        f"({best.choice.forward_packing or 'none'}), {len(backward.packs)} backward packs for "
+        f"{backward.microbatch_size} ({best.choice.backward_packing}); "
+        f"{plan.minibatch_size / best.seconds:.4g} examples/s, {best.seconds:.4g} s a step"
+        f"{_without(plan)}, tasks of {format_bytes(best.task_bytes)} at most"
+    )
+    limit = plan.machine.usable_bytes.value
+    if best.task_bytes > limit:
+        said += (
+            f", {format_bytes(best.task_bytes - limit)} above the limit, which holds for packs "
+            "alone (--algorithm wide holds whole tasks below it)"
+        )
+    if (single := result.fits_one_device) is not None:
+        size = single.configuration.backward.microbatch_size
+        said += (
+            f". One device holds the whole model in one pack for {size} examples: it can be "
+            "trained resident, and Harmony is not needed"
+        )
+    return Why(said, num_choices=len(result.points))
+
+
+def _without(plan: PacksPlan) -> str:
+    return f" without {', '.join(plan.switches.off)}" if plan.switches.off else ""
+
+
+def _no_packs(problem: PacksProblem) -> Why:
+    """The layer that is too large, and the least limit that it fits."""
+    profile, limit = problem.profile, int(problem.limit_bytes)
+    sizes = {which: problem.sizes(which) for which in ("forward", "backward")}
+    lacking = [which for which, found in sizes.items() if not found]
+    if lacking:
+        return Why(
+            f"no profiled {lacking[0]} micro-batch size divides shares of {problem.shares}; "
+            f"profile smaller sizes than {profile.smallest('forward')}, or change the minibatch.",
+            code="packs-sizes",
+        )
+    size = sizes["backward"][0]
+    needs = problem.sized.backward(size).memory_bytes.tolist()
+    layer = max(range(profile.num_layers), key=lambda i: needs[i])
+    least = least_limit(problem, needs[layer])
+    change = f"Cheapest change: a limit of {least} bytes per device"
+    if needs[layer] <= limit:
+        said = (
+            f"every layer alone fits {format_bytes(limit)} for {size} examples, but no packs that "
+            f"the packings find. {change}; or other packings."
+        )
+        return Why(said, code="packs-none", memory_limit_bytes=limit, least_peak_bytes=least)
+    return Why(
+        f"layer {layer} alone needs {format_bytes(needs[layer])} backward for {size} examples, "
+        f"{format_bytes(needs[layer] - limit)} above the limit of {format_bytes(limit)}. {change}; "
+        "or cut the layer into smaller ones.",
+        code="packs-layer",
+        memory_limit_bytes=limit,
+        least_peak_bytes=least,
+        stage_id=layer,
+    )
+
+
+def least_limit(problem: PacksProblem, at_least: int) -> int:
+    """The smallest limit of a device with which the packings find packs, to a part in 2**20."""
+
+    def found(limit: int) -> bool:
+        server = problem.server.with_(usable_bytes=limit)
+        return next(replace(problem, server=server).choices(), None) is not None
+
+    low, high = at_least - 1, at_least
+    while not found(high):
+        low, high = high, 2 * high
+    while high - low > max(1, high >> 20):
+        middle = (low + high) // 2
+        low, high = (low, middle) if found(middle) else (middle, high)
+    return high
+
+
+def _no_host(problem: PacksProblem, configuration: Configuration) -> Why:
+    """Host bytes that are missing, and what of them is not state."""
+    need, have = host_bytes(problem, configuration), int(problem.server.host_memory_bytes.value)
+    profile = problem.profile
+    state = sum(profile.w_bytes) + sum(profile.b_bytes) + sum(profile.k_bytes)
+    change = f"Cheapest change: a host with {need} bytes"
+    if state < have:
+        change += (
+            f"; or fewer examples a step: beside {format_bytes(state)} of weights and optimizer "
+            "state the rest is what is kept for the backward pass"
+        )
+    return Why(
+        f"the host holds {format_bytes(need)} at its peak ({format_bytes(state)} of it weights, "
+        f"buffers and optimizer state) and has {format_bytes(have)}: {need - have} bytes are "
+        f"missing. {change}.",
+        code="packs-host",
+        memory_limit_bytes=have,
+        least_peak_bytes=need,
+        least_state_bytes=state,
+    )

@@ -1,0 +1,102 @@
+"""The result of every search for packs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from capture.plan.task_graph import Configuration, Packs
+from recommender.harmony.problem import Choice
+
+
+@dataclass(frozen=True)
+class Point:
+    """A configuration that was evaluated.
+
+    Attributes:
+        choice: The configuration, and the packings that it is from.
+        seconds: Of the step, estimated.
+        task_bytes: The largest task of any device.
+        max_idle_fraction, mean_idle_fraction: Of the devices, after their ends.
+    """
+
+    choice: Choice
+    seconds: float
+    task_bytes: int
+    max_idle_fraction: float
+    mean_idle_fraction: float
+
+    @property
+    def configuration(self) -> Configuration:
+        return self.choice.configuration
+
+    def to_json(self) -> dict[str, Any]:
+        one, other = self.configuration.forward, self.configuration.backward
+        return {
+            "forward": _written(one, self.choice.forward_packing),
+            "backward": _written(other, self.choice.backward_packing),
+            "step_seconds": self.seconds,
+            "task_bytes": self.task_bytes,
+            "max_idle_fraction": self.max_idle_fraction,
+            "mean_idle_fraction": self.mean_idle_fraction,
+        }
+
+
+@dataclass(frozen=True)
+class PacksResult:
+    """The best point, and the others.
+
+    Attributes:
+        status: ``infeasible`` if there is none.
+        algorithm: Name of the answer.
+        points: Those that were simulated, in the order of the search; no other can be better.
+        single_first: Whether a point that holds the whole model in one pack ranks before all
+            others, however slow it is.
+        seconds: Wall time of the search.
+    """
+
+    status: Literal["ok", "infeasible"]
+    algorithm: str
+    points: tuple[Point, ...]
+    single_first: bool = False
+    seconds: float = 0.0
+
+    @property
+    def optimal(self) -> bool:
+        """Never proven over all packs: the problem is NP-hard (4.3.1)."""
+        return False
+
+    @property
+    def best(self) -> Point | None:
+        """Of equal ones, the first."""
+        return next(iter(self.top(1)), None)
+
+    @property
+    def fits_one_device(self) -> Point | None:
+        """The fastest that holds the whole model in one pack: one device could train it
+        resident."""
+        singles = [point for point in self.points if point.choice.single]
+        return min(singles, key=lambda point: point.seconds, default=None)
+
+    def top(self, count: int) -> tuple[Point, ...]:
+        """The best so many, in order; of equal ones, the first."""
+        return tuple(sorted(self.points, key=self._key)[:count])
+
+    def _key(self, point: Point) -> tuple[bool, float]:
+        return self.single_first and not point.choice.single, point.seconds
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "algorithm": self.algorithm,
+            "optimal": self.optimal,
+            "seconds": self.seconds,
+            "num_simulated": len(self.points),
+        }
+
+
+def _written(packs: Packs, packing: str) -> dict[str, Any]:
+    return {
+        "microbatch_size": packs.microbatch_size,
+        "packs": list(packs.lengths),
+        "packing": packing,
+    }

@@ -1,0 +1,92 @@
+"""One question, and its answers by name. A new search is an entry in ``ALGORITHMS``.
+
+Source: Li et al. 2022 (Harmony), Algorithm 1.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from capture.errors import PlanError
+from recommender.harmony.bound import least_seconds
+from recommender.harmony.problem import Choice, PacksProblem
+from recommender.harmony.result import PacksResult, Point
+from recommender.harmony.wide import wide_choices
+
+
+def search(problem: PacksProblem, algorithm: str = "bounded") -> PacksResult:
+    """The configuration of least estimated time.
+
+    Args:
+        problem: Layers, server, minibatch, packings.
+        algorithm: ``"paper"`` simulates every point of Algorithm 1, as released; ``"bounded"``
+            answers the same and simulates what can be better; ``"wide"`` has all sizes, other
+            packs, and holds whole tasks below the limit.
+
+    Raises:
+        PlanError: ``search-algorithm`` for an unknown name.
+    """
+    if algorithm not in ALGORITHMS:
+        raise PlanError.of(
+            f"algorithm={algorithm!r} is unknown; choose one of {', '.join(ALGORITHMS)}.",
+            "search-algorithm",
+        )
+    start = time.perf_counter()
+    points = tuple(ALGORITHMS[algorithm](problem))
+    return PacksResult(
+        "ok" if points else "infeasible",
+        algorithm,
+        points,
+        problem.single_first,
+        time.perf_counter() - start,
+    )
+
+
+def evaluated(problem: PacksProblem, choice: Choice) -> Point:
+    """A choice, simulated."""
+    found = problem.estimate(choice.configuration)
+    idle = found.idle_fractions
+    return Point(choice, found.seconds, found.peak_bytes, max(idle), sum(idle) / len(idle))
+
+
+def paper(problem: PacksProblem) -> list[Point]:
+    """Algorithm 1: every point, in order."""
+    return [evaluated(problem, choice) for choice in problem.choices()]
+
+
+def bounded(problem: PacksProblem) -> list[Point]:
+    """Of them, those whose lower bounds leave open whether they are the best."""
+    choices = list(problem.choices())
+    singles = [choice for choice in choices if choice.single]
+    return _bounded(problem, singles if problem.single_first and singles else choices)
+
+
+def wide(problem: PacksProblem) -> list[Point]:
+    """Those whose whole tasks are below the limit, with what ``wide_choices`` has more: never
+    slower than the best of ``paper`` that is below it, too."""
+    known = [point for point in paper(problem) if point.task_bytes <= problem.limit_bytes]
+    best = min((point.seconds for point in known), default=float("inf"))
+    return [*known, *_bounded(problem, wide_choices(problem, best), best)]
+
+
+ALGORITHMS: Mapping[str, Callable[[PacksProblem], list[Point]]] = {
+    "bounded": bounded,
+    "paper": paper,
+    "wide": wide,
+}
+
+
+def _bounded(
+    problem: PacksProblem, choices: Sequence[Choice], best: float = float("inf")
+) -> list[Point]:
+    """Of some choices, in their order, those that had to be simulated: no bound of another is below
+    the best."""
+    bounds = [least_seconds(problem, choice.configuration) for choice in choices]
+    found: dict[int, Point] = {}
+    for i in sorted(range(len(choices)), key=lambda i: bounds[i]):
+        if bounds[i] > best:
+            break
+        found[i] = evaluated(problem, choices[i])
+        best = min(best, found[i].seconds)
+    return [found[i] for i in sorted(found)]

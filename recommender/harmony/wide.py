@@ -1,0 +1,139 @@
+"""More configurations than Algorithm 1 has: every micro-batch size, the last one smaller where it
+does not divide; cuts at the nearest layer, and packs whose longest is as short as can be; and more
+packs than the fewest. Whole tasks stay below the limit (H-c, H-h, H-m)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import islice, pairwise
+
+import numpy as np
+
+from capture.measured.layer_profile import Pass, SizedLayers
+from capture.plan.task_graph import Configuration, Packs, Span, microbatches
+from capture.predictor.pack_times import forward_bytes
+from recommender.harmony.packing import CUTS, fewest_packs, least_max_time
+from recommender.harmony.problem import Choice, PacksProblem
+
+#: How many more packs than the fewest, in rounds of all devices.
+_ROUNDS = 2
+#: So many pairs are looked at, those of the lowest bounds.
+_MOST = 4000
+
+
+def wide_choices(problem: PacksProblem, below: float) -> list[Choice]:
+    """Configurations that may take less than ``below`` seconds and whose tasks stay below the
+    limit."""
+    return _Wide(problem, below).choices()
+
+
+class _Wide:
+    def __init__(self, problem: PacksProblem, below: float):
+        self._problem, self._below, self._sized = problem, below, problem.sized
+        server, devices = problem.server, problem.server.devices
+        self._num_layers = problem.profile.num_layers
+        self._ranks = 1 if problem.mode == "dp" else devices
+        self._swap = server.swap_bytes_per_second.value / devices
+        self._delete = server.delete_seconds.value
+        self._share, self._extra = problem.shares[0], _ROUNDS * devices
+        self._known: dict[int, np.ndarray] = {}
+
+    def choices(self) -> list[Choice]:
+        """A bound on the sum of what all ranks do comes first: it is a sum over both directions, so
+        most pairs need not be made."""
+        backward: defaultdict[int, list[tuple[float, Packs]]] = defaultdict(list)
+        for size in self._problem.all_sizes("backward"):
+            if self._least("backward", size, self._num_layers) / self._ranks < self._below:
+                for packs in self._packings("backward", size, self._num_layers):
+                    row = self._work("backward", packs), packs
+                    backward[packs.packs[-1][0]].append(row)
+        pairs: list[tuple[float, Packs, Packs]] = []
+        for num_layers, rows in backward.items():
+            least = min(work for work, _ in rows)
+            for size in self._problem.all_sizes("forward") if num_layers else ():
+                if (least + self._least("forward", size, num_layers)) / self._ranks >= self._below:
+                    continue
+                for packs in self._packings("forward", size, num_layers):
+                    work = self._work("forward", packs)
+                    bounds = [((work + more) / self._ranks, other) for more, other in rows]
+                    pairs += [
+                        (least, packs, other) for least, other in bounds if least < self._below
+                    ]
+        pairs.sort(key=lambda pair: pair[0])
+        found = [Configuration(forward, other) for _, forward, other in pairs]
+        kept = (one for one in found if self._stashes_fit(one))
+        return [Choice(one, "wide", "wide") for one in islice(kept, _MOST)]
+
+    def _layers(self, which: Pass, size: int) -> SizedLayers:
+        return self._sized.forward(size) if which == "forward" else self._sized.backward(size)
+
+    def _least(self, which: Pass, size: int, num_layers: int) -> float:
+        """Seconds of all ranks together, but for what packs add."""
+        total = (
+            0.0
+            if self._problem.switches.prefetch
+            else self._sized.weight_bytes(0, num_layers) / self._swap
+        )
+        total += (
+            self._sized.weight_bytes(0, num_layers) / self._swap if which == "backward" else 0.0
+        )
+        sizes = microbatches(self._share, size)
+        return total + sum(
+            sizes.count(u) * self._layers(which, u).time(0, num_layers) for u in {*sizes}
+        )
+
+    def _work(self, which: Pass, packs: Packs) -> float:
+        """The same with what every pack adds."""
+        num_layers = packs.packs[-1][1]
+        return self._least(which, packs.microbatch_size, num_layers) + self._delete * len(
+            packs.packs
+        )
+
+    def _packings(self, which: Pass, size: int, num_layers: int) -> Iterator[Packs]:
+        """Different ones of the layers before one, whose tasks fit but for what they keep."""
+        layers = self._layers(which, size)
+        limit = self._problem.limit_bytes
+        fits = self._fits(which, layers)[: num_layers + 1, : num_layers + 1]
+        fewest = fewest_packs(layers, num_layers, limit)
+        seen: set[tuple[Span, ...]] = set()
+        found = 0
+        for num_packs, shortest in enumerate(least_max_time(layers, num_layers, fits), 1):
+            if num_packs < fewest:
+                continue
+            cuts = (cut(layers, num_layers, num_packs) for cut in CUTS)
+            ways = [tuple(pairwise((0, *cut, num_layers))) for cut in cuts]
+            ways += [shortest] if shortest else []
+            new = [way for way in ways if way not in seen and all(fits[span] for span in way)]
+            seen.update(new)
+            yield from (Packs(size, way) for way in dict.fromkeys(new))
+            found += bool(new) or found > 0
+            if found > self._extra:
+                return
+
+    def _fits(self, which: Pass, layers: SizedLayers) -> np.ndarray:
+        """[first, stop] whether a task of these layers is below the limit."""
+        key = id(layers)
+        if key not in self._known:
+            x = np.array(layers.inputs)
+            inner = np.array(layers.inner_sums)
+            c = inner[None, :] - inner[:, None] + x[:, None]
+            if which == "forward":
+                need = x[:, None] + c + x[None, :]
+            else:
+                need = (
+                    2 * x[:, None] + x[None, :] + c + np.where(np.arange(len(x)) > 0, x, 0)[:, None]
+                )
+            above = np.tri(len(x), dtype=bool)  # a pack has layers
+            self._known[key] = (need <= self._problem.limit_bytes) & ~above
+        return self._known[key]
+
+    def _stashes_fit(self, configuration: Configuration) -> bool:
+        """Whether forward tasks are below the limit with what they keep."""
+        forward, kept = configuration.forward, configuration.stashes
+        layers = self._sized.forward(forward.microbatch_size)
+        return all(
+            forward_bytes(layers, pack, (layer for layer in kept if pack[0] <= layer < pack[1]))
+            <= self._problem.limit_bytes
+            for pack in forward.packs
+        )

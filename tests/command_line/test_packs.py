@@ -1,0 +1,162 @@
+"""``capture plan --system harmony``: from a layer profile to a plan without JAX, what is infeasible,
+and all that is wrong at once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from capture.cli.main import main
+from capture.plan.kinds import load_plan
+from capture.plan.packs import PacksPlan
+
+PROFILES = Path(__file__).parents[2] / "benchmarks" / "harmony_paper" / "profiles"
+
+
+def asked(name: str, *more: str) -> list[str]:
+    return [
+        *("plan", "--system", "harmony", "--layers", str(PROFILES / f"{name}.json")),
+        *("--machine", "gtx1080ti-x4", "--global-batch", "64", *more),
+    ]
+
+
+def answer(capsys, *arguments: str) -> tuple[int, dict]:
+    code = main([*arguments, "--json", "--quiet"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_row_of_table_1_from_the_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, document = answer(
+        capsys, *asked("gpt2_xl", "--algorithm", "paper", "--without", "prefetch")
+    )
+    assert (code, document["status"], document["search"]["num_simulated"]) == (0, "ok", 17)
+    written = json.loads(Path("plan.json").read_text())
+    assert written == document["plan"]
+    assert [written[way]["microbatch_size"] for way in ("forward", "backward")] == [4, 4]
+    assert [len(written[way]["packs"]) for way in ("forward", "backward")] == [10, 17]
+    assert written["prediction"]["paper"]["step_seconds"] == pytest.approx(45.281, abs=5e-4)
+    assert written["switches"]["prefetch"] is False
+    plan = load_plan("plan.json")
+    assert isinstance(plan, PacksPlan) and plan.to_json() == written
+    code, explained = answer(capsys, "explain", "plan.json")
+    assert code == 0 and len(explained["tasks"]) == 10 + 2 * 17
+
+
+def test_planning_from_layers_loads_no_framework(tmp_path):
+    code = (
+        "import sys\nfrom capture.cli.main import main\n"
+        f"assert main({asked('toy6', '-o', str(tmp_path / 'p.json'), '--memory', '2.2GB')!r}) == 0\n"
+        "assert not {'jax', 'jaxlib', 'optax'} & {*sys.modules}"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_the_faster_of_both_modes(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    found = {
+        mode: answer(capsys, *asked("bert_96", "--mode", mode))[1]["plan"]
+        for mode in ("pp", "dp", "both")
+    }
+    seconds = {mode: plan["prediction"]["paper"]["step_seconds"] for mode, plan in found.items()}
+    assert seconds["both"] == min(seconds["pp"], seconds["dp"])
+    assert found["dp"]["mode"] == "dp"
+
+
+def test_a_target_is_a_machine(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    arguments = [
+        "plan",
+        "--system",
+        "harmony",
+        "--layers",
+        str(PROFILES / "gpt2_10b.json"),
+        "--cluster",
+        "1x4",
+        "--target",
+        "h100",
+        "--host-memory",
+        "1TB",
+        "--global-batch",
+        "32",
+    ]
+    code, document = answer(capsys, *arguments)
+    assert code == 0 and document["plan"]["machine"]["name"] == "h100-x4"
+    assert document["plan"]["machine"]["host_memory_bytes"] == {"value": 10**12, "source": "given"}
+
+
+def test_a_layer_that_is_too_large_is_a_result(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, document = answer(capsys, *asked("transformer15", "--memory", "200MB"))
+    assert (code, document["status"], document["plan"]) == (1, "infeasible", None)
+    why = document["why"]
+    assert why["code"] == "packs-layer"
+    assert why["least_peak_bytes"] > why["memory_limit_bytes"] == 200_000_000
+    assert not Path("plan.json").exists()
+    code, document = answer(
+        capsys, *asked("transformer15", "--memory", str(why["least_peak_bytes"]))
+    )
+    assert code == 0
+
+
+def test_state_above_the_host_is_a_result(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, document = answer(capsys, *asked("bert_96", "--host-memory", "10GB"))
+    why = document["why"]
+    assert (code, document["status"], why["code"]) == (1, "infeasible", "packs-host")
+    assert why["least_state_bytes"] == 4968288264 + 9936576528 < why["least_peak_bytes"]
+    code, document = answer(
+        capsys, *asked("bert_96", "--host-memory", str(why["least_peak_bytes"]))
+    )
+    assert code == 0
+
+
+def test_what_fits_one_device_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    _, document = answer(capsys, *asked("toy6", "--memory", "9GB", "--algorithm", "paper"))
+    assert "Harmony is not needed" in document["why"]["summary"]
+    _, document = answer(capsys, *asked("toy6", "--memory", "9GB", "--single-first"))
+    assert document["plan"]["forward"]["packs"] == []
+
+
+@pytest.mark.parametrize(
+    ("more", "codes"),
+    [
+        (
+            ("--global-batch", "0", "--packing", "best,greedy", "--without", "magic"),
+            ["packs-batch", "packs-packing", "packs-switch"],
+        ),
+        (("--global-batch", "3", "--mode", "dp"), ["packs-batch"]),
+        (("--packing", "expert,greedy"), ["packs-packing"]),
+        (("--machine", "gtx"), ["server-unknown"]),
+        (("--algorithm", "minmax"), ["search-algorithm"]),
+        (("--remat", "full", "--try-schedules"), ["plan-system", "plan-system"]),
+        (("--cluster", "1x2"), ["plan-system"]),
+        (("--mode", "paper"), ["packs-mode"]),
+    ],
+)
+def test_all_that_is_wrong_is_said_at_once(more, codes, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, document = answer(capsys, *asked("toy6", *more))
+    assert (code, [error["code"] for error in document["errors"]]) == (2, codes)
+
+
+def test_options_of_packs_are_not_of_stages(capsys):
+    code, document = answer(
+        capsys, "plan", "models/gpt.py:gpt", "--layers", "x.json", "--without", "p2p"
+    )
+    assert code == 2
+    assert [error["code"] for error in document["errors"]] == ["plan-system", "plan-system"]
+
+
+@pytest.mark.parametrize("verb", ["run", "verify", "report"])
+def test_other_verbs_refuse_plans_of_packs(verb, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    main(asked("toy6", "--memory", "2.2GB"))
+    capsys.readouterr()
+    code, document = answer(capsys, verb, "plan.json")
+    assert code == 2 and [error["code"] for error in document["errors"]] == ["plan-kind"]

@@ -1,0 +1,118 @@
+"""Layer profiles: the shipped files go in and out unchanged, sizes between are on lines, and all
+that is wrong with a file is said at once."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from capture.errors import ProfileError
+from capture.measured.layer_profile import LayerProfile
+
+PROFILES = Path(__file__).parents[2] / "benchmarks" / "harmony_paper" / "profiles"
+TOY = json.loads((PROFILES / "toy6.json").read_text())
+
+
+@pytest.mark.parametrize("path", sorted(PROFILES.glob("*.json")), ids=lambda path: path.stem)
+def test_shipped_files_go_in_and_out_unchanged(path, tmp_path):
+    profile = LayerProfile.load(path)
+    profile.save(tmp_path / "again.json")
+    assert json.loads((tmp_path / "again.json").read_text()) == json.loads(path.read_text())
+
+
+def test_sizes_between_are_on_the_line_and_measured_ones_exact():
+    profile = LayerProfile.load(PROFILES / "toy6.json")
+    at_2, at_5 = profile.at("forward", 2), profile.at("forward", 5)
+    assert at_2.seconds[0] == pytest.approx(0.014 + (0.03 - 0.014) / 4) and not at_2.profiled
+    assert at_2.memory_bytes[0] == int(234881024 + (335544320 - 234881024) / 4)
+    assert at_5.seconds.tolist() == [0.03] * 6 and at_5.profiled
+    assert at_5.inputs == [5 * 8388608] * 6 + [0]
+    # Two layers share what passes between them.
+    assert at_5.pack_bytes(2, 4) == 2 * 335544320 - 5 * 8388608
+
+
+@pytest.mark.parametrize("interpolation", ["linear", "quadratic"])
+def test_polynomials_find_what_is_one(interpolation):
+    rows = {
+        u: 0.01 + 0.002 * u + (0.001 * u * u if interpolation == "quadratic" else 0)
+        for u in range(1, 12)
+    }
+    document = copy.deepcopy(TOY)
+    document["fwd"] = {
+        "u": list(rows),
+        "time": [[t] * 6 for t in rows.values()],
+        "memory": [[1000 * u] * 6 for u in rows],
+    }
+    document["bwd"] = {
+        "u": list(rows),
+        "time": [[3 * t] * 6 for t in rows.values()],
+        "memory": [[3000 * u] * 6 for u in rows],
+    }
+    profile = LayerProfile.from_json(document)
+    assert profile.at("forward", 7, interpolation).seconds == pytest.approx([rows[7]] * 6)
+    assert np.abs(profile.held_out_errors("forward", 5, interpolation)).max() < 1e-9
+
+
+def test_held_out_errors_of_the_sizes_between():
+    bert = LayerProfile.load(PROFILES / "bert_large.json")
+    assert np.median(np.abs(bert.held_out_errors("forward", 10))) < 0.006
+    with pytest.raises(ProfileError) as error:
+        LayerProfile.from_json(
+            {**TOY, "fwd": {k: v[:1] for k, v in TOY["fwd"].items()}}
+        ).held_out_errors("forward", 9)
+    assert error.value.codes == ("layers-range",)
+
+
+def test_sizes_outside_are_refused():
+    with pytest.raises(ProfileError) as error:
+        LayerProfile.load(PROFILES / "toy6.json").at("backward", 11)
+    assert str(error.value) == (
+        "backward micro-batch size 11 of 'toy6' was not profiled: the sizes go from 1 to 10. Choose one between, or profile it. [layers-range]"
+    )
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    document = copy.deepcopy(TOY)
+    document["w_bytes"] = document["w_bytes"][:5]
+    document["k_bytes"][3] = -1
+    document["fwd"]["time"][1][2] = float("nan")
+    document["bwd"]["u"] = [1, 10, 5]
+    document["bwd"]["time"][0][4] = 0.001
+    document["fwd"]["memory"] = document["fwd"]["memory"][:3]
+    document["units"] = {"time": "ms", "memory": "bytes"}
+    with pytest.raises(ProfileError) as error:
+        LayerProfile.from_json(document)
+    assert sorted(error.value.codes) == sorted(
+        [
+            "layers-units",
+            "layers-count",
+            "layers-number",
+            "layers-number",
+            "layers-count",
+            "layers-sizes",
+            "layers-backward",
+        ]
+    )
+    assert "w_bytes has 5 layers and num_layers=6" in str(error.value)
+    assert "fwd.time[1] is nan for layer 2" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"), [("{", "layers-file"), ("{}", "layers-corrupt"), (None, "layers-file")]
+)
+def test_files_that_are_none(text, code, tmp_path):
+    path = tmp_path / "layers.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ProfileError) as error:
+        LayerProfile.load(path)
+    assert error.value.codes == (code,)
+
+
+def test_a_misspelt_field_is_named():
+    with pytest.raises(ProfileError, match="w_byte is no field; 'w_bytes' is"):
+        LayerProfile.from_json({**TOY, "w_byte": []})
