@@ -11,7 +11,7 @@ from capture.errors import PlanError
 from capture.measured.profile import Calibration, Profile, StageConfig, StageError
 from capture.plan.choices import by_degree
 from capture.plan.sampling import random_plans
-from capture.plan.schedule import SCHEDULES
+from capture.plan.schedule import PLAIN_SCHEDULES
 from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
 from capture.step.interface import plan_interfaces
@@ -51,7 +51,7 @@ def calibration_of(question: ProfileQuestion, measurements: Measurements) -> lis
             schedule=name,
         )
         for drawn in islice(draws, question.calibration_plans)
-        for name in SCHEDULES
+        for name in PLAIN_SCHEDULES
     ]
 
 
@@ -85,7 +85,7 @@ def calibrate(result: Profile, measurements: Measurements, plans: Sequence[Plan]
             if fresh[s]:
                 error = truth[stage.devices[0]] / predicted.stages[s].peak_bytes - 1
                 errors[plan.schedule, plan.num_stages - s, config] = StageError(config, error)
-    return Calibration(tuple(errors.values()), CALIBRATION_SEED, len(plans) // len(SCHEDULES))
+    return Calibration(tuple(errors.values()), CALIBRATION_SEED, len(plans) // len(PLAIN_SCHEDULES))
 
 
 def held_out(

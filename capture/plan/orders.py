@@ -8,7 +8,7 @@ the stage before waits for) and of its weights (which nobody waits for).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -259,8 +259,12 @@ class _VBuilder:
 
 
 #: What a group that is free does first, as (kind, is of its last stage).
-_ZB_H2 = (("backward_inputs", True), ("forward", True), ("backward_weights", True))
-_V = (
+_ZB_H2: tuple[tuple[TaskKind, bool], ...] = (
+    ("backward_inputs", True),
+    ("forward", True),
+    ("backward_weights", True),
+)
+_V: tuple[tuple[TaskKind, bool], ...] = (
     ("forward", True),
     ("forward", False),
     ("backward_inputs", True),
@@ -274,7 +278,7 @@ def fill(
     placement: Sequence[int],
     num_microbatches: int,
     most_kept: int,
-    priority: Iterable[tuple[str, bool]],
+    priority: Sequence[tuple[TaskKind, bool]],
 ) -> Orders:
     """Split passes of equal length, one after the other: whoever is free takes the first task of
     its priority that is ready.

@@ -66,7 +66,9 @@ def test_every_task_is_done_once_where_its_stage_is_after_what_it_needs(schedule
         done |= dict.fromkeys(clock, at)
     for g, order in enumerate(schedule.orders):
         assert [t for t in done if schedule.placement[t.stage_id] == g] == list(order)
-    backward = ("backward_inputs", "backward_weights") if schedule.splits_backward else ("backward",)
+    backward = (
+        ("backward_inputs", "backward_weights") if schedule.splits_backward else ("backward",)
+    )
     for s in range(schedule.num_stages):
         for m in range(schedule.num_microbatches):
             first, *rest = [done[Task(s, kind, m)] for kind in ("forward", *backward)]
@@ -205,9 +207,7 @@ def test_moments_cover_every_state_and_none_another(schedule):
                 (
                     running,
                     done["forward"] - done[backward],
-                    before[s - 1, "forward"] - done["forward"] - (running == "forward")
-                    if s
-                    else 0,
+                    before[s - 1, "forward"] - done["forward"] - (running == "forward") if s else 0,
                     before[s + 1, backward] - done[backward] - (running == backward)
                     if s < last
                     else 0,
