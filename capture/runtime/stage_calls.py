@@ -7,6 +7,7 @@ from typing import Any
 
 from capture.runtime.dispatch import Call
 from capture.runtime.programs import StagePrograms
+from capture.runtime.split_backward import SplitStagePrograms
 from capture.step.program import Run, Slot, Step
 
 
@@ -45,8 +46,8 @@ def _forward(stage: StagePrograms) -> Call:
     call = stage.forward.call
 
     def forward(params, inputs, batch):
-        outputs, residuals = call(params, inputs, batch)
-        return [*([output] for output in outputs), residuals]
+        outputs, *residuals = call(params, inputs, batch)
+        return [*([output] for output in outputs), *residuals]
 
     return forward
 
@@ -60,6 +61,28 @@ def _backward(stage: StagePrograms) -> Call:
         return [*([array] for array in gradients), owned, *([array] for array in borrowed)]
 
     return backward
+
+
+def _backward_inputs(stage: StagePrograms) -> Call:
+    assert isinstance(stage, SplitStagePrograms)
+    call = stage.backward_inputs.call
+
+    def backward_inputs(*groups):
+        gradients, deferred = call(*groups)
+        return [*([array] for array in gradients), deferred]
+
+    return backward_inputs
+
+
+def _backward_weights(stage: StagePrograms) -> Call:
+    assert isinstance(stage, SplitStagePrograms)
+    call, num_owned = stage.backward_weights.call, len(stage.owned)
+
+    def backward_weights(*groups):
+        accumulated = call(*groups)
+        return [accumulated[:num_owned], *([array] for array in accumulated[num_owned:])]
+
+    return backward_weights
 
 
 def _summarize(stage: StagePrograms) -> Call:
@@ -87,6 +110,8 @@ def _update(stage: StagePrograms) -> Call:
 _CALLS: dict[str, Callable[[StagePrograms], Call]] = {
     "forward": _forward,
     "backward": _backward,
+    "backward_inputs": _backward_inputs,
+    "backward_weights": _backward_weights,
     "summarize": _summarize,
     "update": _update,
 }

@@ -266,52 +266,59 @@ class PipelineBuilder:
     ) -> Iterator[Instruction]:
         """The gradients that the stage before waits for."""
         stage, split = self.stages[s], self.split(s)
-        groups = [
-            ("input", stage.kept_inputs, split.inputs),
-            ("batch", stage.kept_batch, split.batch),
-            ("output", stage.kept_outputs, split.outputs),
-            ("residuals", (0,), ()),
-            ("held residuals", (0,), (0,)),
-            ("cotangent", stage.cotangents, split.cotangents),
-        ]
-        read = [self._see(what, s, m, keys) for what, keys, _ in groups]
-        gone = [
-            self._take(what, s, m, [key for key in keys if key not in held])
-            for what, keys, held in groups
-        ]
+        batch = self._see("batch", s, m, stage.kept_batch)
+        gone = (
+            *self._take("input", s, m, _without(stage.kept_inputs, split.inputs)),
+            *self._take("output", s, m, _without(stage.kept_outputs, split.outputs)),
+            *self._take("residuals", s, m, [0]),
+            *self._take("cotangent", s, m, _without(stage.cotangents, split.cotangents)),
+        )
+        held = self._held(s, m)
         made = tuple(
             self._new("input gradient", "sent gradients", s, m, v, stage.value_bytes[v])
             for v in stage.input_gradients
         )
         deferred = self._new("deferred", "activations", s, m, 0, split.deferred_bytes)
-        inputs, batch, outputs, residuals, held, cotangents = read
         yield Run(
             program_name("backward_inputs", s),
-            (self.params[s], inputs, batch, outputs, (*residuals, *held), cotangents),
+            (self.params[s], batch, gone, held),
             (*made, deferred),
-            tuple(slot for i, group in enumerate(gone) if i != 1 for slot in group),
+            gone,
             f"gradients of inputs {m} on stage {s}",
         )
-        yield Free(gone[1])
+        yield Free(self._take("batch", s, m, _without(stage.kept_batch, split.batch)))
         self._send_gradients(s, m, transfers)
 
     def _backward_weights(self, s: int, m: int) -> Iterator[Instruction]:
         """Those that nobody waits for."""
-        split, accumulated = self.split(s), self.gradients[s]
-        inputs = self._take("input", s, m, split.inputs)
-        batch = self._take("batch", s, m, split.batch)
-        outputs = self._take("output", s, m, split.outputs)
-        held = self._take("held residuals", s, m, [0])
-        cotangents = self._take("cotangent", s, m, split.cotangents)
+        accumulated, held = self.gradients[s], self._held(s, m)
+        batch = self._take("batch", s, m, self.split(s).batch)
         deferred = self._take("deferred", s, m, [0])
         yield Run(
             program_name("backward_weights", s),
-            (self.params[s], inputs, batch, outputs, held, cotangents, deferred, accumulated),
+            (self.params[s], batch, held, deferred, accumulated),
             accumulated,
-            (*inputs, *outputs, *held, *cotangents, *deferred, *accumulated),
+            (*held, *deferred, *accumulated),
             f"gradients of weights {m} on stage {s}",
         )
         yield Free(batch)
+        for what, keys in self._held_keys(s):
+            self._take(what, s, m, keys)
+
+    def _held_keys(self, s: int) -> list[tuple[str, Sequence[int]]]:
+        """What the gradients of weights read of what the backward pass does, in their order."""
+        split = self.split(s)
+        return [
+            ("input", split.inputs),
+            ("output", split.outputs),
+            ("held residuals", (0,)),
+            ("cotangent", split.cotangents),
+        ]
+
+    def _held(self, s: int, m: int) -> tuple[int, ...]:
+        return tuple(
+            slot for what, keys in self._held_keys(s) for slot in self._see(what, s, m, keys)
+        )
 
     def split(self, s: int) -> SplitBackward:
         """What a stage holds between the two parts of its backward pass."""
@@ -423,6 +430,10 @@ class PipelineBuilder:
                     yield self._copy(made[s], target, f"send summary from stage {s} to {t}")
         for slots in summaries:
             slots.sort(key=lambda slot: self.step.slots[slot].key or 0)
+
+
+def _without(keys: Sequence[int], others: Sequence[int]) -> list[int]:
+    return [key for key in keys if key not in others]
 
 
 def _order_of_transfers(task: Task) -> tuple[bool, int]:
