@@ -19,7 +19,7 @@ from capture.errors import ProfileError
 from capture.machine.target import same_target
 from capture.measured.profile import Calibration, Profile, StageConfig
 from capture.measured.size_errors import octaves_away
-from capture.measured.stage_cost import StageCost
+from capture.measured.stage_cost import SplitCost, StageCost
 from capture.plan.choices import ParamSplit, StageChoice
 from capture.plan.kinds import of_stages
 from capture.plan.prediction import Prediction, StagePrediction
@@ -32,7 +32,7 @@ from capture.predictor.formula import (
     peaks_by_position,
 )
 from capture.predictor.same_stages import stage_signature
-from capture.predictor.tables import COMPONENTS, NUM_PASSES, ComponentTables
+from capture.predictor.tables import ComponentTables
 from capture.step.interface import StageInterface, plan_interfaces
 
 INTERVAL_COVERAGE = 0.98
@@ -74,9 +74,10 @@ class AdditivePredictor(ComponentTables):
         if key not in self._memories:
             table = np.nan_to_num(self.table(choice, microbatch_size))
             for (first, stop), known in self._looked_up(choice, microbatch_size).items():
-                table[:, first, stop] = known
+                # Where it was not compiled with a split backward pass, that is predicted.
+                table[:, first, stop] = np.where(np.isnan(known), table[:, first, stop], known)
             parts = dict(
-                zip(COMPONENTS, np.ceil(np.maximum(table, 0)).astype(np.int64), strict=True)
+                zip(self.components, np.ceil(np.maximum(table, 0)).astype(np.int64), strict=True)
             )
             self._memories[key] = StageMemory(
                 **self._exact(choice, microbatch_size), summaries=parts.pop("summary"), **parts
@@ -113,7 +114,8 @@ class AdditivePredictor(ComponentTables):
                     found[stage] = self._tables[choice, microbatch_size][
                         :, stage[0], stage[1]
                     ].copy()
-                    found[stage][:NUM_PASSES] = parts_of[signature][:NUM_PASSES]
+                    passes = parts_of[signature][: self.num_passes]
+                    found[stage][: self.num_passes] = passes
         return found
 
     def stage_cost(
@@ -122,7 +124,8 @@ class AdditivePredictor(ComponentTables):
         """What the compiler is predicted to say of layers [first, stop): for the simulator, which
         wants the cost of a stage.
 
-        What is kept is all named residuals, because which inputs are among it is not predicted.
+        What is kept is all named residuals, because which inputs are among it is not predicted;
+        and what is held of it for the gradients of weights is all named deferred.
         """
         memory = self.memory(choice, microbatch_size)
 
@@ -140,11 +143,30 @@ class AdditivePredictor(ComponentTables):
             kept_batch=(),
             summarize_bytes=of(memory.summarize),
             summary_bytes=of(memory.summaries),
+            split=SplitCost(
+                inputs_bytes=of(memory.backward_inputs),
+                weights_bytes=of(memory.backward_weights),
+                residual_bytes=0,
+                deferred_bytes=of(memory.deferred),
+            )
+            if self.profile.splits_backward
+            else None,
         )
 
     def interfaces(self, plan: Plan) -> list[StageInterface]:
         """What the stages of a plan are predicted to hold and hand over: for replays and
-        simulations of its step."""
+        simulations of its step.
+
+        Raises:
+            ProfileError: ``profile-split`` if the plan splits backward passes and the profile was
+                made without.
+        """
+        if plan.schedule_table.splits_backward and not self.profile.splits_backward:
+            raise ProfileError.of(
+                f"the plan's schedule={plan.schedule!r} splits backward passes, which the profile "
+                f"knows nothing about; profile with --schedule {plan.schedule}.",
+                "profile-split",
+            )
         size = plan.microbatch_size
         costs = [
             self.stage_cost(stage.first, stage.stop, stage.choice, size) for stage in plan.stages

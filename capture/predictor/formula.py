@@ -24,7 +24,7 @@ import numpy as np
 from capture.measured.stage_cost import StageCost
 from capture.model.graph import LayerGraph
 from capture.plan.schedule import Moment, Occupancy
-from capture.step.interface import StageInterface, stage_values
+from capture.step.interface import StageInterface, stage_interface, stage_values
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,16 @@ def kept_bytes(
         batch = graph.stage_batch(first, stop)
         total += sum(graph.batch[batch[i]].shard_bytes(data_parallel) for i in cost.kept_batch)
     return total
+
+
+def split_bytes(
+    graph: LayerGraph, first: int, stop: int, data_parallel: int, cost: StageCost
+) -> int:
+    """What one micro-batch of layers [first, stop) keeps for the gradients of weights, per device;
+    of a cost with a split backward pass."""
+    assert cost.split is not None, "measured with a split backward pass"
+    no_params = [0] * len(graph.params)
+    return deferred_of(stage_interface(graph, first, stop, (), data_parallel, no_params, cost))
 
 
 def peak_of(stages: Sequence[StageMemory], moments: Sequence[Moment]) -> Any:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -45,6 +45,8 @@ class StageTimes:
     backward_seconds: float
     update_seconds: float
     summarize_seconds: float = 0
+    backward_inputs_seconds: float = 0
+    backward_weights_seconds: float = 0
 
     @property
     def microbatch_seconds(self) -> float:
@@ -58,6 +60,8 @@ class StageTimes:
             "backward": self.backward_seconds,
             "update": self.update_seconds,
             "summarize": self.summarize_seconds,
+            "backward_inputs": self.backward_inputs_seconds,
+            "backward_weights": self.backward_weights_seconds,
         }[program]
 
 
@@ -104,8 +108,16 @@ class TimeModel:
         """Seconds of a measured stage's programs; None if its work was not counted."""
         if cost.forward_work is None or cost.backward_work is None or cost.update_work is None:
             return None
-        return StageTimes(
+        times = StageTimes(
             *map(self.program_seconds, (cost.forward_work, cost.backward_work, cost.update_work))
+        )
+        split = cost.split
+        if split is None or split.inputs_work is None or split.weights_work is None:
+            return times
+        return replace(
+            times,
+            backward_inputs_seconds=self.program_seconds(split.inputs_work),
+            backward_weights_seconds=self.program_seconds(split.weights_work),
         )
 
 
