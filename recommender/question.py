@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from capture.errors import PlanError, Violation
 from capture.machine.cluster import Cluster
 from capture.machine.target import Target
-from capture.plan.schedule import schedule_violations
+from capture.plan.schedule import SCHEDULES, schedule_violations
 from capture.plan.space import StageSpace
 from capture.plan.stages import batch_violations
 
@@ -80,6 +80,21 @@ class PlanQuestion:
             search_of(self.objective, self.mode, self.algorithm)
         except PlanError as error:
             found += error.violations
+        kind = SCHEDULES.get(self.schedule)
+        if kind is not None and not kind.is_plain:
+            found += [
+                Violation(
+                    f"schedule={self.schedule!r} has a search of its own "
+                    f"(recommender.capture.tables); leave out {name}.",
+                    "plan-algorithm",
+                )
+                for name, given in (
+                    ("algorithm", self.algorithm is not None),
+                    ("mode", self.mode != "default"),
+                    ("merge_layers", self.merge_layers is not None),
+                )
+                if given
+            ]
         if self.algorithm == AUTOSTAGE:
             found += [
                 Violation(

@@ -262,6 +262,9 @@ def _refused(
 ) -> int | None:
     """The exit code where no plan can exist or fit, which is told at once; None if one may, and is
     worth measuring for."""
+    names = SCHEDULES if options.try_schedules else (question.schedule,)
+    if any(SCHEDULES[name].stages_per_group > 1 for name in names):
+        return None  # a device with several stages may hold less than any stage in one piece
     limit = question.limit_bytes
     found = _least_state(of_profile, measurements, of_profile.microbatch_size, limit)
     if found.stages and limit is not None:

@@ -129,7 +129,7 @@ class Schedule:
             ready = []
             for order, at in zip(self.orders, position, strict=True):
                 if at < len(order) and (
-                    (needed := self._requirement(order[at])) is None or needed in done
+                    (needed := self.requirement(order[at])) is None or needed in done
                 ):
                     ready.append(order[at])
             assert ready, f"schedule {self.name} has a dependency cycle"
@@ -167,7 +167,9 @@ class Schedule:
             else tuple((task,) for clock in self.clocks for task in clock)
         )
 
-    def _requirement(self, task: Task) -> Task | None:
+    def requirement(self, task: Task) -> Task | None:
+        """The task of another group, or of the same, that must have ended before; None for the
+        first of a micro-batch."""
         s, m = task.stage_id, task.microbatch
         if task.kind == "forward":
             return None if s == 0 else replace(task, stage_id=s - 1)

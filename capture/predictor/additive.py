@@ -23,7 +23,7 @@ from capture.measured.stage_cost import SplitCost, StageCost
 from capture.plan.choices import ParamSplit, StageChoice
 from capture.plan.kinds import of_stages
 from capture.plan.prediction import Prediction, StagePrediction
-from capture.plan.schedule import occupancy_by_position
+from capture.plan.schedule import SCHEDULES, occupancy_by_position
 from capture.plan.stages import Plan
 from capture.predictor.formula import (
     StageMemory,
@@ -161,12 +161,7 @@ class AdditivePredictor(ComponentTables):
             ProfileError: ``profile-split`` if the plan splits backward passes and the profile was
                 made without.
         """
-        if plan.schedule_table.splits_backward and not self.profile.splits_backward:
-            raise ProfileError.of(
-                f"the plan's schedule={plan.schedule!r} splits backward passes, which the profile "
-                f"knows nothing about; profile with --schedule {plan.schedule}.",
-                "profile-split",
-            )
+        self.check_split(plan.schedule)
         size = plan.microbatch_size
         costs = [
             self.stage_cost(stage.first, stage.stop, stage.choice, size) for stage in plan.stages
@@ -174,6 +169,20 @@ class AdditivePredictor(ComponentTables):
         splits = {stage.choice.param_split for stage in plan.stages}
         param_bytes = {split: self._param_bytes(split).tolist() for split in splits}
         return plan_interfaces(plan, self.graph(size), param_bytes, costs)
+
+    def check_split(self, schedule: str) -> None:
+        """Refuse a schedule of which the profile knows too little.
+
+        Raises:
+            ProfileError: ``profile-split`` if it splits backward passes and the profile was made
+                without.
+        """
+        if SCHEDULES[schedule].splits_backward and not self.profile.splits_backward:
+            raise ProfileError.of(
+                f"schedule={schedule!r} splits backward passes, which the profile knows nothing "
+                f"about; profile with --schedule {schedule}.",
+                "profile-split",
+            )
 
     def _param_bytes(self, split: ParamSplit) -> np.ndarray:
         if split in self.profile.param_bytes:

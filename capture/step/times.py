@@ -34,6 +34,7 @@ from capture.machine.links import Links
 from capture.machine.target import Rates
 from capture.measured.stage_cost import StageCost
 from capture.measured.work import Kernel, ProgramWork
+from capture.plan.schedule import Schedule, Task
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,28 @@ def pipeline_seconds(
     Source: Alpa (OSDI 2022), equation 2; GPipe (NeurIPS 2019) for the bubble.
     """
     return math.fsum(microbatch) + (num_microbatches - 1) * max(microbatch) + max(once)
+
+
+def table_seconds(schedule: Schedule, times: Sequence[StageTimes], sends: Sequence[float]) -> float:
+    """A step by the table of its schedule: every group executes its tasks in their order, each as
+    soon as what it needs has arrived, and then the updates of its stages.
+
+    Args:
+        schedule: Of any kind.
+        times: Per stage.
+        sends: Per stage but the last, seconds of what it sends to the next, or gets back from it.
+    """
+    free, end = [0.0] * schedule.num_groups, dict[Task, float]()
+    for task in (task for clock in schedule.clocks for task in clock):
+        group, needed = schedule.placement[task.stage_id], schedule.requirement(task)
+        start = free[group]
+        if needed is not None:
+            between = min(needed.stage_id, task.stage_id)
+            sent = 0.0 if needed.stage_id == task.stage_id else sends[between]
+            start = max(start, end[needed] + sent)
+        end[task] = free[group] = start + times[task.stage_id].of(task.kind)
+    updates = (sum(times[s].update_seconds for s in group) for group in schedule.stages)
+    return max(map(sum, zip(free, updates, strict=True)))
 
 
 def busiest_seconds(busy: Sequence[float], filling: Sequence[float]) -> float:

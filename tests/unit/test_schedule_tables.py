@@ -114,7 +114,7 @@ def waits_of(schedule: Schedule) -> tuple[int, int]:
     free, begin = [0] * schedule.num_groups, dict[int, int]()
     for task in (task for clock in schedule.clocks for task in clock):
         group = schedule.placement[task.stage_id]
-        start = max(free[group], end[schedule._requirement(task)])
+        start = max(free[group], end[schedule.requirement(task)])
         end[task] = free[group] = start + (2 if task.kind == "backward" else 1)
         begin.setdefault(group, start)
     work = 3 * schedule.num_microbatches * (schedule.num_stages // schedule.num_groups)
