@@ -164,7 +164,7 @@ def zb_h2(num_groups: int, num_microbatches: int) -> Orders:
 
     Source: Qi et al. 2023, 2.2.
     """
-    kind = KINDS["zb-h2"]
+    kind = SCHEDULES["zb-h2"]
     return fill(kind.placement(num_groups), num_microbatches, 2 * num_groups - 1, _ZB_H2)
 
 
@@ -174,7 +174,7 @@ def zb_v(num_groups: int, num_microbatches: int) -> Orders:
 
     Source: Qi et al. 2023, 6; the order is found by filling time, as the paper's is.
     """
-    kind = KINDS["zb-v"]
+    kind = SCHEDULES["zb-v"]
     return fill(kind.placement(num_groups), num_microbatches, 2 * num_groups, _V)
 
 
@@ -183,7 +183,7 @@ def v_half(num_groups: int, num_microbatches: int) -> Orders:
 
     Source: Qi et al. 2024 (Pipeline Parallelism with Controllable Memory), V-Half.
     """
-    kind = KINDS["v-half"]
+    kind = SCHEDULES["v-half"]
     return fill(kind.placement(num_groups), num_microbatches, 2 * (num_groups // 2 + 1), _V)
 
 
@@ -334,7 +334,7 @@ def fill(
     return orders
 
 
-KINDS: Mapping[str, ScheduleKind] = {
+SCHEDULES: Mapping[str, ScheduleKind] = {
     "gpipe": ScheduleKind(gpipe),
     "1f1b": ScheduleKind(one_forward_one_backward),
     "interleaved": ScheduleKind(interleaved, stages_per_group=2, multiple=True),

@@ -3,19 +3,18 @@ runtime only interpret."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
 from capture.errors import PlanError, Violation
-from capture.plan.orders import KINDS, ScheduleKind, Task, TaskKind
+from capture.plan.orders import SCHEDULES, Task, TaskKind
 
 __all__ = ["PLAIN_SCHEDULES", "SCHEDULES", "Moment", "Occupancy", "Schedule", "Task", "TaskKind"]
 
-SCHEDULES: Mapping[str, ScheduleKind] = KINDS
 #: Those whose stages have devices of their own and whole backward passes.
-PLAIN_SCHEDULES = tuple(name for name, kind in KINDS.items() if kind.is_plain)
+PLAIN_SCHEDULES = tuple(name for name, kind in SCHEDULES.items() if kind.is_plain)
 
 
 @dataclass(frozen=True, order=True)
