@@ -47,7 +47,7 @@ from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import StageChoice
 from capture.plan.sampling import random_plans
-from capture.plan.schedule import SCHEDULES
+from capture.plan.schedule import PLAIN_SCHEDULES
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
@@ -401,7 +401,7 @@ def drawn_plans(question: Question, result: Profile, num_plans: int) -> Iterable
         np.random.default_rng([question.seed, 2]),
     )
     for stages in islice(draws, num_plans):
-        for schedule in SCHEDULES:
+        for schedule in PLAIN_SCHEDULES:
             for count in question.num_microbatches:
                 yield result.plan(
                     question.cluster,

@@ -11,7 +11,7 @@ from capture.errors import PlanError
 from capture.measured.profile import Calibration, Profile, StageConfig, StageError
 from capture.plan.choices import by_degree
 from capture.plan.sampling import random_plans
-from capture.plan.schedule import SCHEDULES
+from capture.plan.schedule import PLAIN_SCHEDULES
 from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
 from capture.step.interface import plan_interfaces
@@ -28,8 +28,8 @@ def calibration_of(question: ProfileQuestion, measurements: Measurements) -> lis
     """Random plans whose stages calibrate the interval; none if no plan fills the cluster, which
     the search then reports.
 
-    Each plan is drawn as ``evaluate`` draws its own, with another seed; both schedules, a few
-    numbers of micro-batches.
+    Each plan is drawn as ``evaluate`` draws its own, with another seed; both plain schedules, and
+    one that splits backward passes where these are asked for.
     """
     cluster, result = question.cluster, unmeasured(question, measurements)
     try:
@@ -51,8 +51,12 @@ def calibration_of(question: ProfileQuestion, measurements: Measurements) -> lis
             schedule=name,
         )
         for drawn in islice(draws, question.calibration_plans)
-        for name in SCHEDULES
+        for name in _schedules(question.splits_backward)
     ]
+
+
+def _schedules(splits_backward: bool) -> tuple[str, ...]:
+    return (*PLAIN_SCHEDULES, "zb-h1") if splits_backward else PLAIN_SCHEDULES
 
 
 def calibrate(result: Profile, measurements: Measurements, plans: Sequence[Plan]) -> Calibration:
@@ -61,6 +65,7 @@ def calibrate(result: Profile, measurements: Measurements, plans: Sequence[Plan]
     The truth is the replay of the plan's step, never the closed form that predicts it. Stages that
     could not be measured are there as predicted, for what they hand over.
     """
+    num_schedules = len(_schedules(result.splits_backward))
     known = {measurements.key(config) for config in result.measurements}
     predictor, errors = AdditivePredictor(result), dict[Any, StageError]()
     for plan in plans:
@@ -85,7 +90,7 @@ def calibrate(result: Profile, measurements: Measurements, plans: Sequence[Plan]
             if fresh[s]:
                 error = truth[stage.devices[0]] / predicted.stages[s].peak_bytes - 1
                 errors[plan.schedule, plan.num_stages - s, config] = StageError(config, error)
-    return Calibration(tuple(errors.values()), CALIBRATION_SEED, len(plans) // len(SCHEDULES))
+    return Calibration(tuple(errors.values()), CALIBRATION_SEED, len(plans) // num_schedules)
 
 
 def held_out(

@@ -60,8 +60,8 @@ def profile(
     if question.executes:
         if measurements is not None:
             raise ProfileError.of(
-                "choices, measurements and shard_params are of compiled windows; "
-                f"backend={question.backend!r} has none.",
+                "choices, measurements, shard_params and split backward passes are of compiled "
+                f"windows; backend={question.backend!r} has none.",
                 "profile-backend",
             )
         executed = executed_profile(question, store, where, progress, watch)
@@ -71,7 +71,7 @@ def profile(
             question, store=store, where=where, progress=progress, watch=watch
         )
     wanted = wanted_configs(question, measurements)
-    measurements.require(wanted)
+    measurements.require(wanted, question.splits_backward)
     result = replace(
         unmeasured(question, measurements),
         measurements={

@@ -20,7 +20,7 @@ from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
 from capture.plan.choices import by_degree
 from capture.plan.sampling import random_plans
-from capture.plan.schedule import SCHEDULES
+from capture.plan.schedule import PLAIN_SCHEDULES
 from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
 from capture.predictor.accuracy import Outcome, finite, statistics
@@ -49,7 +49,7 @@ class EvaluationQuestion:
 
     profile: ProfileQuestion
     num_microbatches: int
-    schedules: tuple[str, ...] = tuple(SCHEDULES)
+    schedules: tuple[str, ...] = tuple(PLAIN_SCHEDULES)
     num_plans: int = 200
     seed: int = 0
     memory_limit_bytes: int | None = None

@@ -11,7 +11,7 @@ from capture.documents import fields_of, write
 from capture.errors import ProfileError
 from capture.measured.profile import StageConfig
 from capture.plan.choices import Remat
-from capture.plan.schedule import SCHEDULES
+from capture.plan.schedule import PLAIN_SCHEDULES, SCHEDULES
 from capture.plan.stages import Plan
 from capture.step.attribution import Attribution, attribute, group
 from profiling_runs.measurements import Measurements
@@ -117,8 +117,8 @@ def explain(plan: Plan, measurements: Measurements) -> Explanation:
 
 def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
     """Plans that differ by one decision."""
-    for schedule in SCHEDULES:
-        if schedule != plan.schedule:
+    for schedule in PLAIN_SCHEDULES:
+        if schedule != plan.schedule and SCHEDULES[plan.schedule].stages_per_group == 1:
             yield f"schedule {schedule}", plan.with_(schedule=schedule)
     choices = [stage.choice for stage in plan.stages]
 

@@ -12,7 +12,7 @@ from capture.documents import read
 from capture.errors import ProfileError, plain
 from capture.machine.target import Target
 from capture.measured.profile import Profile, StageConfig
-from capture.measured.stage_cost import StageCost
+from capture.measured.stage_cost import SplitCost, StageCost
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
 from capture.plan.stages import TensorParallelRule
@@ -23,7 +23,7 @@ from profiling_runs.pools.where import Where, setting_of
 from profiling_runs.question import ProfileQuestion
 
 #: A kind of jobs.
-UPDATES = "optimizer updates"
+UPDATES, SPLITS = "optimizer updates", "split backward passes"
 
 
 @dataclass
@@ -57,9 +57,11 @@ class Measurements:
             self._keys[config] = self.backend.key(config)
         return self._keys[config]
 
-    def jobs(self, wanted: Mapping[str, Iterable[StageConfig]]) -> list[Job]:
+    def jobs(
+        self, wanted: Mapping[str, Iterable[StageConfig]], splits_backward: bool = False
+    ) -> list[Job]:
         """The different measurements of stage configs, given by kind, and of the ends of a step
-        that they need. Measures nothing."""
+        that they need, and of their split backward passes. Measures nothing."""
         found: dict[str, Job] = {}
         for kind, configs in wanted.items():
             for config in configs:
@@ -68,19 +70,34 @@ class Measurements:
                     update = self.backend.update_key(config)
                     found.setdefault(update, Job(update, config, "update", UPDATES))
                     found[key] = Job(key, config, kind=kind, needs=update)
+                if splits_backward:
+                    split = self.backend.split_key(config)
+                    found.setdefault(split, Job(split, config, "split", SPLITS))
         return list(found.values())
 
-    def require(self, wanted: Mapping[str, Iterable[StageConfig]]) -> None:
+    def require(
+        self, wanted: Mapping[str, Iterable[StageConfig]], splits_backward: bool = False
+    ) -> None:
         """Measure the stage configs, given by kind, that neither this object nor the store has;
-        failures are kept, not raised."""
+        failures are kept, not raised.
+
+        Args:
+            wanted: By kind.
+            splits_backward: Whether their split backward passes are measured, too.
+        """
         wanted = {
-            kind: [c for c in configs if c not in self.costs and c not in self.failures]
+            kind: [
+                c
+                for c in configs
+                if c not in self.failures
+                and (c not in self.costs or (splits_backward and self.costs[c].split is None))
+            ]
             for kind, configs in wanted.items()
         }
         configs_of: dict[str, list[StageConfig]] = {}
         for config in dict.fromkeys(config for configs in wanted.values() for config in configs):
             configs_of.setdefault(self.key(config), []).append(config)
-        jobs = self.jobs(wanted)
+        jobs = self.jobs(wanted, splits_backward)
         values = self.backend.store.get(job.key for job in jobs)
         errors = {}
         needed = {job.needs for job in jobs if job.key not in values}
@@ -101,10 +118,14 @@ class Measurements:
             else:
                 values[outcome.job.key] = outcome.value
         for key, configs in configs_of.items():
-            if key in values:
-                self.costs.update(dict.fromkeys(configs, read(values[key], StageCost)))
-            else:
-                self.failures.update(dict.fromkeys(configs, errors[key]))
+            parts = [key, *([self.backend.split_key(configs[0])] if splits_backward else [])]
+            if failed := [part for part in parts if part not in values]:
+                self.failures.update(dict.fromkeys(configs, errors[failed[0]]))
+                continue
+            cost = read(values[key], StageCost)
+            if splits_backward:
+                cost = replace(cost, split=read(values[parts[1]], SplitCost))
+            self.costs.update(dict.fromkeys(configs, cost))
 
     def buffers(self, configs: Sequence[StageConfig]) -> list[StageBuffers]:
         """What the bytes of stage configs consist of; compiled once more, with the compiler's dump.

@@ -11,6 +11,7 @@ from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile
 from capture.model.workload import WorkloadProtocol, WorkloadSpec
 from capture.plan.choices import REMAT_POLICIES, Remat, StageChoice
+from capture.plan.schedule import PLAIN_SCHEDULES
 from capture.plan.space import StageSpace
 from capture.plan.stages import Plan, TensorParallelRule
 from capture.profiler.windows import DEFAULT_NEIGHBOURS, profiled_microbatch_sizes
@@ -45,6 +46,7 @@ class ProfileQuestion:
             state.
         shard_params: Also stages whose replicas split their parameters (ZeRO stage 3), beside those
             that do not.
+        splits_backward: Also split backward passes, for the schedules that have them.
         choices: What windows are measured under, instead of all data- and tensor-parallel degree
             pairs that fit the cluster.
         space: Submeshes of stages, and so of the windows.
@@ -75,6 +77,7 @@ class ProfileQuestion:
     remat: tuple[Remat, ...] = ("none",)
     shard_optimizer: bool = False
     shard_params: bool = False
+    splits_backward: bool = False
     choices: tuple[StageChoice, ...] | None = None
     space: StageSpace = StageSpace()
     num_neighbours: int = DEFAULT_NEIGHBOURS
@@ -111,6 +114,7 @@ class ProfileQuestion:
             unmarked_layers=plan.num_layers,
             tensor_parallel_rule=plan.tensor_parallel_rule,
             choices=tuple(sorted({stage.choice for stage in plan.stages})),
+            splits_backward=plan.schedule_table.splits_backward,
         )
 
     @classmethod
@@ -145,11 +149,18 @@ class ProfileQuestion:
                 "num_microbatches), or --mode paper.",
                 code,
             )
-        if executes and (self.choices is not None or self.shard_params):
+        if executes and (self.choices is not None or self.shard_params or self.splits_backward):
             yield Violation(
-                "choices, measurements and shard_params are of compiled windows; "
-                f"backend={self.backend!r} has none.",
+                "choices, measurements, shard_params and split backward passes are of compiled "
+                f"windows; backend={self.backend!r} has none.",
                 code,
+            )
+        if self.paper is not None and self.paper[0] not in PLAIN_SCHEDULES:
+            yield Violation(
+                f"the paper's profiling runs have stages on devices of their own and whole "
+                f"backward passes; paper={self.paper!r} names schedule {self.paper[0]}, give one "
+                f"of {', '.join(PLAIN_SCHEDULES)}.",
+                "plan-schedule",
             )
         if executes and (self.num_neighbours, self.calibration_plans) != (
             DEFAULT_NEIGHBOURS,

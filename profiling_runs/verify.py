@@ -10,12 +10,12 @@ from typing import Any
 from capture.errors import PlanError, ProfileError
 from capture.machine.target import Target
 from capture.measured.profile import Profile, StageConfig
-from capture.measured.stage_cost import StageCost
+from capture.measured.stage_cost import SplitCost, StageCost
 from capture.model.graph import LayerGraph
 from capture.plan.kinds import of_stages
 from capture.plan.prediction import Verified
 from capture.plan.stages import Plan
-from capture.predictor.formula import kept_bytes
+from capture.predictor.formula import kept_bytes, split_bytes
 from capture.step.interface import StageInterface, plan_interfaces
 from capture.step.ledger import Ledger
 from capture.step.pipeline import build_step, plan_timeline
@@ -95,9 +95,11 @@ def verify(plan: Plan, measurements: Measurements) -> Verification:
     of_stages(plan, "Compile it with capture.profiler.sharded_run.compile_plan.")
     check_model(plan, measurements)
     configs = [StageConfig.of(stage, plan.microbatch_size) for stage in plan.stages]
-    known = set(measurements.backend.store.get({measurements.key(config) for config in configs}))
-    missing = {key for config in configs if (key := measurements.key(config)) not in known}
-    measurements.require({"stages of the plan": configs})
+    keys = {measurements.key(config) for config in configs}
+    if plan.schedule_table.splits_backward:
+        keys |= {measurements.backend.split_key(config) for config in configs}
+    missing = keys - set(measurements.backend.store.get(keys))
+    measurements.require({"stages of the plan": configs}, plan.schedule_table.splits_backward)
     failed = [
         f"stage {s}: {measurements.failures[config]}"
         for s, config in enumerate(configs)
@@ -162,6 +164,7 @@ def with_verified(profile: Profile, plan: Plan, measurements: Measurements) -> P
             kept_inputs=(),
             kept_outputs=(),
             kept_batch=(),
+            split=_all_deferred(graph, config, cost),
         )
         for config, cost in costs.items()
     }
@@ -169,6 +172,22 @@ def with_verified(profile: Profile, plan: Plan, measurements: Measurements) -> P
         profile,
         verified={**profile.verified, **verified},
         model_hashes={**profile.model_hashes, size: graph.model_hash},
+    )
+
+
+def _all_deferred(graph: LayerGraph, config: StageConfig, cost: StageCost) -> SplitCost | None:
+    """What a split backward pass holds, all of it named deferred."""
+    if cost.split is None:
+        return None
+    nbytes = split_bytes(graph, config.first, config.stop, config.choice.data_parallel, cost)
+    return replace(
+        cost.split,
+        residual_bytes=0,
+        deferred_bytes=nbytes,
+        kept_inputs=(),
+        kept_outputs=(),
+        kept_batch=(),
+        cotangents=(),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from capture.errors import PlanError, Violation
 from capture.machine.cluster import Cluster
 from capture.machine.target import Target
-from capture.plan.schedule import SCHEDULES
+from capture.plan.schedule import SCHEDULES, schedule_violations
 from capture.plan.space import StageSpace
 from capture.plan.stages import batch_violations
 
@@ -38,7 +38,7 @@ class PlanQuestion:
     Attributes:
         cluster: May be smaller or larger than the profiled one.
         global_batch_size, num_microbatches: Examples, and micro-batches, of a step.
-        schedule: ``"gpipe"`` or ``"1f1b"``.
+        schedule: Of ``capture.plan.schedule.SCHEDULES``.
         memory_limit_bytes: Per device; a plan above it is a result, ``status == "infeasible"``.
             None takes what the target's devices can use (``DeviceMemory.usable_bytes``); virtual
             CPU devices have no limit.
@@ -75,17 +75,26 @@ class PlanQuestion:
 
     def _violations(self) -> list[Violation]:
         found = batch_violations(self.global_batch_size, self.num_microbatches)
-        if self.schedule not in SCHEDULES:
-            found.append(
-                Violation(
-                    f"schedule={self.schedule!r} is unknown; choose one of {', '.join(SCHEDULES)}.",
-                    "plan-schedule",
-                )
-            )
+        found += schedule_violations(self.schedule, 0, self.num_microbatches)
         try:
             search_of(self.objective, self.mode, self.algorithm)
         except PlanError as error:
             found += error.violations
+        kind = SCHEDULES.get(self.schedule)
+        if kind is not None and not kind.is_plain:
+            found += [
+                Violation(
+                    f"schedule={self.schedule!r} has a search of its own "
+                    f"(recommender.capture.tables); leave out {name}.",
+                    "plan-algorithm",
+                )
+                for name, given in (
+                    ("algorithm", self.algorithm is not None),
+                    ("mode", self.mode != "default"),
+                    ("merge_layers", self.merge_layers is not None),
+                )
+                if given
+            ]
         if self.algorithm == AUTOSTAGE:
             found += [
                 Violation(

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from capture.machine.cluster import Cluster
 from capture.model.workload import Workload
 from capture.plan.choices import StageChoice
+from capture.plan.schedule import SCHEDULES
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 
@@ -122,15 +123,21 @@ def pipeline(
     global_batch_size: int = 8,
     num_microbatches: int = 4,
 ) -> Plan:
-    """A plan by the number of layers and the (data, tensor) parallel degrees of its stages."""
+    """A plan by the number of layers of its stages and the (data, tensor) parallel degrees of its
+    groups of devices."""
     stages, first, device = [], 0, 0
-    for count, (data, tensor) in zip(layers, degrees, strict=True):
+    first_device = [sum(a * b for a, b in degrees[:g]) for g in range(len(degrees))]
+    placement = SCHEDULES[schedule].placement(len(degrees))
+    for count, group in zip(layers, placement, strict=True):
+        data, tensor = degrees[group]
+        device = first_device[group]
         devices = tuple(range(device, device + data * tensor))
         shared = (shard_optimizer and data > 1, shard_params and data > 1)
         stages.append(
             Stage(first, first + count, devices, StageChoice(data, tensor, remat, *shared))
         )
-        first, device = first + count, device + data * tensor
+        first += count
+    num_devices = sum(data * tensor for data, tensor in degrees)
     return Plan(
-        Cluster((device,)), first, tuple(stages), global_batch_size, num_microbatches, schedule
+        Cluster((num_devices,)), first, tuple(stages), global_batch_size, num_microbatches, schedule
     )

@@ -4,11 +4,12 @@ without a gradient, odd sizes."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from capture.measured.stage_cost import StageCost
+from capture.measured.stage_cost import SplitCost, StageCost
 from capture.model.graph import Layer, LayerGraph, Tensor
 from capture.step.interface import StageInterface, stage_interface, stage_values
 
@@ -61,9 +62,9 @@ def chain(
 
 
 @st.composite
-def layer_graphs(draw, max_layers: int = 6) -> LayerGraph:
+def layer_graphs(draw, max_layers: int = 6, min_layers: int = 1) -> LayerGraph:
     """Any graph that the tracer may make, up to renaming."""
-    num_layers = draw(st.integers(1, max_layers))
+    num_layers = draw(st.integers(min_layers, max_layers))
     sizes = st.integers(1, 40)
     producers = [i for i in range(num_layers - 1) for _ in range(draw(st.integers(1, 2)))]
     readers = [
@@ -124,25 +125,41 @@ def layer_graphs(draw, max_layers: int = 6) -> LayerGraph:
 
 @st.composite
 def stage_interfaces(
-    draw, graph: LayerGraph, *, summaries: bool | None = None
+    draw,
+    graph: LayerGraph,
+    *,
+    summaries: bool | None = None,
+    placement: Sequence[int] | None = None,
+    split: bool = False,
 ) -> list[StageInterface]:
     """Stages of a graph, with costs as a compiler could report them: an output takes room unless it
-    aliases a donated input."""
-    cuts = sorted(
-        draw(
-            st.sets(st.integers(1, graph.num_layers - 1))
-            if graph.num_layers > 1
-            else st.just(set())
-        )
-    )
+    aliases a donated input.
+
+    Args:
+        graph: At least as many layers as stages.
+        summaries: Whether updates need those of other stages.
+        placement: Per stage, its group of devices, all of one degree; None: any stages, each on its
+            own.
+        split: With what a split backward pass holds, too.
+    """
+    inside = st.integers(1, max(1, graph.num_layers - 1))
+    if placement is not None:
+        count = len(placement) - 1
+        cuts = sorted(draw(st.sets(inside, min_size=count, max_size=count)) if count else ())
+        degree = draw(st.sampled_from([1, 2]))
+    else:
+        cuts = sorted(draw(st.sets(inside)) if graph.num_layers > 1 else ())
     summaries = draw(st.booleans()) if summaries is None else summaries
     sizes, few = st.integers(0, 300), st.integers(0, 20)
     stages, first_device = [], 0
-    for first, stop in pairwise([0, *cuts, graph.num_layers]):
+    for s, (first, stop) in enumerate(pairwise([0, *cuts, graph.num_layers])):
         used, outputs = stage_values(graph, first, stop)
         # The loss outlives the backward pass.
         num_outputs = 0 if stop == graph.num_layers else len(outputs)
-        degree = draw(st.sampled_from([1, 2, 4]))
+        if placement is None:
+            degree = draw(st.sampled_from([1, 2, 4]))
+        else:
+            first_device = degree * placement[s]
 
         def positions(count: int) -> tuple[int, ...]:
             return tuple(sorted(draw(st.sets(st.integers(0, count - 1))))) if count else ()
@@ -172,5 +189,32 @@ def stage_interfaces(
         param_bytes = [p.nbytes for p in graph.params]
         devices = range(first_device, first_device + degree)
         first_device += degree
-        stages.append(stage_interface(graph, first, stop, devices, degree, param_bytes, cost))
+        stage = stage_interface(graph, first, stop, devices, degree, param_bytes, cost)
+        if split:
+            stage = stage_interface(
+                graph, first, stop, devices, degree, param_bytes, _split(draw, stage, cost)
+            )
+        stages.append(stage)
     return stages
+
+
+def _split(draw, stage: StageInterface, cost: StageCost) -> StageCost:
+    def some(positions: Sequence[int]) -> tuple[int, ...]:
+        return tuple(i for i in positions if draw(st.booleans()))
+
+    sizes, deferred = st.integers(0, 300), draw(st.integers(0, 300))
+    made = sum(stage.value_bytes[v] for v in stage.input_gradients) + deferred
+    return replace(
+        cost,
+        backward_bytes=0,
+        split=SplitCost(
+            inputs_bytes=made + draw(sizes),
+            weights_bytes=draw(sizes),
+            residual_bytes=draw(st.integers(0, cost.residual_bytes)),
+            deferred_bytes=deferred,
+            kept_inputs=some(cost.kept_inputs),
+            kept_outputs=some(cost.kept_outputs),
+            kept_batch=some(cost.kept_batch),
+            cotangents=some(range(len(stage.cotangents))),
+        ),
+    )

@@ -29,9 +29,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from capture.alpa.placement import alpa_placement
+from capture.alpa.placement import alpa_placement, foreign_schedule
 from capture.alpa.step import build_alpa_step
-from capture.errors import ProfileError
+from capture.errors import PlanError, ProfileError
 from capture.measured.profile import Profile
 from capture.model.graph import LayerGraph
 from capture.plan.choices import StageChoice
@@ -108,7 +108,11 @@ def alpa_replay(
         plan: Its cluster, schedule, and numbers of devices and replicas.
         stages: What its stages hold and hand over in the native runtime.
         master_copy: As ``alpa_memory``; all parameters of the stages are of float32.
+
+    Raises:
+        PlanError: as ``alpa_placement``, and ``alpa-schedule``.
     """
+    PlanError.check(foreign_schedule(plan))
     placement = alpa_placement(plan.cluster, [stage.num_devices for stage in plan.stages])
     placed = [
         replace(stage, devices=devices) for stage, devices in zip(stages, placement, strict=True)

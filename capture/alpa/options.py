@@ -23,7 +23,7 @@ from importlib import import_module
 from typing import Any
 
 from capture import __version__
-from capture.alpa.placement import Shape, alpa_placement, physical_shape
+from capture.alpa.placement import Shape, alpa_placement, foreign_schedule, physical_shape
 from capture.errors import ExecutionError, PlanError, Violation
 from capture.plan.kinds import of_stages
 from capture.plan.stages import Plan
@@ -190,7 +190,7 @@ def to_alpa(plan: Plan) -> AlpaOptions:
     Raises:
         PlanError: every rule of Alpa's that the plan breaks: ``alpa-cluster``, ``alpa-submesh``,
             ``alpa-packing``, ``alpa-remat`` (one mode for all stages, none or full),
-            ``alpa-shard-params``.
+            ``alpa-shard-params``, ``alpa-schedule``.
 
     Example:
         >>> from capture.machine.cluster import Cluster
@@ -202,7 +202,7 @@ def to_alpa(plan: Plan) -> AlpaOptions:
         ([(2, 1)], [{'force_batch_dim_to_mesh_dim': 0}])
     """
     plan = of_stages(plan, "Alpa shards by itself.")
-    PlanError.check(_violations(plan))
+    PlanError.check([*foreign_schedule(plan), *_violations(plan)])
     placement = alpa_placement(plan.cluster, [stage.num_devices for stage in plan.stages])
     per_node = plan.cluster.nodes[0]
     recomputes = plan.stages[0].choice.remat == "full"
@@ -245,6 +245,8 @@ def to_alpa(plan: Plan) -> AlpaOptions:
 
 def _violations(plan: Plan) -> list[Violation]:
     found: list[Violation] = []
+    if foreign_schedule(plan):
+        return found
     try:
         alpa_placement(plan.cluster, [stage.num_devices for stage in plan.stages])
     except PlanError as error:

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from capture.errors import PlanError
+from capture.errors import PlanError, Violation
 from capture.machine.cluster import Cluster
+from capture.plan.schedule import PLAIN_SCHEDULES
+from capture.plan.stages import Plan
 
 Shape = tuple[int, int]
 
@@ -82,3 +84,16 @@ def alpa_placement(cluster: Cluster, sizes: Sequence[int]) -> tuple[tuple[int, .
         placed[stage] = tuple(range(start, start + sizes[stage]))
         start += sizes[stage]
     return tuple(placed[stage] for stage in range(len(sizes)))
+
+
+def foreign_schedule(plan: Plan) -> list[Violation]:
+    """That Alpa has no such schedule: ``alpa-schedule``."""
+    if plan.schedule in PLAIN_SCHEDULES:
+        return []
+    return [
+        Violation(
+            f"the plan has schedule={plan.schedule!r}; Alpa's stages have devices of their own "
+            f"and whole backward passes. Plan with --schedule {' or '.join(PLAIN_SCHEDULES)}.",
+            "alpa-schedule",
+        )
+    ]

@@ -20,6 +20,7 @@ from capture.measured.profile import Profile
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import REMAT_POLICIES
+from capture.plan.schedule import SCHEDULES
 from capture.plan.sharding import ShardingPlan
 from capture.plan.space import StageSpace
 from capture.plan.stages import Plan, batch_violations
@@ -103,6 +104,7 @@ def profile_question(values: Values, memory_limit_bytes: int | None = None) -> P
         remat=REMAT_POLICIES if values["remat"] == shared.AUTO else (values["remat"],),
         shard_optimizer=values["shard_optimizer"],
         shard_params=values.get("shard_params", False),
+        splits_backward=not is_paper and _splits_backward(values),
         space=StageSpace(values["whole_nodes"], values["any_divisor"]),
         num_neighbours=values["neighbours"],
         calibration_plans=values["calibration_plans"],
@@ -111,6 +113,13 @@ def profile_question(values: Values, memory_limit_bytes: int | None = None) -> P
         repeats=values.get("repeats", 1),
         alpa_python=values.get("alpa_python"),
     )
+
+
+def _splits_backward(values: Values) -> bool:
+    if values.get("try_schedules"):
+        return True
+    kind = SCHEDULES.get(values.get("schedule", ""))
+    return kind is not None and kind.splits_backward
 
 
 def prepare(*clusters: Cluster) -> None:

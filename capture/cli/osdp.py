@@ -15,6 +15,7 @@ from capture.errors import ClusterError, PlanError
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
 from capture.plan.kinds import load_plan
+from capture.plan.packs import PacksPlan
 from capture.plan.sharding import ShardingPlan
 from capture.plan.stages import Plan
 from capture.quantities import parse_bytes
@@ -154,11 +155,19 @@ def _plan(options: argparse.Namespace) -> Plan | ShardingPlan | None:
     """The plan that is asked again; None for a workload, whose arguments may end in .json, too.
 
     Raises:
-        PlanError: ``osdp-workload`` for ``--workload`` beside a workload.
+        PlanError: ``osdp-workload`` for ``--workload`` beside a workload, ``plan-kind`` for a plan
+            of packs.
     """
     named = options.asked_of
     if named.endswith(".json") and ":" not in Path(named).name:
-        return load_plan(named)
+        plan = load_plan(named)
+        if isinstance(plan, PacksPlan):
+            raise PlanError.of(
+                f"{named} streams packs of layers and names a server, not devices that share "
+                "operators; give the workload and --cluster instead.",
+                "plan-kind",
+            )
+        return plan
     if options.workload is not None:
         raise PlanError.of(
             f"{named} and --workload {options.workload} are two workloads; give one of them.",

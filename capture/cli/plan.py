@@ -19,7 +19,7 @@ from capture.measured.merge import merge_profiles
 from capture.measured.profile import Profile
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import Remat
-from capture.plan.schedule import SCHEDULES
+from capture.plan.schedule import PLAIN_SCHEDULES, SCHEDULES
 from capture.plan.why import Front
 from capture.predictor.step_time import describe_time, has_times, predicted_timeline, time_summary
 from capture.quantities import counted, format_bytes
@@ -276,6 +276,9 @@ def _refused(
 ) -> int | None:
     """The exit code where no plan can exist or fit, which is told at once; None if one may, and is
     worth measuring for."""
+    names = SCHEDULES if options.try_schedules else (question.schedule,)
+    if any(SCHEDULES[name].stages_per_group > 1 for name in names):
+        return None  # a device with several stages may hold less than any stage in one piece
     limit = question.limit_bytes
     found = _least_state(of_profile, measurements, of_profile.microbatch_size, limit)
     if found.stages and limit is not None:
@@ -364,7 +367,15 @@ def _chosen(
         best, attempts = largest_batch(ask, settled, question, step)
     elif options.try_microbatches or options.try_schedules:
         counts = options.try_microbatches or (question.num_microbatches,)
-        schedules = tuple(SCHEDULES) if options.try_schedules else (question.schedule,)
+        # Of a profile that was made without split backward passes, the schedules that have none.
+        known = [
+            name
+            for name, kind in SCHEDULES.items()
+            if knowledge.profile.splits_backward or not kind.splits_backward
+        ]
+        if question.mode != "default" or question.algorithm is not None or question.merge_layers:
+            known = list(PLAIN_SCHEDULES)
+        schedules = tuple(known) if options.try_schedules else (question.schedule,)
         best, attempts = best_of(ask, settled, question, counts, schedules)
     else:
         return question, (), None

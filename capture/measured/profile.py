@@ -206,6 +206,12 @@ class Profile:
         return str(self.provenance.get("target", "cpu"))
 
     @cached_property
+    def splits_backward(self) -> bool:
+        """Whether every measurement is of split backward passes, too."""
+        costs = self.measurements.values()
+        return bool(costs) and all(cost.split is not None for cost in costs)
+
+    @cached_property
     def choices(self) -> tuple[StageChoice, ...]:
         """Profiled choices."""
         return tuple(sorted({config.choice for config in self.measurements}))

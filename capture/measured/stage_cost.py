@@ -26,6 +26,36 @@ class UpdateCost:
 
 
 @dataclass(frozen=True)
+class SplitCost:
+    """The part of ``StageCost`` that a split backward pass has beside it: bytes per device for one
+    micro-batch.
+
+    Attributes:
+        inputs_bytes, weights_bytes: While the programs of the gradients of inputs and of weights
+            run: temporaries + outputs - aliased inputs.
+        residual_bytes: Of the residuals, those that the gradients of weights read too.
+        deferred_bytes: What the program of the inputs makes for that of the weights.
+        kept_inputs, kept_outputs, kept_batch: As in ``StageCost``, what the weights read again.
+        cotangents: Positions among the gradients that arrive, of what they read.
+        inputs_work, weights_work: What the programs compute, read and send.
+    """
+
+    inputs_bytes: int
+    weights_bytes: int
+    residual_bytes: int
+    deferred_bytes: int
+    kept_inputs: tuple[int, ...] = ()
+    kept_outputs: tuple[int, ...] = ()
+    kept_batch: tuple[int, ...] = ()
+    cotangents: tuple[int, ...] = ()
+    inputs_work: ProgramWork | None = None
+    weights_work: ProgramWork | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return _known(self)
+
+
+@dataclass(frozen=True)
 class StageCost:
     """What only the compiler knows of a stage: bytes per device for one micro-batch.
 
@@ -41,6 +71,7 @@ class StageCost:
             needs values of other stages.
         forward_work, backward_work, update_work: What the programs compute, read and send; None
             where no times are wanted (``cpu``).
+        split: Of its backward pass in two programs; None where it was not asked for.
     """
 
     residual_bytes: int
@@ -56,6 +87,7 @@ class StageCost:
     forward_work: ProgramWork | None = None
     backward_work: ProgramWork | None = None
     update_work: ProgramWork | None = None
+    split: SplitCost | None = None
 
     def to_json(self) -> dict[str, Any]:
         return _known(self)
@@ -65,6 +97,6 @@ class StageCost:
 NO_COST = StageCost(0, 0, 0, 0, 0, (), (), ())
 
 
-def _known(cost: StageCost | UpdateCost) -> dict[str, Any]:
-    """Without the work that was not counted."""
+def _known(cost: StageCost | UpdateCost | SplitCost) -> dict[str, Any]:
+    """Without what was not asked for."""
     return {key: value for key, value in documents.fields_of(cost).items() if value is not None}

@@ -1,37 +1,30 @@
-"""Pipeline schedules as data: a table of tasks per stage, which simulator, predictor and runtime
-only interpret."""
+"""Pipeline schedules as data: a table of tasks per group of devices, which simulator, predictor and
+runtime only interpret."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from capture.errors import PlanError
+from capture.errors import PlanError, Violation
+from capture.plan.orders import SCHEDULES, Task, TaskKind
 
-TaskKind = Literal["forward", "backward"]
+__all__ = ["PLAIN_SCHEDULES", "SCHEDULES", "Moment", "Occupancy", "Schedule", "Task", "TaskKind"]
 
-
-@dataclass(frozen=True, order=True)
-class Task:
-    """One pass of one micro-batch through one stage."""
-
-    stage_id: int
-    kind: TaskKind
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.kind[0].upper()}{self.microbatch}@{self.stage_id}"
+#: Those whose stages have devices of their own and whole backward passes.
+PLAIN_SCHEDULES = tuple(name for name, kind in SCHEDULES.items() if kind.is_plain)
 
 
 @dataclass(frozen=True, order=True)
 class Occupancy:
-    """What a stage holds beside its own state while it executes one task.
+    """What a stage holds beside its own state while it, or another stage on its devices, executes
+    one task.
 
     Attributes:
         kind: The pass being executed; its own input (forward) or gradient (backward) is not counted
-            as waiting.
+            as waiting. ``"idle"`` if another stage executes.
         num_kept: Micro-batches whose activations are kept for their backward pass; the executing
             backward pass included.
         num_waiting_inputs: Micro-batches received from the stage before, whose forward pass has not
@@ -40,13 +33,16 @@ class Occupancy:
             backward pass has not begun.
         num_losses: On the last stage, micro-batches whose loss is there; they stay until the end of
             the step.
+        num_deferred: Micro-batches of which the gradients of the weights are still to come; those
+            being executed included.
     """
 
-    kind: TaskKind
+    kind: TaskKind | Literal["idle"]
     num_kept: int
     num_waiting_inputs: int
     num_waiting_gradients: int
     num_losses: int = 0
+    num_deferred: int = 0
 
     def dominates(self, other: Occupancy) -> bool:
         return self.kind == other.kind and all(
@@ -56,18 +52,25 @@ class Occupancy:
                 (self.num_waiting_inputs, other.num_waiting_inputs),
                 (self.num_waiting_gradients, other.num_waiting_gradients),
                 (self.num_losses, other.num_losses),
+                (self.num_deferred, other.num_deferred),
             )
         )
 
 
+Moment = tuple[Occupancy, ...]
+"""What the stages of a group of devices hold while one of them executes, in pipeline order."""
+
+
 @dataclass(frozen=True)
 class Schedule:
-    """An order of tasks for each stage.
+    """An order of tasks for each group of devices.
 
     Attributes:
-        name: ``"gpipe"`` or ``"1f1b"``.
+        name: As in ``SCHEDULES``.
         num_microbatches: Micro-batches in a step, M.
-        orders: ``orders[s]`` is the order in which stage s executes its 2 M tasks.
+        orders: ``orders[g]`` is the order in which group g executes its tasks: for each of its
+            stages and every micro-batch a forward pass, and a backward pass, whole or split.
+        placement: Per stage, its group; () where stage s is on group s.
 
     Example:
         >>> print(make_schedule("1f1b", 2, 3).as_text())
@@ -78,136 +81,234 @@ class Schedule:
     name: str
     num_microbatches: int
     orders: tuple[tuple[Task, ...], ...]
+    placement: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.placement:
+            object.__setattr__(self, "placement", tuple(range(len(self.orders))))
 
     @property
     def num_stages(self) -> int:
+        return len(self.placement)
+
+    @property
+    def num_groups(self) -> int:
         return len(self.orders)
+
+    @cached_property
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """Per group, its stages in pipeline order."""
+        return tuple(
+            tuple(s for s, group in enumerate(self.placement) if group == g)
+            for g in range(self.num_groups)
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every stage has devices of its own and its backward pass is whole."""
+        return self.num_stages == self.num_groups and not self.splits_backward
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        return any(task.kind == "backward_weights" for order in self.orders for task in order)
 
     @cached_property
     def clocks(self) -> tuple[tuple[Task, ...], ...]:
         """The lock-step execution: per clock, the tasks that run at the same time, at most one per
-        stage.
+        group.
 
-        A stage runs its next task as soon as what it needs was finished in an earlier clock;
+        A group runs its next task as soon as what it needs was finished in an earlier clock;
         transfers happen between clocks. Flattened, it is a valid order of dispatch for a single
         controller.
         """
-        position, done, clocks = [0] * self.num_stages, set[Task](), []
+        wrong = next(self.violations(), None)
+        assert wrong is None, wrong
+        position, done, clocks = [0] * self.num_groups, set[Task](), []
         while len(done) < sum(map(len, self.orders)):
             ready = []
             for order, at in zip(self.orders, position, strict=True):
                 if at < len(order) and (
-                    (needed := self._requirement(order[at])) is None or needed in done
+                    (needed := self.requirement(order[at])) is None or needed in done
                 ):
                     ready.append(order[at])
             assert ready, f"schedule {self.name} has a dependency cycle"
             for task in ready:
-                position[task.stage_id] += 1
+                position[self.placement[task.stage_id]] += 1
             done.update(ready)
             clocks.append(tuple(ready))
         return tuple(clocks)
 
-    def _requirement(self, task: Task) -> Task | None:
+    def violations(self) -> Iterator[str]:
+        """Rules of any table that this one breaks: every task once, where its stage is, and a split
+        pass whole. (A cycle shows in ``clocks``.)"""
+        tasks = [task for order in self.orders for task in order]
+        if len(set(tasks)) < len(tasks):
+            yield f"schedule {self.name} does a task twice"
+        for g, order in enumerate(self.orders):
+            if any(self.placement[task.stage_id] != g for task in order):
+                yield f"schedule {self.name} does a task on a group that has not its stage"
+        split = ("backward_inputs", "backward_weights") if self.splits_backward else ("backward",)
+        if len(set(tasks)) != self.num_stages * self.num_microbatches * (1 + len(split)) or {
+            task.kind for task in tasks
+        } != {"forward", *split}:
+            yield f"schedule {self.name} leaves a task out"
+
+    @property
+    def rounds(self) -> tuple[tuple[Task, ...], ...]:
+        """In the order of dispatch, the tasks after all of which what they made is sent.
+
+        Where each stage has devices of its own, those of a clock. Else one task, so that nothing is
+        received by devices that have not yet sent what they made before.
+        """
+        return (
+            self.clocks
+            if self.is_plain
+            else tuple((task,) for clock in self.clocks for task in clock)
+        )
+
+    def requirement(self, task: Task) -> Task | None:
+        """The task of another group, or of the same, that must have ended before; None for the
+        first of a micro-batch."""
+        s, m = task.stage_id, task.microbatch
         if task.kind == "forward":
-            return (
-                None if task.stage_id == 0 else Task(task.stage_id - 1, "forward", task.microbatch)
+            return None if s == 0 else replace(task, stage_id=s - 1)
+        if task.kind == "backward_weights":
+            return Task(s, "backward_inputs", m)
+        if s == self.num_stages - 1:
+            return Task(s, "forward", m)
+        return replace(task, stage_id=s + 1)
+
+    @cached_property
+    def moments(self) -> tuple[tuple[Moment, ...], ...]:
+        """Per group, the undominated states of its stages over all its tasks: a prediction of its
+        peak is a maximum over them."""
+        kept, inputs, gradients, deferred = ([0] * (self.num_stages + 1) for _ in range(4))
+        last, losses = self.num_stages - 1, 0
+        # Per state but for the losses, the most of them.
+        seen = [dict[Moment, int]() for _ in range(self.num_groups)]
+        for tasks in self.rounds:
+            for task in tasks:
+                s, group = task.stage_id, self.placement[task.stage_id]
+                if task.kind == "forward" and s > 0:
+                    inputs[s] -= 1
+                if task.kind in ("backward", "backward_inputs") and s < last:
+                    gradients[s] -= 1
+                moment = tuple(
+                    Occupancy(
+                        task.kind if i == s else "idle",
+                        kept[i],
+                        inputs[i],
+                        gradients[i],
+                        0,
+                        deferred[i],
+                    )
+                    for i in self.stages[group]
+                )
+                seen[group][moment] = max(losses, seen[group].get(moment, 0))
+                match task.kind:
+                    case "forward":
+                        kept[s] += 1
+                        losses += s == last
+                    case "backward":
+                        kept[s] -= 1
+                    case "backward_inputs":
+                        kept[s] -= 1
+                        deferred[s] += 1
+                    case "backward_weights":
+                        deferred[s] -= 1
+            for task in tasks:
+                if task.kind == "forward":
+                    inputs[task.stage_id + 1] += 1
+                elif task.kind != "backward_weights" and task.stage_id > 0:
+                    gradients[task.stage_id - 1] += 1
+        return tuple(
+            _undominated(
+                [
+                    (*moment[:-1], replace(moment[-1], num_losses=most))
+                    if self.stages[group][-1] == last
+                    else moment
+                    for moment, most in seen[group].items()
+                ]
             )
-        if task.stage_id == self.num_stages - 1:
-            return Task(task.stage_id, "forward", task.microbatch)
-        return Task(task.stage_id + 1, "backward", task.microbatch)
+            for group in range(self.num_groups)
+        )
 
     @cached_property
     def occupancies(self) -> tuple[tuple[Occupancy, ...], ...]:
-        """Per stage, its undominated states over all its tasks: a prediction of its peak is a
-        maximum over them."""
-        kept, inputs, gradients = ([0] * (self.num_stages + 1) for _ in range(3))
-        last, losses = self.num_stages - 1, 0
-        states = [set[Occupancy]() for _ in range(self.num_stages)]
-        for clock in self.clocks:
-            for task in clock:
-                s, forward = task.stage_id, task.kind == "forward"
-                if forward and s > 0:
-                    inputs[s] -= 1
-                if not forward and s < self.num_stages - 1:
-                    gradients[s] -= 1
-                states[s].add(
-                    Occupancy(
-                        task.kind, kept[s], inputs[s], gradients[s], losses if s == last else 0
-                    )
-                )
-                kept[s] += 1 if forward else -1
-                losses += forward and s == last
-            for task in clock:
-                if task.kind == "forward":
-                    inputs[task.stage_id + 1] += 1
-                elif task.stage_id > 0:
-                    gradients[task.stage_id - 1] += 1
-        return tuple(
-            tuple(sorted(s for s in seen if not any(o != s and o.dominates(s) for o in seen)))
-            for seen in states
-        )
+        """Per stage, its undominated states, whatever other stages on its devices hold."""
+        found = []
+        for s, group in enumerate(self.placement):
+            at = self.stages[group].index(s)
+            states = _undominated([(moment[at],) for moment in self.moments[group]])
+            found.append(tuple(state for (state,) in states if state.kind != "idle"))
+        return tuple(found)
 
     def as_text(self) -> str:
-        """One line per stage, for golden tests and people."""
+        """One line per group, for golden tests and people."""
         return "\n".join(
-            f"{s}: " + " ".join(str(task).partition("@")[0] for task in order)
-            for s, order in enumerate(self.orders)
+            f"{g}: "
+            + " ".join(
+                str(task) if len(self.stages[g]) > 1 else str(task).partition("@")[0]
+                for task in order
+            )
+            for g, order in enumerate(self.orders)
         )
 
 
-def _gpipe(num_stages: int, num_microbatches: int) -> list[list[Task]]:
-    """All forward passes, then all backward passes (GPipe; CAPTURE Fig. 2a)."""
+def _undominated(moments: list[Moment]) -> tuple[Moment, ...]:
+    def dominates(one: Moment, other: Moment) -> bool:
+        return all(a.dominates(b) for a, b in zip(one, other, strict=True))
+
+    every = set(moments)
+    return tuple(sorted(m for m in every if not any(o != m and dominates(o, m) for o in every)))
+
+
+def schedule_violations(name: str, num_groups: int, num_microbatches: int) -> list[Violation]:
+    """The rules of a schedule's name and numbers, each with its code: ``plan-schedule``,
+    ``plan-schedule-microbatches``."""
+    if name not in SCHEDULES:
+        return [
+            Violation(
+                f"schedule={name!r} is unknown; choose one of {', '.join(SCHEDULES)}.",
+                "plan-schedule",
+            )
+        ]
+    wrong = SCHEDULES[name].wrong(num_groups, num_microbatches) if num_groups else None
+    if wrong is None:
+        return []
     return [
-        [Task(s, "forward", m) for m in range(num_microbatches)]
-        + [Task(s, "backward", m) for m in range(num_microbatches)]
-        for s in range(num_stages)
+        Violation(
+            f"schedule={name!r} {wrong}, and num_microbatches={num_microbatches}; give others, or "
+            "another schedule.",
+            "plan-schedule-microbatches",
+        )
     ]
 
 
-def _one_forward_one_backward(num_stages: int, num_microbatches: int) -> list[list[Task]]:
-    """Stage s keeps at most min(S - s, M) micro-batches in flight (PipeDream-Flush; CAPTURE Fig.
-    2b; READINGS.md, C-w)."""
-    orders = []
-    for s in range(num_stages):
-        warmup = min(num_stages - s - 1, num_microbatches)
-        order = [Task(s, "forward", m) for m in range(warmup)]
-        for m in range(warmup, num_microbatches):
-            order += [Task(s, "forward", m), Task(s, "backward", m - warmup)]
-        order += [
-            Task(s, "backward", m) for m in range(num_microbatches - warmup, num_microbatches)
-        ]
-        orders.append(order)
-    return orders
-
-
-SCHEDULES: Mapping[str, Callable[[int, int], list[list[Task]]]] = {
-    "gpipe": _gpipe,
-    "1f1b": _one_forward_one_backward,
-}
-
-
 @lru_cache(maxsize=256)
-def make_schedule(name: str, num_stages: int, num_microbatches: int) -> Schedule:
+def make_schedule(name: str, num_groups: int, num_microbatches: int) -> Schedule:
     """The schedule of that name.
 
+    Args:
+        name: Of ``SCHEDULES``.
+        num_groups: Of devices: as many as stages, unless stages share devices.
+        num_microbatches: M.
+
     Raises:
-        PlanError: ``plan-schedule`` for an unknown name.
+        PlanError: the codes of ``schedule_violations``.
     """
-    if name not in SCHEDULES:
-        raise PlanError.of(
-            f"schedule={name!r} is unknown; choose one of {', '.join(SCHEDULES)}.", "plan-schedule"
-        )
-    return Schedule(
-        name, num_microbatches, tuple(map(tuple, SCHEDULES[name](num_stages, num_microbatches)))
-    )
+    PlanError.check(schedule_violations(name, num_groups, num_microbatches))
+    kind = SCHEDULES[name]
+    orders = kind.orders(num_groups, num_microbatches)
+    return Schedule(name, num_microbatches, tuple(map(tuple, orders)), kind.placement(num_groups))
 
 
 @lru_cache(maxsize=64)
 def occupancy_by_position(
     name: str, num_microbatches: int, max_stages: int
 ) -> tuple[tuple[Occupancy, ...], ...]:
-    """Occupancies by position: entry j - 1 is that of a stage with j stages from itself to the end,
-    itself included.
+    """Occupancies by position, of a plain schedule: entry j - 1 is that of a stage with j stages
+    from itself to the end, itself included.
 
     The last entry stands for every longer distance too: GPipe keeps all M micro-batches anywhere,
     and under 1F1B at most min(j, M) are in flight. The first stage of a pipeline differs only in

@@ -20,7 +20,7 @@ from capture.model.workload import WorkloadSpec
 from capture.plan.choices import REMAT_POLICIES
 from capture.plan.files import ClusterRow, resolved, save
 from capture.plan.prediction import Prediction, Verified
-from capture.plan.schedule import SCHEDULES, Schedule, make_schedule
+from capture.plan.schedule import SCHEDULES, Schedule, make_schedule, schedule_violations
 from capture.plan.stage import Stage, StageRow
 from capture.plan.why import Why
 
@@ -47,10 +47,12 @@ class Plan:
     Attributes:
         cluster: All devices.
         num_layers: Layers of the model.
-        stages: In pipeline order; they cover the layers once, and no device twice.
+        stages: In pipeline order; they cover the layers once, and no device twice but where the
+            schedule puts several stages on a group of devices: those have the same ``devices`` and
+            degrees.
         global_batch_size: Examples in a step.
         num_microbatches: Micro-batches that a step accumulates, M.
-        schedule: ``"gpipe"`` or ``"1f1b"``.
+        schedule: Of ``capture.plan.schedule.SCHEDULES``.
         auto_layers: Layers were cut automatically into ``num_layers``; otherwise at the model's
             marks.
         tensor_parallel_rule: How parameters are split: ``"auto"`` or ``"largest"``.
@@ -63,7 +65,8 @@ class Plan:
 
     Raises:
         PlanError: every rule that is broken, with its code: ``plan-stages``, ``plan-layers``,
-            ``plan-devices``, ``plan-degrees``, ``plan-batch``, ``plan-schedule``, ``plan-remat``,
+            ``plan-devices``, ``plan-degrees``, ``plan-batch``, ``plan-schedule``,
+            ``plan-schedule-stages``, ``plan-schedule-microbatches``, ``plan-remat``,
             ``plan-shard-params``, ``plan-rule``.
     """
 
@@ -96,7 +99,8 @@ class Plan:
 
     @cached_property
     def schedule_table(self) -> Schedule:
-        return make_schedule(self.schedule, self.num_stages, self.num_microbatches)
+        num_groups = self.num_stages // SCHEDULES[self.schedule].stages_per_group
+        return make_schedule(self.schedule, num_groups, self.num_microbatches)
 
     @property
     def compiled(self) -> bool:
@@ -214,13 +218,7 @@ def batch_violations(global_batch_size: int, num_microbatches: int) -> list[Viol
 
 def _violations(plan: Plan) -> list[Violation]:
     found = batch_violations(plan.global_batch_size, plan.num_microbatches)
-    if plan.schedule not in SCHEDULES:
-        found.append(
-            Violation(
-                f"schedule={plan.schedule!r} is unknown; choose one of {', '.join(SCHEDULES)}.",
-                "plan-schedule",
-            )
-        )
+    found += _schedule_violations(plan)
     if plan.tensor_parallel_rule not in TENSOR_PARALLEL_RULES:
         rules = ", ".join(TENSOR_PARALLEL_RULES)
         found.append(
@@ -231,7 +229,7 @@ def _violations(plan: Plan) -> list[Violation]:
             )
         )
     found += _layer_violations(plan.stages, plan.num_layers)
-    found += _device_violations(plan.stages, plan.cluster)
+    found += _device_violations(plan)
     for s, stage in enumerate(plan.stages):
         choice = stage.choice
         if (
@@ -312,9 +310,51 @@ def _layer_violations(stages: Sequence[Stage], num_layers: int) -> list[Violatio
     return found
 
 
-def _device_violations(stages: Sequence[Stage], cluster: Cluster) -> list[Violation]:
-    found, user = [], dict[int, int]()
+def _schedule_violations(plan: Plan) -> list[Violation]:
+    kind = SCHEDULES.get(plan.schedule)
+    per_group = 1 if kind is None else kind.stages_per_group
+    found = schedule_violations(
+        plan.schedule, plan.num_stages // per_group, max(1, plan.num_microbatches)
+    )
+    if kind is None or per_group == 1:
+        return found
+    if plan.num_stages % per_group:
+        return [
+            Violation(
+                f"schedule={plan.schedule!r} puts {per_group} stages on every group of devices, "
+                f"and the plan has {plan.num_stages}; give a multiple of {per_group}.",
+                "plan-schedule-stages",
+            )
+        ]
+    first: dict[int, int] = {}
+    for s, (group, stage) in enumerate(
+        zip(kind.placement(plan.num_stages // per_group), plan.stages, strict=True)
+    ):
+        other = first.setdefault(group, s)
+        if _placed(stage) != _placed(plan.stages[other]):
+            found.append(
+                Violation(
+                    f"schedule={plan.schedule!r} puts stage {other} and stage {s} on the same "
+                    "devices; give them the same devices, data_parallel and tensor_parallel.",
+                    "plan-schedule-stages",
+                )
+            )
+    return found
+
+
+def _placed(stage: Stage) -> tuple[tuple[int, ...], int, int]:
+    return stage.devices, stage.choice.data_parallel, stage.choice.tensor_parallel
+
+
+def _device_violations(plan: Plan) -> list[Violation]:
+    stages, cluster = plan.stages, plan.cluster
+    kind, found, user = SCHEDULES.get(plan.schedule), list[Violation](), dict[int, int]()
+    placement: Sequence[int] = range(len(stages))
+    if kind is not None and len(stages) % kind.stages_per_group == 0:
+        placement = kind.placement(len(stages) // kind.stages_per_group)
     for s, stage in enumerate(stages):
+        if placement[s] in placement[:s]:
+            continue  # on the devices of another stage, by the rule of the schedule
         for device in stage.devices:
             if not 0 <= device < cluster.num_devices:
                 found.append(

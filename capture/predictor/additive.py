@@ -9,6 +9,7 @@ and receive buffers enter through the formula, not through the statistics.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -18,11 +19,11 @@ from capture.errors import ProfileError
 from capture.machine.target import same_target
 from capture.measured.profile import Calibration, Profile, StageConfig
 from capture.measured.size_errors import octaves_away
-from capture.measured.stage_cost import StageCost
+from capture.measured.stage_cost import SplitCost, StageCost
 from capture.plan.choices import ParamSplit, StageChoice
 from capture.plan.kinds import of_stages
 from capture.plan.prediction import Prediction, StagePrediction
-from capture.plan.schedule import make_schedule, occupancy_by_position
+from capture.plan.schedule import SCHEDULES, occupancy_by_position
 from capture.plan.stages import Plan
 from capture.predictor.formula import (
     StageMemory,
@@ -31,7 +32,7 @@ from capture.predictor.formula import (
     peaks_by_position,
 )
 from capture.predictor.same_stages import stage_signature
-from capture.predictor.tables import COMPONENTS, NUM_PASSES, ComponentTables
+from capture.predictor.tables import ComponentTables
 from capture.step.interface import StageInterface, plan_interfaces
 
 INTERVAL_COVERAGE = 0.98
@@ -73,9 +74,10 @@ class AdditivePredictor(ComponentTables):
         if key not in self._memories:
             table = np.nan_to_num(self.table(choice, microbatch_size))
             for (first, stop), known in self._looked_up(choice, microbatch_size).items():
-                table[:, first, stop] = known
+                # Where it was not compiled with a split backward pass, that is predicted.
+                table[:, first, stop] = np.where(np.isnan(known), table[:, first, stop], known)
             parts = dict(
-                zip(COMPONENTS, np.ceil(np.maximum(table, 0)).astype(np.int64), strict=True)
+                zip(self.components, np.ceil(np.maximum(table, 0)).astype(np.int64), strict=True)
             )
             self._memories[key] = StageMemory(
                 **self._exact(choice, microbatch_size), summaries=parts.pop("summary"), **parts
@@ -112,7 +114,8 @@ class AdditivePredictor(ComponentTables):
                     found[stage] = self._tables[choice, microbatch_size][
                         :, stage[0], stage[1]
                     ].copy()
-                    found[stage][:NUM_PASSES] = parts_of[signature][:NUM_PASSES]
+                    passes = parts_of[signature][: self.num_passes]
+                    found[stage][: self.num_passes] = passes
         return found
 
     def stage_cost(
@@ -121,7 +124,8 @@ class AdditivePredictor(ComponentTables):
         """What the compiler is predicted to say of layers [first, stop): for the simulator, which
         wants the cost of a stage.
 
-        What is kept is all named residuals, because which inputs are among it is not predicted.
+        What is kept is all named residuals, because which inputs are among it is not predicted;
+        and what is held of it for the gradients of weights is all named deferred.
         """
         memory = self.memory(choice, microbatch_size)
 
@@ -139,11 +143,25 @@ class AdditivePredictor(ComponentTables):
             kept_batch=(),
             summarize_bytes=of(memory.summarize),
             summary_bytes=of(memory.summaries),
+            split=SplitCost(
+                inputs_bytes=of(memory.backward_inputs),
+                weights_bytes=of(memory.backward_weights),
+                residual_bytes=0,
+                deferred_bytes=of(memory.deferred),
+            )
+            if self.profile.splits_backward
+            else None,
         )
 
     def interfaces(self, plan: Plan) -> list[StageInterface]:
         """What the stages of a plan are predicted to hold and hand over: for replays and
-        simulations of its step."""
+        simulations of its step.
+
+        Raises:
+            ProfileError: ``profile-split`` if the plan splits backward passes and the profile was
+                made without.
+        """
+        self.check_split(plan.schedule)
         size = plan.microbatch_size
         costs = [
             self.stage_cost(stage.first, stage.stop, stage.choice, size) for stage in plan.stages
@@ -151,6 +169,20 @@ class AdditivePredictor(ComponentTables):
         splits = {stage.choice.param_split for stage in plan.stages}
         param_bytes = {split: self._param_bytes(split).tolist() for split in splits}
         return plan_interfaces(plan, self.graph(size), param_bytes, costs)
+
+    def check_split(self, schedule: str) -> None:
+        """Refuse a schedule of which the profile knows too little.
+
+        Raises:
+            ProfileError: ``profile-split`` if it splits backward passes and the profile was made
+                without.
+        """
+        if SCHEDULES[schedule].splits_backward and not self.profile.splits_backward:
+            raise ProfileError.of(
+                f"schedule={schedule!r} splits backward passes, which the profile knows nothing "
+                f"about; profile with --schedule {schedule}.",
+                "profile-split",
+            )
 
     def _param_bytes(self, split: ParamSplit) -> np.ndarray:
         if split in self.profile.param_bytes:
@@ -261,38 +293,19 @@ class AdditivePredictor(ComponentTables):
         """
         of_stages(plan, "Its estimate is in the plan.")
         self._check_model(plan)
-        schedule = make_schedule(plan.schedule, plan.num_stages, plan.num_microbatches)
-        stages = []
-        for s, (stage, memory) in enumerate(
-            zip(plan.stages, of_interfaces(self.interfaces(plan)), strict=True)
-        ):
-            choice = stage.choice
-            instant, parts = peak_parts(memory, schedule.occupancies[s])
-            peak = sum(parts.values())
-            config = StageConfig.of(stage, plan.microbatch_size)
-            verified = config in self.profile.verified
-            extrapolated = not verified and self.is_extrapolated(choice, plan.microbatch_size)
-            low, high = (1.0, 1.0) if verified else self._interval(config, extrapolated)
-            if not verified and config not in self.profile.measurements:
-                high = max(
-                    high,
-                    1 + UNSEEN_TEMPORARIES_FRACTION * parts.get("temporaries", 0) / max(peak, 1),
-                )
-            stages.append(
-                StagePrediction(
-                    peak,
-                    (int(peak * low), int(np.ceil(peak * high))),
-                    instant,
-                    parts,
-                    tuple(
-                        self._layer_parts(
-                            stage.first, stage.stop, choice, plan.microbatch_size, parts, instant
-                        )
-                    ),
-                    extrapolated,
-                    verified,
-                )
-            )
+        schedule, memories = plan.schedule_table, of_interfaces(self.interfaces(plan))
+        peaks = [
+            peak_parts([memories[s] for s in group], moments)
+            for group, moments in zip(schedule.stages, schedule.moments, strict=True)
+        ]
+        of_groups = [
+            self._of_group(plan, group, *peak)
+            for group, peak in zip(schedule.stages, peaks, strict=True)
+        ]
+        stages = [
+            of_groups[group][schedule.stages[group].index(s)]
+            for s, group in enumerate(schedule.placement)
+        ]
         per_device = {d: s for s, stage in enumerate(plan.stages) for d in stage.devices}
         order = [stages[per_device[d]] for d in range(plan.cluster.num_devices)]
         return Prediction(
@@ -302,6 +315,43 @@ class AdditivePredictor(ComponentTables):
             {**self.profile.provenance, "predictor": self.name},
             1.0 if all(stage.verified for stage in stages) else self._coverage(),
         )
+
+    def _of_group(
+        self, plan: Plan, group: Sequence[int], instant: str, parts: Sequence[Mapping[str, int]]
+    ) -> list[StagePrediction]:
+        """The prediction of the stages that share some devices, from the parts of each; the
+        interval is the widest that one of them has."""
+        total: Counter[str] = Counter()
+        for own in parts:
+            total.update(own)
+        peak, size = total.total(), plan.microbatch_size
+        configs = [StageConfig.of(plan.stages[s], size) for s in group]
+        splits = plan.schedule_table.splits_backward
+        verified = all(
+            (cost := self.profile.verified.get(config)) is not None
+            and (not splits or cost.split is not None)
+            for config in configs
+        )
+        extrapolated = not verified and any(self.is_extrapolated(c.choice, size) for c in configs)
+        low = high = 1.0
+        if not verified:
+            ends = [self._interval(config, extrapolated) for config in configs]
+            low, high = min(end for end, _ in ends), max(end for _, end in ends)
+            if any(config not in self.profile.measurements for config in configs):
+                unseen = UNSEEN_TEMPORARIES_FRACTION * total["temporaries"] / max(peak, 1)
+                high = max(high, 1 + unseen)
+        return [
+            StagePrediction(
+                peak,
+                (int(peak * low), int(np.ceil(peak * high))),
+                instant,
+                dict(total),
+                tuple(self._layer_parts(config, own, instant)),
+                extrapolated,
+                verified,
+            )
+            for config, own in zip(configs, parts, strict=True)
+        ]
 
     def _check_model(self, plan: Plan) -> None:
         if not same_target(plan.cluster.target, self.profile.target):
@@ -349,17 +399,12 @@ class AdditivePredictor(ComponentTables):
         return max(0.0, low - width), high + width
 
     def _layer_parts(
-        self,
-        first: int,
-        stop: int,
-        choice: StageChoice,
-        microbatch_size: int,
-        parts: Mapping[str, int],
-        instant: str,
+        self, config: StageConfig, parts: Mapping[str, int], instant: str
     ) -> list[dict[str, int]]:
         """Split the parts of a stage over its layers by how the statistics grow as layers are
         added."""
-        memory = self.memory(choice, microbatch_size)
+        first, stop = config.first, config.stop
+        memory = self.memory(config.choice, config.microbatch_size)
         growth = {
             "parameters": memory.params,
             "gradients": memory.gradients,

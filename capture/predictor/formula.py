@@ -1,17 +1,21 @@
 """The peak of a stage in closed form: the maximum over what the schedule lets coincide.
 
-    forward     state + k kept + x received + g gradients_in + n losses + received + batch + forward
-    backward    state + k kept + x received + (g + 1) gradients_in + n losses + backward
+    forward     held + received + batch + forward
+    backward    held + gradients_in + backward
     update      state + n losses + arriving + max(summaries + update, summarize)
 
-with k micro-batches kept (the one whose backward pass runs included), x waiting inputs, g waiting
-gradients and n losses, from the schedule's table (``Schedule.occupancies``). It equals the replay
-of the step byte for byte when the parts do.
+    held        state + k kept + w deferred + x received + g gradients_in + n losses
+
+with k micro-batches kept (the one whose backward pass runs included), w of which the gradients of
+weights are to come, x waiting inputs, g waiting gradients and n losses, from the schedule's table
+(``Schedule.moments``). Of a split backward pass, the program of the inputs counts as backward, that
+of the weights takes itself alone. Stages that share devices are summed, each with what it holds
+while one of them executes. It equals the replay of the step byte for byte when the parts do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +23,8 @@ import numpy as np
 
 from capture.measured.stage_cost import StageCost
 from capture.model.graph import LayerGraph
-from capture.plan.schedule import Occupancy
-from capture.step.interface import StageInterface, stage_values
+from capture.plan.schedule import Moment, Occupancy
+from capture.step.interface import StageInterface, stage_interface, stage_values
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,9 @@ class StageMemory:
         summarize: As ``update``, of the program that sums gradients up for other stages; 0 where
             the optimizer needs none.
         summaries: What that program makes, of all stages: each has all of them for its update.
+        summary: What it makes, of this stage.
+        deferred: Per micro-batch, what the gradients of weights read, of a split backward pass.
+        backward_inputs, backward_weights: As ``backward``, of its two programs.
     """
 
     params: Any
@@ -57,6 +64,10 @@ class StageMemory:
     arriving: Any = 0
     summarize: Any = 0
     summaries: Any = 0
+    summary: Any = 0
+    deferred: Any = 0
+    backward_inputs: Any = 0
+    backward_weights: Any = 0
 
     @property
     def state(self) -> Any:
@@ -92,6 +103,10 @@ def of_interfaces(stages: Sequence[StageInterface]) -> list[StageMemory]:
             ),
             summarize=stage.transient_bytes["summarize"] if summaries else 0,
             summaries=summaries,
+            summary=stage.summary_bytes,
+            deferred=deferred_of(stage),
+            backward_inputs=stage.transient_bytes.get("backward_inputs", 0),
+            backward_weights=stage.transient_bytes.get("backward_weights", 0),
         )
         for s, stage in enumerate(stages)
     ]
@@ -103,6 +118,16 @@ def kept_of(stage: StageInterface) -> int:
         stage.value_bytes[v] for v in (*stage.kept_inputs, *stage.kept_outputs)
     )
     return kept + sum(stage.batch_bytes[b] for b in stage.kept_batch)
+
+
+def deferred_of(stage: StageInterface) -> int:
+    """What one micro-batch keeps for the gradients of weights, per device; 0 where these are part
+    of the whole backward pass."""
+    if (split := stage.split) is None:
+        return 0
+    values = sum(stage.value_bytes[v] for v in (*split.inputs, *split.outputs, *split.cotangents))
+    batch = sum(stage.batch_bytes[b] for b in split.batch)
+    return split.residual_bytes + split.deferred_bytes + values + batch
 
 
 def kept_bytes(
@@ -120,15 +145,60 @@ def kept_bytes(
     return total
 
 
-def peak_of(memory: StageMemory, occupancies: Sequence[Occupancy]) -> Any:
-    """The peak in bytes per device; of the shape of the parts."""
-    instants = [_instant(memory, occupancy) for occupancy in occupancies]
-    return np.maximum.reduce(
-        [
-            *instants,
-            memory.state + _num_losses(occupancies) * memory.losses + memory.arriving + memory.end,
-        ]
+def split_bytes(
+    graph: LayerGraph, first: int, stop: int, data_parallel: int, cost: StageCost
+) -> int:
+    """What one micro-batch of layers [first, stop) keeps for the gradients of weights, per device;
+    of a cost with a split backward pass."""
+    assert cost.split is not None, "measured with a split backward pass"
+    no_params = [0] * len(graph.params)
+    return deferred_of(stage_interface(graph, first, stop, (), data_parallel, no_params, cost))
+
+
+def peak_of(stages: Sequence[StageMemory], moments: Sequence[Moment]) -> Any:
+    """The peak in bytes per device, of the stages that share it; of the shape of the parts."""
+    state = sum(stage.state for stage in stages)
+    instants = [
+        state + sum(map(_held, stages, moment)) + sum(map(_taken, stages, moment))
+        for moment in moments
+    ]
+    end = state + _num_losses(moments) * stages[-1].losses
+    return np.maximum.reduce([*instants, *(end + more for more in _ends(stages))])
+
+
+def _held(memory: StageMemory, o: Occupancy) -> Any:
+    """What a stage holds beside its state, whatever executes."""
+    return (
+        o.num_kept * memory.kept
+        + o.num_deferred * memory.deferred
+        + o.num_waiting_inputs * memory.received
+        + o.num_waiting_gradients * memory.gradients_in
+        + o.num_losses * memory.losses
     )
+
+
+def _taken(memory: StageMemory, o: Occupancy) -> Any:
+    """What the task that a stage executes needs beside it."""
+    match o.kind:
+        case "forward":
+            return memory.received + memory.batch + memory.forward
+        case "backward":
+            return memory.gradients_in + memory.backward
+        case "backward_inputs":
+            return memory.gradients_in + memory.backward_inputs
+        case "backward_weights":
+            return memory.backward_weights
+        case "idle":
+            return 0
+
+
+def _ends(stages: Sequence[StageMemory]) -> Iterator[Any]:
+    """Beside state and losses, what the end of a step needs at each of its programs: the stages of
+    a device are summed up, and then updated, one after the other."""
+    for s, stage in enumerate(stages):
+        arriving = sum(each.arriving for each in stages)
+        yield arriving + sum(each.summary for each in stages[:s]) + stage.summarize
+        yield (sum(each.arriving + each.summaries for each in stages[s:]) + stage.update)
 
 
 def peaks_by_position(
@@ -151,7 +221,8 @@ def peaks_by_position(
     end = memory.state + memory.end
     result, instant = np.empty((len(positions), *shape), np.int64), np.empty(shape, np.int64)
     for peak, occupancies, gradients in zip(result, positions, arriving, strict=True):
-        np.add(end, _num_losses(occupancies) * memory.losses + gradients, out=peak)
+        num_losses = max(o.num_losses for o in occupancies)
+        np.add(end, num_losses * memory.losses + gradients, out=peak)
         for o in occupancies:
             np.multiply(memory.kept, o.num_kept, out=instant)
             instant += fixed[o.kind]
@@ -166,59 +237,71 @@ def peaks_by_position(
     return result
 
 
-def _num_losses(occupancies: Sequence[Occupancy]) -> int:
+def _num_losses(moments: Sequence[Moment]) -> int:
     """At the end of a step: every micro-batch's."""
-    return max(occupancy.num_losses for occupancy in occupancies)
+    return max(moment[-1].num_losses for moment in moments)
 
 
-def _instant(memory: StageMemory, occupancy: Occupancy) -> Any:
-    held = (
-        memory.state
-        + occupancy.num_kept * memory.kept
-        + occupancy.num_waiting_inputs * memory.received
-    )
-    held = held + occupancy.num_losses * memory.losses
-    if occupancy.kind == "forward":
-        return (
-            held
-            + occupancy.num_waiting_gradients * memory.gradients_in
-            + memory.received
-            + memory.batch
-            + memory.forward
-        )
-    return held + (occupancy.num_waiting_gradients + 1) * memory.gradients_in + memory.backward
-
-
-def peak_parts(memory: StageMemory, occupancies: Sequence[Occupancy]) -> tuple[str, dict[str, int]]:
-    """The instant of the peak, and the bytes by category at it; they sum to the peak."""
-    state = {
-        "parameters": memory.params,
-        "gradients": memory.gradients,
-        "optimizer": memory.optimizer,
-    }
-    end = {
-        **state,
-        "received gradients": memory.arriving,
-        "loss": _num_losses(occupancies) * memory.losses,
-    }
-    candidates = [
-        (
-            "update",
-            {**end, "optimizer": memory.optimizer + memory.summaries, "temporaries": memory.update},
-        ),
-        ("summarize", {**end, "temporaries": memory.summarize}),
+def peak_parts(
+    stages: Sequence[StageMemory], moments: Sequence[Moment]
+) -> tuple[str, list[dict[str, int]]]:
+    """The instant of the peak, and the bytes by category at it, of each of the stages that share a
+    device; all of them sum to the peak."""
+    candidates = [*_parts_at_end(stages, moments), *(_parts_at(stages, m) for m in moments)]
+    instant, parts = max(candidates, key=lambda item: sum(sum(p.values()) for p in item[1]))
+    return instant, [
+        {category: int(nbytes) for category, nbytes in of_stage.items() if nbytes}
+        for of_stage in parts
     ]
-    for o in occupancies:
-        forward = o.kind == "forward"
-        parts = {
-            **state,
-            "activations": o.num_kept * memory.kept,
-            "received activations": (o.num_waiting_inputs + forward) * memory.received,
-            "received gradients": (o.num_waiting_gradients + (not forward)) * memory.gradients_in,
-            "batch": memory.batch if forward else 0,
-            "loss": o.num_losses * memory.losses,
-            "temporaries": memory.forward if forward else memory.backward,
-        }
-        candidates.append((o.kind, parts))
-    instant, parts = max(candidates, key=lambda item: sum(item[1].values()))
-    return instant, {category: int(nbytes) for category, nbytes in parts.items() if nbytes}
+
+
+def _state_parts(stage: StageMemory) -> dict[str, Any]:
+    return {
+        "parameters": stage.params,
+        "gradients": stage.gradients,
+        "optimizer": stage.optimizer,
+    }
+
+
+def _parts_at_end(
+    stages: Sequence[StageMemory], moments: Sequence[Moment]
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    for running in range(len(stages)):
+        for instant, summaries in (
+            ("update", [0 if s < running else each.summaries for s, each in enumerate(stages)]),
+            ("summarize", [each.summary if s < running else 0 for s, each in enumerate(stages)]),
+        ):
+            yield (
+                instant,
+                [
+                    {
+                        **_state_parts(each),
+                        "received gradients": 0
+                        if instant == "update" and s < running
+                        else each.arriving,
+                        "optimizer": each.optimizer + summaries[s],
+                        "loss": (s == len(stages) - 1) * _num_losses(moments) * each.losses,
+                        "temporaries": getattr(each, instant) if s == running else 0,
+                    }
+                    for s, each in enumerate(stages)
+                ],
+            )
+
+
+def _parts_at(stages: Sequence[StageMemory], moment: Moment) -> tuple[str, list[dict[str, Any]]]:
+    parts, running = [], ""
+    for stage, o in zip(stages, moment, strict=True):
+        forward, gradients = o.kind == "forward", o.kind in ("backward", "backward_inputs")
+        running = running if o.kind == "idle" else o.kind
+        parts.append(
+            {
+                **_state_parts(stage),
+                "activations": o.num_kept * stage.kept + o.num_deferred * stage.deferred,
+                "received activations": (o.num_waiting_inputs + forward) * stage.received,
+                "received gradients": (o.num_waiting_gradients + gradients) * stage.gradients_in,
+                "batch": stage.batch if forward else 0,
+                "loss": o.num_losses * stage.losses,
+                "temporaries": 0 if o.kind == "idle" else getattr(stage, o.kind),
+            }
+        )
+    return running, parts

@@ -4,6 +4,7 @@ target."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from capture.machine.target import Target
@@ -13,7 +14,8 @@ from capture.plan.stages import Plan
 from capture.predictor.additive import AdditivePredictor
 from capture.predictor.times import TimePredictor
 from capture.step.pipeline import build_step, plan_timeline
-from capture.step.timeline import StepTimeline
+from capture.step.timeline import LinkTimes, StepTimeline
+from capture.step.times import pipeline_seconds, table_seconds
 
 
 def predicted_timeline(plan: Plan, profile: Profile) -> StepTimeline:
@@ -33,6 +35,35 @@ def predicted_timeline(plan: Plan, profile: Profile) -> StepTimeline:
     predictor, times = AdditivePredictor(profile), TimePredictor(profile, max(plan.cluster.nodes))
     step = build_step(predictor.interfaces(plan), plan.schedule_table)
     return plan_timeline(step, plan.cluster, times.stage_times(plan), times.model.rates)
+
+
+def counted_seconds(plan: Plan, profile: Profile) -> float:
+    """A step as the searches for speed count it: by Alpa's closed form, which leaves transfers out;
+    by the table of its schedule and with transfers where that is not plain.
+
+    Raises:
+        ProfileError: ``profile-no-times``, and the codes of ``TimePredictor.table``.
+    """
+    predictor = TimePredictor(profile, max(plan.cluster.nodes))
+    times, schedule = predictor.stage_times(plan), plan.schedule_table
+    if schedule.is_plain:
+        passes = [stage.microbatch_seconds for stage in times]
+        updates = [stage.update_seconds for stage in times]
+        return pipeline_seconds(passes, updates, plan.num_microbatches)
+    graph, links = (
+        profile.graph_at(plan.microbatch_size),
+        LinkTimes(plan.cluster, predictor.model.rates),
+    )
+    sends = []
+    for stage, other in pairwise(plan.stages):
+        crossing = [graph.values[v] for v in graph.crossing(stage.stop)]
+        nbytes = sum(v.shard_bytes(stage.choice.data_parallel) for v in crossing)
+        sends.append(
+            0.0
+            if stage.devices == other.devices
+            else links.between(stage.devices, other.devices, nbytes)
+        )
+    return table_seconds(schedule, times, sends)
 
 
 def has_times(profile: Profile) -> bool:

@@ -14,15 +14,15 @@ from capture.measured.stage_cost import StageCost
 from capture.model.graph import LayerGraph
 from capture.plan.choices import StageChoice
 from capture.predictor.fit import fit_degrees, fit_line
-from capture.predictor.formula import kept_bytes
+from capture.predictor.formula import kept_bytes, split_bytes
 from capture.predictor.statistics import extend_windows
 
-#: Rows of a statistics table.
-COMPONENTS = ("kept", "forward", "backward", "update", "optimizer", "summarize", "summary")
-#: The first of them, which depend on the layers alone and grow with the examples; the others belong
-#: to parameters and optimizer.
-NUM_PASSES = 3
-_TEMPORARIES = ("forward", "backward")
+#: Rows of a statistics table that depend on the layers alone and grow with the examples; those of a
+#: split backward pass, where it was measured; and those that belong to parameters and optimizer.
+PASSES = ("kept", "forward", "backward")
+SPLIT_PASSES = ("deferred", "backward_inputs", "backward_weights")
+UPDATES = ("update", "optimizer", "summarize", "summary")
+_TEMPORARIES = ("forward", "backward", "backward_inputs", "backward_weights")
 
 
 class ComponentTables:
@@ -32,10 +32,16 @@ class ComponentTables:
         profile: Measured windows of layers.
         allow_extrapolation: Predict degrees that were not profiled by ``a + b / k``; refused
             otherwise.
+
+    Attributes:
+        components: Rows of a table.
+        num_passes: The first of them, which grow with the examples.
     """
 
     def __init__(self, profile: Profile, *, allow_extrapolation: bool = False):
         self.profile, self._extrapolates = profile, allow_extrapolation
+        passes = PASSES + SPLIT_PASSES * profile.splits_backward
+        self.components, self.num_passes = (*passes, *UPDATES), len(passes)
         self._graphs: dict[int, LayerGraph] = {}
         self._tables: dict[tuple[StageChoice, int], np.ndarray] = {}
         self._windows: dict[tuple[StageChoice, int], dict[tuple[int, int], np.ndarray]] = {}
@@ -60,7 +66,21 @@ class ComponentTables:
             cost.summarize_bytes,
             cost.summary_bytes,
         )
-        return np.array([kept, cost.forward_bytes, cost.backward_bytes, *of_update], np.float64)
+        passes: list[float] = [kept, cost.forward_bytes, cost.backward_bytes]
+        if self.profile.splits_backward:
+            split = cost.split
+            passes += (
+                [np.nan] * 3
+                if split is None
+                else [
+                    split_bytes(
+                        self.graph(microbatch_size), first, stop, choice.data_parallel, cost
+                    ),
+                    split.inputs_bytes,
+                    split.weights_bytes,
+                ]
+            )
+        return np.array([*passes, *of_update], np.float64)
 
     def _measured_table(
         self,
@@ -91,7 +111,7 @@ class ComponentTables:
             ) from None
 
     def table(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
-        """Components of every stage: float64 (len(COMPONENTS), L, L + 1), bytes per device.
+        """Components of every stage: float64 (len(components), L, L + 1), bytes per device.
 
         Raises:
             ProfileError: ``profile-choice`` if the choice was not profiled and extrapolation is not
@@ -131,8 +151,8 @@ class ComponentTables:
             lines[-1] > 0, line / np.where(lines[-1] > 0, lines[-1], 1), microbatch_size / base
         )
         growth = np.maximum(growth, 1) if microbatch_size > base else np.clip(growth, 0, 1)
-        for row, component in enumerate(COMPONENTS):
-            if row < NUM_PASSES:
+        for row, component in enumerate(self.components):
+            if row < self.num_passes:
                 table[row] *= growth[row]
             if component in _TEMPORARIES:
                 table[row] = _largest_part(table[row])

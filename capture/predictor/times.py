@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -19,16 +19,25 @@ from capture.step.times import StageTimes, TimeModel
 @dataclass(frozen=True)
 class StageTable:
     """Seconds of every stage [first, stop): float64 arrays (L, L + 1), meaningless where stop <=
-    first."""
+    first; those of a split backward pass are 0 where it was not measured."""
 
     forward: np.ndarray
     backward: np.ndarray
     update: np.ndarray
+    backward_inputs: np.ndarray
+    backward_weights: np.ndarray
 
     def at(self, first: int, stop: int) -> StageTimes:
         return StageTimes(
-            *(float(table[first, stop]) for table in (self.forward, self.backward, self.update))
+            **{
+                f"{field.name}_seconds": float(getattr(self, field.name)[first, stop])
+                for field in fields(self)
+            }
         )
+
+
+def _row(seconds: StageTimes) -> np.ndarray:
+    return np.array([seconds.of(field.name) for field in fields(StageTable)])
 
 
 class TimePredictor:
@@ -58,9 +67,7 @@ class TimePredictor:
             seconds = self.model.stage_times(cost)
             if seconds is not None:
                 windows = self._windows.setdefault((config.choice, config.microbatch_size), {})
-                windows[config.first, config.stop] = np.array(
-                    [seconds.forward_seconds, seconds.backward_seconds, seconds.update_seconds]
-                )
+                windows[config.first, config.stop] = _row(seconds)
 
     def table(self, choice: StageChoice, microbatch_size: int) -> StageTable:
         """Seconds of every stage.
@@ -85,11 +92,10 @@ class TimePredictor:
             for config, cost in self.profile.verified.items():
                 seconds = self.model.stage_times(cost)
                 if (config.choice, config.microbatch_size) == key and seconds is not None:
-                    table[:, config.first, config.stop] = [
-                        seconds.forward_seconds,
-                        seconds.backward_seconds,
-                        seconds.update_seconds,
-                    ]
+                    row = _row(seconds)
+                    if self.profile.splits_backward and cost.split is None:
+                        row[3:] = table[3:, config.first, config.stop]
+                    table[:, config.first, config.stop] = row
             self._tables[key] = StageTable(*np.maximum(np.nan_to_num(table), 0))
         return self._tables[key]
 

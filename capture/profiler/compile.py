@@ -27,7 +27,7 @@ from capture.documents import read, write
 from capture.errors import TargetError
 from capture.machine.target import Target
 from capture.measured.profile import StageConfig
-from capture.measured.stage_cost import StageCost, UpdateCost
+from capture.measured.stage_cost import SplitCost, StageCost, UpdateCost
 from capture.measured.store import Store
 from capture.model.graph import LayerGraph, content_hash
 from capture.model.workload import WorkloadProtocol
@@ -36,15 +36,18 @@ from capture.partition.tensor_parallel import Rule
 from capture.plan.choices import StageChoice
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
 from capture.runtime.programs import StagePrograms
+from capture.runtime.split_backward import SplitStagePrograms
 from capture.step.attribution import StageBuffers
 from capture.step.interface import owned_and_borrowed, shared_onwards
 from capture.tracing import TracedModel, trace
 
-Measured = TypeVar("Measured", StageCost, UpdateCost, StageBuffers)
+Measured = TypeVar("Measured", StageCost, UpdateCost, SplitCost, StageBuffers)
 
 #: Bump when the programs of a stage change for the same model, so that old measurements are not
 #: taken for new ones.
 PROGRAM_VERSION = 3
+#: The same, of how a backward pass is split.
+SPLIT_VERSION = 1
 #: Bump when more is counted of what programs compute, which only targets with rates are asked for:
 #: 2 counts kernels.
 WORK_VERSION = 2
@@ -276,6 +279,20 @@ class CompileBackend:
             lambda: self.programs(_of_update(config)).update_cost,
         )
 
+    def split_key(self, config: StageConfig) -> str:
+        """As ``key``, of its backward pass in two programs."""
+        return content_hash([self.key(config), "split", SPLIT_VERSION])
+
+    def measure_split(self, config: StageConfig) -> SplitCost:
+        """As ``measure``, of its backward pass in two programs."""
+
+        def compile_it() -> SplitCost:
+            programs = self.programs(config, kind=SplitStagePrograms)
+            assert isinstance(programs, SplitStagePrograms)
+            return programs.split_cost
+
+        return self._stored(SplitCost, self.split_key(config), compile_it)
+
     def buffers_key(self, config: StageConfig) -> str:
         """As ``key``, of what the buffers of a stage are: also what its layers are called and where
         they stand in the model."""
@@ -317,6 +334,7 @@ class CompileBackend:
         *,
         devices: Sequence[Any] | None = None,
         compiler: AnyCompiler | None = None,
+        kind: type[StagePrograms] = StagePrograms,
     ) -> StagePrograms:
         """The programs of a stage config, compiled when they are asked for.
 
@@ -324,6 +342,7 @@ class CompileBackend:
             config: The stage.
             devices: To compile for, instead of the target's.
             compiler: Instead of the target's, which compiles to measure and not to run.
+            kind: Whether its backward pass is whole or split.
 
         Raises:
             TargetError: as ``devices_of``.
@@ -337,7 +356,7 @@ class CompileBackend:
             )
         owned, _ = owned_and_borrowed(traced.graph, config.first, config.stop)
         rest = tuple(p for p in range(len(traced.graph.params)) if p not in set(owned))
-        return StagePrograms(
+        return kind(
             traced,
             config,
             devices,

@@ -269,7 +269,7 @@ def run_paper_profile(
     def replayed(
         choice: StageChoice, partitioning: Sequence[int], num_microbatches: int
     ) -> RunPeaks:
-        occupancies = make_schedule(schedule, len(partitioning), num_microbatches).occupancies
+        moments = make_schedule(schedule, len(partitioning), num_microbatches).moments
         found = [costs[choice][stage] for stage in ranges(partitioning)]
         interfaces = [
             stage_interface(
@@ -284,9 +284,9 @@ def run_paper_profile(
             for (first, stop), cost in zip(ranges(partitioning), found, strict=True)
         ]
         peaks = [
-            None if cost is None else int(peak_of(memory, occupancy))
-            for cost, memory, occupancy in zip(
-                found, of_interfaces(interfaces), occupancies, strict=True
+            None if cost is None else int(peak_of([memory], of_group))
+            for cost, memory, of_group in zip(
+                found, of_interfaces(interfaces), moments, strict=True
             )
         ]
         failures = [

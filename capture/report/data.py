@@ -49,7 +49,8 @@ class StageFacts:
         instant: What runs at the predicted peak.
         parts: Bytes by category at it; they sum to ``predicted_bytes``.
         layers: The same per layer of the stage.
-        max_in_flight: Most micro-batches whose activations it keeps at once.
+        max_in_flight: Most micro-batches whose activations it keeps at once, those for the
+            gradients of weights included.
     """
 
     stage_id: int
@@ -97,6 +98,7 @@ class ScheduleFacts:
         waits_fraction: Per stage, the part of the step in which it computes nothing.
         memory: Per stage, on each of its devices; () where nothing is known.
         processes: Headings of the trace.
+        lanes: Per group of devices, what its streams are called by, and its stages in words.
     """
 
     clock: Clock
@@ -104,6 +106,7 @@ class ScheduleFacts:
     waits_fraction: tuple[float, ...]
     memory: tuple[MemoryUse, ...]
     processes: Mapping[Memory, str]
+    lanes: Mapping[str, str]
 
     @property
     def step_seconds(self) -> float | None:
@@ -257,40 +260,51 @@ def schedule_facts(plan: Plan, profile: Profile | None) -> ScheduleFacts:
     predictor = AdditivePredictor(profile, allow_extrapolation=extrapolated)
     predictor.predict(plan)  # refuses a profile of another model or target
     if has_times(profile) and not extrapolated:
-        return _of_timeline("seconds", predicted_timeline(plan, profile))
+        return _of_timeline("seconds", predicted_timeline(plan, profile), plan)
     program = build_step(predictor.interfaces(plan), plan.schedule_table)
-    units = stage_seconds(program, [StageTimes(1, 1, 1, 1)] * plan.num_stages)
-    return _of_timeline("units", simulate_step(program, Seconds(units, lambda *_: 0)))
+    units = stage_seconds(program, [StageTimes(1, 1, 1, 1, 1, 1)] * plan.num_stages)
+    return _of_timeline("units", simulate_step(program, Seconds(units, lambda *_: 0)), plan)
 
 
-def _of_timeline(clock: Clock, timeline: StepTimeline) -> ScheduleFacts:
+def _of_timeline(clock: Clock, timeline: StepTimeline, plan: Plan) -> ScheduleFacts:
     memory = tuple(timeline.memory_of(place.devices[0]) for place in timeline.step.places)
     waits = tuple(map(float, timeline.bubble_fraction))
-    return ScheduleFacts(clock, timeline.simulation, waits, memory, timeline.processes)
+    lanes = {
+        timeline.processes[plan.stages[stages[0]].devices[0]]: _named(stages)
+        for stages in plan.schedule_table.stages
+    }
+    return ScheduleFacts(clock, timeline.simulation, waits, memory, timeline.processes, lanes)
+
+
+def _named(stages: Sequence[int]) -> str:
+    """The stages of a group of devices, in words."""
+    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
 
 
 def _clocks(plan: Plan) -> ScheduleFacts:
     work: list[Work] = []
     before: tuple[int, ...] = ()
-    for clock in plan.schedule_table.clocks:
+    table = plan.schedule_table
+    lanes = [_named(stages) for stages in table.stages]
+    for clock in table.clocks:
         first = len(work)
         for task in clock:
             label = f"{task.kind} {task.microbatch} on stage {task.stage_id}"
-            work.append(
-                Work(label, (compute_stream(f"stage {task.stage_id}"),), 1, before, kind=task.kind)
-            )
+            stream = compute_stream(lanes[table.placement[task.stage_id]])
+            work.append(Work(label, (stream,), 1, before, kind=task.kind))
         before = tuple(range(first, len(work)))
     simulation = simulate(work)
     waits = tuple(
-        1 - simulation.busy_seconds[compute_stream(f"stage {s}")] / simulation.seconds
-        for s in range(plan.num_stages)
+        1 - simulation.busy_seconds[compute_stream(lanes[group])] / simulation.seconds
+        for group in table.placement
     )
     return ScheduleFacts(
         "clocks",
         simulation,
         waits,
         (),
-        {compute_stream(f"stage {s}"): f"stage {s}" for s in range(plan.num_stages)},
+        {compute_stream(lane): lane for lane in lanes},
+        {lane: lane for lane in lanes},
     )
 
 
@@ -315,7 +329,7 @@ def _stages(plan: Plan, predicted: Prediction) -> tuple[StageFacts, ...]:
                 note.instant,
                 note.parts_bytes,
                 note.layers_bytes,
-                max(occupancy.num_kept for occupancy in plan.schedule_table.occupancies[s]),
+                max(o.num_kept + o.num_deferred for o in plan.schedule_table.occupancies[s]),
             )
         )
     return tuple(found)

@@ -26,7 +26,7 @@ def figures(facts: ReportFacts) -> list[Figure]:
     made = [stage_map(facts), peaks(facts), treemap(facts)]
     made += [prediction_errors(facts)] if facts.verified else []
     made += [memory_over_time(facts)] if facts.schedule.memory else []
-    traces, layout, note = schedule(facts.schedule, len(facts.stages))
+    traces, layout, note = schedule(facts.schedule)
     made.append(
         Figure(
             "schedule",

@@ -28,6 +28,8 @@ OTHER = "#BBBBBB"
 KINDS = {
     "forward": "#88CCEE",
     "backward": "#332288",
+    "backward_inputs": "#332288",
+    "backward_weights": "#AA9922",
     "update": "#117733",
     "summarize": "#AA4499",
     "transfer": "#999999",

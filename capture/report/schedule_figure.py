@@ -16,13 +16,20 @@ MAX_BARS = 1500
 #: Columns of the image.
 NUM_SLOTS = 1200
 
-_COMPUTES = ("forward", "backward", "summarize", "update")
+_COMPUTES = (
+    "forward",
+    "backward",
+    "backward_inputs",
+    "backward_weights",
+    "summarize",
+    "update",
+)
 
 
-def schedule(
-    facts: ScheduleFacts, num_stages: int
-) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
-    """(traces, layout, what the caption must say of them): a row per stage, the first on top."""
+def schedule(facts: ScheduleFacts) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
+    """(traces, layout, what the caption must say of them): a row per group of devices, that of the
+    first stage on top."""
+    num_stages = len(facts.lanes)
     unit = (
         seconds_unit(float(facts.simulation.seconds))
         if facts.clock == "seconds"
@@ -42,13 +49,13 @@ def schedule(
         },
         "yaxis": {
             "tickvals": list(range(num_stages)),
-            "ticktext": [f"stage {s}" for s in range(num_stages)],
+            "ticktext": list(facts.lanes.values()),
             "range": [num_stages - 0.5, -0.5],
             "showgrid": False,
             "zeroline": False,
         },
     }
-    rows = _rows(facts, num_stages)
+    rows = _rows(facts)
     if len(rows) <= MAX_BARS:
         sends = (
             " The thin bars below a stage are what it sends."
@@ -61,22 +68,23 @@ def schedule(
         "slots of time, each with the program that "
         "takes most of it; transfers are left out. The trace (--trace) has every one."
     )
-    return _image(facts, num_stages, unit), layout, note
+    return _image(facts, unit), layout, note
 
 
 _Row = tuple[int, Work, float, float]
 """(stage, item, start, seconds)"""
 
 
-def _rows(facts: ScheduleFacts, num_stages: int) -> list[_Row]:
+def _rows(facts: ScheduleFacts) -> list[_Row]:
     """What takes time on the compute streams, and what is sent from a stage."""
-    stage_of = {compute_stream(f"stage {s}"): s for s in range(num_stages)}
+    row_of = {lane: row for row, lane in enumerate(facts.lanes)}
+    stage_of = {compute_stream(lane): row for lane, row in row_of.items()}
     found = []
     for item, start in zip(facts.simulation.work, facts.simulation.starts, strict=True):
         if item.seconds and item.streams:
             stage = stage_of.get(item.streams[0])
             if stage is None and item.kind == "transfer":
-                stage = int(item.streams[0].split()[1])  # "stage 0 -> stage 1"
+                stage = row_of[item.streams[0].partition(" -> ")[0]]
             if stage is not None:
                 found.append((stage, item, float(start), float(item.seconds)))
     return found
@@ -112,9 +120,9 @@ def _bars(rows: list[_Row], facts: ScheduleFacts, unit: Unit) -> list[dict[str, 
     return traces
 
 
-def _image(facts: ScheduleFacts, num_stages: int, unit: Unit) -> list[dict[str, Any]]:
+def _image(facts: ScheduleFacts, unit: Unit) -> list[dict[str, Any]]:
     """A heat map whose values are kinds; ``None`` where a stage mostly waits."""
-    grid, labels = slots(facts, num_stages, NUM_SLOTS)
+    grid, labels = slots(facts, NUM_SLOTS)
     width = float(facts.simulation.seconds) / NUM_SLOTS / unit.scale
     steps = [
         [edge, KINDS[kind]]
@@ -126,7 +134,7 @@ def _image(facts: ScheduleFacts, num_stages: int, unit: Unit) -> list[dict[str, 
         "z": [[None if kind is None else _COMPUTES.index(kind) for kind in row] for row in grid],
         "x0": width / 2,
         "dx": width,
-        "y": list(range(num_stages)),
+        "y": list(range(len(facts.lanes))),
         "zmin": -0.5,
         "zmax": len(_COMPUTES) - 0.5,
         "colorscale": steps,
@@ -152,17 +160,16 @@ def _image(facts: ScheduleFacts, num_stages: int, unit: Unit) -> list[dict[str, 
     return [image, *legend]
 
 
-def slots(
-    facts: ScheduleFacts, num_stages: int, num_slots: int
-) -> tuple[list[list[str | None]], list[list[str]]]:
-    """Per stage and slot of time, the kind of the program that takes most of the slot, and its
-    label; None where waiting does."""
+def slots(facts: ScheduleFacts, num_slots: int) -> tuple[list[list[str | None]], list[list[str]]]:
+    """Per row and slot of time, the kind of the program that takes most of the slot, and its label;
+    None where waiting does."""
+    num_stages = len(facts.lanes)
     kinds: list[list[str | None]] = [[None] * num_slots for _ in range(num_stages)]
     labels = [[""] * num_slots for _ in range(num_stages)]
     waited = [[1.0] * num_slots for _ in range(num_stages)]
     most = [[0.0] * num_slots for _ in range(num_stages)]
     length = float(facts.simulation.seconds) / num_slots
-    for stage, item, start, seconds in _rows(facts, num_stages):
+    for stage, item, start, seconds in _rows(facts):
         if item.kind == "transfer":
             continue
         first, last = int(start / length), min(num_slots - 1, int((start + seconds) / length))

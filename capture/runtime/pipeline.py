@@ -26,6 +26,7 @@ from capture.runtime.dispatch import BoundStep, Observer, to_device, to_host
 from capture.runtime.microbatches import split_microbatches
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
 from capture.runtime.programs import StagePrograms
+from capture.runtime.split_backward import SplitStagePrograms
 from capture.runtime.stage_calls import layout_of, stage_calls
 from capture.step.interface import owned_and_borrowed, plan_interfaces
 from capture.step.ledger import Ledger
@@ -181,8 +182,9 @@ class PipelinedStep:
         )
         borrowers = [p for _, borrowed in owned for p in borrowed]
         compiler = Compiler(fast_compile=fast_compile, clears_apart=devices[0].platform == "cpu")
+        programs = SplitStagePrograms if plan.schedule_table.splits_backward else StagePrograms
         self.stages = [
-            StagePrograms(
+            programs(
                 traced,
                 StageConfig.of(stage, plan.microbatch_size),
                 [devices[d] for d in stage.devices],

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from capture.runtime.dispatch import Call
 from capture.runtime.fast_paths import flat_call
 from capture.runtime.programs import StagePrograms
+from capture.runtime.split_backward import SplitStagePrograms
 from capture.step.program import Run, Slot, Step
 
 
@@ -43,30 +46,31 @@ def layout_of(step: Step, stages: Sequence[StagePrograms], slot: Slot) -> list[A
 
 
 def _forward(stage: StagePrograms) -> Call:
-    call, num_outputs = flat_call(stage.forward.call), len(stage.layers.outputs)
-
-    def forward(flat):
-        results = call(flat)
-        return [*([output] for output in results[:num_outputs]), results[num_outputs:]]
-
-    return forward
+    call = flat_call(stage.forward.call)
+    outputs, *residuals = stage.forward.outputs
+    sizes = [*[1] * len(outputs), *map(len, residuals)]
+    return lambda flat: _cut(call(flat), sizes)
 
 
 def _backward(stage: StagePrograms) -> Call:
     call = flat_call(stage.backward.call)
-    num_inputs = len(stage.differentiable_inputs)
-    num_own = num_inputs + len(stage.owned)
+    sizes = [*[1] * len(stage.differentiable_inputs), len(stage.owned), *[1] * len(stage.borrowed)]
+    return lambda flat: _cut(call(flat), sizes)
 
-    def backward(flat):
-        results = call(flat)
-        gradients, owned, borrowed = (
-            results[:num_inputs],
-            results[num_inputs:num_own],
-            results[num_own:],
-        )
-        return [*([array] for array in gradients), owned, *([array] for array in borrowed)]
 
-    return backward
+def _backward_inputs(stage: StagePrograms) -> Call:
+    assert isinstance(stage, SplitStagePrograms)
+    call = flat_call(stage.backward_inputs.call)
+    gradients, deferred = stage.backward_inputs.outputs
+    sizes = [*[1] * len(gradients), len(deferred)]
+    return lambda flat: _cut(call(flat), sizes)
+
+
+def _backward_weights(stage: StagePrograms) -> Call:
+    assert isinstance(stage, SplitStagePrograms)
+    call = flat_call(stage.backward_weights.call)
+    sizes = [len(stage.owned), *[1] * len(stage.borrowed)]
+    return lambda flat: _cut(call(flat), sizes)
 
 
 def _summarize(stage: StagePrograms) -> Call:
@@ -81,23 +85,32 @@ def _update(stage: StagePrograms) -> Call:
     call = flat_call(stage.update.call)
     clear = None if stage.clear is None else flat_call(stage.clear.call)
     num_params, num_state = len(stage.owned), len(stage.optimizer.state)
+    sizes = [num_params, num_state, num_params, *[1] * len(stage.borrowed)]
     gradients = slice(num_params + num_state, 2 * num_params + num_state + len(stage.borrowed))
 
     def update(flat):
         results = call(flat)
         if clear is not None:
             results += clear(flat[gradients])
-        params, rest = results[:num_params], results[num_params:]
-        state, rest = rest[:num_state], rest[num_state:]
-        own, borrowed = rest[:num_params], rest[num_params:]
-        return [params, state, own, *([gradient] for gradient in borrowed)]
+        return _cut(results, sizes)
 
     return update
+
+
+def _cut(results: list[jax.Array], sizes: Sequence[int]) -> list[list[jax.Array]]:
+    """One list per output slot."""
+    found, start = [], 0
+    for size in sizes:
+        found.append(results[start : start + size])
+        start += size
+    return found
 
 
 _CALLS: dict[str, Callable[[StagePrograms], Call]] = {
     "forward": _forward,
     "backward": _backward,
+    "backward_inputs": _backward_inputs,
+    "backward_weights": _backward_weights,
     "summarize": _summarize,
     "update": _update,
 }

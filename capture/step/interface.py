@@ -7,12 +7,32 @@ The replay of a plan and the prediction of it differ only in where the ``StageCo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from capture.measured.stage_cost import StageCost
+from capture.measured.stage_cost import SplitCost, StageCost
 from capture.model.graph import LayerGraph
 from capture.plan.choices import ParamSplit
 from capture.plan.stages import Plan
+
+
+@dataclass(frozen=True)
+class SplitBackward:
+    """What a stage holds between the gradients of its inputs and those of its weights, for one
+    micro-batch.
+
+    Attributes:
+        inputs, outputs, batch, cotangents: Of what the backward pass reads, in ids of the layer
+            graph, what the gradients of weights read.
+        residual_bytes: Of the residuals, what they read.
+        deferred_bytes: What the program of the inputs makes for them.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    batch: tuple[int, ...]
+    cotangents: tuple[int, ...]
+    residual_bytes: int
+    deferred_bytes: int
 
 
 @dataclass(frozen=True)
@@ -37,10 +57,12 @@ class StageInterface:
         optimizer_bytes: State of the optimizer for the owned parameters.
         residual_bytes: Activations that one micro-batch keeps for its backward pass, kept inputs,
             outputs and batch leaves not included.
-        transient_bytes: Per program (``forward``, ``backward``, ``update``, ``summarize``):
-            temporaries + outputs - aliased inputs.
+        transient_bytes: Per program (``forward``, ``backward``, ``update``, ``summarize``;
+            ``backward_inputs``, ``backward_weights`` where the backward pass is split): temporaries
+            + outputs - aliased inputs.
         summary_bytes: Small values that the update of other stages needs (a global norm); 0 if
             updates are independent.
+        split: Where the backward pass is split.
     """
 
     devices: tuple[int, ...]
@@ -62,6 +84,7 @@ class StageInterface:
     residual_bytes: int
     transient_bytes: Mapping[str, int]
     summary_bytes: int = 0
+    split: SplitBackward | None = None
 
     @property
     def params_bytes(self) -> int:
@@ -139,7 +162,16 @@ def stage_interface(
     batch = graph.stage_batch(first, stop)
     owned, borrowed = owned_and_borrowed(graph, first, stop)
     values = {*received, *outputs, *sent}
-    return StageInterface(
+    transient_bytes = {
+        "forward": cost.forward_bytes,
+        "backward": cost.backward_bytes,
+        "update": cost.update_bytes,
+        "summarize": cost.summarize_bytes,
+    }
+    if cost.split is not None:
+        transient_bytes["backward_inputs"] = cost.split.inputs_bytes
+        transient_bytes["backward_weights"] = cost.split.weights_bytes
+    stage = StageInterface(
         devices=tuple(devices),
         received=received,
         used=used,
@@ -157,13 +189,20 @@ def stage_interface(
         param_bytes={p: param_bytes[p] for p in (*owned, *borrowed)},
         optimizer_bytes=cost.optimizer_bytes,
         residual_bytes=cost.residual_bytes,
-        transient_bytes={
-            "forward": cost.forward_bytes,
-            "backward": cost.backward_bytes,
-            "update": cost.update_bytes,
-            "summarize": cost.summarize_bytes,
-        },
+        transient_bytes=transient_bytes,
         summary_bytes=cost.summary_bytes,
+    )
+    return stage if cost.split is None else replace(stage, split=_split(stage, batch, cost.split))
+
+
+def _split(stage: StageInterface, batch: Sequence[int], cost: SplitCost) -> SplitBackward:
+    return SplitBackward(
+        tuple(stage.used[i] for i in cost.kept_inputs),
+        tuple(stage.outputs[i] for i in cost.kept_outputs),
+        tuple(batch[i] for i in cost.kept_batch),
+        tuple(stage.cotangents[i] for i in cost.cotangents),
+        cost.residual_bytes,
+        cost.deferred_bytes,
     )
 
 

@@ -1,10 +1,13 @@
 """The step of a pipeline: stages and a schedule table as instructions. What a program makes is sent
-at the end of its clock.
+at the end of its round.
 
-Every stage is a place. Its slots are called ``params``, ``optimizer``, ``gradients`` (all owned
-parameters), ``param``, ``gradient`` (one borrowed), ``residuals``, ``batch``, ``input``,
-``output``, ``input gradient``, ``cotangent`` or ``summary``; its programs ``forward``,
-``backward``, ``summarize`` and ``update``.
+Every stage is a place; stages that share devices are several places on them, and hand over what
+they make without a copy, unless the one that made it keeps it, too. The slots of a stage are called
+``params``, ``optimizer``, ``gradients`` (all owned parameters), ``param``, ``gradient`` (one
+borrowed), ``residuals``, ``batch``, ``input``, ``output``, ``input gradient``, ``cotangent`` or
+``summary``; its programs ``forward``, ``backward``, ``summarize`` and ``update``. A split backward
+pass is ``backward_inputs`` and ``backward_weights``: what only the first reads dies with it, the
+rest (``held residuals`` among it) and what it makes for the second (``deferred``) with the second.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from capture.errors import ExecutionError
 from capture.machine.cluster import Cluster
 from capture.machine.target import Rates
 from capture.plan.schedule import Schedule, Task
-from capture.step.interface import StageInterface
+from capture.step.interface import SplitBackward, StageInterface
 from capture.step.program import Copy, Feed, Free, Instruction, Place, Program, Run, Step
 from capture.step.timeline import LinkTimes, Seconds, StepTimeline, simulate_step
 from capture.step.times import StageTimes
@@ -26,7 +29,7 @@ def build_step(stages: Sequence[StageInterface], schedule: Schedule) -> Step:
 
     Args:
         stages: In pipeline order.
-        schedule: As many stages.
+        schedule: As many stages; where it splits backward passes, those of all stages.
     """
     return PipelineBuilder(stages, schedule).build()
 
@@ -121,11 +124,11 @@ class PipelineBuilder:
 
     def order(self) -> Iterator[Instruction]:
         """The forward and backward passes, and when what they make is sent."""
-        for clock in self.schedule.clocks:
-            transfers: dict[Task, list[Instruction]] = {task: [] for task in clock}
-            for task in clock:
+        for tasks in self.schedule.rounds:
+            transfers: dict[Task, list[Instruction]] = {task: [] for task in tasks}
+            for task in tasks:
                 yield from self.run(task, transfers[task])
-            for task in sorted(clock, key=_order_of_transfers):
+            for task in sorted(tasks, key=_order_of_transfers):
                 yield from transfers[task]
 
     def received(self, s: int) -> tuple[int, ...]:
@@ -144,9 +147,16 @@ class PipelineBuilder:
 
     def run(self, task: Task, transfers: list[Instruction]) -> Iterator[Instruction]:
         """A pass; what is to be sent and freed after it is added to ``transfers``."""
-        return (self._forward if task.kind == "forward" else self._backward)(
-            task.stage_id, task.microbatch, transfers
-        )
+        s, m = task.stage_id, task.microbatch
+        match task.kind:
+            case "forward":
+                return self._forward(s, m, transfers)
+            case "backward":
+                return self._backward(s, m, transfers)
+            case "backward_inputs":
+                return self._backward_inputs(s, m, transfers)
+            case "backward_weights":
+                return self._backward_weights(s, m)
 
     def feed(self, s: int, m: int, label: str) -> Iterator[Instruction]:
         """The leaves of a micro-batch that the stage reads, unless they are there already."""
@@ -189,7 +199,7 @@ class PipelineBuilder:
             )
             for v in stage.outputs
         )
-        residuals = self._new("residuals", "activations", s, m, 0, stage.residual_bytes)
+        residuals = self._residuals(s, m)
         yield Run(
             program_name("forward", s),
             (
@@ -197,7 +207,7 @@ class PipelineBuilder:
                 self._see("input", s, m, stage.used),
                 self._see("batch", s, m, stage.batch),
             ),
-            (*outputs, residuals),
+            (*outputs, *residuals),
             (),
             label,
         )
@@ -206,22 +216,26 @@ class PipelineBuilder:
                 "the loss outlives the backward pass, which would free it"
             )
             self.step.reported += outputs
+        dead = [v for v in self.received(s) if v not in stage.kept_inputs]
+        made = [v for v in stage.outputs if v not in stage.kept_outputs and not last]
+        batch = [b for b in stage.batch if b not in stage.kept_batch]
         for v in stage.sent:
             for t in self.receivers(s, v):
-                source = self.values["output" if v in stage.outputs else "input", s, m, v]
-                nbytes = self.stages[t].value_bytes[v]
+                what = "output" if v in stage.outputs else "input"
+                if self._together(s, t) and v in (*dead, *made):
+                    self.values["input", t, m, v] = self.values.pop((what, s, m, v))
+                    (made if what == "output" else dead).remove(v)
+                    continue
+                source, nbytes = self.values[what, s, m, v], self.stages[t].value_bytes[v]
                 target = self._new("input", "received activations", t, m, v, nbytes)
                 transfers.append(self._copy(source, target, f"send {v}.{m} from stage {s} to {t}"))
-        dead = [v for v in self.received(s) if v not in stage.kept_inputs]
-        sent = [v for v in stage.outputs if v not in stage.kept_outputs and not last]
-        batch = [b for b in stage.batch if b not in stage.kept_batch]
-        transfers.append(
-            Free(
-                self._take("input", s, m, dead)
-                + self._take("output", s, m, sent)
-                + self._take("batch", s, m, batch)
-            )
+        gone = Free(
+            self._take("input", s, m, dead)
+            + self._take("output", s, m, made)
+            + self._take("batch", s, m, batch)
         )
+        # On the same devices nothing that is sent dies, and room is made before it is taken.
+        transfers.insert(0 if not last and self._together(s, s + 1) else len(transfers), gone)
 
     def _backward(self, s: int, m: int, transfers: list[Instruction]) -> Iterator[Instruction]:
         stage, label = self.stages[s], f"backward {m} on stage {s}"
@@ -245,15 +259,103 @@ class PipelineBuilder:
             label,
         )
         yield Free(kept[1])
+        self._send_gradients(s, m, transfers)
+
+    def _backward_inputs(
+        self, s: int, m: int, transfers: list[Instruction]
+    ) -> Iterator[Instruction]:
+        """The gradients that the stage before waits for."""
+        stage, split = self.stages[s], self.split(s)
+        batch = self._see("batch", s, m, stage.kept_batch)
+        gone = (
+            *self._take("input", s, m, _without(stage.kept_inputs, split.inputs)),
+            *self._take("output", s, m, _without(stage.kept_outputs, split.outputs)),
+            *self._take("residuals", s, m, [0]),
+            *self._take("cotangent", s, m, _without(stage.cotangents, split.cotangents)),
+        )
+        held = self._held(s, m)
+        made = tuple(
+            self._new("input gradient", "sent gradients", s, m, v, stage.value_bytes[v])
+            for v in stage.input_gradients
+        )
+        deferred = self._new("deferred", "activations", s, m, 0, split.deferred_bytes)
+        yield Run(
+            program_name("backward_inputs", s),
+            (self.params[s], batch, gone, held),
+            (*made, deferred),
+            gone,
+            f"gradients of inputs {m} on stage {s}",
+        )
+        yield Free(self._take("batch", s, m, _without(stage.kept_batch, split.batch)))
+        self._send_gradients(s, m, transfers)
+
+    def _backward_weights(self, s: int, m: int) -> Iterator[Instruction]:
+        """Those that nobody waits for."""
+        accumulated, held = self.gradients[s], self._held(s, m)
+        batch = self._take("batch", s, m, self.split(s).batch)
+        deferred = self._take("deferred", s, m, [0])
+        yield Run(
+            program_name("backward_weights", s),
+            (self.params[s], batch, held, deferred, accumulated),
+            accumulated,
+            (*held, *deferred, *accumulated),
+            f"gradients of weights {m} on stage {s}",
+        )
+        yield Free(batch)
+        for what, keys in self._held_keys(s):
+            self._take(what, s, m, keys)
+
+    def _held_keys(self, s: int) -> list[tuple[str, Sequence[int]]]:
+        """What the gradients of weights read of what the backward pass does, in their order."""
+        split = self.split(s)
+        return [
+            ("input", split.inputs),
+            ("output", split.outputs),
+            ("held residuals", (0,)),
+            ("cotangent", split.cotangents),
+        ]
+
+    def _held(self, s: int, m: int) -> tuple[int, ...]:
+        return tuple(
+            slot for what, keys in self._held_keys(s) for slot in self._see(what, s, m, keys)
+        )
+
+    def split(self, s: int) -> SplitBackward:
+        """What a stage holds between the two parts of its backward pass."""
+        split = self.stages[s].split
+        assert split is not None, f"stage {s} is not known with a split backward pass"
+        return split
+
+    def _residuals(self, s: int, m: int) -> tuple[int, ...]:
+        """Those of a micro-batch; where the backward pass is split, what dies with its first part
+        and with its second."""
+        nbytes, held = self.stages[s].residual_bytes, 0
+        if self.schedule.splits_backward:
+            held = self.split(s).residual_bytes
+        first = self._new("residuals", "activations", s, m, 0, nbytes - held)
+        if not self.schedule.splits_backward:
+            return (first,)
+        return first, self._new("held residuals", "activations", s, m, 0, held)
+
+    def _send_gradients(self, s: int, m: int, transfers: list[Instruction]) -> None:
+        stage = self.stages[s]
         for v in self.received(s):
-            if v in stage.differentiable:
-                t = self.sender(s, v)
-                what = "input gradient" if v in stage.input_gradients else "cotangent"
-                source = self.values.pop((what, s, m, v))
-                nbytes = self.stages[t].value_bytes[v]
-                target = self._new("cotangent", "received gradients", t, m, v, nbytes)
-                label = f"send gradient {v}.{m} from stage {s} to {t}"
-                transfers += [self._copy(source, target, label), Free((source,))]
+            if v not in stage.differentiable:
+                continue
+            t = self.sender(s, v)
+            what = "input gradient" if v in stage.input_gradients else "cotangent"
+            source = self.values.pop((what, s, m, v))
+            if self._together(s, t):
+                self.values["cotangent", t, m, v] = source
+                continue
+            nbytes = self.stages[t].value_bytes[v]
+            target = self._new("cotangent", "received gradients", t, m, v, nbytes)
+            label = f"send gradient {v}.{m} from stage {s} to {t}"
+            transfers += [self._copy(source, target, label), Free((source,))]
+
+    def _together(self, s: int, t: int) -> bool:
+        """Whether two stages share their devices, and so split values alike."""
+        return self.stages[s].devices == self.stages[t].devices
 
     # ---- updates ---------------------------------------------------------------------------------
 
@@ -328,6 +430,10 @@ class PipelineBuilder:
                     yield self._copy(made[s], target, f"send summary from stage {s} to {t}")
         for slots in summaries:
             slots.sort(key=lambda slot: self.step.slots[slot].key or 0)
+
+
+def _without(keys: Sequence[int], others: Sequence[int]) -> list[int]:
+    return [key for key in keys if key not in others]
 
 
 def _order_of_transfers(task: Task) -> tuple[bool, int]:

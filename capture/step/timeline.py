@@ -82,8 +82,11 @@ class LinkTimes:
             return self.rates.host.to_device.seconds(nbytes)
         if target.host:
             return self.rates.host.to_host.seconds(nbytes)
-        devices = (*source.devices, *target.devices)
-        nodes = {self.cluster.node_of_device[device] for device in devices}
+        return self.between(source.devices, target.devices, nbytes)
+
+    def between(self, source: Sequence[int], target: Sequence[int], nbytes: int) -> float:
+        """From devices to devices: the link inside a node if all lie in one, or between nodes."""
+        nodes = {self.cluster.node_of_device[device] for device in (*source, *target)}
         return (self.rates.intra_node if len(nodes) == 1 else self.rates.inter_node).seconds(nbytes)
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -34,6 +34,7 @@ from capture.machine.links import Links
 from capture.machine.target import Rates
 from capture.measured.stage_cost import StageCost
 from capture.measured.work import Kernel, ProgramWork
+from capture.plan.schedule import Schedule, Task
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class StageTimes:
     backward_seconds: float
     update_seconds: float
     summarize_seconds: float = 0
+    backward_inputs_seconds: float = 0
+    backward_weights_seconds: float = 0
 
     @property
     def microbatch_seconds(self) -> float:
@@ -58,6 +61,8 @@ class StageTimes:
             "backward": self.backward_seconds,
             "update": self.update_seconds,
             "summarize": self.summarize_seconds,
+            "backward_inputs": self.backward_inputs_seconds,
+            "backward_weights": self.backward_weights_seconds,
         }[program]
 
 
@@ -104,8 +109,16 @@ class TimeModel:
         """Seconds of a measured stage's programs; None if its work was not counted."""
         if cost.forward_work is None or cost.backward_work is None or cost.update_work is None:
             return None
-        return StageTimes(
+        times = StageTimes(
             *map(self.program_seconds, (cost.forward_work, cost.backward_work, cost.update_work))
+        )
+        split = cost.split
+        if split is None or split.inputs_work is None or split.weights_work is None:
+            return times
+        return replace(
+            times,
+            backward_inputs_seconds=self.program_seconds(split.inputs_work),
+            backward_weights_seconds=self.program_seconds(split.weights_work),
         )
 
 
@@ -124,6 +137,28 @@ def pipeline_seconds(
     Source: Alpa (OSDI 2022), equation 2; GPipe (NeurIPS 2019) for the bubble.
     """
     return math.fsum(microbatch) + (num_microbatches - 1) * max(microbatch) + max(once)
+
+
+def table_seconds(schedule: Schedule, times: Sequence[StageTimes], sends: Sequence[float]) -> float:
+    """A step by the table of its schedule: every group executes its tasks in their order, each as
+    soon as what it needs has arrived, and then the updates of its stages.
+
+    Args:
+        schedule: Of any kind.
+        times: Per stage.
+        sends: Per stage but the last, seconds of what it sends to the next, or gets back from it.
+    """
+    free, end = [0.0] * schedule.num_groups, dict[Task, float]()
+    for task in (task for clock in schedule.clocks for task in clock):
+        group, needed = schedule.placement[task.stage_id], schedule.requirement(task)
+        start = free[group]
+        if needed is not None:
+            between = min(needed.stage_id, task.stage_id)
+            sent = 0.0 if needed.stage_id == task.stage_id else sends[between]
+            start = max(start, end[needed] + sent)
+        end[task] = free[group] = start + times[task.stage_id].of(task.kind)
+    updates = (sum(times[s].update_seconds for s in group) for group in schedule.stages)
+    return max(map(sum, zip(free, updates, strict=True)))
 
 
 def busiest_seconds(busy: Sequence[float], filling: Sequence[float]) -> float:

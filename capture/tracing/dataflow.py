@@ -12,7 +12,7 @@ import jax
 from jax.extend import core as jex_core
 
 from capture.model.graph import content_hash
-from capture.tracing.jaxprs import CALLS, CUSTOM_RULES, evaluate
+from capture.tracing.jaxprs import CALLS, CUSTOM_RULES, REMATS, evaluate
 from capture.tracing.source import at_source, line_of
 
 _INLINED = CALLS | {"custom_jvp_call": CUSTOM_RULES["custom_jvp_call"]}
@@ -21,13 +21,19 @@ _INLINED = CALLS | {"custom_jvp_call": CUSTOM_RULES["custom_jvp_call"]}
 class DataFlow:
     """A closed jaxpr with its calls opened, so that data flow is seen per equation.
 
+    Args:
+        closed: The jaxpr.
+        open_remats: Whether bodies that are computed again are opened, too.
+
     Attributes:
         inputs, outputs: Variables (outputs may be literals), in the order of the jaxpr.
     """
 
-    def __init__(self, closed: Any):
+    def __init__(self, closed: Any, *, open_remats: bool = False):
+        opened = _INLINED | (REMATS if open_remats else {})
+
         def run(*args):
-            return _evaluate_inlined(closed, args)
+            return _evaluate_inlined(closed, args, opened)
 
         flat = jax.make_jaxpr(run)(
             *[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
@@ -150,14 +156,16 @@ def _traceback(equation: Any, caller: Any) -> Any:
     return own if caller is None or line_of(own) else caller
 
 
-def _evaluate_inlined(body: Any, args: Sequence[Any], caller: Any = None) -> list[Any]:
+def _evaluate_inlined(
+    body: Any, args: Sequence[Any], opened: Mapping[str, str], caller: Any = None
+) -> list[Any]:
     def run(equation: Any, inputs: list[Any], values: dict[Any, Any]) -> None:
-        inner = equation.params.get(_INLINED.get(equation.primitive.name, ""))
+        inner = equation.params.get(opened.get(equation.primitive.name, ""))
         if inner is None:
             return bind(equation, inputs, values, caller)
         here = _traceback(equation, caller)
         with at_source(here, equation.source_info.name_stack):
-            results = _evaluate_inlined(inner, inputs, here)
+            results = _evaluate_inlined(inner, inputs, opened, here)
         values.update(zip(equation.outvars, results, strict=True))
 
     return evaluate(body, args, run)

@@ -89,6 +89,7 @@ def _of_stage(backend: Any, job: Job) -> Outcome:
     measure = {
         "stage": backend.measure,
         "update": backend.measure_update,
+        "split": backend.measure_split,
         "buffers": backend.measure_buffers,
     }
     return Outcome(job, write(measure[job.part](job.what)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from capture.machine.target import Target
 from capture.measured.merge import merge_profiles
 from capture.measured.profile import Profile
 from capture.plan.choices import StageChoice
+from capture.plan.schedule import SCHEDULES
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 from capture.plan.why import Front, FrontPoint, Why
@@ -22,6 +24,7 @@ from recommender.capture.posed import paper_predictor, search_problem
 from recommender.capture.problem import SearchProblem
 from recommender.capture.result import PlacedStage, SearchResult
 from recommender.capture.search import search
+from recommender.capture.tables import TableSearch, nothing_fits
 from recommender.question import AUTOSTAGE, PlanQuestion
 
 
@@ -50,6 +53,9 @@ def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> S
 
         return autostage(profile, question)
 
+    if not SCHEDULES[question.schedule].is_plain:
+        return _recommend_table(profile, question, objective)
+
     def answer(problem: SearchProblem) -> tuple[SearchResult, Plan | None]:
         result = search(problem, algorithm)
         if not result.stages:
@@ -71,13 +77,48 @@ def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> S
         return Answer("infeasible", None, result, _infeasible(result))
     prediction = predict_plan(profile, plan)
     why = (
-        _infeasible(result) if result.status == "infeasible" else _why(result, prediction, problem)
+        _infeasible(result)
+        if result.status == "infeasible"
+        else _why(result, prediction, problem.memory_limit_bytes, _num_choices(problem))
     )
     if objective == "pareto":
         why = replace(why, front=_front(problem, profile, question))
     plan = plan.with_(prediction=prediction, why=why)
     headroom = prediction.headroom(question.memory_limit_bytes, Target.load(cluster.target).memory)
     return Answer(result.status, plan, result, why, headroom)
+
+
+def _recommend_table(profile: Profile, question: PlanQuestion, objective: str) -> StageAnswer:
+    """The answer for a schedule whose stages share devices or whose backward passes are split."""
+    search = TableSearch(profile, question, objective != "memory")
+    found = search.least_peak() if objective == "memory" else search.fastest(question.limit_bytes)
+    if found is None:
+        result = nothing_fits(question, profile.graph.num_layers)
+        return Answer("infeasible", None, result, _infeasible(result))
+    result, plan = found.result, found.plan
+    prediction = plan.prediction
+    assert prediction is not None, "every plan of the search is predicted"
+    if result.status == "infeasible":
+        why = _infeasible(result)
+    else:
+        why = _why(result, prediction, question.limit_bytes, len(search.spaces))
+    if objective == "pareto":
+        why = replace(why, front=_front_of_table(search, question, profile))
+    headroom = prediction.headroom(
+        question.memory_limit_bytes, Target.load(question.cluster.target).memory
+    )
+    return Answer(result.status, plan.with_(why=why), result, why, headroom)
+
+
+def _front_of_table(search: TableSearch, question: PlanQuestion, profile: Profile) -> Front:
+    start = time.perf_counter()
+    points = tuple(
+        FrontPoint(point.result.peak_bytes, point.result.step_seconds, 0.0, point.plan.stages)
+        for point in search.front()
+        if point.result.step_seconds is not None
+    )
+    extrapolated = question.microbatch_size not in profile.microbatch_sizes
+    return Front(points, False, extrapolated, time.perf_counter() - start)
 
 
 def plan_of(profile: Profile, question: PlanQuestion, stages: Iterable[Stage]) -> Plan:
@@ -236,7 +277,13 @@ def baseline_plan(profile: Profile, question: PlanQuestion, weigh: str = "flops"
     return plan.with_(prediction=predict_plan(profile, plan))
 
 
-def _why(result: SearchResult, prediction: Prediction, problem: SearchProblem) -> Why:
+def _num_choices(problem: SearchProblem) -> int:
+    return len({choice for choices in problem.choices.values() for choice in choices})
+
+
+def _why(
+    result: SearchResult, prediction: Prediction, limit_bytes: int | None, num_choices: int
+) -> Why:
     stage_id = max(range(len(result.stages)), key=lambda s: prediction.stages[s].peak_bytes)
     stage, predicted = result.stages[stage_id], prediction.stages[stage_id]
     largest = max(predicted.parts_bytes, key=lambda category: predicted.parts_bytes[category])
@@ -247,19 +294,17 @@ def _why(result: SearchResult, prediction: Prediction, problem: SearchProblem) -
         )
         proof += f" (tie-break: {result.tie_break})"
     else:
-        better = (
-            "no plan that fits"
-            if problem.memory_limit_bytes is not None
-            else "no plan of this space"
-        )
+        better = "no plan that fits" if limit_bytes is not None else "no plan of this space"
         proof = f"{better} is faster by the model of times"
         proof += "" if result.optimal else f", or at most {result.bound_fraction:.1%} faster"
+        if not result.optimal and not result.bound_fraction:
+            proof = "the search is not a proof"
     return Why(
         f"{count}; the peak is {predicted.peak_bytes:,} bytes on stage {stage_id} (layers "
         f"{stage.first} to {stage.stop - 1}), most of it {largest}; {proof}.",
         bottleneck_stage=stage_id,
         bottleneck_category=largest,
-        num_choices=len({choice for choices in problem.choices.values() for choice in choices}),
+        num_choices=num_choices,
     )
 
 

@@ -142,12 +142,17 @@ def found(
         seconds=0.0,
         num_explored=num_explored,
     )
-    limit = problem.memory_limit_bytes
+    return within_limit(result, problem.memory_limit_bytes)
+
+
+def within_limit(result: SearchResult, limit: int | None) -> SearchResult:
+    """The result for a plan: as it is, or ``infeasible`` if it misses the memory limit."""
     if limit is None or result.peak_bytes <= limit:
         return result
+    stages = result.stages
     stage_id = max(range(len(stages)), key=lambda i: stages[i].peak_bytes)
     stage = stages[stage_id]
-    least = "The least peak of any plan is" if optimal else "The best plan found needs"
+    least = "The least peak of any plan is" if result.optimal else "The best plan found needs"
     why = Infeasible(
         "memory-limit",
         f"{least} {result.peak_bytes:,} bytes, {result.peak_bytes - limit:,} above "

@@ -18,9 +18,8 @@ from capture.plan.headroom import Headroom
 from capture.plan.prediction import Verified
 from capture.plan.stages import Plan
 from capture.plan.why import CompiledPlans, Why
-from capture.predictor.times import TimePredictor
+from capture.predictor.step_time import counted_seconds
 from capture.quantities import counted
-from capture.step.times import pipeline_seconds
 from recommender.answer import StageAnswer
 from recommender.capture.recommendation import recommend
 from recommender.question import PlanQuestion
@@ -176,7 +175,7 @@ def _of_compiler(result: StageAnswer, verification: Verified, profile: Profile) 
         headroom = replace(headroom, source=result.headroom.source)
     search = result.proof
     if search.step_seconds is not None:
-        search = replace(search, step_seconds=_step_seconds(result.plan, profile))
+        search = replace(search, step_seconds=counted_seconds(result.plan, profile))
     status, why = "ok", result.why
     if headroom is not None and headroom.verdict != "fits":
         status, why = "infeasible", _too_large(result.plan, peaks, headroom)
@@ -199,12 +198,3 @@ def _too_large(plan: Plan, peaks: Sequence[int], headroom: Headroom) -> Why:
         least_peak_bytes=max(peaks),
         stage_id=stage_id,
     )
-
-
-def _step_seconds(plan: Plan, profile: Profile) -> float:
-    """As the search for speed counts them (``recommender.capture.throughput``), from stages that
-    the profile holds compiled."""
-    times = TimePredictor(profile, max(plan.cluster.nodes)).stage_times(plan)
-    passes = [stage.microbatch_seconds for stage in times]
-    updates = [stage.update_seconds for stage in times]
-    return pipeline_seconds(passes, updates, plan.num_microbatches)

@@ -18,7 +18,7 @@ from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile
 from capture.plan.choices import StageChoice, hybrid_choices
 from capture.plan.sampling import random_plans
-from capture.plan.schedule import SCHEDULES
+from capture.plan.schedule import PLAIN_SCHEDULES
 from capture.plan.space import StageSpace
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
@@ -73,7 +73,7 @@ def codes_of(call) -> tuple[str, ...]:
     return error.value.codes
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", PLAIN_SCHEDULES)
 @pytest.mark.parametrize("seed", range(4))
 def test_the_recommendation_is_the_best_of_all_plans(seed, schedule):
     """The sorted per-device peaks are the least of every plan, by brute force and by the paper's
@@ -96,7 +96,7 @@ def test_the_recommendation_is_the_best_of_all_plans(seed, schedule):
     [Cluster((4, 2)), Cluster((4,) * 4), Cluster((2,)), Cluster((8,)), Cluster((1, 1))],
     ids=str,
 )
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", PLAIN_SCHEDULES)
 def test_no_random_plan_is_predicted_to_need_less(cluster, schedule):
     """Six devices as 4 + 2, sixteen, and fewer than were profiled."""
     profile = a_profile(18, 8, 2)
@@ -155,7 +155,7 @@ def test_what_shared_parameters_exchange_is_seen_by_the_search(seed, shared):
     assert found[0] <= 1.15 * min(peaks)[0]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", PLAIN_SCHEDULES)
 def test_the_prediction_in_the_plan_is_the_searchs_peak(schedule):
     result = recommend(
         a_profile(errors=[0.01]), PlanQuestion(Cluster((4,)), **BATCH, schedule=schedule)

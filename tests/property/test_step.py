@@ -173,9 +173,8 @@ def check_lifetimes(program: Step) -> None:
                 assert alive.issuperset(read) and len(set(read)) == len(read)
                 assert set(instruction.donated) <= set(read)
                 place = program.programs[instruction.program].place
-                assert {program.slots[slot].place for slot in (*read, *instruction.outputs)} <= {
-                    place
-                }
+                assert {program.slots[slot].place for slot in instruction.outputs} <= {place}
+                assert {program.slots[slot].place.devices for slot in read} <= {place.devices}
                 end(instruction.donated)
                 for slot in instruction.outputs:
                     create(slot)
@@ -447,11 +446,11 @@ def test_the_predictors_formula_equals_the_replay_byte_for_byte(step):
     """With losses, summaries and parameters of any size that any number of stages share."""
     stages, schedule = step
     found = zip(
-        of_interfaces(stages), schedule.occupancies, replayed_peaks(stages, schedule), strict=True
+        of_interfaces(stages), schedule.moments, replayed_peaks(stages, schedule), strict=True
     )
-    for memory, occupancies, replayed in found:
-        instant, parts = peak_parts(memory, occupancies)
-        assert peak_of(memory, occupancies) == sum(parts.values()) == replayed
+    for memory, moments, replayed in found:
+        instant, parts = peak_parts([memory], moments)
+        assert peak_of([memory], moments) == sum(parts[0].values()) == replayed
         assert instant in ("forward", "backward", "update", "summarize")
 
 
@@ -480,8 +479,8 @@ def test_the_predictors_formula_counts_what_waits_whatever_the_schedule(stages, 
             memory, **{part.name: np.array([getattr(memory, part.name)]) for part in fields(memory)}
         )
         assert (
-            peak_of(memory, listed)
+            peak_of([memory], [(o,) for o in listed])
             == peak
             == peaks_by_position(arrays, [listed], [arrays.arriving])[0, 0]
         )
-        assert sum(peak_parts(memory, listed)[1].values()) == peak
+        assert sum(peak_parts([memory], [(o,) for o in listed])[1][0].values()) == peak

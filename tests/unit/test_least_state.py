@@ -12,7 +12,7 @@ from synthetic_profiles import Planted, hybrid
 
 from capture.machine.cluster import Cluster
 from capture.plan.choices import StageChoice, hybrid_choices
-from capture.plan.schedule import SCHEDULES
+from capture.plan.schedule import PLAIN_SCHEDULES
 from capture.profiler.compile import CompileBackend
 from recommender import PlanQuestion, recommend
 from recommender.capture.changes import Measuring, cheapest_change
@@ -28,7 +28,7 @@ def test_it_is_a_lower_bound_on_the_least_peak(seed, nodes):
     profile, cluster = Planted(6, seed).profile(hybrid(4)), Cluster(nodes)
     none = [0] * len(profile.graph.params)  # whatever the optimizer
     least = least_state(profile.graph, profile.param_bytes, none, profile.choices, cluster)
-    for schedule in SCHEDULES:
+    for schedule in PLAIN_SCHEDULES:
         found = recommend(profile, PlanQuestion(cluster, **BATCH, schedule=schedule))
         assert 0 < least.peak_bytes <= found.proof.peak_bytes
         fits = least_state(

@@ -11,7 +11,7 @@ from synthetic_profiles import Planted, make_plan
 
 from capture.measured.profile import StageConfig
 from capture.plan.choices import StageChoice
-from capture.plan.schedule import SCHEDULES
+from capture.plan.schedule import PLAIN_SCHEDULES
 from capture.predictor import AdditivePredictor
 from capture.predictor.paper import PaperPredictor
 from capture.profiler.paper import (
@@ -94,7 +94,7 @@ def test_the_papers_prediction_does_not_see_the_schedule_of_the_plan():
     predictor = PaperPredictor(statistics({(ONE, 8): (100, 10)}))
     peaks = {
         name: predictor.predict(make_plan([2, 2], [ONE, ONE], schedule=name, num_microbatches=8))
-        for name in SCHEDULES
+        for name in PLAIN_SCHEDULES
     }
     assert peaks["gpipe"] == peaks["1f1b"]
 

@@ -191,7 +191,8 @@ def test_all_violations_are_reported_at_once():
         Cluster((4,)), 7, stages, 16, 4, schedule="zigzag", tensor_parallel_rule="most"
     )
     assert messages(call) == [
-        "schedule='zigzag' is unknown; choose one of gpipe, 1f1b. [plan-schedule]",
+        "schedule='zigzag' is unknown; choose one of gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, "
+        "dualpipev, v-half. [plan-schedule]",
         "tensor_parallel_rule='most' is unknown; choose one of auto, largest. [plan-rule]",
         "stage 1 has layers=[2, 3] but must begin at layer 1 and hold at least one layer; stages "
         "cover the layers once, in order. "

@@ -20,7 +20,7 @@ from capture.machine.cluster import Cluster
 from capture.measured.profile import StageConfig, rescaled
 from capture.plan.choices import StageChoice
 from capture.plan.sampling import random_plans
-from capture.plan.schedule import SCHEDULES
+from capture.plan.schedule import PLAIN_SCHEDULES
 from capture.predictor import AdditivePredictor
 from capture.predictor.additive import UNSEEN_TEMPORARIES_FRACTION
 from capture.predictor.statistics import extend_windows, without_windows
@@ -82,7 +82,7 @@ def test_planted_statistics_are_recovered_for_every_stage(choice, num_neighbours
         )
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", PLAIN_SCHEDULES)
 def test_the_peak_of_one_stage_is_the_closed_form(schedule):
     """GPipe keeps all M micro-batches, 1F1B one of a single stage."""
     planted, num_microbatches = Planted(5, seed=3), 6
@@ -109,7 +109,7 @@ def test_the_peak_of_one_stage_is_the_closed_form(schedule):
 @given(
     seed=st.integers(0, 10**6),
     num_layers=st.integers(2, 7),
-    schedule=st.sampled_from(list(SCHEDULES)),
+    schedule=st.sampled_from(list(PLAIN_SCHEDULES)),
     num_microbatches=st.integers(1, 7),
     skips=st.sampled_from([(), ((0, 1),), ((0, 2),), ((0, 3), (1, 5))]),
     shared=st.lists(st.sets(st.integers(0, 6), min_size=2), max_size=3),
@@ -184,7 +184,7 @@ def test_another_microbatch_size_is_exact_on_affine_memory(seed, size):
 
 @given(
     st.integers(0, 10**6),
-    st.sampled_from(list(SCHEDULES)),
+    st.sampled_from(list(PLAIN_SCHEDULES)),
     st.lists(st.integers(1, 30), min_size=2, max_size=2).map(sorted),
 )
 def test_the_peak_never_falls_when_a_microbatch_grows(seed, schedule, sizes):
@@ -207,7 +207,7 @@ def test_under_1f1b_the_same_layers_need_less_further_back_and_under_gpipe_as_mu
         name: predictor.predict(
             make_plan([1] * 4, [ONE] * 4, schedule=name, num_microbatches=8)
         ).stages
-        for name in SCHEDULES
+        for name in PLAIN_SCHEDULES
     }
     kept = [predictor.memory(ONE, 16).kept[layer, layer + 1] for layer in range(4)]
     in_flight = {
@@ -239,7 +239,7 @@ def test_the_search_counts_as_many_readers_of_a_shared_parameter_as_a_plan_may_h
         assert searched - least == (len(layers) - 2) * planted.graph.params[4].nbytes
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", PLAIN_SCHEDULES)
 def test_parts_sum_to_the_peak_and_layers_to_the_parts(schedule):
     choices = hybrid(4)
     predictor = AdditivePredictor(Planted(9, 5, skips=[(0, 8)]).profile(choices, num_neighbours=9))

@@ -208,5 +208,6 @@ def test_an_unknown_name_is_refused():
         make_schedule("zigzag", 2, 2)
     assert (
         str(caught.value)
-        == "schedule='zigzag' is unknown; choose one of gpipe, 1f1b. [plan-schedule]"
+        == "schedule='zigzag' is unknown; choose one of gpipe, 1f1b, interleaved, zb-h1, zb-h2, "
+        "zb-v, dualpipev, v-half. [plan-schedule]"
     )

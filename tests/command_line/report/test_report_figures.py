@@ -159,7 +159,7 @@ def test_a_large_schedule_is_an_image_that_says_so(large):
         in figure.caption
     )
     assert 16 * (2 * 64 + 1) + 2 * 15 * 64 == 3984 > MAX_BARS
-    kinds, _ = slots(large.schedule, 16, NUM_SLOTS)
+    kinds, _ = slots(large.schedule, NUM_SLOTS)
     length = large.schedule.simulation.seconds / NUM_SLOTS
     for s, row in enumerate(kinds):
         busy = large.schedule.simulation.busy_seconds[compute_stream(f"stage {s}")]
@@ -171,13 +171,13 @@ def test_a_large_schedule_is_an_image_that_says_so(large):
 
 def test_the_slots_of_a_schedule_in_clocks():
     """1F1B of two stages: the last stage waits first, then alternates; two slots per clock."""
-    kinds, labels = slots(report_facts(written_plan()).schedule, 2, 16)
+    kinds, labels = slots(report_facts(written_plan()).schedule, 16)
     letters = [
         "".join(".FB"[(None, "forward", "backward").index(kind)] for kind in row) for row in kinds
     ]
     assert letters == ["FFFF..BBFFBB..BB", "..FFBBFFBBFFBB.."]
     assert labels[0][8] == "forward 2 on stage 0"
-    coarse, _ = slots(report_facts(written_plan()).schedule, 2, 5)
+    coarse, _ = slots(report_facts(written_plan()).schedule, 5)
     assert (coarse[1][0], coarse[1][-1]) == (None, None), (
         "of 1.6 clocks, the first and the last 1.0 are waiting"
     )

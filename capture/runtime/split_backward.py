@@ -1,0 +1,267 @@
+"""The backward pass of a stage in two programs: the gradients of its inputs, which the stage before
+waits for, and those of its weights, which nobody waits for.
+
+Both are cut out of the one backward pass. What the gradients of the inputs depend on is computed in
+the first program, everything else in the second, so no product runs twice. What the second reads of
+the first is handed over (``deferred``), but for what follows by cheap operations from what the
+second has anyway: that is computed again. Of what the forward pass kept, the second holds what it
+reads itself.
+
+Source: Qi et al. 2023 (Zero Bubble Pipeline Parallelism), which splits per layer; here the split is
+one of data flow, for any model. A loop (``scan``) is one operation: if both gradients need it, it
+is in the first program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax.extend import core as jex_core
+
+from capture.compiler.executable import Executable
+from capture.measured.stage_cost import SplitCost, StageCost, UpdateCost
+from capture.runtime.programs import StagePrograms, shard_bytes
+from capture.tracing.dataflow import DataFlow
+
+#: Operations that are computed again rather than have their results handed over.
+# fmt: off
+CHEAP = frozenset(
+    {
+        "abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp",
+        "convert_element_type", "copy", "cos", "div", "eq", "exp", "expm1", "floor", "ge", "gt",
+        "integer_pow", "iota", "is_finite", "le", "log", "log1p", "logistic", "lt", "max",
+        "min", "mul", "ne", "neg", "not", "or", "pow", "reshape", "round", "rsqrt", "select_n",
+        "sign", "sin", "sqrt", "square", "squeeze", "sub", "tanh", "transpose", "xor",
+    }
+)
+# fmt: on
+
+
+class BackwardSplit:
+    """Which values of a backward pass are computed, held and handed over.
+
+    Args:
+        flow: The backward pass.
+        num_input_gradients: Its first outputs; the others are the gradients of weights.
+        free: Inputs that the second program has in any case: parameters and accumulators.
+
+    Attributes:
+        inputs, weights: The gradients.
+        deferred: Values that the first program hands to the second.
+        read: Inputs that the second reads, beside the free ones.
+    """
+
+    def __init__(self, flow: DataFlow, num_input_gradients: int, free: Iterable[Any]):
+        self._flow, self._inputs, self._free = flow, set(flow.inputs), set(free)
+        self.inputs = flow.outputs[:num_input_gradients]
+        self.weights = flow.outputs[num_input_gradients:]
+        made = {v for equation in flow.needed(self.inputs) for v in equation.outvars}
+        equations = flow.needed(self.weights, made)
+        atoms = [*self.weights, *(v for equation in equations for v in equation.invars)]
+        given = made | (self._inputs - self._free)
+        read = {v for v in atoms if not _is_literal(v) and v in given}
+        for v in sorted(read & made, key=flow.order, reverse=True):
+            sources = self._sources(v, read)
+            if sources is not None and sum(map(_nbytes, sources)) < _nbytes(v):
+                read = (read - {v}) | sources
+        self.deferred = sorted(read & made, key=flow.order)
+        self.read = read - made
+
+    def _sources(self, v: Any, read: set[Any]) -> set[Any] | None:
+        """What else must be there for a value to follow by cheap operations; None where it does
+        not."""
+        sources, seen, waiting = set[Any](), {v}, [v]
+        while waiting:
+            one = waiting.pop()
+            equation = self._flow.maker(one)
+            if one is not v and one in read:
+                continue
+            if equation is None:
+                if one in self._inputs and one not in self._free:
+                    sources.add(one)
+            elif equation.primitive.name in CHEAP:
+                new = [w for w in equation.invars if not _is_literal(w) and w not in seen]
+                seen.update(new)
+                waiting += new
+            elif one is v:
+                return None
+            else:
+                sources.add(one)
+        return sources
+
+
+def _is_literal(atom: Any) -> bool:
+    return isinstance(atom, jex_core.Literal)
+
+
+def _nbytes(v: Any) -> int:
+    return v.aval.size * v.aval.dtype.itemsize
+
+
+class SplitStagePrograms(StagePrograms):
+    """The programs of a stage whose backward pass is split; arguments as of ``StagePrograms``.
+
+    Its forward program returns (outputs, residuals that die with the first part, those that die
+    with the second).
+    """
+
+    @cached_property
+    def _flow(self) -> DataFlow:
+        stored = self._stored  # traces the forward pass, which tells what is kept
+        residuals = self._saving_all.outputs[len(self.layers.outputs) :]
+        args = (
+            self.param_structs(self.params),
+            self.value_structs([self.layers.inputs[i] for i in self._kept("input")]),
+            self.batch_structs([self.layers.batch[i] for i in self._kept("batch")]),
+            self.value_structs([self.layers.outputs[i] for i in self._kept("output")]),
+            [
+                jax.ShapeDtypeStruct(residuals[i].aval.shape, residuals[i].aval.dtype)
+                for i in stored
+            ],
+            self.value_structs(self.cotangents),
+            self.param_structs(self.params),
+        )
+        self._counts = tuple(map(len, args))
+        return DataFlow(jax.make_jaxpr(self._backward)(*args), open_remats=True)
+
+    @cached_property
+    def _groups(self) -> tuple[Sequence[Any], ...]:
+        """The inputs of the flow as the backward pass takes them."""
+        values = iter(self._flow.inputs)
+        return tuple([next(values) for _ in range(count)] for count in self._counts)
+
+    @cached_property
+    def split(self) -> BackwardSplit:
+        flow = self._flow
+        params, *_, accumulated = self._groups
+        return BackwardSplit(flow, len(self.differentiable_inputs), [*params, *accumulated])
+
+    def _held(self, group: int) -> tuple[int, ...]:
+        """Positions in a group of inputs that the gradients of weights read."""
+        return tuple(i for i, v in enumerate(self._groups[group]) if v in self.split.read)
+
+    def _parts(self, groups: Iterable[int]) -> tuple[list[Any], list[Any]]:
+        """Values of some groups of inputs: those that die with the first program, and those that
+        are held."""
+        values = [v for group in groups for v in self._groups[group]]
+        held = self.split.read
+        return [v for v in values if v not in held], [v for v in values if v in held]
+
+    def _forward(self, params, inputs, batch):
+        outputs, residuals = super()._forward(params, inputs, batch)
+        held = set(self._held(4))
+        return (
+            outputs,
+            [r for i, r in enumerate(residuals) if i not in held],
+            [r for i, r in enumerate(residuals) if i in held],
+        )
+
+    def _backward_inputs(self, params, batch, gone, held):
+        vars_gone, vars_held = self._parts((1, 3, 4, 5))
+        env = dict(zip(self._groups[0], params, strict=True))
+        env |= zip(self._groups[2], batch, strict=True)
+        env |= zip(vars_gone, gone, strict=True)
+        env |= zip(vars_held, held, strict=True)
+        wanted = [*self.split.inputs, *self.split.deferred]
+        values = self._flow.evaluate(env, wanted)
+        count = len(self.split.inputs)
+        return values[:count], values[count:]
+
+    def _backward_weights(self, params, batch, held, deferred, accumulated):
+        env = dict(zip(self._groups[0], params, strict=True))
+        env |= zip([self._groups[2][i] for i in self._held(2)], batch, strict=True)
+        env |= zip(self._parts((1, 3, 4, 5))[1], held, strict=True)
+        env |= zip(self.split.deferred, deferred, strict=True)
+        env |= zip(self._groups[6], accumulated, strict=True)
+        return self._flow.evaluate(env, self.split.weights)
+
+    @cached_property
+    def forward(self) -> Executable:
+        """(params, inputs, batch) -> (outputs, residuals, held residuals)."""
+        out = ([self.value_sharding(v) for v in self.layers.outputs], None, None)
+        return self._compile(self._forward, self.forward_args, (), out)
+
+    @cached_property
+    def _structs(self) -> tuple[list[Any], list[Any]]:
+        """Of what dies with the first program, and of what is held."""
+        residuals = [*self.forward.outputs[1], *self.forward.outputs[2]]
+        by_var = dict(zip((v for part in self._parts([4]) for v in part), residuals, strict=True))
+        for group, ids in (
+            (1, [self.layers.inputs[i] for i in self._kept("input")]),
+            (3, [self.layers.outputs[i] for i in self._kept("output")]),
+            (5, self.cotangents),
+        ):
+            by_var |= zip(self._groups[group], self.value_structs(ids), strict=True)
+        gone, held = self._parts((1, 3, 4, 5))
+        return [by_var[v] for v in gone], [by_var[v] for v in held]
+
+    def _batch_structs(self, positions: Iterable[int]) -> list[Any]:
+        kept = self._kept("batch")
+        return self.batch_structs([self.layers.batch[kept[i]] for i in positions])
+
+    @cached_property
+    def backward_inputs(self) -> Executable:
+        """(params, kept batch, what dies, what is held) -> (input gradients, deferred)."""
+        gone, held = self._structs
+        batch = self._batch_structs(range(self._counts[2]))
+        args = (self.param_structs(self.params), batch, gone, held)
+        out = ([self.value_sharding(v) for v in self.differentiable_inputs], None)
+        return self._compile(self._backward_inputs, args, (2,), out)
+
+    @cached_property
+    def backward_weights(self) -> Executable:
+        """(params, held batch, what is held, deferred, accumulated) -> accumulated."""
+        accumulated = self.param_structs(self.params)
+        args = (
+            self.param_structs(self.params),
+            self._batch_structs(self._held(2)),
+            self._structs[1],
+            self.backward_inputs.outputs[1],
+            accumulated,
+        )
+        out = [g.sharding for g in accumulated]
+        return self._compile(self._backward_weights, args, (2, 3, 4), out)
+
+    @cached_property
+    def split_cost(self) -> SplitCost:
+        """What the compiler says of the two programs."""
+        inputs, weights = self.backward_inputs, self.backward_weights
+        kept = [self._kept(source) for source in ("input", "output", "batch")]
+        return SplitCost(
+            inputs_bytes=inputs.transient_bytes,
+            weights_bytes=weights.transient_bytes,
+            residual_bytes=sum(map(shard_bytes, self.forward.outputs[2])),
+            deferred_bytes=sum(map(shard_bytes, inputs.outputs[1])),
+            kept_inputs=tuple(kept[0][i] for i in self._held(1)),
+            kept_outputs=tuple(kept[1][i] for i in self._held(3)),
+            kept_batch=tuple(kept[2][i] for i in self._held(2)),
+            cotangents=self._held(5),
+            inputs_work=inputs.work,
+            weights_work=weights.work,
+        )
+
+    def cost_given_update(self, update: UpdateCost) -> StageCost:
+        """As of ``StagePrograms``; its backward pass is never compiled whole."""
+        forward = self.forward
+        outputs, *residuals = forward.outputs
+        nbytes = sum(shard_bytes(r) for part in residuals for r in part)
+        if forward.output_bytes is not None:
+            nbytes = max(0, forward.output_bytes - sum(map(shard_bytes, outputs)))
+        return StageCost(
+            residual_bytes=nbytes,
+            forward_bytes=forward.transient_bytes,
+            backward_bytes=0,
+            kept_inputs=self._kept("input"),
+            kept_outputs=self._kept("output"),
+            kept_batch=self._kept("batch"),
+            optimizer_bytes=update.optimizer_bytes,
+            update_bytes=update.update_bytes,
+            summarize_bytes=update.summarize_bytes,
+            summary_bytes=update.summary_bytes,
+            forward_work=forward.work,
+            update_work=update.update_work,
+            split=self.split_cost,
+        )

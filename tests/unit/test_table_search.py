@@ -1,0 +1,216 @@
+"""Plans of schedules whose stages share devices or whose backward passes are split: predictions,
+the search, and its refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import pytest
+from synthetic_profiles import MICROBATCH_SIZE, Planted, configs_of
+
+from capture.errors import PlanError, ProfileError
+from capture.machine.cluster import Cluster
+from capture.machine.target import Target
+from capture.measured.profile import Profile, StageConfig
+from capture.measured.stage_cost import SplitCost, StageCost
+from capture.measured.work import ProgramWork
+from capture.plan.choices import StageChoice
+from capture.plan.schedule import PLAIN_SCHEDULES, SCHEDULES
+from capture.plan.stage import Stage
+from capture.plan.stages import Plan
+from capture.predictor import AdditivePredictor
+from capture.predictor.step_time import counted_seconds, predicted_timeline
+from capture.step.interface import plan_interfaces
+from capture.step.pipeline import build_step
+from capture.step.program import replay
+from recommender.capture import tables
+from recommender.capture.recommendation import recommend
+from recommender.question import PlanQuestion
+
+ONE, TWO = StageChoice(1, 1), StageChoice(2, 1)
+TABLES = [name for name in SCHEDULES if name not in PLAIN_SCHEDULES]
+
+
+def work(num_layers: int, passes: int) -> ProgramWork:
+    return ProgramWork(10**12 * num_layers * passes, "bfloat16", 0, 0)
+
+
+def with_split(cost: StageCost, config: StageConfig, times: bool) -> StageCost:
+    """Additive over layers, and forward, inputs and weights take equally long."""
+    n, share = config.num_layers, config.microbatch_size // config.choice.num_devices
+    deferred = 64 * share * sum(range(config.first + 1, config.stop + 1))
+    split = SplitCost(deferred + 96 * share * n, 32 * share * n, 0, deferred)
+    if not times:
+        return replace(cost, split=split)
+    return replace(
+        cost,
+        forward_work=work(n, 1),
+        backward_work=work(n, 2),
+        update_work=work(0, 1),
+        split=replace(split, inputs_work=work(n, 1), weights_work=work(n, 1)),
+    )
+
+
+def split_profile(planted: Planted, *choices: StageChoice, times: bool = False) -> Profile:
+    profile = planted.profile(choices)
+    costs = {c: with_split(cost, c, times) for c, cost in profile.measurements.items()}
+    provenance = {**profile.provenance, "target": "a100-40g" if times else "cpu"}
+    return replace(profile, measurements=costs, provenance=provenance)
+
+
+def table_plan(
+    name: str, cuts: tuple[int, ...], choice: StageChoice, num_microbatches: int, target="cpu"
+) -> Plan:
+    kind, d = SCHEDULES[name], choice.num_devices
+    num_groups = (len(cuts) - 1) // kind.stages_per_group
+    stages = tuple(
+        Stage.at(group * d, first, stop, choice)
+        for group, (first, stop) in zip(kind.placement(num_groups), pairwise(cuts), strict=True)
+    )
+    return Plan(
+        Cluster((num_groups * d,), target),
+        cuts[-1],
+        stages,
+        MICROBATCH_SIZE * num_microbatches,
+        num_microbatches,
+        name,
+    )
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_prediction_equals_the_replay_of_the_planted_stages(name):
+    planted = Planted(6, seed=5, shared=[(0, 5)]).summarizes(5)
+    profile = split_profile(planted, ONE, TWO)
+    for choice in (ONE, TWO):
+        cuts = (0, 1, 2, 4, 6) if SCHEDULES[name].stages_per_group == 2 else (0, 2, 6)
+        plan = table_plan(name, cuts, choice, 4)
+        costs = [with_split(planted.cost(config), config, False) for config in configs_of(plan)]
+        interfaces = plan_interfaces(plan, planted.graph, profile.param_bytes, costs)
+        truth = replay(build_step(interfaces, plan.schedule_table))
+        predicted = AdditivePredictor(profile).predict(plan)
+        assert predicted.peak_bytes_per_device == truth.peak_bytes_per_device
+        for s, stage in enumerate(predicted.stages):
+            assert sum(stage.parts_bytes.values()) == stage.peak_bytes
+            assert len(stage.layers_bytes) == plan.stages[s].num_layers
+        loaded = Plan.from_json(plan.with_(prediction=predicted).to_json())
+        assert loaded == plan and loaded.prediction == predicted
+
+
+def question(name: str, devices: int = 2, **options) -> PlanQuestion:
+    options = {"num_microbatches": 4, **options}
+    target = options.pop("target", "cpu")
+    return PlanQuestion(
+        Cluster((devices,), target),
+        MICROBATCH_SIZE * options["num_microbatches"],
+        schedule=name,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("name", ["interleaved", "zb-h1", "zb-v"])
+def test_the_least_peak_is_that_of_all_plans(name, monkeypatch):
+    """By brute force over cuts, predicted one by one; from a start, cuts that one move makes better
+    lead near it."""
+    profile = split_profile(Planted(7, seed=11), ONE, TWO)
+    answer = recommend(profile, question(name, 4))
+    count = 2 * SCHEDULES[name].stages_per_group
+    every = []
+    for choice, stages in ((ONE, 2 * count), (TWO, count)):
+        for borders in combinations(range(1, 7), stages - 1):
+            plan = table_plan(name, (0, *borders, 7), choice, 4)
+            every.append(AdditivePredictor(profile).predict(plan).peak_bytes)
+    assert answer.status == "ok" and answer.proof.optimal
+    assert answer.peak_bytes == min(every) == answer.proof.peak_bytes
+    assert answer.plan.schedule == name
+    monkeypatch.setattr(tables, "MOST_ENUMERATED", 0)
+    other = recommend(profile, question(name, 4))
+    assert not other.proof.optimal and other.why.summary.endswith("not a proof (tie-break: none).")
+    assert min(every) <= other.peak_bytes <= 1.05 * min(every)
+
+
+def test_a_limit_that_no_plan_meets():
+    profile = split_profile(Planted(6, seed=2), ONE)
+    answer = recommend(profile, question("zb-h1", memory_limit_bytes=10))
+    assert answer.status == "infeasible" and answer.why.code == "memory-limit"
+    assert answer.why.least_peak_bytes == answer.peak_bytes > 10
+    assert answer.plan is not None
+
+
+def test_numbers_that_make_no_groups():
+    profile = split_profile(Planted(6, seed=2), ONE)
+    answer = recommend(profile, question("interleaved", num_microbatches=3))
+    assert (answer.status, answer.plan, answer.why.code) == (
+        "infeasible",
+        None,
+        "no-possible-groups",
+    )
+    assert "a multiple of 2 micro-batches" in answer.why.summary
+
+
+@pytest.mark.parametrize(
+    "options", [{"algorithm": "minmax"}, {"mode": "paper"}, {"merge_layers": 3}]
+)
+def test_a_schedule_with_a_search_of_its_own_refuses_others(options):
+    with pytest.raises(PlanError) as caught:
+        question("zb-v", **options)
+    assert caught.value.codes == ("plan-algorithm",)
+
+
+def test_a_profile_without_split_backward_passes_is_refused():
+    planted = Planted(4, seed=1)
+    with pytest.raises(ProfileError) as caught:
+        recommend(planted.profile([ONE]), question("zb-h1"))
+    assert caught.value.codes == ("profile-split",)
+    assert recommend(planted.profile([ONE]), question("interleaved")).status == "ok"
+
+
+# ---- times ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def timed() -> Profile:
+    """Eight equal layers; a layer's forward pass takes as long as each half of its backward
+    pass."""
+    planted = Planted(8, seed=3)
+    planted.fixed[:, :, :] = planted.fixed[:, :, :1]
+    planted.per_example[:, :, :] = planted.per_example[:, :, :1]
+    return split_profile(planted, ONE, times=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "percent"),
+    [("1f1b", 27.3), ("interleaved", 15.8), ("zb-h1", 11.1), ("zb-v", 5.9), ("dualpipev", 5.9)],
+)
+def test_bubbles_of_simulated_steps_are_those_of_the_tables(timed, name, percent):
+    """S = 4, M = 8, equal stages; what is sent is next to nothing."""
+    count = 4 * SCHEDULES[name].stages_per_group
+    plan = table_plan(name, tuple(range(0, 9, 8 // count)), ONE, 8, "a100-40g")
+    timeline = predicted_timeline(plan, timed)
+    assert {round(100 * waits, 1) for waits in timeline.bubble_fraction} <= {percent, percent + 0.1}
+    assert counted_seconds(plan, timed) == pytest.approx(timeline.step_seconds, rel=0.01)
+
+
+def test_the_fastest_plan_of_every_schedule_and_its_front(timed):
+    seconds, peaks = {}, {}
+    for name in ("1f1b", "interleaved", "zb-h1", "zb-v"):
+        asked = question(name, 4, num_microbatches=8, objective="pareto", target="a100-40g")
+        answer = recommend(timed, asked)
+        assert answer.status == "ok"
+        seconds[name], peaks[name] = answer.proof.step_seconds, answer.peak_bytes
+        front = answer.why.front.points
+        assert front[-1].step_seconds == pytest.approx(seconds[name])
+        assert all(
+            a.peak_bytes < b.peak_bytes and a.step_seconds > b.step_seconds
+            for a, b in pairwise(front)
+        )
+    assert seconds["zb-v"] < seconds["zb-h1"] < seconds["interleaved"] < seconds["1f1b"]
+    rates = Target.load("a100-40g").rates
+    work_seconds = 48 * 10**12 / rates.reached_flops_per_second("bfloat16", "default")
+    assert seconds["zb-v"] == pytest.approx(work_seconds * 51 / 48, rel=0.01)
+    asked = question("zb-h1", 4, num_microbatches=8, target="a100-40g")
+    least = recommend(timed, asked)
+    limited = replace(asked, objective="throughput", memory_limit_bytes=least.peak_bytes)
+    answer = recommend(timed, limited)
+    assert answer.status == "ok" and answer.peak_bytes <= least.peak_bytes <= peaks["zb-h1"]
+    assert answer.proof.step_seconds >= seconds["zb-h1"]
