@@ -45,6 +45,8 @@ Measured = TypeVar("Measured", StageCost, UpdateCost, StageBuffers)
 #: Bump when the programs of a stage change for the same model, so that old measurements are not
 #: taken for new ones.
 PROGRAM_VERSION = 3
+#: Bump when remat "cheap" keeps other values for the same model.
+CUT_VERSION = 1
 #: Bump when more is counted of what programs compute, which only targets with rates are asked for:
 #: 2 counts kernels.
 WORK_VERSION = 2
@@ -215,6 +217,7 @@ class CompileBackend:
                     choice.shard_optimizer,
                     *_params_split(choice),
                     *pinned,
+                    *([CUT_VERSION] if choice.remat == "cheap" else []),
                 ],
                 [str(specs[p]) for p in layers.params],
                 [
