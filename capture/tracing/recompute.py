@@ -123,7 +123,7 @@ def recompute_bytes(equation: Any) -> float | None:
         bodies = [recompute_bytes(e) for body in sub_jaxprs(equation.params) for e in body.eqns]
         known = [nbytes for nbytes in bodies if nbytes is not None]
         return sum(known) if len(known) == len(bodies) else None
-    if name not in _FLOPS or (name == "random_bits" and not _splits_alike(equation)):
+    if name not in _FLOPS or not _splits_alike(equation):
         return None
     flops = _FLOPS[name] * (
         equation_flops(equation)
@@ -135,9 +135,12 @@ def recompute_bytes(equation: Any) -> float | None:
 
 
 def _splits_alike(equation: Any) -> bool:
-    """Whether random bits are the same however a compiler splits them over devices."""
-    impl = getattr(equation.invars[0].aval.dtype, "_impl", None)
-    return getattr(impl, "name", "") == "threefry2x32"
+    """Whether random bits, if any, are the same however a compiler splits them over devices."""
+    if equation.primitive.name not in LONG_FUNCTIONS:
+        return True
+    dtypes = [getattr(v.aval, "dtype", None) for v in (*equation.invars, *equation.outvars)]
+    keys = [d for d in dtypes if d and jax.dtypes.issubdtype(d, jax.dtypes.prng_key)]
+    return all(getattr(d, "_impl", d).name == "threefry2x32" for d in keys)
 
 
 def aval_bytes(atom: Any) -> int:

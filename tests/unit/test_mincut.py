@@ -93,11 +93,15 @@ def test_lookups_in_parameters_and_random_bits_are_made_again_and_choices_are_no
     ]
 
 
-@pytest.mark.parametrize(("impl", "again"), [("threefry2x32", True), ("rbg", False)])
+@pytest.mark.parametrize(("impl", "again"), [("threefry2x32", True), ("unsafe_rbg", False)])
 def test_random_bits_are_made_again_if_they_do_not_depend_on_how_they_are_split(impl, again):
-    jaxpr = jax.make_jaxpr(lambda key: jax.random.bits(key, (4,)))(jax.random.key(0, impl=impl))
-    (equation,) = [e for e in jaxpr.eqns if e.primitive.name == "random_bits"]
-    assert (recompute_bytes(equation) is not None) == again
+    def function(key):
+        return jax.random.bits(jax.random.split(key)[0], (4,))
+
+    flow = DataFlow(jax.make_jaxpr(function)(jax.random.key(0, impl=impl)))
+    costs = {e.primitive.name: recompute_bytes(e) for e in flow.jaxpr.eqns}
+    assert (costs["random_bits"] is not None) == again
+    assert (costs["random_split"] is not None) == again
 
 
 def test_bodies_cost_what_is_in_them_and_loops_and_effects_are_never_run_again():
