@@ -456,7 +456,11 @@ def _read_profile(paths: Sequence[Path], question: ProfileQuestion) -> Profile:
             f"{question.tensor_parallel_rule!r}; ask for that of the profile, or profile again.",
             "profile-choice",
         )
+    known = {choice.remat for choice in profile.choices}
     policies = question.remat
+    if len(policies) > 1 and len(known) > 1:
+        # Chosen among those that the profile knows: there were fewer once.
+        policies = tuple(policy for policy in policies if policy in known)
     measurements = {
         config: cost
         for config, cost in profile.measurements.items()

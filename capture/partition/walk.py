@@ -74,6 +74,14 @@ def cut_parameters(
         whole |= walk.undone
 
 
+def followed_dims(jaxpr: Jaxpr, inputs: Sequence[int | None], degree: int) -> dict[Any, int | None]:
+    """The dimension along which every value of a program is split, where that of its inputs is
+    known."""
+    walk = _Walk((), degree, {}, frozenset())
+    values = walk.follow(jaxpr, [_Value(dim=dim) for dim in inputs])
+    return {v: value.dim for v, value in values.items()}
+
+
 @dataclass(frozen=True)
 class _Value:
     """What the walk knows of a variable.
@@ -127,6 +135,14 @@ class _Walk:
 
     def run(self, jaxpr: Jaxpr, inputs: Sequence[_Value]) -> list[_Value]:
         """Follow the inputs (parameters first; what is missing is whole) to the outputs."""
+        env = self.follow(jaxpr, inputs)
+        return [
+            _STATIC if isinstance(atom, Literal) else self._decided(env.get(atom, _WHOLE))
+            for atom in jaxpr.outvars
+        ]
+
+    def follow(self, jaxpr: Jaxpr, inputs: Sequence[_Value]) -> dict[Any, _Value]:
+        """What is known of every variable."""
         env: dict[Any, _Value] = dict.fromkeys(jaxpr.constvars, _STATIC)
         env.update(zip(jaxpr.invars, inputs, strict=False))
 
@@ -141,7 +157,7 @@ class _Walk:
                     strict=True,
                 )
             )
-        return [read(atom) for atom in jaxpr.outvars]
+        return env
 
     def place_tables(self) -> None:
         """Decide the tables that were only ever looked up."""

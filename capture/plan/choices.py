@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-Remat = Literal["none", "dots", "full"]
-REMAT_POLICIES: tuple[Remat, ...] = ("none", "dots", "full")
+Remat = Literal["none", "cheap", "dots", "full"]
+#: From what keeps most to what keeps least.
+REMAT_POLICIES: tuple[Remat, ...] = ("none", "cheap", "dots", "full")
 
 #: Ways in which parameters are split by tensor parallelism, and each part over replicas.
 ParamSplit = tuple[int, int]
@@ -21,7 +22,8 @@ class StageChoice:
     Attributes:
         data_parallel: Replicas of the stage.
         tensor_parallel: Devices over which each replica's tensors are split.
-        remat: What the backward pass recomputes: ``"none"`` keeps all activations, ``"dots"`` keeps
+        remat: What the backward pass recomputes: ``"none"`` keeps all activations, ``"cheap"``
+            the fewest bytes from which the others follow without another product, ``"dots"`` keeps
             the results of matrix products with parameters, ``"full"`` keeps the inputs of the
             layers.
         shard_optimizer: Whether the replicas split the optimizer state (ZeRO stage 1).

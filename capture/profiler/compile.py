@@ -48,6 +48,8 @@ Measured = TypeVar("Measured", StageCost, UpdateCost, SplitCost, StageBuffers)
 PROGRAM_VERSION = 3
 #: The same, of how a backward pass is split.
 SPLIT_VERSION = 1
+#: Bump when remat "cheap" keeps other values for the same model.
+CUT_VERSION = 1
 #: Bump when more is counted of what programs compute, which only targets with rates are asked for:
 #: 2 counts kernels.
 WORK_VERSION = 2
@@ -218,6 +220,7 @@ class CompileBackend:
                     choice.shard_optimizer,
                     *_params_split(choice),
                     *pinned,
+                    *([CUT_VERSION] if choice.remat == "cheap" else []),
                 ],
                 [str(specs[p]) for p in layers.params],
                 [

@@ -1,19 +1,14 @@
 """The compiled programs of one stage: forward, backward, summarize, update; and what each needs
 while it runs.
 
-The forward program returns, beside its outputs, exactly the values that ``jax.vjp`` saved for the
-backward pass and that exist nowhere else: residuals that *are* a parameter, an input, a batch leaf,
-an output or a constant are recognised by identity and are not returned, and those that depend on
-parameters and constants alone (casts of weights, masks) are made again in the backward pass, so
-that neither is stored once per micro-batch. ``jax.checkpoint`` around each layer is the only knob
-of what is saved.
+The forward program returns, beside its outputs, the values that are kept for the backward pass and
+that exist nowhere else (``residuals.py``).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -29,26 +24,21 @@ from capture.compiler.work import NO_LOCAL_FLOPS
 from capture.measured.profile import StageConfig
 from capture.measured.stage_cost import StageCost, UpdateCost
 from capture.partition.local_calls import localize
+from capture.partition.tensor_parallel import DATA_AXIS, MODEL_AXIS
 from capture.runtime.layout import StageLayout
 from capture.runtime.optimizer import StageUpdate
 from capture.runtime.origins import buffer_of, layer_of
+from capture.runtime.residuals import Residuals, ValueSplit
 from capture.step.attribution import Buffer, StageBuffers
 from capture.step.interface import owned_and_borrowed
 from capture.tracing import TracedModel
 from capture.tracing.dataflow import DataFlow
+from capture.tracing.jaxprs import is_variable
 from capture.tracing.source import layer_of_scope
 from capture.tracing.split_rule import may_hold_split_rule
 
 #: An argument of a compiled program, by group and number.
 _ARGUMENT = re.compile(r"(\w+)\[(\d+)\]")
-
-
-@dataclass(frozen=True)
-class _Saved:
-    """Where the backward pass finds one value that ``jax.vjp`` saved."""
-
-    source: str  # "param", "input", "batch", "output", "residual" or "constant"
-    index: int
 
 
 class StagePrograms(StageLayout):
@@ -99,8 +89,7 @@ class StagePrograms(StageLayout):
             for v in sent
             if graph.values[v].differentiable and (v in layers.outputs or v in layers.inputs)
         )
-        self._saved: list[_Saved] = []
-        self._constants: list[Any] = []
+        self._constants: dict[int, Any] = {}
         self._vjp_tree: Any = None
 
     @property
@@ -127,7 +116,9 @@ class StagePrograms(StageLayout):
             [values[v] for v in self.layers.inputs],
             batch,
         )
-        results = self.layers(*given, remat=self.choice.remat, pin=self._pinned)
+        # Of all that is saved without remat, "cheap" chooses what is kept.
+        remat = "none" if self.choice.remat == "cheap" else self.choice.remat
+        results = self.layers(*given, remat=remat, pin=self._pinned)
         by_value = dict(zip(self.layers.outputs, results, strict=True))
         rest = [v for v in self.layers.outputs if v not in self.differentiable_outputs]
         return [by_value[v] for v in self.differentiable_outputs], [by_value[v] for v in rest]
@@ -152,41 +143,28 @@ class StagePrograms(StageLayout):
         )
         outputs = [by_value[v] for v in self.layers.outputs]
         saved, self._vjp_tree = jax.tree.flatten(vjp)
-        # The loss outlives the backward pass, which is given what it reads to free.
-        returned = [] if self.is_last else outputs
-        known = {
-            id(array): _Saved(source, i)
-            for source, group in (
-                ("output", returned),
-                ("batch", batch),
-                ("input", inputs),
-                ("param", params),
-            )
-            for i, array in enumerate(group)
+        self._constants = {
+            i: array for i, array in enumerate(saved) if not isinstance(array, jax.core.Tracer)
         }
-        residuals: list[Any] = []
-        self._saved, self._constants = [], []
-        for array in saved:
-            if not isinstance(array, jax.core.Tracer):
-                known[id(array)] = _Saved("constant", len(self._constants))
-                self._constants.append(array)
-            elif id(array) not in known:
-                known[id(array)] = _Saved("residual", len(residuals))
-                residuals.append(array)
-            self._saved.append(known[id(array)])
-        return outputs, residuals
+        return outputs, [array for i, array in enumerate(saved) if i not in self._constants]
 
     def _forward(self, params, inputs, batch):
         # The traced pass is replayed, not traced again: differentiating a long stage is what takes
         # the time.
-        results = jax.extend.core.jaxpr_as_fun(self._traced_forward)(*params, *inputs, *batch)
-        num_outputs = len(self.layers.outputs)
-        return results[:num_outputs], [results[num_outputs + i] for i in self._stored]
+        flow, stored = self._saving_all, self.residuals.stored
+        given, num_outputs = [*params, *inputs, *batch], len(self.layers.outputs)
+        returned = {v: i for i, v in enumerate(flow.outputs) if is_variable(v)}
+        if returned.keys() >= set(stored):
+            results = jax.extend.core.jaxpr_as_fun(self._traced_forward)(*given)
+            return results[:num_outputs], [results[returned[v]] for v in stored]
+        # What is kept is made inside the calls that the flow has opened.
+        wanted = [*flow.outputs[:num_outputs], *stored]
+        results = flow.evaluate(dict(zip(flow.inputs, given, strict=True)), wanted, whole=True)
+        return results[:num_outputs], results[num_outputs:]
 
     @cached_property
     def _traced_forward(self) -> Any:
-        """The forward pass with everything that ``jax.vjp`` saves; its last outputs are the
-        residuals."""
+        """The forward pass with everything that ``jax.vjp`` saves behind its outputs."""
         return jax.make_jaxpr(self._forward_saving_all)(*self.forward_args)
 
     @cached_property
@@ -194,44 +172,38 @@ class StagePrograms(StageLayout):
         return DataFlow(self._traced_forward)
 
     @cached_property
-    def _stored(self) -> list[int]:
-        """Residuals that depend on data. Others (masks, casts of parameters) are made again in the
-        backward pass."""
-        flow, num_params = self._saving_all, len(self.params)
-        reached = flow.propagate({v: frozenset([0]) for v in flow.inputs[num_params:]})
-        residuals = flow.outputs[len(self.layers.outputs) :]
-        return [
-            i
-            for i, v in enumerate(residuals)
-            if not isinstance(v, jax.extend.core.Literal) and reached.get(v)
-        ]
-
-    def _made_again(self, params) -> dict[int, Any]:
-        flow = self._saving_all
-        residuals = flow.outputs[len(self.layers.outputs) :]
-        others = [i for i in range(len(residuals)) if i not in set(self._stored)]
-        values = flow.evaluate(
-            dict(zip(flow.inputs, params, strict=False)), [residuals[i] for i in others]
+    def residuals(self) -> Residuals:
+        """What one micro-batch keeps for the backward pass."""
+        data = [self.graph.values[v] for v in self.layers.inputs]
+        data += [self.graph.batch[b] for b in self.layers.batch]
+        # Parameters that are split over replicas are gathered where they are read.
+        specs = [self.specs[p] for p in self.params]
+        specs += [self.tensor_sharding(tensor).spec for tensor in data]
+        split = ValueSplit(
+            self._saving_all,
+            [
+                (self.mesh.shape[axis], [_split_dim(spec, axis) for spec in specs])
+                for axis in (DATA_AXIS, MODEL_AXIS)
+            ],
         )
-        return dict(zip(others, values, strict=True))
-
-    def _kept(self, source: str) -> tuple[int, ...]:
-        """Positions that the backward pass reads among the inputs, outputs or batch leaves."""
-        assert self._vjp_tree is not None, "the forward program is traced first"
-        return tuple(sorted({saved.index for saved in self._saved if saved.source == source}))
+        return Residuals(
+            self._saving_all,
+            len(self.params),
+            len(self.layers.inputs),
+            len(self.layers.outputs),
+            # The loss outlives the backward pass, which is given what it reads to free.
+            returns_outputs=not self.is_last,
+            remat=self.choice.remat,
+            split=split,
+        )
 
     def _backward(self, params, inputs, batch, outputs, residuals, cotangents, accumulated):
-        groups = {
-            "param": params,
-            "residual": self._made_again(params) | dict(zip(self._stored, residuals, strict=True)),
-            "constant": self._constants,
-            "input": dict(zip(self._kept("input"), inputs, strict=True)),
-            "batch": dict(zip(self._kept("batch"), batch, strict=True)),
-            "output": dict(zip(self._kept("output"), outputs, strict=True)),
-        }
-        vjp = jax.tree.unflatten(
-            self._vjp_tree, [groups[saved.source][saved.index] for saved in self._saved]
-        )
+        read = iter(self.residuals.read_again(params, inputs, batch, outputs, residuals))
+        leaves = [
+            self._constants[i] if i in self._constants else next(read)
+            for i in range(self._vjp_tree.num_leaves)
+        ]
+        vjp = jax.tree.unflatten(self._vjp_tree, leaves)
         arrived = dict(zip(self.cotangents, cotangents, strict=True))
         seeds = []
         for v in self.differentiable_outputs:
@@ -318,9 +290,9 @@ class StagePrograms(StageLayout):
         residuals = self.forward.outputs[1]  # tells what is kept
         return (
             self.param_structs(self.params),
-            self.value_structs([self.layers.inputs[i] for i in self._kept("input")]),
-            self.batch_structs([self.layers.batch[i] for i in self._kept("batch")]),
-            self.value_structs([self.layers.outputs[i] for i in self._kept("output")]),
+            self.value_structs([self.layers.inputs[i] for i in self.residuals.inputs]),
+            self.batch_structs([self.layers.batch[i] for i in self.residuals.batch]),
+            self.value_structs([self.layers.outputs[i] for i in self.residuals.outputs]),
             residuals,
             self.value_structs(self.cotangents),
             self.param_structs(self.params),
@@ -403,9 +375,9 @@ class StagePrograms(StageLayout):
             residual_bytes=self._residual_bytes(forward),
             forward_bytes=forward.transient_bytes,
             backward_bytes=backward.transient_bytes,
-            kept_inputs=self._kept("input"),
-            kept_outputs=self._kept("output"),
-            kept_batch=self._kept("batch"),
+            kept_inputs=self.residuals.inputs,
+            kept_outputs=self.residuals.outputs,
+            kept_batch=self.residuals.batch,
             optimizer_bytes=update.optimizer_bytes,
             update_bytes=update.update_bytes,
             summarize_bytes=update.summarize_bytes,
@@ -425,13 +397,9 @@ class StagePrograms(StageLayout):
             "summarize": self.summarize,
             "update": self.update,
         }
-        kept, outputs = (
-            self.forward.outputs[1],
-            self._saving_all.outputs[len(self.layers.outputs) :],
-        )
         residuals = [
-            buffer_of(self._saving_all, outputs[i], shard_bytes(struct))
-            for i, struct in zip(self._stored, kept, strict=True)
+            buffer_of(self._saving_all, value, shard_bytes(struct))
+            for value, struct in zip(self.residuals.stored, self.forward.outputs[1], strict=True)
         ]
         optimizer = [
             self._of_state(leaf, struct)
@@ -465,8 +433,7 @@ class StagePrograms(StageLayout):
                 param = self.optimizer.param_of_state.get(self.optimizer.state[index])
                 return None if param is None else self.graph.param_owner(param)
             case "residuals":
-                made = self._saving_all.outputs[len(self.layers.outputs) + self._stored[index]]
-                return layer_of(self._saving_all, made)
+                return layer_of(self._saving_all, self.residuals.stored[index])
             case "inputs" | "batch":
                 return self.layers.first
             case "outputs" | "cotangents":
@@ -482,6 +449,11 @@ class StagePrograms(StageLayout):
         if forward.output_bytes is None:
             return sum(map(shard_bytes, residuals))
         return max(0, forward.output_bytes - sum(map(shard_bytes, outputs)))
+
+
+def _split_dim(spec: PartitionSpec, axis: str) -> int | None:
+    """The dimension that a mesh axis splits."""
+    return next((dim for dim, name in enumerate(spec) if name == axis), None)
 
 
 def shard_bytes(array: Any) -> int:

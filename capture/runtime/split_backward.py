@@ -25,19 +25,7 @@ from capture.compiler.executable import Executable
 from capture.measured.stage_cost import SplitCost, StageCost, UpdateCost
 from capture.runtime.programs import StagePrograms, shard_bytes
 from capture.tracing.dataflow import DataFlow
-
-#: Operations that are computed again rather than have their results handed over.
-# fmt: off
-CHEAP = frozenset(
-    {
-        "abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp",
-        "convert_element_type", "copy", "cos", "div", "eq", "exp", "expm1", "floor", "ge", "gt",
-        "integer_pow", "iota", "is_finite", "le", "log", "log1p", "logistic", "lt", "max",
-        "min", "mul", "ne", "neg", "not", "or", "pow", "reshape", "round", "rsqrt", "select_n",
-        "sign", "sin", "sqrt", "square", "squeeze", "sub", "tanh", "transpose", "xor",
-    }
-)
-# fmt: on
+from capture.tracing.recompute import recompute_bytes
 
 
 class BackwardSplit:
@@ -82,7 +70,7 @@ class BackwardSplit:
             if equation is None:
                 if one in self._inputs and one not in self._free:
                     sources.add(one)
-            elif equation.primitive.name in CHEAP:
+            elif recompute_bytes(equation) is not None:
                 new = [w for w in equation.invars if not _is_literal(w) and w not in seen]
                 seen.update(new)
                 waiting += new
@@ -110,17 +98,12 @@ class SplitStagePrograms(StagePrograms):
 
     @cached_property
     def _flow(self) -> DataFlow:
-        stored = self._stored  # traces the forward pass, which tells what is kept
-        residuals = self._saving_all.outputs[len(self.layers.outputs) :]
         args = (
             self.param_structs(self.params),
-            self.value_structs([self.layers.inputs[i] for i in self._kept("input")]),
-            self.batch_structs([self.layers.batch[i] for i in self._kept("batch")]),
-            self.value_structs([self.layers.outputs[i] for i in self._kept("output")]),
-            [
-                jax.ShapeDtypeStruct(residuals[i].aval.shape, residuals[i].aval.dtype)
-                for i in stored
-            ],
+            self.value_structs([self.layers.inputs[i] for i in self.residuals.inputs]),
+            self.batch_structs([self.layers.batch[i] for i in self.residuals.batch]),
+            self.value_structs([self.layers.outputs[i] for i in self.residuals.outputs]),
+            [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.residuals.stored],
             self.value_structs(self.cotangents),
             self.param_structs(self.params),
         )
@@ -190,8 +173,8 @@ class SplitStagePrograms(StagePrograms):
         residuals = [*self.forward.outputs[1], *self.forward.outputs[2]]
         by_var = dict(zip((v for part in self._parts([4]) for v in part), residuals, strict=True))
         for group, ids in (
-            (1, [self.layers.inputs[i] for i in self._kept("input")]),
-            (3, [self.layers.outputs[i] for i in self._kept("output")]),
+            (1, [self.layers.inputs[i] for i in self.residuals.inputs]),
+            (3, [self.layers.outputs[i] for i in self.residuals.outputs]),
             (5, self.cotangents),
         ):
             by_var |= zip(self._groups[group], self.value_structs(ids), strict=True)
@@ -199,7 +182,7 @@ class SplitStagePrograms(StagePrograms):
         return [by_var[v] for v in gone], [by_var[v] for v in held]
 
     def _batch_structs(self, positions: Iterable[int]) -> list[Any]:
-        kept = self._kept("batch")
+        kept = self.residuals.batch
         return self.batch_structs([self.layers.batch[kept[i]] for i in positions])
 
     @cached_property
@@ -229,7 +212,7 @@ class SplitStagePrograms(StagePrograms):
     def split_cost(self) -> SplitCost:
         """What the compiler says of the two programs."""
         inputs, weights = self.backward_inputs, self.backward_weights
-        kept = [self._kept(source) for source in ("input", "output", "batch")]
+        kept = [self.residuals.inputs, self.residuals.outputs, self.residuals.batch]
         return SplitCost(
             inputs_bytes=inputs.transient_bytes,
             weights_bytes=weights.transient_bytes,
@@ -254,9 +237,9 @@ class SplitStagePrograms(StagePrograms):
             residual_bytes=nbytes,
             forward_bytes=forward.transient_bytes,
             backward_bytes=0,
-            kept_inputs=self._kept("input"),
-            kept_outputs=self._kept("output"),
-            kept_batch=self._kept("batch"),
+            kept_inputs=self.residuals.inputs,
+            kept_outputs=self.residuals.outputs,
+            kept_batch=self.residuals.batch,
             optimizer_bytes=update.optimizer_bytes,
             update_bytes=update.update_bytes,
             summarize_bytes=update.summarize_bytes,

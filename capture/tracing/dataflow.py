@@ -27,6 +27,7 @@ class DataFlow:
 
     Attributes:
         inputs, outputs: Variables (outputs may be literals), in the order of the jaxpr.
+        jaxpr: The flat program, open.
     """
 
     def __init__(self, closed: Any, *, open_remats: bool = False):
@@ -38,8 +39,13 @@ class DataFlow:
         flat = jax.make_jaxpr(run)(
             *[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
         )
-        self._jaxpr, self._consts = flat.jaxpr, flat.consts
-        self.inputs, self.outputs = list(self._jaxpr.invars), list(self._jaxpr.outvars)
+        self.jaxpr, self._consts = flat.jaxpr, flat.consts
+        self.inputs, self.outputs = list(self.jaxpr.invars), list(self.jaxpr.outvars)
+
+    @property
+    def values(self) -> list[Any]:
+        """All variables but constants, in program order."""
+        return [*self.inputs, *(out for e in self.jaxpr.eqns for out in e.outvars)]
 
     def propagate(
         self,
@@ -54,7 +60,7 @@ class DataFlow:
                 default the union.
         """
         flow = dict(owners)
-        for equation in self._jaxpr.eqns:
+        for equation in self.jaxpr.eqns:
             parts = [
                 flow[v]
                 for v in equation.invars
@@ -86,12 +92,12 @@ class DataFlow:
 
     @cached_property
     def _position(self) -> dict[Any, int]:
-        return {out: i for i, equation in enumerate(self._jaxpr.eqns) for out in equation.outvars}
+        return {out: i for i, equation in enumerate(self.jaxpr.eqns) for out in equation.outvars}
 
     def maker(self, var: Any) -> Any | None:
         """The equation that makes a value; None if it is an input or a constant."""
         at = self.order(var)
-        return self._jaxpr.eqns[at] if at >= 0 else None
+        return self.jaxpr.eqns[at] if at >= 0 else None
 
     def order(self, var: Any) -> int:
         """Position of a value in program order; inputs come first."""
@@ -107,17 +113,20 @@ class DataFlow:
             position = self._position.get(value)
             if position is not None and position not in chosen:
                 chosen.add(position)
-                waiting += self._jaxpr.eqns[position].invars
-        return [self._jaxpr.eqns[position] for position in sorted(chosen)]
+                waiting += self.jaxpr.eqns[position].invars
+        return [self.jaxpr.eqns[position] for position in sorted(chosen)]
 
-    def evaluate(self, env: dict[Any, Any], wanted: Sequence[Any]) -> list[Any]:
-        """Values of the wanted variables from those in ``env``."""
-        values = dict(zip(self._jaxpr.constvars, self._consts, strict=True)) | env
+    def evaluate(
+        self, env: dict[Any, Any], wanted: Sequence[Any], *, whole: bool = False
+    ) -> list[Any]:
+        """Values of the wanted variables from those in ``env``; with ``whole``, all is run, for the
+        effects of what nobody reads."""
+        values = dict(zip(self.jaxpr.constvars, self._consts, strict=True)) | env
 
         def read(atom):
             return atom.val if isinstance(atom, jex_core.Literal) else values[atom]
 
-        for equation in self.needed(wanted, values):
+        for equation in self.jaxpr.eqns if whole else self.needed(wanted, values):
             bind(equation, [read(v) for v in equation.invars], values)
         return [read(v) for v in wanted]
 

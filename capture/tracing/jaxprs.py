@@ -25,6 +25,11 @@ def is_body(value: Any) -> bool:
     return isinstance(value, (jex_core.Jaxpr, jex_core.ClosedJaxpr))
 
 
+def is_variable(atom: Any) -> bool:
+    """Whether it is no literal."""
+    return not isinstance(atom, jex_core.Literal)
+
+
 def opened(body: Any) -> Any:
     """The open jaxpr."""
     return getattr(body, "jaxpr", body)

@@ -19,7 +19,7 @@ from capture.documents import fields_of
 from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
-from capture.plan.choices import Remat
+from capture.plan.choices import REMAT_POLICIES, Remat
 from capture.plan.schedule import SCHEDULES
 from capture.quantities import format_bytes
 from recommender.capture.minmax import minmax
@@ -204,9 +204,9 @@ def _changes(
     if measuring is not None:
         if not measuring.shard_optimizer:
             yield Change("--shard-optimizer", question, {"shard_optimizer": True})
-        for remat in ("dots", "full"):
-            if not {remat, "full"} & set(measuring.remat):
-                yield Change(f"--remat {remat}", question, {"remat": (remat,)})
+        least = max(map(REMAT_POLICIES.index, measuring.remat))
+        for remat in REMAT_POLICIES[least + 1 :]:
+            yield Change(f"--remat {remat}", question, {"remat": (remat,)})
     for factor in (2, 4, 8):
         larger = Cluster(cluster.nodes * factor, cluster.target)
         if larger.num_devices <= num_layers * max(cluster.nodes):

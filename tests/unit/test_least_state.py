@@ -199,7 +199,7 @@ def test_a_change_that_cannot_save_enough_of_what_is_measured_is_not_measured():
     peak = recommend(profile, PlanQuestion(cluster, **BATCH)).proof.peak_bytes
     assert state < peak - 1
     for limit, asked in (
-        (peak - 1, [{"remat": ("dots",)}, {"remat": ("full",)}]),
+        (peak - 1, [{"remat": (remat,)} for remat in ("cheap", "dots", "full")]),
         (state // 2, []),
     ):
         reprofile = Measured(profile)

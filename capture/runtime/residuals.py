@@ -1,0 +1,135 @@
+"""What a stage keeps of its forward pass, and how its backward pass gets the rest of what it reads.
+
+``jax.vjp`` says what the backward pass reads. What follows from parameters and constants alone
+(casts of weights, masks) is made again in any case, so that it is not kept once per micro-batch. Of
+the others, remat ``cheap`` keeps a minimum cut; the other modes keep all, and say to ``jax.vjp``
+what it may save.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from capture.partition.dim_flow import dim_flow
+from capture.partition.walk import followed_dims
+from capture.plan.choices import Remat
+from capture.tracing.dataflow import DataFlow
+from capture.tracing.jaxprs import is_variable
+from capture.tracing.mincut import least_kept
+from capture.tracing.recompute import aval_bytes, recompute_bytes
+
+
+class Residuals:
+    """The values that one micro-batch keeps.
+
+    Args:
+        flow: The forward pass: of parameters, inputs and batch leaves; to outputs, and what
+            ``jax.vjp`` saves.
+        num_params, num_inputs: Of its inputs; the others are of the batch.
+        num_outputs: Of its outputs.
+        returns_outputs: Whether outputs may be kept as they are.
+        remat: The stage's.
+        split: How values lie on the devices.
+
+    Attributes:
+        inputs, batch, outputs: Positions among those of the stage of what is kept as it is.
+        stored: Variables of the flow that are kept beside them.
+    """
+
+    def __init__(
+        self,
+        flow: DataFlow,
+        num_params: int,
+        num_inputs: int,
+        num_outputs: int,
+        *,
+        returns_outputs: bool,
+        remat: Remat,
+        split: ValueSplit,
+    ):
+        self._flow, self._read = flow, flow.outputs[num_outputs:]
+        self._params = flow.inputs[:num_params]
+        data = flow.inputs[num_params:]
+        reached = flow.propagate({v: frozenset([0]) for v in data})
+        from_data = {v for v, origins in reached.items() if origins}
+        kept = [v for v in dict.fromkeys(filter(is_variable, self._read)) if v in from_data]
+        if remat == "cheap":
+            kept = least_kept(flow, kept, from_data, split.nbytes, split.recompute_bytes)
+        made = flow.outputs[:num_outputs] if returns_outputs else []
+        self.inputs = _places(kept, data[:num_inputs])
+        self.batch = _places(kept, data[num_inputs:])
+        self.outputs = _places(set(kept).difference(data), made)
+        self._whole = [data[i] for i in self.inputs]
+        self._whole += [data[num_inputs + i] for i in self.batch]
+        self._whole += [made[i] for i in self.outputs]
+        self.stored = [v for v in kept if v not in self._whole]
+
+    def read_again(
+        self,
+        params: Sequence[Any],
+        inputs: Sequence[Any],
+        batch: Sequence[Any],
+        outputs: Sequence[Any],
+        stored: Sequence[Any],
+    ) -> list[Any]:
+        """All that the backward pass reads, from what was kept."""
+        variables = (*self._params, *self._whole, *self.stored)
+        arrays = (*params, *inputs, *batch, *outputs, *stored)
+        return self._flow.evaluate(dict(zip(variables, arrays, strict=True)), self._read)
+
+
+def _places(kept: Collection[Any], group: Sequence[Any]) -> tuple[int, ...]:
+    """Positions of what is kept of a group; of a value that stands in it twice, the first."""
+    first = {v: k for k, v in reversed(list(enumerate(group))) if is_variable(v)}
+    return tuple(sorted(k for v, k in first.items() if v in kept))
+
+
+class ValueSplit:
+    """How the values of a program are expected to lie on a stage's mesh: as the partition walk
+    follows the shardings of its inputs. The compiler decides.
+
+    Args:
+        flow: The program.
+        inputs: By degree of a mesh axis, the dimension along which it splits each input.
+    """
+
+    def __init__(self, flow: DataFlow, inputs: Sequence[tuple[int, Sequence[int | None]]]):
+        self._axes: list[tuple[int, Mapping[Any, int | None]]] = [
+            (degree, followed_dims(flow.jaxpr, dims, degree))
+            for degree, dims in inputs
+            if degree > 1
+        ]
+
+    def _parts(self, atom: Any) -> int:
+        """Into how many different parts."""
+        return math.prod(degree for degree, dims in self._axes if _dim(dims, atom) is not None)
+
+    def nbytes(self, value: Any) -> int:
+        """Per device."""
+        return -(-aval_bytes(value) // self._parts(value))
+
+    def recompute_bytes(self, equation: Any) -> float | None:
+        """As of an equation, per device; None also where devices would have to exchange
+        something."""
+        cost = recompute_bytes(equation)
+        if cost is None or any(_exchanges(equation, *axis) for axis in self._axes):
+            return None
+        return cost / max(map(self._parts, (*equation.invars, *equation.outvars)))
+
+
+def _dim(dims: Mapping[Any, int | None], atom: Any) -> int | None:
+    return dims.get(atom) if is_variable(atom) else None
+
+
+def _exchanges(equation: Any, degree: int, dims: Mapping[Any, int | None]) -> bool:
+    """Whether an operand is not split as the result is made of it: a sum over what is split."""
+    result = _dim(dims, equation.outvars[0])
+    for operand, atom in enumerate(equation.invars):
+        dim = _dim(dims, atom)
+        if dim is None:
+            continue
+        if result is None or dim_flow(equation, operand, degree)[dim] != result:
+            return True
+    return False
