@@ -35,21 +35,32 @@ settings.register_profile(
 )
 settings.load_profile("repeatable")
 
-#: Files that take long; they are given out first, so that the processes of pytest-xdist end
-#: together.
-_LONG = {
+#: Files that take long, the longest first; they are given out in this order, so that the processes
+#: of pytest-xdist end together.
+_LONG = [
     f"test_{name}.py"
-    for name in (
-        "target_compile",
-        "run_backend",
+    for name in [
+        "pipeline",
         "readme",
         "flash_attention",
+        "run_backend",
         "osdp_sharded",
-        "pipeline",
         "cli",
-    )
-}
+        "run_ahead",
+        "models",
+        "meter",
+        "model_kit",
+        "target_compile",
+        "profiling",
+        "jobs_cli",
+        "checkpoint",
+        "cli_progress",
+        "attribution",
+        "tracing",
+    ]
+]
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.path.name not in _LONG)
+    order = {name: number for number, name in enumerate(_LONG)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))

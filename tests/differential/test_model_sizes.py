@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from zoo import (
+from zoo_models import (
     KEY,
     MODELS,
     TINY_CLASSES,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from zoo import (
+from zoo_models import (
     KEY,
     TINY_CLASSES,
     abstract_params,

@@ -14,7 +14,7 @@ import pytest
 
 from capture.model.workload import Workload, WorkloadSpec
 
-MODELS = Path(__file__).parents[2] / "models"
+MODELS = Path(__file__).parents[1] / "models"
 
 
 KEY = jax.random.key(0)
