@@ -90,6 +90,10 @@ test: $(VENV)/.stamp-dev ## All tests, the blocks of README and docs, and the do
 test-fast: $(VENV)/.stamp-dev ## What one runs all the time: unit and property tests, about a minute
 	$(VENV)/bin/python -m pytest -q -n $(JOBS) tests/unit tests/property
 
+.PHONY: test-slow
+test-slow: $(VENV)/.stamp-dev ## What make test leaves out: models of the zoo, absent chips, processes that are killed
+	$(VENV)/bin/python -m pytest -q -n $(JOBS) --dist=load -m slow
+
 .PHONY: recorded
 recorded: $(VENV)/.stamp-dev ## All recorded cases, to the byte; make test compares a sample
 	$(VENV)/bin/python -m pytest -q -n $(JOBS) --dist=load -m "recorded or not recorded" tests/recorded
@@ -128,7 +132,7 @@ $(VENV)/.stamp-mutation: $(VENV)/.stamp-dev
 	@touch $@
 
 .PHONY: check
-check: lint test ray alpa ## What .ci/run runs: lint, test, Ray clusters, and Alpa as a judge
+check: lint test test-slow ray alpa ## What .ci/run runs: lint, the tests, Ray clusters, and Alpa as a judge
 
 .PHONY: test-newest
 ifeq ($(strip $(PYTHON_NEWEST)),)

@@ -345,10 +345,12 @@ def check_operations(found: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_tpu_compiles_the_kernel_and_its_operations_count():
     check_operations(measured("v5e", "flash"))
 
 
+@pytest.mark.slow
 def test_a_gpu_compiles_the_kernel_and_splitting_it_costs_nothing():
     found = measured("h100", "dot_product", "flash")
     check_operations(found)
@@ -358,6 +360,7 @@ def test_a_gpu_compiles_the_kernel_and_splitting_it_costs_nothing():
         assert flash[program]["collectives"] == plain[program]["collectives"]
 
 
+@pytest.mark.slow
 def test_a_target_without_the_kernel_says_so():
     found = measured("v100-32g", "flash")["flash"]
     assert (

@@ -142,6 +142,7 @@ class SaysLess(AdditivePredictor):
         return replace(prediction, stages=tuple(low))
 
 
+@pytest.mark.slow
 def test_a_predictor_that_says_3_percent_less_is_found_out():
     honest, low = (
         ask(PLAIN, num_plans=3, calibration_plans=3, store=STORE, predictor=p)

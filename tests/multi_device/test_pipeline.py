@@ -215,6 +215,7 @@ def test_adafactor():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layers", "gradient_floor"),
     [

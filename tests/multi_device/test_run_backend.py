@@ -281,6 +281,7 @@ def test_a_run_that_needs_more_devices_than_there_are_is_named():
     )
 
 
+@pytest.mark.slow
 def test_a_killed_process_fails_its_run_alone(tmp_path, monkeypatch):
     """As the system does where memory runs out on CPU."""
     monkeypatch.setitem(MAX_ATTEMPTS, "lost", 2)
@@ -341,6 +342,7 @@ def test_a_backend_of_a_target_is_a_cluster_of_it():
     assert (asked.backend, asked.cluster.target, asked.remat) == ("compile", "h100", ("full",))
 
 
+@pytest.mark.slow
 def test_the_command_runs_in_workers_and_resumes(tmp_path, capsys, executed):
     """The numbers of the workers are those of this process; a plan follows from the written
     profile."""
