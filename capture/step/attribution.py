@@ -162,15 +162,20 @@ def attribute(
     ledger, by_slot = replay(step), replay(step, by_slot=True)
     slots = {slot.name: slot for slot in step.slots}
     running = {i.label: step.programs[i.program] for i in step.instructions if isinstance(i, Run)}
+    number = {place.name: s for s, place in enumerate(step.places)}
     found = []
-    for s, stage in enumerate(stages):
+    for stage in stages:
         peak, device = ledger.peaks[stage.devices[0]], stage.devices[0]
         live: list[Buffer] = []
         for name, nbytes in by_slot.peaks[device].parts.items():
-            if name in slots:
-                parts: Sequence[Buffer] = _of_slot(slots[name], stage, ranges[s], graph, buffers[s])
+            if name in slots:  # of this stage, or of another one on the device
+                s = number[slots[name].place.name]
+                parts: Sequence[Buffer] = _of_slot(
+                    slots[name], stages[s], ranges[s], graph, buffers[s]
+                )
             else:
-                parts = buffers[s].programs.get(running[peak.instant].kind, ())
+                program = running[peak.instant]
+                parts = buffers[number[program.place.name]].programs.get(program.kind, ())
             live += parts
             rest = nbytes - sum(part.bytes for part in parts)
             if rest > 0:
@@ -236,7 +241,7 @@ def _of_slot(
             return [replace(of_param(key), bytes=slot.nbytes)]
         case "optimizer":
             return [replace(buffer, category=slot.category) for buffer in buffers.optimizer]
-        case "residuals":
+        case "residuals" if slot.nbytes == stage.residual_bytes:
             return [replace(buffer, category=slot.category) for buffer in buffers.residuals]
         case "batch":
             return named(graph.batch[key].name, reader(lambda layer: layer.batch, key))
