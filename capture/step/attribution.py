@@ -47,13 +47,18 @@ class StageBuffers:
 
     Attributes:
         optimizer: State of the owned parameters.
-        residuals: What one micro-batch keeps for the backward pass.
+        residuals: What one micro-batch keeps for the backward pass; of a split one, what dies with
+            the gradients of the inputs.
+        held, deferred: Of a split one, what it keeps beside them for the gradients of the weights,
+            and what is made for these.
         programs: Per program, its temporaries and results at its own peak.
     """
 
     optimizer: tuple[Buffer, ...] = ()
     residuals: tuple[Buffer, ...] = ()
     programs: Mapping[str, tuple[Buffer, ...]] = field(default_factory=dict)
+    held: tuple[Buffer, ...] = ()
+    deferred: tuple[Buffer, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -241,8 +246,10 @@ def _of_slot(
             return [replace(of_param(key), bytes=slot.nbytes)]
         case "optimizer":
             return [replace(buffer, category=slot.category) for buffer in buffers.optimizer]
-        case "residuals" if slot.nbytes == stage.residual_bytes:
-            return [replace(buffer, category=slot.category) for buffer in buffers.residuals]
+        case "residuals" | "held residuals" | "deferred":
+            kept = {"residuals": buffers.residuals, "deferred": buffers.deferred}
+            found = kept.get(slot.what, buffers.held)
+            return [replace(buffer, category=slot.category) for buffer in found]
         case "batch":
             return named(graph.batch[key].name, reader(lambda layer: layer.batch, key))
         case "input" | "input gradient":
