@@ -19,8 +19,8 @@ from capture.errors import PlanError, ProfileError
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
 from capture.plan.choices import by_degree
-from capture.plan.sampling import random_plans
-from capture.plan.schedule import PLAIN_SCHEDULES
+from capture.plan.sampling import random_plans, random_table_plans
+from capture.plan.schedule import PLAIN_SCHEDULES, SCHEDULES
 from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
 from capture.predictor.accuracy import Outcome, finite, statistics
@@ -40,7 +40,7 @@ class EvaluationQuestion:
     Attributes:
         profile: That predictions are made from.
         num_microbatches: Micro-batches of a step.
-        schedules: Every plan is looked at under each of them.
+        schedules: Every plan is looked at under each of them: plain ones, or one that is not.
         num_plans: Drawn.
         seed: What the plans are drawn with.
         memory_limit_bytes: Draw only plans that are predicted to fit this, per device.
@@ -54,6 +54,15 @@ class EvaluationQuestion:
     seed: int = 0
     memory_limit_bytes: int | None = None
     paper: bool = True
+
+    def __post_init__(self) -> None:
+        others = [name for name in self.schedules if name not in PLAIN_SCHEDULES]
+        if others and (len(self.schedules) > 1 or self.paper):
+            raise PlanError.of(
+                f"schedules={self.schedules!r}: {others[0]} has plans of its own, which the "
+                "paper's mode does not know; give it alone, with paper=False (--default-only).",
+                "evaluate-schedule",
+            )
 
     @property
     def global_batch_size(self) -> int:
@@ -136,12 +145,13 @@ def evaluate(question: EvaluationQuestion, measurements: Measurements) -> Evalua
     result = profile(asked, measurements=measurements)
     # Calibration draws with a seed of its own; this keeps the two streams apart whatever seed is
     # given.
-    draws = random_plans(
-        cluster,
-        result.graph.num_layers,
-        by_degree(result.choices),
-        np.random.default_rng([question.seed, 1]),
-        asked.space,
+    generator = np.random.default_rng([question.seed, 1])
+    about = (cluster, result.graph.num_layers, by_degree(result.choices))
+    kind = SCHEDULES[question.schedules[0]]
+    draws = (
+        random_plans(*about, generator, asked.space)
+        if kind.is_plain
+        else random_table_plans(*about, kind, generator, asked.space)
     )
     known = {measurements.key(config) for config in measurements.costs}
     papers = {
@@ -176,7 +186,8 @@ def evaluate(question: EvaluationQuestion, measurements: Measurements) -> Evalua
             "stages of the plans": [
                 StageConfig.of(s, size) for plan in plans.values() for s in plan.stages
             ]
-        }
+        },
+        asked.splits_backward,
     )
     default, paper = list[Outcome](), list[Outcome]()
     predictor = AdditivePredictor(result)
@@ -187,17 +198,18 @@ def evaluate(question: EvaluationQuestion, measurements: Measurements) -> Evalua
         truth = _truth(plan, result, [measurements.costs[c] for c in configs], measurements)
         predicted = predictor.predict(plan)
         by_paper = _by_paper(papers.get(plan.schedule), plan)
-        for s, (stage, config) in enumerate(zip(plan.stages, configs, strict=True)):
-            seen = measurements.key(config)
-            for d in stage.devices:
+        for group in plan.schedule_table.stages:
+            # Of stages that share devices, the first stands for all.
+            s = group[0]
+            seen = {measurements.key(configs[t]) for t in group}
+            for d in plan.stages[s].devices:
                 peak, interval = (
                     predicted.peak_bytes_per_device[d],
                     predicted.interval_bytes_per_device[d],
                 )
-                default.append(Outcome(key, s, peak, *interval, truth[d], seen in known))
-                paper.append(
-                    Outcome(key, s, by_paper[s], np.nan, np.nan, truth[d], seen in known_to_paper)
-                )
+                default.append(Outcome(key, s, peak, *interval, truth[d], seen <= known))
+                by = by_paper[s]
+                paper.append(Outcome(key, s, by, np.nan, np.nan, truth[d], seen <= known_to_paper))
     return Evaluation(question, result, tuple(default), tuple(paper), len(measurements.failures))
 
 

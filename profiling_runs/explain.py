@@ -99,7 +99,8 @@ def explain(plan: Plan, measurements: Measurements) -> Explanation:
     verified = verify(plan, measurements)
     peaks = verified.peak_bytes_per_device
     buffers = measurements.buffers(
-        [StageConfig.of(stage, plan.microbatch_size) for stage in plan.stages]
+        [StageConfig.of(stage, plan.microbatch_size) for stage in plan.stages],
+        plan.schedule_table.splits_backward,
     )
     graph = measurements.backend.traced(plan.microbatch_size).graph
     ranges = [(stage.first, stage.stop) for stage in plan.stages]

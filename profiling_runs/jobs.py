@@ -13,7 +13,7 @@ from capture.model.workload import WorkloadSpec
 from capture.plan.stages import TensorParallelRule
 from capture.profiler.execution import ProfilingRun
 
-Part = Literal["stage", "update", "split", "buffers", "run", "machine"]
+Part = Literal["stage", "update", "split", "buffers", "split buffers", "run", "machine"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Job:
         what: Is measured: layers at a degree and batch size, or a partitioning of all layers; None
             for the worker's machine.
         part: All of a stage, the end of a step alone, its split backward pass, what the buffers of
-            a stage are, an executed run, or what devices there are.
+            a stage are with a whole or a split one, an executed run, or what devices there are.
         kind: Jobs that are counted together, in words.
         needs: Key of a job whose measurement this one builds on; it is done first.
         known: Measurements that it builds on, by key.

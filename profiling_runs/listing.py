@@ -20,7 +20,15 @@ from profiling_runs.question import ProfileQuestion
 
 #: Seconds of a job where the store knows none of its kind, by part; roughly those of a model of
 #: some hundred million parameters.
-GUESSED_SECONDS = {"stage": 2.0, "update": 1.0, "buffers": 4.0, "run": 10.0, "machine": 1.0}
+GUESSED_SECONDS = {
+    "stage": 2.0,
+    "update": 1.0,
+    "split": 2.0,
+    "buffers": 4.0,
+    "split buffers": 4.0,
+    "run": 10.0,
+    "machine": 1.0,
+}
 
 
 @dataclass(frozen=True)
@@ -103,7 +111,7 @@ def list_jobs(question: ProfileQuestion, store: Store) -> Listing:
     cluster = question.cluster
     if question.backend == "compile":
         measurements = open_measurements(question, store=store)
-        jobs = measurements.jobs(wanted_configs(question, measurements))
+        jobs = measurements.jobs(wanted_configs(question, measurements), question.splits_backward)
         name = f"compile:{cluster.target}"
     else:
         from capture.profiler.run import RunBackend

@@ -18,7 +18,7 @@ from capture.model.workload import WorkloadSpec
 from capture.plan.stages import TensorParallelRule
 from capture.step.attribution import StageBuffers
 from profiling_runs.batch import Batch, Progress, Watch
-from profiling_runs.jobs import Job, Outcome, Setting
+from profiling_runs.jobs import Job, Outcome, Part, Setting
 from profiling_runs.pools.where import Where, setting_of
 from profiling_runs.question import ProfileQuestion
 
@@ -127,17 +127,26 @@ class Measurements:
                 cost = replace(cost, split=read(values[parts[1]], SplitCost))
             self.costs.update(dict.fromkeys(configs, cost))
 
-    def buffers(self, configs: Sequence[StageConfig]) -> list[StageBuffers]:
+    def buffers(
+        self, configs: Sequence[StageConfig], splits_backward: bool = False
+    ) -> list[StageBuffers]:
         """What the bytes of stage configs consist of; compiled once more, with the compiler's dump.
+
+        Args:
+            configs: The stages.
+            splits_backward: Whether their backward passes are split.
 
         Raises:
             ProfileError: ``verify-stage`` naming those that do not compile.
         """
-        jobs = {self.backend.buffers_key(config): config for config in configs}
+        part: Part = "split buffers" if splits_backward else "buffers"
+        backend = self.backend
+        key_of = backend.split_buffers_key if splits_backward else backend.buffers_key
+        jobs = {key_of(config): config for config in configs}
         found = self.backend.store.get(jobs)
         for outcome in self._run(
             [
-                Job(key, config, "buffers", "buffers of the stages")
+                Job(key, config, part, "buffers of the stages")
                 for key, config in jobs.items()
                 if key not in found
             ]
@@ -147,7 +156,7 @@ class Measurements:
                     f"{outcome.job.what} does not compile: {plain(outcome.error)}.", "verify-stage"
                 )
             found[outcome.job.key] = outcome.value
-        return [read(found[self.backend.buffers_key(config)], StageBuffers) for config in configs]
+        return [read(found[key_of(config)], StageBuffers) for config in configs]
 
     @property
     def setting(self) -> Setting | None:

@@ -18,7 +18,7 @@ from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.options import Option
 from capture.cli.output import emit, table
-from capture.plan.schedule import PLAIN_SCHEDULES
+from capture.plan.schedule import PLAIN_SCHEDULES, SCHEDULES
 from profiling_runs.evaluate import EvaluationQuestion, evaluate
 
 NAME = "evaluate"
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         *shared.CLUSTER,
         shared.GLOBAL_BATCH,
         shared.MICROBATCHES,
-        replace(shared.SCHEDULE, default="both", choices=(*PLAIN_SCHEDULES, "both")),
+        replace(shared.SCHEDULE, default="both", choices=(*SCHEDULES, "both")),
         shared.REMAT,
         shared.SHARD_OPTIMIZER,
         shared.SHARD_PARAMS,

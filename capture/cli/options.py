@@ -153,7 +153,11 @@ MICROBATCHES = Option(
     metavar="M",
 )
 SCHEDULE = Option(
-    "schedule", "pipeline schedule (default: %(default)s)", "1f1b", choices=tuple(SCHEDULES)
+    "schedule",
+    "pipeline schedule; those behind gpipe and 1f1b put two stages on each group of devices, split "
+    "backward passes, or both (default: %(default)s)",
+    "1f1b",
+    choices=tuple(SCHEDULES),
 )
 REMAT = Option(
     "remat",

@@ -29,7 +29,7 @@ from profiling_runs.question import ProfileQuestion
 from profiling_runs.verify import PlanCompiler
 from recommender.answer import StageAnswer
 from recommender.capture.changes import FittingChange, Measuring, cheapest_change
-from recommender.capture.extent import Attempt, best_of, largest_batch, smallest_cluster
+from recommender.capture.extent import Attempt, best_of, front_of, largest_batch, smallest_cluster
 from recommender.capture.least_state import beyond_memory, least_state
 from recommender.capture.recommendation import recommend
 from recommender.capture.result import SearchResult
@@ -155,6 +155,9 @@ def main(options: argparse.Namespace) -> int:
     knowledge = _knowledge(options, profile, question.cluster)
     chosen, attempts, found = _chosen(options, knowledge, question)
     result = knowledge.answer(chosen, known=found)
+    if result.plan is not None and (front := front_of(attempts)) is not None:
+        why = replace(result.why, front=front)
+        result = replace(result, why=why, plan=result.plan.with_(why=why))
     document = {
         **result.to_json(),
         "warnings": list(profile.warnings),
@@ -407,6 +410,7 @@ def front_table(front: Front) -> list[str]:
         [
             format_bytes(point.peak_bytes),
             f"{point.step_seconds:.4g} s",
+            f"{point.schedule}, {point.num_microbatches}" if point.schedule else "-",
             ", ".join(
                 f"{s.first}-{s.stop - 1} ({s.choice.data_parallel}x{s.choice.tensor_parallel})"
                 for s in point.stages
@@ -418,7 +422,7 @@ def front_table(front: Front) -> list[str]:
     said += ", extrapolated" * front.extrapolated
     return [
         f"front of memory and time ({said}):",
-        table(["peak", "step", "layers (dp x tp)"], rows),
+        table(["peak", "step", "schedule, M", "layers (dp x tp)"], rows),
     ]
 
 

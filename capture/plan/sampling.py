@@ -11,6 +11,7 @@ import numpy as np
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
 from capture.plan.choices import StageChoice
+from capture.plan.orders import ScheduleKind
 from capture.plan.space import StageSpace
 from capture.plan.stage import Stage
 
@@ -84,6 +85,63 @@ def random_plans(
         )
     generator = np.random.default_rng(seed)
     return _draws(degrees, fillings, stage_counts, num_layers, choices, generator)
+
+
+def random_table_plans(
+    cluster: Cluster,
+    num_layers: int,
+    choices: Mapping[int, Sequence[StageChoice]],
+    kind: ScheduleKind,
+    seed: int | np.random.Generator,
+    space: StageSpace = StageSpace(),
+) -> Iterator[tuple[Stage, ...]]:
+    """As ``random_plans``, for a schedule that is not plain: groups of equally many devices.
+
+    Each plan draws, uniformly: the number of devices of a group; the layer boundaries; the degrees
+    of each group, which its stages share.
+
+    Raises:
+        PlanError: ``sampling-empty`` if there is no valid plan.
+    """
+    degrees, num_devices = space.degrees(cluster), cluster.num_devices
+    sizes = [
+        d
+        for d in sorted(choices)
+        if choices[d]
+        and num_devices % d == 0
+        and num_devices // d * kind.stages_per_group <= num_layers
+        and all(d in degrees[p] for p in range(0, num_devices, d))
+    ]
+    if not sizes:
+        raise PlanError.of(
+            f"No plan of groups of {kind.stages_per_group} stages places num_layers={num_layers} "
+            f"on all {num_devices} devices of cluster {cluster}; use more layers, other degrees or "
+            "another cluster.",
+            "sampling-empty",
+        )
+    return _table_draws(sizes, num_devices, num_layers, choices, kind, np.random.default_rng(seed))
+
+
+def _table_draws(
+    sizes: Sequence[int],
+    num_devices: int,
+    num_layers: int,
+    choices: Mapping[int, Sequence[StageChoice]],
+    kind: ScheduleKind,
+    generator: np.random.Generator,
+) -> Iterator[tuple[Stage, ...]]:
+    while True:
+        d = int(generator.choice(sizes))
+        num_groups = num_devices // d
+        placement = kind.placement(num_groups)
+        borders = np.sort(generator.choice(num_layers - 1, len(placement) - 1, replace=False)) + 1
+        drawn = [choices[d][int(generator.integers(len(choices[d])))] for _ in range(num_groups)]
+        yield tuple(
+            Stage.at(group * d, first, stop, drawn[group])
+            for group, (first, stop) in zip(
+                placement, pairwise([0, *borders.tolist(), num_layers]), strict=True
+            )
+        )
 
 
 def _draws(

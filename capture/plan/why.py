@@ -9,6 +9,9 @@ from typing import Any
 from capture import documents
 from capture.plan.stage import Stage, StageRow
 
+#: Of a point of a front, what files always have.
+_ALWAYS = ("peak_bytes", "step_seconds", "bound_fraction", "stages")
+
 
 @dataclass(frozen=True)
 class FrontPoint:
@@ -19,12 +22,20 @@ class FrontPoint:
         step_seconds: As the search estimates it.
         bound_fraction: No plan of the same peak is faster by more.
         stages: Layers and degrees.
+        schedule, num_microbatches: As in the plan that has the front, where they are not said.
     """
 
     peak_bytes: int
     step_seconds: float
     bound_fraction: float = 0.0
     stages: tuple[Stage, ...] = ()
+    schedule: str = ""
+    num_microbatches: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Without the schedule where it is that of the plan."""
+        written = documents.fields_of(self)
+        return {name: value for name, value in written.items() if value or name in _ALWAYS}
 
 
 @dataclass(frozen=True)

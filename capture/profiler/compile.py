@@ -312,6 +312,19 @@ class CompileBackend:
             ),
         )
 
+    def split_buffers_key(self, config: StageConfig) -> str:
+        """As ``buffers_key``, with a split backward pass."""
+        return content_hash([self.buffers_key(config), self.split_key(config)])
+
+    def measure_split_buffers(self, config: StageConfig) -> StageBuffers:
+        """As ``measure_buffers``, with a split backward pass."""
+        compiler = self.compiler_of(config, name_buffers=True)
+        return self._stored(
+            StageBuffers,
+            self.split_buffers_key(config),
+            lambda: self.programs(config, compiler=compiler, kind=SplitStagePrograms).buffers,
+        )
+
     def _stored(
         self, kind: type[Measured], key: str, compile_it: Callable[[], Measured]
     ) -> Measured:

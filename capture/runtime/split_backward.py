@@ -23,7 +23,9 @@ from jax.extend import core as jex_core
 
 from capture.compiler.executable import Executable
 from capture.measured.stage_cost import SplitCost, StageCost, UpdateCost
+from capture.runtime.origins import buffer_of
 from capture.runtime.programs import StagePrograms, shard_bytes
+from capture.step.attribution import StageBuffers
 from capture.tracing.dataflow import DataFlow
 from capture.tracing.recompute import recompute_bytes
 
@@ -247,4 +249,36 @@ class SplitStagePrograms(StagePrograms):
             forward_work=forward.work,
             update_work=update.update_work,
             split=self.split_cost,
+        )
+
+    @property
+    def buffers(self) -> StageBuffers:
+        """As of ``StagePrograms``, of the programs of a split backward pass."""
+        programs = {
+            "forward": self.forward,
+            "backward_inputs": self.backward_inputs,
+            "backward_weights": self.backward_weights,
+            "summarize": self.summarize,
+            "update": self.update,
+        }
+        made = self._saving_all.outputs[len(self.layers.outputs) :]
+        stored = dict(zip(self._groups[4], (made[i] for i in self._stored), strict=True))
+        gone, held = (
+            tuple(
+                buffer_of(self._saving_all, stored[v], shard_bytes(struct))
+                for v, struct in zip(values, structs, strict=True)
+            )
+            for values, structs in zip(self._parts([4]), self.forward.outputs[1:], strict=True)
+        )
+        deferred = tuple(
+            buffer_of(self._flow, v, shard_bytes(struct))
+            for v, struct in zip(self.split.deferred, self.backward_inputs.outputs[1], strict=True)
+        )
+        state = zip(self.optimizer.state, self.state_structs(), strict=True)
+        return StageBuffers(
+            tuple(self._of_state(leaf, struct) for leaf, struct in state),
+            gone,
+            {name: each.buffers for name, each in programs.items() if each is not None},
+            held,
+            deferred,
         )

@@ -47,13 +47,18 @@ class StageBuffers:
 
     Attributes:
         optimizer: State of the owned parameters.
-        residuals: What one micro-batch keeps for the backward pass.
+        residuals: What one micro-batch keeps for the backward pass; of a split one, what dies with
+            the gradients of the inputs.
+        held, deferred: Of a split one, what it keeps beside them for the gradients of the weights,
+            and what is made for these.
         programs: Per program, its temporaries and results at its own peak.
     """
 
     optimizer: tuple[Buffer, ...] = ()
     residuals: tuple[Buffer, ...] = ()
     programs: Mapping[str, tuple[Buffer, ...]] = field(default_factory=dict)
+    held: tuple[Buffer, ...] = ()
+    deferred: tuple[Buffer, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -162,15 +167,20 @@ def attribute(
     ledger, by_slot = replay(step), replay(step, by_slot=True)
     slots = {slot.name: slot for slot in step.slots}
     running = {i.label: step.programs[i.program] for i in step.instructions if isinstance(i, Run)}
+    number = {place.name: s for s, place in enumerate(step.places)}
     found = []
-    for s, stage in enumerate(stages):
+    for stage in stages:
         peak, device = ledger.peaks[stage.devices[0]], stage.devices[0]
         live: list[Buffer] = []
         for name, nbytes in by_slot.peaks[device].parts.items():
-            if name in slots:
-                parts: Sequence[Buffer] = _of_slot(slots[name], stage, ranges[s], graph, buffers[s])
+            if name in slots:  # of this stage, or of another one on the device
+                s = number[slots[name].place.name]
+                parts: Sequence[Buffer] = _of_slot(
+                    slots[name], stages[s], ranges[s], graph, buffers[s]
+                )
             else:
-                parts = buffers[s].programs.get(running[peak.instant].kind, ())
+                program = running[peak.instant]
+                parts = buffers[number[program.place.name]].programs.get(program.kind, ())
             live += parts
             rest = nbytes - sum(part.bytes for part in parts)
             if rest > 0:
@@ -236,8 +246,10 @@ def _of_slot(
             return [replace(of_param(key), bytes=slot.nbytes)]
         case "optimizer":
             return [replace(buffer, category=slot.category) for buffer in buffers.optimizer]
-        case "residuals":
-            return [replace(buffer, category=slot.category) for buffer in buffers.residuals]
+        case "residuals" | "held residuals" | "deferred":
+            kept = {"residuals": buffers.residuals, "deferred": buffers.deferred}
+            found = kept.get(slot.what, buffers.held)
+            return [replace(buffer, category=slot.category) for buffer in found]
         case "batch":
             return named(graph.batch[key].name, reader(lambda layer: layer.batch, key))
         case "input" | "input gradient":

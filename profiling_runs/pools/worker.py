@@ -91,6 +91,7 @@ def _of_stage(backend: Any, job: Job) -> Outcome:
         "update": backend.measure_update,
         "split": backend.measure_split,
         "buffers": backend.measure_buffers,
+        "split buffers": backend.measure_split_buffers,
     }
     return Outcome(job, write(measure[job.part](job.what)))
 

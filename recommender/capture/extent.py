@@ -17,6 +17,7 @@ from capture.documents import fields_of
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
 from capture.plan.stages import batch_violations
+from capture.plan.why import Front, FrontPoint
 from recommender.answer import StageAnswer
 from recommender.bisection import last_that_holds
 from recommender.question import PlanQuestion
@@ -88,6 +89,33 @@ def best_of(
         attempts[best] = replace(attempts[best], result=settled(asked[best]))
         is_settled[best] = True
     return attempts[best], tuple(attempts)
+
+
+def front_of(attempts: Sequence[Attempt]) -> Front | None:
+    """The plans of all attempts of which none is both smaller and faster than another; None if no
+    attempt has a front."""
+    fronts = [
+        (attempt.question, front)
+        for attempt in attempts
+        if (front := attempt.result.why.front) is not None
+    ]
+    if not fronts:
+        return None
+    every = [
+        replace(point, schedule=asked.schedule, num_microbatches=asked.num_microbatches)
+        for asked, front in fronts
+        for point in front.points
+    ]
+    points: list[FrontPoint] = []
+    for point in sorted(every, key=lambda p: (p.peak_bytes, p.step_seconds)):
+        if not points or point.step_seconds < points[-1].step_seconds:
+            points.append(point)
+    return Front(
+        tuple(points),
+        all(front.complete for _, front in fronts),
+        any(front.extrapolated for _, front in fronts),
+        sum(front.seconds for _, front in fronts),
+    )
 
 
 def _rank(attempt: Attempt) -> tuple[bool, bool, float, int]:

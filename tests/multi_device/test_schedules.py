@@ -3,6 +3,7 @@ device, and what is booked is what is live before every instruction."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import jax
@@ -10,9 +11,16 @@ import optax
 import pytest
 from pipeline_models import mlp, pipeline, tied
 
+from capture.measured.profile import Profile, StageConfig
+from capture.predictor import AdditivePredictor
 from capture.runtime.meter import measure_step
 from capture.runtime.pipeline import PipelinedStep, pipeshard
 from capture.runtime.split_backward import SplitStagePrograms
+from capture.step.attribution import attribute
+from profiling_runs.collect import profile, wanted_configs
+from profiling_runs.measurements import open_measurements
+from profiling_runs.question import ProfileQuestion
+from profiling_runs.verify import verify, with_verified
 from tests.multi_device.test_pipeline import compare
 
 CLIP = optax.chain(optax.clip_by_global_norm(0.01), optax.sgd(1.0))
@@ -89,3 +97,43 @@ def test_what_the_weights_read_is_held_and_only_what_the_first_program_made_is_h
     assert cost.deferred_bytes == 4 * 2 * 64
     # Relu's result; where it was above 0 dies with the first program.
     assert cost.residual_bytes == 4 * 2 * 64 < middle.cost.residual_bytes
+
+
+# ---- measured ------------------------------------------------------------------------------------
+
+
+def test_a_profile_predicts_split_backward_passes_as_they_are_compiled_and_explained():
+    """Of two stages that share a device; every byte of the peak has its layer."""
+    workload = mlp(num_blocks=2)
+    plan = pipeline((1, 1), ((1, 1),), schedule="zb-v")
+    question = ProfileQuestion(
+        workload,
+        plan.cluster,
+        plan.microbatch_size,
+        choices=(plan.stages[0].choice,),
+        calibration_plans=0,
+        splits_backward=True,
+    )
+    measurements = open_measurements(question)
+    kinds = Counter(
+        job.part for job in measurements.jobs(wanted_configs(question, measurements), True)
+    )
+    assert kinds["split"] == kinds["stage"] > 0
+    measured = profile(question, measurements=measurements)
+    measured = Profile.from_json(measured.to_json())
+    assert measured.splits_backward
+    predicted = AdditivePredictor(measured).predict(plan)
+    found = verify(plan, measurements)
+    assert predicted.peak_bytes_per_device == found.peak_bytes_per_device
+    assert found.num_compiled == 0, "the windows are the stages"
+
+    configs = [StageConfig.of(stage, plan.microbatch_size) for stage in plan.stages]
+    buffers = measurements.buffers(configs, True)
+    graph = measurements.backend.traced(plan.microbatch_size).graph
+    for stage in attribute(found.program, found.stages, [(0, 1), (1, 2)], graph, buffers):
+        assert sum(buffer.bytes for buffer in stage.buffers) == stage.peak.peak_bytes
+        assert stage.attributed_fraction > 0.99
+        assert set(stage.layers) == {0, 1}
+
+    known = with_verified(measured, plan, measurements)
+    assert all(stage.verified for stage in AdditivePredictor(known).predict(plan).stages)

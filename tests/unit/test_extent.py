@@ -8,7 +8,14 @@ import pytest
 
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
-from recommender.capture.extent import best_of, largest_batch, smallest_cluster
+from capture.plan.why import Front, FrontPoint, Why
+from recommender.capture.extent import (
+    Attempt,
+    best_of,
+    front_of,
+    largest_batch,
+    smallest_cluster,
+)
 from recommender.question import PlanQuestion
 
 
@@ -169,3 +176,22 @@ def test_the_best_is_asked_again_until_it_is_compiled():
     # Nothing can be compiled: the answer stays an extrapolation, and is given.
     best, _ = best_of(guessed, guessed, PlanQuestion(Cluster((2,)), 64, 1), [4, 8, 16], ["gpipe"])
     assert (best.question.num_microbatches, best.result.extrapolated) == (8, True)
+
+
+def test_the_front_of_several_schedules_has_what_none_of_them_beats():
+    def attempt(schedule, *points):
+        front = Front(tuple(FrontPoint(*point) for point in points), schedule == "1f1b", False, 1.0)
+        asked = PlanQuestion(Cluster((2,)), 64, 8, schedule)
+        return Attempt(asked, SimpleNamespace(why=Why(front=front)))
+
+    attempts = (attempt("1f1b", (1, 9.0), (5, 4.0), (9, 3.0)), attempt("zb-v", (2, 6.0), (8, 2.0)))
+    front = front_of(attempts)
+    assert [(p.peak_bytes, p.schedule, p.num_microbatches) for p in front.points] == [
+        (1, "1f1b", 8),
+        (2, "zb-v", 8),
+        (5, "1f1b", 8),
+        (8, "zb-v", 8),
+    ]
+    assert not front.complete and front.seconds == 2.0
+    assert Why.read(Why(front=front).to_json()).front == front
+    assert front_of(()) is None
