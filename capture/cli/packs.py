@@ -4,7 +4,7 @@ them."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from capture.cli import asked
@@ -16,6 +16,7 @@ from capture.measured.layer_profile import LayerProfile
 from capture.plan.packs import PacksPlan
 from capture.quantities import format_bytes, parse_bytes
 from recommender.harmony import PacksQuestion, harmony
+from recommender.harmony.baselines import Baseline, all_baselines
 from recommender.harmony.packing import PACKING_NAMES
 from recommender.harmony.question import BOTH, DEFAULT_PACKINGS
 from recommender.harmony.search import ALGORITHMS
@@ -66,6 +67,7 @@ OPTIONS = (
         _names,
         metavar="NAME,...",
     ),
+    Option("baselines", "harmony: what other systems need, beside the plan", False),
     Option("equi_fb", "harmony: the same packs and sizes forward and backward", False),
     Option(
         "single_first",
@@ -130,8 +132,31 @@ def plan(options: argparse.Namespace) -> int:
             f"plan -> {options.output} (search: {answer.proof.algorithm}, "
             f"{len(answer.proof.points)} simulations, {answer.proof.seconds * 1e3:.1f} ms)"
         )
-    emit(options, answer.to_json(), "\n".join(lines))
+    document = answer.to_json()
+    if options.baselines:
+        mode = answer.plan.mode if answer.plan is not None else question.modes[0]
+        configuration = answer.plan.configuration if answer.plan is not None else None
+        found = all_baselines(question.problem(mode), configuration)
+        document["baselines"] = [row.to_json() for row in found]
+        lines.append(baseline_table(found))
+    emit(options, document, "\n".join(lines))
     return 0 if answer.status == "ok" else 1
+
+
+def baseline_table(found: Sequence[Baseline]) -> str:
+    """One line per system."""
+    rows = [
+        [
+            row.name,
+            "-" if row.seconds is None else f"{row.seconds:.4g} s",
+            "-" if row.seconds is None else format_bytes(row.swap_bytes),
+            format_bytes(row.device_bytes) if row.device_bytes else "-",
+            format_bytes(row.host_bytes) if row.host_bytes else "-",
+            row.reason or "-",
+        ]
+        for row in found
+    ]
+    return table(["beside it", "a step", "swapped", "device", "host", "cannot run because"], rows)
 
 
 def explain(options: argparse.Namespace, plan: PacksPlan) -> int:

@@ -24,9 +24,7 @@ def begins_of(graph: TaskGraph, found: Estimate) -> Begins:
             begins.setdefault((what.task, what.microbatch), start)
     if graph.mode == "dp":  # all ranks do as the first, which has the most
         of_first = {
-            (task.kind, task.station, task.start): task.id
-            for task in graph.tasks
-            if task.rank == 0
+            (task.kind, task.station, task.start): task.id for task in graph.tasks if task.rank == 0
         }
         for task in graph.tasks:
             like = of_first[task.kind, task.station, task.start]
