@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from capture.cli import asked
@@ -15,6 +16,7 @@ from capture.measured.layer_profile import LayerProfile
 from capture.plan.packs import PacksPlan
 from capture.quantities import format_bytes, parse_bytes
 from recommender.harmony import PacksQuestion, harmony
+from recommender.harmony.baselines import Baseline, all_baselines
 from recommender.harmony.packing import PACKING_NAMES
 from recommender.harmony.question import BOTH, DEFAULT_PACKINGS
 from recommender.harmony.search import ALGORITHMS
@@ -65,6 +67,7 @@ OPTIONS = (
         _names,
         metavar="NAME,...",
     ),
+    Option("baselines", "harmony: what other systems need, beside the plan", False),
     Option("equi_fb", "harmony: the same packs and sizes forward and backward", False),
     Option(
         "single_first",
@@ -129,8 +132,31 @@ def plan(options: argparse.Namespace) -> int:
             f"plan -> {options.output} (search: {answer.proof.algorithm}, "
             f"{len(answer.proof.points)} simulations, {answer.proof.seconds * 1e3:.1f} ms)"
         )
-    emit(options, answer.to_json(), "\n".join(lines))
+    document = answer.to_json()
+    if options.baselines:
+        mode = answer.plan.mode if answer.plan is not None else question.modes[0]
+        configuration = answer.plan.configuration if answer.plan is not None else None
+        found = all_baselines(question.problem(mode), configuration)
+        document["baselines"] = [row.to_json() for row in found]
+        lines.append(baseline_table(found))
+    emit(options, document, "\n".join(lines))
     return 0 if answer.status == "ok" else 1
+
+
+def baseline_table(found: Sequence[Baseline]) -> str:
+    """One line per system."""
+    rows = [
+        [
+            row.name,
+            "-" if row.seconds is None else f"{row.seconds:.4g} s",
+            "-" if row.seconds is None else format_bytes(row.swap_bytes),
+            format_bytes(row.device_bytes) if row.device_bytes else "-",
+            format_bytes(row.host_bytes) if row.host_bytes else "-",
+            row.reason or "-",
+        ]
+        for row in found
+    ]
+    return table(["beside it", "a step", "swapped", "device", "host", "cannot run because"], rows)
 
 
 def explain(options: argparse.Namespace, plan: PacksPlan) -> int:
@@ -182,14 +208,33 @@ def prediction_lines(plan: PacksPlan) -> list[str]:
     if plan.prediction is None:
         return []
     paper = plan.prediction.paper
-    moved = ", ".join(f"{name} {format_bytes(n)}" for name, n in paper.volumes_bytes.items() if n)
     return [
         f"by the paper's rules: {paper.step_seconds:.4g} s a step, "
         f"{plan.minibatch_size / paper.step_seconds:.4g} examples/s, tasks of "
         f"{format_bytes(max(paper.task_bytes))} at most, devices compute nothing for "
         f"{min(paper.gap_fractions):.0%} to {max(paper.gap_fractions):.0%} of it",
+        *_step_lines(plan),
+    ]
+
+
+def _step_lines(plan: PacksPlan) -> list[str]:
+    step = plan.prediction and plan.prediction.step
+    if not step:
+        return []
+    moved = ", ".join(f"{name} {format_bytes(n)}" for name, n in step.volumes_bytes.items() if n)
+    fullest, host = (_parts(of) for of in (step.device_parts_bytes, step.host_parts_bytes))
+    return [
+        f"as instructions: {step.step_seconds:.4g} s a step, "
+        f"{plan.minibatch_size / step.step_seconds:.4g} examples/s",
+        f"device: {format_bytes(max(step.device_peak_bytes))} at its peak ({fullest})",
+        f"host: {format_bytes(step.host_peak_bytes)} at its peak ({host})",
         f"moved in a step: {moved}",
     ]
+
+
+def _parts(parts: Mapping[str, int]) -> str:
+    ordered = sorted(parts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in ordered)
 
 
 def _server(options: argparse.Namespace) -> Server:

@@ -47,6 +47,17 @@ def test_a_row_of_table_1_from_the_command_line(tmp_path, monkeypatch, capsys):
     assert code == 0 and len(explained["tasks"]) == 10 + 2 * 17
 
 
+def test_baselines_beside_the_plan(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    arguments = asked("toy6", "--memory", "2.2GB", "--baselines")
+    _, document = answer(capsys, *arguments)
+    rows = {row["name"]: row for row in document["baselines"]}
+    assert len(rows) == 8 and rows["DP Swap"]["step_seconds"] > 0
+    assert rows["resident"]["step_seconds"] is None and rows["resident"]["reason"]
+    assert main(arguments) == 0
+    assert "cannot run because" in capsys.readouterr().out
+
+
 def test_planning_from_layers_loads_no_framework(tmp_path):
     code = (
         "import sys\nfrom capture.cli.main import main\n"
