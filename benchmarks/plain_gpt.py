@@ -40,6 +40,11 @@ def gpt(
         dtype: Of the computation; normalisation and loss are in float32.
         num_blocks, width, num_heads, seq_len, vocab_size: Of the model.
         remat: Whether every block is a ``jax.checkpoint``.
+
+    Returns:
+        Its loss also takes ``between``: given the activations and the number of the block that
+        takes them, from 1 on, it returns the same activations, marked as somebody wants the place
+        marked.
     """
     act = ACTIVATIONS[activation]
 
@@ -93,10 +98,11 @@ def gpt(
         x = x + attend(p, normed(p["ln1"], x))
         return x + dense(p["down"], act(dense(p["up"], normed(p["ln2"], x))))
 
-    def loss(params, batch):
+    def loss(params, batch, *, between=lambda x, block: x):
         tokens, labels = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
         x = (params["tokens"][tokens] + params["positions"]).astype(dtype)
-        for p in params["blocks"]:
+        for i, p in enumerate(params["blocks"]):
+            x = between(x, i) if i else x
             x = (jax.checkpoint(apply_block) if remat else apply_block)(p, x)
         logits = (normed(params["ln"], x) @ params["head"].astype(dtype)).astype(jnp.float32)
         return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1).mean()
