@@ -60,8 +60,8 @@ def profile(
     if question.executes:
         if measurements is not None:
             raise ProfileError.of(
-                "choices, measurements, shard_params and split backward passes are of compiled "
-                f"windows; backend={question.backend!r} has none.",
+                "choices, measurements, shard_params, sequence_parallel and split backward passes "
+                f"are of compiled windows; backend={question.backend!r} has none.",
                 "profile-backend",
             )
         executed = executed_profile(question, store, where, progress, watch)

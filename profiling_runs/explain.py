@@ -127,6 +127,8 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
         found = (replace(choice, **fields) for choice in choices)
         if "shard_params" in fields:  # of replicas alone
             found = (replace(choice, shard_params=choice.data_parallel > 1) for choice in found)
+        if "sequence_parallel" in fields:  # of tensor parallelism alone
+            found = (replace(c, sequence_parallel=c.tensor_parallel > 1) for c in found)
         return plan.with_(
             stages=tuple(
                 replace(stage, choice=choice)
@@ -142,6 +144,8 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
         yield "shard the optimizer", changed(shard_optimizer=True)
     if any(choice.data_parallel > 1 and not choice.shard_params for choice in choices):
         yield "shard the parameters", changed(shard_optimizer=True, shard_params=True)
+    if any(c.tensor_parallel > 1 and not c.sequence_parallel for c in choices):
+        yield "split the activations along the sequence", changed(sequence_parallel=True)
     doubled = 2 * plan.num_microbatches
     fits = plan.global_batch_size % doubled == 0
     if fits and all(

@@ -46,6 +46,8 @@ class ProfileQuestion:
             state.
         shard_params: Also stages whose replicas split their parameters (ZeRO stage 3), beside those
             that do not.
+        sequence_parallel: Also stages that split activations along the sequence, beside those that
+            do not, where they have tensor parallelism.
         splits_backward: Also split backward passes, for the schedules that have them.
         choices: What windows are measured under, instead of all data- and tensor-parallel degree
             pairs that fit the cluster.
@@ -77,6 +79,7 @@ class ProfileQuestion:
     remat: tuple[Remat, ...] = ("none",)
     shard_optimizer: bool = False
     shard_params: bool = False
+    sequence_parallel: bool = False
     splits_backward: bool = False
     choices: tuple[StageChoice, ...] | None = None
     space: StageSpace = StageSpace()
@@ -149,10 +152,15 @@ class ProfileQuestion:
                 "num_microbatches), or --mode paper.",
                 code,
             )
-        if executes and (self.choices is not None or self.shard_params or self.splits_backward):
+        if executes and (
+            self.choices is not None
+            or self.shard_params
+            or self.sequence_parallel
+            or self.splits_backward
+        ):
             yield Violation(
-                "choices, measurements, shard_params and split backward passes are of compiled "
-                f"windows; backend={self.backend!r} has none.",
+                "choices, measurements, shard_params, sequence_parallel and split backward passes "
+                f"are of compiled windows; backend={self.backend!r} has none.",
                 code,
             )
         if self.paper is not None and self.paper[0] not in PLAIN_SCHEDULES:
@@ -231,6 +239,7 @@ class ProfileQuestion:
                 self.remat,
                 shard_optimizer=self.shard_optimizer,
                 shard_params=self.shard_params,
+                sequence_parallel=self.sequence_parallel,
             )
         )
 

@@ -269,4 +269,13 @@ def _violations(plan: Plan) -> list[Violation]:
                 "alpa-shard-params",
             )
         )
+    split = [s for s, stage in enumerate(plan.stages) if stage.choice.sequence_parallel]
+    if split:
+        found.append(
+            Violation(
+                f"stages {split} split their activations along the sequence, which Alpa's solver "
+                "decides itself; plan without --sequence-parallel.",
+                "alpa-sequence-parallel",
+            )
+        )
     return found

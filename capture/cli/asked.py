@@ -104,6 +104,7 @@ def profile_question(values: Values, memory_limit_bytes: int | None = None) -> P
         remat=REMAT_POLICIES if values["remat"] == shared.AUTO else (values["remat"],),
         shard_optimizer=values["shard_optimizer"],
         shard_params=values.get("shard_params", False),
+        sequence_parallel=values.get("sequence_parallel", False),
         splits_backward=not is_paper and _splits_backward(values),
         space=StageSpace(values["whole_nodes"], values["any_divisor"]),
         num_neighbours=values["neighbours"],

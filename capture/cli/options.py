@@ -179,6 +179,12 @@ SHARD_PARAMS = Option(
     "better (ZeRO stage 3)",
     False,
 )
+SEQUENCE_PARALLEL = Option(
+    "sequence_parallel",
+    "let stages with tensor parallelism also split the activations between its products, along the "
+    "sequence or another dimension that operations keep apart, where that is better",
+    False,
+)
 TENSOR_PARALLEL_RULE = Option(
     "tensor_parallel_rule",
     "how parameters are split (default: %(default)s)",
@@ -264,6 +270,7 @@ QUESTION = (
     REMAT_OF_A_SEARCH,
     SHARD_OPTIMIZER,
     SHARD_PARAMS,
+    SEQUENCE_PARALLEL,
     TENSOR_PARALLEL_RULE,
     *PROFILING,
     *BACKEND,

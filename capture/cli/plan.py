@@ -474,6 +474,7 @@ def _read_profile(paths: Sequence[Path], question: ProfileQuestion) -> Profile:
             if config.choice.shard_params
             else config.choice.shard_optimizer == question.shard_optimizer
         )
+        and (question.sequence_parallel or not config.choice.sequence_parallel)
     }
     kinds = {(c.remat, c.shard_optimizer) for c in profile.choices if not c.shard_params}
     if not profile.measurements and profile.paper is not None:  # executed runs alone
@@ -486,18 +487,21 @@ def _read_profile(paths: Sequence[Path], question: ProfileQuestion) -> Profile:
             f"{'; '.join(profiled) or 'none'}. Ask for those, or profile again.",
             "profile-choice",
         )
-    # Without them there is nothing to split.
-    has_replicas = any(choice.data_parallel > 1 for choice in profile.choices)
-    if (
-        question.shard_params
-        and has_replicas
-        and not any(choice.shard_params for choice in profile.choices)
+    for option, over, split in (
+        ("shard_params", "data_parallel", "parameters over replicas"),
+        ("sequence_parallel", "tensor_parallel", "activations along the sequence"),
     ):
-        raise ProfileError.of(
-            f"profile {files!r} has no stage that splits its parameters over replicas, and "
-            "--shard-params asks for some; profile with it.",
-            "profile-choice",
-        )
+        # Where all degrees are 1 there is nothing to split.
+        if (
+            getattr(question, option)
+            and any(getattr(choice, over) > 1 for choice in profile.choices)
+            and not any(getattr(choice, option) for choice in profile.choices)
+        ):
+            raise ProfileError.of(
+                f"profile {files!r} has no stage that splits its {split}, and "
+                f"--{option.replace('_', '-')} asks for some; profile with it.",
+                "profile-choice",
+            )
     return replace(profile, workload=named, measurements=measurements)
 
 

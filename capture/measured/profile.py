@@ -331,7 +331,7 @@ def _rows(measurements: Mapping[StageConfig, StageCost]) -> list[dict[str, Any]]
 def _config_to_json(config: StageConfig) -> dict[str, Any]:
     return {
         "layers": [config.first, config.stop - 1],
-        **documents.fields_of(config.choice),
+        **config.choice.to_json(),
         "microbatch_size": config.microbatch_size,
     }
 

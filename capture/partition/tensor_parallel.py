@@ -80,7 +80,7 @@ def parameter_specs(
     fixed = {} if isinstance(rule, str) else _specs_by_name(rule, names, shapes, degree)
     closed = jax.make_jaxpr(fn)(list(params), list(args))
     cuts = cut_parameters(
-        closed.jaxpr, shapes, degree, {index: _cut_dim(spec) for index, spec in fixed.items()}
+        closed.jaxpr, shapes, degree, {index: cut_dim(spec) for index, spec in fixed.items()}
     )
     return [fixed.get(index, _spec(shape, cuts.get(index))) for index, shape in enumerate(shapes)]
 
@@ -93,7 +93,8 @@ def _spec(shape: tuple[int, ...], dim: int | None) -> PartitionSpec:
     )
 
 
-def _cut_dim(spec: PartitionSpec) -> int | None:
+def cut_dim(spec: PartitionSpec) -> int | None:
+    """The dimension that a spec of one axis names."""
     return next((dim for dim, entry in enumerate(spec) if entry is not None), None)
 
 

@@ -74,10 +74,19 @@ def cut_parameters(
         whole |= walk.undone
 
 
-def followed_dims(jaxpr: Jaxpr, inputs: Sequence[int | None], degree: int) -> dict[Any, int | None]:
+def followed_dims(
+    jaxpr: Jaxpr, inputs: Sequence[int | None], degree: int, axis: str | None = None
+) -> dict[Any, int | None]:
     """The dimension along which every value of a program is split, where that of its inputs is
-    known."""
-    walk = _Walk((), degree, {}, frozenset())
+    known.
+
+    Args:
+        jaxpr: The program.
+        inputs: Dimension of each, or None.
+        degree: Parts.
+        axis: That of a mesh, as constraints in the program name it; None follows none.
+    """
+    walk = _Walk((), degree, {}, frozenset(), axis)
     values = walk.follow(jaxpr, [_Value(dim=dim) for dim in inputs])
     return {v: value.dim for v, value in values.items()}
 
@@ -118,6 +127,9 @@ class _Walk:
         cuts: The decision per parameter: its sharded dimension, or None to stay whole. Who has none
             yet is undecided.
         undone: Parameters whose column cut turned out to lead nowhere.
+
+    Args:
+        axis: See ``followed_dims``.
     """
 
     def __init__(
@@ -126,7 +138,9 @@ class _Walk:
         degree: int,
         cuts: dict[int, int | None],
         whole: frozenset[int],
+        axis: str | None = None,
     ):
+        self._axis = axis
         self.shapes, self.degree, self.cuts, self.whole = shapes, degree, cuts, whole
         self.undone: set[int] = set()
         self._tables: dict[
@@ -221,7 +235,16 @@ class _Walk:
             return self.run(opened(eqn.params[_BODIES[name]]), inputs)
         if name == "gather":
             self._gather(eqn, inputs)
+        if name == "sharding_constraint" and self._axis is not None:
+            return [self._constrained(eqn, inputs[0])]
         return [self._follow(eqn, inputs)] * len(eqn.outvars)
+
+    def _constrained(self, eqn: Any, value: _Value) -> _Value:
+        """A dimension that a constraint leaves open stays as it comes."""
+        spec = getattr(eqn.params["sharding"], "spec", ())
+        named = (dim for dim, entry in enumerate(spec) if _names(entry, self._axis))
+        kept = value.dim if value.dim in eqn.params["unconstrained_dims"] else None
+        return replace(value.as_activation(), dim=next(named, kept))
 
     def _dot(self, eqn: Any, inputs: list[_Value]) -> _Value:
         """A product with a parameter decides it, by where the other operand is cut: contracted, the
@@ -257,7 +280,7 @@ class _Walk:
                 ):
                     if shape[dim] % self.degree == 0 and self._cut(weight, dim):
                         column = None if dim in batch[side] else weight.param
-                        return replace(result, dim=_product_dim(eqn, side, dim), column=column)
+                        return replace(result, dim=product_dim(eqn, side, dim), column=column)
         for side in (0, 1):
             value, other = inputs[side], inputs[1 - side]
             if value.dim is None:
@@ -268,7 +291,7 @@ class _Walk:
                     self._undo(value.column)
             elif result.dim is None:
                 result = replace(
-                    result, dim=_product_dim(eqn, side, value.dim), column=value.column
+                    result, dim=product_dim(eqn, side, value.dim), column=value.column
                 )
         return result
 
@@ -418,11 +441,15 @@ def _by_rule(rule: split_rule.SplitRule, inputs: Sequence[_Value]) -> list[_Valu
     return results
 
 
+def _names(entry: Any, axis: str | None) -> bool:
+    return axis in (entry if isinstance(entry, tuple) else (entry,))
+
+
 def _ndim(atom: Any) -> int:
     return len(atom.aval.shape)
 
 
-def _product_dim(eqn: Any, side: int, dim: int) -> int:
+def product_dim(eqn: Any, side: int, dim: int) -> int:
     """Where a dimension of an operand that is not contracted stands in the result of a product:
     batch, left, right."""
     (contract, batch) = ((dims[0], dims[1]) for dims in eqn.params["dimension_numbers"])

@@ -4,8 +4,8 @@ through."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Literal
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
 
 Remat = Literal["none", "cheap", "dots", "full"]
 #: From what keeps most to what keeps least.
@@ -29,6 +29,8 @@ class StageChoice:
         shard_optimizer: Whether the replicas split the optimizer state (ZeRO stage 1).
         shard_params: Whether they split parameters and accumulated gradients as well (ZeRO stage
             3): gathered where they are used, gradients scattered.
+        sequence_parallel: Whether activations that tensor parallelism leaves whole are split over
+            its devices, too, along the sequence or another dimension that operations keep apart.
     """
 
     data_parallel: int = 1
@@ -36,16 +38,26 @@ class StageChoice:
     remat: Remat = "none"
     shard_optimizer: bool = False
     shard_params: bool = False
+    sequence_parallel: bool = False
 
     def __str__(self) -> str:
         said = [f"data parallel {self.data_parallel}", f"tensor parallel {self.tensor_parallel}"]
         said += [f"remat {self.remat}"] * (self.remat != "none")
+        said += ["activations split along the sequence"] * self.sequence_parallel
         said += [
             "parameters split over replicas"
             if self.shard_params
             else "optimizer split over replicas"
         ] * (self.shard_optimizer or self.shard_params)
         return ", ".join(said)
+
+    def to_json(self) -> dict[str, Any]:
+        """Its fields; files from before there was sequence parallelism are those without it."""
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if value or name != "sequence_parallel"
+        }
 
     @property
     def num_devices(self) -> int:
@@ -134,5 +146,24 @@ def with_sharded_params(choices: Sequence[StageChoice]) -> list[StageChoice]:
             replace(choice, shard_optimizer=True, shard_params=True)
             for choice in choices
             if choice.data_parallel > 1
+        ),
+    ]
+
+
+def with_sequence_parallel(choices: Sequence[StageChoice]) -> list[StageChoice]:
+    """The choices, and those with tensor parallelism also with sequence parallelism: whoever
+    chooses among these is never worse off.
+
+    Example:
+        >>> choices = with_sequence_parallel([StageChoice(1, 2), StageChoice(2, 1)])
+        >>> [choice.sequence_parallel for choice in choices]
+        [False, False, True]
+    """
+    return [
+        *choices,
+        *(
+            replace(choice, sequence_parallel=True)
+            for choice in choices
+            if choice.tensor_parallel > 1
         ),
     ]

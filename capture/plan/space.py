@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from capture.machine.cluster import Cluster
-from capture.plan.choices import Remat, StageChoice, with_sharded_params
+from capture.plan.choices import (
+    Remat,
+    StageChoice,
+    with_sequence_parallel,
+    with_sharded_params,
+)
 
 
 @dataclass(frozen=True)
@@ -64,9 +69,11 @@ class StageSpace:
         *,
         shard_optimizer: bool = False,
         shard_params: bool = False,
+        sequence_parallel: bool = False,
     ) -> list[StageChoice]:
         """Every pair of degrees that a stage can have, for each way to rematerialise; with
-        ``shard_params`` also with parameters split over the replicas.
+        ``shard_params`` also with parameters split over the replicas, with ``sequence_parallel``
+        also with activations split along the sequence.
 
         Example:
             >>> choices = StageSpace().choices(Cluster((2,)), 8)
@@ -82,4 +89,6 @@ class StageSpace:
             and (self.any_divisor or tp.bit_count() == 1 == d.bit_count())
             and microbatch_size % (d // tp) == 0
         ]
-        return with_sharded_params(found) if shard_params else found
+        if shard_params:
+            found = with_sharded_params(found)
+        return with_sequence_parallel(found) if sequence_parallel else found

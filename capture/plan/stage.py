@@ -58,7 +58,7 @@ class Stage:
             "layers": [self.first, self.stop - 1],
             "num_devices": self.num_devices,
             "devices": list(self.devices),
-            **asdict(self.choice),
+            **self.choice.to_json(),
         }
 
     @classmethod

@@ -178,8 +178,8 @@ class ComponentTables:
             raise ProfileError.of(
                 f"data_parallel={choice.data_parallel} x tensor_parallel={choice.tensor_parallel} "
                 f"with remat={choice.remat!r}, "
-                f"shard_optimizer={choice.shard_optimizer}, shard_params={choice.shard_params} "
-                f"was not profiled ({degrees}); profile it"
+                f"shard_optimizer={choice.shard_optimizer}, shard_params={choice.shard_params}, "
+                f"sequence_parallel={choice.sequence_parallel} was not profiled ({degrees}); profile it"
                 f"{', or allow extrapolation' if alike else ''}.",
                 "profile-choice",
             )

@@ -31,6 +31,7 @@ from capture.measured.stage_cost import SplitCost, StageCost, UpdateCost
 from capture.measured.store import Store
 from capture.model.graph import LayerGraph, content_hash
 from capture.model.workload import WorkloadProtocol
+from capture.partition.sequence import SequenceSplits
 from capture.partition.sharding import ModelSharding
 from capture.partition.tensor_parallel import Rule
 from capture.plan.choices import StageChoice
@@ -50,6 +51,8 @@ PROGRAM_VERSION = 3
 SPLIT_VERSION = 1
 #: Bump when remat "cheap" keeps other values for the same model.
 CUT_VERSION = 1
+#: Bump when other values are split along the sequence for the same model.
+SEQUENCE_VERSION = "sequence 1"
 #: Bump when more is counted of what programs compute, which only targets with rates are asked for:
 #: 2 counts kernels.
 WORK_VERSION = 2
@@ -87,6 +90,7 @@ class CompileBackend:
         self.target = Target.load("cpu") if target is None else target
         self._traced: dict[int, TracedModel] = {}
         self._shardings: dict[int, ModelSharding] = {}
+        self._sequences: dict[int, SequenceSplits] = {}
 
     @property
     def _stops_at_report(self) -> bool:
@@ -220,6 +224,7 @@ class CompileBackend:
                     choice.shard_optimizer,
                     *_params_split(choice),
                     *pinned,
+                    *self._sequence_split(config),
                     *([CUT_VERSION] if choice.remat == "cheap" else []),
                 ],
                 [str(specs[p]) for p in layers.params],
@@ -236,6 +241,19 @@ class CompileBackend:
                 *(["clears apart"] if self._clears_apart else []),
             ]
         )
+
+    def _sequence_split(self, config: StageConfig) -> list[str]:
+        """For keys: nothing where nothing is split along the sequence."""
+        choice, size = config.choice, config.microbatch_size
+        if not choice.sequence_parallel:
+            return []
+        if size not in self._sequences:
+            self._sequences[size] = SequenceSplits(self.traced(size))
+        specs = self.sharding(size).specs(choice.tensor_parallel)
+        found = self._sequences[size].of_stage(
+            config.first, config.stop, specs, choice.tensor_parallel
+        )
+        return [SEQUENCE_VERSION] if any(found) else []
 
     def update_key(self, config: StageConfig) -> str:
         """As ``key``, of the end of a step alone: it depends on the parameters, not on the layers

@@ -23,6 +23,7 @@ _STAGE_FIELDS = {
     "remat": "remat",
     "shard_optimizer": "shard optimizer",
     "shard_params": "shard parameters",
+    "sequence_parallel": "sequence parallel",
 }
 
 

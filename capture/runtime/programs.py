@@ -24,6 +24,7 @@ from capture.compiler.work import NO_LOCAL_FLOPS
 from capture.measured.profile import StageConfig
 from capture.measured.stage_cost import StageCost, UpdateCost
 from capture.partition.local_calls import localize
+from capture.partition.sequence import SequenceSplits, SplitRun
 from capture.partition.tensor_parallel import DATA_AXIS, MODEL_AXIS
 from capture.runtime.layout import StageLayout
 from capture.runtime.optimizer import StageUpdate
@@ -69,6 +70,7 @@ class StagePrograms(StageLayout):
         compiler: AnyCompiler = Compiler(),
     ):
         graph, layers = traced.graph, traced.slice(config.first, config.stop)
+        self._traced = traced
         super().__init__(graph, config.choice, devices, specs, update)
         self.layers, self.num_microbatches, self._compiler = layers, num_microbatches, compiler
         self.owned, self.borrowed = owned_and_borrowed(graph, layers.first, layers.stop)
@@ -118,8 +120,10 @@ class StagePrograms(StageLayout):
         )
         # Of all that is saved without remat, "cheap" chooses what is kept.
         remat = "none" if self.choice.remat == "cheap" else self.choice.remat
-        results = self.layers(*given, remat=remat, pin=self._pinned)
+        results = self.layers(*given, remat=remat, pin=self._pinned, runs=self._split_runs)
         by_value = dict(zip(self.layers.outputs, results, strict=True))
+        for v in self._split_values.intersection(by_value):
+            by_value[v] = jax.lax.with_sharding_constraint(by_value[v], self.value_sharding(v))
         rest = [v for v in self.layers.outputs if v not in self.differentiable_outputs]
         return [by_value[v] for v in self.differentiable_outputs], [by_value[v] for v in rest]
 
@@ -128,8 +132,33 @@ class StagePrograms(StageLayout):
         replicas, and send activations instead."""
         return (
             jax.lax.with_sharding_constraint(array, self.value_sharding(value))
-            if self.choice.shard_params
+            if self.choice.shard_params and value not in self._split_values
             else array
+        )
+
+    @cached_property
+    def _split_runs(self) -> list[SplitRun | None]:
+        """Per layer, how its operations are run on values that are split along the sequence; empty
+        if none are."""
+        if not self.choice.sequence_parallel:
+            return []
+        splits = SequenceSplits(self._traced).of_stage(
+            self.layers.first, self.layers.stop, self.specs, self.choice.tensor_parallel
+        )
+        return [
+            split and SplitRun(call, split, self.mesh)
+            for call, split in zip(self.layers.calls, splits, strict=True)
+        ]
+
+    @cached_property
+    def _split_values(self) -> frozenset[int]:
+        """Values of the graph that leave their layer split along the sequence."""
+        return frozenset(
+            v
+            for call, run in zip(self.layers.calls, self._split_runs, strict=False)
+            if run is not None
+            for v, dim in zip(call.outputs, run.outputs, strict=True)
+            if dim is not None
         )
 
     def _forward_saving_all(self, params, inputs, batch):
@@ -182,7 +211,7 @@ class StagePrograms(StageLayout):
         split = ValueSplit(
             self._saving_all,
             [
-                (self.mesh.shape[axis], [_split_dim(spec, axis) for spec in specs])
+                (axis, self.mesh.shape[axis], [_split_dim(spec, axis) for spec in specs])
                 for axis in (DATA_AXIS, MODEL_AXIS)
             ],
         )

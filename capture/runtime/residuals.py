@@ -54,7 +54,8 @@ class Residuals:
         data = flow.inputs[num_params:]
         reached = flow.propagate({v: frozenset([0]) for v in data})
         from_data = {v for v, origins in reached.items() if origins}
-        kept = [v for v in dict.fromkeys(filter(is_variable, self._read)) if v in from_data]
+        read = map(split.before_gather, filter(is_variable, self._read))
+        kept = [v for v in dict.fromkeys(read) if v in from_data]
         if remat == "cheap":
             kept = least_kept(flow, kept, from_data, split.nbytes, split.recompute_bytes)
         made = flow.outputs[:num_outputs] if returns_outputs else []
@@ -92,15 +93,25 @@ class ValueSplit:
 
     Args:
         flow: The program.
-        inputs: By degree of a mesh axis, the dimension along which it splits each input.
+        inputs: By name and degree of a mesh axis, the dimension along which it splits each input.
     """
 
-    def __init__(self, flow: DataFlow, inputs: Sequence[tuple[int, Sequence[int | None]]]):
+    def __init__(self, flow: DataFlow, inputs: Sequence[tuple[str, int, Sequence[int | None]]]):
+        self._flow = flow
         self._axes: list[tuple[int, Mapping[Any, int | None]]] = [
-            (degree, followed_dims(flow.jaxpr, dims, degree))
-            for degree, dims in inputs
+            (degree, followed_dims(flow.jaxpr, dims, degree, axis))
+            for axis, degree, dims in inputs
             if degree > 1
         ]
+
+    def before_gather(self, value: Any) -> Any:
+        """The split value that one is the whole of, made by a constraint; else the value. Only the
+        part is kept, and gathered again: Korthikanti et al., section 4.2.2."""
+        equation = self._flow.maker(value)
+        if equation is None or equation.primitive.name != "sharding_constraint":
+            return value
+        [part] = equation.invars
+        return part if self._parts(part) > self._parts(value) else value
 
     def _parts(self, atom: Any) -> int:
         """Into how many different parts."""
@@ -114,6 +125,8 @@ class ValueSplit:
         """As of an equation, per device; None also where devices would have to exchange
         something."""
         cost = recompute_bytes(equation)
+        if equation.primitive.name == "sharding_constraint":
+            return cost
         if cost is None or any(_exchanges(equation, *axis) for axis in self._axes):
             return None
         return cost / max(map(self._parts, (*equation.invars, *equation.outvars)))

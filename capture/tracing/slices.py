@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,20 @@ REMAT_POLICIES: Mapping[str, Callable[..., Any]] = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
+
+
+#: Runs an operation on its operands; may read and add values of the environment.
+RunOp = Callable[[Op, Sequence[Any], dict[Any, Any]], Sequence[Any]]
+
+
+class LayerRun(Protocol):
+    """How one layer is run."""
+
+    def enter(self, inputs: Sequence[Any]) -> list[Any]:
+        """The layer's inputs as it reads them, and as remat keeps them."""
+
+    def __call__(self, op: Op, arguments: Sequence[Any], env: dict[Any, Any]) -> Sequence[Any]:
+        """A ``RunOp``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,17 +81,21 @@ class LayerFunction:
         )
 
     def __call__(
-        self, params: Sequence[Any], inputs: Sequence[Any], batch: Sequence[Any]
+        self,
+        params: Sequence[Any],
+        inputs: Sequence[Any],
+        batch: Sequence[Any],
+        run: RunOp | None = None,
     ) -> list[Any]:
         layer = self._layer
-        env = dict(self._consts)
+        env: dict[Any, Any] = dict(self._consts)
         for values, arrays in (
             (layer.params, params),
             (layer.inputs, inputs),
             (layer.batch, batch),
         ):
             env.update(zip(values, arrays, strict=True))
-        run_steps(self._steps, env, self._consts)
+        run_steps(self._steps, env, self._consts, run or _run_alone)
         return [env[v] for v in layer.outputs]
 
 
@@ -121,13 +139,15 @@ def run_op(op: Op, arguments: Sequence[Any]) -> Sequence[Any]:
     return result if op.primitive.multiple_results else [result]
 
 
+def _run_alone(op: Op, arguments: Sequence[Any], env: dict[Any, Any]) -> Sequence[Any]:
+    return run_op(op, arguments)
+
+
 def run_steps(
     steps: Iterable[Op | Region],
-    env: dict[int, Any],
+    env: dict[Any, Any],
     consts: Mapping[int, Any],
-    run: Callable[[Op, Sequence[Any], dict[int, Any]], Sequence[Any]] = lambda op, arguments, env: (
-        run_op(op, arguments)
-    ),
+    run: RunOp = _run_alone,
     carried: tuple[int, ...] = (),
 ) -> None:
     """Run operations, and remat regions as ``jax.checkpoint``; results are added to the
@@ -227,6 +247,7 @@ class StageSlice:
         *,
         remat: str = "none",
         pin: Callable[[int, Any], Any] = lambda value, array: array,
+        runs: Sequence[LayerRun | None] = (),
     ) -> list[Any]:
         """Run the layers.
 
@@ -239,6 +260,7 @@ class StageSlice:
                 (those with parameters, in a Transformer).
             pin: Given what passes from layer to layer inside the slice, by index into
                 ``graph.values``; returns it with a sharding.
+            runs: Per layer, how it is run; None, or none given: as it stands.
 
         Returns:
             One array per ``self.outputs``.
@@ -254,15 +276,18 @@ class StageSlice:
         of_batch = dict(zip(self.batch, batch, strict=True))
         values = dict(zip(self.inputs, inputs, strict=True))
         for layer, call in enumerate(self.calls, start=self.first):
+            own = runs[layer - self.first] if runs else None
+            function = call.function if own is None else partial(call.function, run=own)
+            given = [values[v] for v in call.inputs]
             run = (
-                call.function
+                function
                 if remat == "none"
-                else jax.checkpoint(jax.jit(call.function), policy=REMAT_POLICIES[remat])
+                else jax.checkpoint(jax.jit(function), policy=REMAT_POLICIES[remat])
             )
             with layer_scope(layer):
                 made = run(
                     [of_param[p] for p in call.params],
-                    [values[v] for v in call.inputs],
+                    given if own is None else own.enter(given),
                     [of_batch[b] for b in call.batch],
                 )
             if layer + 1 < self.stop:

@@ -184,12 +184,12 @@ def test_bytes_are_those_of_one_device_and_nothing_is_exchanged_again():
         return h, jnp.sum(h, axis=1), jnp.sum(h, axis=0)
 
     flow = flow_of(layer, (8, 64), (32, 8))
-    split = ValueSplit(flow, [(2, [None, 0]), (4, [1, None])])
+    split = ValueSplit(flow, [("data", 2, [None, 0]), ("model", 4, [1, None])])
     product, hidden, over_columns, over_rows = flow.jaxpr.eqns
     assert followed_dims(flow.jaxpr, [1, None], 4)[product.outvars[0]] == 1
     assert split.nbytes(product.outvars[0]) == 32 * 64 * 4 // 8
     assert split.recompute_bytes(product) is None
     assert split.recompute_bytes(hidden) == recompute_bytes(hidden) / 8
     assert split.recompute_bytes(over_columns) is split.recompute_bytes(over_rows) is None
-    alone = ValueSplit(flow, [(1, [None, 0]), (1, [1, None])])
+    alone = ValueSplit(flow, [("data", 1, [None, 0]), ("model", 1, [1, None])])
     assert alone.recompute_bytes(over_columns) == recompute_bytes(over_columns)

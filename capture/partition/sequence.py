@@ -1,0 +1,328 @@
+"""Where the activations of a layer are split over the devices of a tensor-parallel group that would
+otherwise each hold them whole: sequence parallelism, for any layer function.
+
+Between products that are split over the mesh axis ``model``, activations are whole on every device.
+Each layer is walked once more (``capture.partition.walk``), now with one dimension of what it is
+given cut, as the positions of a sequence: whatever is whole and still has that dimension is split
+along it. An operation that treats the dimension's elements alike, one by one, runs on the part; a
+split product, or one that mixes them, is given the whole again. So of every all-reduce the
+reduce-scatter comes after the product, and the all-gather before the next.
+
+A dimension is worth it if it saves more bytes than operations beside split products would gather or
+sum; of several the one that saves most.
+
+Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, section
+4.2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from capture.partition.dim_flow import dim_flow
+from capture.partition.tensor_parallel import MODEL_AXIS, cut_dim
+from capture.partition.walk import followed_dims, product_dim
+from capture.tracing import TracedModel
+from capture.tracing.jaxprs import BODIES, is_variable, opened
+from capture.tracing.program import Op
+from capture.tracing.recompute import aval_bytes
+from capture.tracing.slices import LayerCall, run_op, struct_of
+
+#: What an operation beside split products reads whole, or sums over devices, counts against a
+#: dimension: forwards and backwards.
+_PASSES = 2
+#: Of operations with a body, those that are seen through.
+_SEEN_THROUGH = BODIES
+
+
+@dataclass(frozen=True)
+class SequenceSplit:
+    """The dimensions along which the values of one layer are split; None: as they come.
+
+    Attributes:
+        inputs: Per value that the layer is given.
+        results: Per operation and result.
+        whole: Per operation, the operands that it reads whole although they are split.
+        parallel: Per operation, whether tensor parallelism splits it.
+    """
+
+    inputs: tuple[int | None, ...]
+    results: tuple[tuple[int | None, ...], ...]
+    whole: tuple[frozenset[int], ...]
+    parallel: tuple[bool, ...]
+
+
+class SequenceSplits:
+    """Those of all layers, per tensor-parallel degree; equal layers are walked once.
+
+    Args:
+        traced: The model.
+    """
+
+    def __init__(self, traced: TracedModel):
+        self._traced = traced
+        self._known: dict[tuple[Any, ...], SequenceSplit | None] = {}
+
+    def of_stage(
+        self, first: int, stop: int, specs: Sequence[PartitionSpec], degree: int
+    ) -> list[SequenceSplit | None]:
+        """Per layer of [first, stop); None where nothing is split.
+
+        Args:
+            first, stop: The layers.
+            specs: Per parameter of the graph.
+            degree: Devices of the group.
+        """
+        found = []
+        for layer in range(first, stop):
+            one = self._traced.slice(layer, layer + 1)
+            [call] = one.calls
+            cuts = tuple(cut_dim(specs[p]) for p in call.params)
+            key = self._traced.graph.layers[layer].key, degree, cuts
+            if key not in self._known:
+                self._known[key] = self._walk(call, cuts, degree)
+            found.append(self._known[key])
+        return found
+
+    def _walk(
+        self, call: LayerCall, cuts: Sequence[int | None], degree: int
+    ) -> SequenceSplit | None:
+        if not any(cut is not None for cut in cuts):
+            return None
+        graph = self._traced.graph
+        data = [graph.values[v] for v in call.inputs] + [graph.batch[b] for b in call.batch]
+        structs = [struct_of(t) for t in data]
+        closed = jax.make_jaxpr(lambda *args: _flat(call, args))(
+            *[struct_of(graph.params[p]) for p in call.params], *structs
+        )
+        layer = _Layer(closed.jaxpr, cuts, degree)
+        assert [e.primitive for e in closed.jaxpr.eqns] == [
+            op.primitive for op in call.function.ops
+        ], "an operation is one equation"
+        best, most = None, 0.0
+        for dims in _candidates(data, degree):
+            split, saved = layer.along(dims, len(call.inputs))
+            if saved > most:
+                best, most = split, saved
+        return best
+
+
+def _flat(call: LayerCall, args: Sequence[Any]) -> list[Any]:
+    params, inputs = len(call.params), len(call.params) + len(call.inputs)
+    return call.function.without_remat(args[:params], args[params:inputs], args[inputs:])
+
+
+def _candidates(data: Sequence[Any], degree: int) -> Iterator[list[int | None]]:
+    """Per input a dimension to cut: all that are as long, but for the examples of a batch."""
+    sizes = [
+        [size if dim != tensor.batch_dim and size % degree == 0 else 0]
+        for tensor in data
+        for dim, size in enumerate(tensor.shape)
+    ]
+    for [length] in dict.fromkeys(map(tuple, sizes)):
+        if length:
+            yield [
+                next(
+                    (
+                        dim
+                        for dim, size in enumerate(tensor.shape)
+                        if size == length and dim != tensor.batch_dim
+                    ),
+                    None,
+                )
+                for tensor in data
+            ]
+
+
+class _Layer:
+    """A layer's program, and how its tensor parallelism splits it."""
+
+    def __init__(self, jaxpr: Any, cuts: Sequence[int | None], degree: int):
+        self._jaxpr, self._degree, self._num_params = jaxpr, degree, len(cuts)
+        self._own = followed_dims(jaxpr, cuts, degree)
+        self._from_data: set[Any] = set(jaxpr.invars[len(cuts) :])
+        for equation in jaxpr.eqns:
+            if any(is_variable(v) and v in self._from_data for v in equation.invars):
+                self._from_data.update(equation.outvars)
+
+    def along(
+        self, dims: Sequence[int | None], num_inputs: int
+    ) -> tuple[SequenceSplit, float]:
+        """The split that begins with these dimensions of the data, and bytes that it saves."""
+        jaxpr = self._jaxpr
+        found = followed_dims(jaxpr, [*[None] * self._num_params, *dims], self._degree)
+        for equation in reversed(jaxpr.eqns):
+            self._back(equation, found)
+        split = {v: dim for v in found if (dim := self._split_dim(v, found)) is not None}
+        whole, saved = [], float(sum(map(aval_bytes, split)))
+        for equation in jaxpr.eqns:
+            ours = self._is_split(equation)
+            reads = frozenset(
+                i
+                for i, v in enumerate(equation.invars)
+                if is_variable(v)
+                and v in split
+                and not _keeps(equation, i, split, self._degree, ours)
+            )
+            summed = equation.primitive.name.startswith("reduce_") and not ours
+            saved -= 0 if ours else _PASSES * sum(aval_bytes(equation.invars[i]) for i in reads)
+            whole.append(frozenset() if summed else reads)
+        given = jaxpr.invars[self._num_params :][:num_inputs]
+        return (
+            SequenceSplit(
+                tuple(split.get(v) for v in given),
+                tuple(tuple(split.get(v) for v in e.outvars) for e in jaxpr.eqns),
+                tuple(whole),
+                tuple(map(self._is_split, jaxpr.eqns)),
+            ),
+            saved,
+        )
+
+    def _is_split(self, equation: Any) -> bool:
+        """Whether tensor parallelism splits an operand: a part of the result is made of the whole
+        of the others."""
+        return any(is_variable(v) and self._own.get(v) is not None for v in equation.invars)
+
+    def _back(self, equation: Any, found: dict[Any, int | None]) -> None:
+        """What meets a value that is split, element by element, is split like it: masks, sums of
+        what came another way."""
+        dim = found.get(equation.outvars[0])
+        if dim is None or equation.primitive.name in ("dot_general", "conv_general_dilated"):
+            return
+        result = equation.outvars[0].aval
+        for v in equation.invars:
+            if is_variable(v) and found.get(v) is None and v.aval.shape == result.shape:
+                # Other operations of results as large keep no dimension for certain.
+                flow = dim_flow(equation, equation.invars.index(v), self._degree)
+                if flow == tuple(range(len(flow))):
+                    found[v] = dim
+
+    def _split_dim(self, value: Any, found: Mapping[Any, int | None]) -> int | None:
+        dim, aval = found[value], value.aval
+        fits = (
+            dim is not None
+            and value in self._from_data
+            and self._own.get(value) is None
+            and (jnp.issubdtype(aval.dtype, jnp.inexact) or aval.dtype == jnp.bool_)
+            and aval.shape[dim] % self._degree == 0
+        )
+        return dim if fits else None
+
+
+def _keeps(
+    equation: Any, operand: int, split: Mapping[Any, int], degree: int, ours: bool
+) -> bool:
+    """Whether an operation makes its split results of the split operand as it lies."""
+    name, dim = equation.primitive.name, split[equation.invars[operand]]
+    if ours or any(out not in split for out in equation.outvars):
+        return False
+    results = [split[out] for out in equation.outvars]
+    if name in _SEEN_THROUGH:
+        return _body_keeps(opened(equation.params[_SEEN_THROUGH[name]]), equation, split, degree)
+    if name == "dot_general":
+        (contract, batch) = equation.params["dimension_numbers"]
+        return dim not in contract[operand] and results == [product_dim(equation, operand, dim)]
+    if len(results) > 1 or any(map(_is_body_of_another, equation.params.values())):
+        return False
+    return name != "conv_general_dilated" and dim_flow(equation, operand, degree)[dim] == results[0]
+
+
+def _is_body_of_another(value: Any) -> bool:
+    return hasattr(value, "eqns") or hasattr(value, "jaxpr")
+
+
+def _body_keeps(body: Any, equation: Any, split: Mapping[Any, int], degree: int) -> bool:
+    """Whether all of a call's operations do, and its results are split as is found outside."""
+    given = [split.get(v) if is_variable(v) else None for v in equation.invars]
+    dims = followed_dims(body, given, degree)
+    inside = {v: dim for v, dim in dims.items() if dim is not None}
+    alike = all(
+        inside.get(inner) == split.get(outer)
+        for inner, outer in zip(body.outvars, equation.outvars, strict=True)
+        if is_variable(inner)
+    )
+    return alike and all(
+        _keeps(e, i, inside, degree, False)
+        for e in body.eqns
+        for i, v in enumerate(e.invars)
+        if is_variable(v) and v in inside
+    )
+
+
+def _lying(array: Any, dim: int, mesh: Mesh, axis: str | None) -> NamedSharding:
+    """One dimension split over an axis, or whole; the others as they come."""
+    spec = [PartitionSpec.UNCONSTRAINED] * array.ndim
+    return NamedSharding(mesh, PartitionSpec(*spec[:dim], axis, *spec[dim + 1 :]))
+
+
+def split_along(array: Any, dim: int, mesh: Mesh) -> Any:
+    return jax.lax.with_sharding_constraint(array, _lying(array, dim, mesh, MODEL_AXIS))
+
+
+def gathered(array: Any, dim: int, mesh: Mesh) -> Any:
+    """The whole of what is split; its gradient is scattered where it arises."""
+    return _constrained(array, _lying(array, dim, mesh, None), _lying(array, dim, mesh, MODEL_AXIS))
+
+
+def scattered(array: Any, dim: int, mesh: Mesh) -> Any:
+    """The part of a sum over the devices; its gradient is gathered where it is read."""
+    return _constrained(array, _lying(array, dim, mesh, MODEL_AXIS), _lying(array, dim, mesh, None))
+
+
+def _constrained(array: Any, sharding: NamedSharding, of_gradient: NamedSharding) -> Any:
+    constrain = jax.lax.with_sharding_constraint
+    if not jnp.issubdtype(array.dtype, jnp.inexact):
+        return constrain(array, sharding)
+    function = jax.custom_vjp(lambda x: constrain(x, sharding))
+    function.defvjp(
+        lambda x: (constrain(x, sharding), None), lambda _, g: (constrain(g, of_gradient),)
+    )
+    return function(array)
+
+
+class SplitRun:
+    """Runs the operations of one layer with its values split.
+
+    Args:
+        call: The layer.
+        split: How.
+        mesh: The stage's.
+    """
+
+    def __init__(self, call: LayerCall, split: SequenceSplit, mesh: Mesh):
+        function = call.function
+        self.inputs = split.inputs
+        self._split, self._mesh = split, mesh
+        self._index = {op: i for i, op in enumerate(function.ops)}
+        self._dims = dict(zip(function.inputs, split.inputs, strict=True))
+        for op, dims in zip(function.ops, split.results, strict=True):
+            self._dims.update(zip(op.outputs, dims, strict=True))
+        self.outputs = tuple(self._dims.get(v) for v in function.outputs)
+
+    def enter(self, inputs: Sequence[Any]) -> list[Any]:
+        """The layer's inputs, split."""
+        return [
+            array if dim is None else split_along(array, dim, self._mesh)
+            for array, dim in zip(inputs, self.inputs, strict=True)
+        ]
+
+    def __call__(self, op: Op, arguments: Sequence[Any], env: dict[Any, Any]) -> list[Any]:
+        """Results of one operation; what it reads whole stands in the environment beside the value,
+        for all that do."""
+        at, given = self._index[op], list(arguments)
+        for i in self._split.whole[at]:
+            value = op.inputs[i]
+            if ("whole", value) not in env:
+                env["whole", value] = gathered(given[i], self._dims[value], self._mesh)
+            given[i] = env["whole", value]
+        split = scattered if self._split.parallel[at] else split_along
+        return [
+            array if dim is None else split(array, dim, self._mesh)
+            for array, dim in zip(run_op(op, given), self._split.results[at], strict=True)
+        ]
