@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 
 from capture.cli import asked
@@ -182,14 +183,33 @@ def prediction_lines(plan: PacksPlan) -> list[str]:
     if plan.prediction is None:
         return []
     paper = plan.prediction.paper
-    moved = ", ".join(f"{name} {format_bytes(n)}" for name, n in paper.volumes_bytes.items() if n)
     return [
         f"by the paper's rules: {paper.step_seconds:.4g} s a step, "
         f"{plan.minibatch_size / paper.step_seconds:.4g} examples/s, tasks of "
         f"{format_bytes(max(paper.task_bytes))} at most, devices compute nothing for "
         f"{min(paper.gap_fractions):.0%} to {max(paper.gap_fractions):.0%} of it",
+        *_step_lines(plan),
+    ]
+
+
+def _step_lines(plan: PacksPlan) -> list[str]:
+    step = plan.prediction and plan.prediction.step
+    if not step:
+        return []
+    moved = ", ".join(f"{name} {format_bytes(n)}" for name, n in step.volumes_bytes.items() if n)
+    fullest, host = (_parts(of) for of in (step.device_parts_bytes, step.host_parts_bytes))
+    return [
+        f"as instructions: {step.step_seconds:.4g} s a step, "
+        f"{plan.minibatch_size / step.step_seconds:.4g} examples/s",
+        f"device: {format_bytes(max(step.device_peak_bytes))} at its peak ({fullest})",
+        f"host: {format_bytes(step.host_peak_bytes)} at its peak ({host})",
         f"moved in a step: {moved}",
     ]
+
+
+def _parts(parts: Mapping[str, int]) -> str:
+    ordered = sorted(parts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in ordered)
 
 
 def _server(options: argparse.Namespace) -> Server:

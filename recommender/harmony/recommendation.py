@@ -7,6 +7,7 @@ from dataclasses import replace
 from capture.plan.packs import PacksPlan, PacksPrediction, PaperTimes
 from capture.plan.task_graph import Configuration, Mode
 from capture.plan.why import Why
+from capture.predictor.pack_step import step_times
 from capture.predictor.pack_times import Estimate
 from capture.quantities import format_bytes
 from recommender.answer import Answer
@@ -40,26 +41,31 @@ def harmony(question: PacksQuestion) -> PacksAnswer:
         return Answer("infeasible", None, result, _no_packs(problem))
     plan = plan_of(question, mode, best.configuration)
     points = tuple(point.to_json() for point in result.top(_KEPT))
-    missing = missing_host_bytes(problem, best.configuration)
-    why = _no_host(problem, best.configuration) if missing > 0 else _why(result, plan)
+    assert plan.prediction is not None and plan.prediction.step is not None, "predicted above"
+    need, have = plan.prediction.step.host_peak_bytes, int(question.server.host_memory_bytes.value)
+    why = _no_host(problem, need, have) if need > have else _why(result, plan)
     plan = replace(plan, why=why, points=points)
-    status = "infeasible" if missing > 0 else "ok"
+    status = "infeasible" if need > have else "ok"
     limit = int(question.server.usable_bytes.value)
     return Answer(status, plan, result, why, plan.headroom(limit))
 
 
 def plan_of(question: PacksQuestion, mode: Mode, configuration: Configuration) -> PacksPlan:
     """The plan of a configuration, predicted."""
-    problem = question.problem(mode)
+    problem, server = question.problem(mode), question.server
+    graph = problem.graph(configuration, None)
+    prediction = PacksPrediction(
+        paper_times(problem.estimate(configuration)), step_times(graph, question.profile, server)
+    )
     return PacksPlan(
-        question.server,
+        server,
         question.profile.num_layers,
         question.minibatch_size,
         mode,
         configuration,
         question.switches,
         question.profile.name,
-        prediction=PacksPrediction(paper_times(problem.estimate(configuration))),
+        prediction=prediction,
     )
 
 
@@ -73,22 +79,6 @@ def paper_times(found: Estimate) -> PaperTimes:
         found.rank_bytes,
         found.volumes_bytes,
     )
-
-
-def host_bytes(problem: PacksProblem, configuration: Configuration) -> int:
-    """What the host holds at its peak: weights, buffers and optimizer state, what is kept for the
-    backward pass, and the gradients of the largest pack."""
-    profile, packs = problem.profile, configuration.backward.packs
-    state = sum(profile.w_bytes) + sum(profile.b_bytes) + sum(profile.k_bytes)
-    kept = sum(profile.x_bytes_per_sample[layer] for layer in configuration.stashes)
-    gradients = max(sum(profile.w_bytes[first:stop]) for first, stop in packs)
-    return state + kept * problem.minibatch_size + gradients
-
-
-def missing_host_bytes(problem: PacksProblem, configuration: Configuration) -> int:
-    """Above 0 if the host has too little."""
-    need = host_bytes(problem, configuration)
-    return need - int(problem.server.host_memory_bytes.value)
 
 
 def _seconds(point: Point | None) -> float:
@@ -174,9 +164,8 @@ def least_limit(problem: PacksProblem, at_least: int) -> int:
     return high
 
 
-def _no_host(problem: PacksProblem, configuration: Configuration) -> Why:
+def _no_host(problem: PacksProblem, need: int, have: int) -> Why:
     """Host bytes that are missing, and what of them is not state."""
-    need, have = host_bytes(problem, configuration), int(problem.server.host_memory_bytes.value)
     profile = problem.profile
     state = sum(profile.w_bytes) + sum(profile.b_bytes) + sum(profile.k_bytes)
     change = f"Cheapest change: a host with {need} bytes"

@@ -1,0 +1,71 @@
+"""How long a step of packs takes as our own instructions, and what every memory holds: the second
+estimate of a plan, beside that by the paper's rules (``capture.predictor.pack_times``)."""
+
+from __future__ import annotations
+
+from capture.machine.server import Server
+from capture.measured.layer_profile import LayerProfile
+from capture.plan.packs import StepTimes
+from capture.plan.task_graph import TaskGraph
+from capture.predictor.pack_times import Estimate, estimate
+from capture.step.program import Step
+from capture.step.streamed import Begins, build_step, streamed_seconds, volumes_bytes
+from capture.step.timeline import StepTimeline, simulate_step
+
+#: To be counted, not refused.
+_ENDLESS_BYTES = 2**62
+
+
+def begins_of(graph: TaskGraph, found: Estimate) -> Begins:
+    """When passes begin by the paper's rules: the order in which they are issued."""
+    begins: dict[tuple[int, int], float] = {}
+    for what, start in zip(found.items.whats, found.starts, strict=True):
+        if what.kind in ("FWD", "BWD", "Update"):
+            begins.setdefault((what.task, what.microbatch), start)
+    if graph.mode == "dp":  # all ranks do as the first, which has the most
+        of_first = {
+            (task.kind, task.station, task.start): task.id
+            for task in graph.tasks
+            if task.rank == 0
+        }
+        for task in graph.tasks:
+            like = of_first[task.kind, task.station, task.start]
+            for i in range(max(1, len(task.sizes))):
+                begins[task.id, i] = begins[like, i]
+    return begins
+
+
+def packs_step(graph: TaskGraph, profile: LayerProfile, server: Server) -> Step:
+    """The instructions of a plan.
+
+    Args:
+        graph: Tasks of all ranks.
+        profile: Seconds and bytes of the layers.
+        server: Bandwidths, and memory of the host.
+    """
+    begins = begins_of(graph, estimate(graph, profile, server))
+    return build_step(graph, profile, server, begins)
+
+
+def packs_timeline(graph: TaskGraph, profile: LayerProfile, server: Server) -> StepTimeline:
+    """The step, simulated; where the host has too little memory, as if it had enough."""
+    server = server.with_(host_memory_bytes=_ENDLESS_BYTES)
+    step = packs_step(graph, profile, server)
+    return simulate_step(step, streamed_seconds(step, graph, profile, server))
+
+
+def step_times(graph: TaskGraph, profile: LayerProfile, server: Server) -> StepTimes:
+    """What a plan keeps of its timeline."""
+    timeline = packs_timeline(graph, profile, server)
+    ledger = timeline.program_order
+    fullest = max(ledger.peaks, key=lambda peak: peak.peak_bytes)
+    host = ledger.peak_of("host")
+    return StepTimes(
+        timeline.step_seconds,
+        ledger.peak_bytes_per_device,
+        fullest.parts,
+        host.peak_bytes,
+        host.parts,
+        timeline.bubble_fraction[: graph.num_devices],
+        volumes_bytes(timeline.step),
+    )

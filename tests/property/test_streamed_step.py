@@ -1,0 +1,166 @@
+"""Steps of packs: for any packs, sizes, devices and optimizations, memory comes back to what it
+was, the peak over time is at most the ledger's, nothing is copied twice, and the volumes of the
+paper's one-layer setting come out exactly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from capture.errors import ExecutionError
+from capture.machine.server import Server
+from capture.measured.layer_profile import LayerProfile, PassProfile
+from capture.plan.task_graph import Configuration, Packs, Switches, TaskGraph, completed_by
+from capture.predictor.pack_step import packs_step, packs_timeline
+from capture.predictor.pack_times import estimate
+from capture.step.program import Copy, replay
+from capture.step.streamed import volumes_bytes
+
+SERVER = Server.load("gtx1080ti-x4")
+SIZES = tuple(range(1, 17))
+
+
+def profile_of(weights: list[int], x: list[int]) -> LayerProfile:
+    """Layers with such weights and inputs; memory as that of a layer that keeps four inputs."""
+    count = len(weights)
+
+    def of(times: int, copies: int) -> PassProfile:
+        return PassProfile(
+            SIZES,
+            tuple(tuple(times * (1e-3 + 1e-4 * u) for _ in range(count)) for u in SIZES),
+            tuple(
+                tuple(copies * w + 4 * u * b for w, b in zip(weights, x, strict=True))
+                for u in SIZES
+            ),
+        )
+
+    zero = (0,) * count
+    state = tuple(2 * w for w in weights)
+    return LayerProfile(
+        "drawn", count, of(1, 1), of(3, 2), tuple(x), tuple(weights), zero, state, (1e-3,) * count
+    )
+
+
+@st.composite
+def problems(draw) -> tuple[TaskGraph, LayerProfile, Server]:
+    count = draw(st.integers(2, 6))
+    weights = draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
+    x = draw(st.lists(st.integers(1, 9), min_size=count, max_size=count))
+    mode = draw(st.sampled_from(["pp", "dp"]))
+    devices = draw(st.integers(1, 4))
+    minibatch = draw(st.integers(devices, 16))
+    share = minibatch // devices if mode == "dp" else minibatch
+
+    def packs(stop: int) -> tuple[tuple[int, int], ...]:
+        cuts = draw(st.sets(st.integers(1, stop - 1))) if stop > 1 else set()
+        return tuple(pairwise([0, *sorted(cuts), stop]))
+
+    backward = packs(count)
+    last = backward[-1][0]
+    sizes = [draw(st.integers(1, share)) for _ in range(2)]
+    configuration = Configuration(
+        Packs(sizes[0], packs(last) if last else ()), Packs(sizes[1], backward)
+    )
+    off = draw(st.sets(st.sampled_from(["grouping", "prefetch", "jit", "offload", "p2p"])))
+    server = SERVER.with_(num_devices=devices)
+    slow = {"value": draw(st.sampled_from([1e2, 1e4, 1e6])), "source": ""}
+    rate = replace(server.swap_bytes_per_second, **slow)
+    server = replace(server, swap_bytes_per_second=rate)
+    graph = TaskGraph.of(configuration, mode, devices, minibatch, Switches.without(off))
+    return graph, profile_of(weights, x), server
+
+
+@settings(max_examples=120)
+@given(problems())
+def test_memory_comes_back_and_time_needs_no_more(problem):
+    graph, profile, server = problem
+    timeline = packs_timeline(graph, profile, server)
+    step, ledger = timeline.step, timeline.program_order
+    kept = sum(step.slots[slot].nbytes for slot in step.persistent.values())
+    assert kept == sum(profile.w_bytes) + sum(profile.k_bytes)
+    live = {memory: nbytes for memory, nbytes in ledger.live_bytes.items() if nbytes}
+    assert live in ({"host": kept}, {})
+    simulation = timeline.simulation
+    assert timeline.memory_of("host").peak.peak_bytes <= ledger.peak_of("host").peak_bytes
+    assert len(simulation.ends) >= len(step.instructions) - 1
+    # Weights come once per task, whatever the micro-batches.
+    volumes, weights = volumes_bytes(step), profile.w_bytes
+    tasks = [task for task in graph.tasks if task.kind != "update"]
+    fetched = sum(sum(weights[task.first : task.stop]) for task in tasks)
+    again = 0 if graph.switches.offload or graph.switches.jit else sum(weights)
+    assert volumes.get("weights in", 0) == fetched + again
+    copied = [i.target for i in step.instructions if isinstance(i, Copy)]
+    fresh = [slot for slot in copied if slot not in step.persistent.values()]
+    assert len(fresh) == len({*fresh})
+
+
+@settings(max_examples=60)
+@given(problems())
+def test_both_estimates_compute_the_same(problem):
+    graph, profile, server = problem
+    found = estimate(graph, profile, server)
+    timeline = packs_timeline(graph, profile, server)
+    assert timeline.step_seconds > 0 and found.seconds < float("inf")
+    computed = sum(
+        item.seconds for item in timeline.simulation.work if item.kind in ("forward", "backward")
+    )
+    alike = graph.num_devices if graph.mode == "dp" else 1
+    if graph.minibatch_size % graph.num_devices == 0 or graph.mode == "pp":
+        assert computed == pytest.approx(alike * sum(found.compute_seconds))
+
+
+def one_layer_setting(mode: str, devices: int, microbatches: int) -> tuple[TaskGraph, LayerProfile]:
+    """R equal layers between an input and a criterion without weights, packs of one layer each."""
+    weights = [0, 7, 7, 7, 7, 0]
+    profile = profile_of(weights, [1] * 6)
+    each = tuple((i, i + 1) for i in range(6))
+    configuration = Configuration(Packs(1, each[:-1]), Packs(1, each))
+    count = microbatches * (devices if mode == "dp" else 1)
+    return TaskGraph.of(configuration, mode, devices, count), profile
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize(("mode", "factor"), [("pp", 1), ("dp", None)])
+def test_three_times_the_weights_whatever_the_micro_batches(mode, factor, devices):
+    for microbatches in (1, 3, 5):
+        graph, profile = one_layer_setting(mode, devices, microbatches)
+        volumes = volumes_bytes(packs_step(graph, profile, SERVER.with_(num_devices=devices)))
+        total = volumes["weights in"] + volumes["gradients out"]
+        assert total == 3 * (factor or devices) * sum(profile.w_bytes)
+
+
+def test_the_last_pack_comes_once():
+    profile = profile_of([5, 6, 7, 8], [1] * 4)
+    configuration = Configuration(Packs(2, ((0, 3),)), Packs(2, ((0, 2), (2, 3), (3, 4))))
+    graph = TaskGraph.of(configuration, "pp", 2, 8)
+    volumes = volumes_bytes(packs_step(graph, profile, SERVER.with_(num_devices=2)))
+    assert volumes["weights in"] == 2 * 26 - 8 and volumes["gradients out"] == 26
+    assert volumes["activation out"] == volumes["activation in"] == 8  # layer 2, 8 examples
+
+
+@pytest.mark.parametrize(("u_f", "u_b"), [(4, 3), (3, 4), (5, 2), (2, 5), (4, 4)])
+def test_sizes_of_the_directions_need_not_divide_each_other(u_f, u_b):
+    """No byte goes twice: each boundary is passed once forward and once back."""
+    profile = profile_of([5] * 4, [1, 2, 3, 4])
+    configuration = Configuration(
+        Packs(u_f, ((0, 1), (1, 3))), Packs(u_b, ((0, 2), (2, 3), (3, 4)))
+    )
+    graph = TaskGraph.of(configuration, "pp", 2, 13)
+    volumes = volumes_bytes(packs_step(graph, profile, SERVER.with_(num_devices=2)))
+    assert volumes["p2p"] == 13 * (2 + 4) + 13 * (4 + 3)
+    assert volumes["activation out"] == volumes["activation in"] == 13 * 3
+    assert volumes["batch in"] == 2 * 13 * 1
+    assert sum(map(len, completed_by(*graph.sizes))) == len(graph.sizes[1])
+
+
+def test_a_host_with_too_little_memory_is_said():
+    graph, profile = one_layer_setting("pp", 2, 2)
+    small = SERVER.with_(num_devices=2, host_memory_bytes=50)
+    with pytest.raises(ExecutionError) as error:
+        replay(packs_step(graph, profile, small))
+    assert error.value.codes == ("step-host-memory",)
+    assert packs_timeline(graph, profile, small).program_order.peak_of("host").peak_bytes > 50
