@@ -8,8 +8,9 @@ from capture.measured.layer_profile import LayerProfile
 from capture.plan.packs import StepTimes
 from capture.plan.task_graph import TaskGraph
 from capture.predictor.pack_times import Estimate, estimate
+from capture.step.pack_sizes import ProfileSizes
 from capture.step.program import Step
-from capture.step.streamed import Begins, build_step, streamed_seconds, volumes_bytes
+from capture.step.streamed import Begins, StreamedBuilder, streamed_seconds, volumes_bytes
 from capture.step.timeline import StepTimeline, simulate_step
 
 #: To be counted, not refused.
@@ -24,9 +25,7 @@ def begins_of(graph: TaskGraph, found: Estimate) -> Begins:
             begins.setdefault((what.task, what.microbatch), start)
     if graph.mode == "dp":  # all ranks do as the first, which has the most
         of_first = {
-            (task.kind, task.station, task.start): task.id
-            for task in graph.tasks
-            if task.rank == 0
+            (task.kind, task.station, task.start): task.id for task in graph.tasks if task.rank == 0
         }
         for task in graph.tasks:
             like = of_first[task.kind, task.station, task.start]
@@ -44,7 +43,7 @@ def packs_step(graph: TaskGraph, profile: LayerProfile, server: Server) -> Step:
         server: Bandwidths, and memory of the host.
     """
     begins = begins_of(graph, estimate(graph, profile, server))
-    return build_step(graph, profile, server, begins)
+    return StreamedBuilder(graph, ProfileSizes(profile), server, begins).build()
 
 
 def packs_timeline(graph: TaskGraph, profile: LayerProfile, server: Server) -> StepTimeline:
