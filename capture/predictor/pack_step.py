@@ -8,8 +8,9 @@ from capture.measured.layer_profile import LayerProfile
 from capture.plan.packs import StepTimes
 from capture.plan.task_graph import TaskGraph
 from capture.predictor.pack_times import Estimate, estimate
+from capture.step.pack_sizes import ProfileSizes
 from capture.step.program import Step
-from capture.step.streamed import Begins, build_step, streamed_seconds, volumes_bytes
+from capture.step.streamed import Begins, StreamedBuilder, streamed_seconds, volumes_bytes
 from capture.step.timeline import StepTimeline, simulate_step
 
 #: To be counted, not refused.
@@ -42,7 +43,7 @@ def packs_step(graph: TaskGraph, profile: LayerProfile, server: Server) -> Step:
         server: Bandwidths, and memory of the host.
     """
     begins = begins_of(graph, estimate(graph, profile, server))
-    return build_step(graph, profile, server, begins)
+    return StreamedBuilder(graph, ProfileSizes(profile), server, begins).build()
 
 
 def packs_timeline(graph: TaskGraph, profile: LayerProfile, server: Server) -> StepTimeline:

@@ -62,15 +62,18 @@ class StepMetrics:
         losses: Per micro-batch, still on the device; ``loss`` waits for them.
         dispatch_seconds: Processor time of the calling thread, which issues the instructions; what
             it waited for devices is not in it.
+        examples: Per micro-batch; None if all have as many.
     """
 
     losses: list[jax.Array]
     dispatch_seconds: float
+    examples: tuple[int, ...] | None = None
 
     @property
     def loss(self) -> float:
-        """Mean over the micro-batches."""
-        return float(np.mean([np.asarray(loss) for loss in self.losses]))
+        """Mean over the examples."""
+        losses = [np.asarray(loss) for loss in self.losses]
+        return float(np.average(losses, weights=self.examples))
 
 
 def pipeshard(
@@ -241,14 +244,14 @@ class PipelinedStep:
         structs = self.optimizer.state_structs
         state_leaves = jax.tree.leaves(optimizer_state)
         ExecutionError.check(
-            _leaf_violations("optimizer state", structs, state_leaves, "run-optimizer")
+            leaf_violations("optimizer state", structs, state_leaves, "run-optimizer")
         )
         return self._state(leaves, state_leaves, num_steps)
 
     def _param_leaves(self, params: PyTree) -> list[np.ndarray]:
         """Host arrays in the order of the layer graph."""
         given, expected = jax.tree.leaves(params), jax.tree.leaves(self.traced.params_struct)
-        ExecutionError.check(_leaf_violations("parameters", expected, given, "run-params"))
+        ExecutionError.check(leaf_violations("parameters", expected, given, "run-params"))
         return [np.asarray(leaf) for leaf in jax.tree.leaves(self.traced.split_params(params))]
 
     def _state(
@@ -457,9 +460,10 @@ def _host_or_key(leaf: Any) -> Any:
     )
 
 
-def _leaf_violations(
+def leaf_violations(
     what: str, expected: Sequence[Any], given: Sequence[Any], code: str
 ) -> list[Violation]:
+    """Which leaves of a tree that a user gives are not those of the model."""
     if len(expected) != len(given):
         return [
             Violation(

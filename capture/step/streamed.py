@@ -25,6 +25,7 @@ from itertools import accumulate, pairwise
 from capture.machine.server import Server
 from capture.measured.layer_profile import LayerProfile
 from capture.plan.task_graph import Span, Task, TaskGraph
+from capture.step.pack_sizes import PackPass, PackSizes
 from capture.step.program import Copy, Feed, Free, Instruction, Place, Run, Step
 from capture.step.streamed_state import (
     Came,
@@ -39,18 +40,6 @@ from capture.step.timeline import Seconds
 
 Begins = Mapping[tuple[int, int], float]
 """(task, micro-batch) -> when its pass begins; of an update, micro-batch 0."""
-
-
-def build_step(graph: TaskGraph, profile: LayerProfile, server: Server, begins: Begins) -> Step:
-    """The instructions of one step.
-
-    Args:
-        graph: Tasks of all ranks.
-        profile: Bytes of the layers.
-        server: Memory of the host.
-        begins: The order in which passes are issued; a pass after those that it reads from.
-    """
-    return StreamedBuilder(graph, profile, server, begins).build()
 
 
 def streamed_seconds(
@@ -105,17 +94,19 @@ class StreamedBuilder(StreamedState):
 
     Args:
         graph: Tasks of all ranks.
-        profile: Bytes of the layers.
+        sizes: Bytes of the layers.
         server: Memory of the host.
-        begins: When passes begin.
+        begins: The order in which passes are issued; a pass after those that it reads from.
     """
 
-    def __init__(self, graph: TaskGraph, profile: LayerProfile, server: Server, begins: Begins):
+    def __init__(self, graph: TaskGraph, sizes: PackSizes, server: Server, begins: Begins):
         units = [Unit(task, i) for task in graph.tasks for i in range(max(1, len(task.sizes)))]
         units.sort(key=lambda unit: (begins[unit.task.id, unit.i], unit.task.id, unit.i))
-        super().__init__(graph, profile, server, units)
+        super().__init__(graph, sizes, server, units)
         self._units = units
         self._ends, self._cuts = _microbatch_ends(graph, self._lane)
+        #: By lane, where the parts of the batch end that are fed, in examples of the lane.
+        self.parts: dict[int, tuple[int, ...]] = dict(sorted(self._cuts.items()))
         #: (lane, layer, what) -> by end in examples, the slot of a piece.
         self._pieces: defaultdict[tuple[int, int, str], dict[int, int]] = defaultdict(dict)
 
@@ -159,9 +150,11 @@ class StreamedBuilder(StreamedState):
             return
         if task.id not in rank.weights:
             rank.weights[task.id] = yield from self._bring_weights((task.first, task.stop), rank)
+        if unit.batch is None:
+            unit.batch = yield from self._feed(unit, rank)
         if unit.inputs is None:
             if task.first == 0:
-                unit.inputs = yield from self._feed(unit, rank)
+                unit.inputs = []
             else:
                 what = "input" if task.source else "kept"
                 unit.inputs = yield from self._bring_pieces(unit, rank, task.first, what, early)
@@ -169,15 +162,20 @@ class StreamedBuilder(StreamedState):
             what = "input gradient"
             unit.gradients = yield from self._bring_pieces(unit, rank, task.stop, what, early)
 
-    def _feed(self, unit: Unit, rank: Rank) -> Generator[Instruction, None, list[Came]]:
+    def _feed(self, unit: Unit, rank: Rank) -> Generator[Instruction, None, list[int]]:
         """The batch, which is on the host: it need not be kept for the backward pass."""
-        came: list[Came] = []
-        cuts = (0, *self._cuts[self._lane(unit.task)])
+        came: list[int] = []
+        span, lane = (unit.task.first, unit.task.stop), self._lane(unit.task)
+        if not (leaves := self._sizes.batch(span)):
+            return came
+        before = sum(len(cuts) for other, cuts in self.parts.items() if other < lane)
+        cuts = (0, *self._cuts[lane])
         for first, stop in self._spans(unit):
-            nbytes = (stop - first) * self._profile.x_bytes_per_sample[0]
+            nbytes = self._sizes.batch_bytes(span, stop - first)
             slot = self._slot("batch", rank.place, "batch", nbytes)
-            yield Feed(slot, cuts.index(first), (0,), self._label)
-            came.append((slot, None))
+            self.rows[slot], self.spans[slot] = (span[0], (first, stop)), span
+            yield Feed(slot, before + cuts.index(first), leaves, self._label)
+            came.append(slot)
         return came
 
     def _bring_pieces(
@@ -195,7 +193,7 @@ class StreamedBuilder(StreamedState):
                 came.append((source, None))
                 continue
             category = "cotangents" if what == "input gradient" else "activations"
-            slot = self._slot(given.what, rank.place, category, given.nbytes)
+            slot = self._alike(source, rank.place, category)
             yield self._copy(source, slot)
             if given.place.host is None:
                 yield Free((source,))
@@ -233,8 +231,7 @@ class StreamedBuilder(StreamedState):
     ) -> Generator[Instruction, None, list[int]]:
         outs = []
         for slot in slots:
-            given = self.step.slots[slot]
-            outs.append(self._slot(given.what, rank.host, category, given.nbytes))
+            outs.append(self._alike(slot, rank.host, category))
             yield self._copy(slot, outs[-1])
         return outs
 
@@ -267,92 +264,125 @@ class StreamedBuilder(StreamedState):
     # ---- passes ----------------------------------------------------------------------------------
 
     def _forward(self, unit: Unit, rank: Rank) -> Iterator[Instruction]:
-        task, layers = unit.task, self._profile.at("forward", unit.size)
+        task, sizes = unit.task, self._sizes
         kept = {layer for layer, _ in task.stashes} - {0}
-        came, spans = unit.inputs or [], self._of((task.first, task.stop))
-        weights = dict(zip(spans, rank.weights[task.id], strict=True))
-        for first, stop in task.sub_packs:
+        came, spans = unit.inputs or [], self._spans(unit)
+        readers = [sub_pack for sub_pack in task.sub_packs if sizes.batch(sub_pack)]
+        for sub_pack in task.sub_packs:
+            first, stop = sub_pack
             copied = False
             if first in kept:
                 copied = yield from self._keep(unit, rank, first, came)
             ends = stop == task.stop and task.sink is None
-            of_value = self._profile.x_bytes_per_sample[stop] if stop < len(layers.seconds) else 0
-            outputs = (
-                []
-                if ends
-                else [
-                    self._slot("activation", rank.place, "activations", (b - a) * of_value)
-                    for a, b in self._spans(unit)
-                ]
+            outputs = [
+                self._row_slot("activation", rank.place, "activations", stop, rows)
+                for rows in ([] if ends else spans)
+            ]
+            made = sum(self.step.slots[slot].nbytes for slot in outputs)
+            transient = sizes.transient_bytes("forward", sub_pack, unit.size, made)
+            name = program_name("forward", sub_pack, unit.size, task.rank, spans)
+            inputs = (
+                self._read_by(sub_pack, task, rank),
+                tuple(slot for slot, _ in came),
+                tuple(unit.batch or ()) if sub_pack in readers else (),
             )
-            own = layers.pack_bytes(first, stop) - self._weight_bytes((first, stop))
-            transient = max(own - layers.inputs[first], layers.inputs[stop], 0)
-            name = program_name("forward", (first, stop), unit.size, task.rank)
-            used = tuple(weights[span] for span in self._of((first, stop)))
-            inputs = tuple(slot for slot, _ in came)
             self._program("forward", name, rank, transient)
-            yield Run(name, (used, inputs), tuple(outputs), (), self._label)
+            yield Run(name, inputs, tuple(outputs), (), self._label)
             if not copied:
                 yield from self._used(came, but=first in kept)
+            if unit.batch and sub_pack == readers[-1]:
+                yield Free(tuple(unit.batch))
             came = [(slot, None) for slot in outputs]
         yield from self._give(unit, rank, task.stop, "input", [slot for slot, _ in came])
         yield from self._leave(unit, rank)
 
+    def _read_by(self, sub_pack: Span, task: Task, rank: Rank) -> tuple[int, ...]:
+        """Slots of the weights of a task that some of its layers read."""
+        slots, pack = rank.weights[task.id], (task.first, task.stop)
+        spans, params = self._of(pack), self._sizes.shared(pack)
+        of_span = dict(zip(spans, slots, strict=False))
+        of_param = dict(zip(params, slots[len(spans) :], strict=True))
+        own = [of_span[span] for span in self._of(sub_pack)]
+        shared = [
+            of_param[param]
+            if param in of_param
+            else of_span[self._segment(self._sizes.owner(param))]
+            for param in self._sizes.shared(sub_pack)
+        ]
+        return tuple(dict.fromkeys((*own, *shared)))
+
     def _backward(self, unit: Unit, rank: Rank) -> Iterator[Instruction]:
-        task, layers = unit.task, self._profile.at("backward", unit.size)
-        span = task.first, task.stop
+        task, sizes = unit.task, self._sizes
+        span, spans = (task.first, task.stop), self._spans(unit)
         if task.start and unit.i == 0:  # what the task before summed is on the host
-            source = self._gradients[span].pop(task.rank)
-            rank.summed = self._slot("gradients", rank.place, "gradients", self._weight_bytes(span))
-            yield self._copy(source, rank.summed)
-            yield from self._waited(rank.summed)
-            yield Free((source,))
+            sources = self._gradients[span].pop(task.rank)
+            rank.summed = yield from self._fetched(sources, rank)
         came, cotangents = unit.inputs or [], unit.gradients or []
         outputs = [
-            self._slot(
-                "gradient",
-                rank.place,
-                "cotangents",
-                (b - a) * self._profile.x_bytes_per_sample[task.first],
-            )
-            for a, b in (self._spans(unit) if task.first else ())
+            self._row_slot("gradient", rank.place, "cotangents", task.first, rows)
+            for rows in (spans if task.first else ())
         ]
         losses = []
         if task.criterion:
             losses = [self._slot("loss", rank.place, "loss", 4)]
             self.step.reported += losses
-        nbytes = self._weight_bytes(span)
-        summed = () if rank.summed is None else (rank.summed,)
-        gradients = self._slot("gradients", rank.place, "gradients", nbytes)
-        # The peak of the layers holds weights, their gradients and the input.
-        own = layers.pack_bytes(*span) - nbytes - layers.inputs[task.first]
-        least = sum(self.step.slots[slot].nbytes for slot in (*outputs, *losses))
-        transient = max(own - nbytes, least) if summed else max(own, least + nbytes)
-        kind = "accumulate" if summed else "backward"
+        gradients = self._gradient_slots(span, rank)
+        made = sum(self.step.slots[slot].nbytes for slot in (*outputs, *losses))
+        kind: PackPass = "accumulate" if rank.summed else "backward"
         name = self._program(
-            "backward", program_name(kind, span, unit.size, task.rank), rank, transient
+            "backward",
+            program_name(kind, span, unit.size, task.rank, spans),
+            rank,
+            sizes.transient_bytes(kind, span, unit.size, made),
         )
         inputs = (
             rank.weights[task.id],
             tuple(slot for slot, _ in came),
+            tuple(unit.batch or ()),
             tuple(slot for slot, _ in cotangents),
-            summed,
+            rank.summed,
         )
-        yield Run(name, inputs, (*outputs, *losses, gradients), summed, self._label)
+        yield Run(name, inputs, (*outputs, *losses, *gradients), rank.summed, self._label)
         rank.summed = gradients
         yield from self._used([*came, *cotangents])
+        if unit.batch:
+            yield Free(tuple(unit.batch))
         yield from self._give(unit, rank, task.first, "input gradient", outputs)
-        if unit.i < len(task.sizes) - 1:
-            return
-        at_once = task.last and self._switches.jit and not self._switches.offload
-        if not at_once:
-            yield from self._leave(unit, rank)
-            (out,) = yield from self._put_out((gradients,), rank, "gradients")
-            self._gradients[span][task.rank] = out
-            rank.late.append(Late((out,), (gradients,)))
+        if unit.i == len(task.sizes) - 1:
+            rank.summed = ()
+            yield from self._summed(unit, rank, gradients)
+
+    def _gradient_slots(self, span: Span, rank: Rank) -> tuple[int, ...]:
+        """Of what a pack owns, and of each parameter that it shares."""
+        shared = [
+            self._slot(
+                "shared gradient", rank.place, "gradients", self._sizes.param_bytes(param), param
+            )
+            for param in self._sizes.shared(span)
+        ]
+        return self._span_slot("gradients", rank.place, span), *shared
+
+    def _summed(self, unit: Unit, rank: Rank, gradients: Sequence[int]) -> Iterator[Instruction]:
+        """Gradients of a task go to the host, but for those with which a device updates at once."""
+        task = unit.task
+        span, shared = (task.first, task.stop), self._sizes.shared((task.first, task.stop))
+        here: tuple[int, ...] = ()
+        if task.last and self._switches.jit and not self._switches.offload:
+            here, gradients = (gradients[0],), gradients[1:]
         else:
-            self._gradients[span][task.rank] = gradients
-        rank.summed = None
+            yield from self._leave(unit, rank)
+        outs: list[int] = []
+        if gradients:
+            owners = [span, *map(self._updated_by, shared)][-len(gradients) :]
+            for slot, pack in zip(gradients, owners, strict=True):
+                outs += yield from self._put_out((slot,), self._owner[pack], "gradients")
+            rank.late.append(Late(tuple(outs), tuple(gradients)))
+        if not task.last:
+            self._gradients[span][task.rank] = tuple(outs)
+            return
+        self._gradients[span][task.rank] = here or (outs.pop(0),)
+        for param, slot in zip(shared, outs, strict=True):
+            self._shared[param].append(slot)
 
     def _spans(self, unit: Unit) -> list[Span]:
         """Pieces of a micro-batch, in examples."""

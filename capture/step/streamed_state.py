@@ -9,17 +9,19 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from capture.machine.server import Server
-from capture.measured.layer_profile import LayerProfile
 from capture.plan.task_graph import Span, Task, TaskGraph
+from capture.step.pack_sizes import PackSizes
 from capture.step.program import Copy, Free, Host, Instruction, Place, Program, Run, Step, Wait
 
 
-def program_name(kind: str, span: Span, size: int, rank: int) -> str:
-    return f"{kind} {span[0]} {span[1]} {size} {rank}"
+def program_name(kind: str, span: Span, size: int, rank: int, pieces: Sequence[Span] = ()) -> str:
+    """Of a pass whose rows come in pieces, those too: it puts them together."""
+    rows = "+".join(str(stop - first) for first, stop in pieces) if len(pieces) > 1 else ""
+    return f"{kind} {span[0]} {span[1]} {size} {rank} {rows}".rstrip()
 
 
 def parts_of_name(name: str) -> tuple[str, int, int, int, int]:
-    kind, first, stop, size, rank = name.split()
+    kind, first, stop, size, rank = name.split()[:5]
     return kind, int(first), int(stop), int(size), int(rank)
 
 
@@ -30,12 +32,14 @@ class Unit:
     Attributes:
         task: Whose.
         i: Its micro-batch among those of the task.
-        inputs: Pieces of X, once they are issued: slots, and where on the host they came from.
+        batch: Pieces of what it reads of the batch, once they are issued.
+        inputs: Pieces of X, likewise: slots, and where on the host they came from.
         gradients: Likewise of dY.
     """
 
     task: Task
     i: int
+    batch: list[int] | None = None
     inputs: list[Came] | None = None
     gradients: list[Came] | None = None
 
@@ -69,8 +73,9 @@ class Rank:
     Attributes:
         place, host: Its memory, and its place in that of the host.
         units: Passes that are to come, the next one last.
-        weights: Of a task, by id, their slots.
-        summed: Gradients of the backward task that is under way.
+        weights: Of a task, by id, their slots; then those of each parameter that is shared.
+        summed: Gradients of the backward task that is under way; of what it owns, then of each
+            parameter that is shared.
         late: Of the pass before.
     """
 
@@ -78,17 +83,24 @@ class Rank:
     host: Place
     units: list[Unit]
     weights: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    summed: int | None = None
+    summed: tuple[int, ...] = ()
     late: list[Late] = field(default_factory=list)
 
 
 class StreamedState:
-    """Slots of the host and of what every device holds for longer than a pass."""
+    """Slots of the host and of what every device holds for longer than a pass.
 
-    def __init__(
-        self, graph: TaskGraph, profile: LayerProfile, server: Server, units: Sequence[Unit]
-    ):
-        self._graph, self._profile, self._switches = graph, profile, graph.switches
+    Attributes:
+        step: What is built.
+        spans: By slot of weights, state or gradients, its layers.
+        rows: By slot of rows: the layer that they enter, or whose batch they are, and which
+            examples of the lane.
+    """
+
+    def __init__(self, graph: TaskGraph, sizes: PackSizes, server: Server, units: Sequence[Unit]):
+        self._graph, self._sizes, self._switches = graph, sizes, graph.switches
+        self.spans: dict[int, Span] = {}
+        self.rows: dict[int, tuple[int, Span]] = {}
         host = Host("host", int(server.host_memory_bytes.value))
         self._ranks = [
             Rank(
@@ -109,7 +121,9 @@ class StreamedState:
         self._updates: Counter[Span] = Counter(
             (task.first, task.stop) for task in graph.tasks if task.kind == "update"
         )
-        self._gradients: defaultdict[Span, dict[int, int]] = defaultdict(dict)
+        self._gradients: defaultdict[Span, dict[int, tuple[int, ...]]] = defaultdict(dict)
+        #: By parameter, the gradients that packs made which do not own it.
+        self._shared: defaultdict[int, list[int]] = defaultdict(list)
         self._spans_of = {task.id: (task.first, task.stop) for task in graph.tasks}
         self._owner: dict[Span, Rank] = {}
         for task in graph.tasks:
@@ -141,27 +155,56 @@ class StreamedState:
         state: dict[Span, int] = {}
         weights: dict[Span, int] = {}
         for (first, stop), rank in sorted(self._owner.items(), key=lambda item: item[0]):
-            nbytes = sum(self._profile.k_bytes[first:stop])
+            nbytes = self._sizes.state_bytes((first, stop))
             name = f"state of layers {first} to {stop - 1}"
             state[first, stop] = self.step.keep(name, rank.host, "optimizer", nbytes, "state")
+            self.spans[state[first, stop]] = (first, stop)
             for span in self._of((first, stop)):
-                nbytes, name = self._weight_bytes(span), f"weights of {span[0]} to {span[1] - 1}"
+                nbytes, name = (
+                    self._sizes.weight_bytes(span),
+                    f"weights of {span[0]} to {span[1] - 1}",
+                )
                 weights[span] = self.step.keep(name, rank.host, "parameters", nbytes, "weights")
+                self.spans[weights[span]] = span
         return state, weights
 
     def _lane(self, task: Task) -> int:
         """In data parallelism every rank has its own examples."""
         return task.rank if self._graph.mode == "dp" else 0
 
-    def _weight_bytes(self, span: Span) -> int:
-        layers = slice(*span)
-        return sum(self._profile.w_bytes[layers]) + sum(self._profile.b_bytes[layers])
-
     def _of(self, span: Span) -> list[Span]:
         return [one for one in self._segments if span[0] <= one[0] < span[1]]
 
-    def _slot(self, what: str, place: Place, category: str, nbytes: int) -> int:
-        return self.step.slot(f"{what} {len(self.step.slots)}", place, category, nbytes, what)
+    def _slot(
+        self, what: str, place: Place, category: str, nbytes: int, key: int | None = None
+    ) -> int:
+        return self.step.slot(f"{what} {len(self.step.slots)}", place, category, nbytes, what, key)
+
+    def _span_slot(self, what: str, place: Place, span: Span) -> int:
+        """Of weights, gradients or optimizer state of layers."""
+        state = what == "state"
+        nbytes = self._sizes.state_bytes(span) if state else self._sizes.weight_bytes(span)
+        category = {"weights": "parameters", "state": "optimizer"}.get(what, what)
+        slot = self._slot(what, place, category, nbytes)
+        self.spans[slot] = span
+        return slot
+
+    def _row_slot(self, what: str, place: Place, category: str, layer: int, rows: Span) -> int:
+        """Of rows of a value that enters a layer, or of its gradient."""
+        size = self._sizes.gradient_bytes if what == "gradient" else self._sizes.value_bytes
+        slot = self._slot(what, place, category, size(layer, rows[1] - rows[0]))
+        self.rows[slot] = layer, rows
+        return slot
+
+    def _alike(self, slot: int, place: Place, category: str = "") -> int:
+        """A slot for a copy."""
+        given = self.step.slots[slot]
+        made = self._slot(given.what, place, category or given.category, given.nbytes, given.key)
+        if slot in self.spans:
+            self.spans[made] = self.spans[slot]
+        if slot in self.rows:
+            self.rows[made] = self.rows[slot]
+        return made
 
     def _copy(self, source: int, target: int) -> Copy:
         return Copy(source, target, self.step.slots[source].nbytes, self._label)
@@ -176,9 +219,24 @@ class StreamedState:
     ) -> Generator[Instruction, None, tuple[int, ...]]:
         slots = []
         for span in self._of(pack):
-            slots.append(self._slot("weights", rank.place, "parameters", self._weight_bytes(span)))
+            slots.append(self._span_slot("weights", rank.place, span))
             yield self._copy(self._weights[span], slots[-1])
+        for param in self._sizes.shared(pack):
+            span = self._segment(self._sizes.owner(param))
+            nbytes = self._sizes.param_bytes(param)
+            slots.append(self._slot("shared", rank.place, "parameters", nbytes, param))
+            index = self._sizes.owned(span).index(param)
+            yield Copy(self._weights[span], slots[-1], nbytes, self._label, index)
         return tuple(slots)
+
+    def _segment(self, layer: int) -> Span:
+        """The run of layers that no pack divides."""
+        return next(span for span in self._segments if span[0] <= layer < span[1])
+
+    def _updated_by(self, param: int) -> Span:
+        """The pack that a parameter belongs to."""
+        layer = self._sizes.owner(param)
+        return next(span for span in self._owner if span[0] <= layer < span[1])
 
     # ---- updates ---------------------------------------------------------------------------------
 
@@ -200,34 +258,37 @@ class StreamedState:
         name = program_name("update", span, 0, place.devices[0])
         self.step.programs[name] = Program("update", place, 0)
         weights = tuple(self._weights[one] for one in self._of(span))
-        state, gradients = (self._state[span],), tuple(self._gradients.pop(span).values())
+        state, gradients = (self._state[span],), self._summands(span)
         changed = (*weights, *state)
         yield Run(name, (weights, state, gradients), changed, (*changed, *gradients), label)
+
+    def _summands(self, span: Span) -> tuple[int, ...]:
+        """Gradients of every rank, and those of other packs that read what this one owns."""
+        gradients = [slot for slots in self._gradients.pop(span).values() for slot in slots]
+        return (*gradients, *self._from_others(span))
+
+    def _from_others(self, span: Span) -> list[int]:
+        shared = sorted(param for param in self._shared if self._updated_by(param) == span)
+        return [slot for param in shared for slot in self._shared.pop(param)]
 
     def _update_on_devices(self, span: Span) -> Iterator[Instruction]:
         """Every rank updates the weights that it has; those of the last go to the host, when nobody
         reads there any more. Where none has them, the first fetches all."""
-        gradients = self._gradients.pop(span)
-        first = self._ranks[min(gradients)]
+        first = self._ranks[min(self._gradients[span])]
         if not self._switches.jit:
             for rank in self._ranks:
                 yield from self._flushed(rank)
             weights = yield from self._bring_weights(span, first)
-            fetched = []
-            for source in gradients.values():
-                fetched.append(
-                    self._slot("gradients", first.place, "gradients", self._weight_bytes(span))
-                )
-                yield self._copy(source, fetched[-1])
-                yield from self._waited(fetched[-1])
-                yield Free((source,))
+            fetched = yield from self._fetched(self._summands(span), first)
+            yield from self._free_shared(span, weights)
+            weights = weights[: len(self._of(span))]
             yield from self._update_on_device(span, first, weights, fetched, writes=True)
             return
+        gradients = {rank: slot for rank, (slot,) in self._gradients.pop(span).items()}
+        others = self._from_others(span)
         if self._reduces:
             reduced = {
-                rank: self._slot(
-                    "gradients", self._ranks[rank].place, "gradients", self._weight_bytes(span)
-                )
+                rank: self._span_slot("gradients", self._ranks[rank].place, span)
                 for rank in gradients
             }
             name = self._program("reduce", program_name("reduce", span, 0, 0), None, 0)
@@ -238,8 +299,30 @@ class StreamedState:
             rank = self._ranks[number]
             held = next(id for id in rank.weights if self._spans_of[id] == span)
             weights = rank.weights.pop(held)
+            yield from self._free_shared(span, weights)
             last = number == max(gradients)
-            yield from self._update_on_device(span, rank, weights, (gradient,), writes=last)
+            summands = [gradient, *(yield from self._fetched(others, rank, free=last))]
+            own = weights[: len(self._of(span))]
+            yield from self._update_on_device(span, rank, own, summands, writes=last)
+
+    def _free_shared(self, span: Span, weights: Sequence[int]) -> Iterator[Instruction]:
+        """Parameters of other packs, when those of this one are to be updated."""
+        if shared := tuple(weights[len(self._of(span)) :]):
+            yield from self._waited(*shared)
+            yield Free(shared)
+
+    def _fetched(
+        self, sources: Sequence[int], rank: Rank, *, free: bool = True
+    ) -> Generator[Instruction, None, tuple[int, ...]]:
+        """Gradients that are on the host come to a device; the host keeps none."""
+        fetched = []
+        for source in sources:
+            fetched.append(self._alike(source, rank.place))
+            yield self._copy(source, fetched[-1])
+            yield from self._waited(fetched[-1])
+            if free:
+                yield Free((source,))
+        return tuple(fetched)
 
     def _update_on_device(
         self,
@@ -250,8 +333,7 @@ class StreamedState:
         *,
         writes: bool,
     ) -> Iterator[Instruction]:
-        nbytes = sum(self._profile.k_bytes[slice(*span)])
-        state = self._slot("state", rank.place, "optimizer", nbytes)
+        state = self._span_slot("state", rank.place, span)
         yield self._copy(self._state[span], state)
         name = self._program(
             "update", program_name("update", span, 0, rank.place.devices[0]), rank, 0

@@ -1,0 +1,433 @@
+"""Run a plan of packs on the devices of this process: ``step = streamed(workload, plan); state,
+metrics = step(state, batch)``.
+
+Parameters and optimizer state live in the memory of the host; packs of layers come to the devices
+and their gradients go back (``capture.step.streamed``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from capture import environment
+from capture.compiler.executable import Compiler, Executable
+from capture.errors import ExecutionError, PlanError, Violation, WorkloadError
+from capture.model.workload import PyTree, WorkloadProtocol
+from capture.plan.packs import PacksPlan
+from capture.plan.task_graph import Task
+from capture.runtime.dispatch import BoundStep, Call, Observer, to_host
+from capture.runtime.fast_paths import flat_call
+from capture.runtime.microbatches import split_examples
+from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
+from capture.runtime.packs import PackPrograms, TracedSizes
+from capture.runtime.pipeline import PipelineState, StepMetrics, leaf_violations
+from capture.step.interface import owned_and_borrowed
+from capture.step.ledger import Ledger
+from capture.step.pack_order import begins_without_copies
+from capture.step.program import Instruction, Run, Step, replay
+from capture.step.streamed import Begins, StreamedBuilder
+from capture.step.streamed_state import parts_of_name
+from capture.tracing import TracedModel, trace
+from capture.tracing.coupling import coupled_examples
+
+
+def streamed(
+    workload: WorkloadProtocol,
+    plan: PacksPlan,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    begins: Begins | None = None,
+    fast_compile: bool = False,
+) -> StreamedStep:
+    """Compile a plan's packs and return its training step.
+
+    Args:
+        workload: The task of the plan.
+        plan: Device i of the plan is ``devices[i]``.
+        devices: By default the first devices of ``jax.devices()``.
+        begins: The order in which passes are issued; by default their floating-point operations
+            are compared.
+        fast_compile: As for ``pipeshard``.
+
+    Returns:
+        ``step(state, batch)`` or ``step(state, batch, key)``, with ``step.init(key)``.
+
+    Raises:
+        PlanError: ``plan-other-model`` if the plan was made for another model, ``plan-num-layers``,
+            ``packs-sizes`` where the loss is another program at another micro-batch size,
+            ``packs-coupled`` where its examples meet and both directions cut them differently,
+            ``packs-reduce`` for data parallelism that updates on the devices.
+        WorkloadError: ``packs-optimizer`` for an optimizer that needs all gradients at once.
+        ExecutionError: ``run-devices`` if there are fewer devices than the plan uses,
+            ``run-host-memory`` where a device cannot use its host's.
+    """
+    environment.warn()
+    devices = jax.devices() if devices is None else list(devices)
+    count = plan.machine.devices
+    if len(devices) < count:
+        raise ExecutionError.of(
+            f"the plan uses {count} devices and this process has {len(devices)} "
+            f"({devices[0].platform}); for virtual CPU devices call "
+            f"capture.environment.prepare(num_devices={count}) before JAX loads.",
+            "run-devices",
+        )
+    if any(
+        "pinned_host" not in {memory.kind for memory in device.addressable_memories()}
+        for device in devices[:count]
+    ):
+        raise ExecutionError.of(
+            f"devices of platform {devices[0].platform} have no memory of kind pinned_host, where "
+            "weights are kept; run the plan on GPUs, TPUs or CPU devices.",
+            "run-host-memory",
+        )
+    if plan.mode == "dp" and count > 1 and not plan.switches.offload:
+        raise PlanError.of(
+            "the plan adds gradients between devices and updates there (mode='dp' without "
+            "offload), which is estimated and not run by this version; leave offload on, or use "
+            "mode='pp'.",
+            "packs-reduce",
+        )
+    return StreamedStep(workload, plan, devices[:count], begins, fast_compile)
+
+
+class StreamedStep:
+    """A compiled training step of a plan of packs. Made by ``streamed``.
+
+    Attributes:
+        workload, plan: As given.
+        traced: The loss at the largest micro-batch size.
+        devices: Of the plan.
+        optimizer: Cut by backward packs.
+        bound_run_ahead: As of ``PipelinedStep``.
+    """
+
+    def __init__(
+        self,
+        workload: WorkloadProtocol,
+        plan: PacksPlan,
+        devices: list[Any],
+        begins: Begins | None,
+        fast_compile: bool,
+    ):
+        self.workload, self.plan, self.devices = workload, plan, devices
+        self.bound_run_ahead = devices[0].platform == "cpu"
+        tasks = plan.tasks()
+        sizes = {size for task in tasks.tasks for size in task.sizes}
+        traces = _traced(workload, plan, sizes)
+        self.traced = traces[max(traces)]
+        graph, packs = self.traced.graph, plan.configuration.backward.packs
+        whole = [owned_and_borrowed(graph, *pack)[0] for pack in packs]
+        read = {p for own in whole for p in own}
+        self._unused = tuple(p for p in range(len(graph.params)) if p not in read)
+        update = TracedOptimizer(workload.optimizer, self.traced.split_struct, self._unused)
+        partition = whole + [self._unused] * bool(self._unused)
+        self.optimizer = SlicedOptimizer(update, partition)
+        if any(stage.summary for stage in self.optimizer.stages):
+            raise WorkloadError.of(
+                "the optimizer needs a value made from all gradients, such as their norm, before "
+                "it updates any parameter, and a plan of packs updates each as soon as its "
+                "gradient is there; leave the clipping out, or use a plan of stages.",
+                "packs-optimizer",
+            )
+        begins = begins or begins_without_copies(tasks, self._operations)
+        self._sizes = TracedSizes(graph, self.optimizer, packs)
+        self._builder = StreamedBuilder(tasks, self._sizes, plan.machine, begins)
+        self._uncompiled = self._builder.build()
+        self.programs = PackPrograms(
+            traces,
+            self._builder,
+            (update, self.optimizer),
+            plan.minibatch_size,
+            devices,
+            Compiler(fast_compile=fast_compile),
+        )
+
+    def _operations(self, task: Task, examples: int) -> float:
+        """Of a pass, which backwards computes forwards again."""
+        flops = sum(self.traced.graph.layers[layer].flops for layer in task.layers)
+        return examples * (flops + 1) * (1 if task.kind == "forward" else 3)
+
+    @cached_property
+    def program(self) -> Step:
+        """The step's instructions; compiles every program."""
+        step = self._uncompiled
+        for name, executable in self.programs.executables.items():
+            transient = executable.transient_bytes
+            step.programs[name] = replace(step.programs[name], transient_bytes=transient)
+        return step
+
+    def replay(self, *, record_timeline: bool = False) -> Ledger:
+        """The ledger of a step, without running it."""
+        return replay(self.program, record_timeline=record_timeline)
+
+    def executable(self, run: Run) -> Executable:
+        """The compiled program that an instruction runs."""
+        return self.programs.executables[run.program]
+
+    # ---- state -----------------------------------------------------------------------------------
+
+    def init(self, key: jax.Array) -> PipelineState:
+        """Fresh parameters and optimizer state from the workload's ``init``."""
+        return self.init_from(self.workload.init(key))
+
+    def init_from(self, params: PyTree) -> PipelineState:
+        """The state of a training that begins at the given parameters.
+
+        Raises:
+            ExecutionError: ``run-params`` naming every parameter that the model does not have so.
+        """
+        return self._state(self._param_leaves(params), None, 0)
+
+    def restore(self, params: PyTree, optimizer_state: PyTree, num_steps: int = 0) -> PipelineState:
+        """The state from whole-model trees, as ``params`` and ``optimizer_state`` of a plan of any
+        kind return them.
+
+        Raises:
+            ExecutionError: ``run-params`` or ``run-optimizer`` naming every leaf that the model
+                does not have so.
+        """
+        leaves, structs = self._param_leaves(params), self.optimizer.state_structs
+        state = jax.tree.leaves(optimizer_state)
+        ExecutionError.check(leaf_violations("optimizer state", structs, state, "run-optimizer"))
+        return self._state(leaves, state, num_steps)
+
+    def params(self, state: PipelineState) -> PyTree:
+        """The whole model's parameters, as the workload's ``init`` returns them."""
+        found = dict(state.unused)
+        for slot, name in self._kept("weights"):
+            owned = self._sizes.owned(self._builder.spans[slot])
+            found |= zip(owned, map(np.array, state.slots[name]), strict=True)
+        return self._join(found)
+
+    def optimizer_state(self, state: PipelineState) -> PyTree:
+        """The whole model's optimizer state, as optax holds it over ``TracedModel.split_struct``.
+
+        That of parameters that the loss does not read is zero.
+        """
+        found: dict[int, Any] = {}
+        for slot, name in self._kept("state"):
+            leaves = self._stage(slot).state
+            found |= zip(leaves, map(to_host, state.slots[name]), strict=True)
+        return self.optimizer.unflatten_state(
+            [
+                np.array(found[k]) if k in found else np.zeros(struct.shape, struct.dtype)
+                for k, struct in enumerate(self.optimizer.state_structs)
+            ]
+        )
+
+    def _param_leaves(self, params: PyTree) -> list[np.ndarray]:
+        given, expected = jax.tree.leaves(params), jax.tree.leaves(self.traced.params_struct)
+        ExecutionError.check(leaf_violations("parameters", expected, given, "run-params"))
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(self.traced.split_params(params))]
+
+    def _kept(self, what: str) -> list[tuple[int, str]]:
+        """Slots of the host, and their names."""
+        step = self._uncompiled
+        return [
+            (slot, name) for name, slot in step.persistent.items() if step.slots[slot].what == what
+        ]
+
+    def _stage(self, slot: int) -> Any:
+        return self.optimizer.stages[self._sizes.packs.index(self._builder.spans[slot])]
+
+    def _state(
+        self, leaves: Sequence[np.ndarray], state_leaves: Sequence[Any] | None, num_steps: int
+    ) -> PipelineState:
+        """Copies of what is given: a step takes its state over."""
+        slots: dict[str, list[jax.Array]] = {}
+        places = self._uncompiled.slots
+        for slot, name in self._kept("weights"):
+            sharding = self.programs.sharding(places[slot].place)
+            owned = self._sizes.owned(self._builder.spans[slot])
+            slots[name] = [jax.device_put(np.array(leaves[p]), sharding) for p in owned]
+        for slot, name in self._kept("state"):
+            stage, sharding = self._stage(slot), self.programs.sharding(places[slot].place)
+            given = (
+                jax.jit(stage.init)([jnp.asarray(leaves[p]) for p in stage.params])
+                if state_leaves is None
+                else [state_leaves[k] for k in stage.state]
+            )
+            slots[name] = [jax.device_put(np.array(array), sharding) for array in given]
+        return PipelineState(slots, num_steps, {p: leaves[p] for p in self._unused})
+
+    def _join(self, leaves: dict[int, np.ndarray]) -> PyTree:
+        tree: Any = jax.tree.structure(self.traced.split_struct)
+        return self.traced.join_params(tree.unflatten([leaves[p] for p in range(tree.num_leaves)]))
+
+    # ---- execution -------------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        state: PipelineState,
+        batch: PyTree,
+        key: jax.Array | None = None,
+        *,
+        observer: Observer | None = None,
+    ) -> tuple[PipelineState, StepMetrics]:
+        """One update.
+
+        Args:
+            state: Consumed.
+            batch: On the host or a device, as ``workload.batch(key, minibatch_size)`` returns it.
+            key: The step's random key, if the loss takes one; micro-batch m uses
+                ``jax.random.fold_in(key, m)``.
+            observer: Called before every instruction.
+
+        Returns:
+            The new state and the metrics; they need not be ready yet.
+
+        Raises:
+            ExecutionError: ``run-batch`` if the batch has other shapes than the plan's,
+                ``run-state`` for a state of another plan, ``run-state-consumed``.
+        """
+        bound, start = self._bound, time.thread_time()
+        self._check_state(state)
+        slots, losses = bound(
+            state.slots,
+            split_examples(self.traced, self._parts, batch, key),
+            bound_run_ahead=self.bound_run_ahead,
+            observer=observer,
+        )
+        metrics = StepMetrics(losses, time.thread_time() - start, self._loss_examples)
+        return PipelineState(slots, state.num_steps + 1, state.unused), metrics
+
+    def with_gradients(
+        self, state: PipelineState, batch: PyTree, key: jax.Array | None = None
+    ) -> tuple[PipelineState, StepMetrics, PyTree]:
+        """One update, and the gradients that it was made with, on the host; for checks."""
+        found: dict[int, np.ndarray] = {}
+        step, spans = self.program, self._builder.spans
+
+        def observer(instruction: Instruction, slots: list[Any]) -> None:
+            if not isinstance(instruction, Run) or not instruction.program.startswith("update"):
+                return
+            for slot in instruction.inputs[2]:
+                key = step.slots[slot].key
+                params = self._sizes.owned(spans[slot]) if key is None else (key,)
+                for p, array in zip(params, slots[slot], strict=True):
+                    found[p] = found[p] + np.asarray(array) if p in found else np.array(array)
+
+        state, metrics = self(state, batch, key, observer=observer)
+        for p, array in state.unused.items():
+            found[p] = np.zeros_like(array)
+        return state, metrics, self._join(found)
+
+    @cached_property
+    def _parts(self) -> list[int]:
+        """Examples of each part of the batch that is fed."""
+        return [
+            stop - first
+            for ends in self._builder.parts.values()
+            for first, stop in pairwise((0, *ends))
+        ]
+
+    @cached_property
+    def _loss_examples(self) -> tuple[int, ...]:
+        reported = set(self.program.reported)
+        return tuple(
+            parts_of_name(each.program)[3]
+            for each in self.program.instructions
+            if isinstance(each, Run) and reported.intersection(each.outputs)
+        )
+
+    @cached_property
+    def _bound(self) -> BoundStep:
+        step = self.program
+        runs = {each.program: each for each in step.instructions if isinstance(each, Run)}
+        calls = {name: self._call(run) for name, run in runs.items()}
+        return BoundStep(step, calls, self.programs.layout)
+
+    def _call(self, run: Run) -> Call:
+        call = flat_call(self.executable(run).call)
+        slots = self.program.slots
+        sizes = [len(self.programs.layout(slots[slot])) for slot in run.outputs]
+
+        def cut(flat: list[jax.Array]) -> list[list[jax.Array]]:
+            results, found, start = call(flat), [], 0
+            for size in sizes:
+                found.append(results[start : start + size])
+                start += size
+            return found
+
+        return cut
+
+    def _check_state(self, state: PipelineState) -> None:
+        expected = set(self.program.persistent)
+        if set(state.slots) != expected:
+            raise ExecutionError.of(
+                f"the state has the slots {sorted(state.slots)} and this plan {sorted(expected)}; "
+                "carry it over with "
+                "step.restore(other.params(state), other.optimizer_state(state), state.num_steps).",
+                "run-state",
+            )
+        if any(array.is_deleted() for arrays in state.slots.values() for array in arrays):
+            raise ExecutionError.of(
+                "the state was already taken over by a step, which donates its arrays; go on with "
+                "the state that the step returned.",
+                "run-state-consumed",
+            )
+
+
+def _traced(workload: WorkloadProtocol, plan: PacksPlan, sizes: set[int]) -> dict[int, TracedModel]:
+    """The loss at every size of its micro-batches: the same layers."""
+    traces = {size: trace(workload, size, unmarked_layers=plan.num_layers) for size in sizes}
+    configuration = plan.configuration
+    sized = traces[configuration.backward.microbatch_size]
+    violations = []
+    if sized.graph.num_layers != plan.num_layers:
+        violations.append(
+            Violation(
+                f"the plan has num_layers={plan.num_layers} and the model "
+                f"{sized.graph.num_layers}; plan this model again.",
+                "plan-num-layers",
+            )
+        )
+    elif plan.model_hash and sized.graph.model_hash != plan.model_hash:
+        violations.append(
+            Violation(
+                f"the plan was made for model_hash={plan.model_hash} and this model has "
+                f"{sized.graph.model_hash}: the model, its shapes or the version of JAX changed. "
+                "Plan it again.",
+                "plan-other-model",
+            )
+        )
+    PlanError.check(violations)
+    other = [size for size, traced in traces.items() if _wiring(traced) != _wiring(sized)]
+    if other:
+        raise PlanError.of(
+            f"at micro-batch size {other[0]} the loss is cut into other layers than at "
+            f"{sized.graph.microbatch_size}; mark the layers in the model, or choose sizes that "
+            "divide the minibatch.",
+            "packs-sizes",
+        )
+    one, two = configuration.forward.microbatch_size, configuration.backward.microbatch_size
+    last = configuration.backward.packs[-1][0]
+    if one != two and last:
+        met = coupled_examples(traces[one], traces[two], last)
+        if met:
+            raise PlanError.of(
+                f"the plan runs micro-batches of {one} examples forward and {two} backward, and "
+                f"{met}: computed again at another size it is another function. Give both "
+                "directions the same microbatch_size.",
+                "packs-coupled",
+            )
+    return traces
+
+
+def _wiring(traced: TracedModel) -> Any:
+    graph = traced.graph
+    layers = [(layer.params, layer.inputs, layer.outputs, layer.batch) for layer in graph.layers]
+    rows = [
+        None if value.batch_dim is None else value.shape[value.batch_dim] / graph.microbatch_size
+        for value in (*graph.values, *graph.batch)
+    ]
+    return layers, rows

@@ -1,0 +1,48 @@
+"""The order in which the passes of packs are issued where nobody has timed them: as if copies took
+no time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import accumulate
+
+from capture.plan.task_graph import Task, TaskGraph
+from capture.step.streamed import Begins
+
+PassSeconds = Callable[[Task, int], float]
+"""(task, examples) -> seconds of a pass, in any unit."""
+
+
+def begins_without_copies(graph: TaskGraph, seconds: PassSeconds) -> Begins:
+    """When passes begin: a device takes its tasks in order, and a micro-batch begins when the
+    station before has made all of its examples.
+
+    Args:
+        graph: Tasks of all ranks.
+        seconds: Of passes.
+    """
+    begins: dict[tuple[int, int], float] = {}
+    free: defaultdict[int, float] = defaultdict(float)  # by rank
+    made: defaultdict[int, list[tuple[int, float]]] = defaultdict(list)  # by lane: up to, when
+    arrives: dict[tuple[int, int], list[tuple[int, float]]] = {}
+    for task in sorted(graph.tasks, key=lambda task: (task.station, task.id)):
+        lane = task.rank if graph.mode == "dp" else 0
+        if task.kind == "update":
+            begins[task.id, 0] = free[task.rank]
+            continue
+        if (lane, task.station) not in arrives:
+            arrives[lane, task.station], made[lane] = made[lane], []
+        done = made[lane][-1][0] if made[lane] else 0
+        for i, end in enumerate(accumulate(task.sizes, initial=done)):
+            if not i:
+                continue
+            size = task.sizes[i - 1]
+            ready = next((at for upto, at in arrives[lane, task.station] if upto >= end), 0.0)
+            begins[task.id, i - 1] = max(ready, free[task.rank])
+            free[task.rank] = begins[task.id, i - 1] + seconds(task, size)
+            made[lane].append((end, free[task.rank]))
+    for task in graph.tasks:  # without jit they come last
+        if task.kind == "update" and not graph.switches.jit:
+            begins[task.id, 0] = max(free.values())
+    return begins

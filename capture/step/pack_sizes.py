@@ -1,0 +1,124 @@
+"""What the builder of a step of packs asks of a model: how many bytes its packs read, make and
+keep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from capture.measured.layer_profile import LayerProfile
+from capture.plan.task_graph import Span
+
+PackPass = Literal["forward", "backward", "accumulate"]
+"""``accumulate`` is a backward pass that adds its gradients to those that are there."""
+
+
+class PackSizes(Protocol):
+    """Bytes of the layers of a model, in packs of layers [first, stop).
+
+    A parameter belongs to the first layer that reads it, and is *shared* in the packs of others.
+    """
+
+    @property
+    def num_layers(self) -> int: ...
+
+    def weight_bytes(self, span: Span) -> int:
+        """Parameters and buffers that belong to layers."""
+        ...
+
+    def state_bytes(self, pack: Span) -> int:
+        """Their optimizer state, where the layers are updated together."""
+        ...
+
+    def shared(self, pack: Span) -> tuple[int, ...]:
+        """Parameters that layers read and that belong to earlier ones."""
+        ...
+
+    def owned(self, span: Span) -> tuple[int, ...]:
+        """Parameters that belong to layers, as their weights hold them."""
+        ...
+
+    def owner(self, param: int) -> int:
+        """The layer that a parameter belongs to."""
+        ...
+
+    def param_bytes(self, param: int) -> int: ...
+
+    def value_bytes(self, layer: int, examples: int) -> int:
+        """What enters a layer."""
+        ...
+
+    def gradient_bytes(self, layer: int, examples: int) -> int:
+        """Its gradient."""
+        ...
+
+    def batch(self, span: Span) -> tuple[int, ...]:
+        """Leaves of the batch that layers read."""
+        ...
+
+    def batch_bytes(self, span: Span, examples: int) -> int: ...
+
+    def transient_bytes(self, which: PackPass, pack: Span, size: int, output_bytes: int) -> int:
+        """Temporaries and results of a pass, less what they are written over.
+
+        Args:
+            which: The pass.
+            pack: Its layers.
+            size: Examples of the micro-batch.
+            output_bytes: Results, without the sum of the gradients.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class ProfileSizes:
+    """Those of a layer profile, which knows the sizes of layers and none of their arrays: nothing
+    is shared, and the batch is the input of the first layer."""
+
+    profile: LayerProfile
+
+    @property
+    def num_layers(self) -> int:
+        return self.profile.num_layers
+
+    def weight_bytes(self, span: Span) -> int:
+        layers = slice(*span)
+        return sum(self.profile.w_bytes[layers]) + sum(self.profile.b_bytes[layers])
+
+    def state_bytes(self, pack: Span) -> int:
+        return sum(self.profile.k_bytes[slice(*pack)])
+
+    def shared(self, pack: Span) -> tuple[int, ...]:
+        return ()
+
+    def owned(self, span: Span) -> tuple[int, ...]:
+        raise AssertionError("a layer profile has no parameters")
+
+    def owner(self, param: int) -> int:
+        raise AssertionError("a layer profile has no parameters")
+
+    def param_bytes(self, param: int) -> int:
+        raise AssertionError("a layer profile has no parameters")
+
+    def value_bytes(self, layer: int, examples: int) -> int:
+        return examples * self.profile.x_bytes_per_sample[layer] if layer < self.num_layers else 0
+
+    def gradient_bytes(self, layer: int, examples: int) -> int:
+        return self.value_bytes(layer, examples)
+
+    def batch(self, span: Span) -> tuple[int, ...]:
+        return (0,) if span[0] == 0 else ()
+
+    def batch_bytes(self, span: Span, examples: int) -> int:
+        return self.value_bytes(0, examples) if span[0] == 0 else 0
+
+    def transient_bytes(self, which: PackPass, pack: Span, size: int, output_bytes: int) -> int:
+        """The peak of layers holds their weights and the input; backward, also their gradients."""
+        (first, stop), weights = pack, self.weight_bytes(pack)
+        layers = self.profile.at("forward" if which == "forward" else "backward", size)
+        own = layers.pack_bytes(first, stop) - weights - layers.inputs[first]
+        if which == "forward":
+            return max(own, layers.inputs[stop], 0)
+        if which == "accumulate":
+            return max(own - weights, output_bytes)
+        return max(own, output_bytes + weights)
