@@ -261,8 +261,7 @@ class SplitStagePrograms(StagePrograms):
             "summarize": self.summarize,
             "update": self.update,
         }
-        made = self._saving_all.outputs[len(self.layers.outputs) :]
-        stored = dict(zip(self._groups[4], (made[i] for i in self._stored), strict=True))
+        stored = dict(zip(self._groups[4], self.residuals.stored, strict=True))
         gone, held = (
             tuple(
                 buffer_of(self._saving_all, stored[v], shard_bytes(struct))
