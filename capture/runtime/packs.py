@@ -343,10 +343,12 @@ class _Pack:
     def forward(
         self, weights: Sequence[Arrays], inputs: Sequence[Arrays], batch: Sequence[Arrays]
     ) -> list[list[Any]]:
-        """Pieces of what leaves the pack."""
+        """Pieces of what leaves the pack; of the last one, the loss."""
         params = [weights[i][j] for i, j in (self.where[p] for p in self._layers.params)]
         entering = self._joined(self._entering, inputs)
         made = dict(zip(self._layers.outputs, self._run(params, entering, batch), strict=True))
+        if self._is_last:
+            return [[made[self._layers.outputs[-1]]]]
         return self._split(
             {v: made[v] if v in made else jnp.copy(entering[v]) for v in self._leaving}
         )

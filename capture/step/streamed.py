@@ -274,10 +274,14 @@ class StreamedBuilder(StreamedState):
             if first in kept:
                 copied = yield from self._keep(unit, rank, first, came)
             ends = stop == task.stop and task.sink is None
-            outputs = [
-                self._row_slot("activation", rank.place, "activations", stop, rows)
-                for rows in ([] if ends else spans)
-            ]
+            outputs = (
+                [self._slot("loss", rank.place, "loss", 4)]
+                if ends
+                else [
+                    self._row_slot("activation", rank.place, "activations", stop, rows)
+                    for rows in spans
+                ]
+            )
             made = sum(self.step.slots[slot].nbytes for slot in outputs)
             transient = sizes.transient_bytes("forward", sub_pack, unit.size, made)
             name = program_name("forward", sub_pack, unit.size, task.rank, spans)
@@ -293,6 +297,9 @@ class StreamedBuilder(StreamedState):
             if unit.batch and sub_pack == readers[-1]:
                 yield Free(tuple(unit.batch))
             came = [(slot, None) for slot in outputs]
+        if task.sink is None:  # the loss, which the backward pass computes again
+            yield from self._used(came)
+            came = []
         yield from self._give(unit, rank, task.stop, "input", [slot for slot, _ in came])
         yield from self._leave(unit, rank)
 

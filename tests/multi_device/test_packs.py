@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import pytest
-from pipeline_models import mlp
+from pipeline_models import mlp, tied
 
 from capture.machine.server import Server
 from capture.plan.packs import PacksPlan
@@ -12,6 +12,7 @@ from capture.plan.task_graph import Configuration, Packs, Switches
 from capture.runtime.meter import LiveArrayMeter
 from capture.runtime.reference import ReferenceStep, max_relative_error, rounding_floor
 from capture.runtime.streamed import streamed
+from capture.tracing import trace
 
 SERVER = Server.load("gtx1080ti-x4")
 
@@ -35,7 +36,7 @@ def compare(workload, plan, num_steps=3, reference_size=None, floor=None):
     step = streamed(workload, plan)
     size = reference_size or plan.configuration.backward.microbatch_size
     params = workload.init(jax.random.key(0))
-    reference = ReferenceStep(workload, step.traced, plan.minibatch_size // size)
+    reference = ReferenceStep(workload, trace(workload, size), plan.minibatch_size // size)
     own, own_state = reference.init(params)
     floor = rounding_floor(step.traced.graph) if floor is None else floor
     state = step.init_from(params)
@@ -68,3 +69,28 @@ def compare(workload, plan, num_steps=3, reference_size=None, floor=None):
 
 def test_one():
     step, _ = compare(mlp(), packs_plan((2, 2), (2,)))
+
+
+CASES = {
+    "tied": (tied, dict(backward=(1, 2, 1), forward=(2, 1), devices=2)),
+    "tied-dp": (tied, dict(backward=(2, 2), forward=(2,), devices=2, mode="dp")),
+    "sizes": (mlp, dict(backward=(1, 2, 1), forward=(2, 1), devices=2, u_f=4)),
+    "uneven": (mlp, dict(backward=(2, 2), forward=(1, 1), devices=2, u_f=3, u_b=2)),
+    "skip": (lambda: tied(dropout=False), dict(backward=(1, 1, 1, 1), forward=(2, 1), devices=2, u_f=4)),
+    "nojit": (mlp, dict(backward=(1, 2, 1), forward=(2, 1), devices=2, without=("jit",))),
+    "noprefetch": (tied, dict(backward=(1, 2, 1), forward=(2, 1), devices=2, without=("prefetch",))),
+    "nooffload": (tied, dict(backward=(1, 2, 1), forward=(2, 1), devices=2, without=("offload",))),
+    "nooffload-nojit": (tied, dict(backward=(1, 2, 1), forward=(2, 1), devices=2, without=("offload","jit"))),
+    "nogrouping": (tied, dict(backward=(1, 2, 1), forward=(2, 1), devices=2, without=("grouping",))),
+    "nogrouping-nooffload": (tied, dict(backward=(1, 2, 1), forward=(2, 1), devices=2, without=("grouping","offload"))),
+    "nop2p": (tied, dict(backward=(1, 2, 1), forward=(2, 1), devices=2, without=("p2p",))),
+    "one": (tied, dict(backward=(4,), forward=())),
+    "dp3": (mlp, dict(backward=(2,2), forward=(2,), mode="dp", devices=3,batch=12, u_b=2,u_f=4)),
+    "n8": (mlp, dict(backward=(2,2), forward=(2,), devices=8)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cases(name):
+    workload, given = CASES[name]
+    compare(workload(), packs_plan(**given))
