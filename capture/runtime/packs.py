@@ -26,7 +26,7 @@ import numpy as np
 from jax.experimental.compute_on import compute_on
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from capture.compiler.executable import AnyCompiler, Executable
+from capture.compiler.executable import HOST_MEMORY, AnyCompiler, Executable
 from capture.model.graph import LayerGraph, Tensor
 from capture.plan.task_graph import Span
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
@@ -156,7 +156,7 @@ class PackPrograms:
         if place not in self._shardings:
             (device,) = place.devices
             mesh = Mesh(np.asarray([self._devices[device]]), ("device",))
-            kind = None if place.host is None else "pinned_host"
+            kind = None if place.host is None else HOST_MEMORY
             self._shardings[place] = NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
         return self._shardings[place]
 

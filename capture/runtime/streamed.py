@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from capture import environment
-from capture.compiler.executable import Compiler, Executable
+from capture.compiler.executable import HOST_MEMORY, Compiler, Executable
 from capture.errors import ExecutionError, PlanError, Violation, WorkloadError
 from capture.model.workload import PyTree, WorkloadProtocol
 from capture.plan.packs import PacksPlan
@@ -81,12 +81,12 @@ def streamed(
             "run-devices",
         )
     if any(
-        "pinned_host" not in {memory.kind for memory in device.addressable_memories()}
+        HOST_MEMORY not in {memory.kind for memory in device.addressable_memories()}
         for device in devices[:count]
     ):
         raise ExecutionError.of(
-            f"devices of platform {devices[0].platform} have no memory of kind pinned_host, where "
-            "weights are kept; run the plan on GPUs, TPUs or CPU devices.",
+            f"devices of platform {devices[0].platform} have no memory of kind {HOST_MEMORY}, "
+            "where weights are kept; run the plan on GPUs, TPUs or CPU devices.",
             "run-host-memory",
         )
     if plan.mode == "dp" and count > 1 and not plan.switches.offload:
@@ -131,6 +131,10 @@ class StreamedStep:
         update = TracedOptimizer(workload.optimizer, self.traced.split_struct, self._unused)
         partition = whole + [self._unused] * bool(self._unused)
         self.optimizer = SlicedOptimizer(update, partition)
+        #: Examples of each, in order; a loss of random numbers is the same function of these alone.
+        self.microbatch_sizes = tuple(
+            size for task in tasks.tasks if task.criterion for size in task.sizes
+        )
         if any(stage.summary for stage in self.optimizer.stages):
             raise WorkloadError.of(
                 "the optimizer needs a value made from all gradients, such as their norm, before "
@@ -300,10 +304,11 @@ class StreamedStep:
         metrics = StepMetrics(losses, time.thread_time() - start, self._loss_examples)
         return PipelineState(slots, state.num_steps + 1, state.unused), metrics
 
-    def with_gradients(
-        self, state: PipelineState, batch: PyTree, key: jax.Array | None = None
-    ) -> tuple[PipelineState, StepMetrics, PyTree]:
-        """One update, and the gradients that it was made with, on the host; for checks."""
+    def first_gradients(
+        self, params: PyTree, batch: PyTree, key: jax.Array | None = None
+    ) -> PyTree:
+        """With which a training that begins at the given parameters makes its first update, on the
+        host."""
         found: dict[int, np.ndarray] = {}
         step, spans = self.program, self._builder.spans
 
@@ -311,15 +316,15 @@ class StreamedStep:
             if not isinstance(instruction, Run) or not instruction.program.startswith("update"):
                 return
             for slot in instruction.inputs[2]:
-                key = step.slots[slot].key
-                params = self._sizes.owned(spans[slot]) if key is None else (key,)
+                param = step.slots[slot].key
+                params = self._sizes.owned(spans[slot]) if param is None else (param,)
                 for p, array in zip(params, slots[slot], strict=True):
                     found[p] = found[p] + np.asarray(array) if p in found else np.array(array)
 
-        state, metrics = self(state, batch, key, observer=observer)
+        state, _ = self(self.init_from(params), batch, key, observer=observer)
         for p, array in state.unused.items():
             found[p] = np.zeros_like(array)
-        return state, metrics, self._join(found)
+        return self._join(found)
 
     @cached_property
     def _parts(self) -> list[int]:
