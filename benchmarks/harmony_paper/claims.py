@@ -1,4 +1,4 @@
-"""Harmony's claims beside what was recomputed: one table of the newest results of the other scripts.
+"""Harmony's claims beside what was recomputed: one table of the newest results of all scripts.
 
     python -m benchmarks.harmony_paper.claims -o RESULT.json
 

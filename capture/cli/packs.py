@@ -126,6 +126,7 @@ def plan(options: argparse.Namespace) -> int:
     lines = [f"{answer.status}: {answer.why.summary}"]
     if answer.plan is not None:
         lines += [pack_table(answer.plan), *prediction_lines(answer.plan)]
+        lines += [str(answer.headroom)] if answer.headroom else []
     if answer.status == "ok" and answer.plan is not None:
         answer.plan.save(options.output)
         lines.append(

@@ -143,6 +143,7 @@ def test_what_fits_one_device_says_so(tmp_path, monkeypatch, capsys):
         ),
         (("--global-batch", "3", "--mode", "dp"), ["packs-batch"]),
         (("--packing", "expert,greedy"), ["packs-packing"]),
+        (("--algorithm", "wide", "--equi-fb"), ["search-algorithm"]),
         (("--machine", "gtx"), ["server-unknown"]),
         (("--algorithm", "minmax"), ["search-algorithm"]),
         (("--remat", "full", "--try-schedules"), ["plan-system", "plan-system"]),
