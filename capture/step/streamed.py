@@ -13,7 +13,8 @@ from device to device, or over the host where both packs are on one device, or p
 copy to the host reads is freed a pass later, when that copy has most likely ended.
 
 Passes are issued in the order of their beginnings, which is given; with prefetch, what the next
-pass of a device needs is issued before this one, if it has been made.
+pass of a device needs is issued before this one, if it has been made and the device has room for
+it beside this one; where there is none for this one, what goes out is waited for.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from itertools import accumulate, pairwise
 from capture.machine.server import Server
 from capture.measured.layer_profile import LayerProfile
 from capture.plan.task_graph import Span, Task, TaskGraph
-from capture.step.program import Copy, Feed, Free, Instruction, Place, Run, Step
+from capture.step.ledger import Ledger
+from capture.step.program import Copy, Feed, Free, Instruction, Place, Run, Step, begin, book
 from capture.step.streamed_state import (
     Came,
     Late,
@@ -47,7 +49,7 @@ def build_step(graph: TaskGraph, profile: LayerProfile, server: Server, begins: 
     Args:
         graph: Tasks of all ranks.
         profile: Bytes of the layers.
-        server: Memory of the host.
+        server: Memory of a device and of the host.
         begins: The order in which passes are issued; a pass after those that it reads from.
     """
     return StreamedBuilder(graph, profile, server, begins).build()
@@ -106,7 +108,7 @@ class StreamedBuilder(StreamedState):
     Args:
         graph: Tasks of all ranks.
         profile: Bytes of the layers.
-        server: Memory of the host.
+        server: Memory of a device and of the host.
         begins: When passes begin.
     """
 
@@ -115,6 +117,9 @@ class StreamedBuilder(StreamedState):
         units.sort(key=lambda unit: (begins[unit.task.id, unit.i], unit.task.id, unit.i))
         super().__init__(graph, profile, server, units)
         self._units = units
+        self._limit_bytes, self._room_bytes = server.usable_bytes.value, 0.0
+        self._ledger = Ledger(graph.num_devices)
+        begin(self._ledger, self.step)
         self._ends, self._cuts = _microbatch_ends(graph, self._lane)
         #: (lane, layer, what) -> by end in examples, the slot of a piece.
         self._pieces: defaultdict[tuple[int, int, str], dict[int, int]] = defaultdict(dict)
@@ -126,13 +131,19 @@ class StreamedBuilder(StreamedState):
             task, rank = unit.task, self._ranks[unit.task.rank]
             rank.units.pop()
             self._label = f"{task.kind} {unit.at} of layers {task.first} to {task.stop - 1}"
-            step.instructions += self._emit(unit, rank)
+            self._issue(self._emit(unit, rank))
         for rank in self._ranks:
-            step.instructions += self._flushed(rank)
+            self._issue(self._flushed(rank))
         step.num_passes = len(step.instructions)
         if step.reported:
             step.instructions.append(Free(tuple(step.reported)))
         return step
+
+    def _issue(self, instructions: Iterable[Instruction]) -> None:
+        """Each is booked before the next is made, which may depend on the room that is left."""
+        for instruction in instructions:
+            self.step.instructions.append(instruction)
+            book(self._ledger, self.step, instruction)
 
     def _emit(self, unit: Unit, rank: Rank) -> Iterator[Instruction]:
         if unit.task.kind == "update":
@@ -141,9 +152,13 @@ class StreamedBuilder(StreamedState):
         if not (self._switches.prefetch and self._switches.grouping):
             yield from self._flushed(rank)
         yield from self._bring(unit, rank)
+        self._room_bytes = self._limit_bytes - self._running_bytes(unit)
+        if not self._has_room(rank, 0):  # wait for what goes out
+            yield from self._flushed(rank)
         late, rank.late = rank.late, []
-        if self._switches.prefetch and rank.units:
-            yield from self._bring(rank.units[-1], rank, early=True)
+        coming = (after for after in reversed(rank.units) if after.task.kind != "update")
+        if self._switches.prefetch and (after := next(coming, None)) is not None:
+            yield from self._bring(after, rank, early=True)
         yield from (self._forward if unit.task.kind == "forward" else self._backward)(unit, rank)
         new, rank.late = rank.late, late
         yield from self._flushed(rank)
@@ -153,21 +168,49 @@ class StreamedBuilder(StreamedState):
 
     def _bring(self, unit: Unit, rank: Rank, *, early: bool = False) -> Iterator[Instruction]:
         """Weights and inputs of a pass, those that are not there yet; early, as far as they have
-        been made."""
-        task = unit.task
-        if task.kind == "update":
-            return
+        been made and have room beside the pass that comes first."""
+        task, profile = unit.task, self._profile
         if task.id not in rank.weights:
+            if early and not self._has_room(rank, self._weight_bytes((task.first, task.stop))):
+                return
             rank.weights[task.id] = yield from self._bring_weights((task.first, task.stop), rank)
-        if unit.inputs is None:
+        x = unit.size * profile.x_bytes_per_sample[task.first]
+        if unit.inputs is None and not (early and not self._has_room(rank, x)):
             if task.first == 0:
                 unit.inputs = yield from self._feed(unit, rank)
             else:
                 what = "input" if task.source else "kept"
                 unit.inputs = yield from self._bring_pieces(unit, rank, task.first, what, early)
         if unit.gradients is None and task.gradient is not None:
-            what = "input gradient"
+            what, above = "input gradient", unit.size * profile.x_bytes_per_sample[task.stop]
+            if early and not self._has_room(rank, above):
+                return
             unit.gradients = yield from self._bring_pieces(unit, rank, task.stop, what, early)
+
+    def _has_room(self, rank: Rank, nbytes: int) -> bool:
+        return self._ledger.live_bytes[rank.place.devices[0]] + nbytes <= self._room_bytes
+
+    def _running_bytes(self, unit: Unit) -> int:
+        """What the programs of a pass take beside what is live when they run."""
+        task, size = unit.task, unit.size
+        if task.kind == "backward":
+            return self._backward_bytes(task, size, again=False)
+        return max(self._forward_bytes(span, size) for span in task.sub_packs)
+
+    def _forward_bytes(self, span: Span, size: int) -> int:
+        """The peak of the layers holds weights and the input."""
+        layers, (first, stop) = self._profile.at("forward", size), span
+        own = layers.pack_bytes(first, stop) - self._weight_bytes(span) - layers.inputs[first]
+        return max(own, layers.inputs[stop], 0)
+
+    def _backward_bytes(self, task: Task, size: int, *, again: bool) -> int:
+        """The peak of the layers holds weights, their gradients and the input; gradients of an
+        earlier micro-batch are taken over."""
+        layers, span = self._profile.at("backward", size), (task.first, task.stop)
+        weights = self._weight_bytes(span)
+        own = layers.pack_bytes(*span) - weights - layers.inputs[task.first]
+        out = (layers.inputs[task.first] if task.first else 0) + 4 * task.criterion
+        return max(own - weights, out) if again else max(own, out + weights)
 
     def _feed(self, unit: Unit, rank: Rank) -> Generator[Instruction, None, list[Came]]:
         """The batch, which is on the host: it need not be kept for the backward pass."""
@@ -285,8 +328,7 @@ class StreamedBuilder(StreamedState):
                     for a, b in self._spans(unit)
                 ]
             )
-            own = layers.pack_bytes(first, stop) - self._weight_bytes((first, stop))
-            transient = max(own - layers.inputs[first], layers.inputs[stop], 0)
+            transient = self._forward_bytes((first, stop), unit.size)
             name = program_name("forward", (first, stop), unit.size, task.rank)
             used = tuple(weights[span] for span in self._of((first, stop)))
             inputs = tuple(slot for slot, _ in came)
@@ -299,7 +341,7 @@ class StreamedBuilder(StreamedState):
         yield from self._leave(unit, rank)
 
     def _backward(self, unit: Unit, rank: Rank) -> Iterator[Instruction]:
-        task, layers = unit.task, self._profile.at("backward", unit.size)
+        task = unit.task
         span = task.first, task.stop
         if task.start and unit.i == 0:  # what the task before summed is on the host
             source = self._gradients[span].pop(task.rank)
@@ -324,10 +366,7 @@ class StreamedBuilder(StreamedState):
         nbytes = self._weight_bytes(span)
         summed = () if rank.summed is None else (rank.summed,)
         gradients = self._slot("gradients", rank.place, "gradients", nbytes)
-        # The peak of the layers holds weights, their gradients and the input.
-        own = layers.pack_bytes(*span) - nbytes - layers.inputs[task.first]
-        least = sum(self.step.slots[slot].nbytes for slot in (*outputs, *losses))
-        transient = max(own - nbytes, least) if summed else max(own, least + nbytes)
+        transient = self._backward_bytes(task, unit.size, again=bool(summed))
         kind = "accumulate" if summed else "backward"
         name = self._program(
             "backward", program_name(kind, span, unit.size, task.rank), rank, transient
