@@ -22,6 +22,7 @@ _MODULE_OF = {
     "CaptureError": "capture.errors",
     "Cluster": "capture.machine.cluster",
     "LayerGraph": "capture.model.graph",
+    "PacksPlan": "capture.plan.packs",
     "Plan": "capture.plan.stages",
     "Prediction": "capture.predictor",
     "Profile": "capture.measured.profile",

@@ -1,0 +1,106 @@
+"""Figures 16 to 18: models of tens of billions of parameters on up to 8 and 16 GPUs, and the memory
+of the host.
+
+    python -m benchmarks.harmony_paper.figure_17 -o RESULT.json
+
+GPT2 of 10 to 40 billion parameters on one to eight GTX-1080Ti with 750 GB (Figures 17 and 18), and
+on one to sixteen V100 of a DGX-2 (Figure 16; times are still those of the profile's GPU, and 80
+billion have no profile). One example a micro-batch and packs of two layers, minibatch 32, as the
+authors' scripts set; ZeRO-Infinity likewise.
+
+Paper: PP scales linearly; ZeRO-Infinity fails at 40 billion on 750 GB; PP up to 3.2 times, DP up to
+1.8 times ZeRO-Infinity.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from benchmarks.harmony_paper.settings import arguments, bars, by_hand, finish, problem_of
+from capture.machine.server import Server
+from capture.plan.task_graph import Mode
+from capture.predictor.pack_step import step_times
+from recommender.harmony.baselines import zero_infinity
+
+BILLIONS = (10, 20, 30, 40)
+SERVERS = {"gtx1080ti-x8": (1, 2, 4, 8), "dgx-2": (1, 2, 4, 8, 16)}
+
+
+def row_of(billions: int, server: Server, mode: Mode) -> dict[str, Any]:
+    asked = problem_of(f"gpt2_{billions}b", mode, 32, server=server)
+    configuration = by_hand(asked.profile.num_layers, 1, 1, 2)
+    found = asked.estimate(configuration)
+    row = {
+        "server": server.name,
+        "billions": billions,
+        "devices": server.devices,
+        "mode": mode,
+        "step_seconds": found.seconds,
+        "examples_per_second": 32 / found.seconds,
+        "task_bytes": found.peak_bytes,
+    }
+    if server.devices == 8 and mode == "pp":
+        step = step_times(asked.graph(configuration, None), asked.profile, server)
+        other = zero_infinity(asked, configuration)
+        row |= {"host_bytes": step.host_peak_bytes, "ZeRO-Infinity": other.to_json()}
+    return row
+
+
+def main() -> int:
+    options = arguments(__doc__).parse_args()
+    rows = [
+        row_of(billions, Server.load(name).with_(num_devices=devices), mode)
+        for name, counts in SERVERS.items()
+        for billions in BILLIONS
+        for devices in counts
+        for mode in ("dp", "pp")
+    ]
+    speed = {
+        (r["server"], r["billions"], r["devices"], r["mode"]): r["examples_per_second"]
+        for r in rows
+    }
+    claims = {
+        f"{name}, {billions} billion": {
+            f"{mode} on {counts[-1]} GPUs over one": (
+                speed[name, billions, counts[-1], mode] / speed[name, billions, 1, mode]
+            )
+            for mode in ("dp", "pp")
+        }
+        for name, counts in SERVERS.items()
+        for billions in BILLIONS
+    }
+    zero = {
+        row["billions"]: row["ZeRO-Infinity"]["reason"] or "runs"
+        for row in rows
+        if row["server"] == "gtx1080ti-x8" and "ZeRO-Infinity" in row
+    }
+    hosts = {
+        row["billions"]: row["host_bytes"]
+        for row in rows
+        if row["server"] == "gtx1080ti-x8" and "host_bytes" in row
+    }
+    more = {"claims": claims, "ZeRO-Infinity_on_750_GB": zero, "harmony_host_bytes": hosts}
+    panels = {
+        f"{name}, examples / s": (
+            "examples / s",
+            [
+                (
+                    f"{billions}B",
+                    {
+                        f"{mode.upper()}, {devices}": speed[name, billions, devices, mode]
+                        for mode in ("dp", "pp")
+                        for devices in (counts[0], counts[-2], counts[-1])
+                    },
+                )
+                for billions in BILLIONS
+            ],
+        )
+        for name, counts in SERVERS.items()
+    }
+    svg = bars("Tens of billions (Harmony, Figures 16 to 18)", "Estimated.", panels)
+    return finish("harmony_figure_17", rows, options, svg, **more)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

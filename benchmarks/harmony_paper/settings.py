@@ -1,0 +1,109 @@
+"""What the scripts of Harmony's evaluation share: the authors' profiles, problems on the paper's
+servers, and results as documents with figures. All is estimated; nothing runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from datetime import date
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from benchmarks.drawing import COLORS, draw, grouped_bars
+from capture.machine.server import Server
+from capture.measured.layer_profile import LayerProfile
+from capture.plan.task_graph import Configuration, Mode, Packs, Switches
+from recommender.harmony.packing import of_length
+from recommender.harmony.problem import PacksProblem
+
+PROFILES = Path(__file__).parent / "profiles"
+#: Of the transformers and of the CNNs: the limits under which Table 1 comes out.
+TRANSFORMERS_BYTES, CNNS_BYTES = 9 * 10**9, 10 * 2**30
+#: Name in the paper -> profile and limit.
+MODELS = {
+    "BERT96": ("bert_96", TRANSFORMERS_BYTES),
+    "GPT2": ("gpt2_xl", TRANSFORMERS_BYTES),
+    "VGG416": ("vgg416", CNNS_BYTES),
+    "ResNet1K": ("resnet1026", CNNS_BYTES),
+}
+
+
+@cache
+def profile_of(name: str) -> LayerProfile:
+    """A shipped profile."""
+    return LayerProfile.load(PROFILES / f"{name}.json")
+
+
+def problem_of(
+    model: str,
+    mode: Mode = "pp",
+    minibatch_size: int = 64,
+    *,
+    without: Sequence[str] = (),
+    server: Server | None = None,
+    **more: Any,
+) -> PacksProblem:
+    """A model of the paper on four GTX-1080Ti, or on another server."""
+    name, limit = MODELS.get(model, (model, TRANSFORMERS_BYTES))
+    server = server or Server.load("gtx1080ti-x4").with_(usable_bytes=limit)
+    switches = Switches.without(without)
+    return PacksProblem(profile_of(name), server, mode, minibatch_size, switches=switches, **more)
+
+
+def by_hand(num_layers: int, u_f: int, u_b: int, length: int) -> Configuration:
+    """Packs of so many layers, the same both ways."""
+    packs = of_length(num_layers, length)
+    return Configuration(Packs(u_f, packs[:-1]), Packs(u_b, packs))
+
+
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    """The options that all scripts have."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write the document here, and its figure beside it as .svg",
+    )
+    return parser
+
+
+def bars(
+    title: str, note: str, panels: Mapping[str, tuple[str, Sequence[tuple[str, Mapping[str, Any]]]]]
+) -> str:
+    """Panels of grouped bars: title -> (label of the axis, groups)."""
+    series = dict.fromkeys(name for _, groups in panels.values() for _, of in groups for name in of)
+    drawn = [
+        grouped_bars(name, label, groups, 1000, 310) for name, (label, groups) in panels.items()
+    ]
+    return draw(title, note, drawn, 1, list(zip(COLORS, series, strict=False)))
+
+
+def finish(
+    name: str, rows: list[Any], options: argparse.Namespace, svg: str | None = None, **more: Any
+) -> int:
+    """Write the document of a script, or print it."""
+    document = {
+        "benchmark": name,
+        "date": date.today().isoformat(),
+        "estimated": True,
+        "hardware": {"processor": platform.machine(), "cores": os.cpu_count()},
+        **more,
+        "rows": rows,
+    }
+    text = json.dumps(document, indent=1) + "\n"
+    if options.output is None:
+        print(text, end="")
+        return 0
+    options.output.write_text(text)
+    if svg is not None:
+        options.output.with_suffix(".svg").write_text(svg)
+    print(json.dumps(more.get("claims", {}), indent=1))
+    return 0

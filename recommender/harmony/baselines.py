@@ -1,0 +1,395 @@
+"""What Harmony is compared with, by the same profiles and links: data and pipeline parallelism over
+virtual memory, sharded states on the host, and training that swaps nothing or activations alone.
+
+Source: Li et al. 2022 (Harmony), 5.1 to 5.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from capture.plan.schedule import make_schedule
+from capture.plan.task_graph import Configuration, Span, microbatches
+from capture.quantities import format_bytes
+from recommender.harmony.packing import least_max_time
+from recommender.harmony.problem import PacksProblem
+from recommender.harmony.swapping import Memory, Operation, Swapped, Tensor, run
+
+#: What DeepSpeed's own estimate multiplies states on the host with (estimate_zero3_model_states,
+#: additional_buffer_factor).
+ZERO_BUFFER_FACTOR = 1.5
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A step of another system.
+
+    Attributes:
+        name: Of the system.
+        seconds: Of a step; None if it cannot run.
+        microbatch_size: Of one GPU.
+        volumes_bytes: Of all GPUs, by tensor and direction.
+        device_bytes: Of the GPU that needs most.
+        host_bytes: Of the host.
+        reason: Why it cannot run.
+    """
+
+    name: str
+    seconds: float | None
+    microbatch_size: int = 0
+    volumes_bytes: Mapping[str, int] = field(default_factory=dict)
+    device_bytes: int = 0
+    host_bytes: int = 0
+    reason: str = ""
+
+    @property
+    def swap_bytes(self) -> int:
+        """Over the host's links, both ways."""
+        return sum(n for name, n in self.volumes_bytes.items() if name != "p2p")
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "step_seconds": self.seconds,
+            "microbatch_size": self.microbatch_size,
+            "swap_bytes": self.swap_bytes,
+            "volumes_bytes": dict(self.volumes_bytes),
+            "device_bytes": self.device_bytes,
+            "host_bytes": self.host_bytes,
+            "reason": self.reason,
+        }
+
+
+def dp_swap(problem: PacksProblem, *, remat: bool = False, always: bool = True) -> Baseline:
+    """Data parallelism: every GPU has all layers, its share of the batch, and a manager.
+
+    Args:
+        problem: Layers, server, minibatch.
+        remat: Whether the backward pass computes the forward pass of a layer again.
+        always: Whether managers write back what did not change, too.
+    """
+    name = f"DP Swap{' (R)' if remat else ''}"
+    return _best(
+        name, problem, lambda size: _data_parallel(problem, size, remat=remat, always=always)
+    )
+
+
+def gp_swap(problem: PacksProblem, *, remat: bool = False, always: bool = True) -> Baseline:
+    """GPipe: a stage per GPU, all forward passes before all backward passes."""
+    name = f"GP Swap{' (R)' if remat else ''}"
+    options = _Pipelined("gpipe", remat=remat, always=always)
+    return _best(name, problem, lambda size: _pipelined(problem, size, options))
+
+
+def two_bw_swap(problem: PacksProblem, *, remat: bool = False, always: bool = True) -> Baseline:
+    """PipeDream-2BW: one pass forward, one backward, two versions of the weights, and no flush: in
+    its steady state a step takes as long as its slowest GPU."""
+    name = f"2BW Swap{' (R)' if remat else ''}"
+    options = _Pipelined("1f1b", remat=remat, always=always, versions=2)
+    return _best(name, problem, lambda size: _pipelined(problem, size, options))
+
+
+def zero_infinity(problem: PacksProblem, configuration: Configuration) -> Baseline:
+    """ZeRO-Infinity with Harmony's packs and sizes: states are sharded over the GPUs and lie on the
+    host; every micro-batch gathers every pack, forward and backward; the host updates.
+
+    Per micro-batch of every GPU, its shard of the weights comes in twice and its shard of the
+    gradients goes out; gathers and reduce-scatters go from GPU to GPU. Transfers hide computation
+    and the other way round, so a pass takes what is longer.
+    """
+    profile, server, sized = problem.profile, problem.server, problem.sized
+    devices = server.devices
+    size = configuration.backward.microbatch_size
+    swap = server.swap_bytes_per_second.value / devices
+    p2p = server.p2p_bytes_per_second.value
+    share = max(1, problem.minibatch_size // devices)
+    sizes = microbatches(share, min(size, share))
+    packs = configuration.backward.packs
+    seconds = 0.0
+    weights = sum(profile.w_bytes) + sum(profile.b_bytes)
+    for u in sizes:
+        forward, backward = sized.forward(u), sized.backward(u)
+        for pack in packs:
+            nbytes = sized.weight_bytes(*pack)
+            gather = nbytes * (devices - 1) / devices / p2p
+            come, kept = nbytes / devices / swap, forward.inputs[pack[0]] / swap
+            seconds += max(forward.time(*pack), come + gather, kept)
+            seconds += max(backward.time(*pack), come + kept + gather, come + gather)
+    seconds += sum(profile.update_cpu_time) / devices
+    count = len(sizes)
+    stash = problem.minibatch_size * sum(profile.x_bytes_per_sample[first] for first, _ in packs)
+    volumes = {
+        "W in": 2 * count * weights,
+        "dW out": count * weights,
+        "sX out": stash,
+        "sX in": stash,
+        "p2p": 3 * count * weights * (devices - 1),
+    }
+    states = sum(
+        2 * w + b + k
+        for w, b, k in zip(profile.w_bytes, profile.b_bytes, profile.k_bytes, strict=True)
+    )
+    # A micro-batch goes back before the next one comes.
+    live = devices * sizes[0] * sum(profile.x_bytes_per_sample[first] for first, _ in packs)
+    host = int(ZERO_BUFFER_FACTOR * states) + live
+    device = max(problem.sized.backward(sizes[0]).pack_bytes(*pack) for pack in packs)
+    have = server.host_memory_bytes.value
+    if host > have:
+        reason = f"the host needs {format_bytes(host)} and has {format_bytes(have)}"
+        return Baseline("ZeRO-Infinity", None, size, {}, device, host, reason)
+    return Baseline("ZeRO-Infinity", seconds, size, volumes, device, host)
+
+
+def resident(problem: PacksProblem, *, offload_activations: bool = False) -> Baseline:
+    """Data parallelism without swaps, activations recomputed layer by layer; or with the inputs of
+    layers on the host."""
+    name = "activation offload" if offload_activations else "resident"
+    profile, sized, limit = problem.profile, problem.sized, problem.limit_bytes
+    devices, share = problem.server.devices, problem.shares[-1]
+    if problem.mode == "pp":
+        share = max(1, problem.minibatch_size // devices)
+    states = sum(
+        2 * w + b + k
+        for w, b, k in zip(profile.w_bytes, profile.b_bytes, profile.k_bytes, strict=True)
+    )
+    swap = problem.server.swap_bytes_per_second.value / devices
+    best: Baseline | None = None
+    need = 0
+    for u in range(profile.smallest("backward"), min(share, profile.largest("backward")) + 1):
+        backward, x = sized.backward(u), sized.forward(u).inputs
+        work = max(
+            int(backward.memory_bytes[i]) - 2 * profile.w_bytes[i] - x[i]
+            for i in range(profile.num_layers)
+        )
+        kept = max(x) * 2 if offload_activations else sum(x)
+        need = states + kept + max(0, work)
+        if need > limit:
+            break
+        count = -(-share // u)
+        compute = (
+            sized.forward(u).time(0, profile.num_layers) + backward.time(0, profile.num_layers)
+        ) * count
+        moved = 2 * sum(x) * count if offload_activations else 0
+        reduce = 2 * (devices - 1) / devices * sum(profile.w_bytes)
+        seconds = (
+            max(compute, moved / 2 / swap) + reduce / problem.server.p2p_bytes_per_second.value
+        )
+        volumes = {"X out": moved // 2 * devices, "X in": moved // 2 * devices} if moved else {}
+        if best is None or best.seconds is None or seconds < best.seconds:
+            best = Baseline(name, seconds, u, volumes, need, sum(volumes.values()) // 2)
+    if best is not None:
+        return best
+    reason = (
+        f"a device needs {format_bytes(need)}, {format_bytes(states)} of it weights, gradients and "
+        f"optimizer state, and has {format_bytes(limit)}"
+    )
+    return Baseline(name, None, device_bytes=need, reason=reason)
+
+
+def all_baselines(
+    problem: PacksProblem, configuration: Configuration | None = None
+) -> list[Baseline]:
+    """Those over virtual memory, ZeRO-Infinity with a configuration, and those without."""
+    found = [
+        dp_swap(problem),
+        gp_swap(problem),
+        gp_swap(problem, remat=True),
+        two_bw_swap(problem),
+        two_bw_swap(problem, remat=True),
+    ]
+    found += [zero_infinity(problem, configuration)] if configuration else []
+    return [*found, resident(problem), resident(problem, offload_activations=True)]
+
+
+# ---- over virtual memory -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Pipelined:
+    """How a pipeline runs.
+
+    Attributes:
+        schedule: Of ``make_schedule``.
+        remat: Whether the backward pass computes the forward pass of a layer again.
+        always: Whether managers write back what did not change, too.
+        versions: Of the weights; with two there is no flush.
+    """
+
+    schedule: str
+    remat: bool
+    always: bool
+    versions: int = 1
+
+
+class _Layers:
+    """Tensors of the layers at a micro-batch size, as managers see them."""
+
+    def __init__(self, problem: PacksProblem, size: int, *, remat: bool):
+        profile = problem.profile
+        self.count, self.remat = profile.num_layers, remat
+        self.forward, self.backward = problem.sized.forward(size), problem.sized.backward(size)
+        self.weights = [w + b for w, b in zip(profile.w_bytes, profile.b_bytes, strict=True)]
+        self.state = profile.k_bytes
+        x, memory = self.forward.inputs, self.forward.memory_bytes.tolist()
+        self.kept = [
+            max(0, memory[i] - self.weights[i] - x[i] - x[i + 1]) for i in range(self.count)
+        ]
+        most = self.backward.memory_bytes.tolist()
+        self.work = [
+            max(
+                0,
+                most[i]
+                - 2 * self.weights[i]
+                - 2 * x[i]
+                - x[i + 1]
+                - (0 if remat else self.kept[i]),
+            )
+            for i in range(self.count)
+        ]
+
+    def nbytes(self, num_microbatches: int) -> dict[Tensor, int]:
+        x, found = self.forward.inputs, {}
+        for i in range(self.count):
+            found[("W", i, 0)] = found[("dW", i, 0)] = found[("W2", i, 0)] = self.weights[i]
+            found[("K", i, 0)] = self.state[i]
+            for m in range(num_microbatches):
+                found[("X", i, m)] = found[("dX", i, m)] = x[i]
+                found[("A", i, m)] = self.kept[i]
+        for m in range(num_microbatches):
+            found[("X", self.count, m)] = 0
+        return found
+
+    def ahead(self, gpu: int, i: int, m: int, after: tuple[tuple[int, int], ...]) -> Operation:
+        """The forward pass of a layer."""
+        kept: tuple[Tensor, ...] = () if self.remat else (("A", i, m),)
+        work = self.kept[i] if self.remat else 0
+        writes: tuple[Tensor, ...] = (*kept, ("X", i + 1, m))
+        return Operation(
+            gpu, self.forward.time(i, i + 1), (("W", i, 0), ("X", i, m)), writes, (), work, after
+        )
+
+    def back(self, gpu: int, i: int, m: int, after: tuple[tuple[int, int], ...]) -> Operation:
+        """The backward pass of a layer."""
+        seconds = self.backward.time(i, i + 1)
+        seconds -= 0 if self.remat else self.forward.time(i, i + 1)
+        kept: tuple[Tensor, ...] = () if self.remat else (("A", i, m),)
+        above: tuple[Tensor, ...] = (("dX", i + 1, m),) if i + 1 < self.count else ()
+        dx: tuple[Tensor, ...] = (("dX", i, m),) if i else ()
+        reads = (("W", i, 0), ("X", i, m), *kept, *above)
+        frees = (("X", i, m), ("X", i + 1, m), *kept, *above)
+        writes = (("dW", i, 0), *dx)
+        return Operation(gpu, seconds, reads, writes, frees, self.work[i], after)
+
+    def update(self, gpu: int, i: int, seconds: float, versions: int) -> Operation:
+        """On the GPU, which adds gradients of all first; with two versions into the other one."""
+        changed: tuple[Tensor, ...] = (("K", i, 0), ("W2" if versions > 1 else "W", i, 0))
+        reads = (("W", i, 0), ("dW", i, 0), *changed)
+        return Operation(gpu, seconds, reads, changed, (("dW", i, 0),))
+
+
+def _best(name: str, problem: PacksProblem, run_at: Callable[[int], Swapped]) -> Baseline:
+    """At the power of two at which it is fastest."""
+    share = max(1, problem.minibatch_size // problem.server.devices)
+    sizes = [1 << i for i in range(share.bit_length())]
+    most = min(problem.profile.largest("backward"), problem.profile.largest("forward"))
+    sizes = [u for u in sizes if problem.profile.smallest("backward") <= u <= min(most, share)]
+    found = {size: run_at(size) for size in sizes}
+    runs = {size: one for size, one in found.items() if one.missing is None}
+    if not runs:
+        layer, nbytes = next(iter(found.values())).missing or (0, 0)
+        reason = f"layer {layer} alone needs {format_bytes(nbytes)} for {sizes[0]} examples"
+        return Baseline(name, None, sizes[0], reason=reason)
+    have = problem.server.host_memory_bytes.value
+    held = {size: one for size, one in runs.items() if one.host_bytes <= have}
+    size = min(held or runs, key=lambda size: runs[size].seconds)
+    best = runs[size]
+    if not held:
+        reason = f"the host needs {format_bytes(best.host_bytes)} and has {format_bytes(have)}"
+        return Baseline(name, None, size, {}, max(best.peak_bytes), best.host_bytes, reason)
+    volumes = dict(best.volumes_bytes)
+    return Baseline(name, best.seconds, size, volumes, max(best.peak_bytes), best.host_bytes)
+
+
+def _memory(problem: PacksProblem, *, always: bool) -> Memory:
+    server = problem.server
+    return Memory(
+        problem.limit_bytes,
+        server.swap_bytes_per_second.value / server.devices,
+        server.p2p_bytes_per_second.value,
+        always,
+    )
+
+
+def _data_parallel(problem: PacksProblem, size: int, *, remat: bool, always: bool) -> Swapped:
+    """All GPUs do the same: one is run, and counted for all."""
+    devices = problem.server.devices
+    share = max(1, problem.minibatch_size // devices)
+    count = -(-share // size)
+    layers = _Layers(problem, size, remat=remat)
+    operations = []
+    for m in range(count):
+        operations += [layers.ahead(0, i, m, ()) for i in range(layers.count)]
+        operations += [layers.back(0, i, m, ()) for i in reversed(range(layers.count))]
+    rate = problem.server.p2p_bytes_per_second.value
+    for i in range(layers.count):
+        reduce = 2 * (devices - 1) / devices * layers.weights[i] / rate
+        operations.append(layers.update(0, i, reduce, 1))
+    initial = [(0, (what, i, 0)) for i in range(layers.count) for what in ("W", "K")]
+    initial += [(0, ("X", 0, m)) for m in range(count)]
+    found = run(operations, layers.nbytes(count), initial, _memory(problem, always=always))
+    for name in found.volumes_bytes:
+        found.volumes_bytes[name] *= devices
+    found.host_bytes *= devices
+    return found
+
+
+def _pipelined(problem: PacksProblem, size: int, options: _Pipelined) -> Swapped:
+    devices, layers = problem.server.devices, _Layers(problem, size, remat=options.remat)
+    count = -(-problem.minibatch_size // size)
+    stages = _stages(layers, min(devices, layers.count))
+    schedule = make_schedule(options.schedule, len(stages), count)
+    operations: list[Operation] = []
+    last: dict[tuple[str, int, int], int] = {}
+    x = layers.forward.inputs
+    for clock in schedule.clocks:
+        for task in clock:
+            s, m = task.stage_id, task.microbatch
+            first, stop = stages[s]
+            ahead = task.kind == "forward"
+            other = last.get((task.kind, s - 1 if ahead else s + 1, m))
+            after: tuple[tuple[int, int], ...] = ()
+            if other is not None:
+                after = ((other, x[first] if ahead else x[stop]),)
+            for i in range(first, stop) if ahead else reversed(range(first, stop)):
+                make = layers.ahead if ahead else layers.back
+                operations.append(make(s, i, m, after))
+                after = ()
+            last[task.kind, s, m] = len(operations) - 1
+    for s, (first, stop) in enumerate(stages):
+        operations += [layers.update(s, i, 0.0, options.versions) for i in range(first, stop)]
+    states = ("W", "K") if options.versions == 1 else ("W", "K", "W2")
+    initial = [
+        (s, (what, i, 0))
+        for s, (first, stop) in enumerate(stages)
+        for i in range(first, stop)
+        for what in states
+    ]
+    initial += [(0, ("X", 0, m)) for m in range(count)]
+    memory = _memory(problem, always=options.always)
+    found = run(operations, layers.nbytes(count), initial, memory)
+    if options.versions > 1 and found.missing is None:
+        found.seconds = max(found.busy_seconds)
+    return found
+
+
+def _stages(layers: _Layers, num_stages: int) -> tuple[Span, ...]:
+    """Stages of nearly equal time."""
+    anything = ~np.tri(layers.count + 1, dtype=bool)
+    splits = least_max_time(layers.backward, layers.count, anything)
+    found = next(split for n, split in enumerate(splits, 1) if n == num_stages)
+    assert found is not None, "any split is allowed"
+    return found
