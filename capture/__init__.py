@@ -36,6 +36,7 @@ _MODULE_OF = {
     "pipeshard": "capture.runtime.pipeline",
     "plan_from_alpa": "capture.alpa",
     "shard": "capture.runtime.sharded",
+    "streamed": "capture.runtime.streamed",
     "to_alpa": "capture.alpa",
 }
 

@@ -16,7 +16,7 @@ Source: Li et al. 2022 (Harmony), 4.1.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -50,11 +50,13 @@ class TracedSizes:
         graph: At any micro-batch size.
         optimizer: Cut by backward packs.
         packs: Those.
+        compiled: What programs were found to need, by pass, pack and size.
     """
 
     graph: LayerGraph
     optimizer: SlicedOptimizer
     packs: tuple[Span, ...]
+    compiled: dict[tuple[str, Span, int], int] = field(default_factory=dict)
 
     @property
     def num_layers(self) -> int:
@@ -97,6 +99,8 @@ class TracedSizes:
 
     def transient_bytes(self, which: PackPass, pack: Span, size: int, output_bytes: int) -> int:
         """Until it is compiled, no more than its results."""
+        if (known := self.compiled.get((which, pack, size))) is not None:
+            return known
         return output_bytes + (0 if which == "accumulate" else self.weight_bytes(pack))
 
     def _bytes(self, tensor: Tensor, examples: int) -> int:
@@ -137,6 +141,19 @@ class PackPrograms:
         self._minibatch_size, self._devices, self._compiler = minibatch_size, devices, compiler
         self._shardings: dict[Place, NamedSharding] = {}
         self._compiled: dict[Any, Executable] = {}
+
+    def of(self, builder: StreamedBuilder) -> PackPrograms:
+        """Those of another step of the same plan: what is compiled, is."""
+        other = PackPrograms(
+            self._traced,
+            builder,
+            (self._update_of, self._optimizer),
+            self._minibatch_size,
+            self._devices,
+            self._compiler,
+        )
+        other._compiled = self._compiled
+        return other
 
     @cached_property
     def executables(self) -> dict[str, Executable]:

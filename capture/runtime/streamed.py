@@ -24,6 +24,7 @@ from capture.errors import ExecutionError, PlanError, Violation, WorkloadError
 from capture.model.workload import PyTree, WorkloadProtocol
 from capture.plan.packs import PacksPlan
 from capture.plan.task_graph import Task
+from capture.quantities import format_bytes
 from capture.runtime.dispatch import BoundStep, Call, Observer, to_host
 from capture.runtime.fast_paths import flat_call
 from capture.runtime.microbatches import split_examples
@@ -68,7 +69,7 @@ def streamed(
             ``packs-reduce`` for data parallelism that updates on the devices.
         WorkloadError: ``packs-optimizer`` for an optimizer that needs all gradients at once.
         ExecutionError: ``run-devices`` if there are fewer devices than the plan uses,
-            ``run-host-memory`` where a device cannot use its host's.
+            ``run-host-memory`` where a device cannot use its host's, or may use too little.
     """
     environment.warn()
     devices = jax.devices() if devices is None else list(devices)
@@ -142,9 +143,11 @@ class StreamedStep:
                 "gradient is there; leave the clipping out, or use a plan of stages.",
                 "packs-optimizer",
             )
-        begins = begins or begins_without_copies(tasks, self._operations)
+        self._begins = begins or begins_without_copies(tasks, self._operations)
         self._sizes = TracedSizes(graph, self.optimizer, packs)
-        self._builder = StreamedBuilder(tasks, self._sizes, plan.machine, begins)
+        # What programs need is known when they are compiled; what is fetched before it is needed,
+        # when that is.
+        self._builder = StreamedBuilder(tasks, self._sizes, plan.machine, self._begins)
         self._uncompiled = self._builder.build()
         self.programs = PackPrograms(
             traces,
@@ -162,12 +165,38 @@ class StreamedStep:
 
     @cached_property
     def program(self) -> Step:
-        """The step's instructions; compiles every program."""
-        step = self._uncompiled
-        for name, executable in self.programs.executables.items():
+        """The step's instructions; compiles every program.
+
+        Raises:
+            ExecutionError: ``packs-device-memory`` if a device needs more than it has,
+                ``step-host-memory`` if the host does.
+        """
+        executables = self.programs.executables
+        for name, executable in executables.items():
+            kind, first, stop, size, _ = parts_of_name(name)
+            key, known = (kind, (first, stop), size), self._sizes.compiled
+            known[key] = max(executable.transient_bytes, known.get(key, 0))
+        tasks, machine = self.plan.tasks(), self.plan.machine
+        self._builder = StreamedBuilder(tasks, self._sizes, machine, self._begins)
+        step = self._builder.build()
+        self.programs = self.programs.of(self._builder)
+        for name, executable in executables.items():
             transient = executable.transient_bytes
             step.programs[name] = replace(step.programs[name], transient_bytes=transient)
+        self._check_memory(replay(step))
         return step
+
+    def _check_memory(self, ledger: Ledger) -> None:
+        fullest = max(ledger.peaks[: len(self.devices)], key=lambda peak: peak.peak_bytes)
+        limit = int(self.plan.machine.usable_bytes.value)
+        if fullest.peak_bytes > limit:
+            parts = ", ".join(f"{what} {format_bytes(n)}" for what, n in fullest.parts.items())
+            raise ExecutionError.of(
+                f"a device needs {format_bytes(fullest.peak_bytes)} at {fullest.instant!r} "
+                f"({parts}), and the plan's machine has usable_bytes={limit}; plan smaller packs "
+                "or micro-batches, or give it more.",
+                "packs-device-memory",
+            )
 
     def replay(self, *, record_timeline: bool = False) -> Ledger:
         """The ledger of a step, without running it."""

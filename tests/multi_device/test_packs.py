@@ -3,6 +3,8 @@ give the same bits however they are cut and placed."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import optax
@@ -154,3 +156,23 @@ def test_what_cannot_run_is_said(workload, plan, code):
     with pytest.raises(CaptureError) as error:
         streamed(workload(), plan)
     assert error.value.codes == (code,)
+
+
+def test_no_instruction_needs_more_than_the_devices_have():
+    workload, plan = mlp(), packs_plan((1, 1, 1, 1), (1, 1, 1))
+
+    def peak(limit: int) -> int:
+        machine = plan.machine.with_(usable_bytes=limit)
+        step = streamed(workload, replace(plan, machine=machine))
+        return max(step.replay().peak_bytes_per_device)
+
+    most = peak(10**9)
+    for limit in (most - 1, most - 2000):  # less is fetched before it is needed
+        assert peak(limit) <= limit
+    with pytest.raises(ExecutionError) as error:
+        peak(10_000)
+    assert error.value.codes == ("packs-device-memory",)
+    with pytest.raises(ExecutionError) as error:
+        server = plan.machine.with_(host_memory_bytes=10_000)
+        streamed(workload, replace(plan, machine=server)).replay()
+    assert error.value.codes == ("step-host-memory",)
