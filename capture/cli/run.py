@@ -59,9 +59,11 @@ def main(options: argparse.Namespace) -> int:
     if isinstance(plan, ShardingPlan):
         return sharding.run(options, plan)
     spec = asked.workload_of(plan, options.workload)
-    environment.prepare(
-        plan.machine.devices if isinstance(plan, PacksPlan) else plan.cluster.num_devices
-    )
+    if isinstance(plan, PacksPlan):
+        environment.prepare_host_memory(int(plan.machine.host_memory_bytes.value))
+        environment.prepare(num_devices=plan.machine.devices)
+    else:
+        environment.prepare(num_devices=plan.cluster.num_devices)
     from capture.runtime.training import Training, train
 
     training = Training(options.steps, options.seed, options.check, options.save, options.restore)
@@ -113,7 +115,7 @@ def as_text(document: dict[str, Any]) -> str:
             f"predicted for target {document['target']}, measured on {document['platform']}: not "
             "to be compared"
         )
-    if not predicted:
+    if not predicted and "host" not in document:
         lines.append(
             "the plan has no prediction; capture predict PLAN --profile FILE -o PLAN adds one, "
             "capture verify PLAN -o PLAN the peaks"

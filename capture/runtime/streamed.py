@@ -7,6 +7,7 @@ and their gradients go back (``capture.step.streamed``).
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -169,7 +170,7 @@ class StreamedStep:
 
         Raises:
             ExecutionError: ``packs-device-memory`` if a device needs more than it has,
-                ``step-host-memory`` if the host does.
+                ``step-host-memory`` if the host does, ``run-host-memory`` if JAX may not use it.
         """
         executables = self.programs.executables
         for name, executable in executables.items():
@@ -187,6 +188,15 @@ class StreamedStep:
         return step
 
     def _check_memory(self, ledger: Ledger) -> None:
+        gpu, held = self.devices[0].platform in ("gpu", "cuda"), ledger.peak_of("host").peak_bytes
+        allowed = int(os.environ.get(environment.HOST_MEMORY_LIMIT, 64)) * 10**9
+        if gpu and held > allowed:
+            raise ExecutionError.of(
+                f"the step holds {format_bytes(held)} in the memory of the host, and JAX may pin "
+                f"{format_bytes(allowed)}; set {environment.HOST_MEMORY_LIMIT}="
+                f"{-(-held // 10**9) + 1} before JAX starts.",
+                "run-host-memory",
+            )
         fullest = max(ledger.peaks[: len(self.devices)], key=lambda peak: peak.peak_bytes)
         limit = int(self.plan.machine.usable_bytes.value)
         if fullest.peak_bytes > limit:

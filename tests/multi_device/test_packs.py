@@ -15,6 +15,7 @@ from capture.errors import CaptureError, ExecutionError
 from capture.machine.server import Server
 from capture.plan.packs import PacksPlan
 from capture.plan.task_graph import Configuration, Packs, Switches
+from capture.runtime import checkpoint
 from capture.runtime.meter import LiveArrayMeter
 from capture.runtime.pipeline import pipeshard
 from capture.runtime.reference import ReferenceStep, max_relative_error, rounding_floor
@@ -73,7 +74,7 @@ def compare(workload, plan, num_steps=3) -> StreamedStep:
         # Tied embedding, skip connection, dropout and a parameter that nobody reads.
         (tied, packs_plan((1, 2, 1), (2, 1), devices=2)),
         (tied(dropout=False), packs_plan((1, 1, 2), (2,), (3, 2), 2, batch=7)),
-        (mlp, packs_plan((2, 2), (1, 1), (2, 4), 2, "dp", 9)),
+        (mlp(num_blocks=2), packs_plan((1, 1), (1,), devices=2, mode="dp", batch=5)),
         (tied, packs_plan((1, 2, 1), (2, 1), without=("offload", "grouping"))),
     ],
     ids=["tied", "sizes", "dp", "device"],
@@ -91,11 +92,11 @@ def bits(workload, plan) -> bytes:
 
 
 def test_the_same_bits_however_they_are_cut():
-    workload = mlp(optax.adamw(1e-3))
+    workload = mlp(optax.adamw(1e-3), num_blocks=3)
     plans = [
-        packs_plan((1, 1, 2), (1, 1)),
-        packs_plan((1, 3), (1,), (4, 2), 3),
-        packs_plan((2, 2), (2,), devices=2, without=("jit", "offload", "p2p", "prefetch")),
+        packs_plan((1, 1, 1), (1, 1), batch=4),
+        packs_plan((1, 2), (1,), (4, 2), 3, batch=4),
+        packs_plan((2, 1), (2,), batch=4, without=("jit", "offload", "p2p", "prefetch")),
     ]
     assert len({bits(workload, plan) for plan in plans}) == 1
 
@@ -110,9 +111,10 @@ def test_equal_packs_compile_once_and_the_host_keeps_three_times_the_weights():
     assert host.parts["gradients"] <= weights // 4
 
 
-def test_a_state_comes_from_a_pipeline_and_goes_back():
-    workload = mlp(optax.adam(1e-2))
-    pipe, packs = pipeshard(workload, pipeline((2, 2), ((1, 1),) * 2)), packs_plan(devices=2)
+def test_a_state_comes_from_a_pipeline_and_goes_back(tmp_path):
+    workload = mlp(optax.adam(1e-2), num_blocks=2)
+    pipe = pipeshard(workload, pipeline((1, 1), ((1, 1),) * 2))
+    packs = packs_plan((1, 1), (1,), devices=2)
     step = streamed(workload, packs)
     batch = workload.batch(jax.random.key(1), 8)
     expected, state = pipe.init(jax.random.key(0)), step.init(jax.random.key(0))
@@ -129,6 +131,12 @@ def test_a_state_comes_from_a_pipeline_and_goes_back():
             before = state
             state, _ = step(state, batch)
     assert state.num_steps == 3
+    checkpoint.save(step, state, tmp_path)
+    restored = checkpoint.restore(step, tmp_path)
+    for name, arrays in state.slots.items():
+        for one, two in zip(arrays, restored.slots[name], strict=True):
+            assert two.sharding == one.sharding
+            np.testing.assert_array_equal(one, two)
     with pytest.raises(ExecutionError) as error:
         step(before, batch)
     assert error.value.codes == ("run-state-consumed",)
@@ -159,7 +167,7 @@ def test_what_cannot_run_is_said(workload, plan, code):
 
 
 def test_no_instruction_needs_more_than_the_devices_have():
-    workload, plan = mlp(), packs_plan((1, 1, 1, 1), (1, 1, 1))
+    workload, plan = mlp(num_blocks=2), packs_plan((1, 1), (1,), batch=4)
 
     def peak(limit: int) -> int:
         machine = plan.machine.with_(usable_bytes=limit)
@@ -167,8 +175,7 @@ def test_no_instruction_needs_more_than_the_devices_have():
         return max(step.replay().peak_bytes_per_device)
 
     most = peak(10**9)
-    for limit in (most - 1, most - 2000):  # less is fetched before it is needed
-        assert peak(limit) <= limit
+    assert peak(most - 2000) <= most - 2000  # less is fetched before it is needed
     with pytest.raises(ExecutionError) as error:
         peak(10_000)
     assert error.value.codes == ("packs-device-memory",)
