@@ -466,7 +466,7 @@ def errors_of_a_step(
         jax.eval_shape(workload.init, jax.random.key(0)),
     )
     batch, key = workload.batch(jax.random.key(1), plan.global_batch_size), jax.random.key(2)
-    reference = ReferenceStep(workload, step.traced, num_microbatches)
+    reference = ReferenceStep(workload, step.traced, step.microbatch_sizes)
     expected, state = reference.init(params)
     loss, gradients = reference.loss_and_gradients(expected, batch, key)
     accumulated, metrics = step.accumulate(step.init_from(params), batch, key)

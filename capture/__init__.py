@@ -22,6 +22,7 @@ _MODULE_OF = {
     "CaptureError": "capture.errors",
     "Cluster": "capture.machine.cluster",
     "LayerGraph": "capture.model.graph",
+    "PacksPlan": "capture.plan.packs",
     "Plan": "capture.plan.stages",
     "Prediction": "capture.predictor",
     "Profile": "capture.measured.profile",
@@ -35,6 +36,7 @@ _MODULE_OF = {
     "pipeshard": "capture.runtime.pipeline",
     "plan_from_alpa": "capture.alpa",
     "shard": "capture.runtime.sharded",
+    "streamed": "capture.runtime.streamed",
     "to_alpa": "capture.alpa",
 }
 

@@ -22,6 +22,8 @@ from typing import Any
 
 from capture.errors import Violation
 
+#: For the memory of the host that JAX pins, on GPUs.
+HOST_MEMORY_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 
 
@@ -124,6 +126,12 @@ def prepare_worker(num_devices: int, platform: str, flags: Sequence[str]) -> lis
     """
     os.environ["XLA_FLAGS"] = " ".join(flags)
     return prepare(num_devices, platform)
+
+
+def prepare_host_memory(nbytes: int) -> None:
+    """Let GPUs use so much of the host's memory, where JAX by itself stops at 64 GB; call it before
+    JAX is imported. What the user set stands."""
+    os.environ.setdefault(HOST_MEMORY_LIMIT, str(-(-nbytes // 10**9)))
 
 
 def prepare_ray(local: bool) -> None:

@@ -20,6 +20,7 @@ from capture.measured.profile import Profile
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import REMAT_POLICIES
+from capture.plan.packs import PacksPlan
 from capture.plan.schedule import SCHEDULES
 from capture.plan.sharding import ShardingPlan
 from capture.plan.space import StageSpace
@@ -193,7 +194,7 @@ def profile_measurements(
     return open_measurements(options, ProfileQuestion.of_profile(profile, cluster, spec))
 
 
-def workload_of(plan: Plan | ShardingPlan, named: str | None) -> WorkloadSpec:
+def workload_of(plan: Plan | ShardingPlan | PacksPlan, named: str | None) -> WorkloadSpec:
     """The workload that a plan remembers, or the one that is named.
 
     Raises:

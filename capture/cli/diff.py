@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from capture.cli import asked, sharding
+from capture.cli import asked, packs, sharding
 from capture.cli import options as shared
 from capture.cli.output import emit, table
 from capture.errors import CaptureError, ProfileError, Violation
 from capture.measured.profile import Profile
 from capture.plan.kinds import load_plan, of_stages
+from capture.plan.packs import PacksPlan
 from capture.plan.sharding import ShardingPlan
 from capture.plan.stages import Plan
 from capture.quantities import format_bytes
@@ -56,6 +57,9 @@ def main(options: argparse.Namespace) -> int:
     of_sharding = [plan for plan in plans if isinstance(plan, ShardingPlan)]
     if len(of_sharding) == 2:
         return sharding.diff(options, of_sharding)
+    of_packs = [plan for plan in plans if isinstance(plan, PacksPlan)]
+    if len(of_packs) == 2:
+        return packs.diff(options, *of_packs)
     from capture.report.difference import compare
 
     limit = asked.read_limit(vars(options))

@@ -126,6 +126,7 @@ def plan(options: argparse.Namespace) -> int:
     lines = [f"{answer.status}: {answer.why.summary}"]
     if answer.plan is not None:
         lines += [pack_table(answer.plan), *prediction_lines(answer.plan)]
+        lines += [str(answer.headroom)] if answer.headroom else []
     if answer.status == "ok" and answer.plan is not None:
         answer.plan.save(options.output)
         lines.append(
@@ -184,6 +185,87 @@ def explain(options: argparse.Namespace, plan: PacksPlan) -> int:
     }
     emit(options, document, "\n".join([table(header, rows), *prediction_lines(plan)]))
     return 0
+
+
+def report(options: argparse.Namespace, plan: PacksPlan) -> int:
+    """What is predicted; with the layer profile also the step's trace.
+
+    Raises:
+        PlanError: ``packs-page`` for a page, ``packs-model`` for a layer profile of another model
+            or none for a trace.
+    """
+    if options.output is not None:
+        raise PlanError.of(
+            "plans of packs have no page; leave out -o, or write --trace FILE.", "packs-page"
+        )
+    room, written = plan.headroom(asked.read_limit(vars(options))), {}
+    if options.trace is not None:
+        profile = _profile_of(options, plan)
+        from capture.predictor.pack_step import packs_timeline
+        from capture.step.trace_events import save_trace
+
+        timeline = packs_timeline(plan.tasks(), profile, plan.machine)
+        save_trace(timeline.simulation, options.trace, timeline.processes)
+        written["trace"] = str(options.trace)
+    document = {"plan": plan.to_json(), "headroom": room and room.to_json(), "written": written}
+    lines = [pack_table(plan), *prediction_lines(plan), *([str(room)] if room else [])]
+    lines += [f"{what} -> {path}" for what, path in written.items()]
+    emit(options, document, "\n".join(lines))
+    return 0
+
+
+def _profile_of(options: argparse.Namespace, plan: PacksPlan) -> LayerProfile:
+    if options.profile is None:
+        raise PlanError.of(
+            f"a trace needs the times of the layers; give --profile, the layer profile of "
+            f"{plan.model!r}.",
+            "packs-model",
+        )
+    profile = LayerProfile.load(options.profile)
+    if (profile.name, profile.num_layers) != (plan.model, plan.num_layers):
+        raise PlanError.of(
+            f"the layer profile is of {profile.name!r} with {profile.num_layers} layers, the plan "
+            f"for {plan.model!r} with {plan.num_layers}; give the plan's.",
+            "packs-model",
+        )
+    return profile
+
+
+def diff(options: argparse.Namespace, first: PacksPlan, second: PacksPlan) -> int:
+    """What two plans decide and need, where they differ."""
+    rows = [
+        {"what": what, "first": one, "second": other}
+        for (what, one), other in zip(_facts(first).items(), _facts(second).values(), strict=True)
+        if one != other
+    ]
+    lines = [[row["what"], row["first"], row["second"]] for row in rows]
+    said = table(["", "first", "second"], lines) if rows else "no difference"
+    emit(options, {"differences": rows}, said)
+    return 0
+
+
+def _facts(plan: PacksPlan) -> dict[str, str]:
+    forward, backward = plan.configuration.forward, plan.configuration.backward
+    facts = {
+        "model": plan.model,
+        "machine": plan.machine.name,
+        "minibatch": str(plan.minibatch_size),
+        "mode": plan.mode,
+        "examples forward, backward": f"{forward.microbatch_size}, {backward.microbatch_size}",
+        "forward packs": " ".join(map(str, forward.lengths)),
+        "backward packs": " ".join(map(str, backward.lengths)),
+        "off": ", ".join(plan.switches.off) or "-",
+    }
+    prediction = plan.prediction
+    step = prediction.step if prediction else None
+    paper = prediction.paper if prediction else None
+    return {
+        **facts,
+        "seconds by the paper's rules": f"{paper.step_seconds:.4g}" if paper else "-",
+        "seconds as instructions": f"{step.step_seconds:.4g}" if step else "-",
+        "device": format_bytes(plan.known_peak_bytes) if prediction else "-",
+        "host": format_bytes(step.host_peak_bytes) if step else "-",
+    }
 
 
 def pack_table(plan: PacksPlan) -> str:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from capture.cli import asked, sharding
+from capture.cli import asked, packs, sharding
 from capture.cli import options as shared
 from capture.cli.output import emit, table
 from capture.measured.profile import Profile
-from capture.plan.kinds import load_plan, of_stages
+from capture.plan.kinds import load_plan
+from capture.plan.packs import PacksPlan
 from capture.plan.sharding import ShardingPlan
 
 NAME = "report"
@@ -27,7 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--profile",
         type=Path,
         metavar="FILE",
-        help="measurements of the model: adds memory over time, and times where it has them",
+        help=(
+            "measurements of the model: adds memory over time, and times where it has them; of a "
+            "plan of packs its layer profile, for the trace"
+        ),
     )
     parser.add_argument(
         "--memory",
@@ -51,7 +55,8 @@ def main(options: argparse.Namespace) -> int:
     plan = load_plan(options.plan)
     if isinstance(plan, ShardingPlan):
         return sharding.report(options, plan)
-    plan = of_stages(plan, "capture explain prints the tasks of a plan of packs.")
+    if isinstance(plan, PacksPlan):
+        return packs.report(options, plan)
     from capture.report.data import report_facts
     from capture.report.words import HEADER, last_lines, paragraph, rows, title
 

@@ -16,7 +16,8 @@ from capture import environment
 from capture.cli import asked, sharding
 from capture.cli import options as shared
 from capture.cli.output import emit, say, table
-from capture.plan.kinds import load_plan, of_stages
+from capture.plan.kinds import load_plan
+from capture.plan.packs import PacksPlan
 from capture.plan.sharding import ShardingPlan
 from capture.quantities import format_bytes
 from capture.report.units import format_seconds
@@ -57,9 +58,12 @@ def main(options: argparse.Namespace) -> int:
     plan = load_plan(options.plan)
     if isinstance(plan, ShardingPlan):
         return sharding.run(options, plan)
-    plan = of_stages(plan, "Plans of packs are estimated, not run, by this version.")
     spec = asked.workload_of(plan, options.workload)
-    environment.prepare(num_devices=plan.cluster.num_devices)
+    if isinstance(plan, PacksPlan):
+        environment.prepare_host_memory(int(plan.machine.host_memory_bytes.value))
+        environment.prepare(num_devices=plan.machine.devices)
+    else:
+        environment.prepare(num_devices=plan.cluster.num_devices)
     from capture.runtime.training import Training, train
 
     training = Training(options.steps, options.seed, options.check, options.save, options.restore)
@@ -88,6 +92,12 @@ def as_text(document: dict[str, Any]) -> str:
         table(["device", "predicted peak", "measured peak", "prediction off by"], rows),
         f"measured by {document['meter']}",
     ]
+    if (host := document.get("host")) is not None:
+        said, held = host["predicted_peak_bytes"], host["measured_peak_bytes"]
+        lines.append(
+            f"the host held {'?' if held is None else format_bytes(held)}"
+            + ("" if said is None else f", predicted {format_bytes(said)}")
+        )
     if (heap := document["allocator"]) is not None:
         added, booked = format_bytes(heap["step_bytes"]), format_bytes(heap["booked_bytes"])
         lines.append(
@@ -105,7 +115,7 @@ def as_text(document: dict[str, Any]) -> str:
             f"predicted for target {document['target']}, measured on {document['platform']}: not "
             "to be compared"
         )
-    if not predicted:
+    if not predicted and "host" not in document:
         lines.append(
             "the plan has no prediction; capture predict PLAN --profile FILE -o PLAN adds one, "
             "capture verify PLAN -o PLAN the peaks"

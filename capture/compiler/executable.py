@@ -18,6 +18,8 @@ from capture.compiler.work import NO_LOCAL_FLOPS, LocalFlops, work_of
 from capture.measured.work import ProgramWork
 from capture.step.attribution import Buffer
 
+#: Of JAX: from which devices copy directly.
+HOST_MEMORY = "pinned_host"
 #: Leave out optimisations of machine code: half the compile time, byte-identical buffer assignment.
 _MEASURING_OPTIONS: dict[str, Any] = {
     "xla_backend_optimization_level": 0,
@@ -118,15 +120,17 @@ class Compiler:
     ) -> Executable:
         """See ``AnyCompiler``."""
         names = layer_of if self.name_buffers else None
+        in_shardings, structs = _untyped_memory(args)
         jitted = jax.jit(
             function,
             donate_argnums=tuple(donate),
+            **in_shardings,
             **({} if out_shardings is None else {"out_shardings": out_shardings}),
         )
         with warnings.catch_warnings():
             # Residuals are donated to be freed, whether or not an output fits into them.
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            lowered = jitted.lower(*args)
+            lowered = jitted.lower(*structs)
             chosen = {**(_MEASURING_OPTIONS if self.fast_compile else {}), **(self.options or {})}
             with (
                 tempfile.TemporaryDirectory(prefix="capture-dump-")
@@ -155,3 +159,14 @@ class Compiler:
         )
         work = work_of(compiled, lowered, num_devices, local_flops) if self.count_work else None
         return Executable(compiled, outputs, int(transient), work, buffers=buffers)
+
+
+def _untyped_memory(args: Sequence[Any]) -> tuple[dict[str, Any], Sequence[Any]]:
+    """Arguments in the memory of the host as shardings of the program, which then is traced as if
+    they were on the device: typed by their memory, they may not meet a constant."""
+    leaves = jax.tree.leaves(tuple(args))
+    if all(leaf.sharding is None or leaf.sharding.memory_kind != HOST_MEMORY for leaf in leaves):
+        return {}, args
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, tuple(args))
+    plain = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tuple(args))
+    return {"in_shardings": shardings}, plain

@@ -108,7 +108,9 @@ def execute_plan(
     document: dict[str, Any] = {}
     if check:
         report("comparing with one device")
-        reference = ReferenceStep(workload, trace(workload, num_examples, at_products=True), 1)
+        reference = ReferenceStep(
+            workload, trace(workload, num_examples, at_products=True), (num_examples,)
+        )
         gradients = _gradients(step.sharded, params, inputs[0])
         document |= reference.compare(gradients, params, batches, step_keys)
         del gradients

@@ -26,7 +26,8 @@ import orbax.checkpoint as ocp
 
 from capture import documents
 from capture.errors import ExecutionError, Violation
-from capture.runtime.pipeline import PipelinedStep, PipelineState
+from capture.runtime.meter import AnyStep
+from capture.runtime.pipeline import PipelineState
 
 CHECKPOINT = documents.Format(
     "checkpoint", ExecutionError, "checkpoint", "save it again with this version"
@@ -35,9 +36,7 @@ CHECKPOINT = documents.Format(
 _KEY_IMPLS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
 
-def save(
-    step: PipelinedStep, state: PipelineState, directory: Path | str, *, keep: int = 2
-) -> Path:
+def save(step: AnyStep, state: PipelineState, directory: Path | str, *, keep: int = 2) -> Path:
     """Write a checkpoint and wait until it is complete.
 
     Args:
@@ -79,9 +78,7 @@ def save(
     return Path(directory) / str(state.num_steps)
 
 
-def restore(
-    step: PipelinedStep, directory: Path | str, num_steps: int | None = None
-) -> PipelineState:
+def restore(step: AnyStep, directory: Path | str, num_steps: int | None = None) -> PipelineState:
     """Read a checkpoint into a step of any plan of the same model.
 
     Args:

@@ -28,11 +28,16 @@ from capture.errors import ExecutionError, Violation
 from capture.model.workload import PyTree
 from capture.runtime.dispatch import Observer
 from capture.runtime.pipeline import PipelinedStep, PipelineState, StepMetrics
+from capture.runtime.streamed import StreamedStep
 from capture.step.ledger import Ledger, Memory, name_of
 from capture.step.program import Instruction, Run, Step, begin, book
 
 #: A device, the kind of its memories, and an address there.
 Buffer = tuple[jax.Device, str, int]
+
+
+AnyStep = PipelinedStep | StreamedStep
+"""What ``pipeshard`` and ``streamed`` return."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class Measurement:
             strict.
         loss: What the step returned.
         state: After the step.
+        host_peak_bytes: Of the slots of a step that keeps some on the host; else 0.
     """
 
     peak_bytes_per_device: tuple[int, ...]
@@ -60,10 +66,11 @@ class Measurement:
     num_checks: int
     loss: float
     state: PipelineState
+    host_peak_bytes: int = 0
 
 
 def measure_step(
-    step: PipelinedStep,
+    step: AnyStep,
     state: PipelineState,
     batch: PyTree,
     key: jax.Array | None = None,
@@ -110,6 +117,7 @@ def measure_step(
         live.num_checks,
         loss,
         state,
+        live.peak_bytes_of("host"),
     )
 
 
@@ -137,7 +145,7 @@ class HeapMeasurement:
 
 
 def measure_heap(
-    step: PipelinedStep,
+    step: AnyStep,
     state: PipelineState,
     batch: PyTree,
     key: jax.Array | None = None,
@@ -224,7 +232,7 @@ class LiveArrayMeter:
         self._baseline: Counter[Memory] | None = None
 
     @classmethod
-    def of(cls, step: PipelinedStep, *, strict: bool = False) -> LiveArrayMeter:
+    def of(cls, step: AnyStep, *, strict: bool = False) -> LiveArrayMeter:
         """For ``step(state, batch, observer=meter)``."""
         return cls(
             step.program,

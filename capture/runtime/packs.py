@@ -16,7 +16,7 @@ Source: Li et al. 2022 (Harmony), 4.1.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -26,7 +26,7 @@ import numpy as np
 from jax.experimental.compute_on import compute_on
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from capture.compiler.executable import AnyCompiler, Executable
+from capture.compiler.executable import HOST_MEMORY, AnyCompiler, Executable
 from capture.model.graph import LayerGraph, Tensor
 from capture.plan.task_graph import Span
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
@@ -50,11 +50,13 @@ class TracedSizes:
         graph: At any micro-batch size.
         optimizer: Cut by backward packs.
         packs: Those.
+        compiled: What programs were found to need, by pass, pack and size.
     """
 
     graph: LayerGraph
     optimizer: SlicedOptimizer
     packs: tuple[Span, ...]
+    compiled: dict[tuple[str, Span, int], int] = field(default_factory=dict)
 
     @property
     def num_layers(self) -> int:
@@ -97,6 +99,8 @@ class TracedSizes:
 
     def transient_bytes(self, which: PackPass, pack: Span, size: int, output_bytes: int) -> int:
         """Until it is compiled, no more than its results."""
+        if (known := self.compiled.get((which, pack, size))) is not None:
+            return known
         return output_bytes + (0 if which == "accumulate" else self.weight_bytes(pack))
 
     def _bytes(self, tensor: Tensor, examples: int) -> int:
@@ -138,6 +142,19 @@ class PackPrograms:
         self._shardings: dict[Place, NamedSharding] = {}
         self._compiled: dict[Any, Executable] = {}
 
+    def of(self, builder: StreamedBuilder) -> PackPrograms:
+        """Those of another step of the same plan: what is compiled, is."""
+        other = PackPrograms(
+            self._traced,
+            builder,
+            (self._update_of, self._optimizer),
+            self._minibatch_size,
+            self._devices,
+            self._compiler,
+        )
+        other._compiled = self._compiled
+        return other
+
     @cached_property
     def executables(self) -> dict[str, Executable]:
         """By name; compiles them."""
@@ -156,7 +173,7 @@ class PackPrograms:
         if place not in self._shardings:
             (device,) = place.devices
             mesh = Mesh(np.asarray([self._devices[device]]), ("device",))
-            kind = None if place.host is None else "pinned_host"
+            kind = None if place.host is None else HOST_MEMORY
             self._shardings[place] = NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
         return self._shardings[place]
 
@@ -343,10 +360,12 @@ class _Pack:
     def forward(
         self, weights: Sequence[Arrays], inputs: Sequence[Arrays], batch: Sequence[Arrays]
     ) -> list[list[Any]]:
-        """Pieces of what leaves the pack."""
+        """Pieces of what leaves the pack; of the last one, the loss."""
         params = [weights[i][j] for i, j in (self.where[p] for p in self._layers.params)]
         entering = self._joined(self._entering, inputs)
         made = dict(zip(self._layers.outputs, self._run(params, entering, batch), strict=True))
+        if self._is_last:
+            return [[made[self._layers.outputs[-1]]]]
         return self._split(
             {v: made[v] if v in made else jnp.copy(entering[v]) for v in self._leaving}
         )

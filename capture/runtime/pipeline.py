@@ -346,6 +346,18 @@ class PipelinedStep:
         ``gradients``)."""
         return self._execute(state, batch, key, None, self.program.num_passes)
 
+    def first_gradients(
+        self, params: PyTree, batch: PyTree, key: jax.Array | None = None
+    ) -> PyTree:
+        """With which a training that begins at the given parameters makes its first update, on the
+        host."""
+        return self.gradients(self.accumulate(self.init_from(params), batch, key)[0])
+
+    @property
+    def microbatch_sizes(self) -> tuple[int, ...]:
+        """Examples of each, in order."""
+        return (self.plan.microbatch_size,) * self.plan.num_microbatches
+
     def _execute(
         self,
         state: PipelineState,

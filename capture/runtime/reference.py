@@ -15,7 +15,7 @@ import optax
 
 from capture.model.graph import LayerGraph
 from capture.model.workload import PyTree, WorkloadProtocol
-from capture.runtime.microbatches import split_microbatches
+from capture.runtime.microbatches import split_examples
 from capture.tracing import TracedModel
 
 
@@ -25,13 +25,13 @@ class ReferenceStep:
 
     Attributes:
         workload: The task.
-        traced: At the micro-batch size.
-        num_microbatches: M.
+        traced: At any micro-batch size.
+        sizes: Examples of each micro-batch.
     """
 
     workload: WorkloadProtocol
     traced: TracedModel
-    num_microbatches: int
+    sizes: Sequence[int]
 
     @cached_property
     def _grad(self):
@@ -53,17 +53,18 @@ class ReferenceStep:
     def loss_and_gradients(
         self, params: PyTree, batch: PyTree, key: jax.Array | None = None
     ) -> tuple[float, PyTree]:
-        """Mean loss and mean gradients over the micro-batches."""
+        """Mean loss and mean gradients over the examples."""
         losses: list[float] = []
         tree: Any = jax.tree.structure(batch)  # JAX's stubs leave its methods out
-        total = None
-        for leaves in split_microbatches(self.traced, self.num_microbatches, batch, key):
-            count = tree.num_leaves
+        total, examples = None, sum(self.sizes)
+        parts = split_examples(self.traced, self.sizes, batch, key)
+        for size, leaves in zip(self.sizes, parts, strict=True):
+            count, share = tree.num_leaves, examples / size
             loss, grads = self._grad(params, tree.unflatten(leaves[:count]), *leaves[count:])
-            grads = jax.tree.map(lambda g: g / self.num_microbatches, grads)
+            grads = jax.tree.map(lambda g, share=share: g / share, grads)
             total = grads if total is None else jax.tree.map(jnp.add, total, grads)
             losses.append(float(loss))
-        return float(np.mean(losses)), total
+        return float(np.average(losses, weights=self.sizes)), total
 
     def __call__(
         self, params: PyTree, state: PyTree, batch: PyTree, key: jax.Array | None = None

@@ -7,6 +7,7 @@ and their gradients go back (``capture.step.streamed``).
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,11 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from capture import environment
-from capture.compiler.executable import Compiler, Executable
+from capture.compiler.executable import HOST_MEMORY, Compiler, Executable
 from capture.errors import ExecutionError, PlanError, Violation, WorkloadError
 from capture.model.workload import PyTree, WorkloadProtocol
 from capture.plan.packs import PacksPlan
 from capture.plan.task_graph import Task
+from capture.quantities import format_bytes
 from capture.runtime.dispatch import BoundStep, Call, Observer, to_host
 from capture.runtime.fast_paths import flat_call
 from capture.runtime.microbatches import split_examples
@@ -68,7 +70,7 @@ def streamed(
             ``packs-reduce`` for data parallelism that updates on the devices.
         WorkloadError: ``packs-optimizer`` for an optimizer that needs all gradients at once.
         ExecutionError: ``run-devices`` if there are fewer devices than the plan uses,
-            ``run-host-memory`` where a device cannot use its host's.
+            ``run-host-memory`` where a device cannot use its host's, or may use too little.
     """
     environment.warn()
     devices = jax.devices() if devices is None else list(devices)
@@ -81,12 +83,12 @@ def streamed(
             "run-devices",
         )
     if any(
-        "pinned_host" not in {memory.kind for memory in device.addressable_memories()}
+        HOST_MEMORY not in {memory.kind for memory in device.addressable_memories()}
         for device in devices[:count]
     ):
         raise ExecutionError.of(
-            f"devices of platform {devices[0].platform} have no memory of kind pinned_host, where "
-            "weights are kept; run the plan on GPUs, TPUs or CPU devices.",
+            f"devices of platform {devices[0].platform} have no memory of kind {HOST_MEMORY}, "
+            "where weights are kept; run the plan on GPUs, TPUs or CPU devices.",
             "run-host-memory",
         )
     if plan.mode == "dp" and count > 1 and not plan.switches.offload:
@@ -131,6 +133,10 @@ class StreamedStep:
         update = TracedOptimizer(workload.optimizer, self.traced.split_struct, self._unused)
         partition = whole + [self._unused] * bool(self._unused)
         self.optimizer = SlicedOptimizer(update, partition)
+        #: Examples of each, in order; a loss of random numbers is the same function of these alone.
+        self.microbatch_sizes = tuple(
+            size for task in tasks.tasks if task.criterion for size in task.sizes
+        )
         if any(stage.summary for stage in self.optimizer.stages):
             raise WorkloadError.of(
                 "the optimizer needs a value made from all gradients, such as their norm, before "
@@ -138,9 +144,11 @@ class StreamedStep:
                 "gradient is there; leave the clipping out, or use a plan of stages.",
                 "packs-optimizer",
             )
-        begins = begins or begins_without_copies(tasks, self._operations)
+        self._begins = begins or begins_without_copies(tasks, self._operations)
         self._sizes = TracedSizes(graph, self.optimizer, packs)
-        self._builder = StreamedBuilder(tasks, self._sizes, plan.machine, begins)
+        # What programs need is known when they are compiled; what is fetched before it is needed,
+        # when that is.
+        self._builder = StreamedBuilder(tasks, self._sizes, plan.machine, self._begins)
         self._uncompiled = self._builder.build()
         self.programs = PackPrograms(
             traces,
@@ -158,12 +166,47 @@ class StreamedStep:
 
     @cached_property
     def program(self) -> Step:
-        """The step's instructions; compiles every program."""
-        step = self._uncompiled
-        for name, executable in self.programs.executables.items():
+        """The step's instructions; compiles every program.
+
+        Raises:
+            ExecutionError: ``packs-device-memory`` if a device needs more than it has,
+                ``step-host-memory`` if the host does, ``run-host-memory`` if JAX may not use it.
+        """
+        executables = self.programs.executables
+        for name, executable in executables.items():
+            kind, first, stop, size, _ = parts_of_name(name)
+            key, known = (kind, (first, stop), size), self._sizes.compiled
+            known[key] = max(executable.transient_bytes, known.get(key, 0))
+        tasks, machine = self.plan.tasks(), self.plan.machine
+        self._builder = StreamedBuilder(tasks, self._sizes, machine, self._begins)
+        step = self._builder.build()
+        self.programs = self.programs.of(self._builder)
+        for name, executable in executables.items():
             transient = executable.transient_bytes
             step.programs[name] = replace(step.programs[name], transient_bytes=transient)
+        self._check_memory(replay(step))
         return step
+
+    def _check_memory(self, ledger: Ledger) -> None:
+        gpu, held = self.devices[0].platform in ("gpu", "cuda"), ledger.peak_of("host").peak_bytes
+        allowed = int(os.environ.get(environment.HOST_MEMORY_LIMIT, 64)) * 10**9
+        if gpu and held > allowed:
+            raise ExecutionError.of(
+                f"the step holds {format_bytes(held)} in the memory of the host, and JAX may pin "
+                f"{format_bytes(allowed)}; set {environment.HOST_MEMORY_LIMIT}="
+                f"{-(-held // 10**9) + 1} before JAX starts.",
+                "run-host-memory",
+            )
+        fullest = max(ledger.peaks[: len(self.devices)], key=lambda peak: peak.peak_bytes)
+        limit = int(self.plan.machine.usable_bytes.value)
+        if fullest.peak_bytes > limit:
+            parts = ", ".join(f"{what} {format_bytes(n)}" for what, n in fullest.parts.items())
+            raise ExecutionError.of(
+                f"a device needs {format_bytes(fullest.peak_bytes)} at {fullest.instant!r} "
+                f"({parts}), and the plan's machine has usable_bytes={limit}; plan smaller packs "
+                "or micro-batches, or give it more.",
+                "packs-device-memory",
+            )
 
     def replay(self, *, record_timeline: bool = False) -> Ledger:
         """The ledger of a step, without running it."""
@@ -300,10 +343,11 @@ class StreamedStep:
         metrics = StepMetrics(losses, time.thread_time() - start, self._loss_examples)
         return PipelineState(slots, state.num_steps + 1, state.unused), metrics
 
-    def with_gradients(
-        self, state: PipelineState, batch: PyTree, key: jax.Array | None = None
-    ) -> tuple[PipelineState, StepMetrics, PyTree]:
-        """One update, and the gradients that it was made with, on the host; for checks."""
+    def first_gradients(
+        self, params: PyTree, batch: PyTree, key: jax.Array | None = None
+    ) -> PyTree:
+        """With which a training that begins at the given parameters makes its first update, on the
+        host."""
         found: dict[int, np.ndarray] = {}
         step, spans = self.program, self._builder.spans
 
@@ -311,15 +355,15 @@ class StreamedStep:
             if not isinstance(instruction, Run) or not instruction.program.startswith("update"):
                 return
             for slot in instruction.inputs[2]:
-                key = step.slots[slot].key
-                params = self._sizes.owned(spans[slot]) if key is None else (key,)
+                param = step.slots[slot].key
+                params = self._sizes.owned(spans[slot]) if param is None else (param,)
                 for p, array in zip(params, slots[slot], strict=True):
                     found[p] = found[p] + np.asarray(array) if p in found else np.array(array)
 
-        state, metrics = self(state, batch, key, observer=observer)
+        state, _ = self(self.init_from(params), batch, key, observer=observer)
         for p, array in state.unused.items():
             found[p] = np.zeros_like(array)
-        return state, metrics, self._join(found)
+        return self._join(found)
 
     @cached_property
     def _parts(self) -> list[int]:

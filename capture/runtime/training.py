@@ -21,11 +21,14 @@ import numpy as np
 from capture import environment
 from capture.errors import PlanError
 from capture.model.workload import WorkloadProtocol, takes_key
+from capture.plan.packs import PacksPlan
 from capture.plan.stages import Plan
 from capture.runtime import checkpoint
-from capture.runtime.meter import measure_heap, measure_step
+from capture.runtime.meter import AnyStep, Measurement, measure_heap, measure_step
 from capture.runtime.pipeline import pipeshard
 from capture.runtime.reference import ReferenceStep, max_relative_error
+from capture.runtime.streamed import streamed
+from capture.step.ledger import Ledger
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Training:
 
 
 def train(
-    plan: Plan,
+    plan: Plan | PacksPlan,
     workload: WorkloadProtocol,
     training: Training,
     report: Callable[[str], None] = lambda text: None,
@@ -69,14 +72,18 @@ def train(
     """Run some steps, the first under the meters and, of several, the last under malloc's; the
     document of ``capture run --json``."""
     report("compiling the stages")
-    step = pipeshard(workload, plan, fast_compile=training.fast_compile)
+    step: AnyStep = (
+        streamed(workload, plan, fast_compile=training.fast_compile)
+        if isinstance(plan, PacksPlan)
+        else pipeshard(workload, plan, fast_compile=training.fast_compile)
+    )
     keys = jax.random.split(jax.random.key(training.seed), 3)
     params = workload.init(keys[0])
     restored = None if training.restore is None else checkpoint.restore(step, training.restore)
     # A restored training goes on with the data that come next.
     done = 0 if restored is None else restored.num_steps
     batches = [
-        workload.batch(jax.random.fold_in(keys[1], done + i), plan.global_batch_size)
+        workload.batch(jax.random.fold_in(keys[1], done + i), sum(step.microbatch_sizes))
         for i in range(training.num_steps)
     ]
     step_keys = [
@@ -86,10 +93,8 @@ def train(
     document: dict[str, Any] = {}
     if training.check:
         report("comparing with one device")
-        reference = ReferenceStep(workload, step.traced, plan.num_microbatches)
-        first, _ = step.accumulate(step.init_from(params), batches[0], step_keys[0])
-        gradients = step.gradients(first)
-        del first
+        reference = ReferenceStep(workload, step.traced, step.microbatch_sizes)
+        gradients = step.first_gradients(params, batches[0], step_keys[0])
         document |= reference.compare(gradients, params, batches, step_keys)
         del gradients
     state = step.init_from(params) if restored is None else restored
@@ -112,13 +117,10 @@ def train(
         report(f"step {done + i}: loss {loss:.6f}")
     if training.save is not None:
         document["saved"] = str(checkpoint.save(step, state, training.save))
-    # Of a plan by hand that was verified alone, what its compiler says.
-    predicted = plan.prediction or plan.verification
+    replayed, target = step.replay(), _target_of(plan)
     document |= {
-        "predicted_peak_bytes_per_device": None
-        if predicted is None
-        else list(predicted.peak_bytes_per_device),
-        "replayed_peak_bytes_per_device": list(step.replay().peak_bytes_per_device),
+        "predicted_peak_bytes_per_device": _predicted_bytes(plan),
+        "replayed_peak_bytes_per_device": list(replayed.peak_bytes_per_device),
         "measured_peak_bytes_per_device": None
         if measured is None
         else list(measured.peak_bytes_per_device),
@@ -141,16 +143,44 @@ def train(
         "step_seconds": seconds,
         # Of steps without a meter.
         "dispatch_seconds": median(dispatch) if dispatch else None,
-        "num_devices": plan.cluster.num_devices,
-        "target": plan.cluster.target,
+        "num_devices": len(step.devices),
+        "target": target,
         "platform": jax.devices()[0].platform,
         # What one compiler reports says little about another's: such numbers stand beside each
         # other, and are not compared.
-        "is_target": (plan.cluster.target == "cpu") == (jax.devices()[0].platform == "cpu"),
+        "is_target": (target == "cpu") == (jax.devices()[0].platform == "cpu"),
         "versions": environment.versions(),
     }
+    if isinstance(plan, PacksPlan):
+        document["host"] = _host_bytes(plan, replayed, measured)
     if "reference_loss" in document:
         document["max_relative_loss_error"] = max_relative_error(
             document["loss"], document["reference_loss"]
         )
     return document
+
+
+def _predicted_bytes(plan: Plan | PacksPlan) -> list[int] | None:
+    """Per device; of a plan of stages by hand that was verified alone, what its compiler says."""
+    if isinstance(plan, PacksPlan):
+        step = plan.prediction.step if plan.prediction else None
+        return None if step is None else list(step.device_peak_bytes)
+    predicted = plan.prediction or plan.verification
+    return None if predicted is None else list(predicted.peak_bytes_per_device)
+
+
+def _target_of(plan: Plan | PacksPlan) -> str:
+    """What it was planned for."""
+    return plan.machine.name if isinstance(plan, PacksPlan) else plan.cluster.target
+
+
+def _host_bytes(
+    plan: PacksPlan, replayed: Ledger, measured: Measurement | None
+) -> dict[str, int | None]:
+    """Of the memory of the host."""
+    predicted = plan.prediction.step if plan.prediction else None
+    return {
+        "predicted_peak_bytes": None if predicted is None else predicted.host_peak_bytes,
+        "replayed_peak_bytes": replayed.peak_of("host").peak_bytes,
+        "measured_peak_bytes": None if measured is None else measured.host_peak_bytes,
+    }

@@ -13,7 +13,8 @@ from device to device, or over the host where both packs are on one device, or p
 copy to the host reads is freed a pass later, when that copy has most likely ended.
 
 Passes are issued in the order of their beginnings, which is given; with prefetch, what the next
-pass of a device needs is issued before this one, if it has been made.
+pass of a device needs is issued before this one, if it has been made and the device has room for
+it beside this one; where there is none for this one, what goes out is waited for.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from itertools import accumulate, pairwise
 from capture.machine.server import Server
 from capture.measured.layer_profile import LayerProfile
 from capture.plan.task_graph import Span, Task, TaskGraph
+from capture.step.ledger import Ledger
 from capture.step.pack_sizes import PackPass, PackSizes
-from capture.step.program import Copy, Feed, Free, Instruction, Place, Run, Step
+from capture.step.program import Copy, Feed, Free, Instruction, Place, Run, Step, begin, book
 from capture.step.streamed_state import (
     Came,
     Late,
@@ -95,7 +97,7 @@ class StreamedBuilder(StreamedState):
     Args:
         graph: Tasks of all ranks.
         sizes: Bytes of the layers.
-        server: Memory of the host.
+        server: Memory of a device and of the host.
         begins: The order in which passes are issued; a pass after those that it reads from.
     """
 
@@ -104,6 +106,9 @@ class StreamedBuilder(StreamedState):
         units.sort(key=lambda unit: (begins[unit.task.id, unit.i], unit.task.id, unit.i))
         super().__init__(graph, sizes, server, units)
         self._units = units
+        self._limit_bytes, self._room_bytes = server.usable_bytes.value, 0.0
+        self._ledger = Ledger(graph.num_devices)
+        begin(self._ledger, self.step)
         self._ends, self._cuts = _microbatch_ends(graph, self._lane)
         #: By lane, where the parts of the batch end that are fed, in examples of the lane.
         self.parts: dict[int, tuple[int, ...]] = dict(sorted(self._cuts.items()))
@@ -117,13 +122,19 @@ class StreamedBuilder(StreamedState):
             task, rank = unit.task, self._ranks[unit.task.rank]
             rank.units.pop()
             self._label = f"{task.kind} {unit.at} of layers {task.first} to {task.stop - 1}"
-            step.instructions += self._emit(unit, rank)
+            self._issue(self._emit(unit, rank))
         for rank in self._ranks:
-            step.instructions += self._flushed(rank)
+            self._issue(self._flushed(rank))
         step.num_passes = len(step.instructions)
         if step.reported:
             step.instructions.append(Free(tuple(step.reported)))
         return step
+
+    def _issue(self, instructions: Iterable[Instruction]) -> None:
+        """Each is booked before the next is made, which may depend on the room that is left."""
+        for instruction in instructions:
+            self.step.instructions.append(instruction)
+            book(self._ledger, self.step, instruction)
 
     def _emit(self, unit: Unit, rank: Rank) -> Iterator[Instruction]:
         if unit.task.kind == "update":
@@ -132,9 +143,13 @@ class StreamedBuilder(StreamedState):
         if not (self._switches.prefetch and self._switches.grouping):
             yield from self._flushed(rank)
         yield from self._bring(unit, rank)
+        self._room_bytes = self._limit_bytes - self._running_bytes(unit)
+        if not self._has_room(rank, 0):  # wait for what goes out
+            yield from self._flushed(rank)
         late, rank.late = rank.late, []
-        if self._switches.prefetch and rank.units:
-            yield from self._bring(rank.units[-1], rank, early=True)
+        coming = (after for after in reversed(rank.units) if after.task.kind != "update")
+        if self._switches.prefetch and (after := next(coming, None)) is not None:
+            yield from self._bring(after, rank, early=True)
         yield from (self._forward if unit.task.kind == "forward" else self._backward)(unit, rank)
         new, rank.late = rank.late, late
         yield from self._flushed(rank)
@@ -144,23 +159,53 @@ class StreamedBuilder(StreamedState):
 
     def _bring(self, unit: Unit, rank: Rank, *, early: bool = False) -> Iterator[Instruction]:
         """Weights and inputs of a pass, those that are not there yet; early, as far as they have
-        been made."""
-        task = unit.task
-        if task.kind == "update":
-            return
+        been made and have room beside the pass that comes first."""
+        task, sizes = unit.task, self._sizes
         if task.id not in rank.weights:
+            if early and not self._has_room(rank, self._task_bytes(task)):
+                return
             rank.weights[task.id] = yield from self._bring_weights((task.first, task.stop), rank)
         if unit.batch is None:
+            nbytes = sizes.batch_bytes((task.first, task.stop), unit.size)
+            if early and not self._has_room(rank, nbytes):
+                return
             unit.batch = yield from self._feed(unit, rank)
-        if unit.inputs is None:
+        nbytes = sizes.value_bytes(task.first, unit.size)
+        if unit.inputs is None and not (early and not self._has_room(rank, nbytes)):
             if task.first == 0:
                 unit.inputs = []
             else:
                 what = "input" if task.source else "kept"
                 unit.inputs = yield from self._bring_pieces(unit, rank, task.first, what, early)
         if unit.gradients is None and task.gradient is not None:
-            what = "input gradient"
+            what, above = "input gradient", sizes.gradient_bytes(task.stop, unit.size)
+            if early and not self._has_room(rank, above):
+                return
             unit.gradients = yield from self._bring_pieces(unit, rank, task.stop, what, early)
+
+    def _has_room(self, rank: Rank, nbytes: int) -> bool:
+        return self._ledger.live_bytes[rank.place.devices[0]] + nbytes <= self._room_bytes
+
+    def _task_bytes(self, task: Task) -> int:
+        """Weights that a task reads."""
+        span = task.first, task.stop
+        shared = sum(map(self._sizes.param_bytes, self._sizes.shared(span)))
+        return self._sizes.weight_bytes(span) + shared
+
+    def _running_bytes(self, unit: Unit) -> int:
+        """What the programs of a pass take beside what is live when they run."""
+        task, sizes = unit.task, self._sizes
+        span = task.first, task.stop
+        if task.kind == "backward":
+            made = sizes.gradient_bytes(task.first, unit.size) if task.first else 0
+            made += 4 * task.criterion
+            return sizes.transient_bytes("backward", span, unit.size, made)
+        return max(
+            sizes.transient_bytes(
+                "forward", sub_pack, unit.size, sizes.value_bytes(sub_pack[1], unit.size)
+            )
+            for sub_pack in task.sub_packs
+        )
 
     def _feed(self, unit: Unit, rank: Rank) -> Generator[Instruction, None, list[int]]:
         """The batch, which is on the host: it need not be kept for the backward pass."""
@@ -274,10 +319,14 @@ class StreamedBuilder(StreamedState):
             if first in kept:
                 copied = yield from self._keep(unit, rank, first, came)
             ends = stop == task.stop and task.sink is None
-            outputs = [
-                self._row_slot("activation", rank.place, "activations", stop, rows)
-                for rows in ([] if ends else spans)
-            ]
+            outputs = (
+                [self._slot("loss", rank.place, "loss", 4)]
+                if ends
+                else [
+                    self._row_slot("activation", rank.place, "activations", stop, rows)
+                    for rows in spans
+                ]
+            )
             made = sum(self.step.slots[slot].nbytes for slot in outputs)
             transient = sizes.transient_bytes("forward", sub_pack, unit.size, made)
             name = program_name("forward", sub_pack, unit.size, task.rank, spans)
@@ -293,6 +342,9 @@ class StreamedBuilder(StreamedState):
             if unit.batch and sub_pack == readers[-1]:
                 yield Free(tuple(unit.batch))
             came = [(slot, None) for slot in outputs]
+        if task.sink is None:  # the loss, which the backward pass computes again
+            yield from self._used(came)
+            came = []
         yield from self._give(unit, rank, task.stop, "input", [slot for slot, _ in came])
         yield from self._leave(unit, rank)
 

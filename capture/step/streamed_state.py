@@ -260,6 +260,7 @@ class StreamedState:
         weights = tuple(self._weights[one] for one in self._of(span))
         state, gradients = (self._state[span],), self._summands(span)
         changed = (*weights, *state)
+        yield from self._waited(*gradients)  # those of other ranks may still be on their way
         yield Run(name, (weights, state, gradients), changed, (*changed, *gradients), label)
 
     def _summands(self, span: Span) -> tuple[int, ...]:

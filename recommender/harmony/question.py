@@ -101,6 +101,13 @@ class PacksQuestion:
                 f"algorithm={self.algorithm!r} is unknown; choose one of {', '.join(ALGORITHMS)}.",
                 "search-algorithm",
             )
+        own = self.packings != DEFAULT_PACKINGS or self.equal_passes or SEARCH in self.without
+        if self.algorithm == "wide" and own:
+            yield Violation(
+                "algorithm='wide' has packs of its own; leave out packings, equal_passes and "
+                "without search, or take 'bounded'.",
+                "search-algorithm",
+            )
         try:
             _ = self.switches
         except PlanError as error:

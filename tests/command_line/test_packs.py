@@ -143,6 +143,7 @@ def test_what_fits_one_device_says_so(tmp_path, monkeypatch, capsys):
         ),
         (("--global-batch", "3", "--mode", "dp"), ["packs-batch"]),
         (("--packing", "expert,greedy"), ["packs-packing"]),
+        (("--algorithm", "wide", "--equi-fb"), ["search-algorithm"]),
         (("--machine", "gtx"), ["server-unknown"]),
         (("--algorithm", "minmax"), ["search-algorithm"]),
         (("--remat", "full", "--try-schedules"), ["plan-system", "plan-system"]),
@@ -164,10 +165,45 @@ def test_options_of_packs_are_not_of_stages(capsys):
     assert [error["code"] for error in document["errors"]] == ["plan-system", "plan-system"]
 
 
-@pytest.mark.parametrize("verb", ["run", "verify", "report"])
+@pytest.mark.parametrize("verb", ["run", "verify"])
 def test_other_verbs_refuse_plans_of_packs(verb, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     main(asked("toy6", "--memory", "2.2GB"))
     capsys.readouterr()
     code, document = answer(capsys, verb, "plan.json")
     assert code == 2 and [error["code"] for error in document["errors"]] == ["plan-kind"]
+
+
+def test_the_trace_of_a_step(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    main(asked("toy6", "--memory", "2.2GB"))
+    capsys.readouterr()
+    layers = str(PROFILES / "toy6.json")
+    code, document = answer(capsys, "report", "plan.json", "--profile", layers, "--trace", "t.json")
+    assert code == 0 and document["written"] == {"trace": "t.json"}
+    events = json.loads(Path("t.json").read_text())["traceEvents"]
+    threads = {e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    assert {
+        "device 0 host",
+        "device 3 -> host",
+        "device 0 -> device 1",
+        "device 1 compute",
+    } <= threads
+    for more, expected in (
+        (["--trace", "t.json"], "packs-model"),
+        (["--trace", "t.json", "--profile", str(PROFILES / "gpt2_10b.json")], "packs-model"),
+        (["-o", "page.html"], "packs-page"),
+    ):
+        code, document = answer(capsys, "report", "plan.json", *more)
+        assert (code, document["errors"][0]["code"]) == (2, expected)
+
+
+def test_two_plans_differ(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    main(asked("toy6", "--memory", "2.2GB"))
+    main(asked("toy6", "--memory", "2.2GB", "--without", "p2p", "-o", "other.json"))
+    capsys.readouterr()
+    code, document = answer(capsys, "diff", "plan.json", "other.json")
+    rows = {row["what"]: (row["first"], row["second"]) for row in document["differences"]}
+    assert code == 0 and rows["off"] == ("-", "p2p") and "mode" not in rows
+    assert answer(capsys, "diff", "plan.json", "plan.json")[1] == {"differences": []}

@@ -39,7 +39,7 @@ def compare(
     params = workload.init(jax.random.key(0)) if params is None else params
     batch = workload.batch(jax.random.key(1), plan.global_batch_size)
     key = jax.random.key(2)
-    reference = ReferenceStep(workload, step.traced, plan.num_microbatches)
+    reference = ReferenceStep(workload, step.traced, step.microbatch_sizes)
     expected_params, expected_state = reference.init(params)
 
     expected_loss, expected_gradients = reference.loss_and_gradients(expected_params, batch, key)

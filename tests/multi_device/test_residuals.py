@@ -100,7 +100,7 @@ def test_a_step_of_split_stages_is_the_single_device_step_and_its_replay():
     step = pipeshard(workload, plan)
     params, batch = workload.init(jax.random.key(0)), workload.batch(jax.random.key(1), 8)
     key = jax.random.key(2)
-    reference = ReferenceStep(workload, step.traced, plan.num_microbatches)
+    reference = ReferenceStep(workload, step.traced, step.microbatch_sizes)
     expected_params, _ = reference.init(params)
     loss, expected = reference.loss_and_gradients(expected_params, batch, key)
     state, metrics = step.accumulate(step.init_from(params), batch, key)

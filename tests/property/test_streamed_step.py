@@ -164,3 +164,20 @@ def test_a_host_with_too_little_memory_is_said():
         replay(packs_step(graph, profile, small))
     assert error.value.codes == ("step-host-memory",)
     assert packs_timeline(graph, profile, small).program_order.peak_of("host").peak_bytes > 50
+
+
+def test_prefetch_takes_only_room_that_is_left():
+    profile = profile_of([50] * 6, [1] * 6)
+    configuration = Configuration(Packs(4, ((0, 4),)), Packs(4, ((0, 2), (2, 4), (4, 6))))
+    graph = TaskGraph.of(configuration, "dp", 2, 16)
+
+    def peak(limit: int, **off: bool) -> int:
+        asked = replace(graph, switches=Switches(**off))
+        server = SERVER.with_(num_devices=2, usable_bytes=limit)
+        return max(replay(packs_step(asked, profile, server)).peak_bytes_per_device)
+
+    least, most = peak(1, prefetch=False), peak(10**6)
+    assert least < most
+    for limit in (least, (least + most) // 2):
+        assert least <= peak(limit) <= limit
+    assert peak(1) == least  # below what a pass needs, nothing comes early

@@ -131,3 +131,22 @@ def test_the_trace_shows_ranks_and_streams():
     }
     assert {"rank 0 SwapIn", "rank 1 Compute", "rank 0 P2POut", "rank 1 CPU"} <= names
     assert len(simulation.work) == 62 - sum(1 for e in found.events if e.stream == "P2POut")
+
+
+@pytest.mark.parametrize("mode", ["pp", "dp"])
+def test_volumes_by_tensor_are_those_of_figure_6(mode):
+    """Per tensor: weights twice less the last pack's, gradients once, what is kept out and in, and
+    every boundary once in each direction; all of it per device in data parallelism."""
+    configuration = Configuration(Packs(5, ((0, 1), (1, 4))), Packs(5, ((0, 2), (2, 4), (4, 6))))
+    graph = TaskGraph.of(configuration, mode, 3, 30, num_ranks=1)
+    found = estimate(graph, TOY, SERVER.with_(num_devices=3)).volumes_bytes
+    weights, x, alike = sum(TOY.w_bytes), TOY.x_bytes_per_sample[0], 3 if mode == "dp" else 1
+    assert found["WB in"] == alike * (2 * weights - sum(TOY.w_bytes[4:]))
+    assert found["dWB out"] == alike * weights
+    assert found["sX out"] == found["sX in"] == 30 * 2 * x  # layers 0 and 2
+    boundaries = {"forward": 30 * 2 * x, "backward": 30 * 2 * x}  # at 1 and 4; at 4 and 2
+    if mode == "pp":
+        assert found["p2p"] == sum(boundaries.values()) and found["X in"] == 30 * x
+    else:
+        assert found["Y out"] == boundaries["forward"] == found["X in"] - 30 * x
+        assert found["dX out"] == found["dY in"] == boundaries["backward"]
