@@ -74,7 +74,7 @@ def problems(draw) -> tuple[TaskGraph, LayerProfile, Server]:
     return graph, profile_of(weights, x), server
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(problems())
 def test_memory_comes_back_and_time_needs_no_more(problem):
     graph, profile, server = problem
@@ -98,7 +98,7 @@ def test_memory_comes_back_and_time_needs_no_more(problem):
     assert len(fresh) == len({*fresh})
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(problems())
 def test_both_estimates_compute_the_same(problem):
     graph, profile, server = problem
