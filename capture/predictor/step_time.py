@@ -3,19 +3,20 @@ target."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 from capture.machine.target import Target
 from capture.measured.profile import Profile
 from capture.model.graph import LayerGraph
+from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 from capture.predictor.additive import AdditivePredictor
 from capture.predictor.times import TimePredictor
 from capture.step.pipeline import build_step, plan_timeline
 from capture.step.timeline import LinkTimes, StepTimeline
-from capture.step.times import pipeline_seconds, table_seconds
+from capture.step.times import TableTimes, pipeline_seconds
 
 
 def predicted_timeline(plan: Plan, profile: Profile) -> StepTimeline:
@@ -50,20 +51,26 @@ def counted_seconds(plan: Plan, profile: Profile) -> float:
         passes = [stage.microbatch_seconds for stage in times]
         updates = [stage.update_seconds for stage in times]
         return pipeline_seconds(passes, updates, plan.num_microbatches)
-    graph, links = (
-        profile.graph_at(plan.microbatch_size),
-        LinkTimes(plan.cluster, predictor.model.rates),
-    )
+    links = LinkTimes(plan.cluster, predictor.model.rates)
+    sends = send_seconds(plan.stages, links, profile.graph_at(plan.microbatch_size))
+    return TableTimes(schedule).seconds(times, sends)
+
+
+def send_seconds(stages: Sequence[Stage], links: LinkTimes, graph: LayerGraph) -> list[float]:
+    """Per stage but the last, what it sends to the next; nothing where they share their devices.
+
+    Args:
+        stages: In pipeline order.
+        links: Between devices.
+        graph: At the plan's micro-batch size.
+    """
     sends = []
-    for stage, other in pairwise(plan.stages):
+    for stage, other in pairwise(stages):
         crossing = [graph.values[v] for v in graph.crossing(stage.stop)]
         nbytes = sum(v.shard_bytes(stage.choice.data_parallel) for v in crossing)
-        sends.append(
-            0.0
-            if stage.devices == other.devices
-            else links.between(stage.devices, other.devices, nbytes)
-        )
-    return table_seconds(schedule, times, sends)
+        apart = stage.devices != other.devices
+        sends.append(links.between(stage.devices, other.devices, nbytes) if apart else 0.0)
+    return sends
 
 
 def has_times(profile: Profile) -> bool:

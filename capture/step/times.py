@@ -34,7 +34,7 @@ from capture.machine.links import Links
 from capture.machine.target import Rates
 from capture.measured.stage_cost import StageCost
 from capture.measured.work import Kernel, ProgramWork
-from capture.plan.schedule import Schedule, Task
+from capture.plan.schedule import Schedule, TaskKind
 
 
 @dataclass(frozen=True)
@@ -139,26 +139,51 @@ def pipeline_seconds(
     return math.fsum(microbatch) + (num_microbatches - 1) * max(microbatch) + max(once)
 
 
-def table_seconds(schedule: Schedule, times: Sequence[StageTimes], sends: Sequence[float]) -> float:
-    """A step by the table of its schedule: every group executes its tasks in their order, each as
-    soon as what it needs has arrived, and then the updates of its stages.
+class TableTimes:
+    """Steps by the table of a schedule: every group executes its tasks in their order, each as soon
+    as what it needs has arrived, and then the updates of its stages.
 
     Args:
         schedule: Of any kind.
-        times: Per stage.
-        sends: Per stage but the last, seconds of what it sends to the next, or gets back from it.
     """
-    free, end = [0.0] * schedule.num_groups, dict[Task, float]()
-    for task in (task for clock in schedule.clocks for task in clock):
-        group, needed = schedule.placement[task.stage_id], schedule.requirement(task)
-        start = free[group]
-        if needed is not None:
-            between = min(needed.stage_id, task.stage_id)
-            sent = 0.0 if needed.stage_id == task.stage_id else sends[between]
-            start = max(start, end[needed] + sent)
-        end[task] = free[group] = start + times[task.stage_id].of(task.kind)
-    updates = (sum(times[s].update_seconds for s in group) for group in schedule.stages)
-    return max(map(sum, zip(free, updates, strict=True)))
+
+    def __init__(self, schedule: Schedule):
+        self._schedule = schedule
+        tasks = [task for clock in schedule.clocks for task in clock]
+        number = {task: i for i, task in enumerate(tasks)}
+        #: Per task its group, stage and kind, and the task that it needs with the stage before the
+        #: border between them; -1 for none.
+        self._tasks: list[tuple[int, int, TaskKind, int, int]] = []
+        for task in tasks:
+            needed = schedule.requirement(task)
+            before = -1 if needed is None else number[needed]
+            border = -1
+            if needed is not None and needed.stage_id != task.stage_id:
+                border = min(needed.stage_id, task.stage_id)
+            group = schedule.placement[task.stage_id]
+            self._tasks.append((group, task.stage_id, task.kind, before, border))
+
+    def seconds(self, times: Sequence[StageTimes], sends: Sequence[float]) -> float:
+        """Of a step.
+
+        Args:
+            times: Per stage.
+            sends: Per stage but the last, seconds of what it sends to the next, or gets back from
+                it.
+        """
+        free, end = [0.0] * self._schedule.num_groups, list[float]()
+        of = [{kind: each.of(kind) for kind in _PASSES} for each in times]
+        for group, stage, kind, before, border in self._tasks:
+            start = free[group]
+            if before >= 0:
+                start = max(start, end[before] + (sends[border] if border >= 0 else 0.0))
+            free[group] = start + of[stage][kind]
+            end.append(free[group])
+        updates = (sum(times[s].update_seconds for s in group) for group in self._schedule.stages)
+        return max(map(sum, zip(free, updates, strict=True)))
+
+
+_PASSES: tuple[TaskKind, ...] = ("forward", "backward", "backward_inputs", "backward_weights")
 
 
 def busiest_seconds(busy: Sequence[float], filling: Sequence[float]) -> float:

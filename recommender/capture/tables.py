@@ -5,7 +5,7 @@ are, so the searches over tables of single stages do not apply. The space is sma
 same number of consecutive devices, all stages with the same choice, layers cut anywhere. Of every
 number of devices and every choice the cuts are enumerated where they are few; else they are
 improved from balanced ones by moving one border at a time until none is better, which proves
-nothing.
+nothing. For speed, those of the least busy groups are improved so by what their step counts.
 
 Peaks are those of the predictor's formula; a step is counted by the table of the schedule, with
 what it sends (``capture.predictor.step_time.counted_seconds``).
@@ -28,13 +28,17 @@ from capture.plan.prediction import Prediction
 from capture.plan.schedule import SCHEDULES, Occupancy, Schedule, make_schedule
 from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
-from capture.predictor.step_time import counted_seconds
+from capture.predictor.step_time import counted_seconds, send_seconds
 from capture.predictor.times import TimePredictor
+from capture.step.timeline import LinkTimes
+from capture.step.times import TableTimes
 from recommender.capture.result import Infeasible, PlacedStage, SearchResult, within_limit
 from recommender.question import PlanQuestion
 
 #: Up to so many ways to cut the layers, all are looked at.
 MOST_ENUMERATED = 2000
+#: Of one space, so many steps are counted by their table, and no more once there are.
+MOST_TIMED = 400
 #: Memory limits at which a front is looked for, its two ends included.
 NUM_FRONT_LIMITS = 8
 
@@ -97,7 +101,7 @@ class TableSearch:
             schedule = make_schedule(
                 self.question.schedule, num_groups, self.question.num_microbatches
             )
-            found.append(_Space(self.predictor, self.times, schedule, choice, size))
+            found.append(_Space(self.predictor, self.times, schedule, choice, self.question))
         return found
 
     def least_peak(self) -> TablePlan | None:
@@ -111,12 +115,16 @@ class TableSearch:
             above = 0 if limit is None else max(0, space.peaks(cuts)[0] - limit)
             return above, space.busiest_seconds(cuts), space.peaks(cuts)[0]
 
+        def timed(space: _Space, cuts: Cuts) -> tuple[float, ...]:
+            above = 0 if limit is None else max(0, space.peaks(cuts)[0] - limit)
+            return above, space.seconds(cuts), space.peaks(cuts)[0]
+
         def rank(found: TablePlan) -> tuple[float, ...]:
             above = 0 if limit is None else max(0, found.result.peak_bytes - limit)
             assert found.result.step_seconds is not None, "times are known"
             return above, found.result.step_seconds, found.result.peak_bytes
 
-        return self._best(key, rank)
+        return self._best(key, rank, timed)
 
     def front(self) -> list[TablePlan]:
         """A sample of the plans of which none is both smaller and faster than another, with both
@@ -139,11 +147,16 @@ class TableSearch:
         self,
         key: Callable[[_Space, Cuts], tuple[float, ...]],
         rank: Callable[[TablePlan], tuple[float, ...]],
+        then: Callable[[_Space, Cuts], tuple[float, ...]] | None = None,
     ) -> TablePlan | None:
+        """The best plan of all spaces by ``rank``, of each the cuts of least ``key``; these are
+        improved by a slower key, if there is one."""
         start, found = time.perf_counter(), list[TablePlan]()
         self.num_explored, self._complete = 0, True
         for space in self.spaces:
             cuts, complete, explored = space.least(partial(key, space))
+            if then is not None:
+                cuts = space.improved(cuts, partial(then, space))
             self.num_explored += explored
             self._complete &= complete
             found.append(self._planned(space, cuts))
@@ -159,11 +172,7 @@ class TableSearch:
         return replace(best, result=within_limit(result, self.question.limit_bytes))
 
     def _planned(self, space: _Space, cuts: Cuts) -> TablePlan:
-        question, d = self.question, space.choice.num_devices
-        stages = [
-            PlacedStage.at(space.schedule.placement[s] * d, first, stop, space.choice)
-            for s, (first, stop) in enumerate(pairwise(cuts))
-        ]
+        question, stages = self.question, space.stages(cuts)
         plan = self.profile.plan(
             question.cluster,
             stages,
@@ -236,7 +245,7 @@ class _Space:
         predictor, times: Of stages; None for no times.
         schedule: Its table.
         choice: Of all stages.
-        microbatch_size: Of the plan.
+        question: That plans answer.
     """
 
     def __init__(
@@ -245,9 +254,10 @@ class _Space:
         times: TimePredictor | None,
         schedule: Schedule,
         choice: StageChoice,
-        microbatch_size: int,
+        question: PlanQuestion,
     ):
         self.schedule, self.choice = schedule, choice
+        microbatch_size = question.microbatch_size
         memory = predictor.memory(choice, microbatch_size)
         parts = [np.broadcast_to(getattr(memory, name), memory.kept.shape) for name in _PARTS]
         self._parts = np.stack([*parts, memory.state])
@@ -257,7 +267,12 @@ class _Space:
             np.array([[n for o in moment for n in _counts(o)] for moment in moments])
             for moments in schedule.moments
         ]
-        self._busy = None if times is None else _busy(times, schedule, choice, microbatch_size)
+        self._busy = self._stage_times = None
+        if times is not None:
+            self._busy = _busy(times, schedule, choice, microbatch_size)
+            self._stage_times = times.table(choice, microbatch_size)
+            self._links = LinkTimes(question.cluster, times.model.rates)
+            self._graph = predictor.graph(microbatch_size)
         self._peaks: dict[tuple[int, ...], int] = {}
 
     def peaks(self, cuts: Cuts) -> tuple[int, ...]:
@@ -286,6 +301,45 @@ class _Space:
             sum(float(busy[cuts[s], cuts[s + 1]]) for s in stages)
             for stages in self.schedule.stages
         )
+
+    @cached_property
+    def _table_times(self) -> TableTimes:
+        """Of as many micro-batches as show how the schedule goes."""
+        schedule = self.schedule
+        num_microbatches = min(schedule.num_microbatches, 4 * schedule.num_groups)
+        return TableTimes(make_schedule(schedule.name, schedule.num_groups, num_microbatches))
+
+    def seconds(self, cuts: Cuts) -> float:
+        """Of a step, or of its first micro-batches."""
+        table = self._stage_times
+        assert table is not None, "times are known"
+        times = [table.at(first, stop) for first, stop in pairwise(cuts)]
+        return self._table_times.seconds(
+            times, send_seconds(self.stages(cuts), self._links, self._graph)
+        )
+
+    def stages(self, cuts: Cuts) -> list[PlacedStage]:
+        """On their devices."""
+        d = self.choice.num_devices
+        return [
+            PlacedStage.at(self.schedule.placement[s] * d, first, stop, self.choice)
+            for s, (first, stop) in enumerate(pairwise(cuts))
+        ]
+
+    def improved(self, cuts: Cuts, key: Callable[[Cuts], tuple[float, ...]]) -> Cuts:
+        """From cuts, and from those that balance seconds, moves of one border that make a slow key
+        less, as many as are looked at."""
+        seen: dict[Cuts, tuple[float, ...]] = {}
+        for start in (cuts, *self._starts()):
+            best = start
+            seen.setdefault(best, key(best))
+            while len(seen) < MOST_TIMED:
+                seen |= {moved: key(moved) for moved in _moved(best) if moved not in seen}
+                better = min(_moved(best), key=lambda moved: seen[moved])
+                if seen[better] >= seen[best]:
+                    break
+                best = better
+        return min(seen, key=lambda one: seen[one])
 
     def least(self, key: Callable[[Cuts], tuple[float, ...]]) -> tuple[Cuts, bool, int]:
         """The cuts of the least key, whether all were looked at, and how many were."""

@@ -38,10 +38,16 @@ def steps(draw) -> tuple[list[StageInterface], Schedule]:
 
 
 @given(steps())
-def test_every_slot_is_written_before_it_is_read_and_freed_once(step):
+def test_every_pass_is_run_once_and_every_slot_written_before_it_is_read_and_freed_once(step):
     stages, schedule = step
     program = build_step(stages, schedule)
     check_lifetimes(program)
+    runs = Counter(
+        program.programs[each.program].kind
+        for each in program.instructions[: program.num_passes]
+        if isinstance(each, Run)
+    )
+    assert runs == Counter(task.kind for order in schedule.orders for task in order)
     state: Counter[int] = Counter()
     for stage in stages:
         for device in stage.devices:
@@ -79,14 +85,3 @@ def test_stages_on_the_same_devices_hand_over_without_a_copy_what_they_do_not_ke
                     target.key in (*s.kept_inputs, *s.kept_outputs) for s in keepers
                 )
                 assert owner[target.place.name] > 0
-
-
-@given(steps())
-def test_every_pass_is_run_once(step):
-    program = build_step(*step)
-    runs = [
-        program.programs[each.program].kind
-        for each in program.instructions[: program.num_passes]
-        if isinstance(each, Run)
-    ]
-    assert Counter(runs) == Counter(task.kind for order in step[1].orders for task in order)
