@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 
-from benchmarks import peers
+from benchmarks import peer_meters, peers
 from benchmarks.peer_libraries import (
     GSPMD,
     JAXPP,
@@ -19,8 +20,10 @@ from benchmarks.peer_libraries import (
     SCHEDULES_OF_PEERS,
     SPECTRAX,
     Case,
+    Library,
 )
 from benchmarks.peer_meters import PythonThreads, measure_memory
+from capture.step.program import Run
 
 MODEL = {"num_blocks": 2, "width": 8, "num_heads": 2, "seq_len": 4, "vocab_size": 16}
 CASE = Case(MODEL, 1, num_stages=2, num_microbatches=2)
@@ -31,32 +34,40 @@ without_peers = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def document():
-    """Of the whole comparison of steps, on a tiny model."""
+def compared():
+    """Rows of all steps of a tiny model, what was skipped, and our compiled step."""
+    made = []
+
+    def make(case):
+        made.append(LIBRARIES[OURS].make(case))
+        return made[-1]
+
+    libraries = {**LIBRARIES, OURS: replace(LIBRARIES[OURS], make=make, remats=("none",))}
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peers, "LIBRARIES", libraries)
         patch.setattr(peers, "case_of", lambda model, schedule, remat: CASE)
         skipped: dict[str, str] = {}
-        return peers.compare_steps("tiny", "1f1b", 1, skipped), skipped
+        return peers.compare_steps("tiny", "1f1b", 1, skipped), skipped, made[0]
 
 
 @without_peers
-def test_a_library_that_is_missing_is_skipped_by_name(document):
-    rows, skipped = document
+def test_a_library_that_is_missing_is_skipped_by_name(compared):
+    rows, skipped, _ = compared
     assert set(skipped) == {SPECTRAX, JAXPP}
     assert "spectrax" in skipped[SPECTRAX] and "jaxpp" in skipped[JAXPP]
     assert {row["library"] for row in rows} == {OURS, GSPMD, ONE_DEVICE}
 
 
-def test_all_train_as_one_device_does(document):
-    rows, _ = document
+def test_all_train_as_one_device_does(compared):
+    rows, *_ = compared
     for row in rows:
         assert row["max_relative_loss_difference"] < 1e-6, row["library"]
         assert len(set(row["losses"])) == peers.NUM_LOSSES, "parameters change"
         assert row["num_steps"] == peers.STEPS_PER_TURN - 1
 
 
-def test_ours_is_compared_with_what_has_the_same_schedule_and_recomputes_as_much(document):
-    rows, _ = document
+def test_ours_is_compared_with_what_has_the_same_schedule_and_recomputes_as_much(compared):
+    rows, *_ = compared
     seconds = {row["library"]: row["step_seconds"] for row in rows if row["remat"] == "none"}
     found = peers.ratios(rows, [])
     assert {row["library"] for row in found} == {GSPMD, ONE_DEVICE}
@@ -67,26 +78,35 @@ def test_ours_is_compared_with_what_has_the_same_schedule_and_recomputes_as_much
     assert not peers.ratios([row for row in rows if row["library"] == OURS] + others, [])
 
 
+def test_the_table_has_every_library_and_says_what_was_skipped(compared):
+    rows, *_ = compared
+    text = peers.as_text(
+        {"steps": rows, "memory": [], "ratios": peers.ratios(rows, []), "skipped": {"X": "why"}}
+    )
+    assert OURS in text and GSPMD in text and "skipped: X: why" in text
+
+
 def test_what_fails_of_ours_is_no_reason_to_skip():
     with pytest.raises(ValueError, match="ours"):
         peers._skip(OURS, ValueError("ours"), {})
 
 
-def test_the_meter_of_all_libraries_sees_what_our_ledger_books():
-    made = {}
+def test_the_meter_of_all_libraries_sees_what_our_ledger_books(compared, monkeypatch):
+    *_, trainer = compared
+    # Programs are bound again, and then pass the meter; what is alive before it does not count.
+    del trainer.pipeline.__dict__["_bound"]
+    trainer.state = None
 
     def make(case):
-        made["trainer"] = LIBRARIES[OURS].make(case)
-        return made["trainer"]
+        trainer.state = trainer.pipeline.init_from(case.params())
+        return trainer
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "benchmarks.peer_meters.LIBRARIES", {OURS: peers.LIBRARIES[OURS].__class__(make)}
-        )
-        found = measure_memory(OURS, CASE)
-    step = made["trainer"].pipeline
-    assert found.peak_bytes_per_device == step.replay().peak_bytes_per_device
-    runs = [each for each in step.program.instructions if type(each).__name__ == "Run"]
+    monkeypatch.setattr(peer_meters, "LIBRARIES", {OURS: Library(make)})
+    found = measure_memory(OURS, CASE)
+    ledger = trainer.pipeline.replay()
+    assert found.peak_bytes_per_device == ledger.peak_bytes_per_device
+    assert found.between_steps_bytes_per_device == ledger.live_bytes_per_device
+    runs = [each for each in trainer.pipeline.program.instructions if isinstance(each, Run)]
     # An update is two programs: on CPU it clears the gradients apart.
     assert found.num_programs == len(runs) + CASE.num_stages
 
