@@ -18,7 +18,7 @@ from capture.machine.cluster import Cluster
 from capture.measured.merge import merge_profiles
 from capture.measured.profile import Profile
 from capture.model.workload import WorkloadSpec
-from capture.plan.choices import Remat
+from capture.plan.choices import REMAT_POLICIES, Remat
 from capture.plan.schedule import SCHEDULES
 from capture.plan.why import Front
 from capture.predictor.step_time import describe_time, has_times, predicted_timeline, time_summary
@@ -123,7 +123,7 @@ def main(options: argparse.Namespace) -> int:
     measurements = None
     if options.profile is not None:
         asked.check_profiles_nothing(vars(options))
-        profile = _read_profile(options.profile, of_profile)
+        profile = _read_profile(options.profile, of_profile, options.remat)
     else:
         if of_profile.backend == "compile" and question.mode == "default":
             measurements = asked.open_measurements(options, of_profile)
@@ -396,8 +396,9 @@ def front_table(front: Front) -> list[str]:
     ]
 
 
-def _read_profile(paths: Sequence[Path], question: ProfileQuestion) -> Profile:
-    """The profile of one file or several, for the workload as it is named now.
+def _read_profile(paths: Sequence[Path], question: ProfileQuestion, remat: str | None) -> Profile:
+    """The profile of one file or several, for the workload as it is named now; of what its stages
+    recompute, what is asked for.
 
     Raises:
         ProfileError: ``profile-mixture`` if several do not belong together, ``profile-other-model``
@@ -430,11 +431,15 @@ def _read_profile(paths: Sequence[Path], question: ProfileQuestion) -> Profile:
             f"{question.tensor_parallel_rule!r}; ask for that of the profile, or profile again.",
             "profile-choice",
         )
-    known = {choice.remat for choice in profile.choices}
+    kinds = {(c.remat, c.shard_optimizer) for c in profile.choices if not c.shard_params}
+    if not profile.measurements and profile.paper is not None:  # executed runs alone
+        kinds = {(row["remat"], row["shard_optimizer"]) for row in profile.paper["statistics"]}
+    known = tuple(policy for policy in REMAT_POLICIES if policy in {one for one, _ in kinds})
     policies = question.remat
-    if len(policies) > 1 and len(known) > 1:
-        # Chosen among those that the profile knows: there were fewer once.
-        policies = tuple(policy for policy in policies if policy in known)
+    if remat is None and known and not set(policies) <= set(known):
+        policies = known[:1]
+    elif remat == shared.AUTO and len(known) > 1:
+        policies = known
     measurements = {
         config: cost
         for config, cost in profile.measurements.items()
@@ -445,9 +450,6 @@ def _read_profile(paths: Sequence[Path], question: ProfileQuestion) -> Profile:
             else config.choice.shard_optimizer == question.shard_optimizer
         )
     }
-    kinds = {(c.remat, c.shard_optimizer) for c in profile.choices if not c.shard_params}
-    if not profile.measurements and profile.paper is not None:  # executed runs alone
-        kinds = {(row["remat"], row["shard_optimizer"]) for row in profile.paper["statistics"]}
     if not {(policy, question.shard_optimizer) for policy in policies} <= kinds:
         profiled = sorted(f"remat={remat}, shard_optimizer={shard}" for remat, shard in kinds)
         raise ProfileError.of(

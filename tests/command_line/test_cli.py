@@ -792,6 +792,8 @@ def test_a_killed_profile_resumes_and_measures_only_what_is_missing(done, tmp_pa
         "1",
         "--calibration-plans",
         "0",
+        "--remat",
+        "none",  # as in the paper's mode
     ]
     process = start(tmp_path, *command, "--workers", "1")
     deadline = time.monotonic() + TIMEOUT_SECONDS

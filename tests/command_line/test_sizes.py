@@ -66,6 +66,7 @@ MICROBATCHES = 2
 BATCH = ["--cluster", "2x1", "--microbatches", str(MICROBATCHES)]
 STORE = ["--store", "store.sqlite", "--workers", "0"]
 PROFILED = ["--global-batch", "16", "--neighbours", "1", "--calibration-plans", "0"]
+PROFILED += ["--remat", "none"]
 
 
 @pytest.fixture(scope="module")
