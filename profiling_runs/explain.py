@@ -136,7 +136,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
             )
         )
 
-    policies: tuple[Remat, ...] = ("dots", "full")
+    policies: tuple[Remat, ...] = ("cheap", "dots", "full")
     for remat in policies:
         if any(choice.remat != remat for choice in choices):
             yield f"remat {remat}", changed(remat=remat)

@@ -43,7 +43,7 @@ class ProfileQuestion:
             (``capture.tracing.cut.layers_without_marks``).
         tensor_parallel_rule: ``"auto"`` or ``"largest"``.
         remat, shard_optimizer: What stages recompute, and whether their replicas split optimizer
-            state.
+            state. Left out, remat is ``cheap``; beside the paper's runs ``none``, as in the paper.
         shard_params: Also stages whose replicas split their parameters (ZeRO stage 3), beside those
             that do not.
         sequence_parallel: Also stages that split activations along the sequence, beside those that
@@ -76,7 +76,7 @@ class ProfileQuestion:
     num_layers: int | None = None
     unmarked_layers: int | None = None
     tensor_parallel_rule: TensorParallelRule = "auto"
-    remat: tuple[Remat, ...] = ("none",)
+    remat: tuple[Remat, ...] = ()
     shard_optimizer: bool = False
     shard_params: bool = False
     sequence_parallel: bool = False
@@ -91,7 +91,8 @@ class ProfileQuestion:
     alpa_python: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "remat", tuple(self.remat))
+        usual: Remat = "none" if self.paper is not None else "cheap"
+        object.__setattr__(self, "remat", tuple(self.remat) or (usual,))
         if self.choices is not None:
             object.__setattr__(self, "choices", tuple(self.choices))
         kind, _, target = self.backend.partition(":")

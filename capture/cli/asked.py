@@ -102,7 +102,7 @@ def profile_question(values: Values, memory_limit_bytes: int | None = None) -> P
         backend,
         num_layers=values["num_layers"],
         tensor_parallel_rule=values["tensor_parallel_rule"],
-        remat=REMAT_POLICIES if values["remat"] == shared.AUTO else (values["remat"],),
+        remat={None: (), shared.AUTO: REMAT_POLICIES}.get(values["remat"], (values["remat"],)),
         shard_optimizer=values["shard_optimizer"],
         shard_params=values.get("shard_params", False),
         sequence_parallel=values.get("sequence_parallel", False),

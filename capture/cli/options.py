@@ -161,13 +161,13 @@ SCHEDULE = Option(
 )
 REMAT = Option(
     "remat",
-    "what the backward pass recomputes (default: %(default)s)",
-    "none",
+    "what the backward pass recomputes (default: cheap; none in the paper's mode)",
     choices=REMAT_POLICIES,
 )
 REMAT_OF_A_SEARCH = replace(
     REMAT,
-    help="what the backward pass recomputes; auto: chosen per stage (default: %(default)s)",
+    help="what the backward pass recomputes; auto: chosen per stage (default: cheap; none in the "
+    "paper's mode)",
     choices=(*REMAT_POLICIES, AUTO),
 )
 SHARD_OPTIMIZER = Option(

@@ -71,6 +71,9 @@ def test_a_killed_profile_resumes_and_measures_only_what_is_missing(planned, tmp
         "1",
         "--calibration-plans",
         "0",
+        # As in the profile of the planned model, which is for the paper's mode as well.
+        "--remat",
+        "none",
     ]
     process = start(tmp_path, *command, "--workers", "1")
     deadline = time.monotonic() + TIMEOUT_SECONDS

@@ -239,6 +239,7 @@ def test_a_profile_in_this_process_measures_and_calibrates_by_another_seed():
             microbatch_size=2,
             num_neighbours=1,
             calibration_plans=3,
+            remat=("none",),
         ),
         store=store,
         progress=lambda what, done, total: seen.append((what, done, total)),
@@ -265,6 +266,7 @@ def test_a_profile_in_this_process_measures_and_calibrates_by_another_seed():
             microbatch_size=2,
             num_neighbours=1,
             calibration_plans=3,
+            remat=("none",),
         ),
         store=store,
     )
@@ -302,6 +304,7 @@ def test_what_calibration_compiled_is_known_of_equal_stages_too():
             microbatch_size=4,
             num_neighbours=1,
             calibration_plans=4,
+            remat=("none",),
         )
     )
     assert found.verified and not set(found.verified) & set(found.measurements)
@@ -330,7 +333,12 @@ def test_a_shared_parameter_is_predicted_as_the_runtime_needs_it():
     task = tied(optax.sgd(0.1), dropout=False)
     found = profile(
         ProfileQuestion(
-            task, Cluster((1, 1)), microbatch_size=2, num_neighbours=3, calibration_plans=0
+            task,
+            Cluster((1, 1)),
+            microbatch_size=2,
+            num_neighbours=3,
+            calibration_plans=0,
+            remat=("none",),
         )
     )
     for cut in (1, 3):
@@ -421,6 +429,7 @@ def test_what_fails_is_named_and_the_rest_is_kept(monkeypatch):
             microbatch_size=1,
             num_neighbours=1,
             calibration_plans=0,
+            remat=("none",),
         )
     )
     pair = "layers 0 to 1, data parallel 1, tensor parallel 1, micro-batch size 1"
@@ -452,6 +461,7 @@ def test_what_fails_alike_is_named_once(monkeypatch):
             microbatch_size=4,
             num_neighbours=1,
             calibration_plans=0,
+            remat=("none",),
         )
     )
     said = "the model cannot be compiled for target='cpu'"

@@ -44,6 +44,7 @@ STORE = ["--store", "store.sqlite", "--workers", "0"]
 
 
 PROFILED = ["--global-batch", "16", "--neighbours", "1", "--calibration-plans", "0"]
+PROFILED += ["--remat", "none"]
 
 
 @pytest.fixture(scope="module")

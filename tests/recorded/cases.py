@@ -331,7 +331,7 @@ def profiled(bench: Bench) -> dict[str, Any]:
     """Anew, of a model that is cut without marks."""
     output = bench.folder / "profile.json"
     question = "--cluster 1x2 --global-batch 4 --microbatches 2 --num-layers 2"
-    question += " --neighbours 1 --calibration-plans 1"
+    question += " --neighbours 1 --calibration-plans 1 --remat none"
     asked = (workload_name("uneven?layers=2&marked=false"), *question.split(), *bench.measuring)
     _, jobs = command("jobs", *asked)
     with access.programs() as emitted:
@@ -349,7 +349,7 @@ def profiled(bench: Bench) -> dict[str, Any]:
 def evaluate(bench: Bench) -> dict[str, Any]:
     output = bench.folder / "evaluation.json"
     question = "--cluster 1x2 --global-batch 8 --microbatches 4 --plans 4"
-    question += f" --neighbours 1 --calibration-plans 1 -o {output}"
+    question += f" --neighbours 1 --calibration-plans 1 --remat none -o {output}"
     command("evaluate", workload_name("equal?layers=3"), *question.split(), *bench.measuring)
     document = json.loads(output.read_text())
     columns = "plan schedule stage predicted_bytes interval_bytes measured_bytes compiled_before"

@@ -1,0 +1,109 @@
+"""Profiles that are given as files, for the plan that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from capture.cli import options as shared
+from capture.errors import ProfileError
+from capture.measured.merge import merge_profiles
+from capture.measured.profile import Profile
+from capture.model.workload import WorkloadSpec
+from capture.plan.choices import REMAT_POLICIES, Remat
+from profiling_runs.question import ProfileQuestion
+
+
+def read_profile(paths: Sequence[Path], question: ProfileQuestion, remat: str | None) -> Profile:
+    """The profile of one file or several, for the workload as it is named now; of what its stages
+    recompute, what is asked for.
+
+    Raises:
+        ProfileError: ``profile-mixture`` if several do not belong together, ``profile-other-model``
+            if it is of another workload or number of layers, ``profile-choice`` if nothing was
+            profiled with the options of the stages.
+    """
+    profiles, named = [Profile.load(path) for path in paths], question.spec
+    assert named is not None, "the command line names workloads"
+    profile = (
+        profiles[0] if len(profiles) == 1 else merge_profiles(profiles, question.cluster.target)
+    )
+    files = ", ".join(map(str, paths))
+    if profile.workload is not None and not _same_workload(profile.workload, named):
+        raise ProfileError.of(
+            f"profile {files!r} is of {profile.workload}, and the workload is {named}; profile "
+            "that one.",
+            "profile-other-model",
+        )
+    if question.num_layers not in (None, profile.graph.num_layers):
+        raise ProfileError.of(
+            f"profile {files!r} has num_layers={profile.graph.num_layers}, and --num-layers asks "
+            f"for {question.num_layers}; "
+            "profile with that number.",
+            "profile-other-model",
+        )
+    if question.tensor_parallel_rule != profile.tensor_parallel_rule:
+        raise ProfileError.of(
+            f"profile {files!r} has tensor_parallel_rule={profile.tensor_parallel_rule!r}, and "
+            "--tensor-parallel-rule is "
+            f"{question.tensor_parallel_rule!r}; ask for that of the profile, or profile again.",
+            "profile-choice",
+        )
+    kinds = {(c.remat, c.shard_optimizer) for c in profile.choices if not c.shard_params}
+    if not profile.measurements and profile.paper is not None:  # executed runs alone
+        kinds = {(row["remat"], row["shard_optimizer"]) for row in profile.paper["statistics"]}
+    known = tuple(policy for policy in REMAT_POLICIES if policy in {one for one, _ in kinds})
+    policies = question.remat
+    if remat is None and known and not set(policies) <= set(known):
+        policies = known[:1]
+    elif remat == shared.AUTO and len(known) > 1:
+        policies = known
+    measurements = {
+        config: cost
+        for config, cost in profile.measurements.items()
+        if config.choice.remat in policies
+        and (
+            question.shard_params
+            if config.choice.shard_params
+            else config.choice.shard_optimizer == question.shard_optimizer
+        )
+        and (question.sequence_parallel or not config.choice.sequence_parallel)
+    }
+    if not {(policy, question.shard_optimizer) for policy in policies} <= kinds:
+        profiled = sorted(f"remat={remat}, shard_optimizer={shard}" for remat, shard in kinds)
+        raise ProfileError.of(
+            f"profile {files!r} has no stage with remat={_named(policies)}, "
+            f"shard_optimizer={question.shard_optimizer}; it has "
+            f"{'; '.join(profiled) or 'none'}. Ask for those, or profile again.",
+            "profile-choice",
+        )
+    for option, over, split in (
+        ("shard_params", "data_parallel", "parameters over replicas"),
+        ("sequence_parallel", "tensor_parallel", "activations along the sequence"),
+    ):
+        # Where all degrees are 1 there is nothing to split.
+        if (
+            getattr(question, option)
+            and any(getattr(choice, over) > 1 for choice in profile.choices)
+            and not any(getattr(choice, option) for choice in profile.choices)
+        ):
+            raise ProfileError.of(
+                f"profile {files!r} has no stage that splits its {split}, and "
+                f"--{option.replace('_', '-')} asks for some; profile with it.",
+                "profile-choice",
+            )
+    return replace(profile, workload=named, measurements=measurements)
+
+
+def _same_workload(one: WorkloadSpec, other: WorkloadSpec) -> bool:
+    """Whether two names mean the same function; a file may have moved with its profile."""
+    return (Path(one.location).name, one.function, dict(one.arguments)) == (
+        Path(other.location).name,
+        other.function,
+        dict(other.arguments),
+    )
+
+
+def _named(policies: Sequence[Remat]) -> str:
+    return policies[0] if len(policies) == 1 else shared.AUTO
