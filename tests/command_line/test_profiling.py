@@ -383,9 +383,12 @@ def test_stages_may_split_their_parameters_and_a_plan_is_never_the_worse_for_it(
             num_neighbours=1,
             calibration_plans=0,
             shard_params=True,
+            sequence_parallel=True,
         )
     )
     assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
+    kept = {c.choice: cost.residual_bytes for c, cost in found.measurements.items() if c.first == 0}
+    assert kept[StageChoice(1, 2, sequence_parallel=True)] < kept[StageChoice(1, 2)]
     without = replace(
         found,
         measurements={
