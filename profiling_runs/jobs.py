@@ -91,7 +91,7 @@ class Job:
             "part": self.part,
         }
         if isinstance(self.what, StageConfig):
-            choice = asdict(self.what.choice)
+            choice = self.what.choice.to_json()
             facts |= {
                 "layers": [self.what.first, self.what.stop - 1],
                 **choice,

@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         shared.REMAT,
         shared.SHARD_OPTIMIZER,
         shared.SHARD_PARAMS,
+        shared.SEQUENCE_PARALLEL,
         shared.TENSOR_PARALLEL_RULE,
         *shared.STORE,
         *shared.PROFILING,

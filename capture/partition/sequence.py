@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice, zip_longest
 from typing import Any
 
 import jax
@@ -37,8 +38,6 @@ from capture.tracing.slices import LayerCall, run_op, struct_of
 #: What an operation beside split products reads whole, or sums over devices, counts against a
 #: dimension: forwards and backwards.
 _PASSES = 2
-#: Of operations with a body, those that are seen through.
-_SEEN_THROUGH = BODIES
 
 
 @dataclass(frozen=True)
@@ -97,25 +96,18 @@ class SequenceSplits:
             return None
         graph = self._traced.graph
         data = [graph.values[v] for v in call.inputs] + [graph.batch[b] for b in call.batch]
-        structs = [struct_of(t) for t in data]
-        closed = jax.make_jaxpr(lambda *args: _flat(call, args))(
-            *[struct_of(graph.params[p]) for p in call.params], *structs
+        groups = (
+            [struct_of(graph.params[p]) for p in call.params],
+            [struct_of(t) for t in data[: len(call.inputs)]],
+            [struct_of(t) for t in data[len(call.inputs) :]],
         )
-        layer = _Layer(closed.jaxpr, cuts, degree)
-        assert [e.primitive for e in closed.jaxpr.eqns] == [
-            op.primitive for op in call.function.ops
-        ], "an operation is one equation"
+        layer = _Layer(call, groups, cuts, degree)
         best, most = None, 0.0
         for dims in _candidates(data, degree):
             split, saved = layer.along(dims, len(call.inputs))
             if saved > most:
                 best, most = split, saved
         return best
-
-
-def _flat(call: LayerCall, args: Sequence[Any]) -> list[Any]:
-    params, inputs = len(call.params), len(call.params) + len(call.inputs)
-    return call.function.without_remat(args[:params], args[params:inputs], args[inputs:])
 
 
 def _candidates(data: Sequence[Any], degree: int) -> Iterator[list[int | None]]:
@@ -143,43 +135,70 @@ def _candidates(data: Sequence[Any], degree: int) -> Iterator[list[int | None]]:
 class _Layer:
     """A layer's program, and how its tensor parallelism splits it."""
 
-    def __init__(self, jaxpr: Any, cuts: Sequence[int | None], degree: int):
-        self._jaxpr, self._degree, self._num_params = jaxpr, degree, len(cuts)
+    def __init__(
+        self, call: LayerCall, groups: Sequence[Any], cuts: Sequence[int | None], degree: int
+    ):
+        made: dict[Op, Sequence[Any]] = {}
+
+        def run(op: Op, arguments: Sequence[Any], env: Any) -> Sequence[Any]:
+            made[op] = run_op(op, arguments)
+            return made[op]
+
+        def results(params: Any, inputs: Any, batch: Any) -> list[Sequence[Any]]:
+            call.function.without_remat(params, inputs, batch, run)
+            return list(made.values())
+
+        self._jaxpr = jaxpr = jax.make_jaxpr(results)(*groups).jaxpr
+        self._degree, self._num_params = degree, len(cuts)
+        # Operations on literals leave no equation.
+        makers = {out: e for e in jaxpr.eqns for out in e.outvars}
+        outs = iter(jaxpr.outvars)
+        of_ops = [list(islice(outs, len(group))) for group in made.values()]
+        self._of_ops = [
+            makers.get(group[0]) if group and is_variable(group[0]) else None for group in of_ops
+        ]
         self._own = followed_dims(jaxpr, cuts, degree)
         self._from_data: set[Any] = set(jaxpr.invars[len(cuts) :])
         for equation in jaxpr.eqns:
             if any(is_variable(v) and v in self._from_data for v in equation.invars):
                 self._from_data.update(equation.outvars)
 
-    def along(
-        self, dims: Sequence[int | None], num_inputs: int
-    ) -> tuple[SequenceSplit, float]:
+    def along(self, dims: Sequence[int | None], num_inputs: int) -> tuple[SequenceSplit, float]:
         """The split that begins with these dimensions of the data, and bytes that it saves."""
         jaxpr = self._jaxpr
         found = followed_dims(jaxpr, [*[None] * self._num_params, *dims], self._degree)
         for equation in reversed(jaxpr.eqns):
             self._back(equation, found)
-        split = {v: dim for v in found if (dim := self._split_dim(v, found)) is not None}
-        whole, saved = [], float(sum(map(aval_bytes, split)))
+        given = jaxpr.invars[self._num_params :][:num_inputs]
+        of_batch = set(jaxpr.invars).difference(given)  # lies as the stage is given it
+        split = {
+            v: dim
+            for v in found
+            if v not in of_batch and (dim := self._split_dim(v, found)) is not None
+        }
+        saved = float(sum(map(aval_bytes, split)))
+        whole: dict[int, frozenset[int]] = {}
         for equation in jaxpr.eqns:
-            ours = self._is_split(equation)
+            parallel = self._is_split(equation)
             reads = frozenset(
                 i
                 for i, v in enumerate(equation.invars)
                 if is_variable(v)
                 and v in split
-                and not _keeps(equation, i, split, self._degree, ours)
+                and (parallel or not _keeps(equation, i, split, self._degree))
             )
-            summed = equation.primitive.name.startswith("reduce_") and not ours
-            saved -= 0 if ours else _PASSES * sum(aval_bytes(equation.invars[i]) for i in reads)
-            whole.append(frozenset() if summed else reads)
-        given = jaxpr.invars[self._num_params :][:num_inputs]
+            if not parallel:
+                saved -= _PASSES * sum(aval_bytes(equation.invars[i]) for i in reads)
+            # A sum over the dimension is one over the devices.
+            is_sum = not parallel and equation.primitive.name.startswith("reduce_")
+            whole[id(equation)] = frozenset() if is_sum else reads
+        ops = self._of_ops
         return (
             SequenceSplit(
                 tuple(split.get(v) for v in given),
-                tuple(tuple(split.get(v) for v in e.outvars) for e in jaxpr.eqns),
-                tuple(whole),
-                tuple(map(self._is_split, jaxpr.eqns)),
+                tuple(tuple(split.get(v) for v in e.outvars) if e else () for e in ops),
+                tuple(whole[id(e)] if e else frozenset() for e in ops),
+                tuple(e is not None and self._is_split(e) for e in ops),
             ),
             saved,
         )
@@ -215,18 +234,16 @@ class _Layer:
         return dim if fits else None
 
 
-def _keeps(
-    equation: Any, operand: int, split: Mapping[Any, int], degree: int, ours: bool
-) -> bool:
+def _keeps(equation: Any, operand: int, split: Mapping[Any, int], degree: int) -> bool:
     """Whether an operation makes its split results of the split operand as it lies."""
     name, dim = equation.primitive.name, split[equation.invars[operand]]
-    if ours or any(out not in split for out in equation.outvars):
+    if any(out not in split for out in equation.outvars):
         return False
     results = [split[out] for out in equation.outvars]
-    if name in _SEEN_THROUGH:
-        return _body_keeps(opened(equation.params[_SEEN_THROUGH[name]]), equation, split, degree)
+    if name in BODIES:
+        return _body_keeps(opened(equation.params[BODIES[name]]), equation, split, degree)
     if name == "dot_general":
-        (contract, batch) = equation.params["dimension_numbers"]
+        contract, _ = equation.params["dimension_numbers"]
         return dim not in contract[operand] and results == [product_dim(equation, operand, dim)]
     if len(results) > 1 or any(map(_is_body_of_another, equation.params.values())):
         return False
@@ -248,7 +265,7 @@ def _body_keeps(body: Any, equation: Any, split: Mapping[Any, int], degree: int)
         if is_variable(inner)
     )
     return alike and all(
-        _keeps(e, i, inside, degree, False)
+        _keeps(e, i, inside, degree)
         for e in body.eqns
         for i, v in enumerate(e.invars)
         if is_variable(v) and v in inside
@@ -302,7 +319,7 @@ class SplitRun:
         self._index = {op: i for i, op in enumerate(function.ops)}
         self._dims = dict(zip(function.inputs, split.inputs, strict=True))
         for op, dims in zip(function.ops, split.results, strict=True):
-            self._dims.update(zip(op.outputs, dims, strict=True))
+            self._dims.update(zip(op.outputs, dims, strict=False))
         self.outputs = tuple(self._dims.get(v) for v in function.outputs)
 
     def enter(self, inputs: Sequence[Any]) -> list[Any]:
@@ -318,11 +335,13 @@ class SplitRun:
         at, given = self._index[op], list(arguments)
         for i in self._split.whole[at]:
             value = op.inputs[i]
+            dim = self._dims[value] if isinstance(value, int) else None
+            assert dim is not None, "what is read whole is split"
             if ("whole", value) not in env:
-                env["whole", value] = gathered(given[i], self._dims[value], self._mesh)
+                env["whole", value] = gathered(given[i], dim, self._mesh)
             given[i] = env["whole", value]
         split = scattered if self._split.parallel[at] else split_along
         return [
             array if dim is None else split(array, dim, self._mesh)
-            for array, dim in zip(run_op(op, given), self._split.results[at], strict=True)
+            for array, dim in zip_longest(run_op(op, given), self._split.results[at])
         ]

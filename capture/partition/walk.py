@@ -290,9 +290,7 @@ class _Walk:
                 if not other.static:
                     self._undo(value.column)
             elif result.dim is None:
-                result = replace(
-                    result, dim=product_dim(eqn, side, value.dim), column=value.column
-                )
+                result = replace(result, dim=product_dim(eqn, side, value.dim), column=value.column)
         return result
 
     def _keep_table_whole_on_features(self, weight: _Value) -> None:

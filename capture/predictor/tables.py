@@ -179,8 +179,8 @@ class ComponentTables:
                 f"data_parallel={choice.data_parallel} x tensor_parallel={choice.tensor_parallel} "
                 f"with remat={choice.remat!r}, "
                 f"shard_optimizer={choice.shard_optimizer}, shard_params={choice.shard_params}, "
-                f"sequence_parallel={choice.sequence_parallel} was not profiled ({degrees}); profile it"
-                f"{', or allow extrapolation' if alike else ''}.",
+                f"sequence_parallel={choice.sequence_parallel} was not profiled ({degrees}); "
+                f"profile it{', or allow extrapolation' if alike else ''}.",
                 "profile-choice",
             )
         tables = {degrees: self.table(known, microbatch_size) for degrees, known in alike.items()}

@@ -146,7 +146,7 @@ class StagePrograms(StageLayout):
             self.layers.first, self.layers.stop, self.specs, self.choice.tensor_parallel
         )
         return [
-            split and SplitRun(call, split, self.mesh)
+            None if split is None else SplitRun(call, split, self.mesh)
             for call, split in zip(self.layers.calls, splits, strict=True)
         ]
 

@@ -103,6 +103,13 @@ def test_split_parameters_are_not_alpas():
     assert codes_of(lambda: to_alpa(Plan(Cluster((2,)), 2, stages, 4, 2))) == ("alpa-shard-params",)
 
 
+def test_activations_split_along_the_sequence_are_not_alpas():
+    plan = Plan(
+        Cluster((2,)), 2, (Stage(0, 2, [0, 1], StageChoice(1, 2, sequence_parallel=True)),), 4, 2
+    )
+    assert codes_of(lambda: to_alpa(plan)) == ("alpa-sequence-parallel",)
+
+
 @pytest.mark.parametrize("modes", [("none", "full"), ("dots", "dots")])
 def test_remat_is_one_for_all_layers(modes):
     stages = tuple(Stage(s, s + 1, [s], StageChoice(1, 1, mode)) for s, mode in enumerate(modes))

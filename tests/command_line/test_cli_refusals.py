@@ -36,6 +36,7 @@ PLAN = ["plan", "tiny.py:model", "--profile", "profile.json"]
         ("profile-no-times", [*PLAN, *BATCH, "--algorithm", "autostage"]),
         ("profile-choice", [*PLAN, *BATCH, "--remat", "full"]),
         ("profile-choice", [*PLAN, *BATCH, "--shard-params"]),
+        ("profile-choice", [*PLAN, *BATCH, "--sequence-parallel"]),
         ("profile-file", ["plan", "tiny.py:model", *BATCH, "--profile", "missing.json"]),
         ("file", [*PLAN, *BATCH, "-o", "missing/plan.json"]),
         ("store-corrupt", ["profile", "tiny.py:model", *BATCH, "--store", "tiny.py"]),

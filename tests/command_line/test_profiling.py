@@ -379,7 +379,7 @@ def test_a_stage_that_the_profile_holds_calibrates_nothing():
     assert result.calibration.errors == () and result.calibration.coverage() is None
 
 
-def test_stages_may_split_their_parameters_and_a_plan_is_never_the_worse_for_it():
+def test_stages_may_split_parameters_and_activations_and_a_plan_is_never_the_worse_for_it():
     """By prediction and by replay of the compiled plans; and the profile survives its document."""
     task, cluster = mlp(optax.adam(1e-3), num_blocks=2), Cluster((2,))
     question = {"global_batch_size": 8, "num_microbatches": 2, "schedule": "1f1b"}
@@ -391,26 +391,33 @@ def test_stages_may_split_their_parameters_and_a_plan_is_never_the_worse_for_it(
             num_neighbours=1,
             calibration_plans=0,
             shard_params=True,
+            sequence_parallel=True,
         )
     )
     assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
-    without = replace(
-        found,
-        measurements={
-            c: cost for c, cost in found.measurements.items() if not c.choice.shard_params
-        },
+    kept = {c.choice: cost.residual_bytes for c, cost in found.measurements.items() if c.first == 0}
+    assert kept[StageChoice(1, 2, sequence_parallel=True)] < kept[StageChoice(1, 2)]
+
+    def only(allowed):
+        chosen = {c: cost for c, cost in found.measurements.items() if allowed(c.choice)}
+        return recommend(replace(found, measurements=chosen), PlanQuestion(cluster, **question))
+
+    split, free, bound = (
+        only(lambda choice: True),
+        only(lambda choice: not choice.sequence_parallel),
+        only(lambda choice: not (choice.sequence_parallel or choice.shard_params)),
     )
-    free, bound = (recommend(one, PlanQuestion(cluster, **question)) for one in (found, without))
-    assert free.plan is not None and bound.plan is not None
+    assert split.plan is not None and free.plan is not None and bound.plan is not None
+    assert [stage.choice.sequence_parallel for stage in split.plan.stages] == [True]
     assert [stage.choice.shard_params for stage in free.plan.stages] == [True]
     replayed = [
         max(pipeshard(task, plan).replay().peak_bytes_per_device)
-        for plan in (free.plan, bound.plan)
+        for plan in (split.plan, free.plan, bound.plan)
     ]
-    assert replayed[0] < replayed[1]
-    assert free.peak_bytes < bound.peak_bytes and free.peak_bytes == pytest.approx(
-        replayed[0], rel=0.1
-    )
+    assert replayed[0] < replayed[1] < replayed[2]
+    for answer, peak in ((split, replayed[0]), (free, replayed[1])):
+        assert answer.peak_bytes == pytest.approx(peak, rel=0.1)
+    assert split.peak_bytes < free.peak_bytes < bound.peak_bytes
 
 
 def test_what_fails_is_named_and_the_rest_is_kept(monkeypatch):

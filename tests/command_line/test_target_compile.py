@@ -55,6 +55,31 @@ def measured():
     return measure
 
 
+def test_sequence_parallelism_halves_every_all_reduce_into_a_scatter_and_a_gather(measured):
+    """Of a block on 4 devices: two all-reduces each way. Beside their halves there are: forwards the
+    gather of what leaves the stage; backwards those of the two kept parts that products read, that
+    of the stage's input, and sums of the gradients of small parameters."""
+    plain, split = (
+        [read(cost[f"{way}_work"], ProgramWork) for way in ("forward", "backward")]
+        for cost in measured("h100")["sequence"]
+    )
+    stream = 8 * 32 * 64 * 4
+
+    def sent(work: ProgramWork) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for c in work.collectives:
+            found[c.kind] = found.get(c.kind, 0) + c.nbytes * c.count
+        return found
+
+    assert [sent(work) for work in plain] == [{"all-reduce": 2 * stream}] * 2
+    forward, backward = map(sent, split)
+    assert forward == {"reduce-scatter": 2 * stream, "all-gather": (2 + 1) * stream}
+    assert backward.pop("all-reduce") < stream / 8
+    assert backward == {"reduce-scatter": 2 * stream, "all-gather": (2 + 2 + 1) * stream}
+    kept = [cost["residual_bytes"] for cost in measured("h100")["sequence"]]
+    assert kept[1] < kept[0]
+
+
 @pytest.mark.parametrize("name", [*TARGETS[:2], pytest.param("v5e", marks=pytest.mark.slow)])
 def test_kept_activations_are_the_same_arrays_on_every_target(measured, name):
     """What is kept is decided before a compiler is asked; a TPU pads it to whole tiles, and devices

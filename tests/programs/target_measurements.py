@@ -25,6 +25,11 @@ if target.platform == "cuda":
 configs = {name: StageConfig(2, 3, choice, 8) for name, choice in choices.items()}
 for name, config in configs.items():
     rows[name] = write(backend.measure(config))
+sequence = [
+    write(backend.measure(StageConfig(2, 3, StageChoice(1, 4, "cheap", sequence_parallel=on), 8)))
+    for on in (False, True)
+    if target.platform == "cuda"
+]
 buffers = write(backend.measure_buffers(StageConfig(0, 2, StageChoice(2, 1), 8)))
 cost = write(backend.measure(StageConfig(0, 2, StageChoice(2, 1), 8)))
 print(
@@ -32,6 +37,7 @@ print(
         {
             "flops": graph.layers[2].flops,
             "rows": rows,
+            "sequence": sequence,
             "provenance": backend.provenance,
             "buffers": buffers,
             "cost": cost,

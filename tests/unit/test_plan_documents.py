@@ -181,6 +181,15 @@ def test_a_plan_written_by_hand_may_leave_out_what_has_a_default():
     assert Plan.from_json(document) == two_stages()
 
 
+def test_only_what_is_split_along_the_sequence_says_so():
+    plan = two_stages()
+    assert "sequence_parallel" not in plan.to_json()["stages"][0]
+    split = replace(plan.stages[0], choice=replace(plan.stages[0].choice, sequence_parallel=True))
+    document = split.to_json()
+    assert document["sequence_parallel"] is True and Stage.from_json(document) == split
+    assert "activations split along the sequence" in str(split.choice)
+
+
 def test_sequences_become_tuples_and_a_plan_has_a_hash():
     stage = Stage(0, 2, range(2), StageChoice(data_parallel=2))
     assert stage.devices == (0, 1)

@@ -99,7 +99,7 @@ def test_a_degree_that_was_not_profiled_is_refused():
         AdditivePredictor(profile).predict(make_plan([4], [StageChoice(8, 1)]))
     assert str(error.value) == (
         "data_parallel=8 x tensor_parallel=1 with remat='none', shard_optimizer=False, "
-        "shard_params=False was not profiled "
+        "shard_params=False, sequence_parallel=False was not profiled "
         "(profiled degrees: 1x1, 1x2, 1x4, 2x1, 2x2, 4x1); profile it, or allow extrapolation. "
         "[profile-choice]"
     )
@@ -109,7 +109,8 @@ def test_a_degree_that_was_not_profiled_is_refused():
         )
     assert str(error.value) == (
         "data_parallel=1 x tensor_parallel=1 with remat='full', shard_optimizer=False, "
-        "shard_params=False was not profiled (no degrees were profiled so); profile it. "
+        "shard_params=False, sequence_parallel=False was not profiled (no degrees were profiled "
+        "so); profile it. "
         "[profile-choice]"
     )
 

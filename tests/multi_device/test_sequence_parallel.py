@@ -1,0 +1,206 @@
+"""Sequence parallelism: where it is legal, what it keeps, and that a step with it is the same
+step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from pipeline_models import mark, mlp, pipeline, tied
+from test_pipeline import compare
+
+from capture.measured.profile import StageConfig
+from capture.measured.store import Store
+from capture.model.workload import Workload
+from capture.partition.sequence import SequenceSplits
+from capture.plan.choices import StageChoice
+from capture.profiler.compile import CompileBackend
+from capture.runtime.meter import measure_step
+from capture.runtime.programs import shard_bytes
+
+WIDTH, LENGTH = 32, 8
+
+
+def transformer(experts: bool = False, dropout: bool = False, is_tied: bool = False) -> Workload:
+    """Two blocks of attention, and of a feed-forward layer or of experts that a whole router
+    weighs; normalised over the features. Of vectors, or of tokens by a table that is tied."""
+    shapes = {
+        "qkv": (WIDTH, 3, 4, WIDTH // 4),
+        "out": (4, WIDTH // 4, WIDTH),
+        "up": (4, WIDTH, 4 * WIDTH) if experts else (WIDTH, 4 * WIDTH),
+        "down": (4, 4 * WIDTH, WIDTH) if experts else (4 * WIDTH, WIDTH),
+        "router": (WIDTH, 4),
+        "scale": (WIDTH,),
+    }
+
+    def init(key):
+        table = [jax.random.normal(key, (64, WIDTH)) / 4] if is_tied else []
+        return table + [
+            {
+                name: jnp.ones(shape)
+                if name == "scale"
+                else jax.random.normal(jax.random.fold_in(key, 9 * i + j), shape) / 8
+                for j, (name, shape) in enumerate(shapes.items())
+                if experts or name != "router"
+            }
+            for i in range(2)
+        ]
+
+    def normal(x, scale):
+        x = x - jnp.mean(x, -1, keepdims=True)
+        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * scale
+
+    def block(p, x, key):
+        q, k, v = jnp.moveaxis(jnp.einsum("bsd,dchk->bschk", normal(x, p["scale"]), p["qkv"]), 2, 0)
+        scores = jax.nn.softmax(jnp.einsum("bqhk,bshk->bhqs", q, k))
+        x = x + jnp.einsum("bqhk,hkd->bqd", jnp.einsum("bhqs,bshk->bqhk", scores, v), p["out"])
+        h = normal(x, p["scale"])
+        if experts:
+            weights = jax.nn.softmax(h @ p["router"])
+            made = jax.nn.gelu(jnp.einsum("bsd,edf->bsef", h, p["up"]))
+            made = jnp.einsum("bsef,efd->bsed", made, p["down"])
+            return x + jnp.einsum("bsed,bse->bsd", made, weights)
+        made = jax.nn.gelu(h @ p["up"]) @ p["down"]
+        return x + (made * jax.random.bernoulli(key, 0.8, made.shape) if dropout else made)
+
+    def loss_with_key(params, x, key):
+        *table, first, second = params
+        tokens = x
+        x = table[0][tokens] if table else x
+        for i, p in enumerate((first, second)):
+            x = mark(block(p, x, None if key is None else jax.random.fold_in(key, i)))
+        if table:
+            logits = jax.nn.log_softmax(x @ table[0].T)
+            return -jnp.mean(jnp.take_along_axis(logits, tokens[..., None], -1))
+        return jnp.mean(jnp.tanh(x) ** 2)
+
+    return Workload(
+        loss_with_key if dropout else lambda params, x: loss_with_key(params, x, None),
+        init,
+        lambda key, n: (
+            jax.random.randint(key, (n, LENGTH), 0, 64)
+            if is_tied
+            else jax.random.normal(key, (n, LENGTH, WIDTH))
+        ),
+        optax.sgd(0.1),
+    )
+
+
+def programs(workload, degrees=(1, 4), remat="none", layers=(0, 1), size=4, on=True):
+    choice = StageChoice(*degrees, remat, sequence_parallel=on)
+    backend = CompileBackend(workload, store=Store())
+    config = StageConfig(*layers, choice, size)
+    return backend.programs(config), backend.key(config)
+
+
+def split_of(workload, layer=0, degree=4, size=4):
+    backend = CompileBackend(workload, store=Store())
+    specs = backend.sharding(size).specs(degree)
+    traced = backend.traced(size)
+    [found] = SequenceSplits(traced).of_stage(layer, layer + 1, specs, degree)
+    return found, traced.slice(layer, layer + 1).calls[0].function.ops
+
+
+def test_of_a_transformer_the_sequence_is_split_and_read_whole_by_products_alone():
+    found, ops = split_of(transformer())
+    assert found.inputs == ()
+    whole = [op.primitive.name for op, reads in zip(ops, found.whole, strict=True) if reads]
+    assert whole == ["dot_general", "dot_general"]
+    summed = [
+        dims
+        for op, dims, parallel in zip(ops, found.results, found.parallel, strict=True)
+        if parallel and dims != (None,)
+    ]
+    assert summed == [(1,), (1,)], "of what comes out of attention and of the feed-forward layer"
+    found, _ = split_of(transformer(), layer=1)
+    assert found.inputs == (1,)
+
+
+def test_features_are_split_where_there_is_no_sequence_or_it_is_mixed():
+    found, _ = split_of(mlp(), layer=1)
+    assert found.inputs == (1,), "without a sequence, its features: they are added one by one"
+
+    def sequence_mixed(params, x):
+        for p in params:
+            h = jnp.cumsum(x - jnp.mean(x, -1, keepdims=True), 1)
+            x = mark(jnp.sort(x + jax.nn.relu(h @ p["up"]) @ p["down"], 1))
+        return jnp.mean(x)
+
+    mixing = replace(transformer(), loss_fn=sequence_mixed)
+    found, _ = split_of(mixing, layer=1)
+    assert found.inputs == (2,), "features are split where a sequence is mixed"
+
+
+@pytest.mark.parametrize(
+    ("workload", "degrees"), [(transformer(), (4, 1)), (transformer(), (1, 3)), (tied(), (1, 4))]
+)
+def test_where_nothing_can_be_split_programs_and_their_keys_are_the_same(workload, degrees):
+    (split, key), (plain, plain_key) = (
+        programs(workload, degrees, on=on, layers=(1, 2)) for on in (True, False)
+    )
+    assert key == plain_key
+    assert str(split._traced_forward) == str(plain._traced_forward)
+    assert programs(transformer())[1] != programs(transformer(), on=False)[1]
+
+
+@pytest.mark.parametrize("remat", ["none", "cheap"])
+def test_what_is_between_products_is_kept_in_parts(remat):
+    tp = 4
+    (split, _), (plain, _) = (
+        programs(transformer(), (1, tp), remat, (1, 2), on=on) for on in (True, False)
+    )
+    wide = [
+        [s for s in p.forward.outputs[1] if s.shape == (4, LENGTH, WIDTH)] for p in (split, plain)
+    ]
+    parts = [sorted(shard_bytes(s) for s in structs) for structs in wide]
+    whole = 4 * 4 * LENGTH * WIDTH
+    assert set(parts[0]) == {whole // tp}
+    saved = plain.cost.residual_bytes - split.cost.residual_bytes
+    # Without, the input is kept as it is.
+    least = 6 if remat == "none" else 1
+    assert saved >= (whole - whole // tp) * least
+    # A split value that is read whole is kept once, in parts.
+    equations = [split._saving_all.maker(v) for v in split.residuals.stored]
+    assert all(
+        tuple(e.params["sharding"].spec).count("model") == 1
+        for e in equations
+        if e is not None and e.primitive.name == "sharding_constraint"
+    )
+
+
+WORKLOADS = {
+    "tied": lambda: transformer(is_tied=True),
+    "dropout": lambda: transformer(dropout=True),
+    "experts": lambda: transformer(experts=True),
+    "features": mlp,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "degrees", "remat", "schedule"),
+    [
+        ("tied", ((2, 2), (1, 4)), "cheap", "1f1b"),
+        ("dropout", ((1, 4), (1, 2)), "none", "zb-h1"),
+        ("experts", ((2, 4),), "full", "gpipe"),
+        ("features", ((2, 2), (1, 4)), "dots", "1f1b"),
+    ],
+)
+def test_a_step_is_the_single_device_step_and_its_replay(name, degrees, remat, schedule):
+    workload = WORKLOADS[name]()
+    layers = (2, 2) if name == "features" else (2, 1)
+    plan = pipeline((sum(layers),) if len(degrees) == 1 else layers, degrees, remat=remat)
+    plan = plan.with_(
+        schedule=schedule,
+        stages=tuple(
+            replace(stage, choice=replace(stage.choice, sequence_parallel=True))
+            for stage in plan.stages
+        ),
+    )
+    step = compare(workload, plan, num_steps=1)
+    assert any(v is not None for s in step.stages for v in s._split_runs)
+    params, batch = workload.init(jax.random.key(0)), workload.batch(jax.random.key(1), 8)
+    measured = measure_step(step, step.init_from(params), batch, jax.random.key(2), strict=True)
+    assert measured.peak_bytes_per_device == step.replay().peak_bytes_per_device
