@@ -392,6 +392,7 @@ def test_stages_may_split_parameters_and_activations_and_a_plan_is_never_the_wor
             calibration_plans=0,
             shard_params=True,
             sequence_parallel=True,
+            remat=("none",),
         )
     )
     assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
