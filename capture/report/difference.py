@@ -88,7 +88,8 @@ def differences(first: Plan, second: Plan) -> list[Difference]:
         if a is None or b is None:
             found.append(Difference(f"stages[{s}]", a and a.to_json(), b and b.to_json()))
             continue
-        fields = _paired(a.to_json(), b.to_json())
+        # Files leave out what is false.
+        fields = _paired(*({"sequence_parallel": False, **stage.to_json()} for stage in (a, b)))
         found += [
             Difference(f"stages[{s}].{name}", *fields[name])
             for name in _STAGE_FIELDS

@@ -15,6 +15,7 @@ from capture.model.workload import WorkloadSpec
 from capture.plan.choices import StageChoice
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
+from capture.report.difference import Difference, differences
 
 # ---- files ---------------------------------------------------------------------------------------
 
@@ -188,6 +189,8 @@ def test_only_what_is_split_along_the_sequence_says_so():
     document = split.to_json()
     assert document["sequence_parallel"] is True and Stage.from_json(document) == split
     assert "activations split along the sequence" in str(split.choice)
+    [found] = differences(plan, plan.with_(stages=(split, *plan.stages[1:])))
+    assert found == Difference("stages[0].sequence_parallel", False, True)
 
 
 def test_sequences_become_tuples_and_a_plan_has_a_hash():
