@@ -96,9 +96,9 @@ FOREIGN = _names("""
     vary_unreduced_cast_p""")
 #: and what does more than compute.
 EFFECTS = _names("""
-    after_all check create_token debug_callback debug_print device_put dim_as_value dimension_size
-    inspect_sharding io_callback pin run_state shape_assertion stage unpin unreachable
-    with_memory_space_constraint""")
+    after_all check compute_on create_token debug_callback debug_print device_put dim_as_value
+    dimension_size inspect_sharding io_callback pin run_state shape_assertion stage unpin
+    unreachable with_memory_space_constraint""")
 
 _FLOPS = dict.fromkeys(RENAMED | MOVES, 0) | dict.fromkeys(ARITHMETIC | REDUCTIONS, 1)
 _FLOPS |= dict.fromkeys(FUNCTIONS, 20) | dict.fromkeys(LONG_FUNCTIONS, 100)

@@ -165,13 +165,13 @@ def test_options_of_packs_are_not_of_stages(capsys):
     assert [error["code"] for error in document["errors"]] == ["plan-system", "plan-system"]
 
 
-@pytest.mark.parametrize("verb", ["run", "verify"])
-def test_other_verbs_refuse_plans_of_packs(verb, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("verb", "refusal"), [("run", "plan-workload"), ("verify", "plan-kind")])
+def test_a_plan_that_knows_layers_alone_is_not_run(verb, refusal, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     main(asked("toy6", "--memory", "2.2GB"))
     capsys.readouterr()
     code, document = answer(capsys, verb, "plan.json")
-    assert code == 2 and [error["code"] for error in document["errors"]] == ["plan-kind"]
+    assert code == 2 and [error["code"] for error in document["errors"]] == [refusal]
 
 
 def test_the_trace_of_a_step(tmp_path, monkeypatch, capsys):

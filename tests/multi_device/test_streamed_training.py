@@ -20,6 +20,7 @@ from capture.runtime.meter import LiveArrayMeter
 from capture.runtime.pipeline import pipeshard
 from capture.runtime.reference import ReferenceStep, max_relative_error, rounding_floor
 from capture.runtime.streamed import StreamedStep, streamed
+from capture.runtime.training import Training, train
 
 SERVER = Server.load("gtx1080ti-x4")
 
@@ -183,3 +184,14 @@ def test_no_instruction_needs_more_than_the_devices_have():
         server = plan.machine.with_(host_memory_bytes=10_000)
         streamed(workload, replace(plan, machine=server)).replay()
     assert error.value.codes == ("step-host-memory",)
+
+
+def test_a_run_is_measured_beside_one_device():
+    plan = packs_plan((1, 1), (1,), batch=5)  # the last micro-batch is smaller
+    document = train(plan, mlp(num_blocks=2), Training(num_steps=2, check=True))
+    assert document["max_relative_loss_error"] < 1e-6
+    assert document["max_relative_gradient_error"] < 5e-6
+    measured, host = document["measured_peak_bytes_per_device"], document["host"]
+    assert document["ledger_checks"] and measured == document["replayed_peak_bytes_per_device"]
+    assert host["measured_peak_bytes"] == host["replayed_peak_bytes"] > 0
+    assert document["target"] == plan.machine.name and not document["is_target"]
