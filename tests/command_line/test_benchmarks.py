@@ -187,6 +187,7 @@ def test_gpu_truth_has_layers_and_steps_of_three_families_in_two_dtypes():
     ] == pytest.approx(0.1)
 
 
+@pytest.mark.slow
 def test_a_layer_runs_and_is_compared_where_there_is_no_allocator():
     """The path of the GPU, on the CPU of this machine, whose devices have no allocator to read."""
     env = environment_apart(xla_flags=QUICK_CODE)

@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from commands import run_here
 from planned_model import BATCH, PROFILING, STORE, capture, rows
 from processes import REPOSITORY, user_model
@@ -120,6 +121,7 @@ def test_explain_itemises_and_ranks_the_changes(planned):
     )
 
 
+@pytest.mark.slow
 def test_evaluate_keeps_its_contract_for_both_modes(planned):
     document = capture(
         planned.directory,

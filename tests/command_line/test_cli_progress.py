@@ -12,6 +12,7 @@ import sys
 import time
 from types import SimpleNamespace
 
+import pytest
 from commands import run_here
 from planned_model import BATCH, capture, rows, start
 from processes import REPOSITORY, environment_apart
@@ -58,6 +59,7 @@ def test_progress_in_a_terminal_is_one_line():
 # ---- nothing is lost -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_killed_profile_resumes_and_measures_only_what_is_missing(planned, tmp_path):
     """Killed with worker processes, resumed without: they share the keys."""
     store = tmp_path / "store.sqlite"

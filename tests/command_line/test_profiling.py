@@ -379,6 +379,7 @@ def test_a_stage_that_the_profile_holds_calibrates_nothing():
     assert result.calibration.errors == () and result.calibration.coverage() is None
 
 
+@pytest.mark.slow
 def test_stages_may_split_parameters_and_activations_and_a_plan_is_never_the_worse_for_it():
     """By prediction and by replay of the compiled plans; and the profile survives its document."""
     task, cluster = mlp(optax.adam(1e-3), num_blocks=2), Cluster((2,))

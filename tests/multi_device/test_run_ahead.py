@@ -171,9 +171,9 @@ def test_more_memory_means_fewer_waits():
 
 WIDTH, MICROBATCH_SIZE, NUM_MICROBATCHES = 256, 512, 12
 
-#: What a step takes beside arrays: objects of JAX, and some 300 kB while a program runs that do not
+#: What a step takes beside arrays: objects of JAX, and some 300 to 500 kB while a program runs that do not
 #: grow with its arrays.
-OVERHEAD_BYTES = 400_000
+OVERHEAD_BYTES = 700_000
 
 
 def pointwise(num_blocks: int = 4) -> Workload:
@@ -212,7 +212,7 @@ def late(x: jax.Array) -> jax.Array:
     """``x``, after some 0.1 s. Products: XLA runs what it thinks cheap, loops of
     scalars among it, on the thread that dispatches."""
     ones = jnp.broadcast_to(x[0] * 0 + 1 / 128, (128, 128))
-    return x * jax.lax.fori_loop(0, 1_500, lambda _, y: y @ ones, ones)[0, 0] * 128
+    return x * jax.lax.fori_loop(0, 1_000, lambda _, y: y @ ones, ones)[0, 0] * 128
 
 
 class Held:
@@ -229,17 +229,19 @@ class Held:
             slots[slot] = jax.tree.map(late, slots[slot])
 
 
-def heaps(step: PipelinedStep, num_steps: int) -> tuple[int, list[int], list[float]]:
-    """Bytes booked, and added by each step; and the losses."""
+def heaps(
+    step: PipelinedStep, num_steps: int, held: bool = False
+) -> tuple[int, list[int], list[float]]:
+    """Bytes booked, and added by each step, its devices held up or not; and the losses."""
     batch = np.linspace(-1, 1, step.plan.global_batch_size * WIDTH, dtype=np.float32).reshape(
         -1, WIDTH
     )
     state = step.init(jax.random.key(0))
     # The first makes what lasts: threads, compiled transfers.
-    state, _ = step(state, batch, observer=Held())
+    state, _ = step(state, batch, observer=Held() if held else None)
     added, losses, booked_bytes = [], [], 0
     for _ in range(num_steps):
-        state, metrics, heap = measure_heap(step, state, batch, observer=Held())
+        state, metrics, heap = measure_heap(step, state, batch, observer=Held() if held else None)
         if heap is None:
             pytest.skip("this system's C library has no mallinfo2; glibc 2.33 and newer does")
         booked_bytes = heap.booked_bytes
@@ -256,8 +258,8 @@ def test_the_allocator_gives_out_no_more_than_the_ledger_books():
     booked_bytes, added, losses = heaps(step, 4)
     assert 0.9 * booked_bytes < min(added) < 1.02 * booked_bytes + OVERHEAD_BYTES
     step.bound_run_ahead = False
-    _, without, same_losses = heaps(step, 4)
-    assert max(without) > 1.1 * booked_bytes
+    _, without, same_losses = heaps(step, 4, held=True)
+    assert max(without) > 1.5 * booked_bytes
     assert losses == same_losses
 
 

@@ -87,6 +87,7 @@ def limit_of_one_layer(result: Profile) -> int:
     return int((most + pairs.min()) / 2)
 
 
+@pytest.mark.slow
 def test_executed_statistics_are_the_compiled_ones(executed, compiled):
     mine, theirs = statistics(executed), statistics(compiled)
     for found in (mine, theirs):
@@ -109,6 +110,7 @@ def test_executed_statistics_are_the_compiled_ones(executed, compiled):
             assert 0 <= layers.added[-1] - other.added[-1] <= 4 * m
 
 
+@pytest.mark.slow
 def test_the_profile_says_what_was_executed(executed):
     assert executed.measurements == {}
     assert executed.failures == ()
@@ -118,6 +120,7 @@ def test_the_profile_says_what_was_executed(executed):
     assert Profile.from_json(json.loads(json.dumps(executed.to_json()))) == executed
 
 
+@pytest.mark.slow
 def test_a_second_call_executes_nothing(executed, store, executions):
     again = profile(ProfileQuestion(TINY, CLUSTER, backend="run", **TARGETS), store=store)
     assert executions == []
@@ -173,6 +176,7 @@ def test_repeats_measure_as_many_steps_and_count_the_largest_peaks(monkeypatch, 
     assert backend.key(run) != backend.key(ONE_RUN) != backend.key(replace(ONE_RUN, repeats=2))
 
 
+@pytest.mark.slow
 def test_the_same_plan_as_from_compiled_runs(executed, compiled):
     batch = {"global_batch_size": 16, "num_microbatches": 8, "schedule": "1f1b", "mode": "paper"}
     mine, theirs = (
@@ -193,12 +197,14 @@ def test_the_same_plan_as_from_compiled_runs(executed, compiled):
     assert stage.interval_bytes == (stage.peak_bytes // 4, 2 * stage.peak_bytes)
 
 
+@pytest.mark.slow
 def test_the_default_mode_refuses_executed_runs(executed):
     with pytest.raises(ProfileError) as error:
         recommend(executed, PlanQuestion(CLUSTER, global_batch_size=16, num_microbatches=8))
     assert error.value.codes == ("profile-windows",)
 
 
+@pytest.mark.slow
 def test_runs_above_the_limit_are_named_and_what_they_alone_give_is_missing(
     executed, store, executions
 ):
@@ -240,6 +246,7 @@ def test_runs_above_the_limit_are_named_and_what_they_alone_give_is_missing(
     assert error.value.codes == ("profile-runs",)
 
 
+@pytest.mark.slow
 def test_a_run_above_the_limit_is_not_made_and_compiled_once(executed, monkeypatch, executions):
     # Calling it would fail in another way.
     monkeypatch.setattr(capture.profiler.run, "measure_step", None)

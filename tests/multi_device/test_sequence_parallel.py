@@ -184,8 +184,8 @@ WORKLOADS = {
     [
         ("tied", ((2, 2), (1, 4)), "cheap", "1f1b"),
         ("dropout", ((1, 4), (1, 2)), "none", "zb-h1"),
-        ("experts", ((2, 4),), "full", "gpipe"),
-        ("features", ((2, 2), (1, 4)), "dots", "1f1b"),
+        pytest.param("experts", ((2, 4),), "full", "gpipe", marks=pytest.mark.slow),
+        pytest.param("features", ((2, 2), (1, 4)), "dots", "1f1b", marks=pytest.mark.slow),
     ],
 )
 def test_a_step_is_the_single_device_step_and_its_replay(name, degrees, remat, schedule):
