@@ -1,4 +1,4 @@
-"""How the arrays of a stage lie on its mesh."""
+"""The devices of a plan, and how the arrays of a stage lie on its mesh."""
 
 from __future__ import annotations
 
@@ -10,12 +10,31 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from capture.errors import ExecutionError
 from capture.model.graph import LayerGraph, Tensor
 from capture.partition.sharding import over_replicas
 from capture.partition.tensor_parallel import DATA_AXIS, MODEL_AXIS
 from capture.plan.choices import StageChoice
 from capture.runtime.optimizer import StageUpdate
 from capture.tracing.slices import struct_of
+
+
+def first_devices(devices: Sequence[jax.Device] | None, count: int) -> list[Any]:
+    """As many as a plan uses, by default of ``jax.devices()``.
+
+    Raises:
+        ExecutionError: ``run-devices`` if there are fewer.
+    """
+    devices = jax.devices() if devices is None else devices
+    if len(devices) < count:
+        raise ExecutionError.of(
+            f"the plan uses {count} devices and this process has {len(devices)} "
+            f"({devices[0].platform}); for virtual CPU devices call "
+            f"capture.environment.prepare(num_devices={count}) before JAX loads (capture run "
+            "does).",
+            "run-devices",
+        )
+    return list(devices[:count])
 
 
 class StageLayout:

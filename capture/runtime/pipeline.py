@@ -23,6 +23,7 @@ from capture.partition.tensor_parallel import Rule
 from capture.plan.kinds import of_stages
 from capture.plan.stages import Plan
 from capture.runtime.dispatch import BoundStep, Observer, to_device, to_host
+from capture.runtime.layout import first_devices
 from capture.runtime.microbatches import split_microbatches
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
 from capture.runtime.programs import StagePrograms
@@ -103,19 +104,10 @@ def pipeshard(
     """
     environment.warn()
     of_stages(plan, "Train with capture.shard(workload, plan, mesh).")
-    devices = jax.devices() if devices is None else devices
-    if len(devices) < plan.cluster.num_devices:
-        raise ExecutionError.of(
-            f"the plan uses {plan.cluster.num_devices} devices and this process has "
-            f"{len(devices)} ({devices[0].platform}); for virtual "
-            "CPU devices call "
-            f"capture.environment.prepare(num_devices={plan.cluster.num_devices}) before JAX "
-            "loads (capture run does).",
-            "run-devices",
-        )
+    devices = first_devices(devices, plan.cluster.num_devices)
     traced = trace_for_plan(workload, plan)
     sharding = ModelSharding(traced, rule or cast(Rule, plan.tensor_parallel_rule))
-    return PipelinedStep(workload, plan, traced, list(devices), sharding, fast_compile)
+    return PipelinedStep(workload, plan, traced, devices, sharding, fast_compile)
 
 
 def trace_for_plan(workload: WorkloadProtocol, plan: Plan) -> TracedModel:
@@ -172,7 +164,7 @@ class PipelinedStep:
         fast_compile: bool = False,
     ):
         self.workload, self.plan, self.traced = workload, plan, traced
-        self.devices = devices[: plan.cluster.num_devices]
+        self.devices = devices
         self.bound_run_ahead = devices[0].platform == "cpu"
         graph = traced.graph
         owned = [owned_and_borrowed(graph, stage.first, stage.stop) for stage in plan.stages]

@@ -399,11 +399,10 @@ class StagePrograms(StageLayout):
     def cost_given_update(self, update: UpdateCost) -> StageCost:
         """The cost of the stage where that of its update is known already: compiles forward and
         backward."""
-        forward, backward = self.forward, self.backward
+        forward = self.forward
         return StageCost(
             residual_bytes=self._residual_bytes(forward),
             forward_bytes=forward.transient_bytes,
-            backward_bytes=backward.transient_bytes,
             kept_inputs=self.residuals.inputs,
             kept_outputs=self.residuals.outputs,
             kept_batch=self.residuals.batch,
@@ -412,9 +411,14 @@ class StagePrograms(StageLayout):
             summarize_bytes=update.summarize_bytes,
             summary_bytes=update.summary_bytes,
             forward_work=forward.work,
-            backward_work=backward.work,
             update_work=update.update_work,
+            **self._backward_cost(),
         )
+
+    def _backward_cost(self) -> dict[str, Any]:
+        """The fields of ``StageCost`` that tell of the backward pass."""
+        backward = self.backward
+        return {"backward_bytes": backward.transient_bytes, "backward_work": backward.work}
 
     @property
     def buffers(self) -> StageBuffers:
@@ -474,9 +478,9 @@ class StagePrograms(StageLayout):
     def _residual_bytes(forward: Executable) -> int:
         """As allocated where the compiler says so: padding is counted with what is kept, which has
         the odd shapes."""
-        outputs, residuals = forward.outputs
+        outputs, *residuals = forward.outputs
         if forward.output_bytes is None:
-            return sum(map(shard_bytes, residuals))
+            return sum(shard_bytes(r) for part in residuals for r in part)
         return max(0, forward.output_bytes - sum(map(shard_bytes, outputs)))
 
 

@@ -22,7 +22,7 @@ import jax
 from jax.extend import core as jex_core
 
 from capture.compiler.executable import Executable
-from capture.measured.stage_cost import SplitCost, StageCost, UpdateCost
+from capture.measured.stage_cost import SplitCost
 from capture.runtime.origins import buffer_of
 from capture.runtime.programs import StagePrograms, shard_bytes
 from capture.step.attribution import StageBuffers
@@ -228,28 +228,9 @@ class SplitStagePrograms(StagePrograms):
             weights_work=weights.work,
         )
 
-    def cost_given_update(self, update: UpdateCost) -> StageCost:
-        """As of ``StagePrograms``; its backward pass is never compiled whole."""
-        forward = self.forward
-        outputs, *residuals = forward.outputs
-        nbytes = sum(shard_bytes(r) for part in residuals for r in part)
-        if forward.output_bytes is not None:
-            nbytes = max(0, forward.output_bytes - sum(map(shard_bytes, outputs)))
-        return StageCost(
-            residual_bytes=nbytes,
-            forward_bytes=forward.transient_bytes,
-            backward_bytes=0,
-            kept_inputs=self.residuals.inputs,
-            kept_outputs=self.residuals.outputs,
-            kept_batch=self.residuals.batch,
-            optimizer_bytes=update.optimizer_bytes,
-            update_bytes=update.update_bytes,
-            summarize_bytes=update.summarize_bytes,
-            summary_bytes=update.summary_bytes,
-            forward_work=forward.work,
-            update_work=update.update_work,
-            split=self.split_cost,
-        )
+    def _backward_cost(self) -> dict[str, Any]:
+        """Its backward pass is never compiled whole."""
+        return {"backward_bytes": 0, "split": self.split_cost}
 
     @property
     def buffers(self) -> StageBuffers:

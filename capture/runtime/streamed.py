@@ -28,6 +28,7 @@ from capture.plan.task_graph import Task
 from capture.quantities import format_bytes
 from capture.runtime.dispatch import BoundStep, Call, Observer, to_host
 from capture.runtime.fast_paths import flat_call
+from capture.runtime.layout import first_devices
 from capture.runtime.microbatches import split_examples
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
 from capture.runtime.packs import PackPrograms, TracedSizes
@@ -73,18 +74,11 @@ def streamed(
             ``run-host-memory`` where a device cannot use its host's, or may use too little.
     """
     environment.warn()
-    devices = jax.devices() if devices is None else list(devices)
     count = plan.machine.devices
-    if len(devices) < count:
-        raise ExecutionError.of(
-            f"the plan uses {count} devices and this process has {len(devices)} "
-            f"({devices[0].platform}); for virtual CPU devices call "
-            f"capture.environment.prepare(num_devices={count}) before JAX loads.",
-            "run-devices",
-        )
+    devices = first_devices(devices, count)
     if any(
         HOST_MEMORY not in {memory.kind for memory in device.addressable_memories()}
-        for device in devices[:count]
+        for device in devices
     ):
         raise ExecutionError.of(
             f"devices of platform {devices[0].platform} have no memory of kind {HOST_MEMORY}, "
@@ -98,7 +92,7 @@ def streamed(
             "mode='pp'.",
             "packs-reduce",
         )
-    return StreamedStep(workload, plan, devices[:count], begins, fast_compile)
+    return StreamedStep(workload, plan, devices, begins, fast_compile)
 
 
 class StreamedStep:
