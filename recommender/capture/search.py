@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from capture.errors import PlanError
+from recommender.algorithms import algorithm_named
 from recommender.capture.enumerate import enumerate_plans
 from recommender.capture.mcap import mcap, mcap_brute_force
 from recommender.capture.minmax import minmax
@@ -41,11 +41,6 @@ def search(problem: SearchProblem, algorithm: str = "minmax", **options: Any) ->
     Raises:
         PlanError: ``search-algorithm`` for an unknown name.
     """
-    if algorithm not in ALGORITHMS:
-        raise PlanError.of(
-            f"algorithm={algorithm!r} is unknown; choose one of {', '.join(ALGORITHMS)}.",
-            "search-algorithm",
-        )
-    start = time.perf_counter()
-    result = ALGORITHMS[algorithm](problem, **options)
+    run, start = algorithm_named(algorithm, ALGORITHMS), time.perf_counter()
+    result = run(problem, **options)
     return replace(result, seconds=time.perf_counter() - start)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from capture.errors import PlanError
+from recommender.algorithms import algorithm_named
 from recommender.harmony.bound import least_seconds
 from recommender.harmony.problem import Choice, PacksProblem
 from recommender.harmony.result import PacksResult, Point
@@ -27,13 +27,8 @@ def search(problem: PacksProblem, algorithm: str = "bounded") -> PacksResult:
     Raises:
         PlanError: ``search-algorithm`` for an unknown name.
     """
-    if algorithm not in ALGORITHMS:
-        raise PlanError.of(
-            f"algorithm={algorithm!r} is unknown; choose one of {', '.join(ALGORITHMS)}.",
-            "search-algorithm",
-        )
-    start = time.perf_counter()
-    points = tuple(ALGORITHMS[algorithm](problem))
+    run, start = algorithm_named(algorithm, ALGORITHMS), time.perf_counter()
+    points = tuple(run(problem))
     return PacksResult(
         "ok" if points else "infeasible",
         algorithm,

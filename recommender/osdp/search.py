@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from capture.errors import PlanError
+from recommender.algorithms import algorithm_named
 from recommender.osdp.depth_first import depth_first
 from recommender.osdp.exact import exact
 from recommender.osdp.problem import ShardingProblem
@@ -41,11 +41,6 @@ def search(problem: ShardingProblem, algorithm: str = "exact", **options: Any) -
         >>> result.optimal, 0 < result.plan.sharded_fraction < 1
         (True, True)
     """
-    if algorithm not in ALGORITHMS:
-        raise PlanError.of(
-            f"algorithm={algorithm!r} is unknown; choose one of {', '.join(ALGORITHMS)}.",
-            "search-algorithm",
-        )
-    start = time.perf_counter()
-    result = ALGORITHMS[algorithm](problem, **options)
+    run, start = algorithm_named(algorithm, ALGORITHMS), time.perf_counter()
+    result = run(problem, **options)
     return replace(result, seconds=time.perf_counter() - start)

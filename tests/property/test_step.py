@@ -18,6 +18,7 @@ from capture.predictor.formula import of_interfaces, peak_of, peak_parts, peaks_
 from capture.step.interface import StageInterface, stage_interface
 from capture.step.pipeline import build_step
 from capture.step.program import Copy, Feed, Free, Run, Step, Wait, replay
+from tests.recorded.access import step_lines
 from tests.synthetic_graphs import LOSS_BYTES, chain, layer_graphs, stage_interfaces
 
 schedules = st.sampled_from(["gpipe", "1f1b"])
@@ -307,27 +308,7 @@ def interfaces(graph, cuts, cost=NOTHING):
 
 def as_text(program: Step) -> str:
     """One line per instruction."""
-
-    def names(slots):
-        return " ".join(program.slots[slot].name for slot in slots)
-
-    lines = []
-    for instruction in program.instructions:
-        match instruction:
-            case Feed():
-                lines.append(f"feed {names([instruction.slot])}")
-            case Run():
-                groups = " | ".join(names(group) for group in instruction.inputs)
-                kind = program.programs[instruction.program].kind
-                lines.append(f"{kind}({groups}) -> {names(instruction.outputs)}")
-            case Copy():
-                index = "" if instruction.index is None else f"[{instruction.index}]"
-                lines.append(
-                    f"{names([instruction.source])}{index} => {names([instruction.target])}"
-                )
-            case Free() if instruction.slots:
-                lines.append(f"free {names(instruction.slots)}")
-    return "\n".join(lines)
+    return "\n".join(step_lines(program))
 
 
 GOLDEN_STEP = """\

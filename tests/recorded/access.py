@@ -248,7 +248,7 @@ def step_facts(workload: str, plan_file: Path, *, lines: bool = False) -> dict[s
 
 
 def step_lines(program: Any) -> list[str]:
-    """One line per instruction, the text of ``tests/property/test_step.py``."""
+    """One line per instruction; also the golden text of ``tests/property/test_step.py``."""
     from capture.step.program import Copy, Feed, Free, Run
 
     def names(slots: Sequence[int]) -> str:
