@@ -78,8 +78,13 @@ class PacksProblem:
         return list(range(self.profile.smallest(which), most + 1))
 
     def sizes(self, which: Pass) -> list[int]:
-        """Those that divide every share, as released (H-c)."""
-        return [u for u in self.all_sizes(which) if not any(share % u for share in self.shares)]
+        """Those that divide every share, as released (H-c); by hand, powers of two (H-u)."""
+        by_hand = EXPERT in self.backward_packings
+        return [
+            u
+            for u in self.all_sizes(which)
+            if not any(share % u for share in self.shares) and not (by_hand and u & (u - 1))
+        ]
 
     def choices(self) -> Iterator[Choice]:
         """In the order of U_B, U_F and packings."""
@@ -115,8 +120,6 @@ class PacksProblem:
         """What is set by hand (H-u): the largest power of two of which a layer fits at all, the
         largest constant packs that fit with it, the same both ways."""
         for u in reversed(self.sizes("backward")):
-            if u & (u - 1):
-                continue
             layers = self.sized.backward(u)
             packs = constant(layers, self.profile.num_layers, self.limit_bytes)
             if packs is not None:
