@@ -25,9 +25,9 @@ MODEL, EXAMPLES = "bert_96", 5
 def footprint(model: str, batch: int) -> dict[str, int]:
     """Bytes by component, for a batch on one GPU without limits."""
     asked = problem_of(model)
-    profile, layers = asked.profile, asked.sized.forward(batch)
+    profile, layers = asked.profile, asked.profile.at("forward", batch)
     kept = layers.memory_bytes - layers.input_bytes
-    weights = sum(profile.w_bytes) + sum(profile.b_bytes)
+    weights = profile.weight_bytes(0, profile.num_layers)
     return {
         "weights": weights,
         "gradients": sum(profile.w_bytes),

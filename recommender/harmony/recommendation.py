@@ -141,7 +141,7 @@ def _no_packs(problem: PacksProblem, algorithm: str) -> Why:
             code="packs-sizes",
         )
     size = sizes["backward"][0]
-    needs = problem.sized.backward(size).memory_bytes.tolist()
+    needs = profile.at("backward", size).memory_bytes.tolist()
     layer = max(range(profile.num_layers), key=lambda i: needs[i])
     least = least_limit(problem, needs[layer], algorithm)
     change = f"Cheapest change: a limit of {least} bytes per device"
@@ -183,7 +183,8 @@ def least_limit(problem: PacksProblem, at_least: int, algorithm: str) -> int:
 
 def _no_host(profile: LayerProfile, need: int, have: int) -> Why:
     """Host bytes that are missing, and what of them is not state."""
-    state = sum(profile.w_bytes) + sum(profile.b_bytes) + sum(profile.k_bytes)
+    layers = 0, profile.num_layers
+    state = profile.weight_bytes(*layers) + profile.state_bytes(*layers)
     change = f"Cheapest change: a host with {need} bytes"
     if state < have:
         change += (
