@@ -15,7 +15,8 @@ import sys
 import time
 from typing import Any
 
-from benchmarks.harmony_paper.settings import MODELS, arguments, finish, problem_of
+from benchmarks.documents import arguments
+from benchmarks.harmony_paper.settings import MODELS, finish, problem_of
 from capture.plan.task_graph import MODES, Mode
 from recommender.harmony import search
 

@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harmony_paper.settings import arguments, finish
+from benchmarks.documents import arguments
+from benchmarks.harmony_paper.settings import finish
 
 RESULTS = Path(__file__).parents[1] / "results"
 SCRIPTS = (

@@ -17,7 +17,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from benchmarks.harmony_paper.settings import arguments, bars, finish, problem_of
+from benchmarks.documents import arguments
+from benchmarks.harmony_paper.settings import bars, finish, problem_of
 from recommender.harmony import search
 from recommender.harmony.baselines import all_baselines
 

@@ -16,7 +16,8 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.harmony_paper.settings import arguments, bars, finish, problem_of
+from benchmarks.documents import arguments
+from benchmarks.harmony_paper.settings import bars, finish, problem_of
 from capture.plan.task_graph import MODES, Configuration, Mode, Switches
 from capture.predictor.pack_step import packs_timeline
 from recommender.harmony import search

@@ -17,7 +17,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from benchmarks.harmony_paper.settings import arguments, bars, by_hand, finish, problem_of
+from benchmarks.documents import arguments
+from benchmarks.harmony_paper.settings import bars, by_hand, finish, problem_of
 from capture.machine.server import Server
 from capture.plan.task_graph import Mode
 from capture.predictor.pack_step import step_times

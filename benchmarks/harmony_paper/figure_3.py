@@ -14,7 +14,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from benchmarks.harmony_paper.settings import arguments, bars, finish, problem_of
+from benchmarks.documents import arguments
+from benchmarks.harmony_paper.settings import bars, finish, problem_of
 from capture.machine.server import Server
 from recommender.harmony.baselines import dp_swap, gp_swap
 
@@ -24,9 +25,9 @@ MODEL, EXAMPLES = "bert_96", 5
 def footprint(model: str, batch: int) -> dict[str, int]:
     """Bytes by component, for a batch on one GPU without limits."""
     asked = problem_of(model)
-    profile, layers = asked.profile, asked.sized.forward(batch)
+    profile, layers = asked.profile, asked.profile.at("forward", batch)
     kept = layers.memory_bytes - layers.input_bytes
-    weights = sum(profile.w_bytes) + sum(profile.b_bytes)
+    weights = profile.weight_bytes(0, profile.num_layers)
     return {
         "weights": weights,
         "gradients": sum(profile.w_bytes),

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.harmony_paper.settings import arguments, bars, by_hand, finish, problem_of
+from benchmarks.documents import arguments
+from benchmarks.harmony_paper.settings import bars, by_hand, finish, problem_of
 
 CASES = {"every 4 layers, 30/15": (30, 15, 4), "every 7 layers, 20/10": (20, 10, 7)}
 

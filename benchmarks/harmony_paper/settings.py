@@ -3,16 +3,12 @@ servers, and results as documents with figures. All is estimated; nothing runs."
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 from collections.abc import Mapping, Sequence
-from datetime import date
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks import documents
 from benchmarks.drawing import COLORS, draw, grouped_bars
 from capture.machine.server import Server
 from capture.measured.layer_profile import LayerProfile
@@ -30,6 +26,8 @@ MODELS = {
     "VGG416": ("vgg416", CNNS_BYTES),
     "ResNet1K": ("resnet1026", CNNS_BYTES),
 }
+#: Writes the document of a script.
+finish = partial(documents.finish, estimated=True)
 
 
 @cache
@@ -60,21 +58,6 @@ def by_hand(num_layers: int, u_f: int, u_b: int, length: int) -> Configuration:
     return Configuration(Packs(u_f, packs[:-1]), Packs(u_b, packs))
 
 
-def arguments(doc: str | None) -> argparse.ArgumentParser:
-    """The options that all scripts have."""
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="write the document here, and its figure beside it as .svg",
-    )
-    return parser
-
-
 def bars(
     title: str, note: str, panels: Mapping[str, tuple[str, Sequence[tuple[str, Mapping[str, Any]]]]]
 ) -> str:
@@ -84,26 +67,3 @@ def bars(
         grouped_bars(name, label, groups, 1000, 310) for name, (label, groups) in panels.items()
     ]
     return draw(title, note, drawn, 1, list(zip(COLORS, series, strict=False)))
-
-
-def finish(
-    name: str, rows: list[Any], options: argparse.Namespace, svg: str | None = None, **more: Any
-) -> int:
-    """Write the document of a script, or print it."""
-    document = {
-        "benchmark": name,
-        "date": date.today().isoformat(),
-        "estimated": True,
-        "hardware": {"processor": platform.machine(), "cores": os.cpu_count()},
-        **more,
-        "rows": rows,
-    }
-    text = json.dumps(document, indent=1) + "\n"
-    if options.output is None:
-        print(text, end="")
-        return 0
-    options.output.write_text(text)
-    if svg is not None:
-        options.output.with_suffix(".svg").write_text(svg)
-    print(json.dumps(more.get("claims", {}), indent=1))
-    return 0

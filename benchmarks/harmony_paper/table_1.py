@@ -14,7 +14,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.harmony_paper.settings import MODELS, arguments, finish, problem_of, profile_of
+from benchmarks.documents import arguments
+from benchmarks.harmony_paper.settings import MODELS, finish, problem_of, profile_of
 from capture.measured.layer_profile import LayerProfile
 from recommender.harmony import search
 

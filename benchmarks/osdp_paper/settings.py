@@ -15,17 +15,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks import documents
 from benchmarks.drawing import COLORS, draw, grouped_bars
 from capture.machine.cluster import Cluster, Machine
 from capture.machine.link_fit import FittedLink, MeasuredCollective, fit_link, fit_overlap
@@ -239,18 +237,9 @@ def gain(ours: float, theirs: float) -> float | None:
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
     """The options that all scripts have."""
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documents.arguments(doc)
     parser.add_argument(
         "--only", metavar="TEXT", help="of the models those whose family and name contain this"
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="write the document here, and its figure beside it as .svg",
     )
     return parser
 
@@ -263,27 +252,11 @@ def finish(
     **more: Any,
 ) -> int:
     """Write the document of a script, or print it."""
-    document = {
-        "benchmark": name,
-        "date": date.today().isoformat(),
-        "simulated": True,
-        "hardware": {"processor": platform.machine(), "cores": os.cpu_count()},
-        "fitted": {
-            "alpha_seconds": fitted_link().link.latency_seconds.value,
-            "bytes_per_second": fitted_link().link.bytes_per_second.value,
-            "mean_error_fraction": fitted_link().mean_error_fraction,
-            "flops_per_second": fitted_flops_per_second(),
-            "overlap_fraction": fitted_overlap(),
-        },
-        **more,
-        "rows": rows,
+    fitted = {
+        "alpha_seconds": fitted_link().link.latency_seconds.value,
+        "bytes_per_second": fitted_link().link.bytes_per_second.value,
+        "mean_error_fraction": fitted_link().mean_error_fraction,
+        "flops_per_second": fitted_flops_per_second(),
+        "overlap_fraction": fitted_overlap(),
     }
-    text = json.dumps(document, indent=1) + "\n"
-    if options.output is None:
-        print(text, end="")
-        return 0
-    options.output.write_text(text)
-    if svg is not None:
-        options.output.with_suffix(".svg").write_text(svg)
-    print(json.dumps(more.get("claims", {}), indent=1))
-    return 0
+    return documents.finish(name, rows, options, svg, simulated=True, fitted=fitted, **more)

@@ -22,7 +22,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -167,6 +167,20 @@ class LayerProfile:
     def smallest(self, which: Pass) -> int:
         return self._of(which).u[0]
 
+    def weight_bytes(self, first: int, stop: int) -> int:
+        """Weights and buffers of layers [first, stop)."""
+        weights = self._sums[0]
+        return weights[stop] - weights[first]
+
+    def state_bytes(self, first: int, stop: int) -> int:
+        """Optimizer state of the same."""
+        state = self._sums[1]
+        return state[stop] - state[first]
+
+    def update_seconds(self, first: int, stop: int) -> float:
+        """Of their updates on the host."""
+        return self._update_sums[stop] - self._update_sums[first]
+
     def at(self, which: Pass, size: int, interpolation: Interpolation = "piecewise") -> SizedLayers:
         """All layers at a micro-batch size between the smallest and the largest measured.
 
@@ -209,6 +223,16 @@ class LayerProfile:
 
     def _of(self, which: Pass) -> PassProfile:
         return self.fwd if which == "forward" else self.bwd
+
+    @cached_property
+    def _sums(self) -> tuple[list[int], list[int]]:
+        """Bytes of weights and buffers, and of optimizer state, of the first i layers."""
+        weights = (w + b for w, b in zip(self.w_bytes, self.b_bytes, strict=True))
+        return list(accumulate(weights, initial=0)), list(accumulate(self.k_bytes, initial=0))
+
+    @cached_property
+    def _update_sums(self) -> list[float]:
+        return list(accumulate(self.update_cpu_time, initial=0.0))
 
     @cached_property
     def _arrays(self) -> Mapping[Pass, tuple[np.ndarray, np.ndarray]]:

@@ -8,13 +8,12 @@ before does, into a second buffer; nothing waits for what goes out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple
 
 from capture.machine.server import Server
-from capture.measured.layer_profile import LayerProfile, SizedLayers
+from capture.measured.layer_profile import LayerProfile
 from capture.plan.task_graph import Channel, Task, TaskGraph, completed_by
 
 STREAMS = ("SwapIn", "SwapOut", "P2PIn", "P2POut", "Compute", "CPU")
@@ -40,50 +39,6 @@ class What(NamedTuple):
     first: int
     stop: int
     sender: tuple[int, str, int] | None = None
-
-
-class Sized:
-    """A profile at micro-batch sizes, and sums over its layers."""
-
-    def __init__(self, profile: LayerProfile):
-        self.profile = profile
-
-    def forward(self, size: int) -> SizedLayers:
-        return self.profile.at("forward", size)
-
-    def backward(self, size: int) -> SizedLayers:
-        return self.profile.at("backward", size)
-
-    @cached_property
-    def _sums(self) -> Mapping[str, list[float]]:
-        profile = self.profile
-        rows = {
-            "w": profile.w_bytes,
-            "b": profile.b_bytes,
-            "k": profile.k_bytes,
-            "update": profile.update_cpu_time,
-        }
-        found = {}
-        for name, row in rows.items():
-            sums = [0.0]
-            for value in row:
-                sums.append(sums[-1] + value)
-            found[name] = sums
-        return found
-
-    def weight_bytes(self, first: int, stop: int) -> float:
-        """w + b of layers [first, stop)."""
-        w, b = self._sums["w"], self._sums["b"]
-        return w[stop] - w[first] + b[stop] - b[first]
-
-    def state_bytes(self, first: int, stop: int) -> float:
-        """k of the same."""
-        return self._sums["k"][stop] - self._sums["k"][first]
-
-    def update_seconds(self, first: int, stop: int) -> float:
-        """Of the updates on the host."""
-        sums = self._sums["update"]
-        return sums[stop] - sums[first]
 
 
 @dataclass(slots=True)
@@ -127,8 +82,8 @@ class Items:
     """Turns tasks into items: lists of seconds, of what they wait for, of streams and of what they
     are."""
 
-    def __init__(self, graph: TaskGraph, sized: Sized, server: Server):
-        self._sized, self._alone = sized, graph.alone
+    def __init__(self, graph: TaskGraph, profile: LayerProfile, server: Server):
+        self._profile, self._alone = profile, graph.alone
         self._switches, self._prefetch = graph.switches, graph.switches.prefetch
         self.num_working = (
             graph.num_devices if graph.mode == "dp" else len({task.rank for task in graph.tasks})
@@ -191,7 +146,7 @@ class Items:
         weights = () if waits_late else (self._weights(task),)
         for i, size in enumerate(task.sizes):
             if size not in of_size:
-                layers = self._sized.forward(size)
+                layers = self._profile.at("forward", size)
                 passes = [(span, layers.time(*span)) for span in task.sub_packs]
                 of_size[size] = layers.inputs, passes
             inputs, passes = of_size[size]
@@ -223,8 +178,8 @@ class Items:
         summed = (self._gradients_in(task),) if task.start else ()
         for i, size in enumerate(task.sizes):
             if size not in of_size:
-                forward = self._sized.forward(size).time(task.first, task.stop)
-                layers = self._sized.backward(size)
+                forward = self._profile.at("forward", size).time(task.first, task.stop)
+                layers = self._profile.at("backward", size)
                 backward = layers.time(task.first, task.stop) - forward
                 of_size[size] = layers.inputs, forward, backward
             inputs, forward, backward = of_size[size]
@@ -258,7 +213,7 @@ class Items:
 
     def _finish(self, task: Task, done: _Done) -> None:
         """Gradients are reduced and go out."""
-        lanes, nbytes = self._lanes[task.rank], self._sized.weight_bytes(task.first, task.stop)
+        lanes, nbytes = self._lanes[task.rank], self._profile.weight_bytes(task.first, task.stop)
         late = self._last_swapped(task) if self._alone and not self._prefetch else ()
         after = [done.computes[-1], *late]
         if self._reduces and task.last:
@@ -289,10 +244,13 @@ class Items:
         if not self._switches.jit:
             after.append(max(station.gradients for station in self._stations.values()))
         if self._switches.offload:
-            seconds = self._sized.update_seconds(first, stop)
+            seconds = self._profile.update_seconds(first, stop)
             self._item(lanes[_CPU], seconds, after, _whole(task, "Update"))
             return
-        weights, state = self._sized.weight_bytes(first, stop), self._sized.state_bytes(first, stop)
+        weights, state = (
+            self._profile.weight_bytes(first, stop),
+            self._profile.state_bytes(first, stop),
+        )
         past = self._past[task.rank]
         if self._updates_at_once:
             done = past[-1]
@@ -334,12 +292,12 @@ class Items:
         after: tuple[int, ...] = ()
         if before is not None:
             after = (before.computes[-1] if self._prefetch else before.deleted,)
-        nbytes = self._sized.weight_bytes(task.first, task.stop)
+        nbytes = self._profile.weight_bytes(task.first, task.stop)
         return self._swap_in(task, nbytes, after, _whole(task, "WB"))
 
     def _gradients_in(self, task: Task) -> int:
         """The sum that the task before left."""
-        nbytes = self._sized.weight_bytes(task.first, task.stop)
+        nbytes = self._profile.weight_bytes(task.first, task.stop)
         gate = (self._stations[task.station].gradients, *self._from_the_task_before(task))
         return self._swap_in(task, nbytes, gate, _whole(task, "dWB"))
 
@@ -470,7 +428,7 @@ class Items:
         sizes = self._sizes[other.last.kind == "backward"]
         for j in self._completed[at] if turns else (at,):
             same = to.rank == task.rank
-            nbytes = 0 if same else self._sized.forward(sizes[j]).inputs[layer]
+            nbytes = 0 if same else self._profile.at("forward", sizes[j]).inputs[layer]
             message = What(task.id, f"MSG{what.kind}", j, sizes[j], what.first, what.stop)
             lane = self._lanes[task.rank][_CPU]
             told.append(self._item(lane, nbytes / self._message * 2, (out,), message))

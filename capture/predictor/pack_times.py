@@ -29,7 +29,7 @@ from functools import cached_property
 from capture.machine.server import Server
 from capture.measured.layer_profile import LayerProfile, SizedLayers
 from capture.plan.task_graph import Span, Task, TaskGraph
-from capture.predictor.pack_items import P2P_OUT, STREAMS, Items, Sized, What
+from capture.predictor.pack_items import P2P_OUT, STREAMS, Items, What
 from capture.step.simulator import Simulation, Work, simulate, times
 
 _COMPUTES = ("FWD", "REC", "BWD")
@@ -165,12 +165,13 @@ def estimate(graph: TaskGraph, profile: LayerProfile, server: Server) -> Estimat
     for task in graph.tasks:
         if task.rank < num_ranks:
             found[task.rank].append(task)
-    sized = Sized(profile)
     on_device = [
         [task for task in on if task.kind != "update" or not graph.switches.offload] for on in found
     ]
-    rank_bytes = tuple(max((task_bytes(task, sized) for task in on), default=0) for on in on_device)
-    items = Items(graph, sized, server)
+    rank_bytes = tuple(
+        max((task_bytes(task, profile) for task in on), default=0) for on in on_device
+    )
+    items = Items(graph, profile, server)
     ordered = _ordered(found)
     if ordered is None:
         never = float("inf")
@@ -217,7 +218,7 @@ def _read_from(task: Task) -> list[int]:
     return [channel.task for channel in channels if channel and channel.task is not None]
 
 
-def task_bytes(task: Task, sized: Sized) -> int:
+def task_bytes(task: Task, profile: LayerProfile) -> int:
     """What a task needs at the size of its first micro-batch: C of its pack, beside what it reads
     and writes.
 
@@ -229,11 +230,11 @@ def task_bytes(task: Task, sized: Sized) -> int:
     """
     pack = task.first, task.stop
     if task.kind == "update":
-        return update_bytes(sized.profile, pack)
+        return update_bytes(profile, pack)
     size = task.sizes[0]
     if task.kind == "backward":
-        return backward_bytes(sized.backward(size), pack)
-    return forward_bytes(sized.forward(size), pack, [layer for layer, _ in task.stashes])
+        return backward_bytes(profile.at("backward", size), pack)
+    return forward_bytes(profile.at("forward", size), pack, [layer for layer, _ in task.stashes])
 
 
 def forward_bytes(layers: SizedLayers, pack: Span, kept: Iterable[int]) -> int:
@@ -250,5 +251,5 @@ def backward_bytes(layers: SizedLayers, pack: Span) -> int:
 
 def update_bytes(profile: LayerProfile, pack: Span) -> int:
     """Of an update on a device."""
-    span = slice(*pack)
-    return 2 * sum(profile.w_bytes[span]) + sum(profile.b_bytes[span]) + sum(profile.k_bytes[span])
+    gradients = sum(profile.w_bytes[slice(*pack)])
+    return profile.weight_bytes(*pack) + gradients + profile.state_bytes(*pack)

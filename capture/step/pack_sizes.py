@@ -82,11 +82,10 @@ class ProfileSizes:
         return self.profile.num_layers
 
     def weight_bytes(self, span: Span) -> int:
-        layers = slice(*span)
-        return sum(self.profile.w_bytes[layers]) + sum(self.profile.b_bytes[layers])
+        return self.profile.weight_bytes(*span)
 
     def state_bytes(self, pack: Span) -> int:
-        return sum(self.profile.k_bytes[slice(*pack)])
+        return self.profile.state_bytes(*pack)
 
     def shared(self, pack: Span) -> tuple[int, ...]:
         return ()

@@ -57,10 +57,9 @@ def streamed_seconds(
         kind, first, stop, size, _ = parts_of_name(name)
         if kind == "update":
             on_host = step.programs[name].place.host is not None
-            return sum(profile.update_cpu_time[first:stop]) if on_host else 0.0
+            return profile.update_seconds(first, stop) if on_host else 0.0
         if kind == "reduce":
-            nbytes = sum(profile.w_bytes[first:stop]) + sum(profile.b_bytes[first:stop])
-            return 2 * (working - 1) / working * nbytes / p2p
+            return 2 * (working - 1) / working * profile.weight_bytes(first, stop) / p2p
         return profile.at("forward" if kind == "forward" else "backward", size).time(first, stop)
 
     def transfer(

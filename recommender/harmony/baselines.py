@@ -14,6 +14,7 @@ import numpy as np
 
 from capture.plan.schedule import make_schedule
 from capture.plan.task_graph import Configuration, Span, microbatches
+from capture.predictor.pack_times import update_bytes
 from capture.quantities import format_bytes
 from recommender.harmony.packing import least_max_time
 from recommender.harmony.problem import PacksProblem
@@ -101,7 +102,7 @@ def zero_infinity(problem: PacksProblem, configuration: Configuration) -> Baseli
     gradients goes out; gathers and reduce-scatters go from GPU to GPU. Transfers hide computation
     and the other way round, so a pass takes what is longer.
     """
-    profile, server, sized = problem.profile, problem.server, problem.sized
+    profile, server = problem.profile, problem.server
     devices = server.devices
     size = configuration.backward.microbatch_size
     swap = server.swap_bytes_per_second.value / devices
@@ -110,15 +111,15 @@ def zero_infinity(problem: PacksProblem, configuration: Configuration) -> Baseli
     sizes = microbatches(share, min(size, share))
     packs = configuration.backward.packs
     seconds = 0.0
-    weights = sum(profile.w_bytes) + sum(profile.b_bytes)
+    weights = profile.weight_bytes(0, profile.num_layers)
     for u in sizes:
-        forward, backward = sized.forward(u), sized.backward(u)
+        forward, backward = profile.at("forward", u), profile.at("backward", u)
         for pack in packs:
-            nbytes = sized.weight_bytes(*pack)
+            nbytes = profile.weight_bytes(*pack)
             gather = nbytes * (devices - 1) / devices / p2p
             come, kept = nbytes / devices / swap, forward.inputs[pack[0]] / swap
             seconds += max(forward.time(*pack), come + gather, kept)
-            seconds += max(backward.time(*pack), come + kept + gather, come + gather)
+            seconds += max(backward.time(*pack), come + kept + gather)
     seconds += sum(profile.update_cpu_time) / devices
     count = len(sizes)
     stash = problem.minibatch_size * sum(profile.x_bytes_per_sample[first] for first, _ in packs)
@@ -129,14 +130,11 @@ def zero_infinity(problem: PacksProblem, configuration: Configuration) -> Baseli
         "sX in": stash,
         "p2p": 3 * count * weights * (devices - 1),
     }
-    states = sum(
-        2 * w + b + k
-        for w, b, k in zip(profile.w_bytes, profile.b_bytes, profile.k_bytes, strict=True)
-    )
+    states = update_bytes(profile, (0, profile.num_layers))
     # A micro-batch goes back before the next one comes.
     live = devices * sizes[0] * sum(profile.x_bytes_per_sample[first] for first, _ in packs)
     host = int(ZERO_BUFFER_FACTOR * states) + live
-    device = max(problem.sized.backward(sizes[0]).pack_bytes(*pack) for pack in packs)
+    device = max(profile.at("backward", sizes[0]).pack_bytes(*pack) for pack in packs)
     have = server.host_memory_bytes.value
     if host > have:
         reason = f"the host needs {format_bytes(host)} and has {format_bytes(have)}"
@@ -148,19 +146,16 @@ def resident(problem: PacksProblem, *, offload_activations: bool = False) -> Bas
     """Data parallelism without swaps, activations recomputed layer by layer; or with the inputs of
     layers on the host."""
     name = "activation offload" if offload_activations else "resident"
-    profile, sized, limit = problem.profile, problem.sized, problem.limit_bytes
+    profile, limit = problem.profile, problem.limit_bytes
     devices, share = problem.server.devices, problem.shares[-1]
     if problem.mode == "pp":
         share = max(1, problem.minibatch_size // devices)
-    states = sum(
-        2 * w + b + k
-        for w, b, k in zip(profile.w_bytes, profile.b_bytes, profile.k_bytes, strict=True)
-    )
+    states = update_bytes(profile, (0, profile.num_layers))
     swap = problem.server.swap_bytes_per_second.value / devices
     best: Baseline | None = None
     need = 0
     for u in range(profile.smallest("backward"), min(share, profile.largest("backward")) + 1):
-        backward, x = sized.backward(u), sized.forward(u).inputs
+        backward, x = profile.at("backward", u), profile.at("forward", u).inputs
         work = max(
             int(backward.memory_bytes[i]) - 2 * profile.w_bytes[i] - x[i]
             for i in range(profile.num_layers)
@@ -171,7 +166,8 @@ def resident(problem: PacksProblem, *, offload_activations: bool = False) -> Bas
             break
         count = -(-share // u)
         compute = (
-            sized.forward(u).time(0, profile.num_layers) + backward.time(0, profile.num_layers)
+            profile.at("forward", u).time(0, profile.num_layers)
+            + backward.time(0, profile.num_layers)
         ) * count
         moved = 2 * sum(x) * count if offload_activations else 0
         reduce = 2 * (devices - 1) / devices * sum(profile.w_bytes)
@@ -231,8 +227,8 @@ class _Layers:
     def __init__(self, problem: PacksProblem, size: int, *, remat: bool):
         profile = problem.profile
         self.count, self.remat = profile.num_layers, remat
-        self.forward, self.backward = problem.sized.forward(size), problem.sized.backward(size)
-        self.weights = [w + b for w, b in zip(profile.w_bytes, profile.b_bytes, strict=True)]
+        self.forward, self.backward = profile.at("forward", size), profile.at("backward", size)
+        self.weights = [profile.weight_bytes(i, i + 1) for i in range(self.count)]
         self.state = profile.k_bytes
         x, memory = self.forward.inputs, self.forward.memory_bytes.tolist()
         self.kept = [

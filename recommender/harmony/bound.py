@@ -27,7 +27,7 @@ def least_seconds(problem: PacksProblem, configuration: Configuration) -> float:
 
 class _Bound:
     def __init__(self, problem: PacksProblem, configuration: Configuration):
-        server, self._sized = problem.server, problem.sized
+        server, self._profile = problem.server, problem.profile
         self._prefetch = problem.switches.prefetch
         self._forward, self._backward = configuration.forward, configuration.backward
         self._stashes = configuration.stashes
@@ -65,7 +65,7 @@ class _Bound:
     def _of_forward(self, pack: Span, *, first: bool) -> float:
         total = 0.0 if self._prefetch else self._weights(pack)
         for size, count in _counted(self._sizes_f):
-            layers = self._sized.forward(size)
+            layers = self._profile.at("forward", size)
             one = layers.time(*pack)
             if not self._prefetch:
                 kept = sum(layers.inputs[at] for at in self._stashes if pack[0] <= at < pack[1])
@@ -78,13 +78,13 @@ class _Bound:
 
     def _of_backward(self, pack: Span, i: int) -> float:
         """The i-th backward task, until its memory is given back."""
-        total = self._out(pack) + self._reduce * self._sized.weight_bytes(*pack)
+        total = self._out(pack) + self._reduce * self._profile.weight_bytes(*pack)
         total += 0.0 if self._prefetch else self._weights(pack)
         x, dx = pack[0], pack[0] > 0 and self._alone
         # X comes from another device where nothing converts it; what was kept comes from the host.
         from_device = i == 0 and not self._alone and not self._converts and self._forward.packs
         for size, count in _counted(self._sizes_b):
-            layers = self._sized.backward(size)
+            layers = self._profile.at("backward", size)
             one = layers.time(*pack)
             if not self._prefetch:
                 one += layers.inputs[x] / (self._p2p if from_device else self._swap)
@@ -103,7 +103,7 @@ class _Bound:
                 leads.append(0.0)
                 continue
             pack = self._forward.packs[rank - 1]
-            layers = self._sized.forward(self._sizes_f[0])
+            layers = self._profile.at("forward", self._sizes_f[0])
             start = self._weights(pack) if rank == 1 else passed
             passed = start + layers.time(*pack)
             # Its chain has its weights, and they come meanwhile.
@@ -118,7 +118,7 @@ class _Bound:
         size, tails = self._sizes_b[-1], [0.0] * self._ranks
         behind = 0.0
         num_forward = len(self._forward.packs)
-        forward, both = self._sized.forward(size), self._sized.backward(size)
+        forward, both = self._profile.at("forward", size), self._profile.at("backward", size)
         for i in range(len(backward) - 1, max(-1, len(backward) - 1 - self._ranks), -1):
             pack = backward[i]
             rank = (num_forward + i) % self._ranks
@@ -129,7 +129,7 @@ class _Bound:
         return tails
 
     def _weights(self, pack: Span) -> float:
-        return self._sized.weight_bytes(*pack) / self._swap
+        return self._profile.weight_bytes(*pack) / self._swap
 
     def _out(self, pack: Span) -> float:
         """Gradients out, and memory back."""
@@ -137,7 +137,7 @@ class _Bound:
 
     def _end(self, pack: Span) -> float:
         """Behind the last backward pass of a task that is the last of its rank."""
-        return self._weights(pack) + max(self._delete, self._sized.update_seconds(*pack))
+        return self._weights(pack) + max(self._delete, self._profile.update_seconds(*pack))
 
 
 def _counted(sizes: tuple[int, ...]) -> list[tuple[int, int]]:

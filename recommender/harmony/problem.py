@@ -10,7 +10,6 @@ from functools import cached_property
 from capture.machine.server import Server
 from capture.measured.layer_profile import LayerProfile, Pass
 from capture.plan.task_graph import ALL_ON, Configuration, Mode, Packs, Switches, TaskGraph, shares
-from capture.predictor.pack_items import Sized
 from capture.predictor.pack_times import Estimate, estimate
 from recommender.harmony.packing import EXPERT, PACKINGS, REUSE, constant, reused
 
@@ -62,10 +61,6 @@ class PacksProblem:
         return self.server.usable_bytes.value
 
     @cached_property
-    def sized(self) -> Sized:
-        return Sized(self.profile)
-
-    @cached_property
     def shares(self) -> tuple[int, ...]:
         """Examples of every rank; in a pipeline all have all."""
         if self.mode == "pp":
@@ -78,8 +73,13 @@ class PacksProblem:
         return list(range(self.profile.smallest(which), most + 1))
 
     def sizes(self, which: Pass) -> list[int]:
-        """Those that divide every share, as released (H-c)."""
-        return [u for u in self.all_sizes(which) if not any(share % u for share in self.shares)]
+        """Those that divide every share, as released (H-c); by hand, powers of two (H-u)."""
+        by_hand = EXPERT in self.backward_packings
+        return [
+            u
+            for u in self.all_sizes(which)
+            if not any(share % u for share in self.shares) and not (by_hand and u & (u - 1))
+        ]
 
     def choices(self) -> Iterator[Choice]:
         """In the order of U_B, U_F and packings."""
@@ -88,7 +88,7 @@ class PacksProblem:
             return
         forward_sizes = self.sizes("forward")
         for u_b in self.sizes("backward"):
-            layers = self.sized.backward(u_b)
+            layers = self.profile.at("backward", u_b)
             for name in self.backward_packings:
                 packs = PACKINGS[name](layers, self.profile.num_layers, self.limit_bytes)
                 if packs is None:
@@ -102,7 +102,7 @@ class PacksProblem:
                         yield from self._forward(u_f, backward, name)
 
     def _forward(self, u_f: int, backward: Packs, backward_packing: str) -> Iterator[Choice]:
-        layers, num_layers = self.sized.forward(u_f), backward.packs[-1][0]
+        layers, num_layers = self.profile.at("forward", u_f), backward.packs[-1][0]
         for name in (REUSE,) if self.equal_passes else self.forward_packings:
             if name == REUSE:
                 packs = reused(backward.packs, layers, self.limit_bytes)
@@ -115,9 +115,7 @@ class PacksProblem:
         """What is set by hand (H-u): the largest power of two of which a layer fits at all, the
         largest constant packs that fit with it, the same both ways."""
         for u in reversed(self.sizes("backward")):
-            if u & (u - 1):
-                continue
-            layers = self.sized.backward(u)
+            layers = self.profile.at("backward", u)
             packs = constant(layers, self.profile.num_layers, self.limit_bytes)
             if packs is not None:
                 forward = Packs(u, packs[:-1])

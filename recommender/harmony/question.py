@@ -30,7 +30,7 @@ class PacksQuestion:
         profile: Layers.
         server: Devices, their host, and bandwidths; ``usable_bytes`` limit a pack.
         minibatch_size: D, examples of a step.
-        mode: ``"pp"``, ``"dp"``, or ``"both"``: the faster.
+        mode: ``"pp"``, ``"dp"``, or ``"both"``: the faster that the host holds.
         algorithm: ``"bounded"``, ``"paper"`` (the same answer, every point simulated) or
             ``"wide"``.
         packings: In the order of ties; ``reuse`` is for forward packs alone.

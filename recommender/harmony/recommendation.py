@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from capture.measured.layer_profile import LayerProfile, Pass
 from capture.plan.packs import PacksPlan, PacksPrediction, PaperTimes
 from capture.plan.task_graph import Configuration, Mode
 from capture.plan.why import Why
@@ -11,10 +12,11 @@ from capture.predictor.pack_step import step_times
 from capture.predictor.pack_times import Estimate
 from capture.quantities import format_bytes
 from recommender.answer import Answer
+from recommender.harmony.packing import EXPERT
 from recommender.harmony.problem import PacksProblem
 from recommender.harmony.question import PacksQuestion
-from recommender.harmony.result import PacksResult, Point
-from recommender.harmony.search import search
+from recommender.harmony.result import PacksResult
+from recommender.harmony.search import finds_packs, search
 
 #: Of plans of packs.
 PacksAnswer = Answer[PacksPlan, PacksResult]
@@ -31,19 +33,22 @@ def harmony(question: PacksQuestion) -> PacksAnswer:
 
     Source: Li et al. 2022 (Harmony), 4.3.
     """
-    found: dict[Mode, PacksResult] = {}
-    for mode in question.modes:
-        found[mode] = search(question.problem(mode), question.algorithm)
-    mode = min(found, key=lambda mode: _seconds(found[mode].best))
-    result, best = found[mode], found[mode].best
-    problem = question.problem(mode)
-    if best is None:
-        return Answer("infeasible", None, result, _no_packs(problem))
-    plan = plan_of(question, mode, best.configuration)
+    found = {mode: search(question.problem(mode), question.algorithm) for mode in question.modes}
+    have = int(question.server.host_memory_bytes.value)
+    plans = {
+        mode: plan_of(question, mode, result.best.configuration)
+        for mode, result in found.items()
+        if result.best is not None
+    }
+    if not plans:
+        mode = question.modes[0]
+        why = _no_packs(question.problem(mode), question.algorithm)
+        return Answer("infeasible", None, found[mode], why)
+    # The fastest of those that the host can hold.
+    mode = min(plans, key=lambda mode: (_host_bytes(plans[mode]) > have, _seconds(found[mode])))
+    result, plan, need = found[mode], plans[mode], _host_bytes(plans[mode])
     points = tuple(point.to_json() for point in result.top(_KEPT))
-    assert plan.prediction is not None and plan.prediction.step is not None, "predicted above"
-    need, have = plan.prediction.step.host_peak_bytes, int(question.server.host_memory_bytes.value)
-    why = _no_host(problem, need, have) if need > have else _why(result, plan)
+    why = _no_host(question.profile, need, have) if need > have else _why(result, plan)
     plan = replace(plan, why=why, points=points)
     status = "infeasible" if need > have else "ok"
     limit = int(question.server.usable_bytes.value)
@@ -81,8 +86,14 @@ def paper_times(found: Estimate) -> PaperTimes:
     )
 
 
-def _seconds(point: Point | None) -> float:
-    return float("inf") if point is None else point.seconds
+def _seconds(result: PacksResult) -> float:
+    assert result.best is not None, "it has a plan"
+    return result.best.seconds
+
+
+def _host_bytes(plan: PacksPlan) -> int:
+    assert plan.prediction is not None and plan.prediction.step is not None, "predicted above"
+    return plan.prediction.step.host_peak_bytes
 
 
 def _why(result: PacksResult, plan: PacksPlan) -> Why:
@@ -115,26 +126,32 @@ def _without(plan: PacksPlan) -> str:
     return f" without {', '.join(plan.switches.off)}" if plan.switches.off else ""
 
 
-def _no_packs(problem: PacksProblem) -> Why:
-    """The layer that is too large, and the least limit that it fits."""
-    profile, limit = problem.profile, int(problem.limit_bytes)
-    sizes = {which: problem.sizes(which) for which in ("forward", "backward")}
-    lacking = [which for which, found in sizes.items() if not found]
+def _no_packs(problem: PacksProblem, algorithm: str) -> Why:
+    """The layer that is too large, and the least limit with which the search finds packs."""
+    profile, limit, is_wide = problem.profile, int(problem.limit_bytes), algorithm == "wide"
+    asked: tuple[Pass, ...] = ("forward", "backward")
+    sizes = {way: problem.all_sizes(way) if is_wide else problem.sizes(way) for way in asked}
+    lacking = [way for way, found in sizes.items() if not found]
     if lacking:
+        rule = "is at most" if is_wide else "divides"
+        kind = "power of two" if EXPERT in problem.backward_packings else "micro-batch size"
         return Why(
-            f"no profiled {lacking[0]} micro-batch size divides shares of {problem.shares}; "
-            f"profile smaller sizes than {profile.smallest('forward')}, or change the minibatch.",
+            f"no profiled {lacking[0]} {kind} {rule} the shares, {problem.shares}; "
+            f"profile smaller sizes than {profile.smallest(lacking[0])}, or change the minibatch.",
             code="packs-sizes",
         )
     size = sizes["backward"][0]
-    needs = problem.sized.backward(size).memory_bytes.tolist()
+    needs = profile.at("backward", size).memory_bytes.tolist()
     layer = max(range(profile.num_layers), key=lambda i: needs[i])
-    least = least_limit(problem, needs[layer])
+    least = least_limit(problem, needs[layer], algorithm)
     change = f"Cheapest change: a limit of {least} bytes per device"
     if needs[layer] <= limit:
+        what, other = "packs", "other packings"
+        if is_wide:
+            what, other = "tasks", "--algorithm bounded, which holds packs alone below it"
         said = (
-            f"every layer alone fits {format_bytes(limit)} for {size} examples, but no packs that "
-            f"the packings find. {change}; or other packings."
+            f"every layer alone fits {format_bytes(limit)} for {size} examples, but no {what} that "
+            f"the search finds. {change}; or {other}."
         )
         return Why(said, code="packs-none", memory_limit_bytes=limit, least_peak_bytes=least)
     return Why(
@@ -148,12 +165,12 @@ def _no_packs(problem: PacksProblem) -> Why:
     )
 
 
-def least_limit(problem: PacksProblem, at_least: int) -> int:
-    """The smallest limit of a device with which the packings find packs, to a part in 2**20."""
+def least_limit(problem: PacksProblem, at_least: int, algorithm: str) -> int:
+    """The smallest limit of a device with which a search finds packs, to a part in 2**20."""
 
     def found(limit: int) -> bool:
         server = problem.server.with_(usable_bytes=limit)
-        return next(replace(problem, server=server).choices(), None) is not None
+        return finds_packs(replace(problem, server=server), algorithm)
 
     low, high = at_least - 1, at_least
     while not found(high):
@@ -164,10 +181,10 @@ def least_limit(problem: PacksProblem, at_least: int) -> int:
     return high
 
 
-def _no_host(problem: PacksProblem, need: int, have: int) -> Why:
+def _no_host(profile: LayerProfile, need: int, have: int) -> Why:
     """Host bytes that are missing, and what of them is not state."""
-    profile = problem.profile
-    state = sum(profile.w_bytes) + sum(profile.b_bytes) + sum(profile.k_bytes)
+    layers = 0, profile.num_layers
+    state = profile.weight_bytes(*layers) + profile.state_bytes(*layers)
     change = f"Cheapest change: a host with {need} bytes"
     if state < have:
         change += (

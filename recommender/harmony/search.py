@@ -38,6 +38,13 @@ def search(problem: PacksProblem, algorithm: str = "bounded") -> PacksResult:
     )
 
 
+def finds_packs(problem: PacksProblem, algorithm: str) -> bool:
+    """Whether a search finds any, without a simulation."""
+    if algorithm == "wide":
+        return bool(wide_choices(problem, float("inf")))
+    return next(problem.choices(), None) is not None
+
+
 def evaluated(problem: PacksProblem, choice: Choice) -> Point:
     """A choice, simulated."""
     found = problem.estimate(choice.configuration)

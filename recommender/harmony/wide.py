@@ -30,9 +30,9 @@ def wide_choices(problem: PacksProblem, below: float) -> list[Choice]:
 
 class _Wide:
     def __init__(self, problem: PacksProblem, below: float):
-        self._problem, self._below, self._sized = problem, below, problem.sized
+        self._problem, self._below, self._profile = problem, below, problem.profile
         server, devices = problem.server, problem.server.devices
-        self._num_layers = problem.profile.num_layers
+        self._num_layers = self._profile.num_layers
         self._ranks = 1 if problem.mode == "dp" else devices
         self._swap = server.swap_bytes_per_second.value / devices
         self._delete = server.delete_seconds.value
@@ -66,17 +66,17 @@ class _Wide:
         return [Choice(one, "wide", "wide") for one in islice(kept, _MOST)]
 
     def _layers(self, which: Pass, size: int) -> SizedLayers:
-        return self._sized.forward(size) if which == "forward" else self._sized.backward(size)
+        return self._profile.at(which, size)
 
     def _least(self, which: Pass, size: int, num_layers: int) -> float:
         """Seconds of all ranks together, but for what packs add."""
         total = (
             0.0
             if self._problem.switches.prefetch
-            else self._sized.weight_bytes(0, num_layers) / self._swap
+            else self._profile.weight_bytes(0, num_layers) / self._swap
         )
         total += (
-            self._sized.weight_bytes(0, num_layers) / self._swap if which == "backward" else 0.0
+            self._profile.weight_bytes(0, num_layers) / self._swap if which == "backward" else 0.0
         )
         sizes = microbatches(self._share, size)
         return total + sum(
@@ -131,7 +131,7 @@ class _Wide:
     def _stashes_fit(self, configuration: Configuration) -> bool:
         """Whether forward tasks are below the limit with what they keep."""
         forward, kept = configuration.forward, configuration.stashes
-        layers = self._sized.forward(forward.microbatch_size)
+        layers = self._profile.at("forward", forward.microbatch_size)
         return all(
             forward_bytes(layers, pack, (layer for layer in kept if pack[0] <= layer < pack[1]))
             <= self._problem.limit_bytes

@@ -114,6 +114,44 @@ def test_a_layer_that_is_too_large_is_a_result(tmp_path, monkeypatch, capsys):
     assert code == 0
 
 
+def test_the_least_limit_is_that_of_the_search(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    wide = ("--algorithm", "wide", "--global-batch", "32")
+    _, document = answer(capsys, *asked("transformer15", "--memory", "200MB", *wide))
+    least = document["why"]["least_peak_bytes"]
+    for limit, status in ((least, "ok"), (least - 10**6, "infeasible")):
+        _, document = answer(capsys, *asked("transformer15", "--memory", str(limit), *wide))
+        assert document["status"] == status
+    # Every layer alone is below it, and its task is not.
+    assert document["why"]["code"] == "packs-none" and document["why"]["least_peak_bytes"] == least
+    assert "or --algorithm bounded" in document["why"]["summary"]
+    code, _ = answer(
+        capsys, *asked("transformer15", "--memory", str(limit), "--global-batch", "32")
+    )
+    assert code == 0
+
+
+def test_no_power_of_two_to_set_by_hand_is_a_result(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    layers = json.loads((PROFILES / "toy6.json").read_text())
+    for way in ("fwd", "bwd"):
+        layers[way] = {key: rows[1:3] for key, rows in layers[way].items()}  # 5 and 10 examples
+    (tmp_path / "of_five.json").write_text(json.dumps(layers))
+    by_hand = asked("toy6", "--global-batch", "10", "--without", "search")
+    by_hand[by_hand.index("--layers") + 1] = "of_five.json"
+    code, document = answer(capsys, *by_hand)
+    assert (code, document["why"]["code"]) == (1, "packs-sizes")
+    assert "power of two" in document["why"]["summary"]
+
+
+def test_of_both_modes_the_host_may_hold_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    both = asked("toy6", "--memory", "9GB", "--global-batch", "40", "--mode", "both")
+    faster, other = (answer(capsys, *both, *more)[1] for more in ((), ("--host-memory", "5.5GB")))
+    assert [document["plan"]["mode"] for document in (faster, other)] == ["dp", "pp"]
+    assert (faster["status"], other["status"]) == ("ok", "ok")
+
+
 def test_state_above_the_host_is_a_result(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     code, document = answer(capsys, *asked("bert_96", "--host-memory", "10GB"))
