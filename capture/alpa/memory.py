@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from capture.alpa.options import violations
 from capture.alpa.placement import alpa_placement, foreign_schedule
 from capture.alpa.step import build_alpa_step
 from capture.errors import PlanError, ProfileError
@@ -89,9 +90,10 @@ def alpa_memory(plan: Plan, profile: Profile, *, master_copy: bool = False) -> A
             its parameters in float32.
 
     Raises:
-        PlanError: as ``alpa_placement``.
+        PlanError: as ``to_alpa``.
         ProfileError: ``alpa-master-copy``, and as the predictor.
     """
+    PlanError.check(violations(plan))
     if master_copy:
         require_float32(profile.graph)
     predictor = AdditivePredictor(profile)

@@ -190,7 +190,7 @@ def to_alpa(plan: Plan) -> AlpaOptions:
     Raises:
         PlanError: every rule of Alpa's that the plan breaks: ``alpa-cluster``, ``alpa-submesh``,
             ``alpa-packing``, ``alpa-remat`` (one mode for all stages, none or full),
-            ``alpa-shard-params``, ``alpa-schedule``.
+            ``alpa-shard-params``, ``alpa-sequence-parallel``, ``alpa-schedule``.
 
     Example:
         >>> from capture.machine.cluster import Cluster
@@ -202,7 +202,7 @@ def to_alpa(plan: Plan) -> AlpaOptions:
         ([(2, 1)], [{'force_batch_dim_to_mesh_dim': 0}])
     """
     plan = of_stages(plan, "Alpa shards by itself.")
-    PlanError.check([*foreign_schedule(plan), *_violations(plan)])
+    PlanError.check(violations(plan))
     placement = alpa_placement(plan.cluster, [stage.num_devices for stage in plan.stages])
     per_node = plan.cluster.nodes[0]
     recomputes = plan.stages[0].choice.remat == "full"
@@ -243,16 +243,16 @@ def to_alpa(plan: Plan) -> AlpaOptions:
     )
 
 
-def _violations(plan: Plan) -> list[Violation]:
-    found: list[Violation] = []
-    if foreign_schedule(plan):
+def violations(plan: Plan) -> list[Violation]:
+    """Every rule of Alpa's that a plan breaks; of a schedule that Alpa has not, that alone."""
+    if found := foreign_schedule(plan):
         return found
     try:
         alpa_placement(plan.cluster, [stage.num_devices for stage in plan.stages])
     except PlanError as error:
         found += error.violations
     modes = sorted({stage.choice.remat for stage in plan.stages})
-    if len(modes) > 1 or modes == ["dots"]:
+    if modes not in (["none"], ["full"]):
         found.append(
             Violation(
                 f"the stages have remat {', '.join(modes)}; Alpa recomputes all layers or none. "

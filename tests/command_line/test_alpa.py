@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from refusals import codes_of
 from report_plans import planted_profile
-from synthetic_profiles import make_plan
+from synthetic_profiles import Planted, make_plan
 
 from capture.alpa import alpa_placement, plan_from_alpa, to_alpa
-from capture.alpa.memory import alpa_memory
+from capture.alpa.memory import alpa_memory, alpa_replay
 from capture.cli.main import main
 from capture.errors import ExecutionError, PlanError
 from capture.machine.cluster import Cluster
@@ -110,10 +110,23 @@ def test_activations_split_along_the_sequence_are_not_alpas():
     assert codes_of(lambda: to_alpa(plan)) == ("alpa-sequence-parallel",)
 
 
-@pytest.mark.parametrize("modes", [("none", "full"), ("dots", "dots")])
+def test_alpa_has_no_stages_that_share_devices_and_no_split_backward_passes():
+    stages = tuple(Stage(s, s + 1, [s], StageChoice(1, 1)) for s in range(2))
+    split = Plan(Cluster((2,)), 2, stages, 4, 2, "zb-h1")
+    shared = tuple(replace(stage, devices=(0,)) for stage in stages)
+    for plan in (split, Plan(Cluster((1,)), 2, shared, 4, 2, "interleaved")):
+        assert codes_of(lambda plan=plan: to_alpa(plan)) == ("alpa-schedule",)
+        assert codes_of(lambda plan=plan: alpa_replay(plan, [])) == ("alpa-schedule",)
+
+
+@pytest.mark.parametrize("modes", [("none", "full"), ("dots", "dots"), ("cheap", "cheap")])
 def test_remat_is_one_for_all_layers(modes):
     stages = tuple(Stage(s, s + 1, [s], StageChoice(1, 1, mode)) for s, mode in enumerate(modes))
-    assert codes_of(lambda: to_alpa(Plan(Cluster((2,)), 2, stages, 4, 2))) == ("alpa-remat",)
+    plan = Plan(Cluster((2,)), 2, stages, 4, 2)
+    assert codes_of(lambda: to_alpa(plan)) == ("alpa-remat",)
+    planted = Planted(2)
+    profile = planted.profile([stage.choice for stage in stages], sizes=(2,))
+    assert codes_of(lambda: alpa_memory(plan, profile)) == ("alpa-remat",)
 
 
 def test_the_file_is_python_that_imports_alpa_alone():
