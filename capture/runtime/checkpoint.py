@@ -27,7 +27,7 @@ import orbax.checkpoint as ocp
 from capture import documents
 from capture.errors import ExecutionError, Violation
 from capture.runtime.meter import AnyStep
-from capture.runtime.pipeline import PipelineState
+from capture.runtime.state import PipelineState
 
 CHECKPOINT = documents.Format(
     "checkpoint", ExecutionError, "checkpoint", "save it again with this version"

@@ -27,7 +27,8 @@ import jax
 from capture.errors import ExecutionError, Violation
 from capture.model.workload import PyTree
 from capture.runtime.dispatch import Observer
-from capture.runtime.pipeline import PipelinedStep, PipelineState, StepMetrics
+from capture.runtime.pipeline import PipelinedStep, StepMetrics
+from capture.runtime.state import PipelineState
 from capture.runtime.streamed import StreamedStep
 from capture.step.ledger import Ledger, Memory, name_of
 from capture.step.program import Instruction, Run, Step, begin, book

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from capture import environment
 from capture.compiler.executable import Compiler, Executable
-from capture.errors import ExecutionError, PlanError, Violation
+from capture.errors import PlanError, Violation
 from capture.measured.profile import StageConfig
 from capture.model.workload import PyTree, WorkloadProtocol
 from capture.partition.sharding import ModelSharding
@@ -29,30 +29,18 @@ from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
 from capture.runtime.programs import StagePrograms
 from capture.runtime.split_backward import SplitStagePrograms
 from capture.runtime.stage_calls import layout_of, stage_calls
+from capture.runtime.state import (
+    PipelineState,
+    check_state,
+    joined_params,
+    optimizer_leaves,
+    param_leaves,
+)
 from capture.step.interface import owned_and_borrowed, plan_interfaces
 from capture.step.ledger import Ledger
 from capture.step.pipeline import build_step
 from capture.step.program import Run, Step, replay
 from capture.tracing import TracedModel, trace
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class PipelineState:
-    """Everything a step changes, on the devices of the stages. A step takes it over: use the one
-    that it returns.
-
-    Attributes:
-        slots: Per persistent slot of the step program, its arrays: parameters, optimizer state,
-            gradient accumulators.
-        num_steps: Updates so far.
-        unused: On the host, the parameters that the loss does not read, by index into the layer
-            graph: no step changes them.
-    """
-
-    slots: dict[str, list[jax.Array]]
-    num_steps: int = field(metadata={"static": True}, default=0)
-    unused: dict[int, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -222,7 +210,7 @@ class PipelinedStep:
         Raises:
             ExecutionError: ``run-params`` naming every parameter that the model does not have so.
         """
-        return self._state(self._param_leaves(params), None, 0)
+        return self._state(param_leaves(self.traced, params), None, 0)
 
     def restore(self, params: PyTree, optimizer_state: PyTree, num_steps: int = 0) -> PipelineState:
         """The state from whole-model trees, as ``params`` and ``optimizer_state`` of any plan of
@@ -232,19 +220,9 @@ class PipelinedStep:
             ExecutionError: ``run-params`` or ``run-optimizer`` naming every leaf that the model
                 does not have so.
         """
-        leaves = self._param_leaves(params)
-        structs = self.optimizer.state_structs
-        state_leaves = jax.tree.leaves(optimizer_state)
-        ExecutionError.check(
-            leaf_violations("optimizer state", structs, state_leaves, "run-optimizer")
-        )
+        leaves = param_leaves(self.traced, params)
+        state_leaves = optimizer_leaves(self.optimizer.state_structs, optimizer_state)
         return self._state(leaves, state_leaves, num_steps)
-
-    def _param_leaves(self, params: PyTree) -> list[np.ndarray]:
-        """Host arrays in the order of the layer graph."""
-        given, expected = jax.tree.leaves(params), jax.tree.leaves(self.traced.params_struct)
-        ExecutionError.check(leaf_violations("parameters", expected, given, "run-params"))
-        return [np.asarray(leaf) for leaf in jax.tree.leaves(self.traced.split_params(params))]
 
     def _state(
         self, leaves: Sequence[np.ndarray], state_leaves: Sequence[Any] | None, num_steps: int
@@ -269,7 +247,7 @@ class PipelinedStep:
         found = dict(state.unused)
         for s, stage in enumerate(self.stages):
             found |= zip(stage.owned, map(np.asarray, state.slots[f"params@{s}"]), strict=True)
-        return self._join(found)
+        return joined_params(self.traced, found)
 
     def gradients(self, state: PipelineState) -> PyTree:
         """The gradient accumulators on the host, shaped like the parameters; zero between steps."""
@@ -278,12 +256,7 @@ class PipelinedStep:
             found |= zip(stage.owned, map(np.asarray, state.slots[f"gradients@{s}"]), strict=True)
             for p in stage.borrowed:  # its owner is an earlier stage
                 found[p] = found[p] + np.asarray(state.slots[f"gradient{p}@{s}"][0])
-        return self._join(found)
-
-    def _join(self, leaves: dict[int, np.ndarray]) -> PyTree:
-        # JAX's stubs leave its methods out.
-        tree: Any = jax.tree.structure(self.traced.split_struct)
-        return self.traced.join_params(tree.unflatten([leaves[p] for p in range(tree.num_leaves)]))
+        return joined_params(self.traced, found)
 
     def optimizer_state(self, state: PipelineState) -> PyTree:
         """The whole model's optimizer state on the host, as optax holds it over
@@ -360,7 +333,7 @@ class PipelinedStep:
     ) -> tuple[PipelineState, StepMetrics]:
         bound = self._bound
         start = time.thread_time()
-        self._check_state(state)
+        check_state(state, self._state_shardings)
         slots, losses = bound(
             state.slots,
             split_microbatches(self.traced, self.plan.num_microbatches, batch, key),
@@ -388,38 +361,6 @@ class PipelinedStep:
                 sharding = [stage.param_sharding(p)]
                 found |= {f"param{p}@{s}": sharding, f"gradient{p}@{s}": sharding}
         return found
-
-    def _check_state(self, state: PipelineState) -> None:
-        """Refuse what would fail deep inside JAX: a state of another plan, or one that a step has
-        already taken over."""
-        expected = set(self.program.persistent)
-        if set(state.slots) != expected:
-            raise ExecutionError.of(
-                f"the state has the slots {sorted(state.slots)} and this plan {sorted(expected)}; "
-                "carry it over with "
-                "step.restore(other.params(state), other.optimizer_state(state), state.num_steps).",
-                "run-state",
-            )
-        for name, arrays in state.slots.items():
-            # What a step returns has the very objects, which a list compares first: asking each
-            # array in turn takes twice as long.
-            shardings, planned = [a.sharding for a in arrays], self._state_shardings[name]
-            if shardings != planned:
-                found, sharding = next(
-                    pair for pair in zip(shardings, planned, strict=True) if pair[0] != pair[1]
-                )
-                raise ExecutionError.of(
-                    f"an array of the state's {name} lies as {found} and the plan's as "
-                    f"{sharding}; leave the arrays of a state where the step put them, or "
-                    "take them up anew with step.restore.",
-                    "run-state",
-                )
-            if True in [array.is_deleted() for array in arrays]:
-                raise ExecutionError.of(
-                    "the state was already taken over by a step, which donates its arrays; go on "
-                    "with the state that the step returned.",
-                    "run-state-consumed",
-                )
 
     def executable(self, run: Run) -> Executable:
         """The compiled program that an instruction runs."""
@@ -466,26 +407,3 @@ def _host_or_key(leaf: Any) -> Any:
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         else np.asarray(leaf)
     )
-
-
-def leaf_violations(
-    what: str, expected: Sequence[Any], given: Sequence[Any], code: str
-) -> list[Violation]:
-    """Which leaves of a tree that a user gives are not those of the model."""
-    if len(expected) != len(given):
-        return [
-            Violation(
-                f"the {what} have {len(given)} leaves and the model's {len(expected)}; give those "
-                "of this model.",
-                code,
-            )
-        ]
-    return [
-        Violation(
-            f"leaf {i} of the {what} has shape {tuple(np.shape(leaf))} {leaf.dtype}; the model "
-            f"has {tuple(struct.shape)} {struct.dtype}.",
-            code,
-        )
-        for i, (struct, leaf) in enumerate(zip(expected, given, strict=True))
-        if tuple(np.shape(leaf)) != tuple(struct.shape) or leaf.dtype != struct.dtype
-    ]

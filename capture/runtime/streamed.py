@@ -32,7 +32,14 @@ from capture.runtime.layout import first_devices
 from capture.runtime.microbatches import split_examples
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
 from capture.runtime.packs import PackPrograms, TracedSizes
-from capture.runtime.pipeline import PipelineState, StepMetrics, leaf_violations
+from capture.runtime.pipeline import StepMetrics
+from capture.runtime.state import (
+    PipelineState,
+    check_state,
+    joined_params,
+    optimizer_leaves,
+    param_leaves,
+)
 from capture.step.interface import owned_and_borrowed
 from capture.step.ledger import Ledger
 from capture.step.pack_order import begins_without_copies
@@ -222,7 +229,7 @@ class StreamedStep:
         Raises:
             ExecutionError: ``run-params`` naming every parameter that the model does not have so.
         """
-        return self._state(self._param_leaves(params), None, 0)
+        return self._state(param_leaves(self.traced, params), None, 0)
 
     def restore(self, params: PyTree, optimizer_state: PyTree, num_steps: int = 0) -> PipelineState:
         """The state from whole-model trees, as ``params`` and ``optimizer_state`` of a plan of any
@@ -232,9 +239,8 @@ class StreamedStep:
             ExecutionError: ``run-params`` or ``run-optimizer`` naming every leaf that the model
                 does not have so.
         """
-        leaves, structs = self._param_leaves(params), self.optimizer.state_structs
-        state = jax.tree.leaves(optimizer_state)
-        ExecutionError.check(leaf_violations("optimizer state", structs, state, "run-optimizer"))
+        leaves = param_leaves(self.traced, params)
+        state = optimizer_leaves(self.optimizer.state_structs, optimizer_state)
         return self._state(leaves, state, num_steps)
 
     def params(self, state: PipelineState) -> PyTree:
@@ -243,7 +249,7 @@ class StreamedStep:
         for slot, name in self._kept("weights"):
             owned = self._sizes.owned(self._builder.spans[slot])
             found |= zip(owned, map(np.array, state.slots[name]), strict=True)
-        return self._join(found)
+        return joined_params(self.traced, found)
 
     def optimizer_state(self, state: PipelineState) -> PyTree:
         """The whole model's optimizer state, as optax holds it over ``TracedModel.split_struct``.
@@ -260,11 +266,6 @@ class StreamedStep:
                 for k, struct in enumerate(self.optimizer.state_structs)
             ]
         )
-
-    def _param_leaves(self, params: PyTree) -> list[np.ndarray]:
-        given, expected = jax.tree.leaves(params), jax.tree.leaves(self.traced.params_struct)
-        ExecutionError.check(leaf_violations("parameters", expected, given, "run-params"))
-        return [np.asarray(leaf) for leaf in jax.tree.leaves(self.traced.split_params(params))]
 
     def _kept(self, what: str) -> list[tuple[int, str]]:
         """Slots of the host, and their names."""
@@ -296,10 +297,6 @@ class StreamedStep:
             slots[name] = [jax.device_put(np.array(array), sharding) for array in given]
         return PipelineState(slots, num_steps, {p: leaves[p] for p in self._unused})
 
-    def _join(self, leaves: dict[int, np.ndarray]) -> PyTree:
-        tree: Any = jax.tree.structure(self.traced.split_struct)
-        return self.traced.join_params(tree.unflatten([leaves[p] for p in range(tree.num_leaves)]))
-
     # ---- execution -------------------------------------------------------------------------------
 
     def __call__(
@@ -327,7 +324,7 @@ class StreamedStep:
                 ``run-state`` for a state of another plan, ``run-state-consumed``.
         """
         bound, start = self._bound, time.thread_time()
-        self._check_state(state)
+        check_state(state, self._state_shardings)
         slots, losses = bound(
             state.slots,
             split_examples(self.traced, self._parts, batch, key),
@@ -357,7 +354,15 @@ class StreamedStep:
         state, _ = self(self.init_from(params), batch, key, observer=observer)
         for p, array in state.unused.items():
             found[p] = np.zeros_like(array)
-        return self._join(found)
+        return joined_params(self.traced, found)
+
+    @cached_property
+    def _state_shardings(self) -> dict[str, list[Any]]:
+        slots = self.program.slots
+        return {
+            name: [struct.sharding for struct in self.programs.layout(slots[slot])]
+            for name, slot in self.program.persistent.items()
+        }
 
     @cached_property
     def _parts(self) -> list[int]:
@@ -397,22 +402,6 @@ class StreamedStep:
             return found
 
         return cut
-
-    def _check_state(self, state: PipelineState) -> None:
-        expected = set(self.program.persistent)
-        if set(state.slots) != expected:
-            raise ExecutionError.of(
-                f"the state has the slots {sorted(state.slots)} and this plan {sorted(expected)}; "
-                "carry it over with "
-                "step.restore(other.params(state), other.optimizer_state(state), state.num_steps).",
-                "run-state",
-            )
-        if any(array.is_deleted() for arrays in state.slots.values() for array in arrays):
-            raise ExecutionError.of(
-                "the state was already taken over by a step, which donates its arrays; go on with "
-                "the state that the step returned.",
-                "run-state-consumed",
-            )
 
 
 def _traced(workload: WorkloadProtocol, plan: PacksPlan, sizes: set[int]) -> dict[int, TracedModel]:

@@ -12,7 +12,8 @@ from pipeline_models import mlp, pipeline, tied
 
 from capture.errors import ExecutionError
 from capture.runtime import fast_paths
-from capture.runtime.pipeline import PipelineState, pipeshard
+from capture.runtime.pipeline import pipeshard
+from capture.runtime.state import PipelineState
 
 SHARDING = NamedSharding(
     Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b")), PartitionSpec("a")
