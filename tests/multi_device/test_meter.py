@@ -3,6 +3,8 @@ use."""
 
 from __future__ import annotations
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,6 +76,24 @@ def test_measured_peaks_are_those_of_the_replay(name):
     assert measured.num_checks == len(step.program.instructions) + 1
     assert state.num_steps == 2
     del bystander
+
+
+def test_between_steps_only_parameters_and_optimizer_state_live(small):
+    batch, key = tied().batch(jax.random.key(1), 8), jax.random.key(2)
+    jax.block_until_ready(batch)
+    before = buffers(jax.live_arrays())
+    state, metrics = small(small.init(jax.random.key(0)), batch, key)
+    small.evaluate(state, batch, key)
+    small.accumulate(state, batch, key)
+    jax.block_until_ready(state)
+    del metrics
+    gc.collect()
+    live = buffers(jax.live_arrays())
+    params = tied().init(jax.random.key(0))
+    # The last stage has a copy of the embedding; plain gradient descent has no state.
+    sizes = [array.nbytes for name, array in params.items() if name != "unread"]
+    sizes.append(params["embedding"].nbytes)
+    assert sum(size for buffer, size in live.items() if buffer not in before) == sum(sizes)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from pipeline_models import VOCAB, WIDTH, bare, mlp, pipeline, tied
 
 from capture.errors import ExecutionError, PlanError, WorkloadError
 from capture.model.workload import WorkloadSpec
-from capture.runtime.meter import measure_step
+from capture.runtime.meter import LiveArrayMeter, measure_step
 from capture.runtime.pipeline import PipelinedStep, pipeshard, trace_for_plan
 from capture.runtime.programs import shard_bytes
 from capture.runtime.reference import (
@@ -21,6 +21,7 @@ from capture.runtime.reference import (
     relative_errors,
     rounding_floor,
 )
+from capture.step.program import replay
 
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-6, 1e-5
 
@@ -46,7 +47,16 @@ def compare(
     state = step.init_from(params)
     gradients, metrics = step.accumulate(state, batch, key)
     assert metrics.loss == pytest.approx(expected_loss, rel=LOSS_TOLERANCE)
-    assert step.evaluate(state, batch, key).losses == metrics.losses
+    meter = LiveArrayMeter(
+        step.evaluation,
+        step.devices,
+        lambda run: step.executable(run).transient_bytes,
+        strict=True,
+    )
+    evaluated = [float(loss) for loss in step.evaluate(state, batch, key, observer=meter).losses]
+    assert evaluated == [float(loss) for loss in metrics.losses]
+    meter.finish()
+    assert meter.peak_bytes_per_device == replay(step.evaluation).peak_bytes_per_device
     assert max_relative_error(gradients, expected_gradients, gradient_floor) < GRADIENT_TOLERANCE
     for _ in range(num_steps):
         state, metrics = step(state, batch, key)
