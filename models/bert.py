@@ -97,9 +97,7 @@ class Bert(nn.Module):
         config, init = self.config, nn.initializers.normal(INIT_STD)
 
         def embed(count: int, name: str) -> nn.Embed:
-            return nn.Embed(
-                count, config.width, embedding_init=init, dtype=config.dtype, name=name
-            )
+            return nn.Embed(count, config.width, embedding_init=init, dtype=config.dtype, name=name)
 
         def dense(features: int, name: str) -> nn.Dense:
             return nn.Dense(features, kernel_init=init, dtype=config.dtype, name=name)
