@@ -30,7 +30,6 @@ from zoo import (
     Workload,
     check_options,
     config_of,
-    initializer,
     layer_boundary,
     mean_cross_entropy,
 )

@@ -126,7 +126,7 @@ class LeastMaxTime:
         self._seconds = np.where(fits, sums[None, :] - sums[:, None], np.inf)
         start = np.full(len(sums), np.inf)
         start[0] = 0.0
-        # Per number of packs: seconds of the longest of each prefix, and where its last pack begins.
+        # Per number of packs: seconds of the longest of a prefix, and where its last one begins.
         self._best = [start]
         self._came: list[np.ndarray] = []
 
