@@ -395,15 +395,7 @@ def _initial(
     given = []
     if state_leaves is not None:
         given = [
-            to_device(_host_or_key(state_leaves[k]), sharding)
+            to_device(to_host(state_leaves[k]), sharding)
             for k, sharding in zip(stage.optimizer.state, of_state, strict=True)
         ]
     return jax.jit(make, out_shardings=(of_params, of_state, of_params))(params, given)
-
-
-def _host_or_key(leaf: Any) -> Any:
-    return (
-        leaf
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        else np.asarray(leaf)
-    )

@@ -6,13 +6,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from pipeline_models import mlp, pipeline, tied
+from pipeline_models import mark, mlp, pipeline, tied
 
 from capture.errors import CaptureError, ExecutionError
 from capture.machine.server import Server
+from capture.model.workload import Workload
 from capture.plan.packs import PacksPlan
 from capture.plan.task_graph import Configuration, Packs, Switches
 from capture.runtime import checkpoint
@@ -69,6 +71,22 @@ def compare(workload, plan, num_steps=3) -> StreamedStep:
     return step
 
 
+def noisy() -> Workload:
+    """Layers that JAX traces as other programs for one example, which it need not broadcast over; an
+    optimizer whose state has a random key."""
+
+    def init(key):
+        return {"floor": jnp.zeros((3, 1, 8)), "w": jax.random.normal(key, (3, 8, 8)) / 3}
+
+    def loss(params, x):
+        for floor, w in zip(params["floor"], params["w"], strict=True):
+            x = mark(jnp.where(x > 0, x, floor) @ w)
+        return jnp.mean((x + 1) ** 2)
+
+    optimizer = optax.chain(optax.add_noise(0.01, 0.5, jax.random.key(1)), optax.sgd(0.1))
+    return Workload(loss, init, lambda key, n: jax.random.normal(key, (n, 8)), optimizer)
+
+
 @pytest.mark.parametrize(
     ("workload", "plan"),
     [
@@ -77,8 +95,9 @@ def compare(workload, plan, num_steps=3) -> StreamedStep:
         (tied(dropout=False), packs_plan((1, 1, 2), (2,), (3, 2), 2, batch=7)),
         (mlp(num_blocks=2), packs_plan((1, 1), (1,), devices=2, mode="dp", batch=5)),
         (tied, packs_plan((1, 2, 1), (2, 1), without=("offload", "grouping"))),
+        (noisy, packs_plan((2, 2), (2,), (1, 2), 2, batch=5)),
     ],
-    ids=["tied", "sizes", "dp", "device"],
+    ids=["tied", "sizes", "dp", "device", "noisy"],
 )
 def test_as_one_device(workload, plan):
     compare(workload() if callable(workload) else workload, plan)
