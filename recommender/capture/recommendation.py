@@ -239,10 +239,10 @@ def baseline_plan(profile: Profile, question: PlanQuestion, weigh: str = "flops"
         weigh: ``"flops"``, ``"params"`` or ``"layers"``.
 
     Raises:
-        PlanError: ``baseline-degree`` if no profiled degree divides the nodes.
+        PlanError: ``baseline-degree`` if no profiled degree divides the nodes into groups of the
+            schedule.
     """
-    cluster = question.cluster
-    graph = profile.graph
+    cluster, graph, kind = question.cluster, profile.graph, SCHEDULES[question.schedule]
     weights = {
         "flops": [layer.flops for layer in graph.layers],
         "params": [sum(graph.params[p].size for p in layer.params) for layer in graph.layers],
@@ -252,17 +252,21 @@ def baseline_plan(profile: Profile, question: PlanQuestion, weigh: str = "flops"
         choice
         for choice in sorted(profile.choices, key=lambda c: (c.num_devices, c.tensor_parallel))
         if cluster.num_devices % choice.num_devices == 0
-        and cluster.num_devices // choice.num_devices <= graph.num_layers
+        and (groups := cluster.num_devices // choice.num_devices) * kind.stages_per_group
+        <= graph.num_layers
+        and not kind.wrong(groups, question.num_microbatches)
         and question.microbatch_size % choice.data_parallel == 0
         and all(size % choice.num_devices == 0 for size in cluster.nodes)
     ]
     if not fitting:
         raise PlanError.of(
             f"no profiled degree divides the nodes of cluster {cluster} into at most "
-            f"{graph.num_layers} stages.",
+            f"{graph.num_layers} stages of schedule={question.schedule!r}.",
             "baseline-degree",
         )
-    plan = plan_of(profile, question, fixed_degree_plan(cluster, weights, fitting[0]))
+    plan = plan_of(
+        profile, question, fixed_degree_plan(cluster, weights, fitting[0], question.schedule)
+    )
     return plan.with_(prediction=predict_plan(profile, plan))
 
 

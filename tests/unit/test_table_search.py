@@ -28,7 +28,7 @@ from capture.step.program import replay
 from capture.step.timeline import LinkTimes, Seconds, simulate_step
 from recommender.capture import tables
 from recommender.capture.posed import search_problem
-from recommender.capture.recommendation import plan_of, recommend
+from recommender.capture.recommendation import baseline_plan, plan_of, recommend
 from recommender.capture.throughput import throughput
 from recommender.capture.ticks import step_seconds
 from recommender.question import PlanQuestion
@@ -168,6 +168,20 @@ def test_a_profile_without_split_backward_passes_is_refused():
         recommend(planted.profile([ONE]), question("zb-h1"))
     assert caught.value.codes == ("profile-split",)
     assert recommend(planted.profile([ONE]), question("interleaved")).status == "ok"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_baseline_has_the_groups_of_every_schedule(name):
+    """Equal layers on as many groups as there are layers for."""
+    profile = split_profile(Planted(4, seed=2), ONE, TWO)
+    asked = question(name, 4, num_microbatches=8)
+    plan = baseline_plan(profile, asked, "layers")
+    per_group = SCHEDULES[name].stages_per_group
+    assert plan.schedule == name and plan.num_stages == 4
+    assert {stage.choice for stage in plan.stages} == {TWO if per_group == 2 else ONE}
+    with pytest.raises(PlanError) as caught:
+        baseline_plan(split_profile(Planted(1, seed=2), ONE), asked, "layers")
+    assert caught.value.codes == ("baseline-degree",)
 
 
 # ---- times ---------------------------------------------------------------------------------------
