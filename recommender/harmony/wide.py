@@ -56,7 +56,11 @@ class _Wide:
                     continue
                 for packs in self._packings("forward", size, num_layers):
                     work = self._work("forward", packs)
-                    bounds = [((work + more) / self._ranks, other) for more, other in rows]
+                    bounds = [
+                        ((work + more) / self._ranks, other)
+                        for more, other in rows
+                        if other.microbatch_size == size or not self._problem.equal_sizes
+                    ]
                     pairs += [
                         (least, packs, other) for least, other in bounds if least < self._below
                     ]
