@@ -114,15 +114,15 @@ def test_equal_layers_are_measured_once_and_a_profile_resumes(tmp_path):
     spec = WorkloadSpec.parse(f"{tmp_path / 'tiny.py'}:model?layers=5")
     question, began = LayersQuestion(spec, CPU_LIKE, most=2), []
 
-    class Interrupted(Exception):
+    class InterruptedHereError(Exception):
         pass
 
     def stop(event):
         began.extend([event["key"]] if event["state"] == "running" else [])
         if len(began) == 4:
-            raise Interrupted
+            raise InterruptedHereError
 
-    with pytest.raises(Interrupted):
+    with pytest.raises(InterruptedHereError):
         profile_layers(question, where=HERE, store=Store(tmp_path / "store"), watch=stop)
     profile_layers(
         question,
