@@ -257,7 +257,9 @@ class PackPrograms:
     def _pass(self, run: Run) -> tuple[Callable[..., Any], Any]:
         """A forward or backward pass, and what tells it from others of the same arguments."""
         kind, first, stop, size, _ = parts_of_name(run.program)
-        pack = _Pack(self._traced[size], (first, stop), self._weights_at(run), self._pieces(run))
+        pack = PackFunctions(
+            self._traced[size], (first, stop), self._weights_at(run), self._pieces(run)
+        )
         groups = [len(group) for group in run.inputs]
         if kind == "forward":
             return lambda *slots: pack.forward(*_cut(slots, groups)), pack.key
@@ -325,7 +327,7 @@ class PackPrograms:
         return on_host, (keys, states, tuple(of))
 
 
-class _Pack:
+class PackFunctions:
     """Layers at a micro-batch size, as functions of slots."""
 
     def __init__(
