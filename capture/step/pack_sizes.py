@@ -30,6 +30,10 @@ class PackSizes(Protocol):
         """Their optimizer state, where the layers are updated together."""
         ...
 
+    def summary_bytes(self, pack: Span) -> int:
+        """What the updates of other packs need of their gradients; 0 where those need nothing."""
+        ...
+
     def shared(self, pack: Span) -> tuple[int, ...]:
         """Parameters that layers read and that belong to earlier ones."""
         ...
@@ -86,6 +90,9 @@ class ProfileSizes:
 
     def state_bytes(self, pack: Span) -> int:
         return self.profile.state_bytes(*pack)
+
+    def summary_bytes(self, pack: Span) -> int:
+        return 0
 
     def shared(self, pack: Span) -> tuple[int, ...]:
         return ()

@@ -4,8 +4,8 @@ their gradients that go back.
 Every device is a place, and has a place in the memory of the host. Weights and optimizer state
 stay there: a slot of weights per run of layers that no pack divides, one of state per backward
 pack. Slots are called ``weights``, ``state``, ``gradients``, ``batch``, ``activation``,
-``gradient`` (of an activation) and ``loss``; programs ``forward``, ``backward`` (which computes the
-forward pass again), ``reduce`` and ``update``.
+``gradient`` (of an activation), ``summary`` and ``loss``; programs ``forward``, ``backward`` (which
+computes the forward pass again), ``reduce``, ``summarize`` and ``update``.
 
 A value between two packs is cut where the micro-batches of either direction end, so that it is
 copied once in pieces, whatever their sizes (concatenation and split are the programs'). It goes
@@ -122,6 +122,9 @@ class StreamedBuilder(StreamedState):
             rank.units.pop()
             self._label = f"{task.kind} {unit.at} of layers {task.first} to {task.stop - 1}"
             self._issue(self._emit(unit, rank))
+        for rank in self._ranks:
+            self._issue(self._flushed(rank))
+        self._issue(self._update_all())
         for rank in self._ranks:
             self._issue(self._flushed(rank))
         step.num_passes = len(step.instructions)
@@ -418,7 +421,7 @@ class StreamedBuilder(StreamedState):
         task = unit.task
         span, shared = (task.first, task.stop), self._sizes.shared((task.first, task.stop))
         here: tuple[int, ...] = ()
-        if task.last and self._switches.jit and not self._switches.offload:
+        if task.last and self._updates_at_once:
             here, gradients = (gradients[0],), gradients[1:]
         else:
             yield from self._leave(unit, rank)
