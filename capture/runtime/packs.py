@@ -87,9 +87,12 @@ class TracedSizes:
     def param_bytes(self, param: int) -> int:
         return self.graph.params[param].nbytes
 
-    def value_bytes(self, layer: int, examples: int) -> int:
-        values = [self.graph.values[v] for v in self.graph.crossing(layer)]
-        return sum(self._bytes(value, examples) for value in values)
+    def values(self, layer: int) -> tuple[int, ...]:
+        return self.graph.crossing(layer)
+
+    def value_bytes(self, layer: int, examples: int, values: tuple[int, ...] | None = None) -> int:
+        which = self.values(layer) if values is None else values
+        return sum(self._bytes(self.graph.values[v], examples) for v in which)
 
     def gradient_bytes(self, layer: int, examples: int) -> int:
         values = [self.graph.values[v] for v in differentiable(self.graph, layer)]
@@ -226,7 +229,8 @@ class PackPrograms:
         if what == "batch":
             return [graph.batch[b] for b in graph.stage_batch(*self._builder.spans[number])]
         gradient = what == "gradient"
-        values = differentiable(graph, layer) if gradient else graph.crossing(layer)
+        values: Sequence[int] = differentiable(graph, layer) if gradient else graph.crossing(layer)
+        values = self._builder.values.get(number, values)
         return [graph.values[v] for v in values]
 
     def _rows_of(self, tensor: Tensor, examples: int) -> jax.ShapeDtypeStruct:
@@ -321,7 +325,7 @@ class PackPrograms:
         ]
         size = parts_of_name(run.program)[3]
         known = next((group for group in rows if group), [])
-        return tuple(stop - first for first, stop in known) or (size,)
+        return tuple(stop - first for first, stop in dict.fromkeys(known)) or (size,)
 
     def _update(self, run: Run, kind: str) -> tuple[Callable[..., Any], Any]:
         span = parts_of_name(run.program)[1:3]
@@ -430,7 +434,11 @@ class _Pack:
         return layers(params, [values[v] for v in layers.inputs], [leaves[b] for b in layers.batch])
 
     def _joined(self, values: Sequence[int], pieces: Sequence[Arrays]) -> dict[int, Any]:
-        tensors = [self._graph.values[v] for v in values]
+        tensors, count = [self._graph.values[v] for v in values], len(self._pieces)
+        if len(pieces) > count:  # what was kept at several layers, those before first
+            pieces = [
+                [array for slot in pieces[piece::count] for array in slot] for piece in range(count)
+            ]
         return dict(zip(values, self._together(tensors, pieces), strict=True))
 
     @staticmethod

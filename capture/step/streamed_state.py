@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 from capture.machine.server import Server
 from capture.plan.task_graph import Span, Task, TaskGraph
@@ -53,8 +54,18 @@ class Unit:
         return self.task.sizes[self.i]
 
 
-Came = tuple[int, int | None]
-"""A slot on a device, and the slot on the host that it was copied from."""
+class Came(NamedTuple):
+    """What a pass reads.
+
+    Attributes:
+        slot: On the device.
+        source: On the host, where it was copied from there.
+        last: Whether nobody reads that again.
+    """
+
+    slot: int
+    source: int | None = None
+    last: bool = True
 
 
 @dataclass
@@ -95,12 +106,14 @@ class StreamedState:
         spans: By slot of weights, state or gradients, its layers.
         rows: By slot of rows: the layer that they enter, or whose batch they are, and which
             examples of the lane.
+        values: By slot that holds some of the values which enter its layer, those.
     """
 
     def __init__(self, graph: TaskGraph, sizes: PackSizes, server: Server, units: Sequence[Unit]):
         self._graph, self._sizes, self._switches = graph, sizes, graph.switches
         self.spans: dict[int, Span] = {}
         self.rows: dict[int, tuple[int, Span]] = {}
+        self.values: dict[int, tuple[int, ...]] = {}
         host = Host("host", int(server.host_memory_bytes.value))
         self._ranks = [
             Rank(
@@ -131,6 +144,16 @@ class StreamedState:
         self._gradients: defaultdict[Span, dict[int, tuple[int, ...]]] = defaultdict(dict)
         #: By parameter, the gradients that packs made which do not own it.
         self._shared: defaultdict[int, list[int]] = defaultdict(list)
+        #: By layer whose input is kept for the backward pass, ascending, what of it is kept there:
+        #: what skips over several such layers is with the first.
+        self._kept_at: dict[int, tuple[int, ...]] = {}
+        before: frozenset[int] = frozenset()
+        for layer in sorted({one for task in graph.tasks for one, _ in task.stashes} - {0}):
+            values = sizes.values(layer)
+            self._kept_at[layer] = tuple(v for v in values if v not in before)
+            before = frozenset(values)
+        #: (lane, layer) -> by end in examples, the slot that keeps a piece; None for nothing.
+        self._stash: defaultdict[tuple[int, int], dict[int, int | None]] = defaultdict(dict)
         self._spans_of = {task.id: (task.first, task.stop) for task in graph.tasks}
         self._owner: dict[Span, Rank] = {}
         for task in graph.tasks:
@@ -203,6 +226,15 @@ class StreamedState:
         self.rows[slot] = layer, rows
         return slot
 
+    def _values_slot(
+        self, place: Place, category: str, layer: int, rows: Span, values: tuple[int, ...]
+    ) -> int:
+        """Likewise, of some of the values."""
+        nbytes = self._sizes.value_bytes(layer, rows[1] - rows[0], values)
+        slot = self._slot("activation", place, category, nbytes)
+        self.rows[slot], self.values[slot] = (layer, rows), values
+        return slot
+
     def _alike(self, slot: int, place: Place, category: str = "") -> int:
         """A slot for a copy."""
         given = self.step.slots[slot]
@@ -211,6 +243,8 @@ class StreamedState:
             self.spans[made] = self.spans[slot]
         if slot in self.rows:
             self.rows[made] = self.rows[slot]
+        if slot in self.values:
+            self.values[made] = self.values[slot]
         return made
 
     def _copy(self, source: int, target: int) -> Copy:

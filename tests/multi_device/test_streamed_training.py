@@ -23,6 +23,7 @@ from capture.runtime.pipeline import pipeshard
 from capture.runtime.reference import ReferenceStep, max_relative_error, rounding_floor
 from capture.runtime.streamed import StreamedStep, streamed
 from capture.runtime.training import Training, train
+from capture.step.streamed import volumes_bytes
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.01), optax.adam(1e-3))
 SERVER = Server.load("gtx1080ti-x4")
@@ -218,3 +219,29 @@ def test_a_run_is_measured_beside_one_device():
     assert document["ledger_checks"] and measured == document["replayed_peak_bytes_per_device"]
     assert host["measured_peak_bytes"] == host["replayed_peak_bytes"] > 0
     assert document["target"] == plan.machine.name and not document["is_target"]
+
+
+def unet() -> Workload:
+    """Three layers down, three up, each with the value of the one across."""
+
+    def init(key):
+        return jax.random.normal(key, (6, 8, 8)) / 3
+
+    def loss(params, x):
+        down = []
+        for w in params[:3]:
+            x = mark(jnp.tanh(x @ w))
+            down.append(x)
+        for w in params[3:]:
+            x = mark(jnp.tanh(x @ w) + down.pop())
+        return jnp.mean(x**2)
+
+    return Workload(loss, init, lambda key, n: jax.random.normal(key, (n, 8)), optax.adam(1e-3))
+
+
+def test_a_value_that_skips_packs_is_kept_once():
+    step = compare(unet(), packs_plan((1,) * 7, (1,) * 6, batch=3))
+    volumes, value = volumes_bytes(step.program), 3 * 8 * 4
+    # Five are kept, and the sixth goes on to the pack of the loss; passes read 12 and 11.
+    assert volumes["activation out"] == 6 * value
+    assert volumes["activation in"] == 23 * value
