@@ -99,7 +99,8 @@ class BoundStep:
             observer: Called before every instruction with it and the arrays of all slots.
 
         Returns:
-            The state after the step, and what it reports; they need not be ready yet.
+            The state after the step, by slot, and what it reports; they need not be ready yet.
+            Where it was stopped, every slot that is then alive stands beside the state.
         """
         step = self.step
         frame = Frame([None] * len(step.slots), microbatches, [])
@@ -113,7 +114,10 @@ class BoundStep:
             for instruction, action in zip(step.instructions, actions, strict=False):
                 observer(instruction, frame.slots)
                 action(frame)
-        found = {name: frame.slots[slot] for name, slot in step.persistent.items()}
+        left: Mapping[str, int] = step.persistent
+        if stop is not None:
+            left = {slot.name: number for number, slot in enumerate(step.slots)}
+        found = {name: frame.slots[slot] for name, slot in left.items()}
         return {
             name: arrays for name, arrays in found.items() if arrays is not None
         }, frame.reported
