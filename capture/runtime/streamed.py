@@ -21,13 +21,12 @@ import numpy as np
 
 from capture import environment
 from capture.compiler.executable import HOST_MEMORY, Compiler, Executable
-from capture.errors import ExecutionError, PlanError, WorkloadError
+from capture.errors import ExecutionError, WorkloadError
 from capture.model.workload import PyTree, WorkloadProtocol
 from capture.plan.packs import PacksPlan
 from capture.plan.task_graph import Task
 from capture.quantities import format_bytes
-from capture.runtime.dispatch import BoundStep, Call, Observer, to_device, to_host
-from capture.runtime.fast_paths import flat_call
+from capture.runtime.dispatch import BoundStep, Observer, to_device, to_host
 from capture.runtime.layout import first_devices
 from capture.runtime.microbatches import split_examples
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
@@ -73,9 +72,9 @@ def streamed(
     Raises:
         PlanError: ``plan-other-model`` if the plan was made for another model, ``plan-num-layers``,
             ``packs-sizes`` where the loss is another program at another micro-batch size,
-            ``packs-coupled`` where its examples meet and both directions cut them differently,
-            ``packs-reduce`` for data parallelism that updates on the devices.
-        WorkloadError: ``packs-optimizer`` for an optimizer that needs all gradients at once.
+            ``packs-coupled`` where its examples meet and both directions cut them differently.
+        WorkloadError: ``packs-optimizer`` for an optimizer that needs parameters which the loss
+            does not read.
         ExecutionError: ``run-devices`` if there are fewer devices than the plan uses,
             ``run-host-memory`` where a device cannot use its host's, or may use too little.
     """
@@ -90,13 +89,6 @@ def streamed(
             f"devices of platform {devices[0].platform} have no memory of kind {HOST_MEMORY}, "
             "where weights are kept; run the plan on GPUs, TPUs or CPU devices.",
             "run-host-memory",
-        )
-    if plan.mode == "dp" and count > 1 and not plan.switches.offload:
-        raise PlanError.of(
-            "the plan adds gradients between devices and updates there (mode='dp' without "
-            "offload), which is estimated and not run by this version; leave offload on, or use "
-            "mode='pp'.",
-            "packs-reduce",
         )
     return StreamedStep(workload, plan, devices, begins, fast_compile)
 
@@ -137,11 +129,13 @@ class StreamedStep:
         self.microbatch_sizes = tuple(
             size for task in tasks.tasks if task.criterion for size in task.sizes
         )
-        if any(stage.summary for stage in self.optimizer.stages):
+        #: Whether the optimizer needs the gradients of all packs, such as their norm: they wait on
+        #: the host, and the updates come after all passes.
+        self.updates_last = any(stage.summary for stage in self.optimizer.stages)
+        if self._unused and self.optimizer.stages[-1].summary:
             raise WorkloadError.of(
-                "the optimizer needs a value made from all gradients, such as their norm, before "
-                "it updates any parameter, and a plan of packs updates each as soon as its "
-                "gradient is there; leave the clipping out, or use a plan of stages.",
+                "the optimizer needs values of parameters that the loss does not read, before it "
+                "updates any other; leave those out of the model, or of the optimizer.",
                 "packs-optimizer",
             )
         self._begins = begins or begins_without_copies(tasks, self._operations)
@@ -340,10 +334,16 @@ class StreamedStep:
         host."""
         found: dict[int, np.ndarray] = {}
         step, spans = self.program, self._builder.spans
+        updated: set[tuple[int, ...]] = set()
 
         def observer(instruction: Instruction, slots: list[Any]) -> None:
             if not isinstance(instruction, Run) or not instruction.program.startswith("update"):
                 return
+            # Where devices update, each does so with the sum over all.
+            pack = parts_of_name(instruction.program)[1:3]
+            if pack in updated:
+                return
+            updated.add(pack)
             for slot in instruction.inputs[2]:
                 param = step.slots[slot].key
                 params = self._sizes.owned(spans[slot]) if param is None else (param,)
@@ -385,19 +385,5 @@ class StreamedStep:
     def _bound(self) -> BoundStep:
         step = self.program
         runs = {each.program: each for each in step.instructions if isinstance(each, Run)}
-        calls = {name: self._call(run) for name, run in runs.items()}
+        calls = {name: self.programs.call(run) for name, run in runs.items()}
         return BoundStep(step, calls, self.programs.layout)
-
-    def _call(self, run: Run) -> Call:
-        call = flat_call(self.executable(run).call)
-        slots = self.program.slots
-        sizes = [len(self.programs.layout(slots[slot])) for slot in run.outputs]
-
-        def cut(flat: list[jax.Array]) -> list[list[jax.Array]]:
-            results, found, start = call(flat), [], 0
-            for size in sizes:
-                found.append(results[start : start + size])
-                start += size
-            return found
-
-        return cut
