@@ -69,9 +69,10 @@ def profile_of(model: Model, target: str, file: Path | None) -> LayerProfile:
     if file is not None:
         few = LayerProfile.load(file)
     else:
-        from capture import WorkloadSpec
         from profiling_runs.layer_question import LayersQuestion
         from profiling_runs.layers import profile_layers
+
+        from capture import WorkloadSpec
 
         name = model.workload.format(blocks=PROFILED_BLOCKS)
         asked = LayersQuestion(
@@ -189,7 +190,7 @@ def main() -> int:
     for name in options.names or MODELS:
         profile = profile_of(MODELS[name], options.target, files.get(name))
         for gpus in GPUS:
-            server = Server.of(Cluster.of(f"1x{gpus}", options.target))
+            server = Server.of(Cluster.parse(f"1x{gpus}", options.target))
             rows += rows_of(name, MODELS[name], profile, server)
     claims: dict[str, dict[str, str]] = {}
     for row in rows:
