@@ -78,7 +78,7 @@ def of_one_device(step: StreamedStep, workload: WorkloadProtocol, params: Any) -
 
 
 def of_data_parallelism(step: StreamedStep, workload: WorkloadProtocol, params: Any) -> Losses:
-    mesh = jax.make_mesh((NUM_DEVICES,), ("data",))
+    mesh = jax.make_mesh((NUM_DEVICES,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     split = jax.NamedSharding(mesh, jax.P("data"))
     copied = jax.NamedSharding(mesh, jax.P())
 
