@@ -30,9 +30,10 @@ from capture.runtime.dispatch import BoundStep, Call, Observer, to_host
 from capture.runtime.fast_paths import flat_call
 from capture.runtime.layout import first_devices
 from capture.runtime.microbatches import split_examples
-from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
+from capture.runtime.optimizer import SlicedOptimizer
 from capture.runtime.packs import PackPrograms, TracedSizes
 from capture.runtime.pipeline import StepMetrics
+from capture.runtime.stacked import traced_optimizer
 from capture.runtime.state import (
     PipelineState,
     check_state,
@@ -131,7 +132,7 @@ class StreamedStep:
         whole = [owned_and_borrowed(graph, *pack)[0] for pack in packs]
         read = {p for own in whole for p in own}
         self._unused = tuple(p for p in range(len(graph.params)) if p not in read)
-        update = TracedOptimizer(workload.optimizer, self.traced.split_struct, self._unused)
+        update = traced_optimizer(workload.optimizer, self.traced, self._unused)
         partition = whole + [self._unused] * bool(self._unused)
         self.optimizer = SlicedOptimizer(update, partition)
         #: Examples of each, in order; a loss of random numbers is the same function of these alone.
