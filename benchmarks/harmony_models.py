@@ -69,10 +69,9 @@ def profile_of(model: Model, target: str, file: Path | None) -> LayerProfile:
     if file is not None:
         few = LayerProfile.load(file)
     else:
+        from capture import WorkloadSpec
         from profiling_runs.layer_question import LayersQuestion
         from profiling_runs.layers import profile_layers
-
-        from capture import WorkloadSpec
 
         name = model.workload.format(blocks=PROFILED_BLOCKS)
         asked = LayersQuestion(

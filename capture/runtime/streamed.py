@@ -29,10 +29,11 @@ from capture.quantities import format_bytes
 from capture.runtime.dispatch import BoundStep, Observer, to_device, to_host
 from capture.runtime.layout import first_devices
 from capture.runtime.microbatches import split_examples
-from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
+from capture.runtime.optimizer import SlicedOptimizer
 from capture.runtime.pack_traces import traced_at
 from capture.runtime.packs import PackPrograms, TracedSizes
 from capture.runtime.pipeline import StepMetrics
+from capture.runtime.stacked import traced_optimizer
 from capture.runtime.state import (
     PipelineState,
     check_state,
@@ -122,7 +123,7 @@ class StreamedStep:
         whole = [owned_and_borrowed(graph, *pack)[0] for pack in packs]
         read = {p for own in whole for p in own}
         self._unused = tuple(p for p in range(len(graph.params)) if p not in read)
-        update = TracedOptimizer(workload.optimizer, self.traced.split_struct, self._unused)
+        update = traced_optimizer(workload.optimizer, self.traced, self._unused)
         partition = whole + [self._unused] * bool(self._unused)
         self.optimizer = SlicedOptimizer(update, partition)
         #: Examples of each, in order; a loss of random numbers is the same function of these alone.
