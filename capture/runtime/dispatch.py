@@ -113,7 +113,8 @@ class BoundStep:
             for instruction, action in zip(step.instructions, actions, strict=False):
                 observer(instruction, frame.slots)
                 action(frame)
-        found = {name: frame.slots[slot] for name, slot in step.persistent.items()}
+        left = step.persistent | step.made
+        found = {name: frame.slots[slot] for name, slot in left.items()}
         return {
             name: arrays for name, arrays in found.items() if arrays is not None
         }, frame.reported
