@@ -114,7 +114,7 @@ class BoundStep:
             for instruction, action in zip(step.instructions, actions, strict=False):
                 observer(instruction, frame.slots)
                 action(frame)
-        left: Mapping[str, int] = step.persistent
+        left: Mapping[str, int] = step.persistent | step.made
         if stop is not None:
             left = {slot.name: number for number, slot in enumerate(step.slots)}
         found = {name: frame.slots[slot] for name, slot in left.items()}

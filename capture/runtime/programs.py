@@ -1,5 +1,5 @@
-"""The compiled programs of one stage: forward, zeros for gradients, backward, summarize, update. And
-what each needs while it runs.
+"""The compiled programs of one stage: forward, zeros for gradients, backward, summarize, update. What
+each needs while it runs, too.
 
 The forward program returns, beside its outputs, the values that are kept for the backward pass and
 that exist nowhere else (``residuals.py``).

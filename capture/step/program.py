@@ -167,7 +167,8 @@ class Step:
         programs: What the instructions run, by name.
         slots: Indexed by the instructions.
         instructions: In the order of issue.
-        persistent: Slots that live from before the step to after it, by name.
+        persistent: Slots that are there before the step, by name. They live on, or end in it.
+        made: Slots that live on after the step and are not there before it, by name.
         reported: Slots whose arrays the step returns beside its state: losses.
         num_passes: Instructions before the updates.
     """
@@ -177,6 +178,7 @@ class Step:
     slots: list[Slot] = field(default_factory=list)
     instructions: list[Instruction] = field(default_factory=list)
     persistent: dict[str, int] = field(default_factory=dict)
+    made: dict[str, int] = field(default_factory=dict)
     reported: list[int] = field(default_factory=list)
     num_passes: int = 0
 
