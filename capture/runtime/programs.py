@@ -211,7 +211,7 @@ class StagePrograms(StageLayout):
         split = ValueSplit(
             self._saving_all,
             [
-                (axis, self.mesh.shape[axis], [_split_dim(spec, axis) for spec in specs])
+                (axis, self.mesh.shape[axis], [split_dim(spec, axis) for spec in specs])
                 for axis in (DATA_AXIS, MODEL_AXIS)
             ],
         )
@@ -484,7 +484,7 @@ class StagePrograms(StageLayout):
         return max(0, forward.output_bytes - sum(map(shard_bytes, outputs)))
 
 
-def _split_dim(spec: PartitionSpec, axis: str) -> int | None:
+def split_dim(spec: PartitionSpec, axis: str) -> int | None:
     """The dimension that a mesh axis splits."""
     return next((dim for dim, name in enumerate(spec) if name == axis), None)
 
