@@ -41,7 +41,10 @@ def main() -> int:
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians and ends of the ratios."""
-    found: dict[str, Any] = {"num_stages": len(rows)}
+    found: dict[str, Any] = {
+        "num_stages": len(rows),
+        "num_above": sum(bool(row["above"]) for row in rows),
+    }
     for name in ("least", "most"):
         ratios = [row[name] / row["compiled"] for row in rows]
         found[f"{name}_over_compiled"] = {
@@ -57,7 +60,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def measured(
     target: str, workload: str, microbatch_size: int, path: Path | None
 ) -> list[dict[str, Any]]:
-    """A row per stage: bytes, and processor seconds."""
+    """A row per stage: bytes, what of the lower bound is above the compiler's number, and processor
+    seconds."""
     from capture.measured.profile import StageConfig
     from capture.measured.store import Store
     from capture.model.workload import WorkloadSpec
@@ -94,6 +98,11 @@ def measured(
                             ("most", between.most),
                         )
                     },
+                    "above": [
+                        name
+                        for name in ("forward_bytes", "backward_bytes", "update_bytes")
+                        if getattr(between.least, name) > getattr(cost, name)
+                    ],
                     "bound_seconds": bounded - start,
                     "compile_seconds": time.process_time() - bounded,
                 }

@@ -15,7 +15,7 @@ from capture.profiler.compile import CompileBackend
 from capture.runtime.bounds import BoundedProgram, Bounder
 
 #: Bump when the bounds of the same programs change.
-BOUNDS_VERSION = 2
+BOUNDS_VERSION = 4
 
 
 class BoundsBackend:

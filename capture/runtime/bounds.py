@@ -21,6 +21,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -140,77 +141,107 @@ class Memory:
     def __init__(self, flow: DataFlow, split: ValueSplit, fresh: Mapping[Any, int]):
         self._flow, self._split, self._fresh = flow, split, fresh
         self._elsewhere = {*flow.inputs, *_variables(flow.outputs)}
+        self._equations: list[Any] = flow.jaxpr.eqns
 
     def least(self) -> int:
-        """The lower bound.
+        """The lower bound: over the products, the most that has to be there while one runs, in any
+        order of the operations."""
+        before, fresh = self._before(), self._fresh_before()
+        at_products = (
+            fresh[at] + self._while_running(at, before[at])
+            for at, equation in enumerate(self._equations)
+            if _is_product(equation)
+        )
+        return max(sum(self._fresh.values()), max(at_products, default=0))
 
-        Whatever the order of the operations, while a product runs that depends on another one and
-        that a third depends on, there is what the third reads of the first, or what it is computed
-        from, at its narrowest.
+    def _while_running(self, product: int, before: Collection[int]) -> int:
+        """What it makes, and what is read with it or after it: of products before it, or what is
+        computed from their results, at its narrowest on the widest way; and operands, where they
+        are computed from arguments.
+
+        Nothing that depends on the product is there yet. Values that are computed from each other
+        may stand for each other, so of those the largest counts.
         """
-        chains = self._chains()
-        before, after = self._orders()
-        fresh = self._fresh_before()
-        most = sum(self._fresh.values())
-        for x in before:
-            there: dict[int, int] = {}
-            for (maker, group, readers), nbytes in chains.items():
-                if maker in before[x] and not readers.isdisjoint(after[x]):
-                    there[group] = max(nbytes, there.get(group, 0))
-            most = max(most, sum(there.values()) + fresh[x])
-        return most
-
-    def _chains(self) -> dict[tuple[int, int, frozenset[int]], int]:
-        """From a product to others, by their positions, that read what is computed from its
-        result: the bytes of the narrowest value on the widest way. Ways of a group may share
-        values; those of different groups do not."""
-        equations = self._flow.jaxpr.eqns
         groups = _Groups()
-        for equation in equations:
-            if not _is_product(equation):
-                groups.join(*self._inner(equation.invars), *equation.outvars)
-        readers = defaultdict(set)
-        for at, equation in enumerate(equations):
-            if _is_product(equation):
-                for v in self._inner(equation.invars):
-                    readers[v].add(at)
-        found: dict[tuple[int, int, frozenset[int]], int] = {}
-        for at, equation in enumerate(equations):
-            if not _is_product(equation):
-                continue
-            width = {v: self._nbytes(v) for v in equation.outvars}
-            for later in equations[at + 1 :]:
-                if _is_product(later):
-                    continue
-                reach = max((width.get(v, 0) for v in _variables(later.invars)), default=0)
-                if reach:
-                    width.update((v, min(reach, self._nbytes(v))) for v in later.outvars)
-            for v, nbytes in width.items():
-                if nbytes and v in readers:
-                    key = at, groups.of(v), frozenset(readers[v])
-                    found[key] = max(nbytes, found.get(key, 0))
+        made, later = set(self._equations[product].outvars), set[Any]()
+        width: dict[Any, int] = {}
+        needed: set[Any] = set(self._inner(self._equations[product].invars))
+        for at, equation in enumerate(self._equations):
+            reads = self._inner(equation.invars)
+            if at == product:
+                later |= made
+            elif not later.isdisjoint(reads):
+                later.update(equation.outvars)
+                if at in self._useful:
+                    needed.update(reads)
+            elif not _is_product(equation):
+                reach = max((width.get(v, 0) for v in reads), default=0)
+                width.update((v, min(reach, self._nbytes(v))) for v in equation.outvars)
+                groups.join(*reads, *self._inner(equation.outvars))
+            elif at in before:
+                width.update((v, self._nbytes(v)) for v in equation.outvars)
+        there: dict[int, int] = {}
+        for v in needed - later:
+            group = groups.of(v)
+            there[group] = max(width.get(v, 0), there.get(group, 0))
+        for v in self._inner(self._equations[product].invars):
+            group = groups.of(v)
+            there[group] = max(self._computed.get(v, 0), there.get(group, 0))
+        results = sum(self._nbytes(v) for v in made if v in self._read_by_products)
+        return results + sum(there.values())
+
+    @cached_property
+    def _useful(self) -> set[int]:
+        """Positions of the operations that results depend on."""
+        wanted, found = set(_variables(self._flow.outputs)), set[int]()
+        for at in reversed(range(len(self._equations))):
+            equation = self._equations[at]
+            if not wanted.isdisjoint(equation.outvars):
+                found.add(at)
+                wanted.update(_variables(equation.invars))
         return found
 
-    def _orders(self) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
-        """Per product, the products that it depends on and those that depend on it, with itself."""
-        before: dict[int, set[int]] = {}
-        after: dict[int, set[int]] = {}
-        origins: dict[Any, set[int]] = {}
-        for at, equation in enumerate(self._flow.jaxpr.eqns):
-            from_all = set[int]().union(*(origins.get(v, ()) for v in _variables(equation.invars)))
+    @cached_property
+    def _read_by_products(self) -> set[Any]:
+        """Values that products depend on."""
+        found: set[Any] = set()
+        for equation in reversed(self._equations):
+            if _is_product(equation) or not found.isdisjoint(equation.outvars):
+                found.update(_variables(equation.invars))
+        return found
+
+    @cached_property
+    def _computed(self) -> dict[Any, int]:
+        """The bytes of values that are computed and not only renamed or cast, at their narrowest
+        since: an argument that is may be read as it is."""
+        found: dict[Any, int] = {}
+        for equation in self._equations:
             if _is_product(equation):
-                for earlier in from_all:
-                    after[earlier].add(at)
-                before[at] = from_all = from_all | {at}
-                after[at] = {at}
-            origins.update(dict.fromkeys(equation.outvars, from_all))
-        return before, after
+                continue
+            reach = max((found.get(v, 0) for v in self._inner(equation.invars)), default=0)
+            for v in equation.outvars:
+                own = 0 if equation.primitive.name in RENAMED else self._nbytes(v)
+                found[v] = max(min(reach, self._nbytes(v)), own)
+        return found
+
+    def _before(self) -> dict[int, set[int]]:
+        """Per product, the products that it depends on, by position."""
+        found: dict[int, set[int]] = {}
+        origins: dict[Any, set[int]] = {}
+        for at, equation in enumerate(self._equations):
+            reads = _variables(equation.invars)
+            earlier = set[int]().union(*(origins.get(v, ()) for v in reads))
+            if _is_product(equation):
+                found[at] = earlier
+                earlier = earlier | {at}
+            origins.update(dict.fromkeys(equation.outvars, earlier))
+        return found
 
     def _fresh_before(self) -> dict[int, int]:
         """Per product, bytes of the fresh results that it depends on."""
         found: dict[int, int] = {}
         made_of: dict[Any, frozenset[Any]] = {}
-        for at, equation in enumerate(self._flow.jaxpr.eqns):
+        for at, equation in enumerate(self._equations):
             reads = _variables(equation.invars)
             results = frozenset(v for v in reads if v in self._fresh).union(
                 *(made_of.get(v, frozenset()) for v in reads)
@@ -251,7 +282,7 @@ class Memory:
     def _lives(self, stores_reduced: bool) -> tuple[dict[Any, int], dict[Any, int]]:
         """The operations, by position, at which each value that stands in memory is first and last
         needed; what is summed up among them, or computed while it is."""
-        equations = self._flow.jaxpr.eqns
+        equations = self._equations
         opaque = [equation for equation in equations if not _is_fused(equation)]
         reading = [e for e in opaque if stores_reduced or e.primitive.name not in REDUCTIONS]
         stored = {v for e in reading for v in _variables(e.invars)}
