@@ -38,6 +38,7 @@ from capture.plan.choices import StageChoice
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
 from capture.runtime.programs import StagePrograms
 from capture.runtime.split_backward import SplitStagePrograms
+from capture.runtime.stacked import traced_optimizer
 from capture.step.attribution import StageBuffers
 from capture.step.interface import owned_and_borrowed, shared_onwards
 from capture.tracing import TracedModel, trace
@@ -169,8 +170,8 @@ class CompileBackend:
     def _optimizer(self) -> TracedOptimizer:
         traced = next(iter(self._traced.values()))
         read = {p for layer in traced.graph.layers for p in layer.params}
-        unread = [p for p in range(len(traced.graph.params)) if p not in read]
-        return TracedOptimizer(self.workload.optimizer, traced.split_struct, unread)
+        unread = tuple(p for p in range(len(traced.graph.params)) if p not in read)
+        return traced_optimizer(self.workload.optimizer, traced, unread)
 
     @cached_property
     def provenance(self) -> dict[str, Any]:

@@ -25,9 +25,10 @@ from capture.plan.stages import Plan
 from capture.runtime.dispatch import BoundStep, Observer, to_device, to_host
 from capture.runtime.layout import first_devices
 from capture.runtime.microbatches import split_microbatches
-from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
+from capture.runtime.optimizer import SlicedOptimizer
 from capture.runtime.programs import StagePrograms
 from capture.runtime.split_backward import SplitStagePrograms
+from capture.runtime.stacked import traced_optimizer
 from capture.runtime.stage_calls import layout_of, stage_calls
 from capture.runtime.state import (
     PipelineState,
@@ -162,7 +163,7 @@ class PipelinedStep:
         )
         partition = [own for own, _ in owned] + [self._unused] * bool(self._unused)
         self.optimizer = SlicedOptimizer(
-            TracedOptimizer(workload.optimizer, traced.split_struct, self._unused), partition
+            traced_optimizer(workload.optimizer, traced, self._unused), partition
         )
         borrowers = [p for _, borrowed in owned for p in borrowed]
         compiler = Compiler(fast_compile=fast_compile)
@@ -422,15 +423,7 @@ def _initial(
     given = []
     if state_leaves is not None:
         given = [
-            to_device(_host_or_key(state_leaves[k]), sharding)
+            to_device(to_host(state_leaves[k]), sharding)
             for k, sharding in zip(stage.optimizer.state, of_state, strict=True)
         ]
     return jax.jit(make, out_shardings=(of_params, of_state))(params, given)
-
-
-def _host_or_key(leaf: Any) -> Any:
-    return (
-        leaf
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        else np.asarray(leaf)
-    )
