@@ -26,15 +26,11 @@ class TargetCompiler:
         count_work: Also find out what programs compute, read and send.
         are_there: Whether the devices are in this process: programs are compiled for them as they
             are.
-
-    Attributes:
-        clears_apart: See ``AnyCompiler``.
     """
 
     def __init__(self, target: Target, count_work: bool = False, are_there: bool = False):
         self._target, self._count_work, self._are_there = target, count_work, are_there
         self._stops_at_report = bool(target.compiler.get("stop_at_report")) and not are_there
-        self.clears_apart = target.platform == "cpu"
 
     def devices(self, count: int) -> Sequence[Any]:
         """Devices to compile for. A compiler that is stopped at its report is given programs for

@@ -76,11 +76,6 @@ class Bounder:
 
     is_cpu: bool = False
 
-    @property
-    def clears_apart(self) -> bool:
-        """See ``AnyCompiler``."""
-        return self.is_cpu
-
     def __call__(
         self,
         function: Callable[..., Any],
