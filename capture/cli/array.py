@@ -47,6 +47,7 @@ OPTIONS = (
     ),
     Option("shared_batches", "mutwo: all models read the same batch", False),
 )
+OWN = {option.name for option in OPTIONS} | {"vary"}
 #: And those that it shares; ``--global-batch`` is that of one model.
 SHARED = {"workload", "num_layers", "global_batch", "memory", "host_memory", "output", "target"}
 
@@ -100,9 +101,7 @@ def _models_of_file(path: Path) -> list[Member]:
         if isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
             return [member_of(row) for row in rows]
     except (OSError, TypeError, ValueError) as error:
-        raise PlanError.of(
-            f"--models {path} cannot be read: {error}.", "array-models"
-        ) from None
+        raise PlanError.of(f"--models {path} cannot be read: {error}.", "array-models") from None
     raise PlanError.of(
         f'--models {path} is no list of models; write [{{"learning_rate": 0.001, "seed": 0}}].',
         "array-models",
