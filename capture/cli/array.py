@@ -168,6 +168,8 @@ def run(options: argparse.Namespace, plan: ArrayPlan) -> int:
             "array-run",
         )
     spec = asked.workload_of(plan, options.workload)
+    if plan.prediction is not None:
+        environment.prepare_host_memory(plan.prediction.host_peak_bytes)
     environment.prepare(num_devices=1)
     from capture.runtime.array_check import run_array
 
