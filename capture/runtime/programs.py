@@ -1,5 +1,5 @@
-"""The compiled programs of one stage: forward, zeros for gradients, backward, summarize, update. What
-each needs while it runs, too.
+"""The compiled programs of one stage, forward, zeros for gradients, backward, summarize and update,
+and what each needs while it runs.
 
 The forward program returns, beside its outputs, the values that are kept for the backward pass and
 that exist nowhere else (``residuals.py``).
@@ -214,7 +214,7 @@ class StagePrograms(StageLayout):
         split = ValueSplit(
             self._saving_all,
             [
-                (axis, self.mesh.shape[axis], [_split_dim(spec, axis) for spec in specs])
+                (axis, self.mesh.shape[axis], [split_dim(spec, axis) for spec in specs])
                 for axis in (DATA_AXIS, MODEL_AXIS)
             ],
         )
@@ -478,7 +478,7 @@ class StagePrograms(StageLayout):
         return max(0, forward.output_bytes - sum(map(shard_bytes, outputs)))
 
 
-def _split_dim(spec: PartitionSpec, axis: str) -> int | None:
+def split_dim(spec: PartitionSpec, axis: str) -> int | None:
     """The dimension that a mesh axis splits."""
     return next((dim for dim, name in enumerate(spec) if name == axis), None)
 
