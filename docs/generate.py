@@ -40,6 +40,12 @@ DOCUMENTS: dict[str, tuple[str, ...]] = {
     "plan.json, of kind sharding": ("capture.plan.sharding:ShardingPlan",),
     "profile.json": ("capture.measured.profile:Profile",),
     "plan.json, of kind packs": ("capture.plan.packs:PacksPlan",),
+    "plan.json, of kind array": (
+        "capture.plan.array:ArrayPlan",
+        "capture.plan.array:Member",
+        "capture.plan.array:Decision",
+        "capture.plan.array:ArrayPrediction",
+    ),
     "Layer profiles": ("capture.measured.layer_profile:LayerProfile",),
     "Target files": ("capture.machine.target:Target",),
     "Server files": ("capture.machine.server:Server",),

@@ -1,18 +1,156 @@
-"""Plans of arrays of models (mu-TWO): what ``capture run``, ``explain``, ``report`` and ``diff`` do
-with them."""
+"""Plans of arrays of models (mu-TWO): what ``capture plan --system mutwo`` makes, and what
+``capture run``, ``explain``, ``report`` and ``diff`` do with them."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
+from itertools import product
+from math import prod
+from pathlib import Path
 from typing import Any
 
 from capture import environment
 from capture.cli import asked
+from capture.cli import options as shared
+from capture.cli.options import Option
 from capture.cli.output import emit, say, table
 from capture.errors import PlanError
-from capture.plan.array import ArrayPlan
-from capture.quantities import format_bytes
+from capture.model.workload import WorkloadSpec
+from capture.plan.array import ArrayPlan, Member
+from capture.quantities import counted, format_bytes, parse_bytes
+from recommender.mutwo import ArrayQuestion, plan_array
+from recommender.mutwo.recommendation import member_of
+
+SYSTEM = "mutwo"
+
+
+def _varied(text: str) -> tuple[str, tuple[float, ...]]:
+    """``learning_rate=1e-3,3e-4``."""
+    name, equals, values = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} is not name=value,value,...")
+    try:
+        return name, tuple(map(float, values.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{values!r} are not numbers with commas") from None
+
+
+#: Of this system alone.
+OPTIONS = (
+    Option(
+        "models",
+        "mutwo: how many models, or a file (.json): a list with the seed and the hyperparameters "
+        "of each",
+        metavar="N|FILE",
+    ),
+    Option("shared_batches", "mutwo: all models read the same batch", False),
+)
+OWN = {option.name for option in OPTIONS} | {"vary"}
+#: And those that it shares; ``--global-batch`` is that of one model.
+SHARED = {"workload", "num_layers", "global_batch", "memory", "host_memory", "output", "target"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is given several times."""
+    parser.add_argument(
+        "--vary",
+        type=_varied,
+        action="append",
+        default=[],
+        metavar="NAME=V,V",
+        help="mutwo: values of a hyperparameter, or of seed; again: every combination",
+    )
+
+
+def models_of(models: str | None, varied: Sequence[tuple[str, tuple[float, ...]]]) -> list[Member]:
+    """The models that options name.
+
+    Raises:
+        PlanError: ``array-models`` for none, or a file that is no list of models; ``array-vary``
+            where the combinations are not as many as the models, or vary models of a file.
+    """
+    if models is not None and models.endswith(".json"):
+        if varied:
+            raise PlanError.of(
+                f"--models {models} says what differs; leave --vary out.", "array-vary"
+            )
+        return _models_of_file(Path(models))
+    combinations = [
+        member_of(dict(zip([name for name, _ in varied], values, strict=True)))
+        for values in product(*(values for _, values in varied))
+    ]
+    if models is None and not varied:
+        raise PlanError.of(
+            "an array needs models: give --vary NAME=V,V, or --models FILE.", "array-models"
+        )
+    if models is not None and (not models.isdigit() or int(models) != len(combinations)):
+        sizes = " x ".join(str(len(values)) for _, values in varied) or "nothing"
+        raise PlanError.of(
+            f"--models {models}, and --vary makes {prod(len(values) for _, values in varied)} "
+            f"({sizes}); give as many, such as --vary seed=0,1,2.",
+            "array-vary",
+        )
+    return combinations
+
+
+def _models_of_file(path: Path) -> list[Member]:
+    try:
+        rows = json.loads(path.read_text())
+        if isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
+            return [member_of(row) for row in rows]
+    except (OSError, TypeError, ValueError) as error:
+        raise PlanError.of(f"--models {path} cannot be read: {error}.", "array-models") from None
+    raise PlanError.of(
+        f'--models {path} is no list of models; write [{{"learning_rate": 0.001, "seed": 0}}].',
+        "array-models",
+    )
+
+
+def plan(options: argparse.Namespace) -> int:
+    """Search what is fused, multiplexed and moved, and write the plan."""
+    if options.workload is None:
+        options.parser.error("the following arguments are required: WORKLOAD")
+    cluster = asked.read_cluster({**vars(options), "cluster": shared.ONE_DEVICE})
+    members = models_of(options.models, options.vary)
+    asked.prepare(cluster)
+    question = ArrayQuestion(
+        WorkloadSpec.parse(options.workload),
+        tuple(members),
+        cluster,
+        options.global_batch or shared.DEFAULT_MICROBATCH_SIZE,
+        asked.read_limit(vars(options)),
+        options.host_memory and parse_bytes(options.host_memory),
+        options.shared_batches,
+        options.num_layers or 0,
+    )
+    say(options, f"compiling segments of {counted(len(members), 'model')} for {cluster.target}")
+    answer = plan_array(question)
+    lines = [f"{answer.status}: {answer.why.summary}"]
+    rows = [
+        [
+            one.way.name,
+            " ".join(str(len(group)) for group in one.way.partition),
+            f"{one.evaluation.seconds:.4g} s",
+            format_bytes(one.evaluation.peak_bytes),
+            "yes" if one.fits else "no",
+        ]
+        for one in answer.proof.candidates
+    ]
+    lines.append(table(["", "models of each", "an update", "device", "fits"], rows))
+    if answer.plan is not None:
+        lines += plan_lines(answer.plan)
+        lines += [str(answer.headroom)] if answer.headroom else []
+    if answer.status == "ok" and answer.plan is not None:
+        answer.plan.save(options.output)
+        proof = answer.proof
+        lines.append(
+            f"plan -> {options.output} (search: {proof.algorithm}, {proof.num_evaluated} "
+            f"simulations, {proof.seconds:.1f} s with what was compiled)"
+        )
+    emit(options, answer.to_json(), "\n".join(lines))
+    return 0 if answer.status == "ok" else 1
 
 
 def run(options: argparse.Namespace, plan: ArrayPlan) -> int:
@@ -30,6 +168,8 @@ def run(options: argparse.Namespace, plan: ArrayPlan) -> int:
             "array-run",
         )
     spec = asked.workload_of(plan, options.workload)
+    if plan.prediction is not None:
+        environment.prepare_host_memory(plan.prediction.host_peak_bytes)
     environment.prepare(num_devices=1)
     from capture.runtime.array_check import run_array
 

@@ -9,11 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from capture.cli import asked, layers
-from capture.cli.layers import SYSTEM
 from capture.cli.options import STORE, Option
 from capture.cli.output import emit, table
 from capture.cli.progress import progress
-from capture.errors import PlanError, Violation
+from capture.errors import PlanError
 from capture.machine.server import Server, server_names
 from capture.measured.layer_profile import LayerProfile
 from capture.plan.packs import PacksPlan
@@ -72,34 +71,19 @@ OPTIONS = (
     ),
 )
 #: And those that it shares; of a workload, also those of a layer profile.
-_SHARED = {"global_batch", "memory", "algorithm", "mode", "output", "cluster", "target"}
+_SHARED = {"workload", "global_batch", "memory", "algorithm", "mode", "output", "cluster"}
+_SHARED |= {"target"}
 _OF_A_WORKLOAD = layers.SHARED | {option.name for option in (*layers.OPTIONS, *STORE)}
-_OF_ALL = {"system", "workload", "json", "quiet", "main", "parser"}
 
 
-def refuse_options(options: argparse.Namespace) -> None:
-    """Refuse options of another system than the one that is asked.
+#: No other system has these.
+OWN = {option.name for option in (*OPTIONS, *layers.OPTIONS)}
 
-    Raises:
-        PlanError: ``plan-system``.
-    """
-    ours = {option.name for option in (*OPTIONS, *layers.OPTIONS)}
-    known = {*vars(options)} - ours
-    if options.system == SYSTEM:
-        known = {option.name for option in OPTIONS} | _SHARED | _OF_ALL
-        known |= _OF_A_WORKLOAD if options.layers is None else set()
-    given = [
-        name
-        for name, value in vars(options).items()
-        if name not in known and value != options.parser.get_default(name)
-    ]
-    PlanError.check(
-        Violation(
-            f"--{name.replace('_', '-')} is not of --system {options.system}; leave it out.",
-            "plan-system",
-        )
-        for name in given
-    )
+
+def known_options(options: argparse.Namespace) -> set[str]:
+    """Those that a plan of packs has a meaning for."""
+    known = {option.name for option in OPTIONS} | _SHARED
+    return known | (_OF_A_WORKLOAD if options.layers is None else set())
 
 
 def plan(options: argparse.Namespace) -> int:

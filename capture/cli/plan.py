@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from capture.cli import asked, layers, packs
+from capture.cli import array, asked, layers, packs
 from capture.cli import options as shared
 from capture.cli.options import Option
 from capture.cli.output import emit, peak_line, say, stage_table, table
 from capture.cli.profile_file import read_profile
 from capture.cli.progress import progress
-from capture.errors import PlanError, ProfileError
+from capture.errors import PlanError, ProfileError, Violation
 from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile
 from capture.plan.schedule import PLAIN_SCHEDULES, SCHEDULES
@@ -41,6 +41,9 @@ from recommender.question import (
     search_names,
 )
 
+#: Of every system.
+_OF_ALL = {"system", "json", "quiet", "main", "parser"}
+
 NAME = "plan"
 HELP = "recommend the plan of least peak memory"
 
@@ -49,9 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_workload(parser, required=False)
     shared.add(
         parser,
-        layers.SYSTEM_OPTION,
+        replace(
+            layers.SYSTEM_OPTION,
+            help=f"{layers.SYSTEM_OPTION.help}; mutwo: several models on one device",
+            choices=(*(layers.SYSTEM_OPTION.choices or ()), array.SYSTEM),
+        ),
         *packs.OPTIONS,
         *layers.OPTIONS,
+        *array.OPTIONS,
         *shared.QUESTION,
         *shared.STORE,
         Option(
@@ -110,6 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="use this profile instead of measuring; again: put several together",
     )
+    array.add_arguments(parser)
     extent = parser.add_mutually_exclusive_group()
     extent.add_argument(
         "--smallest-cluster",
@@ -130,9 +139,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    packs.refuse_options(options)
+    _refuse_options(options)
     if options.system == layers.SYSTEM:
         return packs.plan(options)
+    if options.system == array.SYSTEM:
+        return array.plan(options)
     if options.workload is None:
         options.parser.error("the following arguments are required: WORKLOAD")
     asked.say_one_device(options)
@@ -209,6 +220,27 @@ def main(options: argparse.Namespace) -> int:
         lines = [_name_change(document, change, "fits")]
     emit(options, document, "\n".join(lines))
     return 0 if result.status == "ok" else 1
+
+
+def _refuse_options(options: argparse.Namespace) -> None:
+    """Refuse options of another system than the one that is asked.
+
+    Raises:
+        PlanError: ``plan-system``.
+    """
+    known = {*vars(options)} - packs.OWN - array.OWN
+    if options.system == layers.SYSTEM:
+        known = packs.known_options(options) | _OF_ALL
+    elif options.system == array.SYSTEM:
+        known = array.OWN | array.SHARED | _OF_ALL
+    PlanError.check(
+        Violation(
+            f"--{name.replace('_', '-')} is not of --system {options.system}; leave it out.",
+            "plan-system",
+        )
+        for name, value in vars(options).items()
+        if name not in known and value != options.parser.get_default(name)
+    )
 
 
 def _question(options: argparse.Namespace, of_profile: ProfileQuestion) -> PlanQuestion:

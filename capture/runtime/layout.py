@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -10,11 +11,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from capture import environment
 from capture.errors import ExecutionError
 from capture.model.graph import LayerGraph, Tensor
 from capture.partition.sharding import over_replicas
 from capture.partition.tensor_parallel import DATA_AXIS, MODEL_AXIS
 from capture.plan.choices import StageChoice
+from capture.quantities import format_bytes
 from capture.runtime.optimizer import StageUpdate
 from capture.tracing.slices import struct_of
 
@@ -35,6 +38,22 @@ def first_devices(devices: Sequence[jax.Device] | None, count: int) -> list[Any]
             "run-devices",
         )
     return list(devices[:count])
+
+
+def check_host_memory(device: Any, held_bytes: int) -> None:
+    """Refuse what JAX may not pin in the memory of the host of a GPU.
+
+    Raises:
+        ExecutionError: ``run-host-memory``.
+    """
+    allowed = int(os.environ.get(environment.HOST_MEMORY_LIMIT, 64)) * 10**9
+    if device.platform in ("gpu", "cuda") and held_bytes > allowed:
+        raise ExecutionError.of(
+            f"the step holds {format_bytes(held_bytes)} in the memory of the host, and JAX may pin "
+            f"{format_bytes(allowed)}; set {environment.HOST_MEMORY_LIMIT}="
+            f"{-(-held_bytes // 10**9) + 1} before JAX starts.",
+            "run-host-memory",
+        )
 
 
 class StageLayout:

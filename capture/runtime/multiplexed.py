@@ -31,10 +31,17 @@ from capture.runtime.array_programs import ArrayPrograms
 from capture.runtime.dispatch import BoundStep, Call, Observer
 from capture.runtime.fast_paths import flat_call
 from capture.runtime.fused import Fuser, LayerwiseOptimizer
-from capture.runtime.layout import first_devices
+from capture.runtime.layout import check_host_memory, first_devices
 from capture.runtime.state import joined_params, param_leaves
 from capture.step.ledger import Ledger
-from capture.step.multiplexed import ArrayStep, ArraySteps, build_array, lifetimes
+from capture.step.multiplexed import (
+    HOST,
+    ArrayStep,
+    ArraySteps,
+    build_array,
+    lifetimes,
+    peak_of,
+)
 from capture.step.program import Run, Slot
 from capture.tracing import TracedModel
 
@@ -320,7 +327,12 @@ class ArrayTraining:
         observer: Observer | None,
     ) -> tuple[ArrayState, Losses | None]:
         self._check_state(built, state)
-        slots, reported = self._bind(built)(state.slots, batches, observer=observer)
+        slots, reported = self._bind(built)(
+            state.slots,
+            batches,
+            bound_run_ahead=self.device.platform == "cpu",
+            observer=observer,
+        )
         losses = dict(zip(built.reported, reported, strict=True))
         begins = self.steps.prologue is not None and built is not self.steps.epilogue
         ahead = (batches[-1], losses[0]) if begins else None
@@ -409,13 +421,14 @@ class ArrayTraining:
         return self.programs.executables[run.program].transient_bytes
 
     def _check_memory(self) -> None:
-        """Refuse what the plan's limit does not hold.
+        """Refuse what the plan's limit does not hold, or the host may not.
 
         Raises:
-            ExecutionError: ``array-device-memory``.
+            ExecutionError: ``array-device-memory``, ``run-host-memory``.
         """
-        limit = self.plan.memory_limit_bytes
-        fullest = max((led.peak_of(0) for led in self.replay()), key=lambda peak: peak.peak_bytes)
+        limit, ledgers = self.plan.memory_limit_bytes, self.replay()
+        check_host_memory(self.device, peak_of(ledgers, HOST)[0])
+        fullest = max((led.peak_of(0) for led in ledgers), key=lambda peak: peak.peak_bytes)
         if limit is not None and fullest.peak_bytes > limit:
             parts = ", ".join(f"{what} {format_bytes(n)}" for what, n in fullest.parts.items())
             raise ExecutionError.of(

@@ -7,7 +7,6 @@ and their gradients go back (``capture.step.streamed``).
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,7 +26,7 @@ from capture.plan.packs import PacksPlan
 from capture.plan.task_graph import Task
 from capture.quantities import format_bytes
 from capture.runtime.dispatch import BoundStep, Observer, to_device, to_host
-from capture.runtime.layout import first_devices
+from capture.runtime.layout import check_host_memory, first_devices
 from capture.runtime.microbatches import split_examples
 from capture.runtime.optimizer import SlicedOptimizer
 from capture.runtime.pack_traces import traced_at
@@ -183,15 +182,7 @@ class StreamedStep:
         return step
 
     def _check_memory(self, ledger: Ledger) -> None:
-        gpu, held = self.devices[0].platform in ("gpu", "cuda"), ledger.peak_of("host").peak_bytes
-        allowed = int(os.environ.get(environment.HOST_MEMORY_LIMIT, 64)) * 10**9
-        if gpu and held > allowed:
-            raise ExecutionError.of(
-                f"the step holds {format_bytes(held)} in the memory of the host, and JAX may pin "
-                f"{format_bytes(allowed)}; set {environment.HOST_MEMORY_LIMIT}="
-                f"{-(-held // 10**9) + 1} before JAX starts.",
-                "run-host-memory",
-            )
+        check_host_memory(self.devices[0], ledger.peak_of("host").peak_bytes)
         fullest = max(ledger.peaks[: len(self.devices)], key=lambda peak: peak.peak_bytes)
         limit = int(self.plan.machine.usable_bytes.value)
         if fullest.peak_bytes > limit:

@@ -222,7 +222,7 @@ class ArrayProblem:
         ledgers = steps.replay(record_timeline=True)
         host = self.machine.rates.host
         seconds = Seconds(steps.body.seconds, self._links.seconds, host.duplex)
-        timeline = simulate_step(steps.body.step, seconds)
+        timeline = simulate_step(steps.body.step, seconds, feeds_ahead=0)
         excess = sum(
             max(0, nbytes - self.limit_bytes)
             for ledger in ledgers

@@ -3,6 +3,7 @@ does alone, and hold what is booked."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from functools import cache
 
@@ -108,17 +109,23 @@ def test_device_and_host_hold_what_is_booked_before_every_instruction():
     assert meter.host_peak_bytes == peak_of(tight.replay(), "host")[0] > 0
 
 
-def test_equal_layers_compile_once_and_nothing_compiles_later():
-    """Forward and backward of the first layer, of those between, and of the last."""
+def test_equal_layers_compile_once():
+    """Forward and backward of the first layer, of those between, and of the last, whatever the
+    order and however many sub-arrays of a size."""
     deep = train_array(tiny_gpt(4), array_plan(), fast_compile=True)
-    deep.replay()
-    assert len(deep.programs.executables) == 6
-    assert len({program for one in deep.steps.all for program in one.step.programs}) == 6
-    losses, counts = [], []
-    for _, found in deep(deep.init(), batches_of(deep.fuser.workload, 2)):
-        losses.append(list(found))
-        counts.append(len(deep.programs.executables))
-    assert counts == [6, 6]
+    for plan in (array_plan(), array_plan(order="in turn")):
+        deep.of(plan).replay()
+        assert len(deep.programs.executables) == 6
+
+
+def test_nothing_compiles_after_the_first_update(caplog):
+    training = plain()[0].of(drawn(array_plan(), 3))
+    counts = []
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        for _, found in training(training.init(), batches_of(training.fuser.workload, 3)):
+            assert len(list(found)) == len(MEMBERS)
+            counts.append(sum("Compiling" in record.message for record in caplog.records))
+    assert counts[0] > 0 and counts[1:] == counts[:1] * 2
 
 
 def test_a_state_that_is_ahead_goes_on():

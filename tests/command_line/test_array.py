@@ -1,0 +1,83 @@
+"""Arrays of models from the command line: planned for a target, run here, and what was planned is
+what is measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from array_models import BATCH
+
+from capture.cli.main import main
+from capture.machine import target
+
+MODELS = Path(__file__).parents[1] / "array_models.py"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """With a target of this machine's platform that has rates: an H200's, slowed down."""
+    monkeypatch.chdir(tmp_path)
+    document = json.loads((Path(target.__file__).parent / "targets" / "h200.json").read_text())
+    document |= {"name": "slow", "platform": "cpu", "compiler": {}}
+    for rate in document["compute"]["flops_per_second"].values():
+        rate["value"] *= 1e-5
+    document["links"]["host"]["to_host"]["bytes_per_second"]["value"] *= 0.01
+    Path("slow.json").write_text(json.dumps(document))
+    return tmp_path
+
+
+def asked(capsys, *arguments) -> tuple[int, dict]:
+    code = main([*map(str, arguments), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_sweep_is_planned_and_run_within_its_limit(folder, capsys):
+    common = [
+        "plan", f"{MODELS}:tiny_gpt?num_blocks=2", "--system", "mutwo", "--models", 2, "--vary",
+        "learning_rate=0.3,0.03", "--vary", "seed=1", "--target", "slow.json",
+        "--global-batch", BATCH,
+    ]  # fmt: skip
+    code, free = asked(capsys, *common)
+    assert (code, free["status"]) == (0, "ok")
+    assert {row["name"] for row in free["baselines"]} == {
+        "multiplexed", "all fused", "none fused"
+    }  # fmt: skip
+    fastest = min(free["baselines"], key=lambda row: row["step_seconds"])
+    assert free["plan"]["step_seconds"] == fastest["step_seconds"]
+    limit = free["plan"]["peak_bytes"] * 3 // 5
+    code, found = asked(capsys, *common, "--memory", limit)
+    assert (code, found["status"]) == (0, "ok")
+    assert found["plan"]["peak_bytes"] <= limit
+    assert found["plan"]["step_seconds"] >= found["search"]["lower_bound_seconds"]
+    code, ran = asked(capsys, "run", "plan.json", "--steps", 2, "--check")
+    assert code == 0 and ran["is_target"]
+    assert ran["planned_peak_bytes"] == ran["measured_peak_bytes"] == found["plan"]["peak_bytes"]
+    assert ran["planned_host_peak_bytes"] == ran["host_peak_bytes"]
+    assert ran["max_relative_loss_error"] < 1e-6 and ran["num_compiled_after_first_step"] == 0
+    assert [len(step) for step in ran["losses"]] == [2, 2]
+    for verb in (["explain", "plan.json"], ["report", "plan.json"]):
+        assert asked(capsys, *verb)[1]["plan"]["kind"] == "array"
+    assert asked(capsys, "diff", "plan.json", "plan.json")[1] == {"differences": []}
+    code, none = asked(capsys, *common, "--memory", 1000)
+    assert (code, none["status"], none["why"]["code"]) == (1, "infeasible", "array-memory")
+    assert none["why"]["least_peak_bytes"] > 1000
+
+
+@pytest.mark.parametrize(
+    ("more", "code"),
+    [
+        (["--models", "3", "--vary", "seed=0,1"], "array-vary"),
+        (["--vary", "b1=0.1,0.2"], "array-hyperparameter"),
+        (["--vary", "seed=0,1", "--schedule", "gpipe"], "plan-system"),
+        (["--vary", "seed=0,1", "--target", "cpu"], "devices-no-rates"),
+    ],
+)
+def test_wrong_questions_are_refused(folder, capsys, more, code):
+    given = ["plan", f"{MODELS}:tiny_gpt?num_blocks=2", "--system", "mutwo"]
+    if "--target" not in more:
+        given += ["--target", "slow.json"]
+    exit_code, document = asked(capsys, *given, *more)
+    assert exit_code == 2
+    assert [error["code"] for error in document["errors"]] == [code]

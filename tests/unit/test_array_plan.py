@@ -1,0 +1,103 @@
+"""Plans of arrays of models: what they refuse, and how they are stored."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from refusals import codes_of
+
+from capture import Cluster, WorkloadSpec
+from capture.cli.array import models_of
+from capture.plan.array import ArrayPlan, ArrayPrediction, Decision, Member
+from capture.plan.kinds import load_plan
+from capture.plan.why import Why
+
+PLAN = ArrayPlan(
+    cluster=Cluster((1,), "h200"),
+    batch_size=4,
+    models=(Member(0, {"learning_rate": 0.1}), Member(1), Member(2)),
+    partition=((0, 2), (1,)),
+    order="multiplexed",
+    decisions=(
+        (Decision("layer 0 maps 0", "swap", 2), Decision("layer 1 maps 0", "recompute")),
+        (),
+    ),
+    memory_limit_bytes=1000,
+    num_layers=2,
+    workload=WorkloadSpec("tiny.py", "model", {"depth": 3}),
+    prediction=ArrayPrediction(900, {"parameters": 900}, 100, 0.5, 10, 20, 30),
+    why=Why("fast", num_choices=2),
+    candidates=({"name": "all fused", "fits": False},),
+)
+
+
+def test_a_plan_is_read_as_it_was_written(tmp_path):
+    PLAN.save(tmp_path / "plan.json")
+    read = load_plan(tmp_path / "plan.json")
+    assert read == replace(PLAN, workload=read.workload)
+    assert (read.prediction, read.why) == (PLAN.prediction, PLAN.why)
+    assert read.candidates == PLAN.candidates and read.known_peak_bytes == 900
+    assert str(read.headroom(1000)).startswith("fits: 100 B of 1 kB left")
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"models": (), "partition": ()}, "array-models"),
+        ({"partition": ((0, 1), (1, 2))}, "array-partition"),
+        ({"partition": ((0, 1, 2), ())}, "array-partition"),
+        ({"partition": ((0,), (1,), (2,)), "decisions": ()}, "array-order"),
+        ({"order": "backwards"}, "array-order"),
+        ({"decisions": ((),)}, "array-decisions"),
+        ({"decisions": ((Decision("a", "swap"),) * 2, ())}, "array-decisions"),
+        ({"decisions": ((Decision("a", "swap", -1),), ())}, "array-size"),
+        ({"batch_size": 0}, "array-size"),
+        ({"cluster": Cluster((2,), "h200")}, "array-size"),
+    ],
+)
+def test_what_breaks_a_rule_is_refused(changes, code):
+    assert code in codes_of(lambda: replace(PLAN, **changes))
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (lambda d: d.update(schema_version=9), "array-plan-schema"),
+        (lambda d: d.update(kind="packs"), "array-plan-kind"),
+        (lambda d: d.pop("models"), "array-plan-corrupt"),
+        (lambda d: d.update(modles=[]), "array-plan-corrupt"),
+    ],
+)
+def test_a_wrong_document_is_refused(change, code):
+    document = PLAN.to_json()
+    change(document)
+    assert code in codes_of(lambda: ArrayPlan.from_json(document))
+
+
+def test_models_are_every_combination_of_what_varies(tmp_path):
+    varied = [("learning_rate", (0.1, 0.2)), ("seed", (0.0, 1.0))]
+    found = models_of("4", varied)
+    assert [(m.seed, dict(m.hyperparameters)) for m in found] == [
+        (0, {"learning_rate": 0.1}),
+        (1, {"learning_rate": 0.1}),
+        (0, {"learning_rate": 0.2}),
+        (1, {"learning_rate": 0.2}),
+    ]
+    file = tmp_path / "sweep.json"
+    file.write_text('[{"learning_rate": 0.5, "seed": 3}]')
+    assert models_of(str(file), []) == [Member(3, {"learning_rate": 0.5})]
+
+
+@pytest.mark.parametrize(
+    ("models", "varied", "code"),
+    [
+        (None, [], "array-models"),
+        ("3", [("seed", (0.0, 1.0))], "array-vary"),
+        ("many", [("seed", (0.0, 1.0))], "array-vary"),
+        ("none.json", [], "array-models"),
+        ("none.json", [("seed", (0.0,))], "array-vary"),
+    ],
+)
+def test_models_that_are_not_named_are_refused(models, varied, code):
+    assert code in codes_of(lambda: models_of(models, varied))
