@@ -16,7 +16,7 @@ from capture.plan.why import Bracket
 from capture.quantities import counted, format_bytes
 from profiling_runs.bounds import bounds
 from profiling_runs.measurements import Measurements
-from profiling_runs.question import ProfileQuestion
+from profiling_runs.question import DEFAULT_CALIBRATION_PLANS, ProfileQuestion
 from profiling_runs.verify import PlanCompiler
 from recommender.answer import StageAnswer
 from recommender.capture.bounds_first import Effort, bounds_first
@@ -71,27 +71,31 @@ _OF_PROFILES = (
 )
 
 
-def is_asked(options: argparse.Namespace) -> bool:
+def is_asked(options: argparse.Namespace, of_profile: ProfileQuestion) -> bool:
     """Whether the options ask for this algorithm.
 
     Raises:
         PlanError: ``plan-algorithm`` for its options with another algorithm, and for those of
             others with it; all at once.
     """
-    asked_for = options.algorithm == BOUNDS_FIRST
-    names = _OF_PROFILES if asked_for else [option.name for option in OPTIONS]
-    given = [name for name in names if getattr(options, name) not in (None, False, 0)]
-    if not asked_for:
-        given = [name for name in names if getattr(options, name) is not None]
+    is_bounded = options.algorithm == BOUNDS_FIRST
+    if is_bounded:
+        given = [name for name in _OF_PROFILES if getattr(options, name) not in (None, False, 0)]
+        given += ["backend"] * (of_profile.backend != "compile")
+        if of_profile.calibration_plans != DEFAULT_CALIBRATION_PLANS:
+            given.append("calibration_plans")
+    else:
+        given = [each.name for each in OPTIONS if getattr(options, each.name) is not None]
     PlanError.check(
         Violation(
-            f"--{name.replace('_', '-')} does not go with algorithm={options.algorithm or 'minmax'}"
-            f"; leave it out{'' if asked_for else f', or give --algorithm {BOUNDS_FIRST}'}.",
+            f"--{name.replace('_', '-')}={getattr(options, name)} does not go with "
+            f"algorithm={options.algorithm!r}; leave it out"
+            f"{'' if is_bounded else f', or give --algorithm {BOUNDS_FIRST}'}.",
             "plan-algorithm",
         )
         for name in given
     )
-    return asked_for
+    return is_bounded
 
 
 def plan(

@@ -8,11 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-<<<<<<< HEAD
-from capture.cli import asked, bounds_first, packs
-=======
-from capture.cli import asked, layers, packs
->>>>>>> main
+from capture.cli import asked, bounds_first, layers, packs
 from capture.cli import options as shared
 from capture.cli.options import Option
 from capture.cli.output import emit, peak_line, say, stage_table, table
@@ -141,8 +137,8 @@ def main(options: argparse.Namespace) -> int:
     if options.workload is None:
         options.parser.error("the following arguments are required: WORKLOAD")
     asked.say_one_device(options)
-    is_bounded = bounds_first.is_asked(options)
     of_profile = asked.profile_question(vars(options))
+    is_bounded = bounds_first.is_asked(options, of_profile)
     question = _question(options, of_profile)
     measurements = None
     if options.profile is not None:

@@ -144,6 +144,6 @@ def test_on_the_command_line(tmp_path):
     assert "the least peak is between" in found.err
     assert (tmp_path / "plan.json").exists()
     refused = capture(tmp_path, "plan", workload, *BATCH, *STORE, "--within", "5%", code=2)
-    assert "--within does not go with algorithm=minmax" in refused.err
+    assert "--within=0.05 does not go with algorithm=None" in refused.err
     refused = capture(tmp_path, *verb, "--try-schedules", code=2)
-    assert "--try-schedules does not go with algorithm=bounds-first" in refused.err
+    assert "--try-schedules=True does not go with algorithm='bounds-first'" in refused.err
