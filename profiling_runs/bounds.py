@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageBounds
-from capture.profiler.bounds import BoundsBackend
 from capture.profiler.windows import window_configs
 from profiling_runs.batch import Progress
 from profiling_runs.measurements import Measurements, unmeasured
@@ -42,6 +41,8 @@ def bounds(
         measurements: Of its workload; the store keeps the bounds.
         progress: Told how far it is.
     """
+    from capture.profiler.bounds import BoundsBackend
+
     size, choices = question.microbatch_size, question.stage_choices
     num_layers = measurements.backend.traced(size).graph.num_layers
     configs = [

@@ -14,6 +14,9 @@ from capture.plan.stages import batch_violations
 #: Alpa's search (``recommender.capture.autostage``): it has a space and a limit of its own, so it
 #: is asked with the profile.
 AUTOSTAGE = "autostage"
+#: The least peak in compiled bytes, from bounds and few compiles
+#: (``recommender.capture.bounds_first``): it is asked without a profile.
+BOUNDS_FIRST = "bounds-first"
 #: What answers a question, as (objective, mode, algorithm). Of the entries that agree with what is
 #: asked, the first is taken.
 SEARCHES = (
@@ -22,6 +25,7 @@ SEARCHES = (
         for mode in ("default", "paper")
         for name in ("minmax", "enumerate", "mcap", "mcap-bf")
     ),
+    ("memory", "default", BOUNDS_FIRST),
     ("throughput", "default", "throughput"),
     ("throughput", "default", AUTOSTAGE),
     ("pareto", "default", "throughput"),

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from capture.cli import array, asked, layers, packs
+from capture.cli import array, asked, bounds_first, layers, packs
 from capture.cli import options as shared
 from capture.cli.options import Option
 from capture.cli.output import emit, peak_line, say, stage_table, table
@@ -109,6 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             read=int,
             metavar="L",
         ),
+        *bounds_first.OPTIONS,
         shared.output("plan.json"),
     )
     parser.add_argument(
@@ -148,6 +149,7 @@ def main(options: argparse.Namespace) -> int:
         options.parser.error("the following arguments are required: WORKLOAD")
     asked.say_one_device(options)
     of_profile = asked.profile_question(vars(options))
+    is_bounded = bounds_first.is_asked(options, of_profile)
     question = _question(options, of_profile)
     measurements = None
     if options.profile is not None:
@@ -159,6 +161,8 @@ def main(options: argparse.Namespace) -> int:
             refused = _refused(options, question, of_profile, measurements)
             if refused is not None:
                 return refused
+            if is_bounded:
+                return bounds_first.plan(options, question, of_profile, measurements)
         asked.prepare_for([of_profile])
         profile = make_profile(
             of_profile,

@@ -71,6 +71,39 @@ class CompiledPlans:
 
 
 @dataclass(frozen=True)
+class Bracket:
+    """What was known of the least peak at some time.
+
+    Attributes:
+        seconds: Since the search began.
+        num_compiled: Stages that were compiled by then.
+        least_bytes: No plan of the space needs less.
+        most_bytes: The best plan so far needs no more: compiled, or as tracing expects.
+        compiled: Whether it is compiled.
+    """
+
+    seconds: float
+    num_compiled: int
+    least_bytes: int
+    most_bytes: int
+    compiled: bool
+
+
+@dataclass(frozen=True)
+class Proven:
+    """How near a compiled plan is to the least peak of its space, in compiled bytes.
+
+    Attributes:
+        within_fraction: No plan of the space needs less than its peak by more; 0 if none needs
+            less.
+        trail: Every bracket, the last one last.
+    """
+
+    within_fraction: float
+    trail: tuple[Bracket, ...]
+
+
+@dataclass(frozen=True)
 class Why:
     """Why a plan was chosen, or why none fits.
 
@@ -86,6 +119,7 @@ class Why:
         least_state_bytes: What every plan needs for its state alone, if that is too much.
         front: Plans of the front of memory and time, if asked for.
         verified: How plans were compiled, if any were.
+        proven: By how much another plan may be better, where bounds were searched.
         uncompiled: Why the plan was not compiled, where it was to be.
     """
 
@@ -100,6 +134,7 @@ class Why:
     least_state_bytes: int | None = None
     front: Front | None = None
     verified: CompiledPlans | None = None
+    proven: Proven | None = None
     uncompiled: str | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -109,7 +144,7 @@ class Why:
             names = ("least_state_bytes",)
             missing = ("memory_limit_bytes", "least_peak_bytes", "stage_id")
             written = {"code": self.code, **written, **{n: getattr(self, n) for n in missing}}
-        for name in (*names, "front", "verified", "uncompiled"):
+        for name in (*names, "front", "verified", "proven", "uncompiled"):
             if getattr(self, name) is not None:
                 written[name] = documents.write(getattr(self, name))
         return written

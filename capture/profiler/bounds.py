@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-import jax
-
+from capture.compiler.target_devices import devices_of
 from capture.documents import read, write
+from capture.machine.target import Target
 from capture.measured.profile import StageConfig
 from capture.measured.stage_cost import StageBounds
 from capture.model.graph import content_hash
 from capture.profiler.compile import CompileBackend
-from capture.runtime.bounds import BoundedProgram, Bounder
+from capture.runtime.bounds import BoundedProgram, Bounder, least_shard_bytes
 
 #: Bump when the bounds of the same programs change.
-BOUNDS_VERSION = 4
+BOUNDS_VERSION = 5
 
 
 class BoundsBackend:
@@ -35,7 +35,11 @@ class BoundsBackend:
         return content_hash([self._backend.key(config), "bounds", BOUNDS_VERSION])
 
     def measure(self, config: StageConfig) -> StageBounds:
-        """The bounds of a stage config, from the store or traced."""
+        """The bounds of a stage config, from the store or traced.
+
+        Raises:
+            TargetError: ``target-devices`` if this process has too few virtual CPU devices.
+        """
         key, store = self.key(config), self._backend.store
         found = store.get([key])
         if key not in found:
@@ -46,11 +50,12 @@ class BoundsBackend:
         return read(found[key], StageBounds)
 
     def _traced(self, config: StageConfig) -> StageBounds:
-        devices = jax.devices("cpu")[: config.choice.num_devices]
+        devices = devices_of(Target.load("cpu"), config.choice.num_devices)
         programs = self._backend.programs(config, devices=devices, compiler=self._bounder)
         most, summarize = programs.cost, programs.summarize
         least = replace(
             most,
+            residual_bytes=sum(map(least_shard_bytes, programs.forward.outputs[1])),
             forward_bytes=_least(programs.forward),
             backward_bytes=_least(programs.backward),
             update_bytes=_least(programs.update),

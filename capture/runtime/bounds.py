@@ -29,6 +29,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from capture.compiler.executable import Executable, LayerOf
 from capture.compiler.work import NO_LOCAL_FLOPS, LocalFlops
+from capture.partition.tensor_parallel import DATA_AXIS
 from capture.runtime.programs import shard_bytes, split_dim
 from capture.runtime.residuals import ValueSplit
 from capture.tracing.dataflow import DataFlow
@@ -100,22 +101,26 @@ class Bounder:
                 for axis, degree in mesh.shape.items()
             ],
         )
+        asked = _per_leaf(out_shardings, shapes)
         results = [
             jax.ShapeDtypeStruct(
-                shape.shape, shape.dtype, sharding=asked or _chosen(split, mesh, value)
+                shape.shape, shape.dtype, sharding=sharding or _chosen(split, mesh, value)
             )
-            for shape, asked, value in zip(
-                jax.tree.leaves(shapes), _per_leaf(out_shardings, shapes), flow.outputs, strict=True
+            for shape, sharding, value in zip(
+                jax.tree.leaves(shapes), asked, flow.outputs, strict=True
             )
         ]
         donated = Counter(_kind(each) for i in donate for each in jax.tree.leaves(args[i]))
         fresh: dict[Any, int] = {}
-        for result, value in zip(results, flow.outputs, strict=True):
+        least_fresh: dict[Any, int] = {}
+        for result, sharding, value in zip(results, asked, flow.outputs, strict=True):
             if donated[_kind(result)]:
                 donated[_kind(result)] -= 1
-            else:
-                fresh[value if is_variable(value) else object()] = shard_bytes(result)
-        memory = Memory(flow, split, fresh)
+                continue
+            key = value if is_variable(value) else object()
+            fresh[key] = shard_bytes(result)
+            least_fresh[key] = least_shard_bytes(result) if sharding is None else fresh[key]
+        memory = Memory(flow, split, fresh, least_fresh)
         return BoundedProgram(
             _not_compiled,
             jax.tree.unflatten(jax.tree.structure(shapes), results),
@@ -131,10 +136,18 @@ class Memory:
         flow: The program, everything opened.
         split: How its values lie on the devices.
         fresh: Bytes per device of the results that no donated argument holds.
+        least_fresh: The same, at least.
     """
 
-    def __init__(self, flow: DataFlow, split: ValueSplit, fresh: Mapping[Any, int]):
-        self._flow, self._split, self._fresh = flow, split, fresh
+    def __init__(
+        self,
+        flow: DataFlow,
+        split: ValueSplit,
+        fresh: Mapping[Any, int],
+        least_fresh: Mapping[Any, int],
+    ):
+        self._flow, self._split = flow, split
+        self._fresh, self._least_fresh = fresh, least_fresh
         self._elsewhere = {*flow.inputs, *_variables(flow.outputs)}
         self._equations: list[Any] = flow.jaxpr.eqns
 
@@ -147,7 +160,7 @@ class Memory:
             for at, equation in enumerate(self._equations)
             if _is_product(equation)
         )
-        return max(sum(self._fresh.values()), max(at_products, default=0))
+        return max(sum(self._least_fresh.values()), max(at_products, default=0))
 
     def _while_running(self, product: int, before: Collection[int]) -> int:
         """What it makes, and what is read with it or after it: of products before it, or what is
@@ -238,12 +251,12 @@ class Memory:
         made_of: dict[Any, frozenset[Any]] = {}
         for at, equation in enumerate(self._equations):
             reads = _variables(equation.invars)
-            results = frozenset(v for v in reads if v in self._fresh).union(
+            results = frozenset(v for v in reads if v in self._least_fresh).union(
                 *(made_of.get(v, frozenset()) for v in reads)
             )
             made_of.update(dict.fromkeys(equation.outvars, results))
             if _is_product(equation):
-                found[at] = sum(self._fresh[v] for v in results)
+                found[at] = sum(self._least_fresh[v] for v in results)
         return found
 
     def _inner(self, atoms: Iterable[Any]) -> list[Any]:
@@ -251,7 +264,8 @@ class Memory:
         return [v for v in _variables(atoms) if v not in self._elsewhere]
 
     def _nbytes(self, value: Any) -> int:
-        return 0 if value in self._elsewhere else self._split.nbytes(value)
+        """At least; of those that have memory of their own."""
+        return 0 if value in self._elsewhere else self._split.least_bytes(value, DATA_AXIS)
 
     def most(self) -> int:
         """The upper bound."""
@@ -368,6 +382,14 @@ def _kind(struct: jax.ShapeDtypeStruct) -> tuple[Any, ...]:
     """Of results that one argument may hold."""
     assert struct.sharding is not None, "every argument and result has one"
     return struct.shape, struct.dtype, struct.sharding.shard_shape(struct.shape)
+
+
+def least_shard_bytes(struct: Any) -> int:
+    """As ``shard_bytes`` of a result whose sharding is the compiler's choice: examples that the
+    walk lost sight of may be split over the replicas all the same."""
+    mesh, spec = struct.sharding.mesh, struct.sharding.spec
+    more = 1 if DATA_AXIS in spec else mesh.shape[DATA_AXIS]
+    return -(-shard_bytes(struct) // more)
 
 
 def _not_compiled(*args: Any) -> Any:

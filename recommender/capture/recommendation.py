@@ -25,7 +25,7 @@ from recommender.capture.problem import SearchProblem
 from recommender.capture.result import PlacedStage, SearchResult
 from recommender.capture.search import search
 from recommender.capture.tables import TableSearch, nothing_fits
-from recommender.question import AUTOSTAGE, PlanQuestion
+from recommender.question import AUTOSTAGE, BOUNDS_FIRST, PlanQuestion
 
 
 def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> StageAnswer:
@@ -52,6 +52,12 @@ def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> S
         from recommender.capture.autostage import autostage  # which knows Alpa
 
         return autostage(profile, question)
+    if algorithm == BOUNDS_FIRST:
+        raise PlanError.of(
+            f"algorithm={BOUNDS_FIRST!r} asks the compiler as it searches, and no profile; leave "
+            "out the profile.",
+            "plan-algorithm",
+        )
 
     if not SCHEDULES[question.schedule].is_plain:
         return _recommend_table(profile, question, objective)
@@ -70,7 +76,7 @@ def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> S
     with_times = objective != "memory"
     problem = search_problem(profile, question, with_times=with_times)
     result, plan = answer(problem)
-    if mode == "default" and _depends_on_cuts_behind(profile, problem, question.microbatch_size):
+    if mode == "default" and depends_on_cuts_behind(profile, problem, question.microbatch_size):
         least = search_problem(profile, question, with_times=with_times, least=True)
         result, plan = _between((result, plan), answer(least), profile, question.limit_bytes)
     if plan is None:
@@ -138,7 +144,7 @@ def plan_of(profile: Profile, question: PlanQuestion, stages: Iterable[Stage]) -
     )
 
 
-def _depends_on_cuts_behind(profile: Profile, problem: SearchProblem, microbatch_size: int) -> bool:
+def depends_on_cuts_behind(profile: Profile, problem: SearchProblem, microbatch_size: int) -> bool:
     predictor = AdditivePredictor(profile)
     return any(
         predictor.depends_on_cuts_behind(choice, microbatch_size)

@@ -67,21 +67,21 @@ def recommend_verified(
     result = recommend(profile, question)
     while (
         result.plan is not None
-        and _same_model(result.plan, profile) not in checked
+        and same_model(result.plan, profile) not in checked
         and num_compiled < max_plans
     ):
         if any_that_fits and best is not None and (best.status == "ok" or result.status != "ok"):
             break
         verification, profile = compiled(result.plan, profile)
         num_compiled += 1
-        found = _of_compiler(result, verification, profile)
+        found = of_compiler(result, verification, profile)
         checked.add(found.plan)
         if best is None or _rank(found) < _rank(best):
             best = found
         result = recommend(profile, question)
     if best is None or best.plan is None:
         return result
-    settled = result.plan is None or _same_model(result.plan, profile) in checked
+    settled = result.plan is None or same_model(result.plan, profile) in checked
     note = (
         "no other plan is predicted to be better"
         if settled
@@ -152,7 +152,7 @@ class Knowledge:
         return verification, self.profile
 
 
-def _same_model(plan: Plan, profile: Profile) -> Plan:
+def same_model(plan: Plan, profile: Profile) -> Plan:
     """The plan with the hash of the model at its micro-batch size, once that is traced."""
     return plan.with_(model_hash=profile.model_hashes.get(plan.microbatch_size, plan.model_hash))
 
@@ -163,7 +163,7 @@ def _rank(result: StageAnswer) -> tuple[bool, float, int]:
     return not fits, (result.proof.step_seconds or 0.0) if fits else 0.0, result.peak_bytes
 
 
-def _of_compiler(result: StageAnswer, verification: Verified, profile: Profile) -> StageAnswer:
+def of_compiler(result: StageAnswer, verification: Verified, profile: Profile) -> StageAnswer:
     """The recommendation with the compiler's peaks and work in the place of predicted ones, as far
     as plans are ranked."""
     assert result.plan is not None, "only plans are verified"
@@ -182,7 +182,7 @@ def _of_compiler(result: StageAnswer, verification: Verified, profile: Profile) 
         status, why = "infeasible", _too_large(result.plan, peaks, headroom)
     elif result.status != "ok":
         why = Why(f"compiled, the plan needs {max(peaks):,} bytes, less than was predicted.")
-    plan = _same_model(result.plan, profile).with_(verification=verification, why=why)
+    plan = same_model(result.plan, profile).with_(verification=verification, why=why)
     return replace(result, status=status, plan=plan, why=why, headroom=headroom, proof=search)
 
 

@@ -37,6 +37,7 @@ from recommender.capture.posed import search_problem
 from recommender.capture.search import ALGORITHMS
 from recommender.question import (
     AUTOSTAGE,
+    BOUNDS_FIRST,
     MODES,
     OBJECTIVES,
     SEARCH_NAMES,
@@ -380,7 +381,7 @@ def test_an_algorithm_answers_its_own_objectives_alone():
 
 
 def test_every_search_of_the_table_is_there_and_no_other():
-    assert {name for *_, name in SEARCHES} == {*ALGORITHMS, AUTOSTAGE}
+    assert {name for *_, name in SEARCHES} == {*ALGORITHMS, AUTOSTAGE, BOUNDS_FIRST}
 
 
 def test_all_that_is_wrong_with_a_question_is_said_at_once():

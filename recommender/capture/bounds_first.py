@@ -1,0 +1,201 @@
+"""Search on bounds, compile what decides: the plan of least peak in compiled bytes, proven, without
+a profile.
+
+Every stage has a lower bound from tracing, or what the compiler said of it. Each round searches for
+the plan of least peak by these, which no plan of the space can be below, and compiles its stages.
+Once the best compiled plan is not above what the search finds, no plan needs less.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from capture.machine.target import Target
+from capture.measured.profile import Profile
+from capture.plan.stages import Plan
+from capture.plan.why import Bracket, CompiledPlans, Proven, Why
+from capture.quantities import counted, format_bytes
+from recommender.answer import Answer, StageAnswer
+from recommender.capture.posed import search_problem
+from recommender.capture.recommendation import depends_on_cuts_behind, predict_plan, recommend
+from recommender.capture.search import search
+from recommender.capture.verified import Compile, of_compiler, same_model
+from recommender.question import BOUNDS_FIRST, PlanQuestion
+
+
+@dataclass(frozen=True)
+class Effort:
+    """When a search on bounds may end before it has proven the least peak.
+
+    Attributes:
+        within_fraction: Once no plan needs less than the best one by more than this part of it.
+        compiles: Once so many stages were compiled; 0 compiles nothing.
+        seconds: Once so many have passed, and no compile is under way. None for no limit.
+    """
+
+    within_fraction: float = 0.0
+    compiles: int | None = None
+    seconds: float | None = None
+
+
+def bounds_first(
+    least: Profile,
+    most: Profile,
+    question: PlanQuestion,
+    compiled: Compile,
+    effort: Effort = Effort(),
+    *,
+    told: Callable[[Bracket], None] = lambda bracket: None,
+) -> StageAnswer:
+    """The plan of least peak, in compiled bytes.
+
+    Args:
+        least: Lower bounds of the stages of the space (``profiling_runs.bounds``).
+        most: What they are expected to need at most.
+        question: What is asked, for least memory.
+        compiled: Compiles a plan's stages: what the compiler says, and the lower bounds with it.
+        effort: When to end.
+        told: Every bracket, as it is known.
+
+    Returns:
+        The best plan that was compiled, and in ``why.proven`` how near it is to the least peak.
+        Where nothing was compiled, the plan of least bounds, as it is expected to be at most:
+        ``why.uncompiled`` says so. That nothing fits is proven by bounds alone where they are above
+        the limit.
+    """
+    return _Search(most, replace(question, algorithm=None), compiled, effort, told).run(least)
+
+
+class _Search:
+    def __init__(
+        self,
+        most: Profile,
+        question: PlanQuestion,
+        compiled: Compile,
+        effort: Effort,
+        told: Callable[[Bracket], None],
+    ):
+        self._most, self._question, self._compiled = most, question, compiled
+        self._effort, self._told, self._start = effort, told, time.perf_counter()
+        self._trail: list[Bracket] = []
+        self._num_compiled = 0
+        self._best: StageAnswer | None = None
+
+    def run(self, known: Profile) -> StageAnswer:
+        """See ``bounds_first``."""
+        compiled_plans: set[Plan] = set()
+        while True:
+            found = recommend(known, self._question)
+            if found.plan is None:
+                return found  # no plan fills the cluster
+            bracket = self._bracket(known, found)
+            if self._is_over(bracket, found) or same_model(found.plan, known) in compiled_plans:
+                return self._answer(found, bracket, known, len(compiled_plans))
+            said, known = self._compiled(found.plan, known)
+            self._num_compiled += said.num_stages_compiled
+            answer = of_compiler(found, said, known)
+            assert answer.plan is not None, "it was compiled"
+            compiled_plans.add(answer.plan)
+            if self._best is None or answer.peak_bytes < self._best.peak_bytes:
+                self._best = answer
+
+    def _bracket(self, known: Profile, found: StageAnswer) -> Bracket:
+        """What is known now of the least peak; it is told."""
+        least, question = found.proof.peak_bytes, self._question
+        problem = search_problem(known, question)
+        if depends_on_cuts_behind(known, problem, question.microbatch_size):
+            least = search(search_problem(known, question, least=True), tie_break="none").peak_bytes
+        assert found.plan is not None, "a plan was found"
+        best = self._best
+        most = predict_plan(self._most, found.plan).peak_bytes if best is None else best.peak_bytes
+        seconds = time.perf_counter() - self._start
+        self._trail.append(
+            Bracket(seconds, self._num_compiled, least, max(least, most), best is not None)
+        )
+        self._told(self._trail[-1])
+        return self._trail[-1]
+
+    def _is_over(self, bracket: Bracket, found: StageAnswer) -> bool:
+        effort, limit = self._effort, found.memory_limit_bytes
+        near = bracket.most_bytes <= bracket.least_bytes * (1 + effort.within_fraction)
+        return (
+            (bracket.compiled and near)
+            or (limit is not None and bracket.least_bytes > limit)
+            or (effort.compiles is not None and self._num_compiled >= effort.compiles)
+            or (effort.seconds is not None and bracket.seconds >= effort.seconds)
+        )
+
+    def _answer(
+        self, found: StageAnswer, bracket: Bracket, known: Profile, num_plans: int
+    ) -> StageAnswer:
+        within = bracket.most_bytes / bracket.least_bytes - 1
+        proven, limit = Proven(within, tuple(self._trail)), found.memory_limit_bytes
+        if limit is not None and bracket.least_bytes > limit:
+            return self._beyond(found, bracket, proven, limit)
+        best, predicted = (found, self._most) if self._best is None else (self._best, known)
+        assert best.plan is not None, "a plan was found"
+        prediction, headroom = predict_plan(predicted, best.plan), best.headroom
+        if self._best is None:
+            memory = Target.load(best.plan.cluster.target).memory
+            headroom = prediction.headroom(self._question.memory_limit_bytes, memory)
+            why = Why(_uncompiled(bracket), uncompiled=_uncompiled(bracket), proven=proven)
+        else:
+            summary = (
+                f"{counted(num_plans, 'plan')} with {counted(self._num_compiled, 'new stage')} "
+                f"compiled; {_in_words(within)}."
+            )
+            what = best.why.summary
+            if best.status == "ok":
+                what = (
+                    f"{counted(best.plan.num_stages, 'stage')}; the peak is "
+                    f"{best.peak_bytes:,} bytes."
+                )
+            why = replace(
+                best.why,
+                summary=f"{what} {summary}",
+                verified=CompiledPlans(num_plans, within == 0, summary),
+                proven=proven,
+            )
+        proof = replace(
+            best.proof,
+            algorithm=BOUNDS_FIRST,
+            optimal=bracket.compiled and within == 0,
+            tie_break="none",
+            tie_break_columns=0,
+            seconds=bracket.seconds,
+            bound_fraction=within,
+        )
+        plan = best.plan.with_(prediction=prediction, why=why)
+        return Answer(best.status, plan, proof, why, headroom)
+
+    def _beyond(
+        self, found: StageAnswer, bracket: Bracket, proven: Proven, limit: int
+    ) -> StageAnswer:
+        why = Why(
+            f"Every plan needs at least {bracket.least_bytes:,} bytes on a device, and "
+            f"memory_limit_bytes={limit:,}: proven with "
+            f"{counted(bracket.num_compiled, 'compiled stage')}. Raise the limit, or use more "
+            "devices, more micro-batches of a smaller size, or rematerialisation. [memory-limit]",
+            code="memory-limit",
+            memory_limit_bytes=limit,
+            proven=proven,
+        )
+        best = found if self._best is None else self._best
+        proof = replace(best.proof, algorithm=BOUNDS_FIRST, seconds=bracket.seconds)
+        plan = best.plan and best.plan.with_(why=why)
+        return Answer("infeasible", plan, proof, why, best.headroom)
+
+
+def _in_words(within: float) -> str:
+    if within == 0:
+        return "proven: no plan of the space needs less, in compiled bytes"
+    return f"proven within {within:.1%}: no plan of the space needs less by more"
+
+
+def _uncompiled(bracket: Bracket) -> str:
+    return (
+        f"nothing was compiled: the least peak is at least {format_bytes(bracket.least_bytes)}, "
+        f"and expected to be at most {format_bytes(bracket.most_bytes)}."
+    )
