@@ -40,7 +40,8 @@ from capture.plan.schedule import Schedule, TaskKind
 @dataclass(frozen=True)
 class StageTimes:
     """Seconds of one execution of each program of a stage, its collectives included; of one
-    micro-batch where it has one."""
+    micro-batch where it has one. Those of the update count the zeros that gradients are added
+    to."""
 
     forward_seconds: float
     backward_seconds: float
@@ -63,6 +64,7 @@ class StageTimes:
             "summarize": self.summarize_seconds,
             "backward_inputs": self.backward_inputs_seconds,
             "backward_weights": self.backward_weights_seconds,
+            "zero_gradients": 0.0,
         }[program]
 
 

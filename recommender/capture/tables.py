@@ -259,9 +259,8 @@ class _Space:
         microbatch_size = question.microbatch_size
         memory = predictor.memory(choice, microbatch_size)
         parts = [np.broadcast_to(getattr(memory, name), memory.kept.shape) for name in _PARTS]
-        self._parts = np.stack([*parts, memory.state])
-        self._end, self._losses = memory.state + memory.end, memory.losses
-        self._update = memory.end
+        self._parts = np.stack([*parts, memory.gradients, memory.state])
+        self._losses, self._end = memory.losses, memory.end - memory.gradients
         self._counts = [
             np.array([[n for o in moment for n in _counts(o)] for moment in moments])
             for moments in schedule.moments
@@ -287,9 +286,9 @@ class _Space:
 
     def _peak(self, group: int, ranges: Sequence[tuple[int, int]]) -> int:
         held = np.concatenate([self._parts[:, first, stop] for first, stop in ranges])
-        state = sum(int(self._parts[-1, first, stop]) for first, stop in ranges)
+        state = sum(int(self._parts[-2:, first, stop].sum()) for first, stop in ranges)
         losses = int(self._losses[ranges[-1]]) * self.schedule.num_microbatches
-        end = state + losses + max(int(self._update[each]) for each in ranges)
+        end = state + losses + max(int(self._end[each]) for each in ranges)
         return max(int((self._counts[group] @ held).max()), end)
 
     def busiest_seconds(self, cuts: Cuts) -> float:
@@ -362,17 +361,18 @@ class _Space:
         return min(seen, key=lambda cuts: seen[cuts]), False, len(seen)
 
     def _starts(self) -> Iterator[Cuts]:
-        """Cuts that balance layers, what is kept, state, and seconds."""
+        """Cuts that balance layers, what is kept, state with gradients, and seconds."""
         num_layers, num_stages = self._parts.shape[1], self.schedule.num_stages
         layers = np.arange(num_layers)
         rows = [np.ones(num_layers)]
-        rows += [self._parts[i][layers, layers + 1] for i in (0, -1)]
+        sizes = (self._parts[0], self._parts[-2:].sum(axis=0))
+        rows += [nbytes[layers, layers + 1] for nbytes in sizes]
         rows += [] if self._busy is None else [self._busy[layers, layers + 1]]
         for weights in rows:
             yield balanced(np.asarray(weights, np.float64), num_stages)
 
 
-#: Rows of ``_counts``; the state is the last.
+#: Rows of ``_counts``; gradients and state are the last.
 _PARTS = (
     "kept",
     "deferred",
@@ -399,6 +399,7 @@ def _counts(o: Occupancy) -> list[int]:
         o.num_losses,
         forward,
         *map(int, running),
+        int(o.accumulates),
         1,
     ]
 
