@@ -27,7 +27,9 @@ from capture.tracing.recompute import recompute_bytes
 TRAFFIC_PER_KEPT_BYTE = 16
 
 #: Of a kept byte, between which a budget looks for one, and how many it tries: to within 9 %.
-PRICES, NUM_PRICES = (2**-2, 2**14), 7
+PRICES, NUM_PRICES = (2.0, 2.0**14), 7
+#: What is kept is written by one pass and read by the other; below this price nothing takes longer.
+_MOVED_PER_KEPT_BYTE = 2
 
 #: Sum of all finite capacities, at most: the solver counts in 32 bits.
 _MOST_UNITS = 2**29
@@ -90,8 +92,9 @@ def least_kept_within(
     recompute: Callable[[Any], float | None],
     budget: float,
 ) -> list[Any]:
-    """The values to keep so that running operations again costs no more than a budget: the fewest
-    bytes of all minimum cuts that do, one for every price of a kept byte.
+    """The values to keep so that running operations again costs no more than a budget, less what
+    writing and reading the others would: the fewest bytes of all minimum cuts that do, one for
+    every price of a kept byte.
 
     Between two cuts there may be other sets of values, with fewer bytes within the budget, which no
     price makes a minimum cut.
@@ -101,12 +104,14 @@ def least_kept_within(
         budget: Bytes of traffic.
     """
     best, low, high = list(dict.fromkeys(required)), *PRICES
+    all_bytes = sum(map(nbytes, filter(is_variable, best)))
     for _ in range(NUM_PRICES):
         price = (low * high) ** 0.5
         kept = least_kept(flow, required, from_data, nbytes, recompute, price)
         again = flow.needed(required, set(kept))
         costs = [recompute(e) for e in again if any(v in from_data for v in e.outvars)]
-        if sum(cost for cost in costs if cost is not None) <= budget:
+        unmoved = _MOVED_PER_KEPT_BYTE * (all_bytes - sum(map(nbytes, kept)))
+        if sum(cost for cost in costs if cost is not None) - unmoved <= budget:
             best, low = kept, price
         else:
             high = price

@@ -222,7 +222,8 @@ def seconds_again(found: Residuals) -> float:
     kept = {*found._params, *found._whole, *found.stored}
     again = flow.needed(found._read, kept)
     cost = sum(split.recompute_bytes(e, products=True) or 0 for e in again)
-    return cost / (3 * split.pass_bytes())
+    unmoved = 2 * (bytes_of(residuals_of("none")) - bytes_of(found))
+    return (cost - unmoved) / (3 * split.pass_bytes())
 
 
 def test_more_time_keeps_fewer_bytes_and_products_are_run_again_within_it():
