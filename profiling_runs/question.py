@@ -10,7 +10,7 @@ from capture.errors import ProfileError, TargetError, Violation
 from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile
 from capture.model.workload import WorkloadProtocol, WorkloadSpec
-from capture.plan.choices import REMAT_POLICIES, Remat, StageChoice
+from capture.plan.choices import REMAT_TEXT, Remat, StageChoice, is_remat
 from capture.plan.schedule import PLAIN_SCHEDULES
 from capture.plan.space import StageSpace
 from capture.plan.stages import Plan, TensorParallelRule
@@ -141,10 +141,10 @@ class ProfileQuestion:
                 yield Violation(
                     f"{name}={getattr(self, name)} must be at least {least}.", "profile-question"
                 )
-        if unknown := [policy for policy in self.remat if policy not in REMAT_POLICIES]:
+        if unknown := [policy for policy in self.remat if not is_remat(policy)]:
             yield Violation(
                 f"remat={self.remat!r}: {unknown[0]!r} is unknown; give some of "
-                f"{', '.join(REMAT_POLICIES)}, as a tuple.",
+                f"{REMAT_TEXT}, as a tuple.",
                 "profile-remat",
             )
         if executes and self.paper is None:

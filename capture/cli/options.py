@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from capture.machine.target import target_names
-from capture.plan.choices import REMAT_POLICIES
+from capture.plan.choices import REMAT_POLICIES, REMAT_TEXT, is_remat
 from capture.plan.schedule import SCHEDULES
 from capture.plan.stages import TENSOR_PARALLEL_RULES
 from capture.profiler.windows import DEFAULT_NEIGHBOURS
@@ -51,6 +51,25 @@ def several(least: int) -> Callable[[str], tuple[int, ...]]:
         (2, 8)
     """
     return lambda text: tuple(map(at_least(least), text.split(",")))
+
+
+def remat_or(*others: str) -> Callable[[str], str]:
+    """The type of what a backward pass recomputes, or of other words.
+
+    Example:
+        >>> remat_or("auto")("auto"), remat_or()("2%")
+        ('auto', '2%')
+    """
+
+    def read(text: str) -> str:
+        if not is_remat(text) and text not in others:
+            known = ", ".join((*others, REMAT_TEXT))
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is no mode; choose one of {known}. [option-remat]"
+            )
+        return text
+
+    return read
 
 
 @dataclass(frozen=True)
@@ -161,14 +180,15 @@ SCHEDULE = Option(
 )
 REMAT = Option(
     "remat",
-    "what the backward pass recomputes (default: cheap; none in the paper's mode)",
-    choices=REMAT_POLICIES,
+    f"what the backward pass recomputes: {', '.join(REMAT_POLICIES)}; or X%%, to keep the fewest "
+    "bytes for so much more time (default: cheap; none in the paper's mode)",
+    read=remat_or(),
+    metavar="MODE",
 )
 REMAT_OF_A_SEARCH = replace(
     REMAT,
-    help="what the backward pass recomputes; auto: chosen per stage (default: cheap; none in the "
-    "paper's mode)",
-    choices=(*REMAT_POLICIES, AUTO),
+    help=f"{REMAT.help}; {AUTO}: a name, chosen per stage",
+    read=remat_or(AUTO),
 )
 SHARD_OPTIMIZER = Option(
     "shard_optimizer", "split optimizer state over data-parallel replicas", False

@@ -53,7 +53,9 @@ def read_profile(paths: Sequence[Path], question: ProfileQuestion, remat: str | 
     kinds = {(c.remat, c.shard_optimizer) for c in profile.choices if not c.shard_params}
     if not profile.measurements and profile.paper is not None:  # executed runs alone
         kinds = {(row["remat"], row["shard_optimizer"]) for row in profile.paper["statistics"]}
-    known = tuple(policy for policy in REMAT_POLICIES if policy in {one for one, _ in kinds})
+    found = {one for one, _ in kinds}
+    known = tuple(policy for policy in REMAT_POLICIES if policy in found)
+    known += tuple(sorted(found.difference(known)))
     policies = question.remat
     if remat is None and known and not set(policies) <= set(known):
         policies = known[:1]

@@ -3,16 +3,43 @@ through."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any
 
-Remat = Literal["none", "cheap", "dots", "full"]
+Remat = str
+"""A name of ``REMAT_POLICIES``, or how much more time both passes may take, such as ``"2%"``."""
 #: From what keeps most to what keeps least.
 REMAT_POLICIES: tuple[Remat, ...] = ("none", "cheap", "dots", "full")
 
 #: Ways in which parameters are split by tensor parallelism, and each part over replicas.
 ParamSplit = tuple[int, int]
+
+
+def remat_time_fraction(remat: Remat) -> float | None:
+    """Of both passes, what computing again may take; None for a name.
+
+    Example:
+        >>> remat_time_fraction("2.5%"), remat_time_fraction("cheap"), remat_time_fraction("0%")
+        (0.025, None, None)
+    """
+    if not re.fullmatch(r"(0|[1-9][0-9]?)(\.[0-9]*[1-9])?%", remat):
+        return None
+    return float(remat[:-1]) / 100 or None
+
+
+def is_remat(remat: Remat) -> bool:
+    """Whether it is a name or a percentage above 0 and below 100, without needless zeros."""
+    return remat in REMAT_POLICIES or remat_time_fraction(remat) is not None
+
+
+def is_cut(remat: Remat) -> bool:
+    """Whether what is kept is a minimum cut, and not what ``jax.checkpoint`` leaves."""
+    return remat == "cheap" or remat_time_fraction(remat) is not None
+
+
+REMAT_TEXT = f"{', '.join(REMAT_POLICIES)}, or a percentage of time such as 2%"
 
 
 @dataclass(frozen=True, order=True)
@@ -25,7 +52,8 @@ class StageChoice:
         remat: What the backward pass recomputes: ``"none"`` keeps all activations, ``"cheap"``
             the fewest bytes from which the others follow without another product, ``"dots"`` keeps
             the results of matrix products with parameters, ``"full"`` keeps the inputs of the
-            layers.
+            layers, ``"2%"`` the fewest bytes for so much more time, products among what is
+            recomputed.
         shard_optimizer: Whether the replicas split the optimizer state (ZeRO stage 1).
         shard_params: Whether they split parameters and accumulated gradients as well (ZeRO stage
             3): gathered where they are used, gradients scattered.

@@ -17,7 +17,7 @@ from capture import documents
 from capture.errors import PlanError, Violation
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
-from capture.plan.choices import REMAT_POLICIES
+from capture.plan.choices import REMAT_TEXT, is_remat
 from capture.plan.files import ClusterRow, resolved, save
 from capture.plan.prediction import Prediction, Verified
 from capture.plan.schedule import SCHEDULES, Schedule, make_schedule, schedule_violations
@@ -258,11 +258,10 @@ def _violations(plan: Plan) -> list[Violation]:
                     "plan-batch",
                 )
             )
-        if choice.remat not in REMAT_POLICIES:
+        if not is_remat(choice.remat):
             found.append(
                 Violation(
-                    f"stage {s} has remat={choice.remat!r}; choose one of "
-                    f"{', '.join(REMAT_POLICIES)}.",
+                    f"stage {s} has remat={choice.remat!r}; choose one of {REMAT_TEXT}.",
                     "plan-remat",
                 )
             )

@@ -34,7 +34,7 @@ from capture.model.workload import WorkloadProtocol
 from capture.partition.sequence import SequenceSplits
 from capture.partition.sharding import ModelSharding
 from capture.partition.tensor_parallel import Rule
-from capture.plan.choices import StageChoice
+from capture.plan.choices import StageChoice, is_cut
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
 from capture.runtime.programs import StagePrograms
 from capture.runtime.split_backward import SplitStagePrograms
@@ -221,7 +221,7 @@ class CompileBackend:
                     *_params_split(choice),
                     *pinned,
                     *self._sequence_split(config),
-                    *([CUT_VERSION] if choice.remat == "cheap" else []),
+                    *([CUT_VERSION] if is_cut(choice.remat) else []),
                 ],
                 [str(specs[p]) for p in layers.params],
                 [

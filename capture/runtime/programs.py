@@ -29,6 +29,7 @@ from capture.measured.work import Kernel, ProgramWork
 from capture.partition.local_calls import localize
 from capture.partition.sequence import SequenceSplits, SplitRun
 from capture.partition.tensor_parallel import DATA_AXIS, MODEL_AXIS
+from capture.plan.choices import is_cut
 from capture.runtime.layout import StageLayout
 from capture.runtime.optimizer import StageUpdate
 from capture.runtime.origins import buffer_of, layer_of
@@ -121,8 +122,8 @@ class StagePrograms(StageLayout):
             [values[v] for v in self.layers.inputs],
             batch,
         )
-        # Of all that is saved without remat, "cheap" chooses what is kept.
-        remat = "none" if self.choice.remat == "cheap" else self.choice.remat
+        # Of all that is saved without remat, a cut chooses what is kept.
+        remat = "none" if is_cut(self.choice.remat) else self.choice.remat
         results = self.layers(*given, remat=remat, pin=self._pinned, runs=self._split_runs)
         by_value = dict(zip(self.layers.outputs, results, strict=True))
         for v in self._split_values.intersection(by_value):

@@ -2,25 +2,31 @@
 
 ``jax.vjp`` says what the backward pass reads. What follows from parameters and constants alone
 (casts of weights, masks) is made again in any case, so that it is not kept once per micro-batch. Of
-the others, remat ``cheap`` keeps a minimum cut; the other modes keep all, and say to ``jax.vjp``
-what it may save.
+the others, remat ``cheap`` keeps a minimum cut, a percentage the one that fits so much more time;
+the other modes keep all, and say to ``jax.vjp`` what it may save.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from capture.partition.dim_flow import dim_flow
 from capture.partition.walk import followed_dims
-from capture.plan.choices import Remat
+from capture.plan.choices import Remat, remat_time_fraction
 from capture.tracing.dataflow import DataFlow
 from capture.tracing.jaxprs import is_variable
-from capture.tracing.mincut import least_kept
-from capture.tracing.recompute import aval_bytes, recompute_bytes
+from capture.tracing.mincut import least_kept, least_kept_within
+from capture.tracing.recompute import aval_bytes, product_bytes, recompute_bytes
+
+#: Of a forward pass, what both passes take: a backward pass twice as long.
+_PASSES = 3
+#: Products that a budget of time may run again.
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot"})
 
 
 class Residuals:
@@ -51,15 +57,20 @@ class Residuals:
         remat: Remat,
         split: ValueSplit,
     ):
-        self._flow, self._read = flow, flow.outputs[num_outputs:]
+        self._flow, self._split, self._read = flow, split, flow.outputs[num_outputs:]
         self._params = flow.inputs[:num_params]
         data = flow.inputs[num_params:]
         reached = flow.propagate({v: frozenset([0]) for v in data})
         from_data = {v for v, origins in reached.items() if origins}
         read = map(split.before_gather, filter(is_variable, self._read))
         kept = [v for v in dict.fromkeys(read) if v in from_data]
+        fraction = remat_time_fraction(remat)
         if remat == "cheap":
             kept = least_kept(flow, kept, from_data, split.nbytes, split.recompute_bytes)
+        elif fraction is not None:
+            budget = fraction * _PASSES * split.pass_bytes()
+            rerun = partial(split.recompute_bytes, products=True)
+            kept = least_kept_within(flow, kept, from_data, split.nbytes, rerun, budget)
         made = flow.outputs[:num_outputs] if returns_outputs else []
         self.inputs = _places(kept, data[:num_inputs])
         self.batch = _places(kept, data[num_inputs:])
@@ -139,15 +150,26 @@ class ValueSplit:
         more = 1 if axis in self.spec(value) else degrees.get(axis, 1)
         return -(-self.nbytes(value) // more)
 
-    def recompute_bytes(self, equation: Any) -> float | None:
-        """As of an equation, per device; None also where devices would have to exchange
-        something."""
+    def recompute_bytes(self, equation: Any, products: bool = False) -> float | None:
+        """As of an equation, per device, ``products`` also of these; None also where devices would
+        have to exchange something."""
         cost = recompute_bytes(equation)
+        if products and equation.primitive.name in _PRODUCTS:
+            cost = product_bytes(equation)
         if equation.primitive.name == "sharding_constraint":
             return cost
         if cost is None or any(_exchanges(equation, *axis) for axis in self._axes):
             return None
         return cost / max(map(self._parts, (*equation.invars, *equation.outvars)))
+
+    def pass_bytes(self) -> float:
+        """Bytes of memory traffic that the program is worth, per device."""
+        total = 0.0
+        for equation in self._flow.jaxpr.eqns:
+            cost = recompute_bytes(equation)
+            whole = product_bytes(equation) if cost is None else cost
+            total += whole / max(map(self._parts, (*equation.invars, *equation.outvars)))
+        return total
 
 
 def _dim(dims: Mapping[Any, int | None], atom: Any) -> int | None:

@@ -26,6 +26,11 @@ from capture.tracing.recompute import recompute_bytes
 #: many micro-batches as are in flight; a pass over memory is over at once.
 TRAFFIC_PER_KEPT_BYTE = 16
 
+#: Of a kept byte, between which a budget looks for one, and how many it tries: to within 9 %.
+PRICES, NUM_PRICES = (2.0, 2.0**14), 7
+#: What is kept is written by one pass and read by the other; below this price nothing takes longer.
+_MOVED_PER_KEPT_BYTE = 2
+
 #: Sum of all finite capacities, at most: the solver counts in 32 bits.
 _MOST_UNITS = 2**29
 _SOURCE, _SINK = 0, 1
@@ -37,6 +42,7 @@ def least_kept(
     from_data: Collection[Any],
     nbytes: Callable[[Any], int],
     recompute: Callable[[Any], float | None] = recompute_bytes,
+    traffic_per_kept_byte: float = TRAFFIC_PER_KEPT_BYTE,
 ) -> list[Any]:
     """The values to keep, in program order; never more bytes than the required ones.
 
@@ -46,6 +52,7 @@ def least_kept(
         from_data: Variables that depend on more than parameters; the others are made again.
         nbytes: What keeping a variable costs.
         recompute: What running an equation again costs, in bytes of traffic; None: never.
+        traffic_per_kept_byte: What a byte that is not kept may cost.
     """
 
     def depends(atom: Any) -> bool:
@@ -67,7 +74,7 @@ def least_kept(
         if equation is None or cost is None:
             network.never(network.value(v))
             continue
-        run = network.run_of(equation, flow.order(v), cost / TRAFFIC_PER_KEPT_BYTE)
+        run = network.run_of(equation, flow.order(v), cost / traffic_per_kept_byte)
         network.join(run, network.value(v))
         for operand in filter(depends, equation.invars):
             network.join(network.output(operand), run)
@@ -75,6 +82,40 @@ def least_kept(
     reaching = network.sink_side()
     kept = {v for v in seen if not reaching[network.value(v)] and reaching[network.output(v)]}
     return [v for v in flow.values if v in kept]
+
+
+def least_kept_within(
+    flow: DataFlow,
+    required: Sequence[Any],
+    from_data: Collection[Any],
+    nbytes: Callable[[Any], int],
+    recompute: Callable[[Any], float | None],
+    budget: float,
+) -> list[Any]:
+    """The values to keep so that running operations again costs no more than a budget, less what
+    writing and reading the others would: the fewest bytes of all minimum cuts that do, one for
+    every price of a kept byte.
+
+    Between two cuts there may be other sets of values, with fewer bytes within the budget, which no
+    price makes a minimum cut.
+
+    Args:
+        flow, required, from_data, nbytes, recompute: As for ``least_kept``.
+        budget: Bytes of traffic.
+    """
+    best, low, high = list(dict.fromkeys(required)), *PRICES
+    all_bytes = sum(map(nbytes, filter(is_variable, best)))
+    for _ in range(NUM_PRICES):
+        price = (low * high) ** 0.5
+        kept = least_kept(flow, required, from_data, nbytes, recompute, price)
+        again = flow.needed(required, set(kept))
+        costs = [recompute(e) for e in again if any(v in from_data for v in e.outvars)]
+        unmoved = _MOVED_PER_KEPT_BYTE * (all_bytes - sum(map(nbytes, kept)))
+        if sum(cost for cost in costs if cost is not None) - unmoved <= budget:
+            best, low = kept, price
+        else:
+            high = price
+    return best
 
 
 class _Network:

@@ -204,7 +204,9 @@ def _changes(
     if measuring is not None:
         if not measuring.shard_optimizer:
             yield Change("--shard-optimizer", question, {"shard_optimizer": True})
-        least = max(map(REMAT_POLICIES.index, measuring.remat))
+        # Where a percentage stands on the scale is not known.
+        named = [one for one in measuring.remat if one in REMAT_POLICIES]
+        least = max(map(REMAT_POLICIES.index, named), default=0)
         for remat in REMAT_POLICIES[least + 1 :]:
             yield Change(f"--remat {remat}", question, {"remat": (remat,)})
     for factor in (2, 4, 8):

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from processes import output_of
 
 from capture.partition.walk import followed_dims
-from capture.runtime.residuals import ValueSplit
+from capture.plan.choices import is_cut, is_remat, remat_time_fraction
+from capture.runtime.residuals import Residuals, ValueSplit
 from capture.tracing.dataflow import DataFlow
 from capture.tracing.jaxprs import is_variable
 from capture.tracing.mincut import TRAFFIC_PER_KEPT_BYTE, least_kept
@@ -191,3 +192,52 @@ def test_bytes_are_those_of_one_device_and_nothing_is_exchanged_again():
     assert split.recompute_bytes(over_columns) is split.recompute_bytes(over_rows) is None
     alone = ValueSplit(flow, [("data", 1, [None, 0]), ("model", 1, [1, None])])
     assert alone.recompute_bytes(over_columns) == recompute_bytes(over_columns)
+
+
+# ---- within a budget of time ---------------------------------------------------------------------
+
+
+def attention(w, x):
+    """Scores of a long sequence: many bytes for few operations."""
+    q, k, v = jnp.split(x @ w, 3, axis=-1)
+    scores = jax.nn.softmax(q @ k.T)
+    return jnp.tanh(scores @ v)
+
+
+def residuals_of(remat: str) -> Residuals:
+    closed = jax.make_jaxpr(lambda w, x: (attention(w, x), *saved_by_vjp(attention)(w, x)))(
+        jnp.zeros((64, 24)), jnp.zeros((512, 64))
+    )
+    flow = DataFlow(closed)
+    return Residuals(flow, 1, 1, 1, returns_outputs=True, remat=remat, split=ValueSplit(flow, []))
+
+
+def bytes_of(found: Residuals) -> int:
+    return sum(map(aval_bytes, (*found._whole, *found.stored)))
+
+
+def seconds_again(found: Residuals) -> float:
+    """Of both passes, by the nominal rates."""
+    flow, split = found._flow, found._split
+    kept = {*found._params, *found._whole, *found.stored}
+    again = flow.needed(found._read, kept)
+    cost = sum(split.recompute_bytes(e, products=True) or 0 for e in again)
+    unmoved = 2 * (bytes_of(residuals_of("none")) - bytes_of(found))
+    return (cost - unmoved) / (3 * split.pass_bytes())
+
+
+def test_more_time_keeps_fewer_bytes_and_products_are_run_again_within_it():
+    found = {remat: residuals_of(remat) for remat in ("none", "cheap", "0.01%", "1%", "8%", "90%")}
+    sizes = {remat: bytes_of(one) for remat, one in found.items()}
+    assert sizes["none"] > sizes["cheap"] > 4 * 512 * 512
+    assert sizes["none"] >= sizes["0.01%"] >= sizes["1%"] >= sizes["8%"] >= sizes["90%"]
+    assert sizes["90%"] == 4 * 512 * 64, "the input alone"
+    assert sizes["8%"] < 4 * 512 * 512, "no scores"
+    for remat, one in found.items():
+        if (fraction := remat_time_fraction(remat)) is not None:
+            assert seconds_again(one) <= fraction
+
+
+@pytest.mark.parametrize("text", ["0%", "100%", "2.50%", "02%", "%", "-1%", "2", "half", "1e1%"])
+def test_percentages_that_are_none(text):
+    assert not is_remat(text) and not is_cut(text)

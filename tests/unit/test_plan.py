@@ -12,10 +12,10 @@ from plan_examples import messages, two_stages
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
-from capture.plan.choices import StageChoice
+from capture.plan.choices import REMAT_POLICIES, StageChoice
 from capture.plan.prediction import Prediction, StagePrediction
 from capture.plan.stage import Stage
-from capture.plan.stages import REMAT_POLICIES, Plan, batch_violations
+from capture.plan.stages import Plan, batch_violations
 from capture.plan.why import CompiledPlans, Front, FrontPoint, Why
 
 NUMBERS = st.integers(0, 10**12)
@@ -202,7 +202,8 @@ def test_all_violations_are_reported_at_once():
         "device 0 is used by stage 0 and stage 1; once is allowed. [plan-devices]",
         "stage 0 has data_parallel=3 x tensor_parallel=1 on 2 devices; the product must be the "
         "number of devices. [plan-degrees]",
-        "stage 1 has remat='some'; choose one of none, cheap, dots, full. [plan-remat]",
+        "stage 1 has remat='some'; choose one of none, cheap, dots, full, or a "
+        "percentage of time such as 2%. [plan-remat]",
         "microbatch_size=4 (global batch 16 / 4 micro-batches) is not divisible by "
         "data_parallel=3 of stage 2; lower the degree or the "
         "number of micro-batches. [plan-batch]",
