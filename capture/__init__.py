@@ -32,6 +32,7 @@ _MODULE_OF = {
     "Store": "capture.measured.store",
     "Workload": "capture.model.workload",
     "WorkloadSpec": "capture.model.workload",
+    "decompose": "capture.runtime.decomposer",
     "load_plan": "capture.plan.kinds",
     "pipeshard": "capture.runtime.pipeline",
     "plan_from_alpa": "capture.alpa",

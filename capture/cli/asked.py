@@ -29,6 +29,7 @@ from capture.profiler.paper import most_run_devices
 from capture.quantities import counted, parse_bytes
 from profiling_runs.collect import num_missing
 from profiling_runs.collect import profile as make_profile
+from profiling_runs.layer_question import LayersQuestion
 from profiling_runs.measurements import Measurements
 from profiling_runs.measurements import open_measurements as open_them
 from profiling_runs.pools.where import DEFAULT_TIMEOUT_SECONDS, Where
@@ -130,15 +131,18 @@ def prepare(*clusters: Cluster) -> None:
     _prepare((cluster.num_devices, Target.load(cluster.target).platform) for cluster in clusters)
 
 
-def prepare_for(questions: Iterable[ProfileQuestion]) -> None:
+def prepare_for(questions: Iterable[ProfileQuestion | LayersQuestion]) -> None:
     """Make this process one that can answer all these: they decide its devices, once, before JAX is
     loaded."""
-    _prepare(
-        (most_run_devices(asked.cluster.num_devices), "cpu")
-        if asked.executes
-        else (asked.cluster.num_devices, Target.load(asked.cluster.target).platform)
-        for asked in questions
-    )
+    _prepare(map(_need, questions))
+
+
+def _need(asked: ProfileQuestion | LayersQuestion) -> tuple[int, str]:
+    if isinstance(asked, LayersQuestion):
+        return 1, "cpu" if asked.executes else Target.load(asked.target).platform
+    if asked.executes:
+        return most_run_devices(asked.cluster.num_devices), "cpu"
+    return asked.cluster.num_devices, Target.load(asked.cluster.target).platform
 
 
 def _prepare(needs: Iterable[tuple[int, str]]) -> None:

@@ -56,9 +56,11 @@ class _Wide:
             least = rows[0][0]
             for size in self._problem.all_sizes("forward") if num_layers else ():
                 work = self._least("forward", size, num_layers)
-                if (least + work) / self._ranks < self._below:
+                same = [row for row in rows if row[1].microbatch_size == size]
+                others = same if self._problem.equal_sizes else rows
+                if others and (least + work) / self._ranks < self._below:
                     packings = self._packings("forward", size, num_layers)
-                    ranked += [self._ranked(work, packs, rows) for packs in packings]
+                    ranked += [self._ranked(work, packs, others) for packs in packings]
         # There are millions of pairs, so they are ranked as far as they are looked at.
         pairs = merge(*ranked, key=lambda pair: pair[0])
         below = takewhile(lambda pair: pair[0] < self._below, pairs)
