@@ -10,7 +10,7 @@ import pytest
 from zoo_models import import_model, load
 
 from benchmarks.harmony_paper.models import differences, input_bytes, parameter_bytes
-from benchmarks.harmony_paper.settings import profile_of
+from benchmarks.harmony_paper.settings import deeper, profile_of
 from capture.tracing.model import trace
 
 TRANSFORMERS = {
@@ -61,6 +61,16 @@ def test_cnns_have_the_layers_of_the_profiles(name, monkeypatch):
     assert runs(parameter_bytes(graph)) == runs(profile.w_bytes)
     assert runs(input_bytes(graph)) == runs(profile.x_bytes_per_sample)
     assert profile.k_bytes == profile.w_bytes  # momentum
+
+
+def test_a_derived_profile_is_the_one_of_the_deeper_model():
+    """The authors' profile of 40 billion parameters is that of 10 billion with more blocks, too."""
+    derived, shipped = deeper(profile_of("gpt2_10b"), 25, 150), profile_of("gpt2_40b")
+    assert derived.source.startswith("derived: gpt2_10b with 150 more of layer 25.")
+    same = {"name": derived.name, "source": derived.source}
+    assert derived.to_json() == shipped.to_json() | same
+    eighty = profile_of("gpt2_80b")
+    assert eighty.num_layers == 404 and sum(eighty.w_bytes) // 4 == 80_967_843_840
 
 
 def test_differences_are_told_by_runs():
