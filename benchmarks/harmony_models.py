@@ -80,9 +80,6 @@ def profile_of(model: Model, target: str, file: Path | None) -> LayerProfile:
     if file is not None:
         few = LayerProfile.load(file)
     else:
-        from profiling_runs.layer_question import LayersQuestion
-        from profiling_runs.layers import profile_layers
-
         name = model.workload.format(blocks=PROFILED_BLOCKS)
         asked = LayersQuestion(WorkloadSpec.parse(f"{ZOO}/{name}"), target=target, most=4, stride=3)
         few = profile_layers(asked)
