@@ -183,6 +183,10 @@ def beside(
     }
 
 
+def gpus_of(row: Mapping[str, Any]) -> str:
+    return f"{row['gpus']} GPU{'s' if row['gpus'] > 1 else ''}"
+
+
 def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--target", default="h100", help="kind of GPU (default: %(default)s)")
@@ -198,7 +202,7 @@ def main() -> int:
     claims: dict[str, dict[str, str]] = {}
     for row in rows:
         key = (
-            f"{row['gpus']} GPUs, {row['host_memory_bytes'] // 10**9} GB, updates at "
+            f"{gpus_of(row)}, {row['host_memory_bytes'] // 10**9} GB, updates at "
             f"{row['update_bytes_per_second'] / 1e9:.0f} GB/s"
         )
         said = f"{row['tokens_per_second']:.0f} tokens/s" if row["feasible"] else "does not fit"
@@ -211,7 +215,7 @@ def main() -> int:
                 (
                     name,
                     {
-                        f"{row['gpus']} GPUs": row.get("tokens_per_second", "host too small")
+                        gpus_of(row): row.get("tokens_per_second", "host too small")
                         for row in largest
                         if (row["model"], row["update_bytes_per_second"]) == (name, rate)
                     },
