@@ -138,11 +138,13 @@ def grouped_bars(
     width: int,
     height: int,
     bottom: int = 72,
+    colors: Mapping[str, str] | None = None,
 ) -> Panel:
-    """Groups of bars, a series in each of ``COLORS``.
+    """Groups of bars.
 
     Args:
         groups: Name of each, and by series its height, or a text where there is none (OOM).
+        colors: Of series, as several panels of a picture share them; None: ``COLORS``, in order.
     """
     heights = [value for _, bars in groups for value in bars.values() if not isinstance(value, str)]
     ticks = [(i + 0.5, name) for i, (name, _) in enumerate(groups)]
@@ -150,14 +152,15 @@ def grouped_bars(
     panel = Panel(title, "", y_label, (0, len(groups)), (0, top), ticks, width, height, bottom)
     for i, (name, bars) in enumerate(groups):
         step = 0.88 / len(bars)
-        for j, ((series, value), color) in enumerate(zip(bars.items(), COLORS, strict=False)):
+        own = colors or dict(zip(bars, COLORS, strict=False))
+        for j, (series, value) in enumerate(bars.items()):
             left = i + 0.06 + j * step
             if isinstance(value, str):
                 style = {"rotation": 90, "fontsize": 8, "rotation_mode": "anchor"}
                 panel.note(left + 0.8 * step, 0.01 * top, value, "#888888", "left", **style)
             else:
                 about = f"{series}, {' '.join(name.split())}: {value:.4g}"
-                panel.bar(left, left + 0.92 * step, value, color, about)
+                panel.bar(left, left + 0.92 * step, value, own[series], about)
     return panel
 
 

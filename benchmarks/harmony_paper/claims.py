@@ -17,11 +17,15 @@ from benchmarks.harmony_paper.settings import finish
 
 RESULTS = Path(__file__).parents[1] / "results"
 SCRIPTS = (
+    "harmony-models-zoo",
     "harmony-table-1",
     "harmony-search",
+    "harmony-search-cnns",
     "harmony-figure-3",
     "harmony-figure-8",
     "harmony-figure-10",
+    "harmony-figure-10-cnns",
+    "harmony-figure-13",
     "harmony-figure-14",
     "harmony-figure-17",
 )

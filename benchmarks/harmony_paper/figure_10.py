@@ -23,7 +23,7 @@ from recommender.harmony import search
 from recommender.harmony.baselines import all_baselines
 
 #: Minibatches of every model.
-CASES = {"GPT2": (16, 32, 64), "BERT96": (16, 32, 64), "VGG416": (16, 32), "ResNet1K": (16, 32)}
+CASES = {"GPT2": (16, 32, 64), "BERT96": (16, 32, 64), "VGG416": (16,), "ResNet1K": (16,)}
 PAPER = {
     "PP over DP Swap": "2.8 to 7.6",
     "DP over DP Swap": "2.4 to 7.0",

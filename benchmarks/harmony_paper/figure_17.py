@@ -6,7 +6,8 @@ of the host.
 GPT2 of 10 to 40 billion parameters on one to eight GTX-1080Ti with 750 GB (Figures 17 and 18), and
 of up to 80 billion on one to sixteen V100 of a DGX-2 (Figure 16; times are still those of the
 profile's GPU). No profile of 80 billion is shipped: it is derived from that of 40 billion, whose
-blocks are the same, with 200 more of them. One example a micro-batch and packs of two layers,
+blocks are the same, with 200 more of them, as that of 40 billion is that of 10 billion with more.
+One example a micro-batch and packs of two layers,
 minibatch 32, as the authors' scripts set; ZeRO-Infinity likewise.
 
 Paper: PP scales linearly; ZeRO-Infinity fails at 40 billion on 750 GB; PP up to 3.2 times, DP up to

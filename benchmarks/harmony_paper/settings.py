@@ -92,7 +92,9 @@ def bars(
 ) -> str:
     """Panels of grouped bars: title -> (label of the axis, groups)."""
     series = dict.fromkeys(name for _, groups in panels.values() for _, of in groups for name in of)
+    colors = dict(zip(series, COLORS, strict=False))
     drawn = [
-        grouped_bars(name, label, groups, 1000, 310) for name, (label, groups) in panels.items()
+        grouped_bars(name, label, groups, 1000, 310, colors=colors)
+        for name, (label, groups) in panels.items()
     ]
-    return draw(title, note, drawn, 1, list(zip(COLORS, series, strict=False)))
+    return draw(title, note, drawn, 1, [(color, name) for name, color in colors.items()])

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 from capture.step.simulator import times
 
@@ -192,6 +193,11 @@ class _Manager:
         self.uses: defaultdict[Tensor, list[int]] = defaultdict(list)
         self._next: Counter[Tensor] = Counter()
         self._there: dict[Tensor, bool] = {}  # -> whether it changed since it came
+        # (when it is used next, negated; how many came before it; which): the least is evicted.
+        # What is no longer so is left in the heap, and known by ``_rank``.
+        self._farthest: list[tuple[float, int, Tensor]] = []
+        self._rank: dict[Tensor, tuple[float, int, Tensor]] = {}
+        self._num_came = 0
         self.on_host: set[Tensor] = set()
         self._live = self.peak = 0
 
@@ -211,6 +217,8 @@ class _Manager:
         ins = [tensor for tensor in missing if tensor in self.on_host]
         for tensor in missing:
             self._there[tensor] = False
+            self._rank[tensor] = (0.0, self._num_came, tensor)
+            self._num_came += 1
             self._live += self._nbytes[tensor]
         self.peak = max(self.peak, self._live + operation.workspace_bytes)
         for tensor in operation.writes:
@@ -219,22 +227,36 @@ class _Manager:
             while self.uses[tensor][self._next[tensor]] < at:
                 self._next[tensor] += 1
             self._next[tensor] += 1
+            rank = (-self._next_use(tensor), self._rank[tensor][1], tensor)
+            self._rank[tensor] = rank
+            heappush(self._farthest, rank)
         for tensor in operation.frees:
             if self._there.pop(tensor, None) is not None:
+                del self._rank[tensor]
                 self._live -= self._nbytes[tensor]
             self.on_host.discard(tensor)
         return ins, outs
 
     def _evicted(self, room: int, but: set[Tensor]) -> Iterator[Tensor]:
         """Makes room, for what is used farthest in the future first."""
+        kept = []
         while self._live + room > self._memory.limit_bytes:
-            farthest = max((t for t in self._there if t not in but), key=self._next_use)
+            rank = heappop(self._farthest)
+            farthest = rank[2]
+            if self._rank.get(farthest) != rank:
+                continue
+            if farthest in but:
+                kept.append(rank)
+                continue
             changed = self._there.pop(farthest)
+            del self._rank[farthest]
             self._live -= self._nbytes[farthest]
             known = farthest in self.on_host
             self.on_host.add(farthest)
             if changed or self._memory.write_back_always or not known:
                 yield farthest
+        for rank in kept:
+            heappush(self._farthest, rank)
 
     def _next_use(self, tensor: Tensor) -> float:
         left = self.uses[tensor][self._next[tensor] : self._next[tensor] + 1]

@@ -9,8 +9,12 @@ from itertools import groupby
 import pytest
 from zoo_models import import_model, load
 
+from benchmarks import harmony_models
+from benchmarks.harmony_models import Model
 from benchmarks.harmony_paper.models import differences, input_bytes, parameter_bytes
-from benchmarks.harmony_paper.settings import profile_of
+from benchmarks.harmony_paper.settings import deeper, profile_of
+from capture.machine.cluster import Cluster
+from capture.machine.server import Server
 from capture.tracing.model import trace
 
 TRANSFORMERS = {
@@ -61,6 +65,39 @@ def test_cnns_have_the_layers_of_the_profiles(name, monkeypatch):
     assert runs(parameter_bytes(graph)) == runs(profile.w_bytes)
     assert runs(input_bytes(graph)) == runs(profile.x_bytes_per_sample)
     assert profile.k_bytes == profile.w_bytes  # momentum
+
+
+def test_a_derived_profile_is_the_one_of_the_deeper_model():
+    """The authors' profile of 40 billion parameters is that of 10 billion with more blocks, too."""
+    derived, shipped = deeper(profile_of("gpt2_10b"), 25, 150), profile_of("gpt2_40b")
+    assert derived.source.startswith("derived: gpt2_10b with 150 more of layer 25.")
+    same = {"name": derived.name, "source": derived.source}
+    assert derived.to_json() == shipped.to_json() | same
+    eighty = profile_of("gpt2_80b")
+    assert eighty.num_layers == 404 and sum(eighty.w_bytes) // 4 == 80_967_843_840
+
+
+def test_large_models_fit_hosts_that_hold_their_plans():
+    """By host memory: below what the plan needs nothing fits, and the need is said."""
+    profile, server = profile_of("gpt2_20b"), Server.of(Cluster.parse("1x2", "h100"))
+    rows = harmony_models.rows_of("GPT2 20B", Model("", 100, 1024), profile, server)
+    fits = [row["feasible"] for row in rows]
+    assert fits == sorted(fits) and not fits[0] and fits[-1]
+    for row in rows:
+        if row["feasible"]:
+            assert row["host_bytes"] <= row["host_memory_bytes"]
+            assert row["device_bytes"] <= server.usable_bytes.value
+            assert row["tokens_per_second"] * row["step_seconds"] == pytest.approx(64 * 1024)
+        else:
+            assert row["host_bytes_needed"] > row["host_memory_bytes"]
+        assert row["beside"]["resident"]["reason"]
+    # 12 bytes per parameter, and what is kept.
+    assert 12 * rows[0]["num_parameters"] < rows[-1]["host_bytes"]
+
+
+def test_updates_read_and_write_28_bytes_per_parameter_of_adam():
+    profile = harmony_models.updated_at(profile_of("gpt2_xl"), 1e9)
+    assert profile.update_cpu_time[1] == pytest.approx(28 * profile.w_bytes[1] / 4 / 1e9)
 
 
 def test_differences_are_told_by_runs():
