@@ -45,6 +45,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 EQUIVALENT = Path(__file__).parent / "equivalent_mutants.json"
 
 STEP = "tests/unit/test_ledger.py tests/property/test_step.py"
+STREAMED = "tests/property/test_streamed_step.py tests/unit/test_packs_plan.py"
 PREDICTOR = (
     "tests/unit/test_predictor.py tests/unit/test_paper_predictor.py "
     "tests/unit/test_regressions.py capture/predictor"
@@ -68,6 +69,10 @@ PARTS = {
     "capture/predictor/fit.py": PREDICTOR,
     "capture/step/program.py": STEP,
     "capture/step/pipeline.py": STEP,
+    "capture/step/interface.py": STEP,
+    "capture/step/sharded.py": "tests/property/test_osdp_step.py tests/unit/test_osdp_cost.py",
+    "capture/step/streamed.py": STREAMED,
+    "capture/step/streamed_state.py": STREAMED,
     "capture/alpa/step.py": STEP,
     "capture/step/ledger.py": STEP,
     "capture/plan/schedule.py": "tests/unit/test_schedule.py tests/property/test_step.py",

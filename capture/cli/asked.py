@@ -20,9 +20,8 @@ from capture.measured.profile import Profile
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import REMAT_POLICIES
-from capture.plan.packs import PacksPlan
+from capture.plan.kinds import AnyPlan
 from capture.plan.schedule import SCHEDULES
-from capture.plan.sharding import ShardingPlan
 from capture.plan.space import StageSpace
 from capture.plan.stages import Plan, batch_violations
 from capture.profiler.paper import most_run_devices
@@ -198,7 +197,7 @@ def profile_measurements(
     return open_measurements(options, ProfileQuestion.of_profile(profile, cluster, spec))
 
 
-def workload_of(plan: Plan | ShardingPlan | PacksPlan, named: str | None) -> WorkloadSpec:
+def workload_of(plan: AnyPlan, named: str | None) -> WorkloadSpec:
     """The workload that a plan remembers, or the one that is named.
 
     Raises:

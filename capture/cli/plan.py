@@ -74,7 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "accelerator target (default: memory, or that of --algorithm)",
             choices=OBJECTIVES,
         ),
-        Option("try_schedules", "choose the best of all schedules", False),
+        Option(
+            "try_schedules",
+            "choose the best of all schedules that the profile, and --algorithm, --mode and "
+            "--merge-layers where they are given, know",
+            False,
+        ),
         Option(
             "mode",
             "paper: the paper's predictor and space; of harmony pp (wrap-around pipeline, its "

@@ -3,7 +3,7 @@ for every choice and micro-batch size."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -93,7 +93,9 @@ class ComponentTables:
             windows = {window: parts for window, parts in windows.items() if window in only}
         try:
             graph = self.profile.graph
-            return extend_windows(windows, graph.num_layers, [layer.key for layer in graph.layers])
+            table, drift = extend_windows(
+                windows, graph.num_layers, [layer.key for layer in graph.layers]
+            )
         except KeyError as error:
             first, stop = error.args[0]
             failed = "\n".join(f"failed: {plain(failure)}" for failure in self.profile.failures)
@@ -109,6 +111,16 @@ class ComponentTables:
                 ),
                 "profile-missing",
             ) from None
+        if self.profile.is_lower_bound:
+            # What a layer adds to the largest product before it says nothing of the next one.
+            measured = np.full_like(table, -np.inf)
+            for (first, stop), parts in windows.items():
+                measured[:, first, stop] = parts
+            measured[np.isnan(table)] = np.nan
+            for row, component in enumerate(self.components):
+                if component in _TEMPORARIES:
+                    table[row], drift[row] = _largest_part(measured[row]), 0
+        return table, drift
 
     def table(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
         """Components of every stage: float64 (len(components), L, L + 1), bytes per device.
@@ -121,13 +133,34 @@ class ComponentTables:
         if key not in self._tables:
             sizes = sorted(size for known, size in self._windows if known == choice)
             if microbatch_size in sizes:
-                table, drift = self._measured_table(choice, microbatch_size)
-                self._tables[key] = table + drift
+                self._tables[key] = self._drifted(
+                    *self._measured_table(choice, microbatch_size),
+                    self._windows[choice, microbatch_size],
+                )
             elif sizes:
                 self._tables[key] = self._table_off_sizes(choice, sizes, microbatch_size)
             else:
                 self._tables[key] = self._extrapolated_table(choice, microbatch_size)
         return self._tables[key]
+
+    def _drifted(
+        self, total: np.ndarray, drift: np.ndarray, windows: Mapping[tuple[int, int], np.ndarray]
+    ) -> np.ndarray:
+        """The sum with its drift, which takes no temporaries below those of a measured part.
+
+        The drift is a line between two anchors: it falls before the layers come for which the sum
+        was too high.
+        """
+        measured = np.full_like(total, np.nan)
+        for (first, stop), parts in windows.items():
+            measured[:, first, stop] = parts
+        table = total + drift
+        for row, component in enumerate(self.components):
+            if component in _TEMPORARIES:
+                known = measured[row]
+                least = np.fmin(total[row], _largest_part(known))
+                table[row] = np.where(np.isnan(known), np.fmax(table[row], least), known)
+        return table
 
     def _table_off_sizes(
         self, choice: StageChoice, sizes: Sequence[int], microbatch_size: int
@@ -191,11 +224,8 @@ class ComponentTables:
 
 
 def _largest_part(of_stage: np.ndarray) -> np.ndarray:
-    """Per stage [first, stop), the most of any stage within it; NaN where stop <= first."""
-    most = np.where(np.isnan(of_stage), -np.inf, of_stage)
-    most = np.maximum.accumulate(most[::-1], axis=0)[::-1]
-    most = np.maximum.accumulate(most, axis=1)
-    return np.where(np.isnan(of_stage), np.nan, most)
+    """Per stage [first, stop), the most of any stage within it that is known; NaN of no stage."""
+    return np.fmax.accumulate(np.fmax.accumulate(of_stage[::-1])[::-1], axis=1)
 
 
 def _kind(choice: StageChoice) -> StageChoice:

@@ -99,6 +99,7 @@ class TracedOptimizer:
 
     def __init__(self, optimizer: Any, params_struct: Any, unread: Collection[int] = ()):
         structs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), params_struct)
+        self.unread = frozenset(unread)
         self.params = jax.tree.leaves(structs)
         self.param_names = [
             jax.tree_util.keystr(path)
@@ -133,7 +134,7 @@ class TracedOptimizer:
         state_out = program.outputs[n:]
         owned: list[frozenset[int]] = [frozenset()] * len(self.state)
         while True:  # a leaf may feed another, so iterate to the fixed point
-            flow = program.propagate(self._sources(owned), _owner_of_result)
+            flow = program.propagate(self.sources_of(owned), owner_of_result)
             found = [
                 old | flow.get(out, frozenset()) - {_NOBODY}
                 for old, out in zip(owned, state_out, strict=True)
@@ -145,9 +146,9 @@ class TracedOptimizer:
     @cached_property
     def params_of_value(self) -> dict[Any, frozenset[int]]:
         """The parameters that each value of the update depends on."""
-        return self.update.propagate(self._sources(self.params_of_state))
+        return self.update.propagate(self.sources_of(self.params_of_state))
 
-    def _sources(self, params_of_state: Sequence[frozenset[int]]) -> dict[Any, frozenset[int]]:
+    def sources_of(self, params_of_state: Sequence[frozenset[int]]) -> dict[Any, frozenset[int]]:
         """Per input of the update, the parameters that it belongs to."""
         variables, n, num_state = self.update.inputs, len(self.params), len(self.state)
         of_params = {
@@ -319,7 +320,7 @@ class SlicedOptimizer:
         return results[: len(stage.params)], results[len(stage.params) :]
 
 
-def _owner_of_result(owners: frozenset[int], size: int) -> frozenset[int]:
+def owner_of_result(owners: frozenset[int], size: int) -> frozenset[int]:
     """A small value made from several owners (a norm over all gradients) belongs to nobody, and so
     does a scalar made from such a value; a gradient scaled by it still belongs to its parameter."""
     params = owners - {_NOBODY}

@@ -4,6 +4,7 @@ stages."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -11,9 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tracing_models
 
 from capture.errors import WorkloadError
+from capture.machine.cluster import Cluster
+from capture.plan.stages import Plan, Stage
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
+from capture.runtime.pipeline import pipeshard
+from capture.runtime.stacked import traced_optimizer
+from capture.tracing import trace
 
 NUM_STEPS = 3
 
@@ -274,3 +281,39 @@ def test_keys_tell_equal_shapes_under_a_mask_apart():
     mask = {"decayed": True, "plain": False, "plain too": False}
     decayed, plain, plain_too = TracedOptimizer(optax.adamw(1e-2, mask=mask), params).param_keys
     assert decayed != plain == plain_too
+
+
+ONE_BY_ONE = ("sgd", "momentum", "adamw", "lion", "schedule", "clip-by-global-norm", "average")
+AS_A_WHOLE = ("adafactor", "lamb", "clip-each", "adamw-masked-decay")
+
+
+@pytest.fixture(scope="module")
+def scanned():
+    """Two leaves that are stacked over four layers, along their first and their last dimension."""
+    return trace(tracing_models.scanned(), 4)
+
+
+@pytest.mark.parametrize("name", [*ONE_BY_ONE, "injected", "noisy-sgd", "multi-steps"])
+def test_a_stacked_leaf_is_updated_layer_by_layer_where_that_is_the_same(scanned, name):
+    several = optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2)
+    optimizer = several if name == "multi-steps" else OPTIMIZERS[name]
+    assert len(traced_optimizer(optimizer, scanned).params) == 4 + 4 + 1
+
+
+@pytest.mark.parametrize("name", [*AS_A_WHOLE, "muon"])
+def test_a_stacked_leaf_that_is_updated_as_a_whole_is_refused(scanned, name):
+    """Muon takes a stack of vectors for a matrix, and leaves a stack of matrices to Adam."""
+    muon = optax.contrib.muon(1e-3)
+    optimizer = muon if name == "muon" else OPTIMIZERS[name]
+    with pytest.raises(WorkloadError) as caught:
+        traced_optimizer(optimizer, scanned)
+    assert caught.value.codes == ("optimizer-stacked",)
+    assert "over 4 layers" in str(caught.value)
+
+
+def test_a_pipeline_refuses_an_optimizer_that_would_train_a_stack_otherwise():
+    workload = replace(tracing_models.scanned(), optimizer=optax.lamb(1e-2))
+    stages = (Stage(0, 2, (0,)), Stage(2, 5, (1,)))
+    plan = Plan(Cluster((2,)), 5, stages, 8, 2, "1f1b")
+    with pytest.raises(WorkloadError, match="optimizer-stacked"):
+        pipeshard(workload, plan, fast_compile=True)

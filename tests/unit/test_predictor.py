@@ -336,6 +336,25 @@ def test_a_drift_is_borrowed_of_the_same_layers_and_of_others_only_where_it_adds
         assert of_ends[0, 8] == surplus and of_ends[2, 10] == max(surplus, 0)
 
 
+def test_a_drift_takes_no_temporaries_below_those_of_a_measured_part():
+    """The sum is too high because of the last two layers alone: stages that end before them need
+    what their first eight layers were measured to need, and what is no temporary follows the
+    line."""
+    adds = [100_000] * 8 + [0] * 6 + [400_000] * 2
+    profile = Planted(16).profile([ONE])
+    needs = {
+        config: 10**6 if config.num_layers == 16 else sum(adds[config.first : config.stop])
+        for config in profile.measurements
+    }
+    costs = {
+        config: replace(cost, backward_bytes=needs[config], update_bytes=needs[config])
+        for config, cost in profile.measurements.items()
+    }
+    memory = AdditivePredictor(replace(profile, measurements=costs)).memory(ONE, 16)
+    assert memory.backward[0, [8, 12, 14, 16]].tolist() == [800_000] * 3 + [10**6]
+    assert memory.update[0, 12] == 800_000 - 600_000 // 2
+
+
 def test_a_stage_that_was_measured_as_a_long_window_is_predicted_as_measured():
     """Long windows that need what no sum of M_a says, at the largest micro-batch size."""
     planted = Planted(12, seed=5)
