@@ -205,6 +205,53 @@ def explain(options: argparse.Namespace, plan: PacksPlan) -> int:
     return 0
 
 
+def verify(options: argparse.Namespace, plan: PacksPlan) -> int:
+    """Compile the plan's packs for its target, and replay the step.
+
+    Raises:
+        PlanError: ``packs-page`` for a file to keep it in, ``packs-target``, ``plan-workload``, and
+            those of ``streamed``.
+    """
+    if options.output is not None:
+        raise PlanError.of("plans of packs keep no verification; leave out -o.", "packs-page")
+    spec = asked.workload_of(plan, options.workload)
+    if plan.cluster is not None:
+        asked.prepare(plan.cluster)
+    from capture.profiler.packs import compile_packs
+
+    ledger = compile_packs(plan, spec.load())
+    peaks, host = ledger.peaks[: plan.machine.devices], ledger.peak_of("host")
+    limit = asked.read_limit(vars(options)) or int(plan.machine.usable_bytes.value)
+    fits = max(peak.peak_bytes for peak in peaks) <= limit
+    step = plan.prediction.step if plan.prediction else None
+    guesses = step.device_peak_bytes if step else None
+    document = {
+        "status": "ok" if fits else "infeasible",
+        "peak_bytes_per_device": [peak.peak_bytes for peak in peaks],
+        "predicted_peak_bytes_per_device": guesses and list(guesses),
+        "parts_bytes": [dict(peak.parts) for peak in peaks],
+        "host_peak_bytes": host.peak_bytes,
+        "limit_bytes": limit,
+    }
+    rows = [
+        [
+            device,
+            format_bytes(guesses[device]) if guesses else "-",
+            format_bytes(peak.peak_bytes),
+            f"{guesses[device] / peak.peak_bytes - 1:+.2%}" if guesses else "-",
+            peak.instant,
+        ]
+        for device, peak in enumerate(peaks)
+    ]
+    lines = [
+        table(["device", "predicted", "compiled", "prediction off by", "at"], rows),
+        f"{'fits' if fits else 'does not fit'} the limit of {format_bytes(limit)}; the host holds "
+        f"{format_bytes(host.peak_bytes)}",
+    ]
+    emit(options, document, "\n".join(lines))
+    return 0 if fits else 1
+
+
 def report(options: argparse.Namespace, plan: PacksPlan) -> int:
     """What is predicted; with the layer profile also the step's trace.
 
