@@ -15,7 +15,7 @@ from capture.cli.output import emit, table
 from capture.cli.progress import progress
 from capture.errors import PlanError, Violation
 from capture.machine.server import Server, server_names
-from capture.measured.layer_profile import LayerProfile
+from capture.measured.layer_profile import UNMEASURED, LayerProfile
 from capture.plan.packs import PacksPlan
 from capture.quantities import format_bytes, parse_bytes
 from profiling_runs.layers import with_model_hash
@@ -116,17 +116,9 @@ def plan(options: argparse.Namespace) -> int:
         )
     if options.global_batch is None:
         raise PlanError.of("--system harmony needs --global-batch B.", "packs-batch")
-    # All that is wrong with the rest is said before anything is measured.
-    server, measured = _server(options), None
-    if options.layers is None:
-        measured = layers.layers_question(vars(options))
-        asked.prepare_for([measured])
-        profile = layers.make_layers(options, measured, progress(options))
-    else:
-        profile = LayerProfile.load(options.layers)
     question = PacksQuestion(
-        profile,
-        server,
+        UNMEASURED if options.layers is None else LayerProfile.load(options.layers),
+        _server(options),
         options.global_batch,
         "pp" if options.mode == options.parser.get_default("mode") else options.mode,
         options.algorithm or SEARCHES[0],
@@ -136,10 +128,17 @@ def plan(options: argparse.Namespace) -> int:
         options.single_first,
         None if options.machine else asked.read_cluster(vars(options)),
     )
+    measured = None
+    if options.layers is None:
+        measured = layers.layers_question(vars(options))
+        asked.prepare_for([measured])
+        profile = layers.make_layers(options, measured, progress(options))
+        question = replace(question, profile=profile)
+    server = question.server
     answer = harmony(question)
     if answer.plan is not None and measured is not None:
         answer = replace(answer, plan=with_model_hash(answer.plan, measured))
-    lines = layers.as_text(profile) if measured is not None else []
+    lines = layers.as_text(question.profile) if measured is not None else []
     lines += [f"assumed {name} {said}" for name, said in server.assumed.items()]
     lines += [f"{answer.status}: {answer.why.summary}"]
     if answer.plan is not None:
@@ -151,7 +150,9 @@ def plan(options: argparse.Namespace) -> int:
             f"plan -> {options.output} (search: {answer.proof.algorithm}, "
             f"{len(answer.proof.points)} simulations, {answer.proof.seconds * 1e3:.1f} ms)"
         )
-    document = answer.to_json()
+    document = {**answer.to_json(), "assumed": server.assumed}
+    if measured is not None:
+        document["layers"] = layers.document_of(question.profile)
     if options.baselines:
         mode = answer.plan.mode if answer.plan is not None else question.modes[0]
         configuration = answer.plan.configuration if answer.plan is not None else None

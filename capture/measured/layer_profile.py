@@ -362,3 +362,8 @@ def _at(
     low, high = sizes[above - 1], sizes[above]
     share = (size - low) / (high - low)
     return rows[above - 1] + (rows[above] - rows[above - 1]) * share
+
+
+_NOTHING = PassProfile((1,), ((0.0,),), ((0,),))
+#: Of a model that is yet to be measured: one layer that needs nothing.
+UNMEASURED = LayerProfile("", 1, _NOTHING, _NOTHING, (0,), (0,), (0,), (0,), (0.0,))
