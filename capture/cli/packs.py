@@ -143,6 +143,10 @@ def plan(options: argparse.Namespace) -> int:
     lines += [f"{answer.status}: {answer.why.summary}"]
     if answer.plan is not None:
         lines += [pack_table(answer.plan), *prediction_lines(answer.plan)]
+        updates = question.profile.update_seconds(0, question.profile.num_layers)
+        lines.append(
+            f"updates take {updates:.4g} s of one host process, shared by {server.devices}"
+        )
         lines += [str(answer.headroom)] if answer.headroom else []
     if answer.status == "ok" and answer.plan is not None:
         answer.plan.save(options.output)
@@ -371,9 +375,17 @@ def _step_lines(plan: PacksPlan) -> list[str]:
         return []
     moved = ", ".join(f"{name} {format_bytes(n)}" for name, n in step.volumes_bytes.items() if n)
     fullest, host = (_parts(of) for of in (step.device_parts_bytes, step.host_parts_bytes))
+    rate, idle = plan.machine.swap_bytes_per_second.value, step.idle_fractions
+    ways = {
+        way: sum(n for name, n in step.volumes_bytes.items() if name.endswith(f" {way}")) / rate
+        for way in ("in", "out")
+    }
     return [
         f"as instructions: {step.step_seconds:.4g} s a step, "
         f"{plan.minibatch_size / step.step_seconds:.4g} examples/s",
+        f"not hidden: devices compute nothing for {min(idle) * step.step_seconds:.4g} to "
+        f"{max(idle) * step.step_seconds:.4g} s of it, beside {ways['in']:.4g} s of copies in and "
+        f"{ways['out']:.4g} s out",
         f"device: {format_bytes(max(step.device_peak_bytes))} at its peak ({fullest})",
         f"host: {format_bytes(step.host_peak_bytes)} at its peak ({host})",
         f"moved in a step: {moved}",
