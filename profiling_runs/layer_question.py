@@ -28,7 +28,7 @@ class LayersQuestion:
             sensible.
         most: No larger micro-batch size is profiled, as of the examples of a step; None: until
             memory ends.
-        stride: Between the sizes that are profiled; None: so that there are about 16 up to
+        stride: The sizes are its multiples, and one; None: so that there are about 16 up to
             ``most``, or every size.
         memory_limit_bytes: Of a device; None: what the target's can use, or, of runs, what there
             is.

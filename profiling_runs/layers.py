@@ -204,15 +204,16 @@ class _Measured:
         return found
 
     def _sizes(self, found: Mapping[Pass, SlowStart]) -> dict[Pass, list[int]]:
-        """At the stride, what else was tried and fits, and forward all that is backward; one
-        example where not even that fits."""
+        """One, multiples of the stride, what else was tried and fits, and forward all that is
+        backward."""
         sizes: dict[Pass, list[int]] = {}
         for which in ("backward", "forward"):
             largest = max(1, found[which].largest)
             tried = [size for size in found[which].trials if size <= largest]
             also = [size for size in sizes.get("backward", []) if size <= largest]
-            strided = range(1, largest + 1, self.question.step_size)
-            sizes[which] = sorted({*strided, *tried, *also})
+            stride = self.question.step_size
+            strided = range(stride, largest + 1, stride)
+            sizes[which] = sorted({1, *strided, *tried, *also})
         return sizes
 
     # ---- the profile -----------------------------------------------------------------------------

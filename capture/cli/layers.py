@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from capture.cli import asked
 from capture.cli.asked import Values
@@ -43,6 +43,7 @@ OPTIONS = (
         metavar="SIZE",
     ),
 )
+QUANTITIES: tuple[Literal["time"], Literal["memory"]] = ("time", "memory")
 #: Of the options of a profile, those that layers alone have a meaning for.
 SHARED = {"workload", "num_layers", "target", "global_batch", "backend", "memory", "output"}
 
@@ -119,26 +120,20 @@ def document_of(profile: LayerProfile) -> dict[str, Any]:
 
 
 def held_out(profile: LayerProfile) -> dict[str, Any]:
-    """By direction, what is interpolated and how: the mean and the largest error at sizes that were
-    measured beside those at the stride; empty where every size was measured."""
-    found: dict[str, Any] = {}
-    stride = int(profile.made["stride"])
-    for which in PASSES:
-        sizes = (profile.fwd if which == "forward" else profile.bwd).u
-        left = [u for u in sizes[:-1] if (u - sizes[0]) % stride]
-        if not left:
-            continue
-        found[which] = {
-            "sizes": left,
-            **{
-                quantity: {
-                    kind: _summary(profile.held_out_errors(which, stride, kind, of=quantity))
-                    for kind in INTERPOLATIONS
-                }
-                for quantity in ("time", "memory")
-            },
+    """By direction, quantity and interpolation: the mean and the largest error of every other size,
+    were it not measured; nothing of fewer than three sizes."""
+    sizes = {"forward": profile.fwd.u, "backward": profile.bwd.u}
+    return {
+        which: {
+            quantity: {
+                kind: _summary(profile.held_out_errors(which, 2, kind, of=quantity))
+                for kind in INTERPOLATIONS
+            }
+            for quantity in QUANTITIES
         }
-    return found
+        for which in PASSES
+        if len(sizes[which]) > 2
+    }
 
 
 def _summary(errors: list[float]) -> dict[str, float]:
@@ -171,9 +166,9 @@ def as_text(profile: LayerProfile) -> list[str]:
                     f"{kind} {error['mean']:.1%} (at most {error['largest']:.1%})"
                     for kind, error in found[quantity].items()
                 )
-                for quantity in ("time", "memory")
+                for quantity in QUANTITIES
             )
-            lines.append(f"  error at sizes off the stride of {profile.made['stride']}: {said}")
+            lines.append(f"  every other size from those beside it is off by: {said}")
     if profile.coupled:
         lines.append(f"both directions need micro-batches of one size: {profile.coupled}")
     return lines + [f"failed: {failure}" for failure in facts["failures"]]

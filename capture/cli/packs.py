@@ -14,7 +14,7 @@ from capture.cli.output import emit, table
 from capture.cli.progress import progress
 from capture.errors import PlanError
 from capture.machine.server import Server, server_names
-from capture.measured.layer_profile import LayerProfile
+from capture.measured.layer_profile import UNMEASURED, LayerProfile
 from capture.plan.packs import PacksPlan
 from capture.quantities import format_bytes, parse_bytes
 from profiling_runs.layers import with_model_hash
@@ -100,17 +100,9 @@ def plan(options: argparse.Namespace) -> int:
         )
     if options.global_batch is None:
         raise PlanError.of("--system harmony needs --global-batch B.", "packs-batch")
-    # All that is wrong with the rest is said before anything is measured.
-    server, measured = _server(options), None
-    if options.layers is None:
-        measured = layers.layers_question(vars(options))
-        asked.prepare_for([measured])
-        profile = layers.make_layers(options, measured, progress(options))
-    else:
-        profile = LayerProfile.load(options.layers)
     question = PacksQuestion(
-        profile,
-        server,
+        UNMEASURED if options.layers is None else LayerProfile.load(options.layers),
+        _server(options),
         options.global_batch,
         "pp" if options.mode == options.parser.get_default("mode") else options.mode,
         options.algorithm or SEARCHES[0],
@@ -120,14 +112,25 @@ def plan(options: argparse.Namespace) -> int:
         options.single_first,
         None if options.machine else asked.read_cluster(vars(options)),
     )
+    measured = None
+    if options.layers is None:
+        measured = layers.layers_question(vars(options))
+        asked.prepare_for([measured])
+        profile = layers.make_layers(options, measured, progress(options))
+        question = replace(question, profile=profile)
+    server = question.server
     answer = harmony(question)
     if answer.plan is not None and measured is not None:
         answer = replace(answer, plan=with_model_hash(answer.plan, measured))
-    lines = layers.as_text(profile) if measured is not None else []
+    lines = layers.as_text(question.profile) if measured is not None else []
     lines += [f"assumed {name} {said}" for name, said in server.assumed.items()]
     lines += [f"{answer.status}: {answer.why.summary}"]
     if answer.plan is not None:
         lines += [pack_table(answer.plan), *prediction_lines(answer.plan)]
+        updates = question.profile.update_seconds(0, question.profile.num_layers)
+        lines.append(
+            f"updates take {updates:.4g} s of one host process, shared by {server.devices}"
+        )
         lines += [str(answer.headroom)] if answer.headroom else []
     if answer.status == "ok" and answer.plan is not None:
         answer.plan.save(options.output)
@@ -135,7 +138,9 @@ def plan(options: argparse.Namespace) -> int:
             f"plan -> {options.output} (search: {answer.proof.algorithm}, "
             f"{len(answer.proof.points)} simulations, {answer.proof.seconds * 1e3:.1f} ms)"
         )
-    document = answer.to_json()
+    document = {**answer.to_json(), "assumed": server.assumed}
+    if measured is not None:
+        document["layers"] = layers.document_of(question.profile)
     if options.baselines:
         mode = answer.plan.mode if answer.plan is not None else question.modes[0]
         configuration = answer.plan.configuration if answer.plan is not None else None
@@ -187,6 +192,53 @@ def explain(options: argparse.Namespace, plan: PacksPlan) -> int:
     }
     emit(options, document, "\n".join([table(header, rows), *prediction_lines(plan)]))
     return 0
+
+
+def verify(options: argparse.Namespace, plan: PacksPlan) -> int:
+    """Compile the plan's packs for its target, and replay the step.
+
+    Raises:
+        PlanError: ``packs-page`` for a file to keep it in, ``packs-target``, ``plan-workload``, and
+            those of ``streamed``.
+    """
+    if options.output is not None:
+        raise PlanError.of("plans of packs keep no verification; leave out -o.", "packs-page")
+    spec = asked.workload_of(plan, options.workload)
+    if plan.cluster is not None:
+        asked.prepare(plan.cluster)
+    from capture.profiler.packs import compile_packs
+
+    ledger = compile_packs(plan, spec.load())
+    peaks, host = ledger.peaks[: plan.machine.devices], ledger.peak_of("host")
+    limit = asked.read_limit(vars(options)) or int(plan.machine.usable_bytes.value)
+    fits = max(peak.peak_bytes for peak in peaks) <= limit
+    step = plan.prediction.step if plan.prediction else None
+    guesses = step.device_peak_bytes if step else None
+    document = {
+        "status": "ok" if fits else "infeasible",
+        "peak_bytes_per_device": [peak.peak_bytes for peak in peaks],
+        "predicted_peak_bytes_per_device": guesses and list(guesses),
+        "parts_bytes": [dict(peak.parts) for peak in peaks],
+        "host_peak_bytes": host.peak_bytes,
+        "limit_bytes": limit,
+    }
+    rows = [
+        [
+            device,
+            format_bytes(guesses[device]) if guesses else "-",
+            format_bytes(peak.peak_bytes),
+            f"{guesses[device] / peak.peak_bytes - 1:+.2%}" if guesses else "-",
+            peak.instant,
+        ]
+        for device, peak in enumerate(peaks)
+    ]
+    lines = [
+        table(["device", "predicted", "compiled", "prediction off by", "at"], rows),
+        f"{'fits' if fits else 'does not fit'} the limit of {format_bytes(limit)}; the host holds "
+        f"{format_bytes(host.peak_bytes)}",
+    ]
+    emit(options, document, "\n".join(lines))
+    return 0 if fits else 1
 
 
 def report(options: argparse.Namespace, plan: PacksPlan) -> int:
@@ -307,9 +359,17 @@ def _step_lines(plan: PacksPlan) -> list[str]:
         return []
     moved = ", ".join(f"{name} {format_bytes(n)}" for name, n in step.volumes_bytes.items() if n)
     fullest, host = (_parts(of) for of in (step.device_parts_bytes, step.host_parts_bytes))
+    rate, idle = plan.machine.swap_bytes_per_second.value, step.idle_fractions
+    ways = {
+        way: sum(n for name, n in step.volumes_bytes.items() if name.endswith(f" {way}")) / rate
+        for way in ("in", "out")
+    }
     return [
         f"as instructions: {step.step_seconds:.4g} s a step, "
         f"{plan.minibatch_size / step.step_seconds:.4g} examples/s",
+        f"not hidden: devices compute nothing for {min(idle) * step.step_seconds:.4g} to "
+        f"{max(idle) * step.step_seconds:.4g} s of it, beside {ways['in']:.4g} s of copies in and "
+        f"{ways['out']:.4g} s out",
         f"device: {format_bytes(max(step.device_peak_bytes))} at its peak ({fullest})",
         f"host: {format_bytes(step.host_peak_bytes)} at its peak ({host})",
         f"moved in a step: {moved}",

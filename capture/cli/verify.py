@@ -7,13 +7,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from capture.cli import asked, sharding
+from capture.cli import asked, packs, sharding
 from capture.cli import options as shared
 from capture.cli.output import emit, table
 from capture.documents import write
 from capture.machine.target import Target
 from capture.plan.headroom import Headroom
 from capture.plan.kinds import load_plan, of_stages
+from capture.plan.packs import PacksPlan
 from capture.plan.sharding import ShardingPlan
 from capture.plan.stages import Plan
 from capture.predictor.step_time import describe_time, time_summary
@@ -40,7 +41,9 @@ def main(options: argparse.Namespace) -> int:
     plan = load_plan(options.plan)
     if isinstance(plan, ShardingPlan):
         return sharding.verify(options, plan)
-    plan = of_stages(plan, "Plans of packs and of arrays are replayed when they are made.")
+    if isinstance(plan, PacksPlan):
+        return packs.verify(options, plan)
+    plan = of_stages(plan, "Plans of arrays are replayed when they are made.")
     limit = asked.read_limit(vars(options))
     measurements = asked.plan_measurements(options, plan)
     from profiling_runs.verify import verify

@@ -226,20 +226,20 @@ class LayerProfile:
         *,
         of: Literal["time", "memory"] = "time",
     ) -> list[float]:
-        """Relative errors of every layer at the measured sizes that a sweep of this stride leaves
-        out, from the smallest to the largest.
+        """Relative errors of every layer at the sizes that a sweep with a wider stride would not
+        have measured: at all but each ``stride``-th, the first and the last.
 
         Raises:
-            ProfileError: ``layers-range`` if the stride leaves one size of several.
+            ProfileError: ``layers-range`` if the stride leaves one size.
         """
         sizes, rows = self._of(which).u, np.array(getattr(self._of(which), of), dtype=float)
-        kept = [i for i, u in enumerate(sizes) if (u - sizes[0]) % stride == 0 or u == sizes[-1]]
-        left = [i for i in range(len(sizes)) if i not in kept]
-        if len(kept) < 2 and (left or stride > 1):
+        kept = sorted({*range(0, len(sizes), stride), len(sizes) - 1})
+        if len(kept) < 2:
             raise ProfileError.of(
                 f"stride={stride} leaves one of {len(sizes)} sizes; give a smaller one.",
                 "layers-range",
             )
+        left = [i for i in range(len(sizes)) if i not in kept]
         known = [sizes[i] for i in kept]
         guessed = (_at(known, rows[kept], sizes[i], interpolation) for i in left)
         return [
@@ -362,3 +362,8 @@ def _at(
     low, high = sizes[above - 1], sizes[above]
     share = (size - low) / (high - low)
     return rows[above - 1] + (rows[above] - rows[above - 1]) * share
+
+
+_NOTHING = PassProfile((1,), ((0.0,),), ((0,),))
+#: Of a model that is yet to be measured: one layer that needs nothing.
+UNMEASURED = LayerProfile("", 1, _NOTHING, _NOTHING, (0,), (0,), (0,), (0,), (0.0,))

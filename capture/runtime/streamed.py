@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from capture import environment
-from capture.compiler.executable import HOST_MEMORY, Compiler, Executable
+from capture.compiler.executable import HOST_MEMORY, AnyCompiler, Compiler, Executable
 from capture.errors import ExecutionError, WorkloadError
 from capture.model.workload import PyTree, WorkloadProtocol
 from capture.plan.packs import PacksPlan
@@ -90,7 +90,7 @@ def streamed(
             "where weights are kept; run the plan on GPUs, TPUs or CPU devices.",
             "run-host-memory",
         )
-    return StreamedStep(workload, plan, devices, begins, fast_compile)
+    return StreamedStep(workload, plan, devices, Compiler(fast_compile=fast_compile), begins)
 
 
 class StreamedStep:
@@ -109,8 +109,8 @@ class StreamedStep:
         workload: WorkloadProtocol,
         plan: PacksPlan,
         devices: list[Any],
-        begins: Begins | None,
-        fast_compile: bool,
+        compiler: AnyCompiler,
+        begins: Begins | None = None,
     ):
         self.workload, self.plan, self.devices = workload, plan, devices
         self.bound_run_ahead = devices[0].platform == "cpu"
@@ -150,7 +150,7 @@ class StreamedStep:
             (update, self.optimizer),
             plan.minibatch_size,
             devices,
-            Compiler(fast_compile=fast_compile),
+            compiler,
         )
 
     def _operations(self, task: Task, examples: int) -> float:
@@ -166,6 +166,12 @@ class StreamedStep:
             ExecutionError: ``packs-device-memory`` if a device needs more than it has,
                 ``step-host-memory`` if the host does, ``run-host-memory`` if JAX may not use it.
         """
+        self._check_memory(replay(self.compiled))
+        return self.compiled
+
+    @cached_property
+    def compiled(self) -> Step:
+        """The same, whether or not a device has room for it."""
         executables = self.programs.executables
         for name, executable in executables.items():
             kind, first, stop, size, _ = parts_of_name(name)
@@ -178,7 +184,6 @@ class StreamedStep:
         for name, executable in executables.items():
             transient = executable.transient_bytes
             step.programs[name] = replace(step.programs[name], transient_bytes=transient)
-        self._check_memory(replay(step))
         return step
 
     def _check_memory(self, ledger: Ledger) -> None:

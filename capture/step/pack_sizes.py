@@ -127,12 +127,16 @@ class ProfileSizes:
         return self.value_bytes(0, examples) if span[0] == 0 else 0
 
     def transient_bytes(self, which: PackPass, pack: Span, size: int, output_bytes: int) -> int:
-        """The peak of layers holds their weights and the input; backward, also their gradients."""
+        """The peak of layers holds their weights and the input; backward, also their gradients,
+        which a pass that adds to those that are there makes layer by layer, as compiled programs
+        do; the released profiles are of a framework that adds in place."""
         (first, stop), weights = pack, self.weight_bytes(pack)
         layers = self.profile.at("forward" if which == "forward" else "backward", size)
         own = layers.pack_bytes(first, stop) - weights - layers.inputs[first]
         if which == "forward":
             return max(own, layers.inputs[stop], 0)
         if which == "accumulate":
-            return max(own - weights, output_bytes)
+            made = range(first, stop) if self.profile.model_hashes else ()
+            largest = max((self.profile.weight_bytes(i, i + 1) for i in made), default=0)
+            return max(own - weights + largest, output_bytes)
         return max(own, output_bytes + weights)

@@ -22,6 +22,8 @@ from recommender.harmony.search import finds_packs, search
 PacksAnswer = Answer[PacksPlan, PacksResult]
 #: Of the evaluated points, a plan keeps so many.
 _KEPT = 10
+#: Each below a lower limit.
+_MOST_SEARCHES = 20
 
 
 def harmony(question: PacksQuestion) -> PacksAnswer:
@@ -33,13 +35,10 @@ def harmony(question: PacksQuestion) -> PacksAnswer:
 
     Source: Li et al. 2022 (Harmony), 4.3.
     """
-    found = {mode: search(question.problem(mode), question.algorithm) for mode in question.modes}
+    tried = {mode: _searched(question, mode) for mode in question.modes}
+    found = {mode: result for mode, (result, _) in tried.items()}
+    plans = {mode: plan for mode, (_, plan) in tried.items() if plan is not None}
     have = int(question.server.host_memory_bytes.value)
-    plans = {
-        mode: plan_of(question, mode, result.best.configuration)
-        for mode, result in found.items()
-        if result.best is not None
-    }
     if not plans:
         mode = question.modes[0]
         why = _no_packs(question.problem(mode), question.algorithm)
@@ -57,6 +56,24 @@ def harmony(question: PacksQuestion) -> PacksAnswer:
     status = "infeasible" if need > have else "ok"
     limit = int(question.server.usable_bytes.value)
     return Answer(status, plan, result, why, plan.headroom(limit))
+
+
+def _searched(question: PacksQuestion, mode: Mode) -> tuple[PacksResult, PacksPlan | None]:
+    """What a search finds, and its plan. Of a model that can be run, the plan's own instructions
+    are held below the limit, too: they hold what no task counts, and where they exceed it, packs
+    are searched again below a limit that is lower by that."""
+    problem, limit = question.problem(mode), int(question.server.usable_bytes.value)
+    for _ in range(_MOST_SEARCHES):
+        result = search(problem, question.algorithm)
+        if result.best is None:
+            return result, None
+        plan = plan_of(question, mode, result.best.configuration)
+        above = plan.known_peak_bytes - limit
+        if above <= 0 or not question.profile.model_hashes:
+            return result, plan
+        lowered = max(1, int(problem.limit_bytes) - above)
+        problem = replace(problem, server=problem.server.with_(usable_bytes=lowered))
+    return replace(result, status="infeasible", points=()), None
 
 
 def plan_of(question: PacksQuestion, mode: Mode, configuration: Configuration) -> PacksPlan:
@@ -151,6 +168,13 @@ def _no_packs(problem: PacksProblem, algorithm: str) -> Why:
         )
     size = sizes["backward"][0]
     needs = profile.at("backward", size).memory_bytes.tolist()
+    if profile.model_hashes and finds_packs(problem, algorithm):
+        said = (
+            f"packs are found below the limit of {format_bytes(limit)}, but none whose "
+            "instructions hold as little. Cheapest change: more memory per device, or a smaller "
+            "minibatch."
+        )
+        return Why(said, code="packs-none", memory_limit_bytes=limit)
     layer = max(range(profile.num_layers), key=lambda i: needs[i])
     least = least_limit(problem, needs[layer], algorithm)
     change = f"Cheapest change: a limit of {least} bytes per device"

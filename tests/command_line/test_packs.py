@@ -203,7 +203,9 @@ def test_options_of_packs_are_not_of_stages(capsys):
     assert [error["code"] for error in document["errors"]] == ["plan-system", "plan-system"]
 
 
-@pytest.mark.parametrize(("verb", "refusal"), [("run", "plan-workload"), ("verify", "plan-kind")])
+@pytest.mark.parametrize(
+    ("verb", "refusal"), [("run", "plan-workload"), ("verify", "plan-workload")]
+)
 def test_a_plan_that_knows_layers_alone_is_not_run(verb, refusal, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     main(asked("toy6", "--memory", "2.2GB"))

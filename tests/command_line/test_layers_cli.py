@@ -1,0 +1,100 @@
+"""``--system harmony`` from a workload: its layers are profiled, planned, run and compiled; what
+does not fit is a result, and what is wrong is said before anything is measured."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from processes import user_model
+
+from capture.cli.main import main
+from capture.plan.kinds import load_plan
+from capture.plan.packs import PacksPlan
+
+CPU_LIKE = Path(__file__).parents[1] / "recorded" / "files" / "cpu_like.json"
+ASKED = ("--system", "harmony", "--target", "cpu_like.json", "--global-batch", "4", "--stride", "4")
+HERE = ("--store", "store.sqlite", "--workers", "0")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "tiny.py").write_text(user_model("tiny"))
+    shutil.copy(CPU_LIKE, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def answer(capsys, *arguments: str) -> tuple[int, dict]:
+    code = main([*arguments, "--json", "--quiet"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_workload_is_profiled_planned_run_and_compiled(folder, capsys):
+    Path("jobs.toml").write_text(
+        '[[profile]]\nworkload = "tiny.py:model?layers=4"\nsystem = "harmony"\n'
+        'target = "cpu_like.json"\nglobal_batch = 4\nstride = 4\noutput = "layers.json"\n'
+    )
+    code, document = answer(
+        capsys, "profile", "--jobs", "jobs.toml", *HERE, "--events", "events.jsonl"
+    )
+    (found,) = document["profiles"]
+    assert code == 0 and found["trials"] == {"forward": [1, 2, 4], "backward": [1, 2, 4]}
+    assert set(found["held_out_errors"]["forward"]["time"]) == {"piecewise", "linear", "quadratic"}
+    events = [json.loads(line) for line in Path("events.jsonl").read_text().splitlines()]
+    assert [e["state"] for e in events if e["event"] == "profile"] == ["started", "done"]
+
+    asked = ["plan", *ASKED, *HERE, "--cluster", "1x2", "--memory", "8KB", "--host-memory", "1MB"]
+    code, document = answer(capsys, *asked, "tiny.py:model?layers=4")
+    plan = load_plan("plan.json")
+    assert code == 0 and isinstance(plan, PacksPlan) and plan.model_hash
+    assert max(plan.prediction.step.device_peak_bytes) <= 8000
+    said = {name: number["source"] for name, number in document["plan"]["machine"].items()
+            if isinstance(number, dict)}  # fmt: skip
+    assert said["host_memory_bytes"] == "given" and all(said.values())
+    assert set(document["assumed"]) == {"message_bytes_per_second", "delete_seconds"}
+    # From the file that was written before, without the workload.
+    from_file = ["plan", *ASKED[:-2], "--layers", "layers.json", "--cluster", "1x2"]
+    answer(capsys, *from_file, "--memory", "8KB", "--host-memory", "1MB", "-o", "other.json")
+    assert load_plan("other.json") == plan
+
+    code, ran = answer(capsys, "run", "plan.json", "--steps", "2", "--check")
+    assert code == 0 and ran["max_relative_loss_error"] < 1e-6
+    predicted = ran["predicted_peak_bytes_per_device"]
+    assert all(
+        p >= m for p, m in zip(predicted, ran["measured_peak_bytes_per_device"], strict=True)
+    )
+    code, compiled = answer(capsys, "verify", "plan.json")
+    assert (code, compiled["status"]) == (0, "ok")
+    assert compiled["peak_bytes_per_device"] == ran["replayed_peak_bytes_per_device"][:2]
+    code, compiled = answer(capsys, "verify", "plan.json", "--memory", "4KB")
+    assert (code, compiled["status"]) == (1, "infeasible")
+
+
+def test_a_layer_above_the_limit_is_a_result(folder, capsys):
+    asked = [*ASKED, *HERE, "--cluster", "1x2", "--memory", "1KB"]
+    code, document = answer(capsys, "plan", "tiny.py:model?layers=2", *asked)
+    assert (code, document["why"]["code"]) == (1, "packs-layer")
+    assert not Path("plan.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "codes"),
+    [
+        (("profile", "tiny.py:model", *ASKED, "--remat", "full", "--neighbours", "3"),
+         ["profile-system", "profile-system"]),
+        (("profile", "tiny.py:model", "--stride", "2"), ["profile-system"]),
+        (("profile", "tiny.py:model", *ASKED, "--dry-run"), ["layers-dry-run"]),
+        (("profile", "tiny.py:model", "--system", "harmony"), ["layers-target", "layers-limit"]),
+        (("plan", "tiny.py:model", *ASKED, "--layers", "layers.json"), ["plan-system"]),
+        (("plan", *ASKED[:-2], "--layers", "x.json", "--workers", "1"), ["plan-system"]),
+        (("plan", "tiny.py:model", *ASKED, "--mode", "dp", "--without", "x", "--packing", "y"),
+         ["packs-packing", "packs-switch"]),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_before_anything_is_measured(arguments, codes, folder, capsys):
+    code, document = answer(capsys, *arguments)
+    assert (code, [error["code"] for error in document["errors"]]) == (2, codes)
+    assert not Path("store.sqlite").exists()
