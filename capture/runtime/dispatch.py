@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from capture.runtime.fast_paths import Put, to_devices
-from capture.runtime.reshard import plan_reshard, reshard
+from capture.runtime.reshard import plan_moves, reshard
 from capture.step.program import Copy, Feed, Free, Instruction, Run, Slot, Step, Wait, replay
 from capture.step.run_ahead import waits
 
@@ -252,16 +252,13 @@ def _bind_copy(
     first, last, index = copy.source, copy.target, copy.index
     which = range(len(sources)) if index is None else (index,) if isinstance(index, int) else index
     chosen = [sources[i] for i in which]
-    moves = [
-        plan_reshard(tuple(source.shape), source.dtype, source.sharding, target.sharding)
-        for source, target in zip(chosen, targets, strict=True)
-    ]
+    move = plan_moves(chosen, [target.sharding for target in targets])
 
     def action(frame: Frame) -> None:
         arrays = frame.slots[first]
         assert arrays is not None, f"{copy.label}: the source is not alive"
         taken = arrays if index is None else [arrays[i] for i in which]
-        frame.slots[last] = [move(array) for move, array in zip(moves, taken, strict=True)]
+        frame.slots[last] = list(move(taken))
 
     return action
 

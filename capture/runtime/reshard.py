@@ -90,20 +90,54 @@ def plan_reshard(
             )
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         return _plan_keys(shape, dtype, src, dst, may_alias)
+    if goes_whole(shape, src, dst, may_alias=may_alias):
+        return _plan_whole(src, dst)
+    return _plan_pieces(shape, _boxes(src, shape), _boxes(dst, shape), dst, may_alias)
+
+
+def plan_moves(
+    sources: Sequence[jax.ShapeDtypeStruct], shardings: Sequence[Sharding]
+) -> Callable[[Sequence[jax.Array]], Sequence[jax.Array]]:
+    """Several moves at once; where all are copies of whole shards, they are enqueued by one call.
+
+    Args:
+        sources: Shapes, dtypes and shardings of the arrays that will be given.
+        shardings: Those of the results, in the same order.
+    """
+    pairs = list(zip(sources, shardings, strict=True))
+    if all(
+        source.sharding is not None
+        and source.sharding.is_fully_addressable
+        and sharding.is_fully_addressable
+        and not jax.dtypes.issubdtype(source.dtype, jax.dtypes.prng_key)
+        and goes_whole(tuple(source.shape), source.sharding, sharding)
+        for source, sharding in pairs
+    ):
+        return plan_copies(shardings)
+    moves = [
+        plan_reshard(tuple(source.shape), source.dtype, source.sharding, sharding)
+        for source, sharding in pairs
+    ]
+    return lambda arrays: [move(array) for move, array in zip(moves, arrays, strict=True)]
+
+
+@lru_cache(maxsize=4096)
+def goes_whole(
+    shape: tuple[int, ...], src: Sharding, dst: Sharding, *, may_alias: bool = False
+) -> bool:
+    """Whether every shard is copied as it is to another device, or another memory."""
     src_boxes, dst_boxes = _boxes(src, shape), _boxes(dst, shape)
     # One device to one, or shard for shard onto other devices: XLA does these without the host. On
     # devices in common it would alias, whatever ``may_alias`` says, if the source is a replica
     # (seen in jax 0.10.2 and 0.12); another memory of theirs is no alias.
-    if list(src_boxes.values()) == list(dst_boxes.values()) and (
+    return list(src_boxes.values()) == list(dst_boxes.values()) and (
         may_alias or not src.device_set & dst.device_set or src.memory_kind != dst.memory_kind
-    ):
-        return _plan_whole(src, dst)
-    return _plan_pieces(shape, src_boxes, dst_boxes, dst, may_alias)
+    )
 
 
 def _plan_whole(src: Sharding, dst: Sharding) -> Callable[[jax.Array], jax.Array]:
-    """Shard for shard onto other devices."""
-    if src.device_set & dst.device_set or src.memory_kind != dst.memory_kind:
+    """Shard for shard onto other devices, or into another memory."""
+    if src.device_set & dst.device_set and src.memory_kind == dst.memory_kind:
         return lambda x: jax.device_put(x, dst)
     copy = plan_copies([dst])
     return lambda x: copy([x])[0]

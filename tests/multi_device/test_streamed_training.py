@@ -3,6 +3,7 @@ give the same bits however they are cut and placed."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from pipeline_models import mark, mlp, pipeline, tied
+from pipeline_models import _normals, mark, mlp, pipeline, tied
 
 from capture.errors import CaptureError, ExecutionError
 from capture.machine.server import Server
@@ -23,6 +24,8 @@ from capture.runtime.pipeline import pipeshard
 from capture.runtime.reference import ReferenceStep, max_relative_error, rounding_floor
 from capture.runtime.streamed import StreamedStep, streamed
 from capture.runtime.training import Training, train
+from capture.step.ledger import Ledger
+from capture.step.program import Run, Step
 from capture.step.streamed import volumes_bytes
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.01), optax.adam(1e-3))
@@ -130,6 +133,73 @@ def test_the_same_bits_however_they_are_cut():
         packs_plan((2, 1), (2,), batch=4, without=("jit", "offload", "p2p", "prefetch")),
     ]
     assert len({bits(workload, plan) for plan in plans}) == 1
+
+
+@functools.cache
+def switched(off: str = "") -> tuple[bytes, dict[str, int], Ledger, Step]:
+    """What two steps of two devices compute, without a switch; what they move and hold."""
+    workload = mlp(optax.adam(1e-3), num_blocks=3)
+    plan = packs_plan((1, 1, 1), (1, 1), (1, 1), 2, batch=3, without=off.split())
+    step = streamed(workload, plan)
+    state, found = step.init(jax.random.key(0)), b""
+    for i in range(2):
+        state, metrics = step(state, workload.batch(jax.random.key(5 + i), 3))
+        found += np.float64(metrics.loss).tobytes()
+    found += b"".join(leaf.tobytes() for leaf in jax.tree.leaves(step.params(state)))
+    return found, volumes_bytes(step.program), step.replay(), step.program
+
+
+@pytest.mark.parametrize(
+    "off",
+    [
+        "grouping",
+        "offload",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("prefetch", "jit", "p2p")),
+    ],
+)
+def test_off_means_off_in_the_volumes_and_on_the_arrays(off):
+    bits, volumes, ledger, step = switched(off)
+    on_bits, on_volumes, on_ledger, _ = switched()
+    assert bits == on_bits
+    weights = ledger.peak_of("host").parts["parameters"]
+    block, state, value = weights // 3, 2 * weights + 3 * 4, 3 * 16 * 4
+    kept = {"activation out": value, "activation in": value}
+    expected = {"weights in": 5 * block, "gradients out": weights, "batch in": 2 * value}
+    assert on_volumes == expected | kept | {"p2p": 4 * value}
+    changed = {
+        # Three micro-batches fetch the weights each, and add to the gradients of those before.
+        "grouping": {
+            "weights in": 15 * block,
+            "gradients out": 3 * weights,
+            "gradients in": 2 * weights,
+        },
+        "prefetch": {},
+        # The last pack comes twice, and so does its input.
+        "jit": {
+            "weights in": 6 * block,
+            "activation out": 2 * value,
+            "activation in": 2 * value,
+        },
+        "offload": {"state in": state, "state out": state, "weights out": weights},
+        # What the second pack reads from the host is there for its backward pass, too.
+        "p2p": {
+            "activation out": 2 * value,
+            "activation in": 3 * value,
+            "gradient out": 2 * value,
+            "gradient in": 2 * value,
+        },
+    }
+    gone = {"offload": "gradients out", "p2p": "p2p"}.get(off)
+    expected = {what: n for what, n in on_volumes.items() if what != gone} | changed[off]
+    assert volumes == expected
+    runs = [run for run in step.instructions if isinstance(run, Run)]
+    kinds = [run.program.split()[0] for run in runs]
+    on_host = [step.programs[run.program].place.host is not None for run in runs]
+    assert any(on_host) == (off != "offload")
+    if off == "jit":
+        assert kinds[-3:] == ["update"] * 3
+    if off == "prefetch":
+        assert max(ledger.peak_bytes_per_device) < max(on_ledger.peak_bytes_per_device)
 
 
 def test_equal_packs_compile_once_and_the_host_keeps_three_times_the_weights():
@@ -245,3 +315,34 @@ def test_a_value_that_skips_packs_is_kept_once():
     # Five are kept, and the sixth goes on to the pack of the loss; passes read 12 and 11.
     assert volumes["activation out"] == 6 * value
     assert volumes["activation in"] == 23 * value
+
+
+def moe() -> Workload:
+    """Three layers of experts whose loads are balanced over the examples of a micro-batch."""
+
+    def init(key):
+        return _normals(key, {"router": (3, 8, 4), "experts": (3, 4, 8, 8)})
+
+    def loss(params, x):
+        balance = jnp.zeros(())
+        for router, experts in zip(params["router"], params["experts"], strict=True):
+            weights = jax.nn.softmax(x @ router)
+            chosen = jax.nn.one_hot(weights.argmax(-1), 4)
+            balance += (chosen.mean(0) * weights.mean(0)).sum()
+            x = mark(x + jnp.tanh(jnp.einsum("nk,nd,kde->ne", weights * chosen, x, experts)))
+        return jnp.mean(x**2) + 0.1 * balance
+
+    return Workload(loss, init, lambda key, n: jax.random.normal(key, (n, 8)), optax.sgd(0.1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("workload", "plan"),
+    [
+        (unet, packs_plan((2, 2, 3), (1, 2, 1), (3, 2), 3, batch=7)),
+        (moe, packs_plan((2, 1, 1), (1, 2), (2, 2), 2, batch=5)),
+        (tied, packs_plan((1, 2, 1), (1, 1, 1), (2, 2), 3, batch=7)),
+    ],
+)
+def test_models_of_all_kinds_as_one_device(workload, plan):
+    compare(workload(), plan)
