@@ -15,7 +15,7 @@ from capture.profiler.compile import CompileBackend
 from capture.runtime.bounds import BoundedProgram, Bounder, least_shard_bytes
 
 #: Bump when the bounds of the same programs change.
-BOUNDS_VERSION = 5
+BOUNDS_VERSION = 6
 
 
 class BoundsBackend:

@@ -29,7 +29,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from capture.compiler.executable import Executable, LayerOf
 from capture.compiler.work import NO_LOCAL_FLOPS, LocalFlops
-from capture.partition.tensor_parallel import DATA_AXIS
 from capture.runtime.programs import shard_bytes, split_dim
 from capture.runtime.residuals import ValueSplit
 from capture.tracing.dataflow import DataFlow
@@ -265,7 +264,7 @@ class Memory:
 
     def _nbytes(self, value: Any) -> int:
         """At least; of those that have memory of their own."""
-        return 0 if value in self._elsewhere else self._split.least_bytes(value, DATA_AXIS)
+        return 0 if value in self._elsewhere else self._split.least_bytes(value)
 
     def most(self) -> int:
         """The upper bound."""
@@ -385,11 +384,14 @@ def _kind(struct: jax.ShapeDtypeStruct) -> tuple[Any, ...]:
 
 
 def least_shard_bytes(struct: Any) -> int:
-    """As ``shard_bytes`` of a result whose sharding is the compiler's choice: examples that the
-    walk lost sight of may be split over the replicas all the same."""
-    mesh, spec = struct.sharding.mesh, struct.sharding.spec
-    more = 1 if DATA_AXIS in spec else mesh.shape[DATA_AXIS]
-    return -(-shard_bytes(struct) // more)
+    """As ``shard_bytes`` of a result whose sharding is the compiler's choice: what the walk lost
+    sight of (examples in a loop, tokens of an expert) may be split all the same."""
+    whole = jax.ShapeDtypeStruct(
+        struct.shape,
+        struct.dtype,
+        sharding=NamedSharding(struct.sharding.mesh, PartitionSpec()),
+    )
+    return -(-shard_bytes(whole) // struct.sharding.mesh.size)
 
 
 def _not_compiled(*args: Any) -> Any:

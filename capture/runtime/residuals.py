@@ -144,11 +144,9 @@ class ValueSplit:
         """Per device."""
         return -(-aval_bytes(value) // self._parts(value))
 
-    def least_bytes(self, value: Any, axis: str) -> int:
-        """Per device, if the compiler splits it along an axis, too, where the walk does not."""
-        degrees = dict(zip(self._names, (degree for degree, _ in self._axes), strict=True))
-        more = 1 if axis in self.spec(value) else degrees.get(axis, 1)
-        return -(-self.nbytes(value) // more)
+    def least_bytes(self, value: Any) -> int:
+        """Per device, if the compiler splits it along every axis, also where the walk does not."""
+        return -(-aval_bytes(value) // math.prod(degree for degree, _ in self._axes))
 
     def recompute_bytes(self, equation: Any, products: bool = False) -> float | None:
         """As of an equation, per device, ``products`` also of these; None also where devices would

@@ -97,14 +97,15 @@ def test_no_stage_of_any_model_needs_less_than_tracing_says(model):
 @pytest.mark.parametrize("choice", CHOICES[:5], ids=str)
 def test_what_is_kept_is_known_to_the_byte(choice):
     bounds, cost = held_against("mlp", StageConfig(1, 3, choice, SIZE))
-    for each in (bounds.least, bounds.most):
-        assert (each.residual_bytes, each.kept_inputs, each.kept_outputs, each.kept_batch) == (
-            cost.residual_bytes,
-            cost.kept_inputs,
-            cost.kept_outputs,
-            cost.kept_batch,
-        )
-        assert each.optimizer_bytes == cost.optimizer_bytes
+    each = bounds.most
+    assert (each.residual_bytes, each.kept_inputs, each.kept_outputs, each.kept_batch) == (
+        cost.residual_bytes,
+        cost.kept_inputs,
+        cost.kept_outputs,
+        cost.kept_batch,
+    )
+    assert bounds.least.residual_bytes <= cost.residual_bytes
+    assert bounds.least.optimizer_bytes == each.optimizer_bytes == cost.optimizer_bytes
 
 
 def test_bounds_are_kept_in_the_store():
