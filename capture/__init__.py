@@ -2,7 +2,8 @@
 anything runs.
 
 The public names load their module on first use, so ``import capture`` loads no framework and
-planning from a profile never does; only ``pipeshard``, ``BatchShapes`` and ``shard`` load JAX.
+planning from a profile never does; only ``pipeshard``, ``BatchShapes``,
+``shard``, ``streamed`` and ``train_array`` load JAX.
 Profiles are made by ``profiling_runs.profile``, plans by ``recommender.recommend``.
 """
 
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 _MODULE_OF = {
     "AdditivePredictor": "capture.predictor",
     "AlpaOptions": "capture.alpa",
+    "ArrayPlan": "capture.plan.array",
     "BatchShapes": "capture.runtime.batch_shapes",
     "CaptureError": "capture.errors",
     "Cluster": "capture.machine.cluster",
@@ -32,12 +34,14 @@ _MODULE_OF = {
     "Store": "capture.measured.store",
     "Workload": "capture.model.workload",
     "WorkloadSpec": "capture.model.workload",
+    "decompose": "capture.runtime.decomposer",
     "load_plan": "capture.plan.kinds",
     "pipeshard": "capture.runtime.pipeline",
     "plan_from_alpa": "capture.alpa",
     "shard": "capture.runtime.sharded",
     "streamed": "capture.runtime.streamed",
     "to_alpa": "capture.alpa",
+    "train_array": "capture.runtime.multiplexed",
 }
 
 __all__ = ["__version__", *_MODULE_OF]

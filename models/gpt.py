@@ -62,6 +62,8 @@ class GptConfig:
         dropout: Probability of dropping an activation.
         dtype: Dtype of the computation.
         attention: See ``SelfAttention``.
+        ends_apart: Whether embedding, last normalisation, head and loss are layers of their own;
+            else they belong to the first and the last block.
     """
 
     width: int
@@ -75,6 +77,7 @@ class GptConfig:
     dropout: float = 0.0
     dtype: str = "float32"
     attention: str = "dot_product"
+    ends_apart: bool = False
 
     @property
     def out_init_std(self) -> float:
@@ -146,14 +149,16 @@ class Gpt(nn.Module):
         position = self.param("position_embedding", init, (config.seq_len, config.width))
         x = embedding(tokens) + position.astype(config.dtype)
         x = nn.Dropout(config.dropout, deterministic=config.dropout == 0.0)(x)
+        end = layer_boundary if config.ends_apart else lambda x: x
         for i in range(config.num_layers):
-            x = Block(config, name=f"block_{i}")(layer_boundary(x) if i else x)
-        x = nn.LayerNorm(dtype=config.dtype, name="final_norm")(x)
+            x = Block(config, name=f"block_{i}")(layer_boundary(x) if i else end(x))
+        x = end(nn.LayerNorm(dtype=config.dtype, name="final_norm")(end(x)))
         if config.tied:
-            return embedding.attend(x)
-        return nn.Dense(
+            return end(embedding.attend(x))
+        head = nn.Dense(
             config.vocab_size, use_bias=False, kernel_init=init, dtype=config.dtype, name="head"
-        )(x)
+        )
+        return end(head(x))
 
 
 def gpt(

@@ -39,18 +39,7 @@ from types import MappingProxyType
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
-from zoo import (
-    PyTree,
-    Workload,
-    check_options,
-    config_of,
-    forward,
-    initializer,
-    layer_boundary,
-    mean_cross_entropy,
-    random_images,
-)
+from zoo import Workload, check_options, config_of, image_workload, layer_boundary
 
 
 @dataclass(frozen=True)
@@ -215,16 +204,6 @@ def wide_resnet(
             f"give {num_blocks} or {2 * num_blocks}. [workload-option]"
         )
     config = replace(base, dtype=dtype, split_blocks=layers == 2 * num_blocks)
-    model = WideResNet(config)
-
-    def loss_fn(params: PyTree, batch: PyTree) -> jax.Array:
-        return mean_cross_entropy(forward(model, params, batch["images"]), batch["labels"])
-
-    return Workload(
-        loss_fn=loss_fn,
-        init=initializer(model, (1, config.image_size, config.image_size, 3), "float32"),
-        batch=lambda key, batch_size: random_images(
-            key, batch_size, config.image_size, config.num_classes
-        ),
-        optimizer=optax.sgd(config.learning_rate, momentum=0.9),
+    return image_workload(
+        WideResNet(config), config.image_size, config.num_classes, config.learning_rate
     )

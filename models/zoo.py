@@ -109,6 +109,23 @@ def next_token_workload(
     )
 
 
+def image_workload(
+    model: nn.Module, image_size: int, num_classes: int, learning_rate: float
+) -> Workload:
+    """Classification of random images with SGD and momentum; the model takes float32 [B, H, W, 3]
+    and returns logits, [B, num_classes]."""
+
+    def loss_fn(params: PyTree, batch: PyTree) -> jax.Array:
+        return mean_cross_entropy(forward(model, params, batch["images"]), batch["labels"])
+
+    return Workload(
+        loss_fn=loss_fn,
+        init=initializer(model, (1, image_size, image_size, 3), "float32"),
+        batch=lambda key, batch_size: random_images(key, batch_size, image_size, num_classes),
+        optimizer=optax.sgd(learning_rate, momentum=0.9),
+    )
+
+
 def random_images(
     key: jax.Array,
     batch_size: int,

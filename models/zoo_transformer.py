@@ -1,5 +1,5 @@
-"""The parts that the transformers of the zoo share: causal self-attention and the dense
-feed-forward layer.
+"""The parts that the transformers of the zoo share: self-attention and the dense feed-forward
+layer.
 
 Weights keep the axis that Megatron-LM splits (heads, hidden features) as an axis of its own and
 before any smaller one, so that a planner can split a weight along its first free axis. Queries,
@@ -23,7 +23,8 @@ GPT-3)."""
 
 
 class SelfAttention(nn.Module):
-    """Multi-head softmax attention with a causal mask: [B, S, D] -> [B, S, D].
+    """Multi-head softmax attention: [B, S, D] -> [B, S, D], causal, or over the positions of
+    ``mask``, bool [B, S], where it is given.
 
     Keys have no bias: it adds the same number to a query's scores for all keys, which softmax
     removes, so its gradient is zero and Adam would amplify the rounding noise in it.
@@ -43,7 +44,7 @@ class SelfAttention(nn.Module):
     attention: str = "dot_product"
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         seq_len, width = x.shape[-2:]
         head_dim = width // self.num_heads
 
@@ -62,8 +63,11 @@ class SelfAttention(nn.Module):
             mixed = flash_attention(query[..., None, :], key, value).reshape(query.shape)
         else:
             scores = jnp.einsum("bqhd,bkhd->bhqk", query * head_dim**-0.5, key).astype(jnp.float32)
-            causal = jnp.tril(jnp.ones((seq_len, seq_len), bool))
-            weights = nn.softmax(jnp.where(causal, scores, jnp.finfo(jnp.float32).min)).astype(
+            if mask is None:
+                seen = jnp.tril(jnp.ones((seq_len, seq_len), bool))
+            else:
+                seen = mask[:, None, None, :]
+            weights = nn.softmax(jnp.where(seen, scores, jnp.finfo(jnp.float32).min)).astype(
                 self.dtype
             )
             weights = nn.Dropout(self.dropout, deterministic=self.dropout == 0.0)(weights)

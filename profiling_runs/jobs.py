@@ -12,8 +12,9 @@ from capture.measured.profile import StageConfig
 from capture.model.workload import WorkloadSpec
 from capture.plan.stages import TensorParallelRule
 from capture.profiler.execution import ProfilingRun
+from capture.profiler.layer_pass import LayerPass
 
-Part = Literal["stage", "update", "split", "buffers", "split buffers", "run", "machine"]
+Part = Literal["stage", "update", "split", "buffers", "split buffers", "run", "layer", "machine"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Setting:
         backend: ``"compile"`` for parts of stages, ``"run"`` for executed partitionings.
         target: Compiled for, or run on: a name or a file (``Target.load``).
         memory_limit_bytes: Most that a run may need, per device.
+        layers_alone: Whether layers are measured one by one (``capture.profiler.layers``).
         fresh_process: Whether every job gets a process of its own, so that an allocator's
             high-water marks are the job's.
         flags: XLA flags of the driver, which a worker takes over: they are part of every key.
@@ -44,6 +46,7 @@ class Setting:
     backend: Literal["compile", "run"] = "compile"
     target: str = "cpu"
     memory_limit_bytes: int | None = None
+    layers_alone: bool = False
     fresh_process: bool = False
     flags: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -55,17 +58,18 @@ class Job:
 
     Attributes:
         key: The measurement's, in the store.
-        what: Is measured: layers at a degree and batch size, or a partitioning of all layers; None
-            for the worker's machine.
+        what: Is measured: layers at a degree and batch size, a partitioning of all layers, or one
+            layer in one direction; None for the worker's machine.
         part: All of a stage, the end of a step alone, its split backward pass, what the buffers of
-            a stage are with a whole or a split one, an executed run, or what devices there are.
+            a stage are with a whole or a split one, an executed run, a layer alone, or what devices
+            there are.
         kind: Jobs that are counted together, in words.
         needs: Key of a job whose measurement this one builds on; it is done first.
         known: Measurements that it builds on, by key.
     """
 
     key: str
-    what: StageConfig | ProfilingRun | None
+    what: StageConfig | ProfilingRun | LayerPass | None
     part: Part = "stage"
     kind: str = ""
     needs: str | None = None
@@ -76,6 +80,8 @@ class Job:
         """Jobs of a group share work when the same process does them one after the other."""
         if isinstance(self.what, ProfilingRun):
             return self.part, self.what.choice, self.what.num_microbatches
+        if isinstance(self.what, LayerPass):
+            return self.part, self.what.microbatch_size
         return (
             (self.part,)
             if self.what is None
@@ -97,6 +103,10 @@ class Job:
                 **choice,
                 "microbatch_size": self.what.microbatch_size,
             }
+        elif isinstance(self.what, LayerPass):
+            layer, size = self.what.layer, self.what.microbatch_size
+            facts |= {"layers": [layer, layer], "direction": self.what.direction}
+            facts |= {"microbatch_size": size}
         elif self.what is not None:
             run = asdict(self.what)
             facts |= {**run.pop("choice"), **run}

@@ -27,6 +27,7 @@ GUESSED_SECONDS = {
     "buffers": 4.0,
     "split buffers": 4.0,
     "run": 10.0,
+    "layer": 1.0,
     "machine": 1.0,
 }
 

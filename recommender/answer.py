@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from capture.documents import fields_of
+from capture.plan.array import ArrayPlan
 from capture.plan.headroom import Headroom
 from capture.plan.packs import PacksPlan
 from capture.plan.prediction import Prediction
@@ -14,7 +15,7 @@ from capture.plan.stages import Plan
 from capture.plan.why import Why
 from recommender.capture.result import SearchResult
 
-P = TypeVar("P", Plan, ShardingPlan, PacksPlan)
+P = TypeVar("P", Plan, ShardingPlan, PacksPlan, ArrayPlan)
 S = TypeVar("S", bound="Proof")
 
 

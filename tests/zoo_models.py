@@ -30,7 +30,22 @@ quick_jit = partial(
 )
 
 
-TINY_CLASSES = {"gpt": 256, "llama": 256, "mingpt": 256, "moe": 256, "wide_resnet": 16, "unet": 8}
+TINY_CLASSES = {
+    "bert": 2,
+    "gpt": 256,
+    "gpt2": 256,
+    "llama": 256,
+    "mingpt": 256,
+    "moe": 256,
+    "resnet": 8,
+    "unet": 8,
+    "vgg": 8,
+    "wide_resnet": 16,
+}
+
+
+#: Whose number of blocks is an option.
+TRANSFORMERS = ("bert", "gpt", "gpt2", "llama", "moe")
 
 
 @cache
@@ -42,9 +57,7 @@ def load(model: str, query: str = "size=tiny") -> Workload:
 def small(model: str, options: str = "") -> Workload:
     """The tiny model; a transformer with two blocks, which have every part of it and are compiled
     in a fraction of the time."""
-    return load(
-        model, f"size=tiny{'&num_layers=2' if model in ('gpt', 'llama', 'moe') else ''}{options}"
-    )
+    return load(model, f"size=tiny{'&num_layers=2' if model in TRANSFORMERS else ''}{options}")
 
 
 @cache

@@ -1,7 +1,7 @@
 """Figures 10 to 12: Harmony beside training over virtual memory and ZeRO-Infinity: throughput, and
 what is swapped, by minibatch.
 
-    python -m benchmarks.harmony_paper.figure_10 -o RESULT.json
+    python -m benchmarks.harmony_paper.figure_10 -o RESULT.json [MODEL ...]
 
 Four GTX-1080Ti, the authors' profiles, with prefetch. The managers below the baselines know the
 future and swap as little as one can (Belady's rule), and their micro-batches are the fastest powers
@@ -23,7 +23,7 @@ from recommender.harmony import search
 from recommender.harmony.baselines import all_baselines
 
 #: Minibatches of every model.
-CASES = {"GPT2": (16, 32, 64), "BERT96": (16, 32, 64)}
+CASES = {"GPT2": (16, 32, 64), "BERT96": (16, 32, 64), "VGG416": (16, 32), "ResNet1K": (16, 32)}
 PAPER = {
     "PP over DP Swap": "2.8 to 7.6",
     "DP over DP Swap": "2.4 to 7.0",
@@ -64,10 +64,13 @@ def rows_of(model: str, minibatch_size: int) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    options = arguments(__doc__).parse_args()
-    rows = [row for model, sizes in CASES.items() for d in sizes for row in rows_of(model, d)]
+    parser = arguments(__doc__)
+    parser.add_argument("models", nargs="*", help=f"of {', '.join(CASES)}; the transformers")
+    options = parser.parse_args()
+    cases = {model: CASES[model] for model in options.models or ("GPT2", "BERT96")}
+    rows = [row for model, sizes in cases.items() for d in sizes for row in rows_of(model, d)]
     claims, throughput, volume = {}, [], []
-    for model, sizes in CASES.items():
+    for model, sizes in cases.items():
         for d in sizes:
             of = {r["name"]: r for r in rows if (r["model"], r["minibatch_size"]) == (model, d)}
             speed = {name: row["examples_per_second"] for name, row in of.items()}
@@ -96,7 +99,7 @@ def main() -> int:
             throughput.append((label, shown))
             volume.append((label, {name: swapped.get(name, "cannot run") for name in shown}))
     svg = bars(
-        "Harmony beside other systems (Figures 10 to 12)",
+        f"Harmony beside other systems, {' and '.join(cases)} (Figures 10 to 12)",
         "Estimated: four GTX-1080Ti, the authors' profiles; managers that know the future.",
         {
             "throughput": ("examples / s", throughput),

@@ -4,6 +4,7 @@ servers, and results as documents with figures. All is estimated; nothing runs."
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from benchmarks import documents
 from benchmarks.drawing import COLORS, draw, grouped_bars
 from capture.machine.server import Server
-from capture.measured.layer_profile import LayerProfile
+from capture.measured.layer_profile import LayerProfile, PassProfile
 from capture.plan.task_graph import Configuration, Mode, Packs, Switches
 from recommender.harmony.packing import of_length
 from recommender.harmony.problem import PacksProblem
@@ -32,8 +33,36 @@ finish = partial(documents.finish, estimated=True)
 
 @cache
 def profile_of(name: str) -> LayerProfile:
-    """A shipped profile."""
+    """A shipped profile; that of 80 billion is derived."""
+    if name == "gpt2_80b":
+        return deeper(profile_of("gpt2_40b"), 100, 200)
     return LayerProfile.load(PROFILES / f"{name}.json")
+
+
+def deeper(profile: LayerProfile, layer: int, more: int) -> LayerProfile:
+    """The same with so many more of a layer, which is as deep as a model of equal blocks can be
+    made from a profile: its ``source`` says that it is derived."""
+
+    def row(values: Sequence[Any]) -> tuple[Any, ...]:
+        return (*values[: layer + 1], *[values[layer]] * more, *values[layer + 1 :])
+
+    def rows(measured: PassProfile) -> PassProfile:
+        times, memory = (tuple(map(row, of)) for of in (measured.time, measured.memory))
+        return PassProfile(measured.u, times, memory)
+
+    return replace(
+        profile,
+        name=f"{profile.name}, {more} more of layer {layer}",
+        num_layers=profile.num_layers + more,
+        fwd=rows(profile.fwd),
+        bwd=rows(profile.bwd),
+        x_bytes_per_sample=row(profile.x_bytes_per_sample),
+        w_bytes=row(profile.w_bytes),
+        b_bytes=row(profile.b_bytes),
+        k_bytes=row(profile.k_bytes),
+        update_cpu_time=row(profile.update_cpu_time),
+        source=f"derived: {profile.name} with {more} more of layer {layer}. {profile.source}",
+    )
 
 
 def problem_of(

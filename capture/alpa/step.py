@@ -1,7 +1,8 @@
 """The step of a pipeline in Alpa's runtime, in our instructions.
 
-Every micro-batch is fed at the start of the step. A tensor stays with the stage that made it until
-the one that reads it is about to, and goes there past the stages between.
+From the start of the step on there are zeros for gradients and all micro-batches. A tensor stays
+with the stage that made it until the one that reads it is about to, and goes there past the stages
+between.
 
 Source: Alpa 0.2.3, its emitted instructions (``tests/alpa_conformance`` replays them beside this).
 """
@@ -28,6 +29,8 @@ class _AlpaBuilder(PipelineBuilder):
     def order(self) -> Iterator[Instruction]:
         """What a program makes is sent in the clock of the program that reads it, to the first
         stage first, and freed once all have it."""
+        for s in range(len(self.stages)):
+            yield from self.accumulators(s)
         for s in range(len(self.stages)):
             for m in range(self.schedule.num_microbatches):
                 yield from self.feed(s, m, "start of the step")

@@ -20,15 +20,15 @@ from capture.measured.profile import Profile
 from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import REMAT_POLICIES
-from capture.plan.packs import PacksPlan
+from capture.plan.kinds import AnyPlan
 from capture.plan.schedule import SCHEDULES
-from capture.plan.sharding import ShardingPlan
 from capture.plan.space import StageSpace
 from capture.plan.stages import Plan, batch_violations
 from capture.profiler.paper import most_run_devices
 from capture.quantities import counted, parse_bytes
 from profiling_runs.collect import num_missing
 from profiling_runs.collect import profile as make_profile
+from profiling_runs.layer_question import LayersQuestion
 from profiling_runs.measurements import Measurements
 from profiling_runs.measurements import open_measurements as open_them
 from profiling_runs.pools.where import DEFAULT_TIMEOUT_SECONDS, Where
@@ -130,15 +130,18 @@ def prepare(*clusters: Cluster) -> None:
     _prepare((cluster.num_devices, Target.load(cluster.target).platform) for cluster in clusters)
 
 
-def prepare_for(questions: Iterable[ProfileQuestion]) -> None:
+def prepare_for(questions: Iterable[ProfileQuestion | LayersQuestion]) -> None:
     """Make this process one that can answer all these: they decide its devices, once, before JAX is
     loaded."""
-    _prepare(
-        (most_run_devices(asked.cluster.num_devices), "cpu")
-        if asked.executes
-        else (asked.cluster.num_devices, Target.load(asked.cluster.target).platform)
-        for asked in questions
-    )
+    _prepare(map(_need, questions))
+
+
+def _need(asked: ProfileQuestion | LayersQuestion) -> tuple[int, str]:
+    if isinstance(asked, LayersQuestion):
+        return 1, "cpu" if asked.executes else Target.load(asked.target).platform
+    if asked.executes:
+        return most_run_devices(asked.cluster.num_devices), "cpu"
+    return asked.cluster.num_devices, Target.load(asked.cluster.target).platform
 
 
 def _prepare(needs: Iterable[tuple[int, str]]) -> None:
@@ -194,7 +197,7 @@ def profile_measurements(
     return open_measurements(options, ProfileQuestion.of_profile(profile, cluster, spec))
 
 
-def workload_of(plan: Plan | ShardingPlan | PacksPlan, named: str | None) -> WorkloadSpec:
+def workload_of(plan: AnyPlan, named: str | None) -> WorkloadSpec:
     """The workload that a plan remembers, or the one that is named.
 
     Raises:

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from capture.cli import asked, packs, sharding
+from capture.cli import array, asked, packs, sharding
 from capture.cli import options as shared
 from capture.cli.output import emit, table
 from capture.errors import CaptureError, ProfileError, Violation
 from capture.measured.profile import Profile
+from capture.plan.array import ArrayPlan
 from capture.plan.kinds import load_plan, of_stages
 from capture.plan.packs import PacksPlan
 from capture.plan.sharding import ShardingPlan
@@ -60,6 +61,9 @@ def main(options: argparse.Namespace) -> int:
     of_packs = [plan for plan in plans if isinstance(plan, PacksPlan)]
     if len(of_packs) == 2:
         return packs.diff(options, *of_packs)
+    of_arrays = [plan for plan in plans if isinstance(plan, ArrayPlan)]
+    if len(of_arrays) == 2:
+        return array.diff(options, *of_arrays)
     from capture.report.difference import compare
 
     limit = asked.read_limit(vars(options))

@@ -7,9 +7,10 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from capture.cli import asked, packs, sharding
+from capture.cli import array, asked, packs, sharding
 from capture.cli import options as shared
 from capture.cli.output import emit, table
+from capture.plan.array import ArrayPlan
 from capture.plan.kinds import load_plan
 from capture.plan.packs import PacksPlan
 from capture.plan.sharding import ShardingPlan
@@ -33,6 +34,8 @@ def main(options: argparse.Namespace) -> int:
         return sharding.explain(options, plan)
     if isinstance(plan, PacksPlan):
         return packs.explain(options, plan)
+    if isinstance(plan, ArrayPlan):
+        return array.explain(options, plan)
     measurements = asked.plan_measurements(options, plan)
     from profiling_runs.explain import explain
 

@@ -24,10 +24,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from capture.cli import layers
 from capture.cli import options as shared
 from capture.cli.asked import Values, profile_question, read_limit
 from capture.cli.options import Option
 from capture.errors import CaptureError, ProfileError, Violation
+from profiling_runs.layer_question import LayersQuestion
 from profiling_runs.question import ProfileQuestion
 
 #: Options of a profile: those of a command line, and keys of a file.
@@ -44,6 +46,8 @@ OPTIONS = (
         "default",
         choices=("default", "paper"),
     ),
+    layers.SYSTEM_OPTION,
+    *layers.OPTIONS,
     shared.output("profile.json"),
 )
 _KNOWN = {option.name: option for option in (Option("workload", "what to profile"), *OPTIONS)}
@@ -59,7 +63,7 @@ class ProfileJob:
         values: Its options, as they were given.
     """
 
-    question: ProfileQuestion
+    question: ProfileQuestion | LayersQuestion
     output: Path
     values: Values
 
@@ -68,8 +72,13 @@ class ProfileJob:
         """That which options ask for.
 
         Raises:
-            CaptureError: as ``profile_question``.
+            CaptureError: as ``profile_question`` and ``layers_question``; ``profile-system`` for
+                options of another system.
         """
+        defaults = {option.name: option.default for option in OPTIONS}
+        layers.refuse_other_options(values, defaults)
+        if values["system"] == layers.SYSTEM:
+            return cls(layers.layers_question(values), values["output"], values)
         question = profile_question(values, memory_limit_bytes=read_limit(values))
         return cls(question, values["output"], values)
 
@@ -152,7 +161,8 @@ def _combinations(table: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _read(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The values of all options of a profile, and what is wrong with those that are given."""
     values = {name: option.default for name, option in _KNOWN.items()}
-    wrong = [f"{name!r} is missing." for name in ("workload", "cluster") if name not in given]
+    needed = ("workload",) if given.get("system") == layers.SYSTEM else ("workload", "cluster")
+    wrong = [f"{name!r} is missing." for name in needed if name not in given]
     for name, value in given.items():
         if name not in _KNOWN:
             wrong.append(

@@ -14,6 +14,7 @@ from capture.cli.output import emit, say, table
 from capture.errors import ClusterError, PlanError
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadSpec
+from capture.plan.array import ArrayPlan
 from capture.plan.kinds import load_plan
 from capture.plan.packs import PacksPlan
 from capture.plan.sharding import ShardingPlan
@@ -156,15 +157,15 @@ def _plan(options: argparse.Namespace) -> Plan | ShardingPlan | None:
 
     Raises:
         PlanError: ``osdp-workload`` for ``--workload`` beside a workload, ``plan-kind`` for a plan
-            of packs.
+            of packs or of an array.
     """
     named = options.asked_of
     if named.endswith(".json") and ":" not in Path(named).name:
         plan = load_plan(named)
-        if isinstance(plan, PacksPlan):
+        if isinstance(plan, PacksPlan | ArrayPlan):
             raise PlanError.of(
-                f"{named} streams packs of layers and names a server, not devices that share "
-                "operators; give the workload and --cluster instead.",
+                f"{named} streams packs of layers or trains an array of models, and names no "
+                "devices that share operators; give the workload and --cluster instead.",
                 "plan-kind",
             )
         return plan

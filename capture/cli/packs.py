@@ -5,23 +5,26 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from capture.cli import asked
-from capture.cli.options import Option
+from capture.cli import asked, layers
+from capture.cli.layers import SYSTEM
+from capture.cli.options import STORE, Option
 from capture.cli.output import emit, table
+from capture.cli.progress import progress
 from capture.errors import PlanError, Violation
 from capture.machine.server import Server, server_names
 from capture.measured.layer_profile import LayerProfile
 from capture.plan.packs import PacksPlan
 from capture.quantities import format_bytes, parse_bytes
+from profiling_runs.layers import with_model_hash
 from recommender.harmony import PacksQuestion, harmony
 from recommender.harmony.baselines import Baseline, all_baselines
 from recommender.harmony.packing import PACKING_NAMES
 from recommender.harmony.question import BOTH, DEFAULT_PACKINGS
 from recommender.harmony.search import ALGORITHMS
 
-SYSTEM = "harmony"
 MODES = ("pp", "dp", BOTH)
 SEARCHES = tuple(ALGORITHMS)
 
@@ -30,13 +33,6 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name for name in text.split(",") if name)
 
 
-SYSTEM_OPTION = Option(
-    "system",
-    "capture: stages on submeshes; harmony: packs of layers, streamed from the host's memory "
-    "(default: %(default)s)",
-    "capture",
-    choices=("capture", SYSTEM),
-)
 #: Of this system alone.
 OPTIONS = (
     Option(
@@ -75,8 +71,9 @@ OPTIONS = (
         False,
     ),
 )
-#: And those that it shares.
+#: And those that it shares; of a workload, also those of a layer profile.
 _SHARED = {"global_batch", "memory", "algorithm", "mode", "output", "cluster", "target"}
+_OF_A_WORKLOAD = layers.SHARED | {option.name for option in (*layers.OPTIONS, *STORE)}
 _OF_ALL = {"system", "workload", "json", "quiet", "main", "parser"}
 
 
@@ -86,8 +83,11 @@ def refuse_options(options: argparse.Namespace) -> None:
     Raises:
         PlanError: ``plan-system``.
     """
-    ours = {option.name for option in OPTIONS}
-    known = (ours | _SHARED | _OF_ALL) if options.system == SYSTEM else {*vars(options)} - ours
+    ours = {option.name for option in (*OPTIONS, *layers.OPTIONS)}
+    known = {*vars(options)} - ours
+    if options.system == SYSTEM:
+        known = {option.name for option in OPTIONS} | _SHARED | _OF_ALL
+        known |= _OF_A_WORKLOAD if options.layers is None else set()
     given = [
         name
         for name, value in vars(options).items()
@@ -103,17 +103,30 @@ def refuse_options(options: argparse.Namespace) -> None:
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Search packs of layers, and write the plan."""
-    if options.layers is None or options.workload is not None:
+    """Search packs of layers, and write the plan.
+
+    Raises:
+        PlanError: ``plan-system`` without layers and workload, or with both; ``packs-batch``.
+    """
+    if (options.layers is None) == (options.workload is None):
         raise PlanError.of(
-            "--system harmony plans from a layer profile: give --layers FILE, and no workload.",
+            "--system harmony plans for a workload, or from its layer profile: give WORKLOAD or "
+            "--layers FILE, one of them.",
             "plan-system",
         )
     if options.global_batch is None:
         raise PlanError.of("--system harmony needs --global-batch B.", "packs-batch")
+    # All that is wrong with the rest is said before anything is measured.
+    server, measured = _server(options), None
+    if options.layers is None:
+        measured = layers.layers_question(vars(options))
+        asked.prepare_for([measured])
+        profile = layers.make_layers(options, measured, progress(options))
+    else:
+        profile = LayerProfile.load(options.layers)
     question = PacksQuestion(
-        LayerProfile.load(options.layers),
-        _server(options),
+        profile,
+        server,
         options.global_batch,
         "pp" if options.mode == options.parser.get_default("mode") else options.mode,
         options.algorithm or SEARCHES[0],
@@ -121,9 +134,14 @@ def plan(options: argparse.Namespace) -> int:
         options.without,
         options.equi_fb,
         options.single_first,
+        None if options.machine else asked.read_cluster(vars(options)),
     )
     answer = harmony(question)
-    lines = [f"{answer.status}: {answer.why.summary}"]
+    if answer.plan is not None and measured is not None:
+        answer = replace(answer, plan=with_model_hash(answer.plan, measured))
+    lines = layers.as_text(profile) if measured is not None else []
+    lines += [f"assumed {name} {said}" for name, said in server.assumed.items()]
+    lines += [f"{answer.status}: {answer.why.summary}"]
     if answer.plan is not None:
         lines += [pack_table(answer.plan), *prediction_lines(answer.plan)]
         lines += [str(answer.headroom)] if answer.headroom else []

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from capture.cli import asked, packs
+from capture.cli import asked, layers, packs
 from capture.cli import options as shared
 from capture.cli.options import Option
 from capture.cli.output import emit, peak_line, say, stage_table, table
@@ -49,8 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_workload(parser, required=False)
     shared.add(
         parser,
-        packs.SYSTEM_OPTION,
+        layers.SYSTEM_OPTION,
         *packs.OPTIONS,
+        *layers.OPTIONS,
         *shared.QUESTION,
         *shared.STORE,
         Option(
@@ -73,7 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "accelerator target (default: memory, or that of --algorithm)",
             choices=OBJECTIVES,
         ),
-        Option("try_schedules", "choose the best of all schedules", False),
+        Option(
+            "try_schedules",
+            "choose the best of all schedules that the profile, and --algorithm, --mode and "
+            "--merge-layers where they are given, know",
+            False,
+        ),
         Option(
             "mode",
             "paper: the paper's predictor and space; of harmony pp (wrap-around pipeline, its "
@@ -125,7 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     packs.refuse_options(options)
-    if options.system == packs.SYSTEM:
+    if options.system == layers.SYSTEM:
         return packs.plan(options)
     if options.workload is None:
         options.parser.error("the following arguments are required: WORKLOAD")

@@ -17,16 +17,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from capture.cli import asked, job_file, jobs
+from capture.cli import asked, job_file, jobs, layers
 from capture.cli import options as shared
 from capture.cli.job_file import ProfileJob
 from capture.cli.options import Option
 from capture.cli.output import emit
 from capture.cli.progress import Events, clear_line, progress
 from capture.errors import CaptureError, ProfileError, Violation
+from capture.measured.layer_profile import LayerProfile
+from capture.measured.profile import Profile
 from capture.quantities import counted
 from profiling_runs.collect import profile
+from profiling_runs.layer_question import LayersQuestion
 from profiling_runs.listing import list_jobs
+from profiling_runs.question import ProfileQuestion
 
 NAME = "profile"
 HELP = "measure a model's layers"
@@ -65,7 +69,8 @@ def main(options: argparse.Namespace) -> int:
     errors: list[Violation] = []
     code = 2  # of what nobody has foreseen, as in capture.cli.main
     try:
-        documents = [_one(options, profile, events) for profile in profiles]
+        made = [_one(options, profile, events) for profile in profiles]
+        documents = [document for document, _ in made]
         code = 1 if any(document["num_set_aside"] for document in documents) else 0
     except CaptureError as error:
         errors = list(error.violations)
@@ -85,7 +90,7 @@ def main(options: argparse.Namespace) -> int:
             errors=[{"code": violation.code, "message": violation.message} for violation in errors],
         )
     document = {"profiles": documents} if options.jobs else documents[0]
-    emit(options, document, "\n".join(_as_text(one) for one in documents))
+    emit(options, document, "\n".join(text for _, text in made))
     return code
 
 
@@ -109,13 +114,20 @@ def _profiles(options: argparse.Namespace) -> list[ProfileJob]:
         raise ProfileError.of(
             "WORKLOAD is missing; say what to profile, or name a file with --jobs.", "jobs-option"
         )
-    asked.say_one_device(options)
+    if options.system != layers.SYSTEM:
+        asked.say_one_device(options)
     return [ProfileJob.of(vars(options))]
 
 
 def _dry_run(options: argparse.Namespace, profiles: list[ProfileJob]) -> int:
     rows, texts, total = [], [], 0.0
     for job in profiles:
+        if isinstance(job.question, LayersQuestion):
+            raise ProfileError.of(
+                "which sizes of micro-batches are measured follows from the measurements, so the "
+                "jobs of a layer profile cannot be listed; leave out --dry-run.",
+                "layers-dry-run",
+            )
         listing = list_jobs(job.question, asked.open_store(options))
         values, output = job.values, str(job.output)
         cluster = values["cluster"] or shared.ONE_DEVICE
@@ -135,14 +147,18 @@ def _terminate(number: int, frame: Any) -> None:
     raise SystemExit(128 + number)
 
 
-def _one(options: argparse.Namespace, job: ProfileJob, events: Events) -> dict[str, Any]:
-    """Make one profile, write it, and say what it is."""
+def _one(
+    options: argparse.Namespace, job: ProfileJob, events: Events
+) -> tuple[dict[str, Any], str]:
+    """Make one profile, write it, and say what it is, as data and in words."""
     question = job.question
     named = {
         "output": str(job.output),
         "workload": job.values["workload"],
-        "cluster": str(question.cluster),
-        "target": question.cluster.target,
+        "cluster": job.values["cluster"] or shared.ONE_DEVICE,
+        "target": question.target
+        if isinstance(question, LayersQuestion)
+        else question.cluster.target,
     }
     events.say("profile", state="started", **named)
     shown, set_aside = progress(options), set[str]()
@@ -156,16 +172,36 @@ def _one(options: argparse.Namespace, job: ProfileJob, events: Events) -> dict[s
         if event["state"] == "set aside":
             set_aside.add(event["key"])
 
-    result = profile(
-        question,
-        store=asked.open_store(options),
-        where=asked.where_of(options),
-        progress=both,
-        watch=watch,
-    )
+    result: Profile | LayerProfile
+    if isinstance(question, LayersQuestion):
+        result = layers.make_layers(options, question, both, watch)
+    else:
+        result = profile(
+            question,
+            store=asked.open_store(options),
+            where=asked.where_of(options),
+            progress=both,
+            watch=watch,
+        )
     job.output.parent.mkdir(parents=True, exist_ok=True)
     result.save(job.output)
     events.say("profile", state="done", num_set_aside=len(set_aside), **named)
+    document = {
+        "profile": named["output"],
+        "workload": named["workload"],
+        "backend": question.backend,
+        "num_set_aside": len(set_aside),
+    }
+    if isinstance(question, LayersQuestion):
+        assert isinstance(result, LayerProfile), "of layers"
+        lines = [*layers.as_text(result), f"layers -> {named['output']}"]
+        return {**document, **layers.document_of(result)}, "\n".join(lines)
+    assert isinstance(result, Profile), "of windows"
+    document |= _of_windows(question, result)
+    return document, _as_text(document)
+
+
+def _of_windows(question: ProfileQuestion, result: Profile) -> dict[str, Any]:
     graph = result.graph
     low, high = (
         result.calibration.widest(result.choices, graph.num_layers)
@@ -173,9 +209,6 @@ def _one(options: argparse.Namespace, job: ProfileJob, events: Events) -> dict[s
         else (None, None)
     )
     return {
-        "profile": named["output"],
-        "workload": named["workload"],
-        "backend": question.backend,
         "num_layers": graph.num_layers,
         "auto_layers": result.auto_layers,
         "notes": asked.layers_note(question, result),
@@ -187,7 +220,6 @@ def _one(options: argparse.Namespace, job: ProfileJob, events: Events) -> dict[s
         "interval_factors": [low, high],
         "warnings": list(result.warnings),
         "failures": list(result.failures),
-        "num_set_aside": len(set_aside),
         "provenance": dict(result.provenance),
     }
 

@@ -76,6 +76,9 @@ _WORDS = {
     "buffers of the stages": ("compiling", "compiled", "stage", "stages"),
     "stages of the plan": ("compiling", "compiled", "stage of the plan", "stages of the plan"),
     "stages of the plans": ("compiling", "compiled", "stage of the plans", "stages of the plans"),
+    "largest sizes": ("measuring", "measured", "layer", "layers"),
+    "layers": ("measuring", "measured", "layer", "layers"),
+    "updates on the host": ("measuring", "measured", "update", "updates"),
     "profiling runs": ("making", "made", "profiling run", "profiling runs"),
     "devices of the workers": (
         "asking",
@@ -91,6 +94,8 @@ _DETAILS = {
     "calibration": "random ones, to know how far predictions are off",
     "other sizes": "a few at other micro-batch sizes, to know the same of these",
     "paper runs": "those of the paper's profiling runs",
+    "largest sizes": "alone, to find the largest micro-batch size that fits",
+    "layers": "alone, at the sizes between",
     "buffers of the stages": "what their memory consists of",
 }
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from capture.cli import asked, packs, sharding
+from capture.cli import array, asked, packs, sharding
 from capture.cli import options as shared
 from capture.cli.output import emit, table
 from capture.measured.profile import Profile
+from capture.plan.array import ArrayPlan
 from capture.plan.kinds import load_plan
 from capture.plan.packs import PacksPlan
 from capture.plan.sharding import ShardingPlan
@@ -57,6 +58,8 @@ def main(options: argparse.Namespace) -> int:
         return sharding.report(options, plan)
     if isinstance(plan, PacksPlan):
         return packs.report(options, plan)
+    if isinstance(plan, ArrayPlan):
+        return array.report(options, plan)
     from capture.report.data import report_facts
     from capture.report.words import HEADER, last_lines, paragraph, rows, title
 

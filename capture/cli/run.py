@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from capture import environment
-from capture.cli import asked, sharding
+from capture.cli import array, asked, sharding
 from capture.cli import options as shared
 from capture.cli.output import emit, say, table
+from capture.plan.array import ArrayPlan
 from capture.plan.kinds import load_plan
 from capture.plan.packs import PacksPlan
 from capture.plan.sharding import ShardingPlan
@@ -58,6 +59,8 @@ def main(options: argparse.Namespace) -> int:
     plan = load_plan(options.plan)
     if isinstance(plan, ShardingPlan):
         return sharding.run(options, plan)
+    if isinstance(plan, ArrayPlan):
+        return array.run(options, plan)
     spec = asked.workload_of(plan, options.workload)
     if isinstance(plan, PacksPlan):
         environment.prepare_host_memory(int(plan.machine.host_memory_bytes.value))

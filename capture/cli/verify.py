@@ -40,7 +40,7 @@ def main(options: argparse.Namespace) -> int:
     plan = load_plan(options.plan)
     if isinstance(plan, ShardingPlan):
         return sharding.verify(options, plan)
-    plan = of_stages(plan, "Plans of packs are replayed when they are made.")
+    plan = of_stages(plan, "Plans of packs and of arrays are replayed when they are made.")
     limit = asked.read_limit(vars(options))
     measurements = asked.plan_measurements(options, plan)
     from profiling_runs.verify import verify

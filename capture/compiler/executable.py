@@ -54,17 +54,7 @@ LayerOf = Callable[[str], "int | None"]
 
 
 class AnyCompiler(Protocol):
-    """Compiles a function for abstract arguments; nothing is allocated.
-
-    Attributes:
-        clears_apart: Whether a program of its own sets gradients to zero. XLA's CPU compiler cannot
-            tell that the zeros may only be written once the update has read what they overwrite: in
-            one program it copies gradients first (of six equal layers all: SGD, momentum and Lion),
-            while its GPU compiler does not.
-    """
-
-    @property
-    def clears_apart(self) -> bool: ...
+    """Compiles a function for abstract arguments; nothing is allocated."""
 
     def __call__(
         self,
@@ -98,14 +88,12 @@ class Compiler:
             slowly.
         count_work: Also find out what a program computes, reads and sends.
         name_buffers: Also find out what buffers a program holds at its peak.
-        clears_apart: See ``AnyCompiler``.
         options: XLA's compile options, by name.
     """
 
     fast_compile: bool = False
     count_work: bool = False
     name_buffers: bool = False
-    clears_apart: bool = False
     options: Mapping[str, Any] | None = None
 
     def __call__(

@@ -46,8 +46,6 @@ class ReportCompiler:
             (``environment.patience``).
     """
 
-    clears_apart = False
-
     def __init__(
         self, target: Target, *, name_buffers: bool = False, timeout_seconds: float = 600.0
     ):

@@ -27,6 +27,8 @@ SERVER = documents.Format(
     not_json="file",
     strict=True,
 )
+#: How the source of a number begins that is a guess.
+ASSUMED = "assumed: "
 SERVERS_FOLDER = Path(__file__).parent / "servers"
 
 
@@ -96,7 +98,10 @@ class Server:
         rates, memory, count = machine.rates, machine.target.memory, cluster.num_devices
         assert memory is not None, "a machine has memory"
         host = (
-            Sourced(64 * 2**30 * count, "64 GiB per device, which no target says; name a size")
+            Sourced(
+                64 * 2**30 * count,
+                ASSUMED + "64 GiB per device, for no target says; give --host-memory",
+            )
             if host_memory_bytes is None
             else Sourced(host_memory_bytes, "given")
         )
@@ -108,8 +113,8 @@ class Server:
             host,
             rates.host.to_device.bytes_per_second,
             rates.intra_node.bytes_per_second,
-            Sourced(16 * 2**30, "the released scheduler's, for any host"),
-            Sourced(0.0, "an array is given back without waiting for the device"),
+            Sourced(16 * 2**30, ASSUMED + "the released scheduler's, for any host"),
+            Sourced(0.0, ASSUMED + "an array is given back without waiting for the device"),
             machine.target.description,
         )
 
@@ -120,6 +125,16 @@ class Server:
     @property
     def devices(self) -> int:
         return int(self.num_devices.value)
+
+    @property
+    def assumed(self) -> dict[str, str]:
+        """Numbers that nobody measured, specified or gave, and where they are from."""
+        found = {name: getattr(self, name) for name in vars(self)}
+        return {
+            name: f"{number.value:g}: {number.source.removeprefix(ASSUMED)}"
+            for name, number in found.items()
+            if isinstance(number, Sourced) and number.source.startswith(ASSUMED)
+        }
 
     def with_(
         self,

@@ -13,6 +13,15 @@ A file is JSON, in the form in which the profiles of Harmony's authors are kept:
     update_cpu_time           seconds of an update on the host
     units, note, source       for people; the units are seconds and bytes
 
+and, where ``capture profile`` wrote it:
+
+    workload                  location, function, arguments
+    model_hashes              of the traced loss, by micro-batch size
+    coupled                   why both directions need micro-batches of one size; empty if they do
+                              not
+    made                      backend, versions, limit_bytes; the stride between sizes, the sizes
+                              that were tried and the largest that fits, by direction; failures
+
 Source: Li et al. 2022 (Harmony), 4.2.
 """
 
@@ -20,7 +29,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -30,6 +39,7 @@ import numpy as np
 
 from capture import documents
 from capture.errors import ProfileError, Violation
+from capture.model.workload import WorkloadSpec
 
 LAYERS = documents.Format(
     "layer profile",
@@ -123,6 +133,10 @@ class LayerProfile:
     units: Mapping[str, str] = field(default_factory=lambda: dict(_UNITS), hash=False)
     note: str = ""
     source: str = ""
+    workload: WorkloadSpec | None = None
+    model_hashes: Mapping[int, str] = field(default_factory=dict, hash=False)
+    coupled: str = ""
+    made: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         ProfileError.check(self._violations())
@@ -136,7 +150,11 @@ class LayerProfile:
             ProfileError: ``layers-file`` if it cannot be read or is no JSON, and those of
                 ``from_json``.
         """
-        return cls.from_json(LAYERS.load(path))
+        profile = cls.from_json(LAYERS.load(path))
+        if profile.workload is None:
+            return profile
+        workload = profile.workload.resolved_from(Path(path).parent)
+        return replace(profile, workload=workload)
 
     @classmethod
     def from_json(cls, data: Any) -> LayerProfile:
@@ -155,10 +173,15 @@ class LayerProfile:
             raise LAYERS.corrupt(str(error)) from None
 
     def to_json(self) -> dict[str, Any]:
-        return documents.fields_of(self)
+        document = documents.fields_of(self)
+        known = ("workload", "model_hashes", "coupled", "made")
+        return {key: value for key, value in document.items() if value or key not in known}
 
     def save(self, path: Path | str) -> None:
-        Path(path).write_text(json.dumps(self.to_json()) + "\n")
+        """Write JSON; the path of the workload is stored relative to the file."""
+        path, workload = Path(path), self.workload
+        stored = replace(self, workload=workload and workload.relative_to(path.parent))
+        path.write_text(json.dumps(stored.to_json()) + "\n")
 
     def largest(self, which: Pass) -> int:
         """The largest micro-batch size that was measured."""
@@ -196,29 +219,34 @@ class LayerProfile:
         return known[key]
 
     def held_out_errors(
-        self, which: Pass, stride: int, interpolation: Interpolation = "piecewise"
+        self,
+        which: Pass,
+        stride: int,
+        interpolation: Interpolation = "piecewise",
+        *,
+        of: Literal["time", "memory"] = "time",
     ) -> list[float]:
-        """Relative errors of the time of every layer at the sizes that a sweep with a wider stride
-        would not have measured.
+        """Relative errors of every layer at the measured sizes that a sweep of this stride leaves
+        out, from the smallest to the largest.
 
         Raises:
-            ProfileError: ``layers-range`` if the stride leaves one size.
+            ProfileError: ``layers-range`` if the stride leaves one size of several.
         """
-        measured = self._of(which)
-        kept = sorted({*range(0, len(measured.u), stride), len(measured.u) - 1})
-        if len(kept) < 2:
+        sizes, rows = self._of(which).u, np.array(getattr(self._of(which), of), dtype=float)
+        kept = [i for i, u in enumerate(sizes) if (u - sizes[0]) % stride == 0 or u == sizes[-1]]
+        left = [i for i in range(len(sizes)) if i not in kept]
+        if len(kept) < 2 and (left or stride > 1):
             raise ProfileError.of(
-                f"stride={stride} leaves one of {len(measured.u)} sizes; give a smaller one.",
+                f"stride={stride} leaves one of {len(sizes)} sizes; give a smaller one.",
                 "layers-range",
             )
-        times = np.array(measured.time)
-        sizes = [measured.u[i] for i in kept]
-        left = [i for i in range(len(measured.u)) if i not in kept]
-        guessed = (_at(sizes, times[kept], measured.u[i], interpolation) for i in left)
+        known = [sizes[i] for i in kept]
+        guessed = (_at(known, rows[kept], sizes[i], interpolation) for i in left)
         return [
             float(error)
             for i, guess in zip(left, guessed, strict=True)
-            for error in guess / times[i] - 1
+            # What takes no time is not off.
+            for error in np.where(rows[i] > 0, guess / np.where(rows[i] > 0, rows[i], 1) - 1, 0)
         ]
 
     def _of(self, which: Pass) -> PassProfile:

@@ -205,6 +205,12 @@ class Profile:
         """Name of what was measured."""
         return str(self.provenance.get("target", "cpu"))
 
+    @property
+    def is_lower_bound(self) -> bool:
+        """Whether its measurements are the least that a compiler can say: of a stage, the most of
+        any part of it is known, not a sum."""
+        return self.provenance.get("bounds") == "least"
+
     @cached_property
     def splits_backward(self) -> bool:
         """Whether every measurement is of split backward passes, too."""

@@ -93,6 +93,19 @@ class StageCost:
         return _known(self)
 
 
+@dataclass(frozen=True)
+class StageBounds:
+    """What tracing knows of a stage: two costs between which that of the compiler is expected.
+
+    Attributes:
+        least: No compiled cost is below it, in any field.
+        most: With as much as was ever seen beside what stands in memory.
+    """
+
+    least: StageCost
+    most: StageCost
+
+
 #: Of a stage whose programs need nothing, or are not known.
 NO_COST = StageCost(0, 0, 0, 0, 0, (), (), ())
 

@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from capture.errors import PlanError
+from capture.plan.array import ArrayPlan
 from capture.plan.files import resolved
 from capture.plan.packs import PacksPlan
 from capture.plan.sharding import ShardingPlan
 from capture.plan.stages import PLAN, Plan
 
-AnyPlan = Plan | ShardingPlan | PacksPlan
+AnyPlan = Plan | ShardingPlan | PacksPlan | ArrayPlan
 
 KINDS: Mapping[str, type[AnyPlan]] = {
     "stages": Plan,
     "sharding": ShardingPlan,
     "packs": PacksPlan,
+    "array": ArrayPlan,
 }
 
 

@@ -35,6 +35,8 @@ class Occupancy:
             the step.
         num_deferred: Micro-batches of which the gradients of the weights are still to come; those
             being executed included.
+        accumulates: Whether the stage has accumulators for the gradients of its parameters: from
+            the first such gradients of a step to the update.
     """
 
     kind: TaskKind | Literal["idle"]
@@ -43,6 +45,7 @@ class Occupancy:
     num_waiting_gradients: int
     num_losses: int = 0
     num_deferred: int = 0
+    accumulates: bool = True
 
     def dominates(self, other: Occupancy) -> bool:
         return self.kind == other.kind and all(
@@ -53,6 +56,7 @@ class Occupancy:
                 (self.num_waiting_gradients, other.num_waiting_gradients),
                 (self.num_losses, other.num_losses),
                 (self.num_deferred, other.num_deferred),
+                (self.accumulates, other.accumulates),
             )
         )
 
@@ -166,6 +170,24 @@ class Schedule:
             else tuple((task,) for clock in self.clocks for task in clock)
         )
 
+    @cached_property
+    def forward_clocks(self) -> tuple[tuple[Task, ...], ...]:
+        """As ``clocks``, of forward passes alone: each micro-batch enters as soon as it goes from
+        stage to stage without waiting, so that no group holds the input of a second one. In a clock
+        the last stage comes first."""
+        taken, clocks = set[tuple[int, int]](), dict[int, list[Task]]()
+        start = 0
+        for m in range(self.num_microbatches):
+            while any((group, start + s) in taken for s, group in enumerate(self.placement)):
+                start += 1
+            for s, group in enumerate(self.placement):
+                taken.add((group, start + s))
+                clocks.setdefault(start + s, []).append(Task(s, "forward", m))
+        return tuple(
+            tuple(sorted(tasks, key=lambda task: -task.stage_id))
+            for _, tasks in sorted(clocks.items())
+        )
+
     def requirement(self, task: Task) -> Task | None:
         """The task of another group, or of the same, that must have ended before; None for the
         first of a micro-batch."""
@@ -183,6 +205,7 @@ class Schedule:
         """Per group, the undominated states of its stages over all its tasks: a prediction of its
         peak is a maximum over them."""
         kept, inputs, gradients, deferred = ([0] * (self.num_stages + 1) for _ in range(4))
+        accumulates = [False] * self.num_stages
         last, losses = self.num_stages - 1, 0
         # Per state but for the losses, the most of them.
         seen = [dict[Moment, int]() for _ in range(self.num_groups)]
@@ -193,6 +216,7 @@ class Schedule:
                     inputs[s] -= 1
                 if task.kind in ("backward", "backward_inputs") and s < last:
                     gradients[s] -= 1
+                accumulates[s] |= task.kind in ("backward", "backward_weights")
                 moment = tuple(
                     Occupancy(
                         task.kind if i == s else "idle",
@@ -201,6 +225,7 @@ class Schedule:
                         gradients[i],
                         0,
                         deferred[i],
+                        accumulates[i],
                     )
                     for i in self.stages[group]
                 )

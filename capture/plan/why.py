@@ -19,8 +19,8 @@ class FrontPoint:
 
     Attributes:
         peak_bytes: Per device, predicted.
-        step_seconds: As the search estimates it.
-        bound_fraction: No plan of the same peak is faster by more.
+        step_seconds: As the search estimates it, transfers included.
+        bound_fraction: No plan of the same peak is faster by more, transfers left out.
         stages: Layers and degrees.
         schedule, num_microbatches: As in the plan that has the front, where they are not said.
     """

@@ -2,15 +2,16 @@
 
     forward     held + received + batch + forward
     backward    held + gradients_in + backward
-    update      state + n losses + arriving + max(summaries + update, summarize)
+    update      state + gradients + n losses + arriving + max(summaries + update, summarize)
 
-    held        state + k kept + w deferred + x received + g gradients_in + n losses
+    held        state + a gradients + k kept + w deferred + x received + g gradients_in + n losses
 
-with k micro-batches kept (the one whose backward pass runs included), w of which the gradients of
-weights are to come, x waiting inputs, g waiting gradients and n losses, from the schedule's table
-(``Schedule.moments``). Of a split backward pass, the program of the inputs counts as backward, that
-of the weights takes itself alone. Stages that share devices are summed, each with what it holds
-while one of them executes. It equals the replay of the step byte for byte when the parts do.
+with a = 1 from the first gradients of parameters on, and 0 before, k micro-batches kept (the one
+whose backward pass runs included), w of which the gradients of weights are to come, x waiting
+inputs, g waiting gradients and n losses, from the schedule's table (``Schedule.moments``). Of a
+split backward pass, the program of the inputs counts as backward, that of the weights takes itself
+alone. Stages that share devices are summed, each with what it holds while one of them executes. It
+equals the replay of the step byte for byte when the parts do.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class StageMemory:
     """Bytes per device; integers, or arrays of equal shape for many stages at once.
 
     Attributes:
-        params, gradients, optimizer: The state.
+        params, optimizer: The state.
+        gradients: Accumulators, from the first gradients of a step to the stage's update.
         kept: Per micro-batch in flight: everything that the backward pass reads again.
         received: Values from the stage before, those that pass through included, per micro-batch.
         gradients_in: Gradients from the stage after, per micro-batch.
@@ -71,12 +73,13 @@ class StageMemory:
 
     @property
     def state(self) -> Any:
-        return self.params + self.gradients + self.optimizer
+        """What outlives a step."""
+        return self.params + self.optimizer
 
     @property
     def end(self) -> Any:
         """Beside state, losses and what arrives, the most that the end of a step needs."""
-        return np.maximum(self.summaries + self.update, self.summarize)
+        return self.gradients + np.maximum(self.summaries + self.update, self.summarize)
 
 
 def of_interfaces(stages: Sequence[StageInterface]) -> list[StageMemory]:
@@ -169,7 +172,8 @@ def peak_of(stages: Sequence[StageMemory], moments: Sequence[Moment]) -> Any:
 def _held(memory: StageMemory, o: Occupancy) -> Any:
     """What a stage holds beside its state, whatever executes."""
     return (
-        o.num_kept * memory.kept
+        o.accumulates * memory.gradients
+        + o.num_kept * memory.kept
         + o.num_deferred * memory.deferred
         + o.num_waiting_inputs * memory.received
         + o.num_waiting_gradients * memory.gradients_in
@@ -196,9 +200,10 @@ def _ends(stages: Sequence[StageMemory]) -> Iterator[Any]:
     """Beside state and losses, what the end of a step needs at each of its programs: the stages of
     a device are summed up, and then updated, one after the other."""
     for s, stage in enumerate(stages):
-        arriving = sum(each.arriving for each in stages)
-        yield arriving + sum(each.summary for each in stages[:s]) + stage.summarize
-        yield (sum(each.arriving + each.summaries for each in stages[s:]) + stage.update)
+        there = sum(each.gradients + each.arriving for each in stages)
+        yield there + sum(each.summary for each in stages[:s]) + stage.summarize
+        left = sum(each.gradients + each.arriving + each.summaries for each in stages[s:])
+        yield left + stage.update
 
 
 def peaks_by_position(
@@ -227,6 +232,7 @@ def peaks_by_position(
             np.multiply(memory.kept, o.num_kept, out=instant)
             instant += fixed[o.kind]
             for count, part in (
+                (o.accumulates, memory.gradients),
                 (o.num_waiting_inputs, memory.received),
                 (o.num_waiting_gradients, memory.gradients_in),
                 (o.num_losses, memory.losses),
@@ -256,11 +262,7 @@ def peak_parts(
 
 
 def _state_parts(stage: StageMemory) -> dict[str, Any]:
-    return {
-        "parameters": stage.params,
-        "gradients": stage.gradients,
-        "optimizer": stage.optimizer,
-    }
+    return {"parameters": stage.params, "optimizer": stage.optimizer}
 
 
 def _parts_at_end(
@@ -271,14 +273,14 @@ def _parts_at_end(
             ("update", [0 if s < running else each.summaries for s, each in enumerate(stages)]),
             ("summarize", [each.summary if s < running else 0 for s, each in enumerate(stages)]),
         ):
+            updated = range(running) if instant == "update" else ()
             yield (
                 instant,
                 [
                     {
                         **_state_parts(each),
-                        "received gradients": 0
-                        if instant == "update" and s < running
-                        else each.arriving,
+                        "gradients": each.gradients * (s not in updated),
+                        "received gradients": each.arriving * (s not in updated),
                         "optimizer": each.optimizer + summaries[s],
                         "loss": (s == len(stages) - 1) * _num_losses(moments) * each.losses,
                         "temporaries": getattr(each, instant) if s == running else 0,
@@ -296,6 +298,7 @@ def _parts_at(stages: Sequence[StageMemory], moment: Moment) -> tuple[str, list[
         parts.append(
             {
                 **_state_parts(stage),
+                "gradients": o.accumulates * stage.gradients,
                 "activations": o.num_kept * stage.kept + o.num_deferred * stage.deferred,
                 "received activations": (o.num_waiting_inputs + forward) * stage.received,
                 "received gradients": (o.num_waiting_gradients + gradients) * stage.gradients_in,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from capture.machine.cluster import Cluster
 from capture.machine.target import Target
 from capture.measured.profile import Profile
 from capture.model.graph import LayerGraph
@@ -16,7 +17,7 @@ from capture.predictor.additive import AdditivePredictor
 from capture.predictor.times import TimePredictor
 from capture.step.pipeline import build_step, plan_timeline
 from capture.step.timeline import LinkTimes, StepTimeline
-from capture.step.times import TableTimes, pipeline_seconds
+from capture.step.times import TableTimes
 
 
 def predicted_timeline(plan: Plan, profile: Profile) -> StepTimeline:
@@ -38,26 +39,44 @@ def predicted_timeline(plan: Plan, profile: Profile) -> StepTimeline:
     return plan_timeline(step, plan.cluster, times.stage_times(plan), times.model.rates)
 
 
-def counted_seconds(plan: Plan, profile: Profile) -> float:
-    """A step as the searches for speed count it: by Alpa's closed form, which leaves transfers out;
-    by the table of its schedule and with transfers where that is not plain.
+class CountedSteps:
+    """Steps as plans of all schedules are compared: predicted passes by the table of the schedule,
+    with what stages send to each other, and the updates at the end.
+
+    What is exchanged once per step (gradients of shared parameters, norms) and feeds of the batch
+    are left to the simulation.
+
+    Args:
+        profile: Measurements for an accelerator.
+        cluster: Of the plans.
 
     Raises:
-        ProfileError: ``profile-no-times``, and the codes of ``TimePredictor.table``.
+        ProfileError: ``profile-no-times``.
     """
-    predictor = TimePredictor(profile, max(plan.cluster.nodes))
-    times, schedule = predictor.stage_times(plan), plan.schedule_table
-    if schedule.is_plain:
-        passes = [stage.microbatch_seconds for stage in times]
-        updates = [stage.update_seconds for stage in times]
-        return pipeline_seconds(passes, updates, plan.num_microbatches)
-    links = LinkTimes(plan.cluster, predictor.model.rates)
-    sends = send_seconds(plan.stages, links, profile.graph_at(plan.microbatch_size))
-    return TableTimes(schedule).seconds(times, sends)
+
+    def __init__(self, profile: Profile, cluster: Cluster):
+        self._profile = profile
+        self.times = TimePredictor(profile, max(cluster.nodes))
+        self.links = LinkTimes(cluster, self.times.model.rates)
+        self._tables: dict[tuple[str, int, int], TableTimes] = {}
+
+    def seconds(self, plan: Plan) -> float:
+        """Of a step.
+
+        Raises:
+            ProfileError: the codes of ``TimePredictor.table``.
+        """
+        key = (plan.schedule, plan.num_stages, plan.num_microbatches)
+        if key not in self._tables:
+            self._tables[key] = TableTimes(plan.schedule_table)
+        sends = send_seconds(plan.stages, self.links, self._profile.graph_at(plan.microbatch_size))
+        return self._tables[key].seconds(self.times.stage_times(plan), sends)
 
 
 def send_seconds(stages: Sequence[Stage], links: LinkTimes, graph: LayerGraph) -> list[float]:
     """Per stage but the last, what it sends to the next; nothing where they share their devices.
+
+    Values go one after the other, each as large as on the side that has more of it per device.
 
     Args:
         stages: In pipeline order.
@@ -66,10 +85,14 @@ def send_seconds(stages: Sequence[Stage], links: LinkTimes, graph: LayerGraph) -
     """
     sends = []
     for stage, other in pairwise(stages):
-        crossing = [graph.values[v] for v in graph.crossing(stage.stop)]
-        nbytes = sum(v.shard_bytes(stage.choice.data_parallel) for v in crossing)
+        replicas = min(stage.choice.data_parallel, other.choice.data_parallel)
+        crossing = [graph.values[v].shard_bytes(replicas) for v in graph.crossing(stage.stop)]
         apart = stage.devices != other.devices
-        sends.append(links.between(stage.devices, other.devices, nbytes) if apart else 0.0)
+        sends.append(
+            sum(links.between(stage.devices, other.devices, nbytes) for nbytes in crossing)
+            if apart
+            else 0.0
+        )
     return sends
 
 

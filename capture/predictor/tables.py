@@ -93,7 +93,9 @@ class ComponentTables:
             windows = {window: parts for window, parts in windows.items() if window in only}
         try:
             graph = self.profile.graph
-            return extend_windows(windows, graph.num_layers, [layer.key for layer in graph.layers])
+            table, drift = extend_windows(
+                windows, graph.num_layers, [layer.key for layer in graph.layers]
+            )
         except KeyError as error:
             first, stop = error.args[0]
             failed = "\n".join(f"failed: {plain(failure)}" for failure in self.profile.failures)
@@ -109,6 +111,16 @@ class ComponentTables:
                 ),
                 "profile-missing",
             ) from None
+        if self.profile.is_lower_bound:
+            # What a layer adds to the largest product before it says nothing of the next one.
+            measured = np.full_like(table, -np.inf)
+            for (first, stop), parts in windows.items():
+                measured[:, first, stop] = parts
+            measured[np.isnan(table)] = np.nan
+            for row, component in enumerate(self.components):
+                if component in _TEMPORARIES:
+                    table[row], drift[row] = _largest_part(measured[row]), 0
+        return table, drift
 
     def table(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
         """Components of every stage: float64 (len(components), L, L + 1), bytes per device.

@@ -47,7 +47,7 @@ Measured = TypeVar("Measured", StageCost, UpdateCost, SplitCost, StageBuffers)
 
 #: Bump when the programs of a stage change for the same model, so that old measurements are not
 #: taken for new ones.
-PROGRAM_VERSION = 3
+PROGRAM_VERSION = 4
 #: The same, of how a backward pass is split.
 SPLIT_VERSION = 1
 #: Bump when remat "cheap" keeps other values for the same model.
@@ -97,10 +97,6 @@ class CompileBackend:
     def _stops_at_report(self) -> bool:
         return bool(self.target.compiler.get("stop_at_report"))
 
-    @property
-    def _clears_apart(self) -> bool:
-        return self.target.platform == "cpu"
-
     def compiler_of(self, config: StageConfig, name_buffers: bool = False) -> AnyCompiler:
         """What compiles the programs of a stage config to be measured."""
         if self._stops_at_report:
@@ -116,7 +112,6 @@ class CompileBackend:
             fast_compile=True,
             count_work=self.target.rates is not None,
             name_buffers=name_buffers,
-            clears_apart=self._clears_apart,
             options=options,
         )
 
@@ -239,7 +234,6 @@ class CompileBackend:
                 len(borrowed),
                 config.stop == graph.num_layers,
                 *_arriving(graph, config),
-                *(["clears apart"] if self._clears_apart else []),
             ]
         )
 
@@ -277,7 +271,6 @@ class CompileBackend:
             degrees,
             *_arriving(traced.graph, config),
         ]
-        of_others += ["clears apart"] if self._clears_apart else []
         return content_hash([self._facts, "update", params, *of_others])
 
     def measure(self, config: StageConfig) -> StageCost:

@@ -9,21 +9,13 @@ allocated, nothing is run.
 from __future__ import annotations
 
 import math
-import tempfile
-from collections.abc import Sequence
-from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from capture import environment
-from capture.compiler.assembler import write_assembler
-from capture.compiler.executable import Compiler, Executable
-from capture.compiler.report_compiler import ReportCompiler
-from capture.compiler.target_devices import devices_of
+from capture.compiler.executable import Executable
+from capture.compiler.target_compiler import TargetCompiler
 from capture.errors import TargetError
 from capture.machine.cluster import Cluster
 from capture.machine.target import Target
@@ -51,24 +43,16 @@ class StepCompiler:
     """
 
     def __init__(self, target: Target, where: Mesh | Cluster, count_work: bool = False):
-        self.target, self._count_work = target, count_work
+        self.target = target
         shape, names = mesh_axes(where)
         own = [] if isinstance(where, Cluster) else list(where.devices.flat)
-        self._are_there = (
+        are_there = (
             bool(own)
             and own[0] in jax.devices()
             and own[0].platform == _JAX_PLATFORMS[target.platform]
         )
-        # A compiler that is stopped at its report is given programs for virtual CPU devices, which
-        # stand for the target's.
-        self._stops_at_report = bool(target.compiler.get("stop_at_report")) and not self._are_there
-        devices = (
-            own
-            if self._are_there
-            else devices_of(
-                Target.load("cpu") if self._stops_at_report else target, math.prod(shape)
-            )
-        )
+        self._compiler = TargetCompiler(target, count_work, are_there)
+        devices = own if are_there else self._compiler.devices(math.prod(shape))
         self.mesh = Mesh(np.array(devices).reshape(shape), names)
 
     def measure(self, sharded: Sharded) -> tuple[int, Executable]:
@@ -113,7 +97,7 @@ class StepCompiler:
         )
         results = (shardings[0], shardings[1], whole)
         try:
-            program = self._compile(step, arguments, results)
+            program = self._compiler(step, arguments, donate=(0, 1), out_shardings=results)
         except RuntimeError as error:  # JAX's, where it lowers for a device, and XLA's
             said = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise TargetError.of(
@@ -125,28 +109,3 @@ class StepCompiler:
             for x in jax.tree.leaves(arguments)
         )
         return held + program.transient_bytes, program
-
-    def _compile(self, step: Any, arguments: Sequence[Any], results: Any) -> Executable:
-        if self._stops_at_report:
-            return ReportCompiler(self.target)(
-                step, arguments, donate=(0, 1), out_shardings=results
-            )
-        options: dict[str, Any] = {}
-        if not self._are_there:
-            options = self.target.compiler_options
-            if self.target.platform == "cuda":
-                scratch = Path(self._scratch.name)
-                options |= {
-                    "xla_gpu_cuda_data_dir": str(self._toolkit),
-                    **environment.kernel_cache_options(scratch / "kernels"),
-                }
-        compiler = Compiler(fast_compile=True, count_work=self._count_work, options=options)
-        return compiler(step, arguments, donate=(0, 1), out_shardings=results)
-
-    @cached_property
-    def _scratch(self) -> tempfile.TemporaryDirectory[str]:
-        return tempfile.TemporaryDirectory(prefix="capture-step-")
-
-    @cached_property
-    def _toolkit(self) -> Path:
-        return write_assembler(Path(self._scratch.name))

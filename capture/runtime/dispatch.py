@@ -99,7 +99,8 @@ class BoundStep:
             observer: Called before every instruction with it and the arrays of all slots.
 
         Returns:
-            The state after the step, and what it reports; they need not be ready yet.
+            The state after the step, by slot, and what it reports; they need not be ready yet.
+            Where it was stopped, every slot that is then alive stands beside the state.
         """
         step = self.step
         frame = Frame([None] * len(step.slots), microbatches, [])
@@ -113,7 +114,10 @@ class BoundStep:
             for instruction, action in zip(step.instructions, actions, strict=False):
                 observer(instruction, frame.slots)
                 action(frame)
-        found = {name: frame.slots[slot] for name, slot in step.persistent.items()}
+        left: Mapping[str, int] = step.persistent | step.made
+        if stop is not None:
+            left = {slot.name: number for number, slot in enumerate(step.slots)}
+        found = {name: frame.slots[slot] for name, slot in left.items()}
         return {
             name: arrays for name, arrays in found.items() if arrays is not None
         }, frame.reported
@@ -246,7 +250,8 @@ def _bind_copy(
     copy: Copy, sources: Sequence[jax.ShapeDtypeStruct], targets: Sequence[jax.ShapeDtypeStruct]
 ) -> Action:
     first, last, index = copy.source, copy.target, copy.index
-    chosen = sources if index is None else [sources[index]]
+    which = range(len(sources)) if index is None else (index,) if isinstance(index, int) else index
+    chosen = [sources[i] for i in which]
     moves = [
         plan_reshard(tuple(source.shape), source.dtype, source.sharding, target.sharding)
         for source, target in zip(chosen, targets, strict=True)
@@ -255,7 +260,7 @@ def _bind_copy(
     def action(frame: Frame) -> None:
         arrays = frame.slots[first]
         assert arrays is not None, f"{copy.label}: the source is not alive"
-        taken = arrays if index is None else [arrays[index]]
+        taken = arrays if index is None else [arrays[i] for i in which]
         frame.slots[last] = [move(array) for move, array in zip(moves, taken, strict=True)]
 
     return action

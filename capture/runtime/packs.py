@@ -29,7 +29,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from capture.compiler.executable import HOST_MEMORY, AnyCompiler, Executable
 from capture.model.graph import LayerGraph, Tensor
 from capture.plan.task_graph import Span
+from capture.runtime.dispatch import Call
+from capture.runtime.fast_paths import flat_call
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
+from capture.runtime.pack_updates import PackUpdate, Reduction, cut
 from capture.runtime.programs import shard_bytes
 from capture.step.interface import owned_and_borrowed
 from capture.step.pack_sizes import PackPass
@@ -67,8 +70,10 @@ class TracedSizes:
 
     def state_bytes(self, pack: Span) -> int:
         stage = self.optimizer.stages[self.packs.index(pack)]
-        structs = [stage.state_structs[k] for k in stage.state]
-        return sum(int(np.prod(s.shape, dtype=np.int64)) * s.dtype.itemsize for s in structs)
+        return _nbytes([stage.state_structs[k] for k in stage.state])
+
+    def summary_bytes(self, pack: Span) -> int:
+        return _nbytes(self.optimizer.stages[self.packs.index(pack)].summary)
 
     def owned(self, span: Span) -> tuple[int, ...]:
         return owned_and_borrowed(self.graph, *span)[0]
@@ -82,9 +87,12 @@ class TracedSizes:
     def param_bytes(self, param: int) -> int:
         return self.graph.params[param].nbytes
 
-    def value_bytes(self, layer: int, examples: int) -> int:
-        values = [self.graph.values[v] for v in self.graph.crossing(layer)]
-        return sum(self._bytes(value, examples) for value in values)
+    def values(self, layer: int) -> tuple[int, ...]:
+        return self.graph.crossing(layer)
+
+    def value_bytes(self, layer: int, examples: int, values: tuple[int, ...] | None = None) -> int:
+        which = self.values(layer) if values is None else values
+        return sum(self._bytes(self.graph.values[v], examples) for v in which)
 
     def gradient_bytes(self, layer: int, examples: int) -> int:
         values = [self.graph.values[v] for v in differentiable(self.graph, layer)]
@@ -201,6 +209,8 @@ class PackPrograms:
             case "state":
                 stage = self._stage(self._builder.spans[number])
                 structs = [stage.state_structs[k] for k in stage.state]
+            case "summary":
+                structs = list(self._stage(self._builder.spans[number]).summary)
             case "loss":
                 structs = [struct_of(graph.values[graph.layers[-1].outputs[-1]])]
             case _:
@@ -219,7 +229,8 @@ class PackPrograms:
         if what == "batch":
             return [graph.batch[b] for b in graph.stage_batch(*self._builder.spans[number])]
         gradient = what == "gradient"
-        values = differentiable(graph, layer) if gradient else graph.crossing(layer)
+        values: Sequence[int] = differentiable(graph, layer) if gradient else graph.crossing(layer)
+        values = self._builder.values.get(number, values)
         return [graph.values[v] for v in values]
 
     def _rows_of(self, tensor: Tensor, examples: int) -> jax.ShapeDtypeStruct:
@@ -237,10 +248,29 @@ class PackPrograms:
 
     # ---- programs --------------------------------------------------------------------------------
 
+    def call(self, run: Run) -> Call:
+        """The program of an instruction, on the arrays of its slots."""
+        call = flat_call(self.executables[run.program].call)
+        if parts_of_name(run.program)[0] == "reduce":
+            return self._reduction(run).call(call)
+        sizes = [len(self._layout[slot]) for slot in run.outputs]
+        return lambda flat: cut(call(flat), sizes)
+
+    def _reduction(self, run: Run) -> Reduction:
+        shardings = [self.sharding(self._step.slots[slot].place) for slot in run.outputs]
+        return Reduction(self._layout[run.inputs[0][0]], shardings)
+
     def _executable(self, run: Run) -> Executable:
         kind = parts_of_name(run.program)[0]
-        make = self._update if kind == "update" else self._pass
-        function, key = make(run)
+        if kind == "reduce":
+            reduction = self._reduction(run)
+            if reduction.key not in self._compiled:
+                self._compiled[reduction.key] = reduction.compiled(self._compiler)
+            return self._compiled[reduction.key]
+        if kind in ("update", "summarize"):
+            function, key = self._update(run, kind)
+        else:
+            function, key = self._pass(run)
         slots = [slot for group in run.inputs for slot in group]
         args = [self._layout[slot] for slot in slots]
         out = [[struct.sharding for struct in self._layout[slot]] for slot in run.outputs]
@@ -257,15 +287,17 @@ class PackPrograms:
     def _pass(self, run: Run) -> tuple[Callable[..., Any], Any]:
         """A forward or backward pass, and what tells it from others of the same arguments."""
         kind, first, stop, size, _ = parts_of_name(run.program)
-        pack = _Pack(self._traced[size], (first, stop), self._weights_at(run), self._pieces(run))
+        pack = PackFunctions(
+            self._traced[size], (first, stop), self._weights_at(run), self._pieces(run)
+        )
         groups = [len(group) for group in run.inputs]
         if kind == "forward":
-            return lambda *slots: pack.forward(*_cut(slots, groups)), pack.key
+            return lambda *slots: pack.forward(*cut(slots, groups)), pack.key
         share = size / self._minibatch_size
         owned = owned_and_borrowed(self._graph, first, stop)[0]
 
         def backward(*slots: Arrays) -> list[Any]:
-            outputs, gradients = pack.backward(*_cut(slots, groups[:4]), share=share)
+            outputs, gradients = pack.backward(*cut(slots, groups[:4]), share=share)
             own = [gradients.pop(p) for p in owned]
             sums = [own, *([gradient] for gradient in gradients.values())]
             if before := slots[sum(groups[:4]) :]:
@@ -295,37 +327,26 @@ class PackPrograms:
         ]
         size = parts_of_name(run.program)[3]
         known = next((group for group in rows if group), [])
-        return tuple(stop - first for first, stop in known) or (size,)
+        return tuple(stop - first for first, stop in dict.fromkeys(known)) or (size,)
 
-    def _update(self, run: Run) -> tuple[Callable[..., Any], Any]:
-        first, stop = parts_of_name(run.program)[1:3]
-        stage = self._stage((first, stop))
-        sizes = [len(self._layout[slot]) for slot in run.inputs[0]]
+    def _update(self, run: Run, kind: str) -> tuple[Callable[..., Any], Any]:
+        span = parts_of_name(run.program)[1:3]
         whats = [self._step.slots[slot] for slot in run.inputs[2]]
-        at = {param: i for i, param in enumerate(stage.params)}
-        #: Of those that hold a single parameter, its position.
-        of = [None if slot.what == "gradients" else at[slot.key or 0] for slot in whats]
-
-        def update(*slots: Arrays) -> list[Any]:
-            weights, (state,), gradients = _cut(slots, [len(group) for group in run.inputs])
-            params = [array for arrays in weights for array in arrays]
-            summed = [list(given) for given, i in zip(gradients, of, strict=True) if i is None]
-            total = [_sum(parts) for parts in zip(*summed, strict=True)]
-            for given, i in zip(gradients, of, strict=True):
-                if i is not None:
-                    total[i] = total[i] + given[0]
-            params, state = stage.update(params, list(state), total, [])
-            return [*_cut(params, sizes), state]
-
-        keys = tuple(self._update_of.param_keys[p] for p in stage.params)
-        states = tuple(at.get(stage.param_of_state.get(k, -1), -1) for k in stage.state)
+        arrays_of = [len(self._layout[slot]) for slot in run.inputs[0]]
+        update = PackUpdate(
+            self._stage(span),
+            arrays_of,
+            [None if slot.what == "gradients" else slot.key or 0 for slot in whats],
+            [len(group) for group in run.inputs],
+        )
+        function = update.update if kind == "update" else update.summarize
+        key = update.key(self._update_of)
         if self._step.programs[run.program].place.host is None:
-            return update, (keys, states, tuple(of))
-        on_host = compute_on("device_host")(jax.jit(update))
-        return on_host, (keys, states, tuple(of))
+            return function, key
+        return compute_on("device_host")(jax.jit(function)), key
 
 
-class _Pack:
+class PackFunctions:
     """Layers at a micro-batch size, as functions of slots."""
 
     def __init__(
@@ -415,7 +436,11 @@ class _Pack:
         return layers(params, [values[v] for v in layers.inputs], [leaves[b] for b in layers.batch])
 
     def _joined(self, values: Sequence[int], pieces: Sequence[Arrays]) -> dict[int, Any]:
-        tensors = [self._graph.values[v] for v in values]
+        tensors, count = [self._graph.values[v] for v in values], len(self._pieces)
+        if len(pieces) > count:  # what was kept at several layers, those before first
+            pieces = [
+                [array for slot in pieces[piece::count] for array in slot] for piece in range(count)
+            ]
         return dict(zip(values, self._together(tensors, pieces), strict=True))
 
     @staticmethod
@@ -445,17 +470,5 @@ class _Pack:
         return found
 
 
-def _sum(parts: Sequence[Any]) -> Any:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
-
-
-def _cut(items: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
-    """Consecutive groups."""
-    found, start = [], 0
-    for size in sizes:
-        found.append(list(items[start : start + size]))
-        start += size
-    return found
+def _nbytes(structs: Sequence[Any]) -> int:
+    return sum(int(np.prod(s.shape, dtype=np.int64)) * s.dtype.itemsize for s in structs)

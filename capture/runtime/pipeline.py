@@ -37,7 +37,8 @@ from capture.runtime.state import (
     optimizer_leaves,
     param_leaves,
 )
-from capture.step.interface import owned_and_borrowed, plan_interfaces
+from capture.step.evaluation import build_evaluation
+from capture.step.interface import StageInterface, owned_and_borrowed, plan_interfaces
 from capture.step.ledger import Ledger
 from capture.step.pipeline import build_step
 from capture.step.program import Run, Step, replay
@@ -165,7 +166,7 @@ class PipelinedStep:
             traced_optimizer(workload.optimizer, traced, self._unused), partition
         )
         borrowers = [p for _, borrowed in owned for p in borrowed]
-        compiler = Compiler(fast_compile=fast_compile, clears_apart=devices[0].platform == "cpu")
+        compiler = Compiler(fast_compile=fast_compile)
         programs = SplitStagePrograms if plan.schedule_table.splits_backward else StagePrograms
         self.stages = [
             programs(
@@ -188,11 +189,18 @@ class PipelinedStep:
     @cached_property
     def program(self) -> Step:
         """The step's instructions; compiles every stage."""
+        return build_step(self._interfaces, self.plan.schedule_table)
+
+    @cached_property
+    def evaluation(self) -> Step:
+        """The instructions of ``evaluate``; ``capture.step.program.replay`` of them says what it
+        needs."""
+        return build_evaluation(self._interfaces, self.plan.schedule_table)
+
+    @cached_property
+    def _interfaces(self) -> list[StageInterface]:
         costs = [stage.cost for stage in self.stages]
-        return build_step(
-            plan_interfaces(self.plan, self.traced.graph, self._param_bytes, costs),
-            self.plan.schedule_table,
-        )
+        return plan_interfaces(self.plan, self.traced.graph, self._param_bytes, costs)
 
     def replay(self, *, record_timeline: bool = False) -> Ledger:
         """The ledger of a step, without running it."""
@@ -230,17 +238,11 @@ class PipelinedStep:
     ) -> PipelineState:
         slots: dict[str, list[jax.Array]] = {}
         for s, stage in enumerate(self.stages):
-            params, optimizer, gradients = _initial(stage, leaves, state_leaves)
+            params, optimizer = _initial(stage, leaves, state_leaves)
             count = len(stage.owned)
-            slots |= {
-                f"params@{s}": params[:count],
-                f"optimizer@{s}": optimizer,
-                f"gradients@{s}": gradients[:count],
-            }
-            for p, param, gradient in zip(
-                stage.borrowed, params[count:], gradients[count:], strict=True
-            ):
-                slots |= {f"param{p}@{s}": [param], f"gradient{p}@{s}": [gradient]}
+            slots |= {f"params@{s}": params[:count], f"optimizer@{s}": optimizer}
+            for p, param in zip(stage.borrowed, params[count:], strict=True):
+                slots[f"param{p}@{s}"] = [param]
         return PipelineState(slots, num_steps, {p: leaves[p] for p in self._unused})
 
     def params(self, state: PipelineState) -> PyTree:
@@ -248,15 +250,6 @@ class PipelinedStep:
         found = dict(state.unused)
         for s, stage in enumerate(self.stages):
             found |= zip(stage.owned, map(np.asarray, state.slots[f"params@{s}"]), strict=True)
-        return joined_params(self.traced, found)
-
-    def gradients(self, state: PipelineState) -> PyTree:
-        """The gradient accumulators on the host, shaped like the parameters; zero between steps."""
-        found = {p: np.zeros_like(array) for p, array in state.unused.items()}
-        for s, stage in enumerate(self.stages):
-            found |= zip(stage.owned, map(np.asarray, state.slots[f"gradients@{s}"]), strict=True)
-            for p in stage.borrowed:  # its owner is an earlier stage
-                found[p] = found[p] + np.asarray(state.slots[f"gradient{p}@{s}"][0])
         return joined_params(self.traced, found)
 
     def optimizer_state(self, state: PipelineState) -> PyTree:
@@ -303,21 +296,51 @@ class PipelinedStep:
         Raises:
             ExecutionError: ``run-batch`` if the batch has other shapes than the plan's.
         """
-        return self._execute(state, batch, key, observer)
+        slots, metrics = self._execute(self._bound, state, batch, key, observer=observer)
+        return PipelineState(slots, state.num_steps + 1, state.unused), metrics
+
+    def evaluate(
+        self,
+        state: PipelineState,
+        batch: PyTree,
+        key: jax.Array | None = None,
+        *,
+        observer: Observer | None = None,
+    ) -> StepMetrics:
+        """The loss of a batch: the forward passes of a step alone, by the same programs.
+
+        Args:
+            state: Not consumed.
+            batch, key, observer: As for a step.
+
+        Raises:
+            ExecutionError: ``run-batch``, ``run-state``, ``run-state-consumed``.
+        """
+        _, metrics = self._execute(self._bound_evaluation, state, batch, key, observer=observer)
+        if self.bound_run_ahead:  # the next step waits for its state alone
+            jax.block_until_ready(metrics.losses)
+        return metrics
 
     def accumulate(
         self, state: PipelineState, batch: PyTree, key: jax.Array | None = None
-    ) -> tuple[PipelineState, StepMetrics]:
-        """The passes of a step without its updates: the gradients stay in the accumulators (see
-        ``gradients``)."""
-        return self._execute(state, batch, key, None, self.program.num_passes)
+    ) -> tuple[PyTree, StepMetrics]:
+        """The passes of a step without its updates: the gradients on the host, shaped like the
+        parameters. The state is not consumed."""
+        stop = self.program.num_passes
+        slots, metrics = self._execute(self._bound, state, batch, key, stop=stop)
+        found = {p: np.zeros_like(array) for p, array in state.unused.items()}
+        for s, stage in enumerate(self.stages):
+            found |= zip(stage.owned, map(np.asarray, slots[f"gradients@{s}"]), strict=True)
+            for p in stage.borrowed:  # its owner is an earlier stage
+                found[p] = found[p] + np.asarray(slots[f"gradient{p}@{s}"][0])
+        return joined_params(self.traced, found), metrics
 
     def first_gradients(
         self, params: PyTree, batch: PyTree, key: jax.Array | None = None
     ) -> PyTree:
         """With which a training that begins at the given parameters makes its first update, on the
         host."""
-        return self.gradients(self.accumulate(self.init_from(params), batch, key)[0])
+        return self.accumulate(self.init_from(params), batch, key)[0]
 
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:
@@ -326,13 +349,15 @@ class PipelinedStep:
 
     def _execute(
         self,
+        bound: BoundStep,
         state: PipelineState,
         batch: PyTree,
         key: jax.Array | None,
-        observer: Observer | None,
+        *,
+        observer: Observer | None = None,
         stop: int | None = None,
-    ) -> tuple[PipelineState, StepMetrics]:
-        bound = self._bound
+    ) -> tuple[dict[str, list[jax.Array]], StepMetrics]:
+        """The slots that are left, and the metrics."""
         start = time.thread_time()
         check_state(state, self._state_shardings)
         slots, losses = bound(
@@ -342,14 +367,19 @@ class PipelinedStep:
             bound_run_ahead=self.bound_run_ahead,
             observer=observer,
         )
-        num_steps = state.num_steps + (stop is None)
-        metrics = StepMetrics(losses, time.thread_time() - start)
-        return PipelineState(slots, num_steps, state.unused), metrics
+        return slots, StepMetrics(losses, time.thread_time() - start)
 
     @cached_property
     def _bound(self) -> BoundStep:
-        layout = partial(layout_of, self.program, self.stages)
-        return BoundStep(self.program, stage_calls(self.program, self.stages), layout)
+        return self._bind(self.program)
+
+    @cached_property
+    def _bound_evaluation(self) -> BoundStep:
+        return self._bind(self.evaluation)
+
+    def _bind(self, step: Step) -> BoundStep:
+        layout = partial(layout_of, step, self.stages)
+        return BoundStep(step, stage_calls(step, self.stages), layout)
 
     @cached_property
     def _state_shardings(self) -> dict[str, list[Any]]:
@@ -357,10 +387,8 @@ class PipelinedStep:
         for s, stage in enumerate(self.stages):
             params = [stage.param_sharding(p) for p in stage.owned]
             state = [stage.state_sharding(k) for k in stage.optimizer.state]
-            found |= {f"params@{s}": params, f"gradients@{s}": params, f"optimizer@{s}": state}
-            for p in stage.borrowed:
-                sharding = [stage.param_sharding(p)]
-                found |= {f"param{p}@{s}": sharding, f"gradient{p}@{s}": sharding}
+            found |= {f"params@{s}": params, f"optimizer@{s}": state}
+            found |= {f"param{p}@{s}": [stage.param_sharding(p)] for p in stage.borrowed}
         return found
 
     def executable(self, run: Run) -> Executable:
@@ -372,8 +400,7 @@ class PipelinedStep:
 def _initial(
     stage: StagePrograms, leaves: Sequence[np.ndarray], state_leaves: Sequence[Any] | None
 ) -> Any:
-    """A stage's parameters, optimizer state (initial, or as given) and zero gradients, all in
-    buffers of their own.
+    """A stage's parameters and optimizer state (initial, or as given), all in buffers of their own.
 
     What ``jax.device_put`` returns may alias memory of the caller, and what a program makes may
     not; only the latter is donated without a copy.
@@ -385,7 +412,7 @@ def _initial(
             if state_leaves is None
             else list(map(jnp.copy, given))
         )
-        return list(map(jnp.copy, params)), optimizer, list(map(jnp.zeros_like, params))
+        return list(map(jnp.copy, params)), optimizer
 
     of_params = [stage.param_sharding(p) for p in stage.params]
     of_state = [stage.state_sharding(k) for k in stage.optimizer.state]
@@ -396,15 +423,7 @@ def _initial(
     given = []
     if state_leaves is not None:
         given = [
-            to_device(_host_or_key(state_leaves[k]), sharding)
+            to_device(to_host(state_leaves[k]), sharding)
             for k, sharding in zip(stage.optimizer.state, of_state, strict=True)
         ]
-    return jax.jit(make, out_shardings=(of_params, of_state, of_params))(params, given)
-
-
-def _host_or_key(leaf: Any) -> Any:
-    return (
-        leaf
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        else np.asarray(leaf)
-    )
+    return jax.jit(make, out_shardings=(of_params, of_state))(params, given)

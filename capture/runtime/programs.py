@@ -1,5 +1,5 @@
-"""The compiled programs of one stage: forward, backward, summarize, update; and what each needs
-while it runs.
+"""The compiled programs of one stage, forward, zeros for gradients, backward, summarize and update,
+and what each needs while it runs.
 
 The forward program returns, beside its outputs, the values that are kept for the backward pass and
 that exist nowhere else (``residuals.py``).
@@ -8,7 +8,9 @@ that exist nowhere else (``residuals.py``).
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -23,6 +25,7 @@ from capture.compiler.executable import AnyCompiler, Compiler, Executable
 from capture.compiler.work import NO_LOCAL_FLOPS
 from capture.measured.profile import StageConfig
 from capture.measured.stage_cost import StageCost, UpdateCost
+from capture.measured.work import Kernel, ProgramWork
 from capture.partition.local_calls import localize
 from capture.partition.sequence import SequenceSplits, SplitRun
 from capture.partition.tensor_parallel import DATA_AXIS, MODEL_AXIS
@@ -211,7 +214,7 @@ class StagePrograms(StageLayout):
         split = ValueSplit(
             self._saving_all,
             [
-                (axis, self.mesh.shape[axis], [_split_dim(spec, axis) for spec in specs])
+                (axis, self.mesh.shape[axis], [split_dim(spec, axis) for spec in specs])
                 for axis in (DATA_AXIS, MODEL_AXIS)
             ],
         )
@@ -253,21 +256,12 @@ class StagePrograms(StageLayout):
     def _summarize(self, params, state, gradients, arrived):
         return self.optimizer.summarize(params, state, self._add_arrived(gradients, arrived))
 
-    def _update(self, params, state, gradients, borrowed, arrived, summaries):
-        params, state = self.optimizer.update(
-            params, state, self._add_arrived(gradients, arrived), summaries
-        )
-        return (
-            (params, state)
-            if self._compiler.clears_apart
-            else (params, state, *self._clear(gradients, borrowed))
-        )
+    def _update(self, params, state, gradients, arrived, summaries):
+        total = self._add_arrived(gradients, arrived)
+        return self.optimizer.update(params, state, total, summaries)
 
-    @staticmethod
-    def _clear(*groups):
-        # Formally they are read: an argument that is not would be left out, and with it the memory
-        # that its zeros take over.
-        return tuple([jnp.where(False, g, jnp.zeros_like(g)) for g in group] for group in groups)
+    def _zero_gradients(self):
+        return [jnp.zeros(struct.shape, struct.dtype) for struct in self.param_structs(self.params)]
 
     def _add_arrived(self, gradients, arrived):
         total = dict(zip(self.owned, gradients, strict=True))
@@ -357,26 +351,18 @@ class StagePrograms(StageLayout):
 
     @cached_property
     def update(self) -> Executable:
-        """(params, state, gradients, borrowed gradients, arrived, summaries) -> (params, state,
-        cleared gradients, cleared borrowed), the latter two unless ``clear`` makes them."""
-        borrowed = self.param_structs(self.borrowed)
+        """(params, state, gradients, arrived, summaries) -> (params, state)."""
         others = [s for s in self.optimizer.siblings if s is not self.optimizer]
         summaries = [self.summary_structs(s.summary) for s in others] if self.summarize else []
-        args = (*self._own, borrowed, self.param_structs(self.arriving), summaries)
-        groups = (*self._own, borrowed)
-        out = tuple([struct.sharding for struct in group] for group in groups)
-        if not self._compiler.clears_apart:
-            return self._compile(self._update, args, (0, 1, 2, 3), out)
-        return self._compile(self._update, args, (0, 1), out[:2])
+        args = (*self._own, self.param_structs(self.arriving), summaries)
+        out = tuple([struct.sharding for struct in group] for group in self._own[:2])
+        return self._compile(self._update, args, (0, 1), out)
 
     @cached_property
-    def clear(self) -> Executable | None:
-        """(gradients, borrowed gradients) -> zeros, where the update leaves them as they are."""
-        if not self._compiler.clears_apart:
-            return None
-        groups = (self.param_structs(self.owned), self.param_structs(self.borrowed))
-        out = tuple([struct.sharding for struct in group] for group in groups)
-        return self._compile(self._clear, groups, (0, 1), out)
+    def zero_gradients(self) -> Executable:
+        """() -> zeros, to which the backward passes of a step add the gradients of ``params``."""
+        out = [struct.sharding for struct in self.param_structs(self.params)]
+        return self._compile(self._zero_gradients, (), (), out)
 
     @cached_property
     def cost(self) -> StageCost:
@@ -386,15 +372,23 @@ class StagePrograms(StageLayout):
     @cached_property
     def update_cost(self) -> UpdateCost:
         """What the compiler says of the end of a step, which does not depend on the micro-batch."""
-        update, clear, summarize = self.update, self.clear, self.summarize
-        cleared_bytes = 0 if clear is None else clear.transient_bytes
+        update, summarize = self.update, self.summarize
         return UpdateCost(
-            update_bytes=max(update.transient_bytes, cleared_bytes),
+            update_bytes=update.transient_bytes,
             optimizer_bytes=sum(map(shard_bytes, self.state_structs())),
             summarize_bytes=summarize.transient_bytes if summarize else 0,
             summary_bytes=sum(map(shard_bytes, summarize.outputs)) if summarize else 0,
-            update_work=update.work,
+            update_work=None if update.work is None else self._with_zeros(update.work),
         )
+
+    def _with_zeros(self, update: ProgramWork) -> ProgramWork:
+        """What happens once per step: zeros are written, with a kernel for each gradient, which is
+        known without compiling them."""
+        sizes = Counter(map(shard_bytes, self.param_structs(self.params)))
+        written = [Kernel(nbytes, count=count) for nbytes, count in sizes.items()]
+        kernels = None if update.kernels is None else (*update.kernels, *written)
+        other_bytes = update.other_bytes + sum(sizes.elements())
+        return replace(update, other_bytes=other_bytes, kernels=kernels)
 
     def cost_given_update(self, update: UpdateCost) -> StageCost:
         """The cost of the stage where that of its update is known already: compiles forward and
@@ -484,7 +478,7 @@ class StagePrograms(StageLayout):
         return max(0, forward.output_bytes - sum(map(shard_bytes, outputs)))
 
 
-def _split_dim(spec: PartitionSpec, axis: str) -> int | None:
+def split_dim(spec: PartitionSpec, axis: str) -> int | None:
     """The dimension that a mesh axis splits."""
     return next((dim for dim, name in enumerate(spec) if name == axis), None)
 

@@ -12,6 +12,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from jax.sharding import PartitionSpec
+
 from capture.partition.dim_flow import dim_flow
 from capture.partition.walk import followed_dims
 from capture.plan.choices import Remat
@@ -98,11 +100,11 @@ class ValueSplit:
 
     def __init__(self, flow: DataFlow, inputs: Sequence[tuple[str, int, Sequence[int | None]]]):
         self._flow = flow
+        split = [(axis, degree, dims) for axis, degree, dims in inputs if degree > 1]
         self._axes: list[tuple[int, Mapping[Any, int | None]]] = [
-            (degree, followed_dims(flow.jaxpr, dims, degree, axis))
-            for axis, degree, dims in inputs
-            if degree > 1
+            (degree, followed_dims(flow.jaxpr, dims, degree, axis)) for axis, degree, dims in split
         ]
+        self._names = [axis for axis, _, _ in split]
 
     def before_gather(self, value: Any) -> Any:
         """The split value that one is the whole of, made by a constraint; else the value. Only the
@@ -116,6 +118,16 @@ class ValueSplit:
     def _parts(self, atom: Any) -> int:
         """Into how many different parts."""
         return math.prod(degree for degree, dims in self._axes if _dim(dims, atom) is not None)
+
+    def spec(self, value: Any) -> PartitionSpec:
+        """How it lies on the mesh; an axis that would split a dimension twice, or unevenly, does
+        not."""
+        entries: list[str | None] = [None] * len(value.aval.shape)
+        for name, (degree, dims) in zip(self._names, self._axes, strict=True):
+            dim = _dim(dims, value)
+            if dim is not None and entries[dim] is None and value.aval.shape[dim] % degree == 0:
+                entries[dim] = name
+        return PartitionSpec(*entries)
 
     def nbytes(self, value: Any) -> int:
         """Per device."""

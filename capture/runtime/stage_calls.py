@@ -52,6 +52,12 @@ def _forward(stage: StagePrograms) -> Call:
     return lambda flat: _cut(call(flat), sizes)
 
 
+def _zero_gradients(stage: StagePrograms) -> Call:
+    call = flat_call(stage.zero_gradients.call)
+    sizes = [len(stage.owned), *[1] * len(stage.borrowed)]
+    return lambda flat: _cut(call(flat), sizes)
+
+
 def _backward(stage: StagePrograms) -> Call:
     call = flat_call(stage.backward.call)
     sizes = [*[1] * len(stage.differentiable_inputs), len(stage.owned), *[1] * len(stage.borrowed)]
@@ -83,18 +89,8 @@ def _update(stage: StagePrograms) -> Call:
     """The values of other stages arrive one after the other; parameters that no stage reads are the
     last, and send none."""
     call = flat_call(stage.update.call)
-    clear = None if stage.clear is None else flat_call(stage.clear.call)
-    num_params, num_state = len(stage.owned), len(stage.optimizer.state)
-    sizes = [num_params, num_state, num_params, *[1] * len(stage.borrowed)]
-    gradients = slice(num_params + num_state, 2 * num_params + num_state + len(stage.borrowed))
-
-    def update(flat):
-        results = call(flat)
-        if clear is not None:
-            results += clear(flat[gradients])
-        return _cut(results, sizes)
-
-    return update
+    sizes = [len(stage.owned), len(stage.optimizer.state)]
+    return lambda flat: _cut(call(flat), sizes)
 
 
 def _cut(results: list[jax.Array], sizes: Sequence[int]) -> list[list[jax.Array]]:
@@ -108,6 +104,7 @@ def _cut(results: list[jax.Array], sizes: Sequence[int]) -> list[list[jax.Array]
 
 _CALLS: dict[str, Callable[[StagePrograms], Call]] = {
     "forward": _forward,
+    "zero_gradients": _zero_gradients,
     "backward": _backward,
     "backward_inputs": _backward_inputs,
     "backward_weights": _backward_weights,

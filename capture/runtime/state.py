@@ -22,8 +22,7 @@ class PipelineState:
     step takes it over: use the one that it returns.
 
     Attributes:
-        slots: Per persistent slot of the step program, its arrays: parameters, optimizer state,
-            gradient accumulators.
+        slots: Per persistent slot of the step program, its arrays: parameters and optimizer state.
         num_steps: Updates so far.
         unused: On the host, the parameters that the loss does not read, by index into the layer
             graph: no step changes them.

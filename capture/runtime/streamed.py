@@ -21,16 +21,16 @@ import numpy as np
 
 from capture import environment
 from capture.compiler.executable import HOST_MEMORY, Compiler, Executable
-from capture.errors import ExecutionError, PlanError, Violation, WorkloadError
+from capture.errors import ExecutionError, WorkloadError
 from capture.model.workload import PyTree, WorkloadProtocol
 from capture.plan.packs import PacksPlan
 from capture.plan.task_graph import Task
 from capture.quantities import format_bytes
-from capture.runtime.dispatch import BoundStep, Call, Observer, to_host
-from capture.runtime.fast_paths import flat_call
+from capture.runtime.dispatch import BoundStep, Observer, to_device, to_host
 from capture.runtime.layout import first_devices
 from capture.runtime.microbatches import split_examples
 from capture.runtime.optimizer import SlicedOptimizer
+from capture.runtime.pack_traces import traced_at
 from capture.runtime.packs import PackPrograms, TracedSizes
 from capture.runtime.pipeline import StepMetrics
 from capture.runtime.stacked import traced_optimizer
@@ -47,8 +47,6 @@ from capture.step.pack_order import begins_without_copies
 from capture.step.program import Instruction, Run, Step, replay
 from capture.step.streamed import Begins, StreamedBuilder
 from capture.step.streamed_state import parts_of_name
-from capture.tracing import TracedModel, trace
-from capture.tracing.coupling import coupled_examples
 
 
 def streamed(
@@ -75,9 +73,9 @@ def streamed(
     Raises:
         PlanError: ``plan-other-model`` if the plan was made for another model, ``plan-num-layers``,
             ``packs-sizes`` where the loss is another program at another micro-batch size,
-            ``packs-coupled`` where its examples meet and both directions cut them differently,
-            ``packs-reduce`` for data parallelism that updates on the devices.
-        WorkloadError: ``packs-optimizer`` for an optimizer that needs all gradients at once.
+            ``packs-coupled`` where its examples meet and both directions cut them differently.
+        WorkloadError: ``packs-optimizer`` for an optimizer that needs parameters which the loss
+            does not read.
         ExecutionError: ``run-devices`` if there are fewer devices than the plan uses,
             ``run-host-memory`` where a device cannot use its host's, or may use too little.
     """
@@ -92,13 +90,6 @@ def streamed(
             f"devices of platform {devices[0].platform} have no memory of kind {HOST_MEMORY}, "
             "where weights are kept; run the plan on GPUs, TPUs or CPU devices.",
             "run-host-memory",
-        )
-    if plan.mode == "dp" and count > 1 and not plan.switches.offload:
-        raise PlanError.of(
-            "the plan adds gradients between devices and updates there (mode='dp' without "
-            "offload), which is estimated and not run by this version; leave offload on, or use "
-            "mode='pp'.",
-            "packs-reduce",
         )
     return StreamedStep(workload, plan, devices, begins, fast_compile)
 
@@ -126,7 +117,7 @@ class StreamedStep:
         self.bound_run_ahead = devices[0].platform == "cpu"
         tasks = plan.tasks()
         sizes = {size for task in tasks.tasks for size in task.sizes}
-        traces = _traced(workload, plan, sizes)
+        traces = traced_at(workload, plan, sizes)
         self.traced = traces[max(traces)]
         graph, packs = self.traced.graph, plan.configuration.backward.packs
         whole = [owned_and_borrowed(graph, *pack)[0] for pack in packs]
@@ -139,11 +130,13 @@ class StreamedStep:
         self.microbatch_sizes = tuple(
             size for task in tasks.tasks if task.criterion for size in task.sizes
         )
-        if any(stage.summary for stage in self.optimizer.stages):
+        #: Whether the optimizer needs the gradients of all packs, such as their norm: they wait on
+        #: the host, and the updates come after all passes.
+        self.updates_last = any(stage.summary for stage in self.optimizer.stages)
+        if self._unused and self.optimizer.stages[-1].summary:
             raise WorkloadError.of(
-                "the optimizer needs a value made from all gradients, such as their norm, before "
-                "it updates any parameter, and a plan of packs updates each as soon as its "
-                "gradient is there; leave the clipping out, or use a plan of stages.",
+                "the optimizer needs values of parameters that the loss does not read, before it "
+                "updates any other; leave those out of the model, or of the optimizer.",
                 "packs-optimizer",
             )
         self._begins = begins or begins_without_copies(tasks, self._operations)
@@ -263,7 +256,7 @@ class StreamedStep:
             found |= zip(leaves, map(to_host, state.slots[name]), strict=True)
         return self.optimizer.unflatten_state(
             [
-                np.array(found[k]) if k in found else np.zeros(struct.shape, struct.dtype)
+                found[k].copy() if k in found else np.zeros(struct.shape, struct.dtype)
                 for k, struct in enumerate(self.optimizer.state_structs)
             ]
         )
@@ -287,7 +280,7 @@ class StreamedStep:
         for slot, name in self._kept("weights"):
             sharding = self.programs.sharding(places[slot].place)
             owned = self._sizes.owned(self._builder.spans[slot])
-            slots[name] = [jax.device_put(np.array(leaves[p]), sharding) for p in owned]
+            slots[name] = [to_device(leaves[p], sharding) for p in owned]
         for slot, name in self._kept("state"):
             stage, sharding = self._stage(slot), self.programs.sharding(places[slot].place)
             given = (
@@ -295,7 +288,7 @@ class StreamedStep:
                 if state_leaves is None
                 else [state_leaves[k] for k in stage.state]
             )
-            slots[name] = [jax.device_put(np.array(array), sharding) for array in given]
+            slots[name] = [to_device(to_host(array), sharding) for array in given]
         return PipelineState(slots, num_steps, {p: leaves[p] for p in self._unused})
 
     # ---- execution -------------------------------------------------------------------------------
@@ -342,10 +335,16 @@ class StreamedStep:
         host."""
         found: dict[int, np.ndarray] = {}
         step, spans = self.program, self._builder.spans
+        updated: set[tuple[int, ...]] = set()
 
         def observer(instruction: Instruction, slots: list[Any]) -> None:
             if not isinstance(instruction, Run) or not instruction.program.startswith("update"):
                 return
+            # Where devices update, each does so with the sum over all.
+            pack = parts_of_name(instruction.program)[1:3]
+            if pack in updated:
+                return
+            updated.add(pack)
             for slot in instruction.inputs[2]:
                 param = step.slots[slot].key
                 params = self._sizes.owned(spans[slot]) if param is None else (param,)
@@ -387,75 +386,5 @@ class StreamedStep:
     def _bound(self) -> BoundStep:
         step = self.program
         runs = {each.program: each for each in step.instructions if isinstance(each, Run)}
-        calls = {name: self._call(run) for name, run in runs.items()}
+        calls = {name: self.programs.call(run) for name, run in runs.items()}
         return BoundStep(step, calls, self.programs.layout)
-
-    def _call(self, run: Run) -> Call:
-        call = flat_call(self.executable(run).call)
-        slots = self.program.slots
-        sizes = [len(self.programs.layout(slots[slot])) for slot in run.outputs]
-
-        def cut(flat: list[jax.Array]) -> list[list[jax.Array]]:
-            results, found, start = call(flat), [], 0
-            for size in sizes:
-                found.append(results[start : start + size])
-                start += size
-            return found
-
-        return cut
-
-
-def _traced(workload: WorkloadProtocol, plan: PacksPlan, sizes: set[int]) -> dict[int, TracedModel]:
-    """The loss at every size of its micro-batches: the same layers."""
-    traces = {size: trace(workload, size, unmarked_layers=plan.num_layers) for size in sizes}
-    configuration = plan.configuration
-    sized = traces[configuration.backward.microbatch_size]
-    violations = []
-    if sized.graph.num_layers != plan.num_layers:
-        violations.append(
-            Violation(
-                f"the plan has num_layers={plan.num_layers} and the model "
-                f"{sized.graph.num_layers}; plan this model again.",
-                "plan-num-layers",
-            )
-        )
-    elif plan.model_hash and sized.graph.model_hash != plan.model_hash:
-        violations.append(
-            Violation(
-                f"the plan was made for model_hash={plan.model_hash} and this model has "
-                f"{sized.graph.model_hash}: the model, its shapes or the version of JAX changed. "
-                "Plan it again.",
-                "plan-other-model",
-            )
-        )
-    PlanError.check(violations)
-    other = [size for size, traced in traces.items() if _wiring(traced) != _wiring(sized)]
-    if other:
-        raise PlanError.of(
-            f"at micro-batch size {other[0]} the loss is cut into other layers than at "
-            f"{sized.graph.microbatch_size}; mark the layers in the model, or choose sizes that "
-            "divide the minibatch.",
-            "packs-sizes",
-        )
-    one, two = configuration.forward.microbatch_size, configuration.backward.microbatch_size
-    last = configuration.backward.packs[-1][0]
-    if one != two and last:
-        met = coupled_examples(traces[one], traces[two], last)
-        if met:
-            raise PlanError.of(
-                f"the plan runs micro-batches of {one} examples forward and {two} backward, and "
-                f"{met}: computed again at another size it is another function. Give both "
-                "directions the same microbatch_size.",
-                "packs-coupled",
-            )
-    return traces
-
-
-def _wiring(traced: TracedModel) -> Any:
-    graph = traced.graph
-    layers = [(layer.params, layer.inputs, layer.outputs, layer.batch) for layer in graph.layers]
-    rows = [
-        None if value.batch_dim is None else value.shape[value.batch_dim] / graph.microbatch_size
-        for value in (*graph.values, *graph.batch)
-    ]
-    return layers, rows

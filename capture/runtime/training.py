@@ -27,7 +27,7 @@ from capture.runtime import checkpoint
 from capture.runtime.meter import AnyStep, Measurement, measure_heap, measure_step
 from capture.runtime.pipeline import pipeshard
 from capture.runtime.reference import ReferenceStep, max_relative_error
-from capture.runtime.streamed import streamed
+from capture.runtime.streamed import StreamedStep, streamed
 from capture.step.ledger import Ledger
 
 
@@ -77,6 +77,10 @@ def train(
         if isinstance(plan, PacksPlan)
         else pipeshard(workload, plan, fast_compile=training.fast_compile)
     )
+    if isinstance(step, StreamedStep) and step.updates_last:
+        report(
+            "the optimizer needs all gradients: they wait on the host, and every update comes last"
+        )
     keys = jax.random.split(jax.random.key(training.seed), 3)
     params = workload.init(keys[0])
     restored = None if training.restore is None else checkpoint.restore(step, training.restore)

@@ -53,7 +53,8 @@ class StageInterface:
         differentiable: Values among received, outputs and sent that carry a gradient back.
         value_bytes: Per value, its bytes per device on this stage.
         batch_bytes: Per batch leaf.
-        param_bytes: Per parameter, owned or borrowed; its accumulated gradient takes as much.
+        param_bytes: Per parameter, owned or borrowed; its gradient takes as much, from zeros that
+            need nothing else to be made.
         optimizer_bytes: State of the optimizer for the owned parameters.
         residual_bytes: Activations that one micro-batch keeps for its backward pass, kept inputs,
             outputs and batch leaves not included.

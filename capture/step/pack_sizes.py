@@ -30,6 +30,10 @@ class PackSizes(Protocol):
         """Their optimizer state, where the layers are updated together."""
         ...
 
+    def summary_bytes(self, pack: Span) -> int:
+        """What the updates of other packs need of their gradients; 0 where those need nothing."""
+        ...
+
     def shared(self, pack: Span) -> tuple[int, ...]:
         """Parameters that layers read and that belong to earlier ones."""
         ...
@@ -44,8 +48,13 @@ class PackSizes(Protocol):
 
     def param_bytes(self, param: int) -> int: ...
 
-    def value_bytes(self, layer: int, examples: int) -> int:
-        """What enters a layer."""
+    def values(self, layer: int) -> tuple[int, ...]:
+        """What enters a layer, ascending in the order in which it is made; what skips over several
+        layers enters each."""
+        ...
+
+    def value_bytes(self, layer: int, examples: int, values: tuple[int, ...] | None = None) -> int:
+        """What enters a layer, or some of it."""
         ...
 
     def gradient_bytes(self, layer: int, examples: int) -> int:
@@ -87,6 +96,9 @@ class ProfileSizes:
     def state_bytes(self, pack: Span) -> int:
         return self.profile.state_bytes(*pack)
 
+    def summary_bytes(self, pack: Span) -> int:
+        return 0
+
     def shared(self, pack: Span) -> tuple[int, ...]:
         return ()
 
@@ -99,7 +111,10 @@ class ProfileSizes:
     def param_bytes(self, param: int) -> int:
         raise AssertionError("a layer profile has no parameters")
 
-    def value_bytes(self, layer: int, examples: int) -> int:
+    def values(self, layer: int) -> tuple[int, ...]:
+        return (layer,)
+
+    def value_bytes(self, layer: int, examples: int, values: tuple[int, ...] | None = None) -> int:
         return examples * self.profile.x_bytes_per_sample[layer] if layer < self.num_layers else 0
 
     def gradient_bytes(self, layer: int, examples: int) -> int:

@@ -5,9 +5,13 @@ Every stage is a place; stages that share devices are several places on them, an
 they make without a copy, unless the one that made it keeps it, too. The slots of a stage are called
 ``params``, ``optimizer``, ``gradients`` (all owned parameters), ``param``, ``gradient`` (one
 borrowed), ``residuals``, ``batch``, ``input``, ``output``, ``input gradient``, ``cotangent`` or
-``summary``; its programs ``forward``, ``backward``, ``summarize`` and ``update``. A split backward
-pass is ``backward_inputs`` and ``backward_weights``: what only the first reads dies with it, the
-rest (``held residuals`` among it) and what it makes for the second (``deferred``) with the second.
+``summary``; its programs ``forward``, ``zero_gradients``, ``backward``, ``summarize`` and
+``update``. A split backward pass is ``backward_inputs`` and ``backward_weights``: what only the
+first reads dies with it, the rest (``held residuals`` among it) and what it makes for the second
+(``deferred``) with the second.
+
+Parameters and optimizer state outlive the step. Gradients are accumulated from zeros, which are
+made just before a stage's first pass that adds to them, until its update, which takes them.
 """
 
 from __future__ import annotations
@@ -98,18 +102,16 @@ class PipelineBuilder:
             tuple[str, int, int, int], int
         ] = {}  # (what, stage, micro-batch, id) -> slot
         self.params: list[tuple[int, ...]] = []  # per stage, owned and then borrowed
-        self.gradients: list[tuple[int, ...]] = []
+        self.gradients: dict[int, tuple[int, ...]] = {}  # alike, once there are any
         for s, stage in enumerate(stages):
-            for kind, nbytes in stage.transient_bytes.items():
+            needs = {**stage.transient_bytes, "zero_gradients": sum(stage.param_bytes.values())}
+            for kind, nbytes in needs.items():
                 self.step.programs[program_name(kind, s)] = Program(kind, self.places[s], nbytes)
             params = [self._keep("params", s, "parameters", stage.params_bytes)]
             self._keep("optimizer", s, "optimizer", stage.optimizer_bytes)
-            gradients = [self._keep("gradients", s, "gradients", stage.params_bytes)]
             for p in stage.borrowed:
                 params.append(self._keep("param", s, "parameters", stage.param_bytes[p], p))
-                gradients.append(self._keep("gradient", s, "gradients", stage.param_bytes[p], p))
             self.params.append(tuple(params))
-            self.gradients.append(tuple(gradients))
 
     def build(self) -> Step:
         """The step; once."""
@@ -117,7 +119,7 @@ class PipelineBuilder:
         step.instructions += self.order()
         assert not any(what == "cotangent" for what, *_ in self.values), "a gradient is left behind"
         step.num_passes = len(step.instructions)
-        step.instructions += [*self._updates(), Free(tuple(step.reported))]
+        step.instructions += [*self.updates(), Free(tuple(step.reported))]
         return step
 
     # ---- what another runtime does otherwise -----------------------------------------------------
@@ -164,6 +166,23 @@ class PipelineBuilder:
             if ("batch", s, m, b) not in self.values:
                 slot = self._new("batch", "batch", s, m, b, self.stages[s].batch_bytes[b])
                 yield Feed(slot, m, (b,), label)
+
+    def accumulators(self, s: int) -> Iterator[Instruction]:
+        """Zeros for the gradients of a stage's parameters, unless they are there already."""
+        if s in self.gradients:
+            return
+        stage, place = self.stages[s], self.places[s]
+        slots = [
+            self.step.slot(f"gradients@{s}", place, "gradients", stage.params_bytes, "gradients")
+        ]
+        for p in stage.borrowed:
+            nbytes = stage.param_bytes[p]
+            slots.append(
+                self.step.slot(f"gradient{p}@{s}", place, "gradients", nbytes, "gradient", p)
+            )
+        self.gradients[s] = tuple(slots)
+        label = f"zero gradients on stage {s}"
+        yield Run(program_name("zero_gradients", s), (), self.gradients[s], (), label)
 
     def _keep(self, what: str, s: int, category: str, nbytes: int, key: int | None = None) -> int:
         name = f"{what}@{s}" if key is None else f"{what}{key}@{s}"
@@ -238,6 +257,7 @@ class PipelineBuilder:
         transfers.insert(0 if not last and self._together(s, s + 1) else len(transfers), gone)
 
     def _backward(self, s: int, m: int, transfers: list[Instruction]) -> Iterator[Instruction]:
+        yield from self.accumulators(s)
         stage, label = self.stages[s], f"backward {m} on stage {s}"
         kept = (
             self._take("input", s, m, stage.kept_inputs),
@@ -291,6 +311,7 @@ class PipelineBuilder:
 
     def _backward_weights(self, s: int, m: int) -> Iterator[Instruction]:
         """Those that nobody waits for."""
+        yield from self.accumulators(s)
         accumulated, held = self.gradients[s], self._held(s, m)
         batch = self._take("batch", s, m, self.split(s).batch)
         deferred = self._take("deferred", s, m, [0])
@@ -359,7 +380,7 @@ class PipelineBuilder:
 
     # ---- updates ---------------------------------------------------------------------------------
 
-    def _updates(self) -> Iterator[Instruction]:
+    def updates(self) -> Iterator[Instruction]:
         """Sum the gradients of shared parameters at their owner, update there, and send the new
         values back."""
         stages, step, places = self.stages, self.step, self.places
@@ -372,22 +393,22 @@ class PipelineBuilder:
         ]
         arrived: list[list[int]] = [[] for _ in stages]
         for p, owner, s in borrowers:
+            source = self.gradients[s][1 + stages[s].borrowed.index(p)]
             nbytes = stages[owner].param_bytes[p]
             name = f"gradient{p} of {s}@{owner}"
             slot = step.slot(name, places[owner], "received gradients", nbytes, "gradient", p)
             arrived[owner].append(slot)
             label = f"send gradient of parameter {p} from stage {s} to {owner}"
-            yield self._copy(step.persistent[f"gradient{p}@{s}"], slot, label)
+            yield self._copy(source, slot, label)
         summaries: list[list[int]] = [[] for _ in stages]
         if any(stage.summary_bytes for stage in stages):
             yield from self._summaries(arrived, summaries)
         for s in range(len(stages)):
             own, borrowed = self._own(s), self.gradients[s][1:]
             others = (slot for slot in summaries[s] if step.slots[slot].key != s)
-            inputs = (*((slot,) for slot in own), borrowed, tuple(arrived[s]), tuple(others))
-            taken = (*own, *borrowed)
-            yield Run(program_name("update", s), inputs, taken, taken, f"update on stage {s}")
-            yield Free((*arrived[s], *summaries[s]))
+            inputs = (*((slot,) for slot in own), tuple(arrived[s]), tuple(others))
+            yield Run(program_name("update", s), inputs, own[:2], own, f"update on stage {s}")
+            yield Free((*borrowed, *arrived[s], *summaries[s]))
         for s, stage in enumerate(stages):
             for p in stage.borrowed:
                 owner = owner_of[p]
@@ -402,9 +423,8 @@ class PipelineBuilder:
                 )
 
     def _own(self, s: int) -> tuple[int, int, int]:
-        names = ("params", "optimizer", "gradients")
-        params, optimizer, gradients = (self.step.persistent[f"{name}@{s}"] for name in names)
-        return params, optimizer, gradients
+        optimizer = self.step.persistent[f"optimizer@{s}"]
+        return self.params[s][0], optimizer, self.gradients[s][0]
 
     def _summaries(
         self, arrived: Sequence[Sequence[int]], summaries: Sequence[list[int]]

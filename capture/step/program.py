@@ -8,7 +8,7 @@ arrays that live and die together, so the list stays short.
 
     Feed   rows of the batch from the host into a slot
     Run    a program on slots; donated slots die, output slots come to life
-    Copy   a slot, or one array of it, into a slot of another place
+    Copy   a slot, or some arrays of it, into a slot of another place
     Wait   the host goes on when the copy into a slot has ended
     Free   slots that nothing reads any more
 
@@ -134,13 +134,13 @@ class Run:
 @dataclass(frozen=True)
 class Copy:
     """Out, in, or from device to device, as the places of the slots say. ``nbytes`` is what the
-    busier side sends or receives, per device; ``index`` selects one array of the source."""
+    busier side sends or receives, per device; ``index`` selects an array of the source, or some."""
 
     source: int
     target: int
     nbytes: int
     label: str
-    index: int | None = None
+    index: int | tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,8 @@ class Step:
         programs: What the instructions run, by name.
         slots: Indexed by the instructions.
         instructions: In the order of issue.
-        persistent: Slots that live from before the step to after it, by name.
+        persistent: Slots that are there before the step, by name. They live on, or end in it.
+        made: Slots that live on after the step and are not there before it, by name.
         reported: Slots whose arrays the step returns beside its state: losses.
         num_passes: Instructions before the updates.
     """
@@ -177,6 +178,7 @@ class Step:
     slots: list[Slot] = field(default_factory=list)
     instructions: list[Instruction] = field(default_factory=list)
     persistent: dict[str, int] = field(default_factory=dict)
+    made: dict[str, int] = field(default_factory=dict)
     reported: list[int] = field(default_factory=list)
     num_passes: int = 0
 

@@ -4,8 +4,8 @@ their gradients that go back.
 Every device is a place, and has a place in the memory of the host. Weights and optimizer state
 stay there: a slot of weights per run of layers that no pack divides, one of state per backward
 pack. Slots are called ``weights``, ``state``, ``gradients``, ``batch``, ``activation``,
-``gradient`` (of an activation) and ``loss``; programs ``forward``, ``backward`` (which computes the
-forward pass again), ``reduce`` and ``update``.
+``gradient`` (of an activation), ``summary`` and ``loss``; programs ``forward``, ``backward`` (which
+computes the forward pass again), ``reduce``, ``summarize`` and ``update``.
 
 A value between two packs is cut where the micro-batches of either direction end, so that it is
 copied once in pieces, whatever their sizes (concatenation and split are the programs'). It goes
@@ -124,6 +124,9 @@ class StreamedBuilder(StreamedState):
             self._issue(self._emit(unit, rank))
         for rank in self._ranks:
             self._issue(self._flushed(rank))
+        self._issue(self._update_all())
+        for rank in self._ranks:
+            self._issue(self._flushed(rank))
         step.num_passes = len(step.instructions)
         if step.reported:
             step.instructions.append(Free(tuple(step.reported)))
@@ -171,11 +174,13 @@ class StreamedBuilder(StreamedState):
             unit.batch = yield from self._feed(unit, rank)
         nbytes = sizes.value_bytes(task.first, unit.size)
         if unit.inputs is None and not (early and not self._has_room(rank, nbytes)):
+            stash = self._stash[self._lane(task), task.first]
             if task.first == 0:
                 unit.inputs = []
+            elif task.source is None or self._spans(unit)[0][1] in stash:
+                unit.inputs = yield from self._bring_kept(unit, rank, early)
             else:
-                what = "input" if task.source else "kept"
-                unit.inputs = yield from self._bring_pieces(unit, rank, task.first, what, early)
+                unit.inputs = yield from self._bring_pieces(unit, rank, task.first, "input", early)
         if unit.gradients is None and task.gradient is not None:
             what, above = "input gradient", sizes.gradient_bytes(task.stop, unit.size)
             if early and not self._has_room(rank, above):
@@ -234,22 +239,46 @@ class StreamedBuilder(StreamedState):
         for source in [known.pop(end) for end in ends]:
             given = self.step.slots[source]
             if given.place is rank.place:
-                came.append((source, None))
+                came.append(Came(source))
                 continue
             category = "cotangents" if what == "input gradient" else "activations"
             slot = self._alike(source, rank.place, category)
             yield self._copy(source, slot)
             if given.place.host is None:
                 yield Free((source,))
-            came.append((slot, None if given.place.host is None else source))
+            came.append(Came(slot, None if given.place.host is None else source))
         return came
 
-    def _used(self, came: Iterable[Came], *, but: bool = False) -> Iterator[Instruction]:
-        """Pieces are freed, and where they came from; but for that, which is kept on."""
-        for slot, source in came:
+    def _bring_kept(
+        self, unit: Unit, rank: Rank, early: bool
+    ) -> Generator[Instruction, None, list[Came] | None]:
+        """An input that the host keeps, at several layers if values skip over some: of each, all
+        pieces. The backward pass of a layer is the last to read what is kept there."""
+        task, lane, spans = unit.task, self._lane(unit.task), self._spans(unit)
+        if early and any(stop not in self._stash[lane, task.first] for _, stop in spans):
+            return None
+        came: list[Came] = []
+        entering = self._sizes.values(task.first)
+        for layer, kept in self._kept_at.items():
+            values = tuple(v for v in kept if v in entering) if layer <= task.first else ()
+            if not values:
+                continue
+            index = None if values == kept else tuple(map(kept.index, values))
+            for rows in spans:
+                source = self._stash[lane, layer][rows[1]]
+                assert source is not None, f"{self._label}: nothing is kept at layer {layer}"
+                slot = self._values_slot(rank.place, "activations", task.first, rows, values)
+                yield Copy(source, slot, self.step.slots[slot].nbytes, self._label, index)
+                last = task.kind == "backward" and layer == task.first
+                came.append(Came(slot, source, last))
+        return came
+
+    def _used(self, came: Iterable[Came]) -> Iterator[Instruction]:
+        """Pieces are freed, and where they came from, if that is not kept on."""
+        for slot, source, last in came:
             if source is not None:
                 yield from self._waited(source, slot)
-            yield Free((slot,) if source is None or but else (slot, source))
+            yield Free((slot,) if source is None or not last else (slot, source))
 
     # ---- what goes out ---------------------------------------------------------------------------
 
@@ -266,6 +295,9 @@ class StreamedBuilder(StreamedState):
         if not over_host:
             known |= dict(zip(ends, slots, strict=True))
             return
+        if what == "input" and layer in self._kept_at:  # it is read from there both times
+            yield from self._keep(unit, rank, layer, slots)
+            return
         outs = yield from self._put_out(slots, rank, "activations")
         known |= dict(zip(ends, outs, strict=True))
         rank.late.append(Late(outs, slots))
@@ -280,21 +312,21 @@ class StreamedBuilder(StreamedState):
         return outs
 
     def _keep(
-        self, unit: Unit, rank: Rank, layer: int, came: Sequence[Came]
-    ) -> Generator[Instruction, None, bool]:
-        """An input of a layer, for the backward pass; whether it has to be copied out for that.
-        What came from the host stays there."""
-        known = self._pieces[self._lane(unit.task), layer, "kept"]
-        ends = [stop for _, stop in self._spans(unit)]
-        sources = [source for _, source in came if source is not None]
-        if len(sources) == len(came):
-            known |= dict(zip(ends, sources, strict=True))
-            return False
-        slots = [slot for slot, _ in came]
-        outs = yield from self._put_out(slots, rank, "kept activations")
-        known |= dict(zip(ends, outs, strict=True))
+        self, unit: Unit, rank: Rank, layer: int, slots: Sequence[int]
+    ) -> Iterator[Instruction]:
+        """An input of a layer goes to the host, for the backward pass; but for what is there
+        already, since it has skipped over this layer and one before."""
+        kept, entering = self._kept_at[layer], self._sizes.values(layer)
+        index = None if kept == entering else tuple(map(entering.index, kept))
+        stash, outs = self._stash[self._lane(unit.task), layer], []
+        for rows, slot in zip(self._spans(unit), slots, strict=True):
+            stash[rows[1]] = None
+            if kept:
+                out = self._values_slot(rank.host, "kept activations", layer, rows, kept)
+                yield Copy(slot, out, self.step.slots[out].nbytes, self._label, index)
+                stash[rows[1]] = out
+                outs.append(out)
         rank.late.append(Late(outs, slots))
-        return True
 
     def _leave(self, unit: Unit, rank: Rank) -> Iterator[Instruction]:
         """Weights go with the last micro-batch of a task."""
@@ -309,14 +341,14 @@ class StreamedBuilder(StreamedState):
 
     def _forward(self, unit: Unit, rank: Rank) -> Iterator[Instruction]:
         task, sizes = unit.task, self._sizes
-        kept = {layer for layer, _ in task.stashes} - {0}
         came, spans = unit.inputs or [], self._spans(unit)
         readers = [sub_pack for sub_pack in task.sub_packs if sizes.batch(sub_pack)]
         for sub_pack in task.sub_packs:
             first, stop = sub_pack
-            copied = False
-            if first in kept:
-                copied = yield from self._keep(unit, rank, first, came)
+            # What came from where it is kept is there.
+            keeps = first in self._kept_at and all(one.last for one in came)
+            if keeps:
+                yield from self._keep(unit, rank, first, [one.slot for one in came])
             ends = stop == task.stop and task.sink is None
             outputs = (
                 [self._slot("loss", rank.place, "loss", 4)]
@@ -331,20 +363,20 @@ class StreamedBuilder(StreamedState):
             name = program_name("forward", sub_pack, unit.size, task.rank, spans)
             inputs = (
                 self._read_by(sub_pack, task, rank),
-                tuple(slot for slot, _ in came),
+                tuple(one.slot for one in came),
                 tuple(unit.batch or ()) if sub_pack in readers else (),
             )
             self._program("forward", name, rank, transient)
             yield Run(name, inputs, tuple(outputs), (), self._label)
-            if not copied:
-                yield from self._used(came, but=first in kept)
+            if not keeps:
+                yield from self._used(came)
             if unit.batch and sub_pack == readers[-1]:
                 yield Free(tuple(unit.batch))
-            came = [(slot, None) for slot in outputs]
+            came = list(map(Came, outputs))
         if task.sink is None:  # the loss, which the backward pass computes again
             yield from self._used(came)
             came = []
-        yield from self._give(unit, rank, task.stop, "input", [slot for slot, _ in came])
+        yield from self._give(unit, rank, task.stop, "input", [one.slot for one in came])
         yield from self._leave(unit, rank)
 
     def _read_by(self, sub_pack: Span, task: Task, rank: Rank) -> tuple[int, ...]:
@@ -388,9 +420,9 @@ class StreamedBuilder(StreamedState):
         )
         inputs = (
             rank.weights[task.id],
-            tuple(slot for slot, _ in came),
+            tuple(one.slot for one in came),
             tuple(unit.batch or ()),
-            tuple(slot for slot, _ in cotangents),
+            tuple(one.slot for one in cotangents),
             rank.summed,
         )
         yield Run(name, inputs, (*outputs, *losses, *gradients), rank.summed, self._label)
@@ -418,7 +450,7 @@ class StreamedBuilder(StreamedState):
         task = unit.task
         span, shared = (task.first, task.stop), self._sizes.shared((task.first, task.stop))
         here: tuple[int, ...] = ()
-        if task.last and self._switches.jit and not self._switches.offload:
+        if task.last and self._updates_at_once:
             here, gradients = (gradients[0],), gradients[1:]
         else:
             yield from self._leave(unit, rank)

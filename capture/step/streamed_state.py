@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 from capture.machine.server import Server
 from capture.plan.task_graph import Span, Task, TaskGraph
@@ -53,8 +54,18 @@ class Unit:
         return self.task.sizes[self.i]
 
 
-Came = tuple[int, int | None]
-"""A slot on a device, and the slot on the host that it was copied from."""
+class Came(NamedTuple):
+    """What a pass reads.
+
+    Attributes:
+        slot: On the device.
+        source: On the host, where it was copied from there.
+        last: Whether nobody reads that again.
+    """
+
+    slot: int
+    source: int | None = None
+    last: bool = True
 
 
 @dataclass
@@ -95,12 +106,14 @@ class StreamedState:
         spans: By slot of weights, state or gradients, its layers.
         rows: By slot of rows: the layer that they enter, or whose batch they are, and which
             examples of the lane.
+        values: By slot that holds some of the values which enter its layer, those.
     """
 
     def __init__(self, graph: TaskGraph, sizes: PackSizes, server: Server, units: Sequence[Unit]):
         self._graph, self._sizes, self._switches = graph, sizes, graph.switches
         self.spans: dict[int, Span] = {}
         self.rows: dict[int, tuple[int, Span]] = {}
+        self.values: dict[int, tuple[int, ...]] = {}
         host = Host("host", int(server.host_memory_bytes.value))
         self._ranks = [
             Rank(
@@ -111,8 +124,15 @@ class StreamedState:
             for rank in range(graph.num_devices)
         ]
         self._everywhere = Place("all devices", tuple(range(graph.num_devices)))
+        backward = {(task.first, task.stop) for task in graph.tasks if task.kind == "update"}
+        #: Whether updates need the gradients of all packs: then they come after all passes.
+        self._updates_last = any(sizes.summary_bytes(pack) for pack in backward)
+        #: Whether a device updates what it has as soon as it has the gradients.
+        self._updates_at_once = (
+            self._switches.jit and not self._switches.offload and not self._updates_last
+        )
         #: Whether devices add their gradients; otherwise the host does.
-        self._reduces = graph.mode == "dp" and graph.num_devices > 1 and not self._switches.offload
+        self._reduces = graph.mode == "dp" and graph.num_devices > 1 and self._updates_at_once
         places = [place for rank in self._ranks for place in (rank.place, rank.host)]
         self.step = Step(tuple(places) + ((self._everywhere,) if self._reduces else ()))
         cuts = {end for task in graph.tasks for end in (task.first, task.stop)}
@@ -124,6 +144,16 @@ class StreamedState:
         self._gradients: defaultdict[Span, dict[int, tuple[int, ...]]] = defaultdict(dict)
         #: By parameter, the gradients that packs made which do not own it.
         self._shared: defaultdict[int, list[int]] = defaultdict(list)
+        #: By layer whose input is kept for the backward pass, ascending, what of it is kept there:
+        #: what skips over several such layers is with the first.
+        self._kept_at: dict[int, tuple[int, ...]] = {}
+        before: frozenset[int] = frozenset()
+        for layer in sorted({one for task in graph.tasks for one, _ in task.stashes} - {0}):
+            values = sizes.values(layer)
+            self._kept_at[layer] = tuple(v for v in values if v not in before)
+            before = frozenset(values)
+        #: (lane, layer) -> by end in examples, the slot that keeps a piece; None for nothing.
+        self._stash: defaultdict[tuple[int, int], dict[int, int | None]] = defaultdict(dict)
         self._spans_of = {task.id: (task.first, task.stop) for task in graph.tasks}
         self._owner: dict[Span, Rank] = {}
         for task in graph.tasks:
@@ -196,6 +226,15 @@ class StreamedState:
         self.rows[slot] = layer, rows
         return slot
 
+    def _values_slot(
+        self, place: Place, category: str, layer: int, rows: Span, values: tuple[int, ...]
+    ) -> int:
+        """Likewise, of some of the values."""
+        nbytes = self._sizes.value_bytes(layer, rows[1] - rows[0], values)
+        slot = self._slot("activation", place, category, nbytes)
+        self.rows[slot], self.values[slot] = (layer, rows), values
+        return slot
+
     def _alike(self, slot: int, place: Place, category: str = "") -> int:
         """A slot for a copy."""
         given = self.step.slots[slot]
@@ -204,6 +243,8 @@ class StreamedState:
             self.spans[made] = self.spans[slot]
         if slot in self.rows:
             self.rows[made] = self.rows[slot]
+        if slot in self.values:
+            self.values[made] = self.values[slot]
         return made
 
     def _copy(self, source: int, target: int) -> Copy:
@@ -242,10 +283,10 @@ class StreamedState:
 
     def _update(self, task: Task, rank: Rank) -> Iterator[Instruction]:
         """When the gradients of all ranks are there: on the host a pass later, so that nothing
-        waits for their copies; or on the devices."""
+        waits for their copies; or on the devices. Not where they need those of all packs."""
         span = task.first, task.stop
         self._updates[span] -= 1
-        if self._updates[span]:
+        if self._updates[span] or self._updates_last:
             return
         if self._switches.offload:
             label = self._label
@@ -253,15 +294,64 @@ class StreamedState:
             return
         yield from self._update_on_devices(span)
 
+    def _update_all(self) -> Iterator[Instruction]:
+        """After all passes, where an update needs the gradients of all packs: they have waited on
+        the host, which makes of each pack's the small value that the others need."""
+        if not self._updates_last:
+            return
+        gradients = {span: self._summands(span) for span in self._owner}
+        made = {}
+        for span, rank in self._owner.items():
+            label = f"summarize gradients of layers {span[0]} to {span[1] - 1}"
+            made[span] = self._summary_slot(span, rank.host)
+            yield from self._waited(*gradients[span])
+            name = program_name("summarize", span, 0, rank.host.devices[0])
+            self.step.programs[name] = Program("summarize", rank.host, 0)
+            inputs = (self._weights_of(span), (self._state[span],), gradients[span])
+            yield Run(name, inputs, (made[span],), (), label)
+        for span, rank in self._owner.items():
+            self._label = f"update of layers {span[0]} to {span[1] - 1}"
+            place = rank.host if self._switches.offload else rank.place
+            came = []
+            for other in sorted(self._owner):
+                if other != span:
+                    came.append(made[other])
+                    if place is not self._owner[other].host:
+                        came[-1] = self._summary_slot(other, place)
+                        yield self._copy(made[other], came[-1])
+            if self._switches.offload:
+                yield from self._run_on_host(span, gradients[span], came, self._label)
+            else:
+                yield from self._update_on_first(span, rank, gradients[span], came)
+            copies = [slot for slot in came if slot not in made.values()]
+            yield from self._waited(*copies)
+            if copies:
+                yield Free(tuple(copies))
+        yield Free(tuple(made.values()))
+
+    def _summary_slot(self, span: Span, place: Place) -> int:
+        slot = self._slot("summary", place, "optimizer", self._sizes.summary_bytes(span))
+        self.spans[slot] = span
+        return slot
+
+    def _weights_of(self, span: Span) -> tuple[int, ...]:
+        """On the host."""
+        return tuple(self._weights[one] for one in self._of(span))
+
     def _update_on_host(self, span: Span, label: str) -> Iterator[Instruction]:
+        yield from self._run_on_host(span, self._summands(span), (), label)
+
+    def _run_on_host(
+        self, span: Span, gradients: tuple[int, ...], summaries: Sequence[int], label: str
+    ) -> Iterator[Instruction]:
         place = self._owner[span].host
         name = program_name("update", span, 0, place.devices[0])
         self.step.programs[name] = Program("update", place, 0)
-        weights = tuple(self._weights[one] for one in self._of(span))
-        state, gradients = (self._state[span],), self._summands(span)
+        weights, state = self._weights_of(span), (self._state[span],)
         changed = (*weights, *state)
         yield from self._waited(*gradients)  # those of other ranks may still be on their way
-        yield Run(name, (weights, state, gradients), changed, (*changed, *gradients), label)
+        inputs = (weights, state, gradients, tuple(summaries))
+        yield Run(name, inputs, changed, (*changed, *gradients), label)
 
     def _summands(self, span: Span) -> tuple[int, ...]:
         """Gradients of every rank, and those of other packs that read what this one owns."""
@@ -275,15 +365,11 @@ class StreamedState:
     def _update_on_devices(self, span: Span) -> Iterator[Instruction]:
         """Every rank updates the weights that it has; those of the last go to the host, when nobody
         reads there any more. Where none has them, the first fetches all."""
-        first = self._ranks[min(self._gradients[span])]
         if not self._switches.jit:
             for rank in self._ranks:
                 yield from self._flushed(rank)
-            weights = yield from self._bring_weights(span, first)
-            fetched = yield from self._fetched(self._summands(span), first)
-            yield from self._free_shared(span, weights)
-            weights = weights[: len(self._of(span))]
-            yield from self._update_on_device(span, first, weights, fetched, writes=True)
+            first = self._ranks[min(self._gradients[span])]
+            yield from self._update_on_first(span, first, self._summands(span))
             return
         gradients = {rank: slot for rank, (slot,) in self._gradients.pop(span).items()}
         others = self._from_others(span)
@@ -304,7 +390,18 @@ class StreamedState:
             last = number == max(gradients)
             summands = [gradient, *(yield from self._fetched(others, rank, free=last))]
             own = weights[: len(self._of(span))]
-            yield from self._update_on_device(span, rank, own, summands, writes=last)
+            yield from self._update_on_device(span, rank, own, (summands, ()), writes=last)
+
+    def _update_on_first(
+        self, span: Span, rank: Rank, gradients: Sequence[int], summaries: Sequence[int] = ()
+    ) -> Iterator[Instruction]:
+        """A device that has nothing of it."""
+        weights = yield from self._bring_weights(span, rank)
+        fetched = yield from self._fetched(gradients, rank)
+        yield from self._free_shared(span, weights)
+        weights = weights[: len(self._of(span))]
+        groups = fetched, summaries
+        yield from self._update_on_device(span, rank, weights, groups, writes=True)
 
     def _free_shared(self, span: Span, weights: Sequence[int]) -> Iterator[Instruction]:
         """Parameters of other packs, when those of this one are to be updated."""
@@ -330,10 +427,12 @@ class StreamedState:
         span: Span,
         rank: Rank,
         weights: Sequence[int],
-        gradients: Sequence[int],
+        groups: tuple[Sequence[int], Sequence[int]],
         *,
         writes: bool,
     ) -> Iterator[Instruction]:
+        """With gradients, and what the other packs summarized."""
+        gradients, summaries = groups
         state = self._span_slot("state", rank.place, span)
         yield self._copy(self._state[span], state)
         name = self._program(
@@ -342,7 +441,7 @@ class StreamedState:
         changed = (*weights, state)
         # They are written over where they came from, or given back.
         yield from self._waited(*changed)
-        inputs = (tuple(weights), (state,), tuple(gradients))
+        inputs = (tuple(weights), (state,), tuple(gradients), tuple(summaries))
         yield Run(name, inputs, changed, (*changed, *gradients), self._label)
         if not writes:
             yield Free(changed)

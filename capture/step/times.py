@@ -40,7 +40,8 @@ from capture.plan.schedule import Schedule, TaskKind
 @dataclass(frozen=True)
 class StageTimes:
     """Seconds of one execution of each program of a stage, its collectives included; of one
-    micro-batch where it has one."""
+    micro-batch where it has one. Those of the update count the zeros that gradients are added
+    to."""
 
     forward_seconds: float
     backward_seconds: float
@@ -63,6 +64,7 @@ class StageTimes:
             "summarize": self.summarize_seconds,
             "backward_inputs": self.backward_inputs_seconds,
             "backward_weights": self.backward_weights_seconds,
+            "zero_gradients": 0.0,
         }[program]
 
 
@@ -152,16 +154,19 @@ class TableTimes:
         tasks = [task for clock in schedule.clocks for task in clock]
         number = {task: i for i, task in enumerate(tasks)}
         #: Per task its group, stage and kind, and the task that it needs with the stage before the
-        #: border between them; -1 for none.
-        self._tasks: list[tuple[int, int, TaskKind, int, int]] = []
+        #: border between them and the link; -1 for none.
+        self._tasks: list[tuple[int, int, TaskKind, int, int, int]] = []
+        links: dict[tuple[int, int], int] = {}
         for task in tasks:
             needed = schedule.requirement(task)
             before = -1 if needed is None else number[needed]
-            border = -1
+            group, border, link = schedule.placement[task.stage_id], -1, -1
             if needed is not None and needed.stage_id != task.stage_id:
                 border = min(needed.stage_id, task.stage_id)
-            group = schedule.placement[task.stage_id]
-            self._tasks.append((group, task.stage_id, task.kind, before, border))
+                pair = (schedule.placement[needed.stage_id], group)
+                link = links.setdefault(pair, len(links))
+            self._tasks.append((group, task.stage_id, task.kind, before, border, link))
+        self._num_links = len(links)
 
     def seconds(self, times: Sequence[StageTimes], sends: Sequence[float]) -> float:
         """Of a step.
@@ -169,14 +174,18 @@ class TableTimes:
         Args:
             times: Per stage.
             sends: Per stage but the last, seconds of what it sends to the next, or gets back from
-                it.
+                it: one after the other in each direction.
         """
         free, end = [0.0] * self._schedule.num_groups, list[float]()
+        busy = [0.0] * self._num_links
         of = [{kind: each.of(kind) for kind in _PASSES} for each in times]
-        for group, stage, kind, before, border in self._tasks:
+        for group, stage, kind, before, border, link in self._tasks:
             start = free[group]
             if before >= 0:
-                start = max(start, end[before] + (sends[border] if border >= 0 else 0.0))
+                arrives = end[before]
+                if border >= 0:
+                    arrives = busy[link] = max(arrives, busy[link]) + sends[border]
+                start = max(start, arrives)
             free[group] = start + of[stage][kind]
             end.append(free[group])
         updates = (sum(times[s].update_seconds for s in group) for group in self._schedule.stages)

@@ -33,6 +33,8 @@ _ALONG = {
     "argmin": "axes",
 }
 
+_BROADCASTS = ("broadcast_in_dim", "squeeze")
+
 
 def coupled_examples(one: TracedModel, other: TracedModel, stop: int) -> str | None:
     """What first lets the examples of a micro-batch meet in layers [0, stop), for people; None if
@@ -66,7 +68,11 @@ def _jaxpr(traced: TracedModel, stop: int) -> Any:
 
 
 def _meetings(one: Any, other: Any) -> Iterator[str]:
-    for a, b in zip(one.eqns, other.eqns, strict=True):
+    pairs = _alike(one.eqns, other.eqns)
+    if pairs is None:
+        yield "the layers are other operations at the other size"
+        return
+    for a, b in pairs:
         name = a.primitive.name
         bodies = list(zip(sub_jaxprs(a.params), sub_jaxprs(b.params), strict=True))
         for bodies_of in bodies:
@@ -79,6 +85,21 @@ def _meetings(one: Any, other: Any) -> Iterator[str]:
         mixed = set(along if isinstance(along, tuple) else (along,))
         if any(len(dims) != 1 for dims in made) or any(mixed & set(dims) for dims in grown):
             yield f"the operation {name} joins examples"
+
+
+def _alike(one: Sequence[Any], other: Sequence[Any]) -> list[tuple[Any, Any]] | None:
+    """The same operations of two programs; None if there are others. Over a single example JAX does
+    not broadcast, and what is made so has no use but in the operations behind it."""
+
+    def names(equations: Sequence[Any]) -> list[str]:
+        return [equation.primitive.name for equation in equations]
+
+    if names(one) != names(other):
+        one, other = (
+            [equation for equation in equations if equation.primitive.name not in _BROADCASTS]
+            for equations in (one, other)
+        )
+    return list(zip(one, other, strict=True)) if names(one) == names(other) else None
 
 
 def _grown(one: Any, other: Any) -> list[int]:

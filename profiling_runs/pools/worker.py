@@ -40,6 +40,15 @@ class Worker:
     @cached_property
     def _backend(self) -> Any:
         setting = self.setting
+        if setting.layers_alone:
+            from capture.profiler.layers import LayerBackend
+
+            return LayerBackend(
+                self._workload,
+                setting.num_layers,
+                target=None if setting.backend == "run" else Target.load(setting.target),
+                memory_limit_bytes=setting.memory_limit_bytes,
+            )
         if setting.backend == "compile":
             from capture.profiler.compile import CompileBackend
 
@@ -87,13 +96,14 @@ def _of_stage(backend: Any, job: Job) -> Outcome:
     for key, value in job.known.items():
         backend.store.put(key, value, provenance={}, seconds=0)
     measure = {
-        "stage": backend.measure,
-        "update": backend.measure_update,
-        "split": backend.measure_split,
-        "buffers": backend.measure_buffers,
-        "split buffers": backend.measure_split_buffers,
+        "stage": "measure",
+        "update": "measure_update",
+        "split": "measure_split",
+        "buffers": "measure_buffers",
+        "split buffers": "measure_split_buffers",
+        "layer": "measure",
     }
-    return Outcome(job, write(measure[job.part](job.what)))
+    return Outcome(job, write(getattr(backend, measure[job.part])(job.what)))
 
 
 def _of_run(backend: Any, job: Job) -> Outcome:

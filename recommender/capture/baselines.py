@@ -15,20 +15,23 @@ from itertools import pairwise
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster
 from capture.plan.choices import StageChoice
+from capture.plan.schedule import SCHEDULES
 from capture.plan.space import StageSpace
 from recommender.capture.result import PlacedStage
 from recommender.cuts import equal_cuts
 
 
 def fixed_degree_plan(
-    cluster: Cluster, weights: Sequence[float], choice: StageChoice
+    cluster: Cluster, weights: Sequence[float], choice: StageChoice, schedule: str = "1f1b"
 ) -> tuple[PlacedStage, ...]:
-    """S = D / degree stages of one choice, cut at ``equal_cuts``; the memory is left 0.
+    """D / degree groups of the schedule's stages, of one choice, cut at ``equal_cuts``; the memory
+    is left 0.
 
     Args:
         cluster: D devices. Every stage must lie in one node, or on 2, 4, 8, ... whole nodes.
         weights: Per layer.
         choice: What every stage does with its devices.
+        schedule: Where the stages lie.
 
     Raises:
         PlanError: ``baseline-degree`` if the stages do not fit the nodes, ``baseline-stages`` if
@@ -46,7 +49,9 @@ def fixed_degree_plan(
             "whole equal nodes.",
             "baseline-degree",
         )
-    cuts = equal_cuts(weights, cluster.num_devices // d)
+    placement = SCHEDULES[schedule].placement(cluster.num_devices // d)
+    cuts = equal_cuts(weights, len(placement))
     return tuple(
-        PlacedStage.at(d * i, first, stop, choice) for i, (first, stop) in enumerate(pairwise(cuts))
+        PlacedStage.at(d * group, first, stop, choice)
+        for group, (first, stop) in zip(placement, pairwise(cuts), strict=True)
     )

@@ -19,7 +19,7 @@ from capture.predictor import AdditivePredictor, Prediction
 from capture.quantities import counted
 from recommender.answer import Answer, StageAnswer
 from recommender.capture.baselines import fixed_degree_plan
-from recommender.capture.pareto import pareto
+from recommender.capture.counted import CountedSearch
 from recommender.capture.posed import paper_predictor, search_problem
 from recommender.capture.problem import SearchProblem
 from recommender.capture.result import PlacedStage, SearchResult
@@ -75,14 +75,20 @@ def recommend(profile: Profile | Sequence[Profile], question: PlanQuestion) -> S
         result, plan = _between((result, plan), answer(least), profile, question.limit_bytes)
     if plan is None:
         return Answer("infeasible", None, result, _infeasible(result))
+    front = None
+    if with_times:
+        counted = CountedSearch(profile, question, problem)
+        proposal = counted.fastest(result, plan)
+        if objective == "pareto":
+            proposal, front = counted.front(proposal)
+        result, plan = proposal.result, proposal.plan
     prediction = predict_plan(profile, plan)
     why = (
         _infeasible(result)
         if result.status == "infeasible"
         else _why(result, prediction, problem.memory_limit_bytes, _num_choices(problem))
     )
-    if objective == "pareto":
-        why = replace(why, front=_front(problem, profile, question))
+    why = replace(why, front=front)
     plan = plan.with_(prediction=prediction, why=why)
     headroom = prediction.headroom(question.memory_limit_bytes, Target.load(cluster.target).memory)
     return Answer(result.status, plan, result, why, headroom)
@@ -189,23 +195,6 @@ def predict_plan(profile: Profile, plan: Plan) -> Prediction:
     return paper_predictor(profile).prediction(plan, profile.provenance)
 
 
-def _front(problem: SearchProblem, profile: Profile, question: PlanQuestion) -> Front:
-    """Every point with its plan, and how far it is proven."""
-    front = pareto(problem)
-    points = tuple(
-        FrontPoint(
-            point.peak_bytes,
-            point.step_seconds,
-            point.bound_fraction,
-            plan_of(profile, question, point.stages).stages,
-        )
-        for point in front.points
-        if point.step_seconds is not None
-    )
-    extrapolated = question.microbatch_size not in profile.microbatch_sizes
-    return Front(points, front.complete, extrapolated, front.seconds)
-
-
 def _with_best_choices(
     stages: Sequence[PlacedStage], problem: SearchProblem, predictor: AdditivePredictor, plan: Plan
 ) -> tuple[Stage, ...]:
@@ -250,10 +239,10 @@ def baseline_plan(profile: Profile, question: PlanQuestion, weigh: str = "flops"
         weigh: ``"flops"``, ``"params"`` or ``"layers"``.
 
     Raises:
-        PlanError: ``baseline-degree`` if no profiled degree divides the nodes.
+        PlanError: ``baseline-degree`` if no profiled degree divides the nodes into groups of the
+            schedule.
     """
-    cluster = question.cluster
-    graph = profile.graph
+    cluster, graph, kind = question.cluster, profile.graph, SCHEDULES[question.schedule]
     weights = {
         "flops": [layer.flops for layer in graph.layers],
         "params": [sum(graph.params[p].size for p in layer.params) for layer in graph.layers],
@@ -263,17 +252,21 @@ def baseline_plan(profile: Profile, question: PlanQuestion, weigh: str = "flops"
         choice
         for choice in sorted(profile.choices, key=lambda c: (c.num_devices, c.tensor_parallel))
         if cluster.num_devices % choice.num_devices == 0
-        and cluster.num_devices // choice.num_devices <= graph.num_layers
+        and (groups := cluster.num_devices // choice.num_devices) * kind.stages_per_group
+        <= graph.num_layers
+        and not kind.wrong(groups, question.num_microbatches)
         and question.microbatch_size % choice.data_parallel == 0
         and all(size % choice.num_devices == 0 for size in cluster.nodes)
     ]
     if not fitting:
         raise PlanError.of(
             f"no profiled degree divides the nodes of cluster {cluster} into at most "
-            f"{graph.num_layers} stages.",
+            f"{graph.num_layers} stages of schedule={question.schedule!r}.",
             "baseline-degree",
         )
-    plan = plan_of(profile, question, fixed_degree_plan(cluster, weights, fitting[0]))
+    plan = plan_of(
+        profile, question, fixed_degree_plan(cluster, weights, fitting[0], question.schedule)
+    )
     return plan.with_(prediction=predict_plan(profile, plan))
 
 
@@ -295,7 +288,7 @@ def _why(
         proof += f" (tie-break: {result.tie_break})"
     else:
         better = "no plan that fits" if limit_bytes is not None else "no plan of this space"
-        proof = f"{better} is faster by the model of times"
+        proof = f"{better} is faster by the closed form, which leaves transfers out"
         proof += "" if result.optimal else f", or at most {result.bound_fraction:.1%} faster"
         if not result.optimal and not result.bound_fraction:
             proof = "the search is not a proof"

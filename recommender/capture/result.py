@@ -63,9 +63,10 @@ class SearchResult:
         seconds: Wall time of the search.
         num_explored: Stage placements that were looked at.
         why: Set exactly if infeasible.
-        step_seconds: Time of a step, where the search was for speed and a plan was found.
-        bound_fraction: The least possible step time is proven to be at least ``step_seconds / (1 +
-            bound_fraction)``; 0 if optimal.
+        step_seconds: Time of a step, where the search was for speed and a plan was found: of a
+            problem by its closed form, in an answer with transfers
+            (``recommender.capture.counted``).
+        bound_fraction: By the closed form, no plan is faster by more than that; 0 if optimal.
     """
 
     status: Literal["ok", "infeasible"]

@@ -8,7 +8,7 @@ improved from balanced ones by moving one border at a time until none is better,
 nothing. For speed, those of the least busy groups are improved so by what their step counts.
 
 Peaks are those of the predictor's formula; a step is counted by the table of the schedule, with
-what it sends (``capture.predictor.step_time.counted_seconds``).
+what it sends (``capture.predictor.step_time.CountedSteps``).
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ from capture.plan.prediction import Prediction
 from capture.plan.schedule import SCHEDULES, Occupancy, Schedule, make_schedule
 from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
-from capture.predictor.step_time import counted_seconds, send_seconds
-from capture.predictor.times import TimePredictor
-from capture.step.timeline import LinkTimes
+from capture.predictor.step_time import CountedSteps, send_seconds
+from capture.predictor.times import StageTable
 from capture.step.times import TableTimes
 from recommender.capture.result import Infeasible, PlacedStage, SearchResult, within_limit
 from recommender.question import PlanQuestion
@@ -77,8 +76,7 @@ class TableSearch:
         self.kind = SCHEDULES[question.schedule]
         self.predictor = AdditivePredictor(profile)
         self.predictor.check_split(question.schedule)
-        most = max(question.cluster.nodes)
-        self.times = TimePredictor(profile, most) if with_times else None
+        self.steps = CountedSteps(profile, question.cluster) if with_times else None
         self.num_explored, self._complete = 0, True
 
     @cached_property
@@ -101,7 +99,7 @@ class TableSearch:
             schedule = make_schedule(
                 self.question.schedule, num_groups, self.question.num_microbatches
             )
-            found.append(_Space(self.predictor, self.times, schedule, choice, self.question))
+            found.append(_Space(self.predictor, self.steps, schedule, choice, self.question))
         return found
 
     def least_peak(self) -> TablePlan | None:
@@ -181,7 +179,7 @@ class TableSearch:
             schedule=question.schedule,
         )
         prediction = self.predictor.predict(plan)
-        seconds = None if self.times is None else counted_seconds(plan, self.profile)
+        seconds = None if self.steps is None else self.steps.seconds(plan)
         return TablePlan(plan.with_(prediction=prediction), _result(stages, prediction, seconds))
 
 
@@ -242,7 +240,8 @@ class _Space:
     """The plans of one number of groups and one choice: cuts of the layers.
 
     Args:
-        predictor, times: Of stages; None for no times.
+        predictor: Of bytes.
+        steps: Of seconds; None for no times.
         schedule: Its table.
         choice: Of all stages.
         question: That plans answer.
@@ -251,7 +250,7 @@ class _Space:
     def __init__(
         self,
         predictor: AdditivePredictor,
-        times: TimePredictor | None,
+        steps: CountedSteps | None,
         schedule: Schedule,
         choice: StageChoice,
         question: PlanQuestion,
@@ -260,18 +259,17 @@ class _Space:
         microbatch_size = question.microbatch_size
         memory = predictor.memory(choice, microbatch_size)
         parts = [np.broadcast_to(getattr(memory, name), memory.kept.shape) for name in _PARTS]
-        self._parts = np.stack([*parts, memory.state])
-        self._end, self._losses = memory.state + memory.end, memory.losses
-        self._update = memory.end
+        self._parts = np.stack([*parts, memory.gradients, memory.state])
+        self._losses, self._end = memory.losses, memory.end - memory.gradients
         self._counts = [
             np.array([[n for o in moment for n in _counts(o)] for moment in moments])
             for moments in schedule.moments
         ]
         self._busy = self._stage_times = None
-        if times is not None:
-            self._busy = _busy(times, schedule, choice, microbatch_size)
-            self._stage_times = times.table(choice, microbatch_size)
-            self._links = LinkTimes(question.cluster, times.model.rates)
+        if steps is not None:
+            self._stage_times = steps.times.table(choice, microbatch_size)
+            self._busy = _busy(self._stage_times, schedule)
+            self._links = steps.links
             self._graph = predictor.graph(microbatch_size)
         self._peaks: dict[tuple[int, ...], int] = {}
 
@@ -288,9 +286,9 @@ class _Space:
 
     def _peak(self, group: int, ranges: Sequence[tuple[int, int]]) -> int:
         held = np.concatenate([self._parts[:, first, stop] for first, stop in ranges])
-        state = sum(int(self._parts[-1, first, stop]) for first, stop in ranges)
+        state = sum(int(self._parts[-2:, first, stop].sum()) for first, stop in ranges)
         losses = int(self._losses[ranges[-1]]) * self.schedule.num_microbatches
-        end = state + losses + max(int(self._update[each]) for each in ranges)
+        end = state + losses + max(int(self._end[each]) for each in ranges)
         return max(int((self._counts[group] @ held).max()), end)
 
     def busiest_seconds(self, cuts: Cuts) -> float:
@@ -363,17 +361,18 @@ class _Space:
         return min(seen, key=lambda cuts: seen[cuts]), False, len(seen)
 
     def _starts(self) -> Iterator[Cuts]:
-        """Cuts that balance layers, what is kept, state, and seconds."""
+        """Cuts that balance layers, what is kept, state with gradients, and seconds."""
         num_layers, num_stages = self._parts.shape[1], self.schedule.num_stages
         layers = np.arange(num_layers)
         rows = [np.ones(num_layers)]
-        rows += [self._parts[i][layers, layers + 1] for i in (0, -1)]
+        sizes = (self._parts[0], self._parts[-2:].sum(axis=0))
+        rows += [nbytes[layers, layers + 1] for nbytes in sizes]
         rows += [] if self._busy is None else [self._busy[layers, layers + 1]]
         for weights in rows:
             yield balanced(np.asarray(weights, np.float64), num_stages)
 
 
-#: Rows of ``_counts``; the state is the last.
+#: Rows of ``_counts``; gradients and state are the last.
 _PARTS = (
     "kept",
     "deferred",
@@ -400,14 +399,12 @@ def _counts(o: Occupancy) -> list[int]:
         o.num_losses,
         forward,
         *map(int, running),
+        int(o.accumulates),
         1,
     ]
 
 
-def _busy(
-    times: TimePredictor, schedule: Schedule, choice: StageChoice, microbatch_size: int
-) -> np.ndarray:
-    table = times.table(choice, microbatch_size)
+def _busy(table: StageTable, schedule: Schedule) -> np.ndarray:
     if schedule.splits_backward:
         return table.forward + table.backward_inputs + table.backward_weights
     return table.forward + table.backward

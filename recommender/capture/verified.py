@@ -18,7 +18,7 @@ from capture.plan.headroom import Headroom
 from capture.plan.prediction import Verified
 from capture.plan.stages import Plan
 from capture.plan.why import CompiledPlans, Why
-from capture.predictor.step_time import counted_seconds
+from capture.predictor.step_time import CountedSteps
 from capture.quantities import counted
 from recommender.answer import StageAnswer
 from recommender.capture.recommendation import recommend
@@ -175,7 +175,8 @@ def _of_compiler(result: StageAnswer, verification: Verified, profile: Profile) 
         headroom = replace(headroom, source=result.headroom.source)
     search = result.proof
     if search.step_seconds is not None:
-        search = replace(search, step_seconds=counted_seconds(result.plan, profile))
+        seconds = CountedSteps(profile, result.plan.cluster).seconds(result.plan)
+        search = replace(search, step_seconds=seconds)
     status, why = "ok", result.why
     if headroom is not None and headroom.verdict != "fits":
         status, why = "infeasible", _too_large(result.plan, peaks, headroom)

@@ -16,7 +16,7 @@ from capture.plan.schedule import make_schedule
 from capture.plan.task_graph import Configuration, Span, microbatches
 from capture.predictor.pack_times import update_bytes
 from capture.quantities import format_bytes
-from recommender.harmony.packing import least_max_time
+from recommender.harmony.packing import LeastMaxTime
 from recommender.harmony.problem import PacksProblem
 from recommender.harmony.swapping import Memory, Operation, Swapped, Tensor, run
 
@@ -385,7 +385,7 @@ def _pipelined(problem: PacksProblem, size: int, options: _Pipelined) -> Swapped
 def _stages(layers: _Layers, num_stages: int) -> tuple[Span, ...]:
     """Stages of nearly equal time."""
     anything = ~np.tri(layers.count + 1, dtype=bool)
-    splits = least_max_time(layers.backward, layers.count, anything)
+    splits = LeastMaxTime(layers.backward, anything).packs(layers.count)
     found = next(split for n, split in enumerate(splits, 1) if n == num_stages)
     assert found is not None, "any split is allowed"
     return found

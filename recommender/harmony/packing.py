@@ -112,35 +112,38 @@ REUSE, EXPERT = "reuse", "expert"
 PACKING_NAMES = (*PACKINGS, REUSE, EXPERT)
 
 
-def least_max_time(
-    layers: SizedLayers, num_layers: int, fits: np.ndarray
-) -> Iterator[Packs | None]:
-    """For one pack, two, and so on, those the longest of which is as short as can be; None where so
-    many cannot be.
+class LeastMaxTime:
+    """Packs the longest of which is as short as can be, by a dynamic programme over layers whose
+    rows serve every prefix of them.
 
     Args:
         layers: At a size.
-        num_layers: To pack.
         fits: [first, stop] whether these layers may be one pack.
     """
-    sums = np.array(layers.sums[: num_layers + 1])
-    seconds = np.where(
-        fits[: num_layers + 1, : num_layers + 1], sums[None, :] - sums[:, None], np.inf
-    )
-    best = np.full(num_layers + 1, np.inf)
-    best[0] = 0.0
-    came: list[np.ndarray] = []
-    for _ in range(num_layers):
-        longest = np.maximum(best[:, None], seconds)
-        came.append(longest.argmin(axis=0))
-        best = longest.min(axis=0)
-        if not math.isfinite(best[num_layers]):
-            yield None
-            continue
-        stops = [num_layers]
-        for row in reversed(came):
-            stops.append(int(row[stops[-1]]))
-        yield tuple(pairwise(reversed(stops)))
+
+    def __init__(self, layers: SizedLayers, fits: np.ndarray):
+        sums = np.array(layers.sums)
+        self._seconds = np.where(fits, sums[None, :] - sums[:, None], np.inf)
+        start = np.full(len(sums), np.inf)
+        start[0] = 0.0
+        # Per number of packs: seconds of the longest of a prefix, and where its last one begins.
+        self._best = [start]
+        self._came: list[np.ndarray] = []
+
+    def packs(self, num_layers: int) -> Iterator[Packs | None]:
+        """Of the layers before one: for one pack, two, and so on; None where so many cannot be."""
+        for num_packs in range(1, num_layers + 1):
+            if len(self._came) < num_packs:
+                longest = np.maximum(self._best[-1][:, None], self._seconds)
+                self._came.append(longest.argmin(axis=0))
+                self._best.append(longest.min(axis=0))
+            if not math.isfinite(self._best[num_packs][num_layers]):
+                yield None
+                continue
+            stops = [num_layers]
+            for row in reversed(self._came[:num_packs]):
+                stops.append(int(row[stops[-1]]))
+            yield tuple(pairwise(reversed(stops)))
 
 
 def fewest_packs(layers: SizedLayers, num_layers: int, limit_bytes: float) -> int:

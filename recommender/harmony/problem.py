@@ -57,6 +57,12 @@ class PacksProblem:
     single_first: bool = False
 
     @property
+    def equal_sizes(self) -> bool:
+        """Whether both directions have micro-batches of one size: at another, the loss would be
+        another function."""
+        return self.equal_passes or bool(self.profile.coupled)
+
+    @property
     def limit_bytes(self) -> float:
         return self.server.usable_bytes.value
 
@@ -97,8 +103,8 @@ class PacksProblem:
                 if len(packs) == 1:
                     yield Choice(Configuration(Packs(u_b, ()), backward), "", name)
                     continue
-                for u_f in [u_b] if self.equal_passes else forward_sizes:
-                    if u_f >= u_b:
+                for u_f in forward_sizes:
+                    if u_f >= u_b and (u_f == u_b or not self.equal_sizes):
                         yield from self._forward(u_f, backward, name)
 
     def _forward(self, u_f: int, backward: Packs, backward_packing: str) -> Iterator[Choice]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from capture.errors import PlanError, Violation
+from capture.machine.cluster import Cluster
 from capture.machine.server import Server
 from capture.measured.layer_profile import LayerProfile
 from capture.plan.packs import question_violations
@@ -38,6 +39,7 @@ class PacksQuestion:
             ``p2p``, and ``search``, which packs as ``expert``.
         equal_passes: Equi-FB: the same sizes and packs both ways.
         single_first: Rank what holds the whole model in one pack first, however slow.
+        cluster: That the server is made of (``Server.of``), for the plan; None if of none.
 
     Raises:
         PlanError: ``packs-mode``, ``packs-batch``, ``packs-packing``, ``packs-switch``,
@@ -53,6 +55,7 @@ class PacksQuestion:
     without: tuple[str, ...] = ()
     equal_passes: bool = False
     single_first: bool = False
+    cluster: Cluster | None = None
 
     def __post_init__(self) -> None:
         PlanError.check(self._violations())

@@ -48,7 +48,11 @@ def harmony(question: PacksQuestion) -> PacksAnswer:
     mode = min(plans, key=lambda mode: (_host_bytes(plans[mode]) > have, _seconds(found[mode])))
     result, plan, need = found[mode], plans[mode], _host_bytes(plans[mode])
     points = tuple(point.to_json() for point in result.top(_KEPT))
-    why = _no_host(question.profile, need, have) if need > have else _why(result, plan)
+    why = (
+        _no_host(question.profile, need, have)
+        if need > have
+        else _why(result, plan, question.profile.coupled)
+    )
     plan = replace(plan, why=why, points=points)
     status = "infeasible" if need > have else "ok"
     limit = int(question.server.usable_bytes.value)
@@ -70,7 +74,10 @@ def plan_of(question: PacksQuestion, mode: Mode, configuration: Configuration) -
         configuration,
         question.switches,
         question.profile.name,
-        prediction=prediction,
+        question.profile.model_hashes.get(configuration.backward.microbatch_size, ""),
+        question.profile.workload,
+        question.cluster,
+        prediction,
     )
 
 
@@ -96,7 +103,7 @@ def _host_bytes(plan: PacksPlan) -> int:
     return plan.prediction.step.host_peak_bytes
 
 
-def _why(result: PacksResult, plan: PacksPlan) -> Why:
+def _why(result: PacksResult, plan: PacksPlan, coupled: str) -> Why:
     best, prediction = result.best, plan.prediction
     assert best is not None and prediction is not None
     forward, backward = plan.configuration.forward, plan.configuration.backward
@@ -113,6 +120,8 @@ def _why(result: PacksResult, plan: PacksPlan) -> Why:
             f", {format_bytes(best.task_bytes - limit)} above the limit, which holds for packs "
             "alone (--algorithm wide holds whole tasks below it)"
         )
+    if coupled:
+        said += f". Both directions have micro-batches of one size, for {coupled}"
     if (single := result.fits_one_device) is not None:
         size = single.configuration.backward.microbatch_size
         said += (

@@ -6,14 +6,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import islice, pairwise
+from heapq import merge
+from itertools import islice, pairwise, takewhile
 
 import numpy as np
 
 from capture.measured.layer_profile import Pass, SizedLayers
 from capture.plan.task_graph import Configuration, Packs, Span, microbatches
 from capture.predictor.pack_times import forward_bytes
-from recommender.harmony.packing import CUTS, fewest_packs, least_max_time
+from recommender.harmony.packing import CUTS, LeastMaxTime, fewest_packs
 from recommender.harmony.problem import Choice, PacksProblem
 
 #: How many more packs than the fewest, in rounds of all devices.
@@ -37,33 +38,43 @@ class _Wide:
         self._swap = server.swap_bytes_per_second.value / devices
         self._delete = server.delete_seconds.value
         self._share, self._extra = problem.shares[0], _ROUNDS * devices
-        self._known: dict[int, np.ndarray] = {}
+        self._known: dict[tuple[Pass, int], tuple[np.ndarray, LeastMaxTime]] = {}
 
     def choices(self) -> list[Choice]:
         """A bound on the sum of what all ranks do comes first: it is a sum over both directions, so
         most pairs need not be made."""
         backward: defaultdict[int, list[tuple[float, Packs]]] = defaultdict(list)
         for size in self._problem.all_sizes("backward"):
-            if self._least("backward", size, self._num_layers) / self._ranks < self._below:
+            work = self._least("backward", size, self._num_layers)
+            if work / self._ranks < self._below:
                 for packs in self._packings("backward", size, self._num_layers):
-                    row = self._work("backward", packs), packs
+                    row = work + self._delete * len(packs.packs), packs
                     backward[packs.packs[-1][0]].append(row)
-        pairs: list[tuple[float, Packs, Packs]] = []
+        ranked: list[Iterator[tuple[float, Packs, Packs]]] = []
         for num_layers, rows in backward.items():
-            least = min(work for work, _ in rows)
+            rows.sort(key=lambda row: row[0])
+            least = rows[0][0]
             for size in self._problem.all_sizes("forward") if num_layers else ():
-                if (least + self._least("forward", size, num_layers)) / self._ranks >= self._below:
-                    continue
-                for packs in self._packings("forward", size, num_layers):
-                    work = self._work("forward", packs)
-                    bounds = [((work + more) / self._ranks, other) for more, other in rows]
-                    pairs += [
-                        (least, packs, other) for least, other in bounds if least < self._below
-                    ]
-        pairs.sort(key=lambda pair: pair[0])
-        found = [Configuration(forward, other) for _, forward, other in pairs]
+                work = self._least("forward", size, num_layers)
+                same = [row for row in rows if row[1].microbatch_size == size]
+                others = same if self._problem.equal_sizes else rows
+                if others and (least + work) / self._ranks < self._below:
+                    packings = self._packings("forward", size, num_layers)
+                    ranked += [self._ranked(work, packs, others) for packs in packings]
+        # There are millions of pairs, so they are ranked as far as they are looked at.
+        pairs = merge(*ranked, key=lambda pair: pair[0])
+        below = takewhile(lambda pair: pair[0] < self._below, pairs)
+        found = (Configuration(forward, other) for _, forward, other in below)
         kept = (one for one in found if self._stashes_fit(one))
         return [Choice(one, "wide", "wide") for one in islice(kept, _MOST)]
+
+    def _ranked(
+        self, least: float, forward: Packs, backward: list[tuple[float, Packs]]
+    ) -> Iterator[tuple[float, Packs, Packs]]:
+        """Forward packs with all backward ones, which come by their work, and the bounds."""
+        work = least + self._delete * len(forward.packs)
+        for more, packs in backward:
+            yield (work + more) / self._ranks, forward, packs
 
     def _layers(self, which: Pass, size: int) -> SizedLayers:
         return self._profile.at(which, size)
@@ -83,22 +94,15 @@ class _Wide:
             sizes.count(u) * self._layers(which, u).time(0, num_layers) for u in {*sizes}
         )
 
-    def _work(self, which: Pass, packs: Packs) -> float:
-        """The same with what every pack adds."""
-        num_layers = packs.packs[-1][1]
-        return self._least(which, packs.microbatch_size, num_layers) + self._delete * len(
-            packs.packs
-        )
-
     def _packings(self, which: Pass, size: int, num_layers: int) -> Iterator[Packs]:
         """Different ones of the layers before one, whose tasks fit but for what they keep."""
         layers = self._layers(which, size)
         limit = self._problem.limit_bytes
-        fits = self._fits(which, layers)[: num_layers + 1, : num_layers + 1]
+        fits, balanced = self._balanced(which, size)
         fewest = fewest_packs(layers, num_layers, limit)
         seen: set[tuple[Span, ...]] = set()
         found = 0
-        for num_packs, shortest in enumerate(least_max_time(layers, num_layers, fits), 1):
+        for num_packs, shortest in enumerate(balanced.packs(num_layers), 1):
             if num_packs < fewest:
                 continue
             cuts = (cut(layers, num_layers, num_packs) for cut in CUTS)
@@ -111,10 +115,11 @@ class _Wide:
             if found > self._extra:
                 return
 
-    def _fits(self, which: Pass, layers: SizedLayers) -> np.ndarray:
-        """[first, stop] whether a task of these layers is below the limit."""
-        key = id(layers)
+    def _balanced(self, which: Pass, size: int) -> tuple[np.ndarray, LeastMaxTime]:
+        """[first, stop] whether a task of these layers is below the limit, and what packs such."""
+        key = which, size
         if key not in self._known:
+            layers = self._layers(which, size)
             x = np.array(layers.inputs)
             inner = np.array(layers.inner_sums)
             c = inner[None, :] - inner[:, None] + x[:, None]
@@ -125,7 +130,8 @@ class _Wide:
                     2 * x[:, None] + x[None, :] + c + np.where(np.arange(len(x)) > 0, x, 0)[:, None]
                 )
             above = np.tri(len(x), dtype=bool)  # a pack has layers
-            self._known[key] = (need <= self._problem.limit_bytes) & ~above
+            fits = (need <= self._problem.limit_bytes) & ~above
+            self._known[key] = fits, LeastMaxTime(layers, fits)
         return self._known[key]
 
     def _stashes_fit(self, configuration: Configuration) -> bool:

@@ -41,7 +41,7 @@ class StageBytes:
         stage = self.stage = stages[s]
         values, self.is_last = stage.value_bytes, s == len(stages) - 1
         self.params = sum(stage.param_bytes.values())
-        self.state = 2 * self.params + stage.optimizer_bytes
+        self.state = self.params + stage.optimizer_bytes
         self.received = sum(values[v] for v in stage.received)
         self.gradient_in = sum(values[v] for v in stage.sent if v in stage.differentiable)
         self.gradient_out = sum(values[v] for v in stage.received if v in stage.differentiable)
@@ -59,7 +59,8 @@ class StageBytes:
 
     def held(self, o: Occupancy) -> int:
         waiting = o.num_waiting_inputs * self.received + o.num_waiting_gradients * self.gradient_in
-        return self.state + o.num_kept * self.kept + waiting
+        gradients = self.params if o.accumulates else 0
+        return self.state + gradients + o.num_kept * self.kept + waiting
 
     def running(self, o: Occupancy) -> int:
         """While the program of a task runs, losses aside."""
@@ -74,7 +75,7 @@ class StageBytes:
     def updating(self, num_microbatches: int) -> int:
         transient, base = (
             self.stage.transient_bytes,
-            self.state + self.losses(num_microbatches) + self.arrived,
+            self.state + self.params + self.losses(num_microbatches) + self.arrived,
         )
         return max(
             base + self.summaries + transient["update"],
@@ -92,7 +93,14 @@ def counted_peaks(stages: list[StageInterface], schedule: Schedule) -> list[int]
             s, own = task.stage_id, task.kind == "forward"
             inputs = forward[s - 1] - forward[s] - own if s else 0
             gradients = backward[s + 1] - backward[s] - (not own) if s + 1 < len(stages) else 0
-            o = Occupancy(task.kind, forward[s] - backward[s], inputs, gradients)
+            accumulates = not own or backward[s] > 0
+            o = Occupancy(
+                task.kind,
+                forward[s] - backward[s],
+                inputs,
+                gradients,
+                accumulates=accumulates,
+            )
             peaks[s] = max(peaks[s], bytes_of[s].running(o) + bytes_of[s].losses(forward[s]))
         for task in clock:
             (forward if task.kind == "forward" else backward)[task.stage_id] += 1
@@ -179,6 +187,7 @@ def check_lifetimes(program: Step) -> None:
                 end(instruction.donated)
                 for slot in instruction.outputs:
                     create(slot)
+                    created[slot] -= slot in instruction.donated  # changed, not made
             case Wait():
                 assert instruction.slot in alive
             case Free():
@@ -288,8 +297,9 @@ def test_1f1b_never_needs_more_than_gpipe_but_for_what_waits(stages, num_microba
     )
     for s, (every, few) in enumerate(zip(gpipe, one, strict=True)):
         stage = StageBytes(stages, s)
-        # An input may wait, and another arrive while gradients leave.
-        assert few <= every + 2 * stage.received
+        # An input may wait, and another arrive while gradients leave; forward passes are executed
+        # beside the gradients of earlier micro-batches.
+        assert few <= every + 2 * stage.received + stage.params
 
 
 # ---- by hand -------------------------------------------------------------------------------------
@@ -323,6 +333,7 @@ free output2.0@1
 feed batch0.0@2
 forward(params@2 param4@2 | input0.0@2 input2.0@2 | batch0.0@2) -> output3.0@2 residuals0.0@2
 free input0.0@2
+zero_gradients() -> gradients@2 gradient4@2
 backward(params@2 param4@2 | input2.0@2 | batch0.0@2 |  | residuals0.0@2 |  | gradients@2 gradient4@2) \
 -> input gradient0.0@2 input gradient2.0@2 gradients@2 gradient4@2
 free batch0.0@2
@@ -330,15 +341,18 @@ input gradient0.0@2 => cotangent0.0@1
 free input gradient0.0@2
 input gradient2.0@2 => cotangent2.0@1
 free input gradient2.0@2
+zero_gradients() -> gradients@1
 backward(params@1 | input0.0@1 |  |  | residuals0.0@1 | cotangent0.0@1 cotangent2.0@1 | gradients@1) -> input gradient0.0@1 gradients@1
 input gradient0.0@1 => cotangent0.0@0
 free input gradient0.0@1
+zero_gradients() -> gradients@0
 backward(params@0 |  |  |  | residuals0.0@0 | cotangent0.0@0 | gradients@0) -> gradients@0
 gradient4@2 => gradient4 of 2@0
-update(params@0 | optimizer@0 | gradients@0 |  | gradient4 of 2@0 | ) -> params@0 optimizer@0 gradients@0
+update(params@0 | optimizer@0 | gradients@0 | gradient4 of 2@0 | ) -> params@0 optimizer@0
 free gradient4 of 2@0
-update(params@1 | optimizer@1 | gradients@1 |  |  | ) -> params@1 optimizer@1 gradients@1
-update(params@2 | optimizer@2 | gradients@2 | gradient4@2 |  | ) -> params@2 optimizer@2 gradients@2 gradient4@2
+update(params@1 | optimizer@1 | gradients@1 |  | ) -> params@1 optimizer@1
+update(params@2 | optimizer@2 | gradients@2 |  | ) -> params@2 optimizer@2
+free gradient4@2
 free param4@2
 params@0[1] => param4@2
 free output3.0@2"""
@@ -360,7 +374,7 @@ def test_gradients_of_shared_parameters_arrive_in_the_order_of_the_owners_parame
     graph = chain(3, shared=[(0, 1, 2), (0, 1, 2)])
     program = build_step(interfaces(graph, [1, 2]), make_schedule("1f1b", 3, 1))
     (update,) = (i for i in program.instructions if isinstance(i, Run) and i.program == "update@0")
-    assert [program.slots[slot].name for slot in update.inputs[4]] == [
+    assert [program.slots[slot].name for slot in update.inputs[3]] == [
         "gradient3 of 1@0",
         "gradient3 of 2@0",
         "gradient4 of 1@0",
@@ -387,7 +401,8 @@ def test_an_update_takes_the_summaries_of_all_other_stages():
 def test_alpas_runtime_has_every_batch_before_the_first_pass():
     program = build_alpa_step(interfaces(chain(3), [1, 2]), make_schedule("1f1b", 3, 2))
     fed = [i for i, instruction in enumerate(program.instructions) if isinstance(instruction, Feed)]
-    assert fed == [0, 1, 2, 3]  # two micro-batches of the first and of the last stage
+    # Behind the zeros of three stages, two micro-batches of the first and of the last stage.
+    assert fed == [3, 4, 5, 6]
 
 
 def test_the_parts_of_a_peak_have_the_names_of_slots_if_asked():
@@ -408,10 +423,10 @@ def test_a_stage_hands_on_before_it_receives():
     graph = chain(3)
     stages = interfaces(graph, [1, 2])
     (middle,) = [stage for stage in stages if stage.devices == (1,)]
-    state = 2 * graph.params[1].nbytes
-    assert (
-        replayed_peaks(stages, make_schedule("gpipe", 3, 4))[1]
-        == state + middle.value_bytes[0] + middle.value_bytes[1]
+    params = graph.params[1].nbytes
+    assert replayed_peaks(stages, make_schedule("gpipe", 3, 4))[1] == params + max(
+        middle.value_bytes[0] + middle.value_bytes[1],
+        params + middle.value_bytes[1],  # the gradient that arrives
     )
 
 
@@ -439,6 +454,7 @@ occupancies = st.builds(
     Occupancy,
     st.sampled_from(["forward", "backward"]),
     *[st.integers(0, most) for most in (3, 2, 2, 3)],
+    accumulates=st.booleans(),
 )
 
 

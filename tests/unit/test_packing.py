@@ -16,12 +16,12 @@ from capture.measured.layer_profile import LayerProfile, SizedLayers
 from capture.plan.task_graph import Switches
 from recommender.harmony.packing import (
     PACKINGS,
+    LeastMaxTime,
     balanced_memory,
     balanced_time,
     constant,
     greedy,
     greedy_reverse,
-    least_max_time,
     nearest_time,
     of_length,
     reused,
@@ -102,15 +102,18 @@ def test_no_packing_holds_a_layer_above_the_limit(name):
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(6, 30))
 def test_least_max_time_is_the_least_of_all_splits(seconds, limit):
-    count = len(seconds)
-    some = layers(seconds, memory=[5] * count)
+    total = len(seconds)
+    some = layers(seconds, memory=[5] * total)
     fits = np.array(
         [
-            [first < stop and some.pack_bytes(first, stop) <= limit for stop in range(count + 1)]
-            for first in range(count + 1)
+            [first < stop and some.pack_bytes(first, stop) <= limit for stop in range(total + 1)]
+            for first in range(total + 1)
         ]
     )
-    for number, found in enumerate(least_max_time(some, count, fits), 1):
+    balanced = LeastMaxTime(some, fits)
+    counts = (max(1, total - 1), total)  # a prefix, too
+    answers = [(count, *one) for count in counts for one in enumerate(balanced.packs(count), 1)]
+    for count, number, found in answers:
         splits = [
             tuple(pairwise((0, *cuts, count))) for cuts in combinations(range(1, count), number - 1)
         ]

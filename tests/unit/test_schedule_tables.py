@@ -197,6 +197,7 @@ def test_moments_cover_every_state_and_none_another(schedule):
     before: Counter[tuple[int, str]] = Counter()
     last = schedule.num_stages - 1
     backward = "backward_inputs" if schedule.splits_backward else "backward"
+    added = "backward_weights" if schedule.splits_backward else "backward"
     reached = [set() for _ in range(schedule.num_groups)]
     for (task,) in schedule.rounds:
         group, states = schedule.placement[task.stage_id], []
@@ -213,6 +214,7 @@ def test_moments_cover_every_state_and_none_another(schedule):
                     else 0,
                     done["forward"] if s == last else 0,
                     (done[backward] - done["backward_weights"]) * schedule.splits_backward,
+                    done[added] > 0 or running == added,
                 )
             )
         reached[group].add(tuple(states))
@@ -227,6 +229,7 @@ def test_moments_cover_every_state_and_none_another(schedule):
                     o.num_waiting_gradients,
                     o.num_losses,
                     o.num_deferred,
+                    o.accumulates,
                 )
                 for o in moment
             )

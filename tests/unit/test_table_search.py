@@ -4,6 +4,7 @@ the search, and its refusals."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, pairwise
 
 import pytest
@@ -20,20 +21,24 @@ from capture.plan.schedule import PLAIN_SCHEDULES, SCHEDULES
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
-from capture.predictor.step_time import counted_seconds, predicted_timeline
+from capture.predictor.step_time import CountedSteps, predicted_timeline
 from capture.step.interface import plan_interfaces
-from capture.step.pipeline import build_step
+from capture.step.pipeline import build_step, stage_seconds
 from capture.step.program import replay
+from capture.step.timeline import LinkTimes, Seconds, simulate_step
 from recommender.capture import tables
-from recommender.capture.recommendation import recommend
+from recommender.capture.posed import search_problem
+from recommender.capture.recommendation import baseline_plan, plan_of, recommend
+from recommender.capture.throughput import throughput
+from recommender.capture.ticks import step_seconds
 from recommender.question import PlanQuestion
 
 ONE, TWO = StageChoice(1, 1), StageChoice(2, 1)
 TABLES = [name for name in SCHEDULES if name not in PLAIN_SCHEDULES]
 
 
-def work(num_layers: int, passes: int) -> ProgramWork:
-    return ProgramWork(10**12 * num_layers * passes, "bfloat16", 0, 0)
+def work(num_layers: int, passes: int, flops: int = 10**12) -> ProgramWork:
+    return ProgramWork(flops * num_layers * passes, "bfloat16", 0, 0)
 
 
 def with_split(cost: StageCost, config: StageConfig, times: bool) -> StageCost:
@@ -165,6 +170,20 @@ def test_a_profile_without_split_backward_passes_is_refused():
     assert recommend(planted.profile([ONE]), question("interleaved")).status == "ok"
 
 
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_baseline_has_the_groups_of_every_schedule(name):
+    """Equal layers on as many groups as there are layers for."""
+    profile = split_profile(Planted(4, seed=2), ONE, TWO)
+    asked = question(name, 4, num_microbatches=8)
+    plan = baseline_plan(profile, asked, "layers")
+    per_group = SCHEDULES[name].stages_per_group
+    assert plan.schedule == name and plan.num_stages == 4
+    assert {stage.choice for stage in plan.stages} == {TWO if per_group == 2 else ONE}
+    with pytest.raises(PlanError) as caught:
+        baseline_plan(split_profile(Planted(1, seed=2), ONE), asked, "layers")
+    assert caught.value.codes == ("baseline-degree",)
+
+
 # ---- times ---------------------------------------------------------------------------------------
 
 
@@ -188,7 +207,8 @@ def test_bubbles_of_simulated_steps_are_those_of_the_tables(timed, name, percent
     plan = table_plan(name, tuple(range(0, 9, 8 // count)), ONE, 8, "a100-40g")
     timeline = predicted_timeline(plan, timed)
     assert {round(100 * waits, 1) for waits in timeline.bubble_fraction} <= {percent, percent + 0.1}
-    assert counted_seconds(plan, timed) == pytest.approx(timeline.step_seconds, rel=0.01)
+    counted = CountedSteps(timed, plan.cluster).seconds(plan)
+    assert counted == pytest.approx(timeline.step_seconds, rel=0.01)
 
 
 def test_the_fastest_plan_of_every_schedule_and_its_front(timed):
@@ -214,3 +234,58 @@ def test_the_fastest_plan_of_every_schedule_and_its_front(timed):
     answer = recommend(timed, limited)
     assert answer.status == "ok" and answer.peak_bytes <= least.peak_bytes <= peaks["zb-h1"]
     assert answer.proof.step_seconds >= seconds["zb-h1"]
+
+
+@pytest.fixture(scope="module")
+def short() -> Profile:
+    """A pass of a layer takes a third as long as what is sent between nodes, on two devices 0.6
+    of it."""
+    profile = split_profile(Planted(8, seed=3), ONE, TWO, times=True)
+    costs = {}
+    for config, cost in profile.measurements.items():
+        n, flops = config.num_layers, 10**9 if config.choice == ONE else 6 * 10**8
+        costs[config] = replace(
+            cost, forward_work=work(n, 1, flops), backward_work=work(n, 2, flops)
+        )
+    return replace(profile, measurements=costs)
+
+
+def without_feeds(links: LinkTimes, transfer, nbytes: int, source, target) -> float:
+    return 0.0 if source is None else links.seconds(transfer, nbytes, source, target)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "interleaved"])
+def test_steps_of_all_schedules_are_counted_as_they_are_simulated(short, schedule):
+    """With transfers, also where a link is busier than the stages; batches arrive at once."""
+    rates = Target.load("a100-40g").rates
+    asked = PlanQuestion(
+        Cluster((2, 2), "a100-40g"), 8 * MICROBATCH_SIZE, 8, schedule, objective="pareto"
+    )
+    answer = recommend(short, asked)
+    points = [(point.stages, point.step_seconds) for point in answer.why.front.points]
+    assert points[-1] == (answer.plan.stages, answer.proof.step_seconds)
+    for stages, seconds in points:
+        plan = answer.plan.with_(stages=stages)
+        predictor, times = AdditivePredictor(short), CountedSteps(short, plan.cluster)
+        step = build_step(predictor.interfaces(plan), plan.schedule_table)
+        told = Seconds(
+            stage_seconds(step, times.times.stage_times(plan)),
+            partial(without_feeds, times.links),
+            rates.host.duplex,
+        )
+        assert seconds == pytest.approx(simulate_step(step, told).step_seconds, rel=1e-9)
+
+
+def test_transfers_decide_which_plan_is_fastest(short):
+    """The closed form without them has another, which is faster by what it says."""
+    asked = PlanQuestion(
+        Cluster((2, 2), "a100-40g"), 16 * MICROBATCH_SIZE, 16, objective="throughput"
+    )
+    answer, problem = recommend(short, asked), search_problem(short, asked, with_times=True)
+    closed = throughput(problem)
+    plan = answer.plan.with_(stages=plan_of(short, asked, closed.stages).stages)
+    steps = CountedSteps(short, asked.cluster)
+    assert answer.proof.step_seconds == steps.seconds(answer.plan) < steps.seconds(plan)
+    assert closed.optimal and not answer.proof.optimal
+    without = step_seconds(problem, answer.proof.stages)
+    assert without == pytest.approx(closed.step_seconds * (1 + answer.proof.bound_fraction))

@@ -1,0 +1,179 @@
+"""Layer profiles (``--system harmony``): what is asked by options, and how what was found is
+said."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from capture.cli import asked
+from capture.cli.asked import Values
+from capture.cli.options import Option, at_least
+from capture.errors import ProfileError, Violation
+from capture.machine.target import resolved_target
+from capture.measured.layer_profile import INTERPOLATIONS, LayerProfile
+from capture.model.workload import WorkloadSpec
+from capture.quantities import counted, format_bytes, parse_bytes
+from profiling_runs.batch import Progress, Watch
+from profiling_runs.layer_question import LayersQuestion
+from profiling_runs.layers import PASSES, profile_layers
+
+SYSTEM = "harmony"
+SYSTEM_OPTION = Option(
+    "system",
+    "capture: stages on submeshes; harmony: packs of layers, streamed from the host's memory "
+    "(default: %(default)s)",
+    "capture",
+    choices=("capture", SYSTEM),
+)
+#: Of a layer profile alone.
+OPTIONS = (
+    Option(
+        "stride",
+        "harmony: between the micro-batch sizes that are profiled (default: about 16 up to "
+        "--global-batch; without it every size)",
+        read=at_least(1),
+        metavar="U",
+    ),
+    Option(
+        "update_rate",
+        "harmony: bytes per second at which the host updates, such as 100GB, where nothing is "
+        "executed (default: 20GB)",
+        metavar="SIZE",
+    ),
+)
+#: Of the options of a profile, those that layers alone have a meaning for.
+SHARED = {"workload", "num_layers", "target", "global_batch", "backend", "memory", "output"}
+
+
+def layers_question(values: Values) -> LayersQuestion:
+    """What a layer profile is asked for by options.
+
+    Raises:
+        ProfileError: ``layers-question`` for a batch below 1, and the codes of
+            ``LayersQuestion``.
+    """
+    rate = values["update_rate"]
+    return LayersQuestion(
+        WorkloadSpec.parse(values["workload"]),
+        resolved_target(values["target"], Path()),
+        values["backend"],
+        values["num_layers"],
+        values["global_batch"],
+        values["stride"],
+        asked.read_limit(values),
+        None if rate is None else parse_bytes(rate),
+    )
+
+
+def refuse_other_options(values: Values, defaults: Values) -> None:
+    """Refuse options of a profile that are of another system than the one that is asked.
+
+    Raises:
+        ProfileError: ``profile-system``.
+    """
+    ours, system = {option.name for option in OPTIONS}, values["system"]
+    known = ours | SHARED | {"system"} if system == SYSTEM else {*defaults} - ours
+    ProfileError.check(
+        Violation(
+            f"--{name.replace('_', '-')} is not of --system {system}; leave it out.",
+            "profile-system",
+        )
+        for name, default in defaults.items()
+        if name not in known and values[name] != default
+    )
+
+
+def make_layers(
+    options: argparse.Namespace,
+    question: LayersQuestion,
+    progress: Progress,
+    watch: Watch = lambda event: None,
+) -> LayerProfile:
+    """Measured as ``shared.STORE`` says."""
+    return profile_layers(
+        question,
+        store=asked.open_store(options),
+        where=asked.where_of(options),
+        progress=progress,
+        watch=watch,
+    )
+
+
+def document_of(profile: LayerProfile) -> dict[str, Any]:
+    """Of a profile, what is not in its file or hard to see there."""
+    return {
+        "num_layers": profile.num_layers,
+        "weight_bytes": profile.weight_bytes(0, profile.num_layers),
+        "state_bytes": profile.state_bytes(0, profile.num_layers),
+        "forward_sizes": list(profile.fwd.u),
+        "backward_sizes": list(profile.bwd.u),
+        "trials": profile.made["trials"],
+        "largest": profile.made["largest"],
+        "held_out_errors": held_out(profile),
+        "coupled": profile.coupled,
+        "failures": profile.made["failures"],
+        "source": profile.source,
+    }
+
+
+def held_out(profile: LayerProfile) -> dict[str, Any]:
+    """By direction, what is interpolated and how: the mean and the largest error at sizes that were
+    measured beside those at the stride; empty where every size was measured."""
+    found: dict[str, Any] = {}
+    stride = int(profile.made["stride"])
+    for which in PASSES:
+        sizes = (profile.fwd if which == "forward" else profile.bwd).u
+        left = [u for u in sizes[:-1] if (u - sizes[0]) % stride]
+        if not left:
+            continue
+        found[which] = {
+            "sizes": left,
+            **{
+                quantity: {
+                    kind: _summary(profile.held_out_errors(which, stride, kind, of=quantity))
+                    for kind in INTERPOLATIONS
+                }
+                for quantity in ("time", "memory")
+            },
+        }
+    return found
+
+
+def _summary(errors: list[float]) -> dict[str, float]:
+    sizes = [abs(error) for error in errors]
+    return {"mean": sum(sizes) / len(sizes), "largest": max(sizes)}
+
+
+def as_text(profile: LayerProfile) -> list[str]:
+    """Lines for people."""
+    facts = document_of(profile)
+    lines = [
+        f"{counted(profile.num_layers, 'layer')}, {format_bytes(facts['weight_bytes'])} of weights "
+        f"and {format_bytes(facts['state_bytes'])} of optimizer state; {profile.source}"
+    ]
+    for which in PASSES:
+        trials, largest = facts["trials"][which], facts["largest"][which]
+        sizes = ", ".join(map(str, facts[f"{which}_sizes"]))
+        if not largest:
+            lines.append(f"{which}: one example is too much for a device; profiled all the same")
+            continue
+        lines.append(
+            f"{which}: {largest} examples at most, found in {counted(len(trials), 'trial')} "
+            f"({', '.join(map(str, trials))}); profiled at {sizes}"
+        )
+        if which in facts["held_out_errors"]:
+            found = facts["held_out_errors"][which]
+            said = "; ".join(
+                f"{quantity} "
+                + ", ".join(
+                    f"{kind} {error['mean']:.1%} (at most {error['largest']:.1%})"
+                    for kind, error in found[quantity].items()
+                )
+                for quantity in ("time", "memory")
+            )
+            lines.append(f"  error at sizes off the stride of {profile.made['stride']}: {said}")
+    if profile.coupled:
+        lines.append(f"both directions need micro-batches of one size: {profile.coupled}")
+    return lines + [f"failed: {failure}" for failure in facts["failures"]]

@@ -1,0 +1,273 @@
+"""What a search for an array of models decides, in plain data: which models are one program, in
+which order their passes are issued, and what becomes of each feature map until it is read again.
+
+A plan is JSON:
+
+    schema_version            1
+    kind                      "array"
+    workload, model_hash, cluster
+                              as in a plan of stages; the cluster is one device
+    num_layers                of the model
+    batch_size                examples of one model in a step
+    models                    of each its seed and its hyperparameters, by the names with which
+                              optax.inject_hyperparams knows them
+    shared_batches            whether all models read the same batch
+    partition                 sub-arrays: the models (from 0) that are one program
+    order                     "multiplexed": the backward pass of one of two sub-arrays beside the
+                              forward pass of the other; "in turn": one after the other
+    decisions                 per sub-array, of the bundles of feature maps that are not retained:
+                              bundle, its name; choice, "swap" or "recompute"; ahead, how many
+                              backward segments before its first use a swapped one is fetched
+    bundle_bytes              feature maps of equal lifetime are one bundle until it has so many
+                              bytes
+    memory_limit_bytes        up to which the step lets copies go on before it waits for them; null
+                              for no limit
+    prediction                peak_bytes and parts_bytes of the device, host_peak_bytes,
+                              step_seconds (simulated), swapped_bytes in one direction,
+                              recomputed_bytes, retained_bytes
+    why, candidates           what the search says of its choice, and the others that it weighed
+
+Source: Purandare et al. 2023 (mu-TWO), 3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from capture import documents
+from capture.errors import PlanError, Violation
+from capture.machine.cluster import Cluster
+from capture.model.workload import WorkloadSpec
+from capture.plan.files import ClusterRow, resolved, save
+from capture.plan.headroom import Headroom
+from capture.plan.why import Why
+
+ARRAY_PLAN = documents.Format(
+    "plan of an array",
+    PlanError,
+    "array-plan",
+    "see capture/plan/array.py, which says what it holds",
+    kind="array",
+    not_json="file",
+    strict=True,
+)
+
+Order = Literal["multiplexed", "in turn"]
+ORDERS: tuple[Order, ...] = ("multiplexed", "in turn")
+#: Of equal lifetime, smaller feature maps travel together.
+BUNDLE_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Member:
+    """One model of an array.
+
+    Attributes:
+        seed: Its parameters are drawn with it.
+        hyperparameters: Values that its optimizer gets in the place of those of the workload.
+    """
+
+    seed: int = 0
+    hyperparameters: Mapping[str, float] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of a bundle between its last use forward and its first use backward.
+
+    Attributes:
+        bundle: Its name.
+        choice: ``"swap"``: copied to the host and back; ``"recompute"``: made again.
+        ahead: Of a swapped one, how many of its sub-array's segments before its first use it is
+            fetched, if there is room by then.
+    """
+
+    bundle: str
+    choice: Literal["swap", "recompute"]
+    ahead: int = 1
+
+
+@dataclass(frozen=True)
+class ArrayPrediction:
+    """A step as the plan's own instructions: replayed, and simulated on its target.
+
+    Attributes:
+        peak_bytes: Of the device.
+        parts_bytes: By category, at the peak.
+        host_peak_bytes: Of what is swapped.
+        step_seconds: Of an update of every model.
+        retained_bytes, swapped_bytes, recomputed_bytes: Of feature maps, in a step.
+    """
+
+    peak_bytes: int
+    parts_bytes: Mapping[str, int]
+    host_peak_bytes: int
+    step_seconds: float
+    retained_bytes: int
+    swapped_bytes: int
+    recomputed_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayPlan:
+    """Models that are trained together on one device; see the module for the fields.
+
+    Raises:
+        PlanError: every rule that is broken, with its code: ``array-models`` for none,
+            ``array-partition`` unless every model is in one sub-array, ``array-order`` for an
+            unknown order, or multiplexing of other than two sub-arrays, ``array-decisions`` for a
+            bundle that is decided twice, or a sub-array without a list, ``array-size`` for a number
+            that must be positive.
+    """
+
+    cluster: Cluster
+    batch_size: int
+    models: tuple[Member, ...]
+    partition: tuple[tuple[int, ...], ...]
+    order: Order = "in turn"
+    decisions: tuple[tuple[Decision, ...], ...] = ()
+    shared_batches: bool = False
+    bundle_bytes: int = BUNDLE_BYTES
+    memory_limit_bytes: int | None = None
+    num_layers: int = 0
+    model_hash: str = ""
+    workload: WorkloadSpec | None = None
+    prediction: ArrayPrediction | None = field(default=None, compare=False)
+    why: Why | None = field(default=None, compare=False)
+    candidates: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.decisions:
+            object.__setattr__(self, "decisions", ((),) * len(self.partition))
+        PlanError.check(self._violations())
+
+    @property
+    def compiled(self) -> bool:
+        """Whether its own programs were compiled: always, where it is predicted."""
+        return self.prediction is not None
+
+    @property
+    def known_peak_bytes(self) -> int:
+        """Of the device; 0 if nothing is predicted."""
+        return self.prediction.peak_bytes if self.prediction else 0
+
+    def headroom(self, memory_limit_bytes: int) -> Headroom | None:
+        """What the prediction leaves of a limit."""
+        if self.prediction is None:
+            return None
+        peak = self.known_peak_bytes
+        return Headroom.of([peak], [(peak, peak)], 1, memory_limit_bytes, None)
+
+    def to_json(self) -> dict[str, Any]:
+        same = {name: getattr(self, name) for name in _SAME}
+        document = _Document(cluster=ClusterRow.of(self.cluster), **same)
+        return ARRAY_PLAN.write(documents.fields_of(document))
+
+    @classmethod
+    def from_json(cls, data: Any) -> ArrayPlan:
+        """The plan that ``to_json`` wrote.
+
+        Raises:
+            PlanError: ``array-plan-schema`` for an unknown version, ``array-plan-kind`` for a plan
+                of another kind, ``array-plan-corrupt`` for a missing or wrong field,
+                ``plan-mixed-targets``, and the codes of the class.
+        """
+        document = ARRAY_PLAN.read(data, _Document)
+        if document.cluster.wrong:
+            raise ARRAY_PLAN.corrupt(document.cluster.wrong)
+        same = {name: getattr(document, name) for name in _SAME}
+        return cls(cluster=document.cluster.cluster, **same)
+
+    def save(self, path: str | Path) -> None:
+        """Write JSON; the paths of the workload and of a target's file are stored relative to the
+        file."""
+        save(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> ArrayPlan:
+        """The plan of a JSON file.
+
+        Raises:
+            PlanError: ``array-plan-file`` if it cannot be read or is no JSON, and those of
+                ``from_json``.
+        """
+        return resolved(cls.from_json(ARRAY_PLAN.load(path)), path)
+
+    def _violations(self) -> Iterator[Violation]:
+        count = len(self.models)
+        if not count:
+            yield Violation("models is empty; an array has one model at least.", "array-models")
+        numbers = ("batch_size", self.batch_size), ("bundle_bytes", self.bundle_bytes)
+        for name, number in (*numbers, ("memory_limit_bytes", self.memory_limit_bytes)):
+            if number is not None and number < 1:
+                yield Violation(f"{name}={number}; give at least 1.", "array-size")
+        if self.cluster.num_devices != 1:
+            yield Violation(
+                f"the cluster {self.cluster} has {self.cluster.num_devices} devices; models of an "
+                "array share one: give 1x1.",
+                "array-size",
+            )
+        placed = sorted(model for group in self.partition for model in group)
+        if placed != list(range(count)) or not all(self.partition):
+            yield Violation(
+                f"partition={[list(group) for group in self.partition]} does not have each of the "
+                f"models 0 to {count - 1} once; put every one into one sub-array.",
+                "array-partition",
+            )
+        if self.order not in ORDERS:
+            yield Violation(
+                f"order={self.order!r} is unknown; choose {' or '.join(ORDERS)}.", "array-order"
+            )
+        elif self.order == "multiplexed" and len(self.partition) != 2:
+            yield Violation(
+                f"order='multiplexed' with {len(self.partition)} sub-arrays; the passes of two are "
+                "multiplexed: make two, or take order='in turn'.",
+                "array-order",
+            )
+        if len(self.decisions) != len(self.partition):
+            yield Violation(
+                f"decisions has {len(self.decisions)} lists for {len(self.partition)} sub-arrays; "
+                "give one list each, empty where all is retained.",
+                "array-decisions",
+            )
+        for a, chosen in enumerate(self.decisions):
+            names = [decision.bundle for decision in chosen]
+            for name in sorted({name for name in names if names.count(name) > 1}):
+                yield Violation(
+                    f"decisions[{a}] has {name!r} {names.count(name)} times; decide it once.",
+                    "array-decisions",
+                )
+            for decision in chosen:
+                if decision.ahead < 0:
+                    yield Violation(
+                        f"decisions[{a}] fetches {decision.bundle!r} ahead={decision.ahead} "
+                        "segments; give 0 or more.",
+                        "array-size",
+                    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Document:
+    """A plan as files have it."""
+
+    workload: WorkloadSpec | None = None
+    model_hash: str = ""
+    cluster: ClusterRow
+    num_layers: int
+    batch_size: int
+    models: tuple[Member, ...]
+    shared_batches: bool = False
+    partition: tuple[tuple[int, ...], ...]
+    order: Order
+    decisions: tuple[tuple[Decision, ...], ...] = ()
+    bundle_bytes: int = BUNDLE_BYTES
+    memory_limit_bytes: int | None = None
+    prediction: ArrayPrediction | None = None
+    why: Why | None = None
+    candidates: tuple[Mapping[str, Any], ...] = ()
+
+
+_SAME = tuple(f.name for f in fields(_Document) if f.name != "cluster")

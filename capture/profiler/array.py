@@ -1,0 +1,88 @@
+"""What a search must know of an array of models on a target: its segments, compiled for devices
+that need not be there, with their memory and seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from capture.compiler.target_compiler import TargetCompiler
+from capture.errors import PlanError
+from capture.machine.cluster import Cluster, Machine
+from capture.model.workload import WorkloadProtocol
+from capture.plan.array import BUNDLE_BYTES, Member
+from capture.runtime.array_programs import ArrayPrograms
+from capture.runtime.fused import Fuser
+from capture.runtime.multiplexed import hyperparameter_violations
+from capture.step.sub_array import Call, ProgramFacts, SubArray
+
+
+@dataclass(frozen=True)
+class ArrayProfile:
+    """The programs of sub-arrays of any size, compiled when they are asked for (``Programs``).
+
+    Attributes:
+        workload: The task of every model.
+        cluster: One device of a target with rates.
+        batch_size: Examples of one model in a step.
+        num_layers: Of a loss without marks; 0 to choose.
+        shared_batches, bundle_bytes: As in the plan.
+    """
+
+    workload: WorkloadProtocol
+    cluster: Cluster
+    batch_size: int
+    num_layers: int = 0
+    shared_batches: bool = False
+    bundle_bytes: int = BUNDLE_BYTES
+
+    @cached_property
+    def machine(self) -> Machine:
+        """The target, with its rates and memory.
+
+        Raises:
+            TargetError: ``devices-no-rates``.
+        """
+        return Machine.of(self.cluster)
+
+    @cached_property
+    def fuser(self) -> Fuser:
+        return Fuser(
+            self.workload,
+            self.batch_size,
+            self.num_layers,
+            shared_batches=self.shared_batches,
+            bundle_bytes=self.bundle_bytes,
+        )
+
+    @cached_property
+    def programs(self) -> ArrayPrograms:
+        compiler = TargetCompiler(self.machine.target, count_work=True)
+        (device,) = compiler.devices(1)
+        return ArrayPrograms(device, compiler, self.machine.rates)
+
+    @property
+    def model_hash(self) -> str:
+        return self.fuser.traced.graph.model_hash
+
+    def check(self, models: tuple[Member, ...]) -> None:
+        """Refuse models that the optimizer cannot have.
+
+        Raises:
+            PlanError: ``array-hyperparameter``.
+        """
+        PlanError.check(hyperparameter_violations(self.fuser.optimizer, models))
+
+    def sub_array(self, num_models: int) -> SubArray:
+        """So many models, fused."""
+        return self.fuser.of(num_models)
+
+    def facts(self, sub_array: SubArray, call: Call) -> ProgramFacts:
+        """See ``Programs``."""
+        return self.programs.facts(sub_array, call)
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Of what was compiled."""
+        return {"num_programs": len(self.programs.executables)}

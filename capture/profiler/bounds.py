@@ -1,0 +1,64 @@
+"""Bound stage configs by tracing their programs: what the compiler would say, without one."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import jax
+
+from capture.documents import read, write
+from capture.measured.profile import StageConfig
+from capture.measured.stage_cost import StageBounds
+from capture.model.graph import content_hash
+from capture.profiler.compile import CompileBackend
+from capture.runtime.bounds import BoundedProgram, Bounder
+
+#: Bump when the bounds of the same programs change.
+BOUNDS_VERSION = 4
+
+
+class BoundsBackend:
+    """The bounds of stage configs that a backend would compile, kept in its store.
+
+    Args:
+        backend: Knows the model, the target and the store. Programs are traced for virtual CPU
+            devices, of which this process needs as many as a stage has.
+    """
+
+    def __init__(self, backend: CompileBackend):
+        self._backend = backend
+        self._bounder = Bounder(is_cpu=backend.target.platform == "cpu")
+
+    def key(self, config: StageConfig) -> str:
+        """Content hash of everything that can change the bounds."""
+        return content_hash([self._backend.key(config), "bounds", BOUNDS_VERSION])
+
+    def measure(self, config: StageConfig) -> StageBounds:
+        """The bounds of a stage config, from the store or traced."""
+        key, store = self.key(config), self._backend.store
+        found = store.get([key])
+        if key not in found:
+            start = time.perf_counter()
+            found[key] = write(self._traced(config))
+            seconds = time.perf_counter() - start
+            store.put(key, found[key], provenance=self._backend.provenance, seconds=seconds)
+        return read(found[key], StageBounds)
+
+    def _traced(self, config: StageConfig) -> StageBounds:
+        devices = jax.devices("cpu")[: config.choice.num_devices]
+        programs = self._backend.programs(config, devices=devices, compiler=self._bounder)
+        most, summarize = programs.cost, programs.summarize
+        least = replace(
+            most,
+            forward_bytes=_least(programs.forward),
+            backward_bytes=_least(programs.backward),
+            update_bytes=_least(programs.update),
+            summarize_bytes=_least(summarize) if summarize else 0,
+        )
+        return StageBounds(least, most)
+
+
+def _least(program: object) -> int:
+    assert isinstance(program, BoundedProgram), "it was traced"
+    return program.least_bytes

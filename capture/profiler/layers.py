@@ -1,0 +1,284 @@
+"""Measure layers one by one, compiled for a target that need not be there, or executed on the
+devices of this process. A measurement is content-addressed, so equal layers are measured once.
+
+Source: Li et al. 2022 (Harmony), 4.2.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from capture import environment
+from capture.compiler.executable import Compiler
+from capture.compiler.target_devices import devices_of
+from capture.errors import TargetError
+from capture.machine.target import Target
+from capture.measured.profile import StageConfig
+from capture.measured.store import Store
+from capture.model.graph import LayerGraph, Tensor, content_hash
+from capture.model.workload import WorkloadProtocol
+from capture.plan.choices import StageChoice
+from capture.profiler.compile import CompileBackend
+from capture.profiler.execution import Machine
+from capture.profiler.layer_pass import LayerNeeds, LayerPass
+from capture.profiler.run import machine_here
+from capture.quantities import format_bytes
+from capture.runtime.decomposer import Decomposed, LayerProgram
+from capture.runtime.optimizer import SlicedOptimizer, StageUpdate, TracedOptimizer
+from capture.step.interface import owned_and_borrowed
+from capture.tracing.coupling import coupled_examples
+from capture.tracing.slices import struct_of
+
+#: Bump when the programs of a layer, or what is counted of them, change for the same model.
+LAYER_VERSION = 1
+#: Executions whose median counts, after one more.
+NUM_EXECUTIONS = 5
+#: At which parameters and their update are looked at: a loss may trace otherwise at one example.
+REFERENCE_SIZE = 2
+_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+
+
+class LayerBackend:
+    """The layers of a model, alone.
+
+    Args:
+        workload: The task.
+        num_layers: Of a model without marks; None: as many as are sensible.
+        store: Where measurements are kept.
+        target: To compile for; None executes here.
+        machine: That executes, by default this process; another one only to know keys.
+        memory_limit_bytes: Where layers are executed, one of several examples that needs more is
+            not tried.
+    """
+
+    def __init__(
+        self,
+        workload: WorkloadProtocol,
+        num_layers: int | None = None,
+        store: Store | None = None,
+        *,
+        target: Target | None = None,
+        machine: Machine | None = None,
+        memory_limit_bytes: int | None = None,
+    ):
+        self.compiler = CompileBackend(
+            workload, store=store, target=target, unmarked_layers=num_layers
+        )
+        self.compiler.traced(REFERENCE_SIZE)  # which decides how a model without marks is cut
+        self.workload, self._memory_limit_bytes = workload, memory_limit_bytes
+        self._machine = None if target is not None else machine or machine_here()
+        self._decomposed: dict[int, Decomposed] = {}
+        self._keys: dict[LayerPass, str] = {}
+
+    @property
+    def store(self) -> Store:
+        return self.compiler.store
+
+    @cached_property
+    def provenance(self) -> dict[str, Any]:
+        """What beside the program decides a measurement."""
+        if self._machine is None:
+            facts = {k: v for k, v in self.compiler.provenance.items() if k != "program_version"}
+        else:
+            facts = {
+                "backend": "run",
+                "target": self._machine.platform,
+                "device_kind": self._machine.device_kind,
+                "versions": environment.versions(),
+                "flags": list(environment.active_flags()),
+            }
+        return {**facts, "layer_version": LAYER_VERSION}
+
+    def layers(self, microbatch_size: int) -> Decomposed:
+        """The model at a micro-batch size."""
+        if microbatch_size not in self._decomposed:
+            self._decomposed[microbatch_size] = Decomposed(self.compiler.traced(microbatch_size))
+        return self._decomposed[microbatch_size]
+
+    def graph(self, microbatch_size: int = REFERENCE_SIZE) -> LayerGraph:
+        """Its layers."""
+        return self.layers(microbatch_size).traced.graph
+
+    # ---- what needs no measurement ---------------------------------------------------------------
+
+    def state_bytes(self) -> list[int]:
+        """Optimizer state of every layer; what belongs to no parameter, such as a count, is in
+        each."""
+        structs = self._update[1].state_structs
+        return [sum(_struct_bytes(structs[k]) for k in stage.state) for stage in self._updates]
+
+    def coupled(self, one: int, other: int) -> str:
+        """What lets the examples of a micro-batch meet; empty if nothing does."""
+        a, b = (self.layers(size).traced for size in (one, other))
+        return coupled_examples(a, b, self.graph(one).num_layers - 1) or ""
+
+    @cached_property
+    def _update(self) -> tuple[TracedOptimizer, SlicedOptimizer]:
+        """Of the whole model, and cut by layers that own parameters."""
+        traced, graph = self.layers(REFERENCE_SIZE).traced, self.graph()
+        owned = [owned_and_borrowed(graph, i, i + 1)[0] for i in range(graph.num_layers)]
+        unread = tuple(sorted({*range(len(graph.params))} - {p for own in owned for p in own}))
+        update = TracedOptimizer(self.workload.optimizer, traced.split_struct, unread)
+        parts = [own for own in owned if own] + [unread] * bool(unread)
+        return update, SlicedOptimizer(update, parts)
+
+    @cached_property
+    def _updates(self) -> list[StageUpdate]:
+        """Of every layer; nothing of one that owns no parameter."""
+        graph, sliced = self.graph(), self._update[1]
+        by_params = {stage.params: stage for stage in sliced.stages}
+        nothing = StageUpdate(sliced, -1, (), (), ())
+        owned = (owned_and_borrowed(graph, i, i + 1)[0] for i in range(graph.num_layers))
+        return [by_params.get(tuple(own), nothing) for own in owned]
+
+    # ---- measurements ----------------------------------------------------------------------------
+
+    def key(self, what: LayerPass) -> str:
+        """Content hash of everything that can change a measurement."""
+        if what not in self._keys:
+            self._keys[what] = self._key(what)
+        return self._keys[what]
+
+    def _key(self, what: LayerPass) -> str:
+        facts: list[Any] = [self.provenance, what.direction]
+        if what.direction == "update":
+            stage, params = self._updates[what.layer], self.graph().params
+            structs = [struct_of(params[p]) for p in stage.params]
+            structs += [stage.state_structs[k] for k in stage.state]
+            keys = [self._update[0].param_keys[p] for p in stage.params]
+            return content_hash([*facts, keys, [[list(s.shape), str(s.dtype)] for s in structs]])
+        limit = [] if self._machine is None else [self._memory_limit_bytes]
+        return content_hash([*facts, self._program(what).key, *limit])
+
+    def measure(self, what: LayerPass) -> LayerNeeds:
+        """Compile a layer, and execute it where that is asked.
+
+        Raises:
+            TargetError: ``target-refused`` if the compiler does not take the layer.
+        """
+        if what.direction == "update":
+            return self._measured_update(what.layer)
+        program, size = self._program(what), what.microbatch_size
+        compiler: Callable[..., Any] = Compiler()
+        device = jax.devices()[0]
+        if self._machine is None:
+            config = StageConfig(what.layer, what.layer + 1, StageChoice(), size)
+            compiler = self.compiler.compiler_of(config)
+            # A compiler that is stopped at its report takes virtual CPU devices for the target's.
+            stops = bool(self.compiler.target.compiler.get("stop_at_report"))
+            device = devices_of(Target.load("cpu") if stops else self.compiler.target, 1)[0]
+        sharding = NamedSharding(Mesh(np.asarray([device]), ("device",)), PartitionSpec())
+        arguments = jax.tree.map(
+            lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), program.arguments
+        )
+        try:
+            executable = compiler(program.function, arguments)
+        except RuntimeError as error:  # JAX's, where it lowers for a device, and XLA's
+            said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            if _OUT_OF_MEMORY in str(error):
+                return LayerNeeds(failure=said)
+            raise TargetError.of(
+                f"layer {what.layer} cannot be compiled for target="
+                f"{self.compiler.target.name!r}: {said}",
+                "target-refused",
+            ) from error
+        others = (*program.weights, *program.batch, *program.gradient)
+        if what.layer == 0:  # its input is the batch
+            others = program.weights + program.gradient
+        nbytes = sum(tensor.nbytes for tensor in others) + executable.transient_bytes
+        if self._machine is None:
+            return LayerNeeds(nbytes, work=executable.work)
+        whole = nbytes + sum(t.nbytes for t in (program.input or program.batch))
+        limit = self._memory_limit_bytes
+        if limit is not None and whole > limit and size > 1:
+            return LayerNeeds(
+                nbytes,
+                failure=f"needs {format_bytes(whole)}, above the limit of {format_bytes(limit)}",
+            )
+        return self._executed(nbytes, executable.call, arguments)
+
+    def _program(self, what: LayerPass) -> LayerProgram:
+        layers = self.layers(what.microbatch_size)
+        assert what.direction != "update", "an update is no pass"
+        return layers.program(what.direction, what.layer)
+
+    def _measured_update(self, layer: int) -> LayerNeeds:
+        """On the host of this process."""
+        stage, params = self._updates[layer], self.graph().params
+        with jax.default_device(jax.devices("cpu")[0]):
+            others = [
+                [jnp.zeros(aval.shape, aval.dtype) for aval in other.summary]
+                for other in stage.siblings
+                if other.stage_id != stage.stage_id
+            ]
+            update = jax.jit(lambda p, s, g: stage.update(p, s, g, others), donate_argnums=(0, 1))
+            grads, own = ([_filled(struct_of(params[p])) for p in stage.params] for _ in range(2))
+            held = own, jax.jit(stage.init)(own)
+
+            def call() -> Any:
+                nonlocal held
+                held = update(*held, grads)
+                return held
+
+            return LayerNeeds(seconds=_median_seconds(call))
+
+    def _executed(self, nbytes: int, call: Any, arguments: Any) -> LayerNeeds:
+        try:
+            arrays = jax.tree.map(lambda s: jax.device_put(_filled(s), s.sharding), arguments)
+            return LayerNeeds(nbytes, _median_seconds(lambda: call(*arrays)))
+        except jax.errors.JaxRuntimeError as error:
+            if _OUT_OF_MEMORY not in str(error):
+                raise
+            return LayerNeeds(nbytes, failure=str(error).splitlines()[0])
+
+
+def input_bytes(graph: LayerGraph) -> list[int]:
+    """What enters every layer, per example; the first layer gets the batch. What has no examples
+    counts for each."""
+
+    def per_example(tensors: Sequence[Tensor]) -> int:
+        size = graph.microbatch_size
+        return sum(t.nbytes if t.batch_dim is None else t.nbytes // size for t in tensors)
+
+    entering = [[graph.values[v] for v in graph.crossing(i)] for i in range(1, graph.num_layers)]
+    return [per_example(graph.batch), *map(per_example, entering)]
+
+
+def weight_bytes(graph: LayerGraph) -> tuple[list[int], list[int]]:
+    """Of every layer, what belongs to it, and what it reads of earlier layers."""
+    parts = [owned_and_borrowed(graph, i, i + 1) for i in range(graph.num_layers)]
+    own, others = (
+        [sum(graph.params[p].nbytes for p in part[i]) for part in parts] for i in range(2)
+    )
+    return own, others
+
+
+def _filled(struct: Any) -> Any:
+    """An array that no operation is quicker with than with others."""
+    if jax.dtypes.issubdtype(struct.dtype, jax.dtypes.prng_key):
+        return jax.random.key(0)
+    if jnp.issubdtype(struct.dtype, jnp.inexact):
+        return jax.random.normal(jax.random.key(0), struct.shape).astype(struct.dtype)
+    return jnp.zeros(struct.shape, struct.dtype)
+
+
+def _median_seconds(call: Callable[[], Any]) -> float:
+    found = []
+    for _ in range(NUM_EXECUTIONS + 1):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        found.append(time.perf_counter() - start)
+    return median(found[1:])
+
+
+def _struct_bytes(struct: Any) -> int:
+    return int(np.prod(struct.shape, dtype=np.int64)) * struct.dtype.itemsize

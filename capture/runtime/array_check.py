@@ -1,0 +1,192 @@
+"""Some updates of an array of models under the meters, and each model beside itself alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from capture import environment
+from capture.machine.target import Target
+from capture.model.workload import WorkloadProtocol
+from capture.plan.array import ArrayPlan
+from capture.runtime.meter import AllocatorMeter, LiveArrayMeter
+from capture.runtime.multiplexed import ArrayState, ArrayTraining, Losses, train_array
+from capture.runtime.reference import ReferenceStep, max_relative_error, rounding_floor
+from capture.step.multiplexed import peak_of
+from capture.step.program import Copy
+
+
+@dataclass
+class ArrayMeter:
+    """The peaks of all steps that were executed under it.
+
+    Args:
+        training: Whose steps.
+        strict: Compare the ledger with the live arrays before every instruction.
+    """
+
+    training: ArrayTraining
+    strict: bool = False
+    peak_bytes: int = 0
+    host_peak_bytes: int = 0
+    num_checks: int = 0
+    meter: str = ""
+
+    def advance(self, state: ArrayState, batch: Any) -> tuple[ArrayState, list[float] | None]:
+        """``ArrayTraining.advance``, measured.
+
+        Raises:
+            ExecutionError: ``run-ledger-mismatch`` if strict and a memory holds other bytes than
+                booked.
+        """
+        built = self.training.step_of(state)
+        return self._measured(
+            built, state, lambda live: self.training.advance(state, batch, observer=live)
+        )
+
+    def finish(self, state: ArrayState) -> tuple[ArrayState, list[float] | None]:
+        """``ArrayTraining.finish``, measured."""
+        built = self.training.steps.epilogue
+        return self._measured(built, state, lambda live: self.training.finish(state, observer=live))
+
+    def _measured(
+        self,
+        built: Any,
+        state: ArrayState,
+        run: Callable[[LiveArrayMeter], tuple[ArrayState, Losses | None]],
+    ) -> tuple[ArrayState, list[float] | None]:
+        training = self.training
+        jax.block_until_ready(state.slots)
+        live = LiveArrayMeter(
+            built.step, [training.device], training.transient_bytes, strict=self.strict
+        )
+        state, losses = run(live)
+        found = None if losses is None else list(losses)
+        del losses  # live, and booked as released
+        if state.ahead is not None:
+            state = replace(state, ahead=(state.ahead[0], np.array(state.ahead[1])))
+        live.finish()
+        jax.block_until_ready(state.slots)
+        allocated = AllocatorMeter([training.device]).peak_bytes_per_device
+        (peak,), self.meter = live.peak_bytes_per_device, live.meter
+        if allocated is not None:
+            (peak,), self.meter = allocated, AllocatorMeter.meter
+        self.peak_bytes = max(self.peak_bytes, peak)
+        self.host_peak_bytes = max(self.host_peak_bytes, live.peak_bytes_of("host"))
+        self.num_checks += live.num_checks
+        return state, found
+
+
+def run_array(
+    plan: ArrayPlan,
+    workload: WorkloadProtocol,
+    num_steps: int = 3,
+    *,
+    check: bool = False,
+    fast_compile: bool = False,
+    report: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Train an array for some updates; the document of ``capture run --json``.
+
+    Args:
+        plan, workload: As for ``train_array``.
+        num_steps: Updates of every model.
+        check: Also train every model alone, and compare the ledger with live arrays.
+        fast_compile: As for ``train_array``.
+        report: Says what is done.
+    """
+    report("compiling the segments")
+    training = train_array(workload, plan, fast_compile=fast_compile)
+    ledgers = training.replay()
+    compiled = len(training.programs.executables)
+    meter = ArrayMeter(training, check)
+    batches = [_batches(plan, workload, t) for t in range(num_steps)]
+    state, losses, num_after_first = training.init(), [], 0
+    for t in range(num_steps + 1):
+        if t < num_steps:
+            state, found = meter.advance(state, batches[t])
+        elif state.ahead is not None:
+            state, found = meter.finish(state)
+        else:
+            break
+        if found is not None:
+            losses.append(found)
+            report(f"step {len(losses)}: losses {' '.join(f'{loss:.6f}' for loss in found)}")
+        num_after_first = len(training.programs.executables) - compiled
+    body = training.steps.body.step
+    moved = {"to_host": 0, "to_device": 0}
+    for each in body.instructions:
+        if isinstance(each, Copy):
+            host = body.slots[each.target].place.host is not None
+            moved["to_host" if host else "to_device"] += each.nbytes
+    predicted, target = plan.prediction, Target.load(plan.cluster.target)
+    document: dict[str, Any] = {
+        "planned_peak_bytes": predicted and predicted.peak_bytes,
+        "replayed_peak_bytes": peak_of(ledgers, 0)[0],
+        "measured_peak_bytes": meter.peak_bytes,
+        "meter": meter.meter,
+        "ledger_checks": meter.num_checks,
+        "planned_host_peak_bytes": predicted and predicted.host_peak_bytes,
+        "host_peak_bytes": meter.host_peak_bytes,
+        "moved_bytes": moved,
+        "losses": losses,
+        "num_compiled": compiled,
+        "num_compiled_after_first_step": num_after_first,
+        "target": plan.cluster.target,
+        "platform": training.device.platform,
+        "is_target": (target.platform == "cpu") == (training.device.platform == "cpu"),
+        "versions": environment.versions(),
+    }
+    if check:
+        report("training each model alone")
+        document |= _compare(training, state, losses, batches)
+    return document
+
+
+def _batches(plan: ArrayPlan, workload: WorkloadProtocol, t: int) -> Any:
+    """Of an update, drawn with the seeds of the models; where all share one, with that of the
+    first."""
+    drawn = [
+        workload.batch(jax.random.fold_in(jax.random.key(member.seed), 1 + t), plan.batch_size)
+        for member in plan.models[: 1 if plan.shared_batches else None]
+    ]
+    return drawn[0] if plan.shared_batches else drawn
+
+
+def _compare(
+    training: ArrayTraining,
+    state: ArrayState,
+    losses: Sequence[Sequence[float]],
+    batches: Sequence[Any],
+) -> dict[str, Any]:
+    """Losses of each model alone, and by how much the array's are off."""
+    plan, workload, traced = training.plan, training.fuser.workload, training.traced
+    reference = ReferenceStep(workload, traced, [plan.batch_size])
+    floor = rounding_floor(traced.graph)
+    expected: list[list[float]] = []
+    worst = 0.0
+    for model, member in enumerate(plan.models):
+        params, own = reference.init(workload.init(jax.random.key(member.seed)))
+        own = training.optimizer.with_hyperparameters(own, member.hyperparameters)
+        alone = []
+        for batch in batches:
+            given = batch if plan.shared_batches else batch[model]
+            params, own, loss = reference(params, own, given)
+            alone.append(loss)
+        expected.append(alone)
+        worst = max(worst, max_relative_error(training.params(state, model), params, floor))
+    by_step = [list(step) for step in zip(*expected, strict=True)]
+    errors = [
+        abs(a - b) / max(abs(b), 1e-30)
+        for step, other in zip(losses, by_step, strict=True)
+        for a, b in zip(step, other, strict=True)
+    ]
+    return {
+        "reference_losses": by_step,
+        "max_relative_loss_error": max(errors),
+        "max_relative_param_error": worst,
+    }

@@ -1,0 +1,124 @@
+"""The compiled programs of sub-arrays: equal ones once, by content."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from capture.compiler.executable import HOST_MEMORY, AnyCompiler, Executable
+from capture.machine.target import Rates
+from capture.runtime.fused import FusedArray
+from capture.step.program import Place
+from capture.step.sub_array import Call, ProgramFacts
+from capture.step.times import TimeModel
+from capture.tracing.hashing import digest
+from capture.tracing.layers import LayerOps
+from capture.tracing.slices import LayerFunction
+
+
+class ArrayPrograms:
+    """Compiles what sub-arrays run (``Programs``).
+
+    Args:
+        device: That all of it runs on, or one that stands for it.
+        compiler: Counts work where rates are given.
+        rates: Of the target, for seconds; None where nobody asks.
+
+    Attributes:
+        executables: By name.
+    """
+
+    def __init__(self, device: Any, compiler: AnyCompiler, rates: Rates | None = None):
+        self._mesh = Mesh(np.asarray([device]), ("device",))
+        self._compiler = compiler
+        self._times = None if rates is None else TimeModel(rates, 1)
+        self.executables: dict[str, Executable] = {}
+        self._known: dict[tuple[int, Call], ProgramFacts] = {}
+        self._arrays: dict[int, FusedArray] = {}
+
+    def sharding(self, place: Place) -> NamedSharding:
+        """Whole on the device, or in the memory of its host."""
+        kind = None if place.host is None else HOST_MEMORY
+        return NamedSharding(self._mesh, PartitionSpec(), memory_kind=kind)
+
+    def structs(
+        self, array: FusedArray, bundle: int, sharding: NamedSharding
+    ) -> list[jax.ShapeDtypeStruct]:
+        """The arrays of a bundle."""
+        avals = [array.struct(value) for value in array.values[bundle]]
+        return [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in avals]
+
+    def facts(self, sub_array: Any, call: Call) -> ProgramFacts:
+        """Of a call, compiled if no equal one was."""
+        # Numbers of objects that are kept, so that they stay their own.
+        self._arrays[id(sub_array)] = sub_array
+        key = id(sub_array), call
+        if key not in self._known:
+            self._known[key] = self._facts(sub_array, call)
+        return self._known[key]
+
+    def _facts(self, array: FusedArray, call: Call) -> ProgramFacts:
+        if call.kind == "recompute":
+            given = frozenset(call.inputs)
+            ops = array.slice(call.outputs, given)
+        else:
+            ops = array.layers[call.segment]
+        name = f"{call.kind} {self._content(array, call, ops)}"
+        if name not in self.executables:
+            self.executables[name] = self._compiled(array, call, ops)
+        executable = self.executables[name]
+        seconds = 0.0
+        if self._times is not None:
+            assert executable.work is not None, "where times are asked for, work is counted"
+            seconds = self._times.program_seconds(executable.work)
+        return ProgramFacts(name, executable.transient_bytes, seconds)
+
+    def _content(self, array: FusedArray, call: Call, ops: LayerOps) -> str:
+        """Equal for the same operations on bundles that are put together in the same way."""
+        position = {v: n for n, v in enumerate((*ops.params, *ops.batch, *ops.inputs))}
+
+        def named(value: int) -> Any:
+            aval = array.struct(value)
+            return position.get(value, f"{aval.dtype}{aval.shape}")
+
+        made = {value: n for n, value in enumerate(ops.outputs)}
+        inputs = [
+            ([named(value) for value in array.values[number]], number in call.donated)
+            for number in call.inputs
+        ]
+        outputs = [[made[value] for value in _results(array, number)] for number in call.outputs]
+        return digest(repr((array.hasher.layer_key(ops), inputs, outputs)))
+
+    def _compiled(self, array: FusedArray, call: Call, ops: LayerOps) -> Executable:
+        function = LayerFunction(ops, array.program.consts)
+        values = [array.values[number] for number in call.inputs]
+        results = [_results(array, number) for number in call.outputs]
+
+        def run(*groups: Sequence[Any]) -> list[list[Any]]:
+            found = {
+                value: x
+                for own, group in zip(values, groups, strict=True)
+                for value, x in zip(own, group, strict=True)
+            }
+            made = function(
+                [found[v] for v in ops.params],
+                [found[v] for v in ops.inputs],
+                [found[v] for v in ops.batch],
+            )
+            of_value = dict(zip(ops.outputs, made, strict=True))
+            return [[of_value[value] for value in own] for own in results]
+
+        sharding = NamedSharding(self._mesh, PartitionSpec())
+        args = [self.structs(array, number, sharding) for number in call.inputs]
+        donated = [n for n, number in enumerate(call.inputs) if number in call.donated]
+        out = [[sharding] * len(own) for own in results]
+        return self._compiler(run, args, donate=donated, out_shardings=out)
+
+
+def _results(array: FusedArray, bundle: int) -> tuple[int, ...]:
+    """The values that a program makes for a bundle: of state, the new ones."""
+    return array.renewed[bundle] or array.values[bundle]

@@ -1,0 +1,417 @@
+"""Several models as one program: the joint step of a sub-array, its segments and its bundles.
+
+One function makes a whole update of one model: every layer's ``jax.vjp``, and right after a layer's
+gradients the update of what it owns. ``jax.vmap`` over the models makes of it that of all. The vjp
+is inside the vmap: the other way round, every product has a batch dimension by the time that remat
+policies see it. The joint step is traced from shapes alone, flattened as a loss is, and cut where
+layers end.
+
+Source: Purandare et al. 2023 (mu-TWO), 3.1 (operator fusion as HFTA's) and 4.1 (the joint graph).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from capture.errors import Violation, WorkloadError
+from capture.model.graph import item_bytes
+from capture.model.workload import WorkloadProtocol
+from capture.plan.array import BUNDLE_BYTES
+from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
+from capture.step.interface import owned_and_borrowed
+from capture.step.sub_array import Bundle, Segment
+from capture.tracing import TracedModel, trace
+from capture.tracing.flatten import LAYER_BOUNDARY, flatten
+from capture.tracing.hashing import ProgramHasher
+from capture.tracing.layers import LayerOps, assign_layers
+from capture.tracing.slices import struct_of
+
+#: Of ``optax.inject_hyperparams``, in the path of a leaf of its state.
+_INJECTED = "hyperparams"
+
+
+class LayerwiseOptimizer:
+    """The optimizer, cut by the layers that own the parameters.
+
+    Args:
+        workload, traced: The task, and its loss.
+
+    Attributes:
+        hyperparameters: Leaf of the optimizer's state, by the name of the hyperparameter that it
+            is.
+
+    Raises:
+        WorkloadError: ``array-optimizer`` for an optimizer that needs all gradients at once,
+            ``array-key`` for a loss that takes a random key.
+    """
+
+    def __init__(self, workload: WorkloadProtocol, traced: TracedModel):
+        graph = traced.graph
+        owned = [list(owned_and_borrowed(graph, n, n + 1)[0]) for n in range(graph.num_layers)]
+        read = {param for own in owned for param in own}
+        # What the loss does not read has a gradient of zero, and is updated all the same.
+        unread = [param for param in range(len(graph.params)) if param not in read]
+        owned[0] += unread
+        traced_optimizer = TracedOptimizer(workload.optimizer, traced.split_struct, unread)
+        self.sliced = SlicedOptimizer(traced_optimizer, owned)
+        WorkloadError.check(_refusals(self.sliced, graph.batch))
+        self.hyperparameters = {
+            name: leaf
+            for leaf, (path, _) in enumerate(
+                jax.tree_util.tree_leaves_with_path(self.sliced.state_struct)
+            )
+            if (name := _injected_name(path))
+        }
+
+    def with_hyperparameters(self, state: Any, values: Mapping[str, float]) -> Any:
+        """An optimizer state with other hyperparameters."""
+
+        def replaced(path: Any, leaf: Any) -> Any:
+            value = values.get(_injected_name(path))
+            return leaf if value is None else np.full_like(leaf, value)
+
+        return jax.tree_util.tree_map_with_path(replaced, state)
+
+
+def _injected_name(path: Sequence[Any]) -> str:
+    """Of the hyperparameter that a leaf of an optimizer's state is; empty if it is none."""
+    injected = len(path) > 1 and getattr(path[-2], "name", None) == _INJECTED
+    key = path[-1]
+    return key.key if injected and isinstance(key, jax.tree_util.DictKey) else ""
+
+
+def _refusals(optimizer: SlicedOptimizer, batch: Sequence[Any]):
+    if any(stage.summary for stage in optimizer.stages):
+        yield Violation(
+            "the optimizer needs a value made from all gradients, such as their norm, before it "
+            "updates any parameter, and an array of models updates each layer right after its "
+            "gradients; leave the clipping out.",
+            "array-optimizer",
+        )
+    if any(tensor.dtype.startswith("key<") for tensor in batch):
+        yield Violation(
+            "loss_fn(params, batch, key) takes a random key, which arrays of models do not draw "
+            "in this version; leave dropout out, or make its mask in batch(key, batch_size).",
+            "array-key",
+        )
+
+
+class Fuser:
+    """Makes one program of as many models as one likes.
+
+    Args:
+        workload: The task of every model.
+        batch_size: Examples of one model in a step.
+        num_layers: Of a loss without marks; 0 to choose.
+        shared_batches, bundle_bytes: As of ``FusedArray``.
+
+    Attributes:
+        traced: The loss of one model.
+        optimizer: Of one model.
+
+    Raises:
+        WorkloadError, TracingError: Those of ``LayerwiseOptimizer`` and ``trace``.
+    """
+
+    def __init__(
+        self,
+        workload: WorkloadProtocol,
+        batch_size: int,
+        num_layers: int = 0,
+        *,
+        shared_batches: bool = False,
+        bundle_bytes: int = BUNDLE_BYTES,
+    ):
+        self.workload = workload
+        self.traced = trace(workload, batch_size, unmarked_layers=num_layers or None)
+        self.optimizer = LayerwiseOptimizer(workload, self.traced)
+        self.shared_batches, self.bundle_bytes = shared_batches, bundle_bytes
+        self._fused: dict[int, FusedArray] = {}
+
+    def of(self, num_models: int) -> FusedArray:
+        """So many models, fused."""
+        if num_models not in self._fused:
+            self._fused[num_models] = FusedArray(
+                self.traced,
+                self.optimizer,
+                num_models,
+                shared_batches=self.shared_batches,
+                bundle_bytes=self.bundle_bytes,
+            )
+        return self._fused[num_models]
+
+
+class FusedArray:
+    """The joint step of several models that differ in values alone (``SubArray``).
+
+    Args:
+        traced: The loss of one model.
+        optimizer: Of one model.
+        num_models: How many.
+        shared_batches: Whether all read the same batch.
+        bundle_bytes: Feature maps of equal lifetime are one bundle until it has so many bytes.
+
+    Attributes:
+        program: All operations of an update of all models.
+        layers: By segment, its operations.
+        values: By bundle, the values of the program that it holds.
+        renewed: By bundle of state, their new values; empty where nothing replaces them.
+        params, state: Values of the parameters, in the order of the layer graph, and by layer those
+            of its optimizer's state.
+    """
+
+    def __init__(
+        self,
+        traced: TracedModel,
+        optimizer: LayerwiseOptimizer,
+        num_models: int,
+        *,
+        shared_batches: bool = False,
+        bundle_bytes: int = BUNDLE_BYTES,
+    ):
+        graph = traced.graph
+        self.num_models, self.num_layers = num_models, graph.num_layers
+        self.num_leaves = len(graph.batch)
+        self._traced, self._stages = traced, optimizer.sliced.stages
+        self._bundle_bytes = bundle_bytes
+
+        def stacked(struct: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((num_models, *struct.shape), struct.dtype)
+
+        structs = optimizer.sliced.state_structs
+        params = [stacked(struct_of(tensor)) for tensor in graph.params]
+        state = [[stacked(structs[leaf]) for leaf in stage.state] for stage in self._stages]
+        leaves = [struct_of(tensor) for tensor in graph.batch]
+        batch = leaves if shared_batches else [stacked(leaf) for leaf in leaves]
+        joint = jax.vmap(self._update, in_axes=(0, 0, None if shared_batches else 0))
+        closed = jax.make_jaxpr(joint)(params, state, batch)
+        self.program = flatten(closed, len(params), None, {}).program
+        num_state = sum(map(len, state))
+        self.params = self.program.params
+        flat = self.program.batch[:num_state]
+        ends = accumulate(map(len, state), initial=0)
+        self.state = [flat[first:stop] for first, stop in pairwise(ends)]
+        self._batch = self.program.batch[num_state:]
+        marks = [mark.position for mark in self.program.marks]
+        assert len(marks) == 2 * self.num_layers - 1, f"{len(marks)} marks in a joint step"
+        self.layers = assign_layers(self.program, [0, *marks, len(self.program.ops)])
+        self.hasher = ProgramHasher(self.program)
+        self.bundles: list[Bundle] = []
+        self.values: list[tuple[int, ...]] = []
+        self.renewed: list[tuple[int, ...]] = []
+        self._bundle()
+        self.segments = [self._segment(ops) for ops in self.layers]
+
+    # ---- tracing ---------------------------------------------------------------------------------
+
+    def _update(
+        self, params: Sequence[Any], state: Sequence[Sequence[Any]], batch: Sequence[Any]
+    ) -> tuple[Any, list[Any], list[list[Any]]]:
+        """One model: its loss, new parameters and new optimizer state."""
+        graph, values = self._traced.graph, dict[int, Any]()
+        pulls: list[Any] = []
+        for layer in range(self.num_layers):
+            pulls.append(self._forward(layer, params, values, batch))
+        (loss_value,) = self._traced.slice(self.num_layers - 1, self.num_layers).outputs
+        loss = values[loss_value]
+        cotangents = {loss_value: jnp.ones_like(loss)}
+        gradients: dict[int, Any] = {}
+        new_params, new_state = list(params), [list(own) for own in state]
+        for layer in reversed(range(self.num_layers)):
+            part = self._traced.slice(layer, layer + 1)
+            made = [v for v in part.outputs if graph.values[v].differentiable]
+            of_params, of_inputs = pulls[layer]([cotangents.pop(v) for v in made])
+            read = [v for v in part.inputs if graph.values[v].differentiable]
+            _add(cotangents, read, of_inputs)
+            _add(gradients, part.params, of_params)
+            stage = self._stages[layer]
+            own = [params[p] for p in stage.params]
+            arrived = [gradients.pop(p, jnp.zeros_like(params[p])) for p in stage.params]
+            updated, new_state[layer] = stage.update(own, state[layer], arrived, [])
+            for param, array in zip(stage.params, updated, strict=True):
+                new_params[param] = array
+            if layer:  # a mark stands where the layer ends, on whatever there is
+                loss = checkpoint_name(loss, LAYER_BOUNDARY)
+        return loss, new_params, new_state
+
+    def _forward(
+        self, layer: int, params: Sequence[Any], values: dict[int, Any], batch: Sequence[Any]
+    ) -> Any:
+        """Add what a layer makes to the values; its pullback."""
+        graph, part = self._traced.graph, self._traced.slice(layer, layer + 1)
+        smooth = {v for v in (*part.inputs, *part.outputs) if graph.values[v].differentiable}
+        fixed = {v: values[v] for v in part.inputs if v not in smooth}
+
+        def run(own, differentiable):
+            read = [v for v in part.inputs if v in smooth]
+            given = fixed | dict(zip(read, differentiable, strict=True))
+            made = part(own, [given[v] for v in part.inputs], [batch[b] for b in part.batch])
+            pairs = list(zip(part.outputs, made, strict=True))
+            return [x for v, x in pairs if v in smooth], [x for v, x in pairs if v not in smooth]
+
+        own = [params[p] for p in part.params]
+        given = [values[v] for v in part.inputs if v in smooth]
+        made, pull, rest = jax.vjp(run, own, given, has_aux=True)
+        found = dict(zip([v for v in part.outputs if v in smooth], made, strict=True))
+        found |= zip([v for v in part.outputs if v not in smooth], rest, strict=True)
+        first = part.outputs[0]
+        values |= found
+        values[first] = checkpoint_name(found[first], LAYER_BOUNDARY)
+        return pull
+
+    # ---- bundles ---------------------------------------------------------------------------------
+
+    def nbytes(self, value: int) -> int:
+        aval = self.program.avals[value]
+        return math.prod(aval.shape) * item_bytes(str(aval.dtype))
+
+    def struct(self, value: int) -> Any:
+        """Shape and dtype."""
+        return self.program.avals[value]
+
+    @cached_property
+    def _readers(self) -> dict[int, tuple[int, ...]]:
+        found: defaultdict[int, list[int]] = defaultdict(list)
+        for segment, ops in enumerate(self.layers):
+            for value in (*ops.params, *ops.batch, *ops.inputs):
+                found[value].append(segment)
+        return {value: tuple(segments) for value, segments in found.items()}
+
+    def _bundle(self) -> None:
+        """Group the values that pass between segments, and state, by lifetime."""
+        writer = {value: n for n, ops in enumerate(self.layers) for value in ops.outputs}
+        num_params = len(self.params)
+        flat_state = [value for own in self.state for value in own]
+        old = (*self.params, *flat_state)
+        kinds = ["parameters"] * num_params + ["optimizer state"] * len(flat_state)
+        groups: defaultdict[tuple[Any, ...], list[tuple[int, int | None]]] = defaultdict(list)
+        replaced: set[int] = set()
+        for kind, before, after in zip(kinds, old, self.program.aux, strict=True):
+            updater = writer.get(after)
+            readers = self._readers.get(before, ())
+            if updater is not None:
+                assert max(readers, default=0) <= updater, "state is read after its update"
+                assert after not in replaced, "one value is the new one of two leaves"
+                replaced.add(after)
+            groups[kind, updater, readers].append((before, after if updater is not None else None))
+        for (kind, updater, readers), pairs in groups.items():
+            self._add(kind, [v for v, _ in pairs], (None, readers, updater))
+            self.renewed[-1] = tuple(v for _, v in pairs if v is not None)
+        fed: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+        for leaf, value in enumerate(self._batch):
+            if value in self._readers:
+                fed[self._readers[value]].append(leaf)
+        for readers, leaves in fed.items():
+            self._add("batch", [self._batch[n] for n in leaves], (None, readers, None), leaves)
+        made: defaultdict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
+        for value, segment in writer.items():
+            if value not in replaced and value != self.program.loss:
+                made[segment, self._readers.get(value, ())].append(value)
+        for (segment, readers), group in made.items():
+            forward = segment < self.num_layers
+            kept = forward and any(reader >= self.num_layers for reader in readers)
+            category = "activations" if forward else "cotangents"
+            parts = self._parts(group) if kept else [group]
+            for part in parts:
+                self._add("maps" if kept else category, part, (segment, readers, None))
+        loss = self.program.loss
+        self._add("loss", [loss], (writer[loss], (), None))
+        self.loss = len(self.bundles) - 1
+
+    def _parts(self, values: Sequence[int]) -> list[list[int]]:
+        """Bundles of at least ``bundle_bytes``, but for the last."""
+        parts: list[list[int]] = [[]]
+        for value in values:
+            if sum(map(self.nbytes, parts[-1])) >= self._bundle_bytes:
+                parts.append([])
+            parts[-1].append(value)
+        return parts
+
+    def _add(
+        self,
+        kind: str,
+        values: Sequence[int],
+        lifetime: tuple[int | None, tuple[int, ...], int | None],
+        feed: Sequence[int] = (),
+    ) -> None:
+        writer, readers, updater = lifetime
+        at = updater if writer is None else writer
+        layer = 0 if at is None else at if at < self.num_layers else 2 * self.num_layers - 1 - at
+        stem = f"{kind} " if at is None else f"layer {layer} {kind} "
+        count = sum(bundle.name.startswith(stem) for bundle in self.bundles)
+        category = "activations" if kind == "maps" else kind
+        nbytes = sum(map(self.nbytes, values))
+        name = f"{stem}{count}"
+        self.bundles.append(Bundle(name, category, nbytes, writer, readers, updater, tuple(feed)))
+        self.values.append(tuple(values))
+        self.renewed.append(())
+
+    @cached_property
+    def _bundle_of(self) -> dict[int, int]:
+        """By value, the old or the new one."""
+        return {
+            value: number
+            for number, (values, renewed) in enumerate(zip(self.values, self.renewed, strict=True))
+            for value in (*values, *renewed)
+        }
+
+    def _segment(self, ops: LayerOps) -> Segment:
+        reads = (*ops.params, *ops.batch, *ops.inputs)
+        return Segment(self._bundles(reads), self._bundles(ops.outputs))
+
+    def _bundles(self, values: Sequence[int]) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(self._bundle_of[value] for value in values))
+
+    # ---- slices ----------------------------------------------------------------------------------
+
+    def sources(self, targets: Sequence[int], available: frozenset[int]) -> tuple[int, ...]:
+        """See ``SubArray``."""
+        ops = self.slice(targets, available)
+        return self._bundles((*ops.params, *ops.batch, *ops.inputs))
+
+    def slice(self, targets: Sequence[int], available: frozenset[int]) -> LayerOps:
+        """The operations of a segment that make bundles of it, from those that are there."""
+        program = self.program
+        there = {value for number in available for value in self.values[number]}
+        leaves = {*program.params, *program.batch, *program.consts}
+        outputs = sorted(value for number in targets for value in self.values[number])
+        needed, pending = set[int](), list(outputs)
+        while pending:
+            value = pending.pop()
+            if value in leaves or value in there or program.producer[value] in needed:
+                continue
+            needed.add(program.producer[value])
+            pending += program.ops[program.producer[value]].reads
+        chosen = [program.ops[i] for i in sorted(needed)]
+        made = {value for op in chosen for value in op.outputs}
+        read = {value for op in chosen for value in op.reads} - made
+
+        def kind(values: Sequence[int]) -> tuple[int, ...]:
+            return tuple(sorted(read.intersection(values)))
+
+        consts = tuple(program.consts)
+        inputs = tuple(sorted(read.difference(leaves)))
+        return LayerOps(
+            ops=tuple(chosen),
+            own=len(chosen),
+            params=kind(program.params),
+            batch=kind(program.batch),
+            consts=kind(consts),
+            inputs=inputs,
+            outputs=tuple(outputs),
+        )
+
+
+def _add(sums: dict[int, Any], keys: Sequence[int], terms: Sequence[Any]) -> None:
+    for key, term in zip(keys, terms, strict=True):
+        sums[key] = sums[key] + term if key in sums else term

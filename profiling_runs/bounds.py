@@ -1,0 +1,67 @@
+"""What tracing alone says of every stage that a plan may have: two profiles, of which no compiler
+was asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from capture.measured.profile import Profile, StageConfig
+from capture.measured.stage_cost import StageBounds
+from capture.profiler.bounds import BoundsBackend
+from capture.profiler.windows import window_configs
+from profiling_runs.batch import Progress
+from profiling_runs.measurements import Measurements, unmeasured
+from profiling_runs.question import ProfileQuestion
+
+BOUNDS = "bounds from tracing"
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The stages of a model between two bounds, at one micro-batch size.
+
+    Attributes:
+        least: No stage of a plan needs less, once it is compiled.
+        most: As much as compilers were seen to need.
+    """
+
+    least: Profile
+    most: Profile
+
+
+def bounds(
+    question: ProfileQuestion,
+    measurements: Measurements,
+    progress: Progress = lambda kind, done, total: None,
+) -> Bounds:
+    """Trace the windows of layers that predictions are built from, at the question's micro-batch
+    size; nothing is compiled.
+
+    Args:
+        question: What is asked.
+        measurements: Of its workload; the store keeps the bounds.
+        progress: Told how far it is.
+    """
+    size, choices = question.microbatch_size, question.stage_choices
+    num_layers = measurements.backend.traced(size).graph.num_layers
+    configs = [
+        config
+        for config in window_configs(num_layers, choices, [size], question.num_neighbours)
+        # Longer ones correct sums of what is not additive, which bounds do not add up.
+        if config.num_layers <= question.num_neighbours + 1
+    ]
+    backend = BoundsBackend(measurements.backend)
+    found: dict[StageConfig, StageBounds] = {}
+    for done, config in enumerate(configs, start=1):
+        found[config] = backend.measure(config)
+        progress(BOUNDS, done, len(configs))
+    facts = replace(unmeasured(question, measurements), microbatch_sizes=(size,))
+
+    def profile(name: str) -> Profile:
+        return replace(
+            facts,
+            measurements={config: getattr(each, name) for config, each in found.items()},
+            provenance={**facts.provenance, "bounds": name},
+        )
+
+    return Bounds(profile("least"), profile("most"))

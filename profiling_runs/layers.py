@@ -1,0 +1,344 @@
+"""Profile the layers of a model one by one: the micro-batch sizes that fit, what every layer needs
+at some of them, and what follows for the others (``capture.measured.layer_profile``).
+
+Source: Li et al. 2022 (Harmony), 4.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from capture.documents import read
+from capture.errors import ProfileError, plain
+from capture.machine.target import Target
+from capture.measured.layer_profile import LayerProfile, Pass, PassProfile
+from capture.measured.store import Store
+from capture.plan.packs import PacksPlan
+from capture.profiler.layer_pass import Direction, LayerNeeds, LayerPass
+from capture.step.times import TimeModel
+from profiling_runs.batch import Batch, Progress, Watch
+from profiling_runs.executions import machine_of_workers
+from profiling_runs.jobs import Job, Setting
+from profiling_runs.layer_question import LayersQuestion
+from profiling_runs.pools.pool import Runner
+from profiling_runs.pools.where import Where, setting_of
+from profiling_runs.slow_start import SlowStart, slow_start
+
+if TYPE_CHECKING:
+    from capture.profiler.layers import LayerBackend
+
+#: Kinds of jobs.
+TRIALS, SIZES, UPDATES = "largest sizes", "layers", "updates on the host"
+#: Bytes that an update on the host reads and writes in a second, where nothing is executed.
+UPDATE_BYTES_PER_SECOND = 20e9
+UPDATE_SOURCE = (
+    "assumed: 20 GB/s, as Harmony's authors measured Adam in PyTorch on their hosts (28 bytes of "
+    "each of 30.7 million parameters in 42.3 ms: the shipped profile of GPT2)"
+)
+PASSES: tuple[Pass, Pass] = ("forward", "backward")
+NOTE = (
+    "what is backward includes the forward pass that is computed again; the first layer's input is "
+    "the batch; b_bytes are weights that belong to earlier layers"
+)
+
+
+def profile_layers(
+    question: LayersQuestion,
+    *,
+    store: Store | None = None,
+    where: Where = Where(),
+    progress: Progress = lambda kind, done, total: None,
+    watch: Watch = lambda event: None,
+) -> LayerProfile:
+    """Measure every layer alone, at micro-batch sizes up to the largest that fits.
+
+    Args:
+        question, store, where, progress, watch: As for ``profile``.
+
+    Returns:
+        The profile. Where one example is too much for a layer, it has that size alone: no plan will
+        fit.
+
+    Raises:
+        ProfileError: ``layers-failed`` if a layer cannot be measured with one example.
+        WorkloadError, TracingError: if the model cannot be traced.
+    """
+    measured = _Measured(question, store, where, progress, watch)
+    try:
+        return measured.profile()
+    finally:
+        measured.close()
+
+
+def with_model_hash(plan: PacksPlan, question: LayersQuestion) -> PacksPlan:
+    """A plan that knows which model it is of, also where its sizes are interpolated."""
+    if plan.model_hash:
+        return plan
+    from capture.tracing import trace
+
+    size = plan.configuration.backward.microbatch_size
+    graph = trace(question.task, size, unmarked_layers=plan.num_layers).graph
+    return replace(plan, model_hash=graph.model_hash)
+
+
+@dataclass(eq=False)
+class _Measured:
+    """Layers as they are measured."""
+
+    question: LayersQuestion
+    store: Store | None
+    where: Where
+    progress: Progress
+    watch: Watch
+    _needs: dict[str, LayerNeeds] = field(default_factory=dict)
+    _failures: dict[str, str] = field(default_factory=dict)
+    _runner: Runner | None = None
+
+    def close(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+
+    # ---- jobs ------------------------------------------------------------------------------------
+
+    @cached_property
+    def _backend(self) -> LayerBackend:
+        """Of this process; it knows keys."""
+        from capture.profiler.layers import LayerBackend
+
+        question, machine = self.question, None
+        if question.executes and self._in_workers:
+            machine = machine_of_workers(self._setting(question.num_layers), self.where)
+        return LayerBackend(
+            question.task,
+            question.num_layers,
+            self.store,
+            target=None if question.executes else Target.load(question.target),
+            machine=machine,
+            memory_limit_bytes=question.memory_limit_bytes,
+        )
+
+    @property
+    def _in_workers(self) -> bool:
+        return self.question.spec is not None and not self.where.here
+
+    def _setting(self, num_layers: int | None) -> Setting:
+        question, executes = self.question, self.question.executes
+        assert question.spec is not None, "a worker imports it"
+        return setting_of(
+            Setting(
+                question.spec,
+                num_layers,
+                backend="run" if executes else "compile",
+                target=question.target,
+                memory_limit_bytes=question.memory_limit_bytes if executes else None,
+                layers_alone=True,
+            )
+        )
+
+    def _open(self, num_jobs: int) -> Runner:
+        """One for all jobs of the profile: workers keep what they have traced."""
+        if self._runner is None:
+            num_layers = self._backend.graph().num_layers
+            setting = self._setting(num_layers) if self._in_workers else None
+            self._runner = self.where.open(setting, self._backend, num_jobs)
+        return self._runner
+
+    def _require(self, kind: str, wanted: Iterable[LayerPass]) -> None:
+        """Have measured what neither this object nor the store has; failures are kept."""
+        backend = self._backend
+        missing = {backend.key(what): what for what in wanted}
+        missing = {k: v for k, v in missing.items() if k not in self._needs | self._failures}
+        values = backend.store.get(missing)
+        jobs = [Job(k, what, "layer", kind) for k, what in missing.items() if k not in values]
+        spec = self.question.spec
+        batch = Batch(jobs, backend.store, backend.provenance, spec, self.progress, self.watch)
+        for outcome in batch.run(lambda: _Kept(self._open(len(jobs)))):
+            if outcome.value is None:
+                self._failures[outcome.job.key] = plain(outcome.error)
+            else:
+                values[outcome.job.key] = outcome.value
+        self._needs |= {key: read(value, LayerNeeds) for key, value in values.items()}
+
+    def _of(self, what: LayerPass) -> LayerNeeds | None:
+        return self._needs.get(self._backend.key(what))
+
+    # ---- sizes -----------------------------------------------------------------------------------
+
+    def _all(self, direction: Direction, size: int) -> list[LayerPass]:
+        """That of every layer."""
+        return [LayerPass(i, direction, size) for i in range(self._backend.graph().num_layers)]
+
+    def _entering(self, size: int) -> list[int]:
+        from capture.profiler.layers import input_bytes
+
+        return input_bytes(self._backend.graph(size))
+
+    def _fits(self, which: Pass, size: int) -> bool:
+        limit, entering = self.question.limit_bytes, self._entering(size)
+        for what, per_example in zip(self._all(which, size), entering, strict=True):
+            needs = self._of(what)
+            if needs is None or needs.nbytes is None or needs.failure:
+                return False
+            if limit is not None and needs.nbytes + size * per_example > limit:
+                return False
+        return True
+
+    def _largest(self) -> dict[Pass, SlowStart]:
+        """Both directions side by side, so that there is work for all workers."""
+        found: dict[Pass, SlowStart] = {}
+        most, stride = self.question.most, self.question.step_size
+        searches = {which: slow_start(most, stride) for which in PASSES}
+        trials = {which: next(search) for which, search in searches.items()}
+        while trials:
+            wanted = [what for which, size in trials.items() for what in self._all(which, size)]
+            self._require(TRIALS, wanted)
+            for which, size in list(trials.items()):
+                try:
+                    trials[which] = searches[which].send(self._fits(which, size))
+                except StopIteration as end:
+                    found[which] = end.value
+                    del trials[which]
+        return found
+
+    def _sizes(self, found: Mapping[Pass, SlowStart]) -> dict[Pass, list[int]]:
+        """At the stride, what else was tried and fits, and forward all that is backward; one
+        example where not even that fits."""
+        sizes: dict[Pass, list[int]] = {}
+        for which in ("backward", "forward"):
+            largest = max(1, found[which].largest)
+            tried = [size for size in found[which].trials if size <= largest]
+            also = [size for size in sizes.get("backward", []) if size <= largest]
+            strided = range(1, largest + 1, self.question.step_size)
+            sizes[which] = sorted({*strided, *tried, *also})
+        return sizes
+
+    # ---- the profile -----------------------------------------------------------------------------
+
+    def profile(self) -> LayerProfile:
+        from capture.profiler.layers import weight_bytes
+
+        question, backend = self.question, self._backend
+        found = self._largest()
+        sizes = self._sizes(found)
+        wanted = [what for which in PASSES for u in sizes[which] for what in self._all(which, u)]
+        self._require(SIZES, wanted)
+        every = sorted({u for which in PASSES for u in sizes[which]})
+        entering = [max(of) for of in zip(*map(self._entering, every), strict=True)]
+        own, others = weight_bytes(backend.graph())
+        state = backend.state_bytes()
+        forward = self._pass("forward", sizes["forward"], entering)
+        backward = self._pass("backward", sizes["backward"], entering)
+        apart = [u for u in every if u > 1][:2]
+        return LayerProfile(
+            str(question.spec) if question.spec else type(question.task).__name__,
+            backend.graph().num_layers,
+            forward,
+            _with_recompute(backward, forward),
+            tuple(entering),
+            tuple(own),
+            tuple(others),
+            tuple(state),
+            self._update_seconds(own, state),
+            note=NOTE,
+            source=self._source,
+            workload=question.spec,
+            model_hashes={u: backend.graph(u).model_hash for u in every},
+            coupled=backend.coupled(*apart) if len(apart) == 2 else "",
+            made={
+                **backend.provenance,
+                "limit_bytes": question.limit_bytes,
+                "stride": question.step_size,
+                "trials": {which: list(found[which].trials) for which in PASSES},
+                "largest": {which: found[which].largest for which in PASSES},
+                "failures": sorted(set(self._failures.values())),
+            },
+        )
+
+    def _pass(self, which: Pass, sizes: Sequence[int], entering: Sequence[int]) -> PassProfile:
+        kept, times, memories = [], [], []
+        for size in sizes:
+            rows = [self._of(what) for what in self._all(which, size)]
+            known = [row for row in rows if row is not None and row.nbytes is not None]
+            seconds = [self._seconds(row) for row in known]
+            if len(known) < len(rows) or None in seconds:
+                if size == 1:
+                    self._refuse(which, rows)
+                continue
+            kept.append(size)
+            times.append(tuple(s for s in seconds if s is not None))
+            inputs = [size * nbytes for nbytes in entering]
+            memories.append(tuple((r.nbytes or 0) + x for r, x in zip(known, inputs, strict=True)))
+        return PassProfile(tuple(kept), tuple(times), tuple(memories))
+
+    def _refuse(self, which: Pass, rows: Sequence[LayerNeeds | None]) -> None:
+        wrong = next(i for i, row in enumerate(rows) if row is None or self._seconds(row) is None)
+        row = rows[wrong]
+        said = row.failure if row else self._failures[self._backend.key(LayerPass(wrong, which, 1))]
+        raise ProfileError.of(
+            f"layer {wrong} cannot be measured {which} with one example: {said}. Cut it into "
+            "smaller ones, give the device more memory, or profile for a target (--backend "
+            "compile), which executes nothing.",
+            "layers-failed",
+        )
+
+    def _seconds(self, needs: LayerNeeds) -> float | None:
+        if needs.work is None:
+            return needs.seconds
+        rates = Target.load(self.question.target).rates
+        assert rates is not None, "checked"
+        return TimeModel(rates, 1).program_seconds(needs.work)
+
+    def _update_seconds(self, own: Sequence[int], state: Sequence[int]) -> tuple[float, ...]:
+        """Measured; or weights, gradient and state read, weights and state written."""
+        if not self.question.executes:
+            rate = self.question.update_bytes_per_second or UPDATE_BYTES_PER_SECOND
+            return tuple((3 * w + 2 * k) / rate for w, k in zip(own, state, strict=True))
+        updates = [what for what in self._all("update", 1) if own[what.layer]]
+        self._require(UPDATES, updates)
+        found = {what.layer: self._of(what) for what in updates}
+        for layer, needs in found.items():
+            if needs is None or needs.seconds is None:
+                said = self._failures[self._backend.key(LayerPass(layer, "update", 1))]
+                raise ProfileError.of(
+                    f"the update of layer {layer} cannot be measured: {said}.", "layers-failed"
+                )
+        seconds = {layer: needs.seconds or 0.0 for layer, needs in found.items() if needs}
+        return tuple(seconds.get(layer, 0.0) for layer in range(len(own)))
+
+    @property
+    def _source(self) -> str:
+        question, facts = self.question, self._backend.provenance
+        if question.executes:
+            return f"executed on {facts['device_kind']}; updates on the host of the workers"
+        given = question.update_bytes_per_second
+        rate = UPDATE_SOURCE if given is None else f"given: {given:g} bytes/s"
+        return f"compiled for {question.target}, seconds by its rates; updates on the host {rate}"
+
+
+def _with_recompute(backward: PassProfile, forward: PassProfile) -> PassProfile:
+    """What is backward is no less than the forward pass that it contains: a compiler leaves out
+    what no gradient reads, and clocks are not exact."""
+
+    def most(rows: Any, others: Any) -> Any:
+        of = dict(zip(forward.u, others, strict=True))
+        return tuple(
+            tuple(map(max, row, of[size])) if size in of else row
+            for size, row in zip(backward.u, rows, strict=True)
+        )
+
+    return PassProfile(
+        backward.u, most(backward.time, forward.time), most(backward.memory, forward.memory)
+    )
+
+
+class _Kept:
+    """A runner that the end of a batch leaves open."""
+
+    def __init__(self, runner: Runner):
+        self.idle, self.start, self.finished = runner.idle, runner.start, runner.finished
+
+    def close(self) -> None:
+        pass

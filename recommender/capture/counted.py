@@ -1,0 +1,158 @@
+"""Fastest plans of the plain schedules, counted as those of every other schedule are.
+
+The searches for speed minimise a closed form without transfers (``pipeline_seconds``), which a
+programme over single stages can prove. In a step, transfers delay the stages that wait for them. So
+what an answer says of a step is counted by the table of its schedule, transfers included
+(``CountedSteps``), and two closed forms propose plans: the one without transfers, and one in which
+every stage also waits for what it sends and gets back. Of what both propose, the plan that is
+fastest as counted is taken. What is proven is proven of the closed form without transfers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from capture.measured.profile import Profile
+from capture.plan.choices import StageChoice
+from capture.plan.stages import Plan
+from capture.plan.why import Front, FrontPoint
+from capture.predictor.step_time import CountedSteps
+from recommender.capture.pareto import pareto
+from recommender.capture.problem import SearchProblem
+from recommender.capture.result import PlacedStage, SearchResult
+from recommender.capture.throughput import throughput
+from recommender.capture.ticks import step_seconds
+from recommender.question import PlanQuestion
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A plan that a closed form proposes.
+
+    Attributes:
+        result: Its ``step_seconds`` are counted; ``optimal`` and ``bound_fraction`` are of the
+            closed form without transfers.
+        plan: Its stages on their devices.
+    """
+
+    result: SearchResult
+    plan: Plan
+
+    @property
+    def seconds(self) -> float:
+        assert self.result.step_seconds is not None, "counted"
+        return self.result.step_seconds
+
+
+class CountedSearch:
+    """Proposals for a question.
+
+    Args:
+        profile: Measurements of the model.
+        question: For speed, of a plain schedule.
+        problem: What the profile poses, with seconds.
+    """
+
+    def __init__(self, profile: Profile, question: PlanQuestion, problem: SearchProblem):
+        self._profile, self._question, self._problem = profile, question, problem
+        self._steps = CountedSteps(profile, question.cluster)
+
+    def fastest(self, result: SearchResult, plan: Plan) -> Proposal:
+        """Of the plan that the closed form without transfers proposes, and what is proposed with
+        them, the faster."""
+        proposed = [self._counted(result, plan)]
+        if result.status == "ok" and (sending := self._sending()) is not None:
+            other = throughput(sending)
+            if other.status == "ok":
+                proposed.append(self._bounded(other, result))
+        return min(proposed, key=lambda p: (p.seconds, p.result.peak_bytes))
+
+    def front(self, fastest: Proposal) -> tuple[Proposal, Front]:
+        """All proposals of which none is both smaller and faster than another; the fastest among
+        them."""
+        start = time.perf_counter()
+        plain = pareto(self._problem)
+        proposed = [self._counted(point, self._planned(point.stages)) for point in plain.points]
+        if fastest.result.status == "ok":
+            proposed.append(fastest)
+        if (sending := self._sending()) is not None:
+            for point in pareto(sending).points:
+                below = [p for p in plain.points if p.peak_bytes <= point.peak_bytes]
+                proposed += [self._bounded(point, below[-1])] if below else []
+        left: list[Proposal] = []
+        for one in sorted(proposed, key=lambda p: (p.result.peak_bytes, p.seconds)):
+            if not left or one.seconds < left[-1].seconds:
+                left.append(one)
+        points = tuple(
+            FrontPoint(
+                one.result.peak_bytes, one.seconds, one.result.bound_fraction, one.plan.stages
+            )
+            for one in left
+        )
+        same = [one.plan.stages for one in left] == [
+            self._planned(point.stages).stages for point in plain.points
+        ]
+        front = Front(
+            points,
+            plain.complete and same,
+            self._question.microbatch_size not in self._profile.microbatch_sizes,
+            time.perf_counter() - start,
+        )
+        return min([fastest, *left], key=lambda p: p.seconds), front
+
+    def _planned(self, stages: Sequence[PlacedStage]) -> Plan:
+        question = self._question
+        return self._profile.plan(
+            question.cluster,
+            stages,
+            global_batch_size=question.global_batch_size,
+            num_microbatches=question.num_microbatches,
+            schedule=question.schedule,
+        )
+
+    def _counted(self, result: SearchResult, plan: Plan) -> Proposal:
+        return Proposal(replace(result, step_seconds=self._steps.seconds(plan)), plan)
+
+    def _bounded(self, other: SearchResult, best: SearchResult) -> Proposal:
+        """A plan that was searched with transfers, with what is proven of it without."""
+        without = step_seconds(self._problem, other.stages)
+        least = step_seconds(self._problem, best.stages) / (1 + best.bound_fraction)
+        above = max(0.0, without / least - 1) if least else 0.0
+        result = replace(other, optimal=best.optimal and above == 0, bound_fraction=above)
+        return self._counted(result, self._planned(other.stages))
+
+    def _sending(self) -> SearchProblem | None:
+        """The problem in which a stage waits for what it sends and gets back; None where nothing is
+        sent."""
+        seconds = self._problem.seconds
+        assert seconds is not None, "times are known"
+        sent = {
+            d: np.stack([self._sends(choice) for choice in self._problem.choices[d]])
+            for d in self._problem.used_degrees
+        }
+        if self._question.cluster.num_devices == 1 or not any(each.any() for each in sent.values()):
+            return None
+        return replace(
+            self._problem, seconds={d: seconds[d] + 2 * each[:, None] for d, each in sent.items()}
+        )
+
+    def _sends(self, choice: StageChoice) -> np.ndarray:
+        """Seconds to the next stage by where a stage stops, (L + 1,).
+
+        Where it stands is not known, so the links between nodes are taken as often as stages of
+        that size end at the end of a node.
+        """
+        graph = self._profile.graph_at(self._question.microbatch_size)
+        cluster, rates = self._question.cluster, self._steps.links.rates
+        ends = min(1.0, choice.num_devices / cluster.nodes[0]) if len(cluster.nodes) > 1 else 0.0
+        sends = np.zeros(graph.num_layers + 1)
+        for stop in range(1, graph.num_layers):
+            for v in graph.crossing(stop):
+                nbytes = graph.values[v].shard_bytes(choice.data_parallel)
+                sends[stop] += ends * rates.inter_node.seconds(nbytes)
+                sends[stop] += (1 - ends) * rates.intra_node.seconds(nbytes)
+        return sends

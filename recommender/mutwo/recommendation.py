@@ -1,0 +1,208 @@
+"""From a task, models and a limit to a plan of an array, or to what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from capture.errors import PlanError
+from capture.machine.cluster import Cluster
+from capture.model.workload import WorkloadProtocol, WorkloadSpec
+from capture.plan.array import BUNDLE_BYTES, ArrayPlan, Member
+from capture.plan.why import Why
+from capture.quantities import format_bytes, parse_bytes
+from capture.step.multiplexed import peak_of
+from recommender.answer import Answer
+from recommender.mutwo.problem import ArrayProblem
+from recommender.mutwo.search import ArrayResult, search
+
+
+@dataclass(frozen=True)
+class ArrayQuestion:
+    """Models to be trained together.
+
+    Attributes:
+        workload: The task of all of them, or its name.
+        models: Of each its seed and hyperparameters.
+        cluster: One device.
+        batch_size: Examples of one model in a step.
+        memory_limit_bytes: Of the device; None for what the target can use.
+        host_memory_bytes: What may be swapped at once; None if nobody knows.
+        shared_batches: Whether all read the same batch.
+        num_layers: Of a loss without marks; 0 to choose.
+        bundle_bytes: See the plan.
+
+    Raises:
+        PlanError: ``array-models`` for none.
+    """
+
+    workload: WorkloadProtocol | WorkloadSpec
+    models: tuple[Member, ...]
+    cluster: Cluster
+    batch_size: int
+    memory_limit_bytes: int | None = None
+    host_memory_bytes: int | None = None
+    shared_batches: bool = False
+    num_layers: int = 0
+    bundle_bytes: int = BUNDLE_BYTES
+
+    def __post_init__(self) -> None:
+        if not self.models:
+            raise PlanError.of("models is empty; name one at least.", "array-models")
+
+
+@dataclass(frozen=True)
+class ArrayAnswer(Answer[ArrayPlan, ArrayResult]):
+    """A plan of an array, and what trains with it.
+
+    Attributes:
+        workload: The task.
+    """
+
+    workload: WorkloadProtocol | None = None
+
+    def train(self, devices: Sequence[Any] | None = None) -> Any:
+        """The training of the plan (``capture.train_array``).
+
+        Raises:
+            PlanError: ``array-infeasible`` where nothing fits; and those of ``train_array``.
+        """
+        if self.status != "ok" or self.plan is None or self.workload is None:
+            raise PlanError.of(f"no plan fits: {self.why.summary}", "array-infeasible")
+        from capture.runtime.multiplexed import train_array
+
+        return train_array(self.workload, self.plan, devices)
+
+    def to_json(self) -> dict[str, Any]:
+        """With the other ways beside the plan."""
+        best = self.proof.best.evaluation
+        facts: dict[str, Any] = {
+            "simulated": True,
+            "lower_bound_seconds": self.proof.bound_seconds,
+            "recompute_fraction": best.recompute_fraction,
+        }
+        written = super().to_json()
+        if self.plan is not None and self.plan.prediction is not None:
+            found = self.plan.prediction
+            names = ("peak_bytes", "host_peak_bytes", "step_seconds")
+            facts |= {name: getattr(found, name) for name in names}
+            facts["bytes"] = {
+                "retain": found.retained_bytes,
+                "swap": found.swapped_bytes,
+                "recompute": found.recomputed_bytes,
+            }
+            written["plan"] = {**written["plan"], **facts}
+        return {**written, "baselines": [one.to_json() for one in self.proof.candidates]}
+
+
+def mutwo(
+    workload: WorkloadProtocol,
+    models: Sequence[Mapping[str, Any]],
+    *,
+    target: str,
+    batch_size: int,
+    memory_limit: int | str | None = None,
+    **options: Any,
+) -> ArrayAnswer:
+    """Choose what is fused, multiplexed, swapped and recomputed, for the least seconds of an
+    update.
+
+    Args:
+        workload: The task; its optimizer is made with ``optax.inject_hyperparams``.
+        models: Of each its ``seed`` and its hyperparameters.
+        target: With rates.
+        batch_size: Examples of one model in a step.
+        memory_limit: Of the device, such as ``"40GB"``; None for what the target can use.
+        **options: What else ``ArrayQuestion`` has.
+    """
+    limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
+    members = tuple(member_of(one) for one in models)
+    cluster = Cluster((1,), target)
+    return plan_array(ArrayQuestion(workload, members, cluster, batch_size, limit, **options))
+
+
+def member_of(row: Mapping[str, Any]) -> Member:
+    """A model as people write it: ``{"learning_rate": 1e-3, "seed": 0}``."""
+    return Member(int(row.get("seed", 0)), {k: float(v) for k, v in row.items() if k != "seed"})
+
+
+def plan_array(question: ArrayQuestion) -> ArrayAnswer:
+    """Answer a question; compiles for its target.
+
+    Raises:
+        PlanError: ``array-hyperparameter``; WorkloadError: ``array-optimizer``, ``array-key``;
+            TargetError: ``devices-no-rates``, and those of the compiler.
+    """
+    from capture.profiler.array import ArrayProfile
+
+    named = question.workload
+    workload = named.load() if isinstance(named, WorkloadSpec) else named
+    profile = ArrayProfile(
+        workload,
+        question.cluster,
+        question.batch_size,
+        question.num_layers,
+        question.shared_batches,
+        question.bundle_bytes,
+    )
+    machine = profile.machine
+    profile.check(question.models)
+    limit = question.memory_limit_bytes
+    limit = int(machine.memory_limit_bytes) if limit is None else limit
+    problem = ArrayProblem(
+        profile, len(question.models), machine, limit, question.host_memory_bytes
+    )
+    result = search(problem)
+    best = result.best
+    why = _why(result, limit) if best.fits else _nothing(result, limit, question.host_memory_bytes)
+    plan = ArrayPlan(
+        cluster=question.cluster,
+        batch_size=question.batch_size,
+        models=question.models,
+        partition=best.way.partition,
+        order=best.way.order,
+        decisions=problem.decisions(best.way, best.chosen),
+        shared_batches=question.shared_batches,
+        bundle_bytes=question.bundle_bytes,
+        memory_limit_bytes=limit,
+        num_layers=profile.fuser.traced.graph.num_layers,
+        model_hash=profile.model_hash,
+        workload=named if isinstance(named, WorkloadSpec) else None,
+        prediction=best.evaluation.prediction(),
+        why=why,
+        candidates=tuple(one.to_json() for one in result.candidates),
+    )
+    status = "ok" if best.fits else "infeasible"
+    return ArrayAnswer(status, plan, result, why, plan.headroom(limit), workload)
+
+
+def _why(result: ArrayResult, limit: int) -> Why:
+    best = result.best
+    others = [one for one in result.candidates if one is not best]
+    beside = ", ".join(
+        f"{one.way.name} {one.evaluation.seconds:.4g} s" + ("" if one.fits else ", does not fit")
+        for one in others
+    )
+    said = (
+        f"{best.way.name}: {best.evaluation.seconds:.4g} s for an update of every model, within "
+        f"{format_bytes(limit)}"
+    )
+    return Why(said + (f" (beside it: {beside})" if beside else ""), num_choices=len(others) + 1)
+
+
+def _nothing(result: ArrayResult, limit: int, host: int | None) -> Why:
+    best = result.best.evaluation
+    least, instant, _ = peak_of(best.ledgers, 0)
+    if least <= limit:
+        said = (
+            f"the host has to hold {format_bytes(best.host_peak_bytes)} of what is swapped, and "
+            f"may {format_bytes(host or 0)}; allow that much."
+        )
+        return Why(said, code="array-host-memory", memory_limit_bytes=limit)
+    said = (
+        f"{result.best.way.name} needs least, {format_bytes(least)} at {instant!r}, and the limit "
+        f"is {format_bytes(limit)}: {format_bytes(least - limit)} are missing. The cheapest change "
+        f"that fits is that limit; smaller batches need less, too."
+    )
+    return Why(said, code="array-memory", memory_limit_bytes=limit, least_peak_bytes=least)

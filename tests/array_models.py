@@ -1,0 +1,109 @@
+"""A tiny array of models, and each of them alone."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.ad_checkpoint import checkpoint_name
+
+from capture.machine.cluster import Cluster
+from capture.model.workload import Workload
+from capture.plan.array import ArrayPlan, Member
+
+VOCABULARY, SEQUENCE, WIDTH = 16, 8, 8
+BATCH = 2
+
+
+def tiny_gpt(num_blocks: int = 4, tied: bool = False, dead: bool = False) -> Workload:
+    """Attention and a product per block; momentum, whose rate and decay can be set per model."""
+
+    def init(key):
+        keys = jax.random.split(key, num_blocks + 3)
+        shapes = {"qkv": (WIDTH, 3 * WIDTH), "up": (WIDTH, 2 * WIDTH), "down": (2 * WIDTH, WIDTH)}
+        blocks = [
+            {
+                name: 0.3 * jax.random.normal(jax.random.fold_in(k, n), shape)
+                for n, (name, shape) in enumerate(shapes.items())
+            }
+            for k in keys[3:]
+        ]
+        head = {} if tied else {"head": 0.3 * jax.random.normal(keys[2], (WIDTH, VOCABULARY))}
+        unread = {"unread": jnp.ones(3)} if dead else {}
+        table = 0.3 * jax.random.normal(keys[0], (VOCABULARY, WIDTH))
+        return {"table": table, "blocks": blocks, **head, **unread}
+
+    def block(p, x):
+        q, k, v = jnp.split(x @ p["qkv"], 3, axis=-1)
+        weights = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k))
+        x = x + jnp.einsum("bqk,bkd->bqd", weights, v)
+        return x + jax.nn.gelu(x @ p["up"]) @ p["down"]
+
+    def loss_fn(params, batch):
+        x = params["table"][batch["tokens"]]
+        for i, p in enumerate(params["blocks"]):
+            x = block(p, x if i == 0 else checkpoint_name(x, "layer_boundary"))
+        logits = x @ (params["table"].T if tied else params["head"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+    def batch(key, size):
+        tokens = jax.random.randint(key, (size, SEQUENCE + 1), 0, VOCABULARY)
+        return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1, momentum=0.9)
+    return Workload(loss_fn, init, batch, optimizer)
+
+
+MEMBERS = tuple(
+    Member(seed, {"learning_rate": rate, "momentum": decay})
+    for seed, (rate, decay) in enumerate([(0.3, 0.9), (0.1, 0.8), (0.03, 0.95), (0.01, 0.0)])
+)
+
+
+def array_plan(**changes) -> ArrayPlan:
+    """Two sub-arrays of two models."""
+    plain = {
+        "cluster": Cluster((1,), "cpu"),
+        "batch_size": BATCH,
+        "models": MEMBERS,
+        "partition": ((0, 1), (2, 3)),
+        "order": "multiplexed",
+        "bundle_bytes": 2048,
+    }
+    return ArrayPlan(**plain | changes)
+
+
+def batches_of(workload: Workload, num_steps: int, num_models: int = 4) -> list[list]:
+    """One batch per model."""
+    return [
+        [workload.batch(jax.random.key(100 * t + m), BATCH) for m in range(num_models)]
+        for t in range(num_steps)
+    ]
+
+
+@cache
+def alone(num_steps: int = 3, **options) -> list[tuple[list[float], dict]]:
+    """Losses and parameters of each model, trained by itself with plain JAX."""
+    workload = tiny_gpt(**options)
+
+    @jax.jit
+    def update(params, state, batch):
+        loss, grads = jax.value_and_grad(workload.loss_fn)(params, batch)
+        updates, state = workload.optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    found = []
+    for m, member in enumerate(MEMBERS):
+        params = workload.init(jax.random.key(member.seed))
+        state = workload.optimizer.init(params)
+        values = {name: jnp.float32(value) for name, value in member.hyperparameters.items()}
+        state = state._replace(hyperparams={**state.hyperparams, **values})
+        losses = []
+        for batches in batches_of(workload, num_steps):
+            params, state, loss = update(params, state, batches[m])
+            losses.append(float(loss))
+        found.append((losses, jax.tree.map(np.asarray, params)))
+    return found

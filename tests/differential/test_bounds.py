@@ -1,0 +1,117 @@
+"""What tracing says of a stage against what the compiler does: the lower bound is never above it,
+in any field; what one micro-batch keeps is known to the byte."""
+
+import dataclasses
+import functools
+import itertools
+
+import pytest
+
+from capture.measured.profile import StageConfig
+from capture.measured.store import Store
+from capture.plan.choices import StageChoice
+from capture.predictor.formula import kept_bytes
+from capture.profiler.bounds import BoundsBackend
+from capture.profiler.compile import CompileBackend
+from tests import pipeline_models, tracing_models, zoo_models
+
+SIZE = 4
+CHOICES = [
+    StageChoice(dp, tp, remat=remat, shard_params=shard_params)
+    for dp, tp, remat, shard_params in (
+        (1, 1, "none", False),
+        (1, 1, "cheap", False),
+        (1, 1, "full", False),
+        (2, 1, "cheap", False),
+        (1, 2, "cheap", False),
+        (2, 2, "dots", False),
+        (2, 1, "none", True),
+    )
+]
+MODELS = {
+    "mlp": pipeline_models.mlp,
+    "tied": pipeline_models.tied,
+    "convnet": tracing_models.convnet,
+    "lstm": tracing_models.lstm,
+    "unet": tracing_models.unet,
+    **{
+        name: functools.partial(zoo_models.load, name)
+        for name in ("gpt", "llama", "moe", "wide_resnet")
+    },
+}
+#: What the default tests compile of each model.
+FEW = {"mlp": CHOICES[1:5], "tied": CHOICES[1:2], "convnet": CHOICES[:1], "lstm": CHOICES[:1]}
+
+
+@functools.cache
+def backend_of(model):
+    return CompileBackend(MODELS[model](), store=Store(), num_devices=4)
+
+
+def held_against(model, config):
+    """The bounds of a stage and its compiled cost."""
+    backend = backend_of(model)
+    return BoundsBackend(backend).measure(config), backend.measure(config)
+
+
+def violations(model, config, bounds, cost):
+    """Fields of the lower bound that are above the compiled cost, in words."""
+    graph = backend_of(model).traced(config.microbatch_size).graph
+    kept = [
+        kept_bytes(graph, config.first, config.stop, config.choice.data_parallel, each)
+        for each in (bounds.least, cost)
+    ]
+    for field in dataclasses.fields(cost):
+        least, compiled = getattr(bounds.least, field.name), getattr(cost, field.name)
+        if field.name.endswith("_bytes") and field.name != "residual_bytes" and least > compiled:
+            yield f"{model} {config}: {field.name} is at least {least:,}; compiled {compiled:,}"
+    if kept[0] > kept[1]:
+        yield f"{model} {config}: kept is at least {kept[0]:,}; compiled {kept[1]:,}"
+
+
+def check(model, choices, spans):
+    found = [
+        said
+        for choice, (first, stop) in itertools.product(choices, spans)
+        for config in [StageConfig(first, stop, choice, SIZE)]
+        for said in violations(model, config, *held_against(model, config))
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("model", FEW)
+def test_no_stage_needs_less_than_tracing_says(model):
+    num_layers = backend_of(model).traced(SIZE).graph.num_layers
+    check(model, FEW[model], [(0, 1), (1, num_layers)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_no_stage_of_any_model_needs_less_than_tracing_says(model):
+    num_layers = backend_of(model).traced(SIZE).graph.num_layers
+    middle = num_layers // 2
+    spans = {(0, 1), (middle, middle + 1), (middle - 1, middle + 1), (num_layers - 2, num_layers)}
+    check(model, CHOICES, sorted(spans))
+
+
+@pytest.mark.parametrize("choice", CHOICES[:5], ids=str)
+def test_what_is_kept_is_known_to_the_byte(choice):
+    bounds, cost = held_against("mlp", StageConfig(1, 3, choice, SIZE))
+    for each in (bounds.least, bounds.most):
+        assert (each.residual_bytes, each.kept_inputs, each.kept_outputs, each.kept_batch) == (
+            cost.residual_bytes,
+            cost.kept_inputs,
+            cost.kept_outputs,
+            cost.kept_batch,
+        )
+        assert each.optimizer_bytes == cost.optimizer_bytes
+
+
+def test_bounds_are_kept_in_the_store():
+    backend = CompileBackend(MODELS["mlp"](), store=Store())
+    config = StageConfig(0, 1, StageChoice(), SIZE)
+    bounds = BoundsBackend(backend)
+    traced = bounds.measure(config)
+    assert len(backend.store) == 1  # nothing was compiled
+    assert bounds.measure(config) == traced
+    assert traced.least.backward_bytes <= traced.most.backward_bytes

@@ -1,0 +1,197 @@
+"""Several models that are trained as one program, multiplexed, swapped and recomputed, train as each
+does alone, and hold what is booked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import numpy as np
+import optax
+import pytest
+from array_models import BATCH, MEMBERS, alone, array_plan, batches_of, tiny_gpt
+
+from capture.errors import CaptureError
+from capture.model.workload import Workload
+from capture.plan.array import ArrayPlan, Decision
+from capture.runtime.array_check import ArrayMeter, run_array
+from capture.runtime.multiplexed import ArrayTraining, train_array
+from capture.step.multiplexed import peak_of
+from capture.step.sub_array import movable, recomputable
+
+NUM_STEPS = 3
+
+
+@cache
+def plain() -> tuple[ArrayTraining, list, list]:
+    """In turn, with everything retained: its training, losses and parameters."""
+    training = train_array(tiny_gpt(2), array_plan(order="in turn"), fast_compile=True)
+    return training, *run(training)
+
+
+def run(training: ArrayTraining) -> tuple[list, list]:
+    """Losses and parameters after some steps."""
+    losses, batches = [], batches_of(training.fuser.workload, NUM_STEPS)
+    for later, found in training(training.init(), batches):
+        losses.append(list(found))
+        state = later
+    return losses, [training.params(state, model) for model in range(len(MEMBERS))]
+
+
+def drawn(plan: ArrayPlan, seed: int) -> ArrayPlan:
+    """With random decisions."""
+    rng, array = np.random.default_rng(seed), plain()[0].arrays[0]
+    again = recomputable(array)
+    decisions = []
+    for _ in plan.partition:
+        own = []
+        for number in movable(array):
+            choices = ["retain", "swap", "recompute"][: 3 if number in again else 2]
+            choice, ahead = str(rng.choice(choices)), int(rng.integers(0, 3))
+            if choice != "retain":
+                own.append(Decision(array.bundles[number].name, choice, ahead))
+        decisions.append(tuple(own))
+    return replace(plan, decisions=tuple(decisions))
+
+
+def equal(one: list, other: list) -> bool:
+    leaves = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(np.array_equal(a, b) for a, b in leaves)
+
+
+def test_each_model_trains_as_it_does_alone():
+    _, losses, params = plain()
+    for model, (expected, expected_params) in enumerate(alone(NUM_STEPS, num_blocks=2)):
+        assert [step[model] for step in losses] == pytest.approx(expected, rel=1e-6)
+        for a, b in zip(
+            jax.tree.leaves(params[model]), jax.tree.leaves(expected_params), strict=True
+        ):
+            np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+
+
+@pytest.mark.parametrize(("order", "seed"), [("multiplexed", 0), ("in turn", 1)])
+def test_what_is_swapped_and_made_again_has_the_same_bits(order, seed):
+    training, *expected = plain()
+    plan = drawn(array_plan(order=order), seed)
+    assert {d.choice for own in plan.decisions for d in own} == {"swap", "recompute"}
+    free = training.of(plan)
+    peak = peak_of(free.replay(), 0)[0]
+    tight = peak_of(free.of(limited(plan, 1)).replay(), 0)[0]
+    assert tight < peak
+    limit = (tight + peak) // 2
+    bounded = training.of(limited(plan, limit))
+    assert peak_of(bounded.replay(), 0)[0] <= limit
+    assert equal([*run(bounded)], expected)
+
+
+def limited(plan: ArrayPlan, nbytes: int) -> ArrayPlan:
+    return replace(plan, memory_limit_bytes=nbytes)
+
+
+def test_device_and_host_hold_what_is_booked_before_every_instruction():
+    training, *expected = plain()
+    plan = drawn(array_plan(), 2)
+    ledgers = training.of(limited(plan, 1)).replay()
+    tight = training.of(limited(plan, peak_of(ledgers, 0)[0]))
+    meter = ArrayMeter(tight, strict=True)
+    state, losses = tight.init(), []
+    for batch in batches_of(tight.fuser.workload, NUM_STEPS):
+        state, found = meter.advance(state, batch)
+        losses += [] if found is None else [found]
+    state, found = meter.finish(state)
+    params = [tight.params(state, model) for model in range(len(MEMBERS))]
+    assert equal([[*losses, found], params], expected)
+    counts = [len(built.step.instructions) + 1 for built in tight.steps.all]
+    assert meter.num_checks == counts[0] + 2 * counts[1] + counts[2]
+    assert meter.peak_bytes == peak_of(tight.replay(), 0)[0]
+    assert meter.host_peak_bytes == peak_of(tight.replay(), "host")[0] > 0
+
+
+def test_equal_layers_compile_once_and_nothing_compiles_later():
+    """Forward and backward of the first layer, of those between, and of the last."""
+    deep = train_array(tiny_gpt(4), array_plan(), fast_compile=True)
+    deep.replay()
+    assert len(deep.programs.executables) == 6
+    assert len({program for one in deep.steps.all for program in one.step.programs}) == 6
+    losses, counts = [], []
+    for _, found in deep(deep.init(), batches_of(deep.fuser.workload, 2)):
+        losses.append(list(found))
+        counts.append(len(deep.programs.executables))
+    assert counts == [6, 6]
+
+
+def test_a_state_that_is_ahead_goes_on():
+    """A loop that stops keeps the batch that was read already."""
+    training, *expected = plain()
+    ahead = training.of(array_plan())
+    batches = batches_of(ahead.fuser.workload, NUM_STEPS)
+    state, found = next(iter(ahead(ahead.init(), batches[:2])))
+    losses = [list(found)]
+    assert state.ahead is not None and state.num_steps == 1
+    for later, found in ahead(state, batches[2:]):
+        losses.append(list(found))
+        state = later
+    assert state.ahead is None and state.num_steps == NUM_STEPS
+    assert equal([losses, [ahead.params(state, m) for m in range(4)]], expected)
+
+
+def test_batches_parameters_and_optimizer_states_are_of_each_model():
+    """Shared batches are stored once; a tied table is updated with the gradients of both ends, and
+    what the loss does not read is updated, too."""
+    workload = tiny_gpt(2, tied=True, dead=True)
+    plan = array_plan(shared_batches=True, partition=((0, 2, 3), (1,)))
+    document = run_array(plan, workload, 2, check=True, fast_compile=True)
+    assert document["max_relative_loss_error"] < 1e-6
+    assert document["max_relative_param_error"] < 1e-5
+    assert document["measured_peak_bytes"] == document["replayed_peak_bytes"]
+    assert document["num_compiled_after_first_step"] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (
+            {"models": (replace(MEMBERS[0], hyperparameters={"b1": 0.5}), *MEMBERS[1:])},
+            "array-hyperparameter",
+        ),
+        ({"decisions": ((Decision("layer 9 maps 0", "swap"),), ())}, "array-bundle"),
+        ({"model_hash": "other"}, "plan-other-model"),
+        ({"memory_limit_bytes": 1000}, "array-device-memory"),
+    ],
+)
+def test_plans_that_this_model_cannot_run_are_refused(change, code):
+    training = plain()[0]
+    with pytest.raises(CaptureError) as error:
+        other = training.of(array_plan(**change))
+        next(other(other.init(), batches_of(training.fuser.workload, 1)))
+    assert error.value.codes == (code,)
+
+
+def test_wrong_batches_states_and_optimizers_are_refused():
+    training = plain()[0]
+    (batches,) = batches_of(training.fuser.workload, 1)
+    state = training.init()
+    for wrong, code in [
+        (batches[:3], "array-count"),
+        (
+            [batches[0]] * 3 + [training.fuser.workload.batch(jax.random.key(0), BATCH + 1)],
+            "run-batch",
+        ),
+    ]:
+        with pytest.raises(CaptureError) as error:
+            training.advance(state, wrong)
+        assert set(error.value.codes) == {code}
+    training.advance(state, batches)
+    for refused in (lambda: training.advance(state, batches), lambda: training.finish(state)):
+        with pytest.raises(CaptureError) as error:
+            refused()
+        assert error.value.codes == ("array-state",)
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+    given = tiny_gpt(2)
+    with pytest.raises(CaptureError) as error:
+        train_array(
+            Workload(lambda p, b, key: given.loss_fn(p, b), given.init, given.batch, clipped),
+            array_plan(),
+        )
+    assert error.value.codes == ("array-optimizer", "array-key")
