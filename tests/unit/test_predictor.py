@@ -444,20 +444,25 @@ def test_more_neighbours_err_less_on_memory_that_is_not_additive():
 
 
 def test_parameters_at_a_degree_that_was_not_profiled():
-    """A parameter that two devices split is split by four; one that they hold whole stays whole;
-    over replicas all are even."""
+    """What four devices split is split by eight, also what two held whole; what they hold whole
+    stays whole; over replicas all are even."""
     planted = Planted(3)
-    profile = planted.profile([ONE, StageChoice(1, 2), StageChoice(2, 1, shard_params=True)])
-    sizes = {(1, 1): (800, 400, 30, 80), (2, 1): (400, 200, 30, 40), (1, 2): (5, 5, 5, 5)}
+    degrees = [ONE, StageChoice(1, 2), StageChoice(1, 4)]
     profile = replace(
-        profile, param_bytes={split: of[: len(planted.graph.params)] for split, of in sizes.items()}
+        planted.profile([*degrees, StageChoice(2, 1, shard_params=True)]),
+        param_bytes={
+            (1, 1): (800, 400, 30),
+            (2, 1): (400, 400, 30),
+            (4, 1): (200, 100, 30),
+            (1, 2): (5, 5, 5),
+        },
     )
     predictor = AdditivePredictor(profile, allow_extrapolation=True)
     readers = [layer.params for layer in planted.graph.layers]
     for choice, expected in (
-        (StageChoice(1, 4), (200, 100, 30, 20)),
-        (StageChoice(2, 4, shard_params=True), (100, 50, 15, 10)),
-        (StageChoice(1, 2), (400, 200, 30, 40)),
+        (StageChoice(1, 8), (100, 50, 30)),
+        (StageChoice(2, 8, shard_params=True), (50, 25, 15)),
+        (StageChoice(1, 2), (400, 400, 30)),
     ):
         params = predictor.memory(choice, 16).params
         for first, stop in stages(3):
@@ -490,8 +495,8 @@ def test_what_was_compiled_of_a_stage_is_known_of_the_same_program_elsewhere():
 
 
 def test_a_plan_of_compiled_stages_is_certain():
-    planted = Planted(6, 8)
-    profile, plan = planted.profile([ONE], errors=[0.02] * 200), make_plan([3, 3], [ONE, ONE])
+    planted = Planted(15, 8)
+    profile, plan = planted.profile([ONE], errors=[0.02] * 120), make_plan([8, 7], [ONE, ONE])
     certain = replace(profile, verified={c: planted.cost(c) for c in configs_of(plan)})
     prediction = AdditivePredictor(certain).predict(plan)
     assert prediction.coverage == 1
@@ -500,9 +505,14 @@ def test_a_plan_of_compiled_stages_is_certain():
     half = replace(profile, verified={configs_of(plan)[0]: planted.cost(configs_of(plan)[0])})
     first, last = AdditivePredictor(half).predict(plan).stages
     assert first.interval_bytes == (first.peak_bytes, first.peak_bytes) != last.interval_bytes
-    num_stages = profile.calibration.num_stages
-    claimed = AdditivePredictor(half).predict(plan).coverage
-    assert claimed == pytest.approx(min(0.98, (num_stages - 1) / (num_stages + 1)))
+    assert profile.calibration.num_stages == 120, "which support more than is claimed"
+    assert AdditivePredictor(half).predict(plan).coverage == 0.98
+
+
+def test_a_schedule_that_splits_backward_passes_needs_a_profile_of_them():
+    predictor = AdditivePredictor(Planted(4).profile([ONE]))
+    plan = make_plan([2, 2], [ONE, ONE], schedule="zb-h1")
+    assert code_of(lambda: predictor.predict(plan)) == "profile-split"
 
 
 def test_how_peaks_depend_on_cuts_behind_a_stage():
@@ -609,4 +619,6 @@ def test_a_plan_of_another_model_is_refused():
         code_of(lambda: predictor.predict(make_plan([4], [ONE]).with_(model_hash="other")))
         == "profile-other-model"
     )
+    with pytest.raises(ProfileError, match="num_layers=4, model_hash=hash16"):
+        predictor.predict(make_plan([4], [ONE]).with_(model_hash="other"))
     assert predictor.predict(make_plan([4], [ONE]).with_(model_hash="hash16")).peak_bytes > 0
