@@ -385,12 +385,16 @@ class AdditivePredictor(ComponentTables):
             self.profile.calibration or Calibration((), 0, 0),
             self.profile.graph.num_layers,
         )
-        if not extrapolated:
+        size_known = extrapolated or config in self.profile.measurements
+        without_long_windows = not (
+            size_known or self.has_long_windows(config.choice, config.microbatch_size)
+        )
+        if not extrapolated and not without_long_windows:
             return calibration.interval(config, num_layers)
         octaves = octaves_away(config.microbatch_size, self.profile.microbatch_sizes)
         low, high = (
             calibration.interval_off_sizes(config, num_layers, octaves)
-            if octaves
+            if octaves or without_long_windows
             else calibration.interval(config, num_layers)
         )
         # A degree that was not profiled: a + b / k was seen to miss 8 % at 8 ways and 17 % at 16

@@ -213,6 +213,12 @@ class ComponentTables:
         tables = {degrees: self.table(known, microbatch_size) for degrees, known in alike.items()}
         return fit_degrees(tables, (choice.data_parallel, choice.tensor_parallel))
 
+    def has_long_windows(self, choice: StageChoice, microbatch_size: int) -> bool:
+        """Whether all windows were measured at a size that are at the largest one."""
+        sizes = [size for known, size in self._windows if known == choice]
+        own = self._windows.get((choice, microbatch_size), {})
+        return bool(sizes) and own.keys() >= self._windows[choice, max(sizes)].keys()
+
     def is_extrapolated(self, choice: StageChoice, microbatch_size: int) -> bool:
         return (choice, microbatch_size) not in self._windows
 

@@ -533,6 +533,23 @@ def test_an_interval_is_wider_by_sizes_or_by_degrees_that_were_not_profiled():
         assert stage.interval_bytes[0] == pytest.approx(stage.peak_bytes * (low - width), rel=1e-3)
 
 
+def test_the_interval_is_wider_at_the_size_that_has_no_long_windows():
+    """What was seen of stages at the larger size says little of sums without anchors."""
+    profile = Planted(12, 8).profile([ONE], errors=[0.0] * 60)
+    assert StageConfig(0, 8, ONE, 16) in profile.measurements
+    assert StageConfig(0, 8, ONE, 8) not in profile.measurements
+    predictor, seen = AdditivePredictor(profile), profile.calibration
+    for layers, size, beyond in (
+        ([12], 16, 0.0),
+        ([12], 8, UNCALIBRATED_FRACTION),
+        ([2] * 6, 8, 0.0),
+    ):
+        stage = predictor.predict(make_plan(layers, [ONE] * len(layers), size=size)).stages[0]
+        low, _ = seen.interval(StageConfig(0, layers[0], ONE, size), 12)
+        width = 1 - stage.interval_bytes[0] / stage.peak_bytes
+        assert width == pytest.approx(1 - low + beyond, abs=1e-3)
+
+
 def test_every_layer_has_the_bytes_that_it_adds():
     planted = Planted(5, 8)
     predictor = AdditivePredictor(planted.profile([ONE]))
