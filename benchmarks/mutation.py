@@ -69,7 +69,7 @@ PARTS = {
     "capture/predictor/fit.py": PREDICTOR,
     "capture/step/program.py": STEP,
     "capture/step/pipeline.py": STEP,
-    "capture/step/interface.py": STEP,
+    "capture/step/interface.py": STEP + " tests/unit/test_graph.py",
     "capture/step/sharded.py": "tests/property/test_osdp_step.py tests/unit/test_osdp_cost.py",
     "capture/step/streamed.py": STREAMED,
     "capture/step/streamed_state.py": STREAMED,

@@ -109,6 +109,7 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--remat", default="none")
+    parser.add_argument("--ask-size", type=int, help="micro-batch size of the plans, if another")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--store", type=Path)
     parser.add_argument("--json", action="store_true", help="print the document on standard output")
@@ -157,6 +158,7 @@ def evaluate(family: str, cluster: str, options: argparse.Namespace) -> dict[str
     arguments += ["--remat", options.remat, "--workers", str(options.workers), "--json"]
     arguments += ["--default-only"] * options.default_only + ["--shard-params"] * asked.shard_params
     arguments += ["--store", str(options.store)] if options.store else []
+    arguments += ["--ask-size", str(options.ask_size)] if options.ask_size else []
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         code = capture(arguments)

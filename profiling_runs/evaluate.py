@@ -45,6 +45,7 @@ class EvaluationQuestion:
         seed: What the plans are drawn with.
         memory_limit_bytes: Draw only plans that are predicted to fit this, per device.
         paper: Whether the paper's mode predicts them too, from profiling runs of its own.
+        asked_size: Micro-batch size of the plans; None for that of the profile.
     """
 
     profile: ProfileQuestion
@@ -54,6 +55,7 @@ class EvaluationQuestion:
     seed: int = 0
     memory_limit_bytes: int | None = None
     paper: bool = True
+    asked_size: int | None = None
 
     def __post_init__(self) -> None:
         others = [name for name in self.schedules if name not in PLAIN_SCHEDULES]
@@ -63,10 +65,20 @@ class EvaluationQuestion:
                 "paper's mode does not know; give it alone, with paper=False (--default-only).",
                 "evaluate-schedule",
             )
+        if self.paper and self.asked_size is not None:
+            raise PlanError.of(
+                f"asked_size={self.asked_size}: the paper's mode knows the profiled size alone; "
+                "ask with paper=False (--default-only).",
+                "evaluate-size",
+            )
+
+    @property
+    def microbatch_size(self) -> int:
+        return self.asked_size or self.profile.microbatch_size
 
     @property
     def global_batch_size(self) -> int:
-        return self.profile.microbatch_size * self.num_microbatches
+        return self.microbatch_size * self.num_microbatches
 
 
 @dataclass(frozen=True)
@@ -103,6 +115,8 @@ class Evaluation:
             "remat": asked.profile.remat[0],
             "global_batch_size": asked.global_batch_size,
             "num_microbatches": asked.num_microbatches,
+            "profiled_microbatch_sizes": list(profile.microbatch_sizes),
+            "asked_microbatch_size": asked.microbatch_size,
             "interval_factors": factors,
             "default": statistics(self.default),
             "paper": statistics(self.paper),
@@ -141,7 +155,7 @@ def evaluate(question: EvaluationQuestion, measurements: Measurements) -> Evalua
         PlanError: ``sampling-empty`` if there is no plan, ``evaluate-memory`` if none fits.
     """
     asked, cluster = question.profile, question.profile.cluster
-    size = asked.microbatch_size
+    size = question.microbatch_size
     result = profile(asked, measurements=measurements)
     # Calibration draws with a seed of its own; this keeps the two streams apart whatever seed is
     # given.

@@ -50,6 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="SIZE",
         ),
         Option("default_only", "without the paper's mode and its profiling runs", False),
+        Option(
+            "ask_size",
+            "micro-batch size of the plans, where another is profiled (with --default-only)",
+            None,
+            shared.at_least(1),
+            metavar="B",
+        ),
         Option("seed", "of the plans (default: %(default)s)", 0, int, metavar="S"),
         shared.output(None, "also write every prediction, as JSON"),
     )
@@ -67,6 +74,7 @@ def main(options: argparse.Namespace) -> int:
         options.seed,
         asked.read_limit(vars(options)),
         not options.default_only,
+        options.ask_size,
     )
     found = evaluate(question, asked.open_measurements(options, of_profile))
     document = {**found.to_json(), "workload": options.workload}

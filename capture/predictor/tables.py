@@ -113,10 +113,7 @@ class ComponentTables:
             ) from None
         if self.profile.is_lower_bound:
             # What a layer adds to the largest product before it says nothing of the next one.
-            measured = np.full_like(table, -np.inf)
-            for (first, stop), parts in windows.items():
-                measured[:, first, stop] = parts
-            measured[np.isnan(table)] = np.nan
+            measured = _measured(table, windows)
             for row, component in enumerate(self.components):
                 if component in _TEMPORARIES:
                     table[row], drift[row] = _largest_part(measured[row]), 0
@@ -151,10 +148,7 @@ class ComponentTables:
         The drift is a line between two anchors: it falls before the layers come for which the sum
         was too high.
         """
-        measured = np.full_like(total, np.nan)
-        for (first, stop), parts in windows.items():
-            measured[:, first, stop] = parts
-        table = total + drift
+        measured, table = _measured(total, windows), total + drift
         for row, component in enumerate(self.components):
             if component in _TEMPORARIES:
                 known = measured[row]
@@ -219,8 +213,22 @@ class ComponentTables:
         tables = {degrees: self.table(known, microbatch_size) for degrees, known in alike.items()}
         return fit_degrees(tables, (choice.data_parallel, choice.tensor_parallel))
 
+    def has_long_windows(self, choice: StageChoice, microbatch_size: int) -> bool:
+        """Whether all windows were measured at a size that are at the largest one."""
+        sizes = [size for known, size in self._windows if known == choice]
+        own = self._windows.get((choice, microbatch_size), {})
+        return bool(sizes) and own.keys() >= self._windows[choice, max(sizes)].keys()
+
     def is_extrapolated(self, choice: StageChoice, microbatch_size: int) -> bool:
         return (choice, microbatch_size) not in self._windows
+
+
+def _measured(like: np.ndarray, windows: Mapping[tuple[int, int], np.ndarray]) -> np.ndarray:
+    """The components of stages that were measured; NaN of others."""
+    measured = np.full_like(like, np.nan)
+    for (first, stop), parts in windows.items():
+        measured[:, first, stop] = parts
+    return measured
 
 
 def _largest_part(of_stage: np.ndarray) -> np.ndarray:

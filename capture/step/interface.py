@@ -84,7 +84,7 @@ class StageInterface:
     optimizer_bytes: int
     residual_bytes: int
     transient_bytes: Mapping[str, int]
-    summary_bytes: int = 0
+    summary_bytes: int
     split: SplitBackward | None = None
 
     @property

@@ -221,6 +221,22 @@ def test_evaluate_draws_plans_that_fit(inside_planned, capsys):
     assert "[evaluate-memory]" in capsys.readouterr().err
 
 
+def test_evaluate_asks_about_a_size_that_was_not_profiled(inside_planned, capsys):
+    """Nothing of it was compiled before; the paper's mode knows the profiled size alone."""
+    asked = ["evaluate", "tiny.py:model", *BATCH, *STORE, *PROFILING, "--plans", "1", "--json"]
+    asked += ["--ask-size", "16", "--quiet"]
+    assert main([*asked, "--default-only"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["asked_microbatch_size"] == 16
+    assert 16 not in document["profiled_microbatch_sizes"]
+    assert document["global_batch_size"] == 16 * document["num_microbatches"]
+    found = document["default"]
+    assert found["num_predictions"] == 2 * 2 and not found["num_compiled_before"]
+    assert found["interval_coverage_fraction"] == 1
+    assert main(asked) == 2
+    assert "[evaluate-size]" in capsys.readouterr().err
+
+
 def test_planning_from_a_profile_loads_no_jax_and_text_is_for_people(planned, tmp_path):
     command = [
         "plan",

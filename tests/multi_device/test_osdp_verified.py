@@ -57,6 +57,29 @@ def test_the_answer_compiles_within_the_limit_where_the_estimate_is_above_it(tmp
     assert found.peak_bytes == of_the_users_loop(workload, found.plan, 4)
 
 
+@pytest.mark.parametrize(
+    ("how", "left"),
+    [
+        ("", 0.06),
+        ("&remat=True", 0.06),
+        ("&dtype=bfloat16", 0.2),
+        ("&remat=True&dtype=bfloat16", 0.45),
+    ],
+)
+def test_an_estimate_leaves_what_the_compiler_was_seen_to_need(how, left):
+    """Most where a block is computed again in 16 bits, and then it says so."""
+    workload, cluster = WorkloadSpec.parse(GPT + how).load(), Cluster((8,), "h100")
+
+    def answer(limit: float):
+        return osdp(ShardingQuestion(workload, cluster, limit, batch_size=4), verify=False)
+
+    most = answer(1e9).plan.peak_bytes
+    assert answer(1.001 * most / (1 - left)).plan.peak_bytes == most
+    less = answer(0.999 * most / (1 - left)).plan
+    assert less is None or less.peak_bytes < most
+    assert ("jax.checkpoint in bfloat16 was seen" in str(answer(1e9))) == (left == 0.45)
+
+
 def test_the_answer_for_an_absent_gpu_compiles_within_the_limit():
     """Large enough for the workspace of cuBLAS, 4 MB whatever the step, to be small."""
     if not (find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin")):

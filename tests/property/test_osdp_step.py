@@ -15,7 +15,7 @@ from capture.plan.sharding import Mode
 from capture.step.attribution import attribute_keys
 from capture.step.operator_cost import StepCost
 from capture.step.program import Free, Step, replay
-from capture.step.sharded import build_step, peak_bytes, step_seconds
+from capture.step.sharded import OperatorBytes, build_step, peak_bytes, step_seconds
 from capture.step.timeline import Seconds, simulate_step
 
 
@@ -138,3 +138,21 @@ def test_every_byte_of_the_peak_has_an_operator():
         running = [buffer.layer for buffer in found.buffers if buffer.category == "temporaries"]
         gathered = {b.layer for b in found.buffers if b.category == "gathered parameters"}
         assert gathered <= set(running), "others have forgotten theirs"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_every_operator_takes_of_a_device(seed):
+    """Of the slices that are sharded, one part of each on a device of the group; beside them only
+    what is asked for: no prefetch where nothing is hidden, no tail where all is computed again."""
+    cost, modes, batch_size = random_plan(seed)
+    step = build_step(cost, modes, batch_size)
+    for i, (operator, mode) in enumerate(zip(cost.model.operators, modes, strict=True)):
+        sharded = mode.num_sharded / mode.num_slices
+        ways = mode.group_size or cost.machine.num_devices
+        share = operator.parameter_bytes * (1 - sharded + sharded / ways)
+        taken = OperatorBytes.of(cost, operator, mode, batch_size)
+        assert -1e-6 < taken.parameters - operator.replicated_bytes - share < 1
+        assert step.programs[f"reduce@{i}"].transient_bytes == 0
+        assert not (cost.remat and taken.tail)
+    prefetched = any(slot.what == "prefetched" for slot in step.slots)
+    assert prefetched == (cost.overlap_fraction > 0 and any(mode.num_sharded for mode in modes))

@@ -12,7 +12,12 @@ from capture.documents import read
 from capture.errors import ProfileError
 from capture.measured.stage_cost import StageCost
 from capture.model.graph import LayerGraph, Tensor, content_hash, item_bytes
-from capture.step.interface import owned_and_borrowed, stage_interface, stage_values
+from capture.step.interface import (
+    owned_and_borrowed,
+    shared_onwards,
+    stage_interface,
+    stage_values,
+)
 from tests.synthetic_graphs import chain, layer_graphs
 
 
@@ -161,3 +166,22 @@ def test_content_hash_does_not_depend_on_the_order_of_keys():
         == content_hash({"b": [2], "a": 1})
         != content_hash({"a": 1, "b": [3]})
     )
+
+
+def test_a_gradient_arrives_of_a_parameter_that_the_stage_updates_and_a_later_one_reads():
+    """Parameter 5 is read by layers 0, 1 and 4, parameter 6 by 2 and 3."""
+    graph = chain(5, shared=[(0, 1, 4), (2, 3)])
+    found = {
+        (first, stop): shared_onwards(graph, first, stop)
+        for first, stop in [(0, 1), (0, 2), (0, 4), (0, 5), (1, 3), (2, 3), (2, 4), (3, 5)]
+    }
+    assert found == {
+        (0, 1): (5,),
+        (0, 2): (5,),
+        (0, 4): (5,),
+        (0, 5): (),
+        (1, 3): (6,),
+        (2, 3): (6,),
+        (2, 4): (),
+        (3, 5): (),
+    }

@@ -18,11 +18,12 @@ from synthetic_profiles import Planted, configs_of, hybrid, make_plan
 from capture.errors import ProfileError
 from capture.machine.cluster import Cluster
 from capture.measured.profile import StageConfig, rescaled
+from capture.measured.size_errors import UNCALIBRATED_FRACTION
 from capture.plan.choices import StageChoice
 from capture.plan.sampling import random_plans
 from capture.plan.schedule import PLAIN_SCHEDULES
 from capture.predictor import AdditivePredictor
-from capture.predictor.additive import UNSEEN_TEMPORARIES_FRACTION
+from capture.predictor.additive import UNSEEN_TEMPORARIES_FRACTION, _shared_out
 from capture.predictor.statistics import extend_windows, without_windows
 from capture.step.interface import plan_interfaces
 from capture.step.pipeline import build_step
@@ -439,6 +440,139 @@ def test_more_neighbours_err_less_on_memory_that_is_not_additive():
     assert errors[0] > 0 and errors[2] == 0 and errors == sorted(errors, reverse=True)
 
 
+# ---- other degrees, other stages, other layers ---------------------------------------------------
+
+
+def test_parameters_at_a_degree_that_was_not_profiled():
+    """What four devices split is split by eight, also what two held whole; what they hold whole
+    stays whole; over replicas all are even."""
+    planted = Planted(3)
+    degrees = [ONE, StageChoice(1, 2), StageChoice(1, 4)]
+    profile = replace(
+        planted.profile([*degrees, StageChoice(2, 1, shard_params=True)]),
+        param_bytes={
+            (1, 1): (800, 400, 30),
+            (2, 1): (400, 400, 30),
+            (4, 1): (200, 100, 30),
+            (1, 2): (5, 5, 5),
+        },
+    )
+    predictor = AdditivePredictor(profile, allow_extrapolation=True)
+    readers = [layer.params for layer in planted.graph.layers]
+    for choice, expected in (
+        (StageChoice(1, 8), (100, 50, 30)),
+        (StageChoice(2, 8, shard_params=True), (50, 25, 15)),
+        (StageChoice(1, 2), (400, 400, 30)),
+    ):
+        params = predictor.memory(choice, 16).params
+        for first, stop in stages(3):
+            read = {p for layer in readers[first:stop] for p in layer}
+            assert params[first, stop] == sum(expected[p] for p in read), choice
+
+
+def test_what_was_compiled_of_a_stage_is_known_of_the_same_program_elsewhere():
+    """Layers 1 to 6 of 8 are equal: of stages of three of them what the passes need, of itself
+    all."""
+    planted = Planted(8)
+    layers = tuple(replace(layer, key="block") for layer in planted.graph.layers)
+    like = (planted.graph.values[1], planted.graph.params[0])
+    planted.graph = replace(
+        planted.graph,
+        layers=(replace(layers[0], key="first"), *layers[1:-1], replace(layers[-1], key="last")),
+        values=tuple(
+            replace(v, shape=like[0].shape, dtype=like[0].dtype) if 0 <= i < 7 else v
+            for i, v in enumerate(planted.graph.values)
+        ),
+        params=tuple(replace(p, shape=like[1].shape) for p in planted.graph.params),
+    )
+    profile, config = planted.profile([ONE]), StageConfig(2, 5, ONE, 16)
+    cost = replace(planted.cost(config), backward_bytes=777_777, update_bytes=888_888)
+    before = AdditivePredictor(profile).memory(ONE, 16)
+    after = AdditivePredictor(replace(profile, verified={config: cost})).memory(ONE, 16)
+    same = [(first, first + 3) for first in range(6) if after.backward[first, first + 3] == 777_777]
+    assert same == [(1, 4), (2, 5), (3, 6), (4, 7)]
+    assert after.update[2, 5] == 888_888 and after.update[1, 4] == before.update[1, 4]
+
+
+def test_a_plan_of_compiled_stages_is_certain():
+    planted = Planted(15, 8)
+    profile, plan = planted.profile([ONE], errors=[0.02] * 120), make_plan([8, 7], [ONE, ONE])
+    certain = replace(profile, verified={c: planted.cost(c) for c in configs_of(plan)})
+    prediction = AdditivePredictor(certain).predict(plan)
+    assert prediction.coverage == 1
+    for stage in prediction.stages:
+        assert stage.verified and stage.interval_bytes == (stage.peak_bytes, stage.peak_bytes)
+    half = replace(profile, verified={configs_of(plan)[0]: planted.cost(configs_of(plan)[0])})
+    first, last = AdditivePredictor(half).predict(plan).stages
+    assert first.interval_bytes == (first.peak_bytes, first.peak_bytes) != last.interval_bytes
+    assert profile.calibration.num_stages == 120, "which support more than is claimed"
+    assert AdditivePredictor(half).predict(plan).coverage == 0.98
+
+
+def test_a_schedule_that_splits_backward_passes_needs_a_profile_of_them():
+    predictor = AdditivePredictor(Planted(4).profile([ONE]))
+    plan = make_plan([2, 2], [ONE, ONE], schedule="zb-h1")
+    assert code_of(lambda: predictor.predict(plan)) == "profile-split"
+
+
+def test_how_peaks_depend_on_cuts_behind_a_stage():
+    """Two readers are on one cut or on none; three may be in one stage behind or in two."""
+    for readers, depends in (((0, 3), False), ((0, 1, 3), True)):
+        profile = Planted(4, shared=[readers]).profile([ONE])
+        assert AdditivePredictor(profile).depends_on_cuts_behind(ONE, 16) == depends
+
+
+def test_an_interval_is_wider_by_sizes_or_by_degrees_that_were_not_profiled():
+    profile = Planted(4, 8).profile([ONE, StageChoice(1, 2)], errors=[0.0] * 60)
+    predictor = AdditivePredictor(profile, allow_extrapolation=True)
+    calibration, beyond = profile.calibration, UNCALIBRATED_FRACTION
+    for choice, size, width in ((ONE, 32, beyond), (StageChoice(1, 4), 16, 0.17)):
+        (stage,) = predictor.predict(make_plan([4], [choice], size=size)).stages
+        low, _ = calibration.interval(StageConfig(0, 4, choice, size), 4)
+        assert stage.extrapolated
+        assert stage.interval_bytes[0] == pytest.approx(stage.peak_bytes * (low - width), rel=1e-3)
+
+
+def test_the_interval_is_wider_at_the_size_that_has_no_long_windows():
+    """What was seen of stages at the larger size says little of sums without anchors."""
+    profile = Planted(12, 8).profile([ONE], errors=[0.0] * 60)
+    assert StageConfig(0, 8, ONE, 16) in profile.measurements
+    assert StageConfig(0, 8, ONE, 8) not in profile.measurements
+    predictor, seen = AdditivePredictor(profile), profile.calibration
+    for layers, size, beyond in (
+        ([12], 16, 0.0),
+        ([12], 8, UNCALIBRATED_FRACTION),
+        ([2] * 6, 8, 0.0),
+    ):
+        stage = predictor.predict(make_plan(layers, [ONE] * len(layers), size=size)).stages[0]
+        low, _ = seen.interval(StageConfig(0, layers[0], ONE, size), 12)
+        width = 1 - stage.interval_bytes[0] / stage.peak_bytes
+        assert width == pytest.approx(1 - low + beyond, abs=1e-3)
+
+
+def test_every_layer_has_the_bytes_that_it_adds():
+    planted = Planted(5, 8)
+    predictor = AdditivePredictor(planted.profile([ONE]))
+    stage = predictor.predict(make_plan([5], [ONE])).stages[0]
+    params = [
+        sum(planted.graph.params[p].nbytes for p in layer.params) for layer in planted.graph.layers
+    ]
+    assert [layer.get("parameters", 0) for layer in stage.layers_bytes] == params
+    assert [layer.get("optimizer", 0) for layer in stage.layers_bytes] == [
+        planted.components(StageConfig(0, i + 1, ONE, 16))[4]
+        - (planted.components(StageConfig(0, i, ONE, 16))[4] if i else 0)
+        for i in range(5)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("weights", "shares"), [([1, 1, 2], [25, 25, 50]), ([0, 0], [100, 0]), ([0, 1], [0, 100])]
+)
+def test_bytes_are_shared_out_whole(weights, shares):
+    """Where nothing is known of the layers, the first has all."""
+    assert _shared_out(100, weights) == shares
+
+
 # ---- a prediction --------------------------------------------------------------------------------
 
 
@@ -502,4 +636,6 @@ def test_a_plan_of_another_model_is_refused():
         code_of(lambda: predictor.predict(make_plan([4], [ONE]).with_(model_hash="other")))
         == "profile-other-model"
     )
+    with pytest.raises(ProfileError, match="num_layers=4, model_hash=hash16"):
+        predictor.predict(make_plan([4], [ONE]).with_(model_hash="other"))
     assert predictor.predict(make_plan([4], [ONE]).with_(model_hash="hash16")).peak_bytes > 0
