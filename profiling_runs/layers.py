@@ -232,7 +232,8 @@ class _Measured:
         state = backend.state_bytes()
         forward = self._pass("forward", sizes["forward"], entering)
         backward = self._pass("backward", sizes["backward"], entering)
-        apart = [u for u in every if u > 1][:2]
+        # One example meets no other: looked at are two and more, also where no more fit.
+        apart = 2, next((u for u in every if u > 2), 3)
         return LayerProfile(
             str(question.spec) if question.spec else type(question.task).__name__,
             backend.graph().num_layers,
@@ -247,7 +248,7 @@ class _Measured:
             source=self._source,
             workload=question.spec,
             model_hashes={u: backend.graph(u).model_hash for u in every},
-            coupled=backend.coupled(*apart) if len(apart) == 2 else "",
+            coupled=backend.coupled(*apart) if every[-1] > 1 else "",
             made={
                 **backend.provenance,
                 "limit_bytes": question.limit_bytes,
