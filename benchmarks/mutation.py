@@ -47,8 +47,8 @@ EQUIVALENT = Path(__file__).parent / "equivalent_mutants.json"
 STEP = "tests/unit/test_ledger.py tests/property/test_step.py"
 STREAMED = "tests/property/test_streamed_step.py tests/unit/test_packs_plan.py"
 PREDICTOR = (
-    "tests/unit/test_predictor.py tests/unit/test_paper_predictor.py "
-    "tests/unit/test_regressions.py capture/predictor"
+    "tests/unit/test_predictor.py tests/unit/test_predictor_windows.py "
+    "tests/unit/test_paper_predictor.py tests/unit/test_regressions.py capture/predictor"
 )
 SEARCH = "tests/differential/test_search.py -k 'not loads_jax and not random_plans'"
 TIMED = (

@@ -483,12 +483,12 @@ class ResidentSetMeter:
             Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the current size
         except OSError:
             return
-        self.before_bytes = _status_bytes("VmHWM")
+        self.before_bytes = _status_bytes("VmHWM:")
 
     @property
     def peak_bytes(self) -> int | None:
         """None if the system has no such counter, or does not let it be reset."""
-        return None if self.before_bytes is None else _status_bytes("VmHWM")
+        return None if self.before_bytes is None else _status_bytes("VmHWM:")
 
 
 def _status_bytes(field: str) -> int | None:
@@ -496,6 +496,4 @@ def _status_bytes(field: str) -> int | None:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return None
-    return next(
-        (int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), None
-    )
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), None)

@@ -96,18 +96,16 @@ def test_what_alpa_cannot_place(nodes, sizes, code):
     assert codes_of(lambda: alpa_placement(Cluster(nodes), sizes)) == (code,)
 
 
-def test_split_parameters_are_not_alpas():
-    stages = (
-        Stage(0, 2, [0, 1], StageChoice(2, 1, "none", shard_optimizer=True, shard_params=True)),
-    )
-    assert codes_of(lambda: to_alpa(Plan(Cluster((2,)), 2, stages, 4, 2))) == ("alpa-shard-params",)
-
-
-def test_activations_split_along_the_sequence_are_not_alpas():
-    plan = Plan(
-        Cluster((2,)), 2, (Stage(0, 2, [0, 1], StageChoice(1, 2, sequence_parallel=True)),), 4, 2
-    )
-    assert codes_of(lambda: to_alpa(plan)) == ("alpa-sequence-parallel",)
+@pytest.mark.parametrize(
+    ("choice", "code"),
+    [
+        (StageChoice(2, 1, shard_optimizer=True, shard_params=True), "alpa-shard-params"),
+        (StageChoice(1, 2, sequence_parallel=True), "alpa-sequence-parallel"),
+    ],
+)
+def test_what_alpa_does_not_split(choice, code):
+    plan = Plan(Cluster((2,)), 2, (Stage(0, 2, [0, 1], choice),), 4, 2)
+    assert codes_of(lambda: to_alpa(plan)) == (code,)
 
 
 def test_alpa_has_no_stages_that_share_devices_and_no_split_backward_passes():
