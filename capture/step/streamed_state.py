@@ -417,7 +417,7 @@ class StreamedState:
         for source in sources:
             fetched.append(self._alike(source, rank.place))
             yield self._copy(source, fetched[-1])
-            yield from self._waited(fetched[-1])
+            yield from self._waited(source, fetched[-1])  # another device may still put it there
             if free:
                 yield Free((source,))
         return tuple(fetched)

@@ -4,7 +4,9 @@ give the same bits however they are cut and placed."""
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +14,13 @@ import numpy as np
 import optax
 import pytest
 from pipeline_models import _normals, mark, mlp, pipeline, tied
+from processes import REPOSITORY, environment_apart, output_of
 
+from capture.cli.main import main
+from capture.cli.tiny_gpt import gpt
 from capture.errors import CaptureError, ExecutionError
 from capture.machine.server import Server
-from capture.model.workload import Workload
+from capture.model.workload import Workload, WorkloadSpec
 from capture.plan.packs import PacksPlan
 from capture.plan.task_graph import Configuration, Packs, Switches
 from capture.runtime import checkpoint
@@ -25,7 +30,7 @@ from capture.runtime.reference import ReferenceStep, max_relative_error, roundin
 from capture.runtime.streamed import StreamedStep, streamed
 from capture.runtime.training import Training, train
 from capture.step.ledger import Ledger
-from capture.step.program import Run, Step
+from capture.step.program import Run, Step, replay
 from capture.step.streamed import volumes_bytes
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.01), optax.adam(1e-3))
@@ -202,6 +207,12 @@ def test_off_means_off_in_the_volumes_and_on_the_arrays(off):
         assert max(ledger.peak_bytes_per_device) < max(on_ledger.peak_bytes_per_device)
 
 
+def test_gradients_of_others_are_there_before_a_device_fetches_them():
+    plan = packs_plan((1, 2, 1), (3,), devices=3, batch=2, without=("offload",))
+    step = streamed(tied(), plan)
+    assert replay(step._uncompiled).peak_of("host").peak_bytes  # refuses what nobody waits for
+
+
 def test_equal_packs_compile_once_and_the_host_keeps_three_times_the_weights():
     step = streamed(mlp(optax.adam(1e-3)), packs_plan((1, 1, 1, 1), (1, 1, 1)))
     host = step.replay().peak_of("host")
@@ -291,11 +302,12 @@ def test_a_run_is_measured_beside_one_device():
     assert document["target"] == plan.machine.name and not document["is_target"]
 
 
-def unet() -> Workload:
+def unet(width: int = 8) -> Workload:
     """Three layers down, three up, each with the value of the one across."""
 
     def init(key):
-        return jax.random.normal(key, (6, 8, 8)) / 3
+        shape = (width, width)
+        return [jax.random.normal(k, shape) / width**0.5 for k in jax.random.split(key, 6)]
 
     def loss(params, x):
         down = []
@@ -306,7 +318,10 @@ def unet() -> Workload:
             x = mark(jnp.tanh(x @ w) + down.pop())
         return jnp.mean(x**2)
 
-    return Workload(loss, init, lambda key, n: jax.random.normal(key, (n, 8)), optax.adam(1e-3))
+    def batch(key, n):
+        return jax.random.normal(key, (n, width))
+
+    return Workload(loss, init, batch, optax.adam(1e-3))
 
 
 def test_a_value_that_skips_packs_is_kept_once():
@@ -335,14 +350,54 @@ def moe() -> Workload:
     return Workload(loss, init, lambda key, n: jax.random.normal(key, (n, 8)), optax.sgd(0.1))
 
 
+def demo() -> Workload:
+    """SGD: Adam makes large steps of gradients that are rounding noise."""
+    return replace(gpt(4), optimizer=optax.sgd(0.1))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("workload", "plan"),
     [
+        (demo, packs_plan((1, 2, 1), (2, 1), (4, 2), batch=7)),
+        (demo, packs_plan((2, 1, 1), (1, 2), (2, 3), 2, batch=7)),
+        (demo, packs_plan((1, 2, 1), (2, 1), (1, 1), 8, "dp", 9)),
         (unet, packs_plan((2, 2, 3), (1, 2, 1), (3, 2), 3, batch=7)),
+        (unet, packs_plan((1,) * 7, (3, 3), (2, 2), 8, batch=5)),
+        (unet, packs_plan((3, 1, 3), (2, 2), (1, 2), 2, "dp", 7, without=("prefetch",))),
         (moe, packs_plan((2, 1, 1), (1, 2), (2, 2), 2, batch=5)),
+        (moe, packs_plan((1, 1, 2), (2,), (2, 2), 8, "dp", 17)),
         (tied, packs_plan((1, 2, 1), (1, 1, 1), (2, 2), 3, batch=7)),
+        (lambda: tied(dropout=False), packs_plan((1, 2, 1), (2, 1), (2, 3), 8, batch=7)),
     ],
 )
 def test_models_of_all_kinds_as_one_device(workload, plan):
     compare(workload(), plan)
+
+
+@pytest.mark.slow
+def test_the_same_bits_with_values_that_skip_and_on_any_number_of_devices():
+    tests = REPOSITORY / "tests"
+    env = environment_apart(tests, tests / "multi_device")
+    assert output_of("streamed_bits", env=env).split() == ["1"]
+
+
+@pytest.mark.slow
+def test_a_training_that_was_saved_goes_on_bit_by_bit(tmp_path, capsys):
+    plan = packs_plan((1, 2, 1), (2, 1), devices=2, batch=4)
+    spec = WorkloadSpec.parse(f"{Path(__file__).parents[1] / 'pipeline_models.py'}:tied")
+    replace(plan, workload=spec).save(tmp_path / "plan.json")
+
+    def run(*more: str) -> list[float]:
+        arguments = ["run", str(tmp_path / "plan.json"), *more, "--json", "--quiet"]
+        assert main(arguments) == 0
+        return json.loads(capsys.readouterr().out)["loss"]
+
+    whole = run("--steps", "3", "--save", str(tmp_path / "whole"))
+    first = run("--steps", "2", "--save", str(tmp_path / "parts"))
+    rest = run("--steps", "1", "--restore", str(tmp_path / "parts"), "--save", str(tmp_path / "b"))
+    assert [*first, *rest] == whole
+    step = streamed(tied(), plan)
+    states = [checkpoint.restore(step, tmp_path / name) for name in ("whole", "b")]
+    for one, two in zip(*map(jax.tree.leaves, states), strict=True):
+        np.testing.assert_array_equal(one, two)
