@@ -211,7 +211,7 @@ def test_the_front_of_a_recommendation_is_drawn(profile):
     )
     facts = report_facts(found.plan, profile)
     (curve, _), points = drawn(facts)["front"].traces, found.why.front.points
-    assert len(points) == 3
+    assert len(points) > 2
     assert [(point.peak_bytes, point.step_seconds) for point in facts.front.points] == [
         (point.peak_bytes, point.step_seconds) for point in points
     ]
