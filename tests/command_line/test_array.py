@@ -33,6 +33,7 @@ def asked(capsys, *arguments) -> tuple[int, dict]:
     return code, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_a_sweep_is_planned_and_run_within_its_limit(folder, capsys):
     common = [
         "plan", f"{MODELS}:tiny_gpt?num_blocks=2", "--system", "mutwo", "--models", 2, "--vary",

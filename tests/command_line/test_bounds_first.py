@@ -64,7 +64,7 @@ def model():
 @pytest.mark.parametrize(
     "workload",
     [
-        chain,
+        pytest.param(chain, marks=pytest.mark.slow),
         pytest.param(mlp, marks=pytest.mark.slow),
         pytest.param(lambda: tied(optax.adam(0.1)), marks=pytest.mark.slow),
     ],

@@ -78,7 +78,13 @@ def marks(workload: Workload, batch_size: int = 2) -> int:
     return count_marks(jax.make_jaxpr(workload.loss_fn)(abstract_params(workload), batch).jaxpr)
 
 
-@pytest.mark.parametrize(("model", "size"), NUM_PARAMETERS)
+@pytest.mark.parametrize(
+    ("model", "size"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if number > 1e10 else ())
+        for case, number in NUM_PARAMETERS.items()
+    ],
+)
 def test_parameter_count_is_that_of_the_table(model, size):
     params = abstract_params(load(model, f"size={size}"))
     count = num_elements(params)

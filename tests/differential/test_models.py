@@ -38,8 +38,17 @@ def train_step(workload: Workload, params: Any, batch: Any) -> tuple[jax.Array, 
     return loss, grads, optax.apply_updates(params, updates), state
 
 
+SLOW = ("bert", "resnet", "unet")
+
+
 # Of three with one kind of block, one.
-@pytest.mark.parametrize("model", sorted(TINY_CLASSES.keys() - {"mingpt", "gpt2"}))
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(model, marks=pytest.mark.slow if model in SLOW else ())
+        for model in sorted(TINY_CLASSES.keys() - {"mingpt", "gpt2"})
+    ],
+)
 def test_one_step_of_the_tiny_model(model):
     workload, params, batch = small(model), tiny_params(model), tiny_batch(model)
     assert all(leaf.shape[0] == 4 for leaf in jax.tree.leaves(batch))

@@ -144,7 +144,13 @@ def collect(sliced: SlicedOptimizer, own):
     return [found[p] for p in sorted(found)]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "adafactor" else ())
+        for name in OPTIMIZERS
+    ],
+)
 def test_stages_together_do_what_optax_does(name, params):
     optimizer = OPTIMIZERS[name]
     expected, state = params, optimizer.init(params)

@@ -7,6 +7,7 @@ import functools
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,21 +98,25 @@ def noisy() -> Workload:
     return Workload(loss, init, lambda key, n: jax.random.normal(key, (n, 8)), optimizer)
 
 
+def slow(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("workload", "plan"),
     [
         # Tied embedding, skip connection, dropout and a parameter that nobody reads.
         (tied, packs_plan((1, 2, 1), (2, 1), devices=2)),
-        (tied(dropout=False), packs_plan((1, 1, 2), (2,), (3, 2), 2, batch=7)),
+        slow(tied(dropout=False), packs_plan((1, 1, 2), (2,), (3, 2), 2, batch=7)),
         (mlp(num_blocks=2), packs_plan((1, 1), (1,), devices=2, mode="dp", batch=5)),
-        (tied, packs_plan((1, 2, 1), (2, 1), without=("offload", "grouping"))),
+        slow(tied, packs_plan((1, 2, 1), (2, 1), without=("offload", "grouping"))),
         (noisy, packs_plan((2, 2), (2,), (1, 2), 2, batch=5)),
         # Gradients that devices add, and those of a tied embedding, which the host keeps.
-        (
+        slow(
             tied(optax.adam(1e-3), dropout=False),
             packs_plan((1, 2, 1), (2, 1), devices=3, mode="dp", without=("offload",)),
         ),
-        (tied(CLIPPED), packs_plan((1, 2, 1), (2, 1), devices=2)),
+        slow(tied(CLIPPED), packs_plan((1, 2, 1), (2, 1), devices=2)),
     ],
     ids=["tied", "sizes", "dp", "device", "noisy", "dp-device", "clipped"],
 )
@@ -130,6 +135,7 @@ def bits(workload, plan) -> bytes:
     return b"".join(leaf.tobytes() for leaf in jax.tree.leaves(step.params(state)))
 
 
+@pytest.mark.slow
 def test_the_same_bits_however_they_are_cut():
     workload = mlp(optax.adamw(1e-3), num_blocks=3)
     plans = [
