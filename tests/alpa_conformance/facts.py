@@ -100,6 +100,7 @@ def _interface(compiled: Compiled, m: int) -> StageInterface:
             **{name: sum(size[v] for v in made) for name, made in results.items()},
             "update": 0,
         },
+        summary_bytes=0,
     )
 
 
