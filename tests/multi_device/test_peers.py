@@ -109,8 +109,7 @@ def test_the_meter_of_all_libraries_sees_what_our_ledger_books(compared, monkeyp
     assert found.peak_bytes_per_device == ledger.peak_bytes_per_device
     assert found.between_steps_bytes_per_device == ledger.live_bytes_per_device
     runs = [each for each in trainer.pipeline.program.instructions if isinstance(each, Run)]
-    # An update is two programs: on CPU it clears the gradients apart.
-    assert found.num_programs == len(runs) + CASE.num_stages
+    assert found.num_programs == len(runs)
 
 
 def test_programs_run_as_before_when_the_meter_is_gone():
