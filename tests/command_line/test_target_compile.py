@@ -30,7 +30,9 @@ INSTALLED = {
     "tpu": find_spec("libtpu"),
     "cpu": True,
 }
-TARGETS = ["cpu", "h100", "v5e"]
+#: A TPU's compiler takes several times as long as the others'.
+V5E = pytest.param("v5e", marks=pytest.mark.slow)
+TARGETS = ["cpu", "h100", V5E]
 
 
 def require(platform: str) -> None:
@@ -81,7 +83,7 @@ def test_sequence_parallelism_halves_every_all_reduce_into_a_scatter_and_a_gathe
     assert kept[1] < kept[0]
 
 
-@pytest.mark.parametrize("name", [*TARGETS[:2], pytest.param("v5e", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", TARGETS)
 def test_kept_activations_are_the_same_arrays_on_every_target(measured, name):
     """What is kept is decided before a compiler is asked; a TPU pads it to whole tiles, and devices
     split it."""
@@ -93,7 +95,7 @@ def test_kept_activations_are_the_same_arrays_on_every_target(measured, name):
         assert found[row]["forward_bytes"] >= kept
 
 
-@pytest.mark.parametrize("name", [*TARGETS[:2], pytest.param("v5e", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", TARGETS)
 def test_temporaries_are_attributed_to_layers_and_lines(measured, name):
     document = measured(name)
     padded = Target.load(name).platform == "tpu"  # and a model so small lives in vector memory
