@@ -250,6 +250,7 @@ def heaps(
     return booked_bytes, added, losses
 
 
+@pytest.mark.slow
 def test_the_allocator_gives_out_no_more_than_the_ledger_books():
     """Other work on the machine may hold up the thread that frees what a program used, so the least
     of some steps counts."""

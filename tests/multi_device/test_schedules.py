@@ -38,8 +38,8 @@ def check_ledger(step: PipelinedStep, workload) -> None:
     ("schedule", "layers", "degrees", "remat"),
     [
         ("interleaved", (1, 1, 1, 1), ((1, 1), (2, 1)), "none"),
-        ("zb-h1", (2, 2), ((1, 1), (1, 2)), "full"),
-        ("dualpipev", (2, 2), ((1, 1),), "dots"),
+        pytest.param("zb-h1", (2, 2), ((1, 1), (1, 2)), "full", marks=pytest.mark.slow),
+        pytest.param("dualpipev", (2, 2), ((1, 1),), "dots", marks=pytest.mark.slow),
     ],
 )
 def test_a_step_equals_that_of_one_device_and_its_ledger(schedule, layers, degrees, remat):

@@ -183,7 +183,7 @@ WORKLOADS = {
     ("name", "degrees", "remat", "schedule"),
     [
         ("tied", ((2, 2), (1, 4)), "cheap", "1f1b"),
-        ("dropout", ((1, 4), (1, 2)), "none", "zb-h1"),
+        pytest.param("dropout", ((1, 4), (1, 2)), "none", "zb-h1", marks=pytest.mark.slow),
         pytest.param("experts", ((2, 4),), "full", "gpipe", marks=pytest.mark.slow),
         pytest.param("features", ((2, 2), (1, 4)), "dots", "1f1b", marks=pytest.mark.slow),
     ],

@@ -110,7 +110,7 @@ def slow(*case: Any) -> Any:
         slow(tied(dropout=False), packs_plan((1, 1, 2), (2,), (3, 2), 2, batch=7)),
         (mlp(num_blocks=2), packs_plan((1, 1), (1,), devices=2, mode="dp", batch=5)),
         slow(tied, packs_plan((1, 2, 1), (2, 1), without=("offload", "grouping"))),
-        (noisy, packs_plan((2, 2), (2,), (1, 2), 2, batch=5)),
+        slow(noisy, packs_plan((2, 2), (2,), (1, 2), 2, batch=5)),
         # Gradients that devices add, and those of a tied embedding, which the host keeps.
         slow(
             tied(optax.adam(1e-3), dropout=False),
