@@ -95,7 +95,7 @@ test-slow: $(VENV)/.stamp-dev ## What make test leaves out: models of the zoo, a
 	$(VENV)/bin/python -m pytest -q -n $(JOBS) --dist=load -m slow
 
 .PHONY: test-exhaustive
-test-exhaustive: $(VENV)/.stamp-dev ## Every schedule with every remat, where make test-slow has every pair
+test-exhaustive: $(VENV)/.stamp-dev ## The rest of what make test-slow has a part of: every schedule with every remat, larger models
 	$(VENV)/bin/python -m pytest -q -n $(JOBS) --dist=load -m exhaustive
 
 .PHONY: recorded

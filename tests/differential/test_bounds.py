@@ -85,8 +85,17 @@ def test_no_stage_needs_less_than_tracing_says(model):
     check(model, FEW[model], [(0, 1), (1, num_layers)])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
+#: What takes longest of these; smaller models have the same operations.
+LARGE = ("gpt", "llama", "moe")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(model, marks=pytest.mark.exhaustive if model in LARGE else pytest.mark.slow)
+        for model in MODELS
+    ],
+)
 def test_no_stage_of_any_model_needs_less_than_tracing_says(model):
     num_layers = backend_of(model).traced(SIZE).graph.num_layers
     middle = num_layers // 2
