@@ -46,10 +46,8 @@ def profile_of(weights: list[int], x: list[int]) -> LayerProfile:
 
 
 @st.composite
-def problems(draw) -> tuple[TaskGraph, LayerProfile, Server]:
-    count = draw(st.integers(2, 6))
-    weights = draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
-    x = draw(st.lists(st.integers(1, 9), min_size=count, max_size=count))
+def task_graphs(draw, count: int) -> TaskGraph:
+    """Of any plan of so many layers."""
     mode = draw(st.sampled_from(["pp", "dp"]))
     devices = draw(st.integers(1, 4))
     minibatch = draw(st.integers(devices, 16))
@@ -66,11 +64,19 @@ def problems(draw) -> tuple[TaskGraph, LayerProfile, Server]:
         Packs(sizes[0], packs(last) if last else ()), Packs(sizes[1], backward)
     )
     off = draw(st.sets(st.sampled_from(["grouping", "prefetch", "jit", "offload", "p2p"])))
-    server = SERVER.with_(num_devices=devices)
+    return TaskGraph.of(configuration, mode, devices, minibatch, Switches.without(off))
+
+
+@st.composite
+def problems(draw) -> tuple[TaskGraph, LayerProfile, Server]:
+    count = draw(st.integers(2, 6))
+    weights = draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
+    x = draw(st.lists(st.integers(1, 9), min_size=count, max_size=count))
+    graph = draw(task_graphs(count))
+    server = SERVER.with_(num_devices=graph.num_devices)
     slow = {"value": draw(st.sampled_from([1e2, 1e4, 1e6])), "source": ""}
     rate = replace(server.swap_bytes_per_second, **slow)
     server = replace(server, swap_bytes_per_second=rate)
-    graph = TaskGraph.of(configuration, mode, devices, minibatch, Switches.without(off))
     return graph, profile_of(weights, x), server
 
 
