@@ -20,7 +20,7 @@ from capture.step.program import Copy, Feed, Free, Instruction, Run, Wait, repla
 from capture.step.streamed import StreamedBuilder
 from capture.step.streamed_state import parts_of_name
 from tests.property.test_streamed_step import SERVER, task_graphs
-from tests.synthetic_graphs import LOSS_BYTES, MICROBATCH_SIZE, layer_graphs
+from tests.synthetic_graphs import LOSS_BYTES, MICROBATCH_SIZE, layer_graphs, tensor
 
 Array = tuple
 """("param" | "state", id, version), ("value" | "cotangent" | "batch", id, lane, first, stop),
@@ -116,6 +116,7 @@ class Followed:
         ]
         shares = {lane: cuts[-1] for lane, cuts in builder.parts.items()}
         self.examples = {(lane, e) for lane, share in shares.items() for e in range(share)}
+        self.tasks = {(task.first, task.stop) for task in graph.tasks}
         self.packs = sorted({(t.first, t.stop) for t in graph.tasks if t.kind == "update"})
         self.there: dict[int, list[Array]] = {}
         self.passed: defaultdict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
@@ -192,11 +193,10 @@ class Followed:
         for slot, arrays in made.items():
             self.write(slot, arrays)
 
-    @staticmethod
-    def layers_of(label: str, first: int, stop: int) -> str:
+    def layers_of(self, label: str, first: int, stop: int) -> str:
         """A task's, of which a pass may have some."""
         start, end = map(int, re.findall(r"layers (\d+) to (\d+)$", label)[0])
-        assert start <= first < stop <= end + 1
+        assert start <= first < stop <= end + 1 and (start, end + 1) in self.tasks
         return f"{start} to {end}"
 
     def forward(
@@ -268,8 +268,10 @@ class Followed:
         assert self.summed(gradients, owned) == {
             p: {(pack, *e) for pack in packs for e in self.examples} for p, packs in readers.items()
         }
-        if kind == "summarize":
+        if kind == "summarize":  # behind all passes: the devices have nothing left of them
             assert not run.donated
+            here = [s for slot in self.there if (s := self.step.slots[slot]).place.host is None]
+            assert all(slot.what == "loss" for slot in here)
             return {run.outputs[0]: [("summary", span)]}
         others = [pack for pack in self.packs if pack != span] if self.sizes.summary else []
         assert given[3] == [("summary", pack) for pack in others]
@@ -346,7 +348,10 @@ def problems(draw) -> tuple[TaskGraph, GraphSizes, int]:
     graph = draw(layer_graphs(6, 2))
     first, *rest = graph.layers
     batch = tuple(sorted({*first.batch, 0}))  # by which the rows of its passes are known
-    graph = replace(graph, layers=(replace(first, batch=batch), *rest))
+    values = graph.values
+    if draw(st.booleans()):
+        values = tuple(tensor(v.name, v.size, batch_dim=0) for v in values[:-1]) + values[-1:]
+    graph = replace(graph, layers=(replace(first, batch=batch), *rest), values=values)
     limit = draw(st.sampled_from([1, 3000, 4000, 10**6]))
     return (
         draw(task_graphs(graph.num_layers)),
@@ -361,6 +366,19 @@ def layers_forward(graph: TaskGraph, num_layers: int) -> Iterator[int]:
     return iter(range(last if graph.switches.jit else num_layers))
 
 
+def check_room(builder: StreamedBuilder, sizes: GraphSizes) -> None:
+    """What is left free for a pass is what its programs take, if all they hand on has rows."""
+    if any(value.batch_dim is None for value in sizes.graph.values[:-1]):
+        return
+    programs = {parts_of_name(n)[:4]: p.transient_bytes for n, p in builder.step.programs.items()}
+    for unit in builder.units:
+        task = unit.task
+        if task.kind != "update":
+            spans = task.sub_packs if task.kind == "forward" else [(task.first, task.stop)]
+            needs = [programs.get((task.kind, *span, unit.size), 0) for span in spans]
+            assert not all(needs) or builder.running_bytes(unit) == max(needs)
+
+
 @settings(max_examples=60)
 @given(problems())
 def test_passes_read_what_their_layers_read_and_every_gradient_counts_once(problem):
@@ -370,6 +388,7 @@ def test_passes_read_what_their_layers_read_and_every_gradient_counts_once(probl
     builder = StreamedBuilder(graph, sizes, server, begins)
     step = builder.build()
     replay(step)  # no copy is under way when what it uses is freed
+    check_room(builder, sizes)
     followed = Followed(graph, sizes, builder)
     assert set(followed.there) == set(step.persistent.values()) | set()
     for slot, arrays in followed.there.items():
