@@ -24,11 +24,11 @@ from capture.plan.kinds import of_stages
 from capture.plan.stages import Plan
 from capture.runtime.dispatch import BoundStep, Observer, to_device, to_host
 from capture.runtime.layout import first_devices
+from capture.runtime.leaf_parts import traced_optimizer
 from capture.runtime.microbatches import split_microbatches
 from capture.runtime.optimizer import SlicedOptimizer
 from capture.runtime.programs import StagePrograms
 from capture.runtime.split_backward import SplitStagePrograms
-from capture.runtime.stacked import traced_optimizer
 from capture.runtime.stage_calls import layout_of, stage_calls
 from capture.runtime.state import (
     PipelineState,

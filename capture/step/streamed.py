@@ -104,7 +104,7 @@ class StreamedBuilder(StreamedState):
         units = [Unit(task, i) for task in graph.tasks for i in range(max(1, len(task.sizes)))]
         units.sort(key=lambda unit: (begins[unit.task.id, unit.i], unit.task.id, unit.i))
         super().__init__(graph, sizes, server, units)
-        self._units = units
+        self.units = units
         self._limit_bytes, self._room_bytes = server.usable_bytes.value, 0.0
         self._ledger = Ledger(graph.num_devices)
         begin(self._ledger, self.step)
@@ -117,7 +117,7 @@ class StreamedBuilder(StreamedState):
     def build(self) -> Step:
         """The step; once."""
         step = self.step
-        for unit in self._units:
+        for unit in self.units:
             task, rank = unit.task, self._ranks[unit.task.rank]
             rank.units.pop()
             self._label = f"{task.kind} {unit.at} of layers {task.first} to {task.stop - 1}"
@@ -145,7 +145,7 @@ class StreamedBuilder(StreamedState):
         if not (self._switches.prefetch and self._switches.grouping):
             yield from self._flushed(rank)
         yield from self._bring(unit, rank)
-        self._room_bytes = self._limit_bytes - self._running_bytes(unit)
+        self._room_bytes = self._limit_bytes - self.running_bytes(unit)
         if not self._has_room(rank, 0):  # wait for what goes out
             yield from self._flushed(rank)
         late, rank.late = rank.late, []
@@ -196,7 +196,7 @@ class StreamedBuilder(StreamedState):
         shared = sum(map(self._sizes.param_bytes, self._sizes.shared(span)))
         return self._sizes.weight_bytes(span) + shared
 
-    def _running_bytes(self, unit: Unit) -> int:
+    def running_bytes(self, unit: Unit) -> int:
         """What the programs of a pass take beside what is live when they run."""
         task, sizes = unit.task, self._sizes
         span = task.first, task.stop
@@ -206,7 +206,10 @@ class StreamedBuilder(StreamedState):
             return sizes.transient_bytes("backward", span, unit.size, made)
         return max(
             sizes.transient_bytes(
-                "forward", sub_pack, unit.size, sizes.value_bytes(sub_pack[1], unit.size)
+                "forward",
+                sub_pack,
+                unit.size,
+                sizes.value_bytes(sub_pack[1], unit.size) + 4 * (sub_pack[1] == sizes.num_layers),
             )
             for sub_pack in task.sub_packs
         )

@@ -338,6 +338,28 @@ def test_a_value_that_skips_packs_is_kept_once():
     assert volumes["activation in"] == 23 * value
 
 
+def late() -> Workload:
+    """Each layer reads a leaf of the batch of its own."""
+
+    def loss(params, batch):
+        x = jnp.zeros_like(batch["0"])
+        for name, w in sorted(params.items()):
+            x = mark(jnp.tanh((x + batch[name]) @ w))
+        return jnp.mean((x + 1) ** 2)
+
+    def batch(key, n):
+        return {
+            str(i): jax.random.normal(k, (n, 8)) for i, k in enumerate(jax.random.split(key, 3))
+        }
+
+    shapes = {str(i): (8, 8) for i in range(3)}
+    return Workload(loss, lambda key: _normals(key, shapes), batch, optax.sgd(0.1))
+
+
+def test_a_part_of_a_forward_pack_reads_its_own_leaves_of_the_batch():
+    compare(late(), packs_plan((1, 1, 2), (2,), batch=3), num_steps=1)
+
+
 def moe() -> Workload:
     """Three layers of experts whose loads are balanced over the examples of a micro-batch."""
 
