@@ -15,7 +15,6 @@ from test_pipeline import compare
 from capture.measured.profile import StageConfig
 from capture.measured.store import Store
 from capture.model.workload import Workload
-from capture.partition.sequence import SequenceSplits
 from capture.plan.choices import StageChoice
 from capture.profiler.compile import CompileBackend
 from capture.runtime.meter import measure_step
@@ -98,10 +97,8 @@ def programs(workload, degrees=(1, 4), remat="none", layers=(0, 1), size=4, on=T
 
 def split_of(workload, layer=0, degree=4, size=4):
     backend = CompileBackend(workload, store=Store())
-    specs = backend.sharding(size).specs(degree)
-    traced = backend.traced(size)
-    [found] = SequenceSplits(traced).of_stage(layer, layer + 1, specs, degree)
-    return found, traced.slice(layer, layer + 1).calls[0].function.ops
+    call, found = backend.sharding(size).layer_splits(degree)[layer]
+    return found, call.function.ops
 
 
 def test_of_a_transformer_the_sequence_is_split_and_read_whole_by_products_alone():
