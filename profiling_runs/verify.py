@@ -11,7 +11,7 @@ from capture.errors import PlanError, ProfileError
 from capture.machine.target import Target
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import SplitCost, StageCost
-from capture.model.graph import LayerGraph
+from capture.model.graph import LayerGraph, agreed_value_dims
 from capture.plan.kinds import of_stages
 from capture.plan.prediction import Verified
 from capture.plan.stages import Plan
@@ -169,6 +169,7 @@ def with_verified(profile: Profile, plan: Plan, measurements: Measurements) -> P
     }
     return replace(
         profile,
+        graph=replace(profile.graph, value_dims=agreed_value_dims([profile.graph, graph])),
         verified={**profile.verified, **verified},
         model_hashes={**profile.model_hashes, size: graph.model_hash},
     )
