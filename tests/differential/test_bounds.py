@@ -58,7 +58,7 @@ def violations(model, config, bounds, cost):
     """Fields of the lower bound that are above the compiled cost, in words."""
     graph = backend_of(model).traced(config.microbatch_size).graph
     kept = [
-        kept_bytes(graph, config.first, config.stop, config.choice.data_parallel, each)
+        kept_bytes(graph, config.first, config.stop, config.choice, each)
         for each in (bounds.least, cost)
     ]
     for field in dataclasses.fields(cost):
