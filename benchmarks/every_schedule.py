@@ -102,11 +102,15 @@ class Row:
 _TABLES = tuple(name for name in SCHEDULES if name not in PLAIN_SCHEDULES)
 _TINY, _SEQUENCE = f"{_GPT}?size=tiny", ("--sequence-parallel",)
 _TRANSLATOR = "tests/kit/sequences.py:encoder_decoder"
+_GATED = "tests/kit/dense.py:gated?depth=10"
 #: Eight micro-batches everywhere.
 ROWS = {
     "gpt, cheap": Row(_TINY, "1x4", 64, "both"),
     "gpt, sequence parallel": Row(_TINY, "1x4", 64, "both", _SEQUENCE),
     **{f"gpt, {name}": Row(_TINY, "1x4", 64, name) for name in _TABLES},
+    "gated, cheap": Row(_GATED, "1x4", 64, "both"),
+    "gated, sequence parallel": Row(_GATED, "1x4", 64, "both", _SEQUENCE),
+    **{f"gated, {name}": Row(_GATED, "1x4", 64, name) for name in _TABLES},
     "encoder-decoder, cheap": Row(_TRANSLATOR, "1x2", 64, "both"),
     "encoder-decoder, zb-v": Row(_TRANSLATOR, "1x2", 64, "zb-v"),
     "gpt h100, cheap": Row(f"{_TINY}&dtype=bfloat16", "1x2", 64, "both", target="h100"),
