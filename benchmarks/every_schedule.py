@@ -62,6 +62,7 @@ class Family:
         degrees: (data, tensor) parallel degrees of stages.
         microbatch_size, num_microbatches: Of a step.
         remats: Every stage chooses among them.
+        num_layers: If not those of the model's marks.
     """
 
     workload: str
@@ -69,15 +70,16 @@ class Family:
     microbatch_size: int
     num_microbatches: int
     remats: tuple[Remat, ...] = ("cheap",)
+    num_layers: int | None = None
 
 
 _GPT, _MOE, _WRN = "models/gpt.py:gpt", "models/moe.py:moe", "models/wide_resnet.py:wide_resnet"
 FAMILIES = {
-    "gpt": Family(f"{_GPT}?size=125M&dtype=bfloat16", ((1, 1), (2, 1), (1, 2), (4, 1)), 4, 16),
-    "moe": Family(f"{_MOE}?size=380M&dtype=bfloat16", ((2, 1), (4, 1), (1, 4)), 4, 16),
-    "wide_resnet": Family(f"{_WRN}?size=250M", ((2, 1), (4, 1)), 16, 16),
+    "gpt": Family(f"{_GPT}?size=125M&dtype=bfloat16", ((2, 1), (4, 1)), 4, 16),
+    "moe": Family(f"{_MOE}?size=380M&dtype=bfloat16", ((4, 1),), 4, 16),
+    "wide_resnet": Family(f"{_WRN}?size=250M", ((4, 1),), 12, 16, num_layers=8),
     "gpt, remat of every stage": Family(
-        f"{_GPT}?size=125M&dtype=bfloat16", ((2, 1), (4, 1)), 4, 16, ("cheap", "full")
+        f"{_GPT}?size=125M&dtype=bfloat16", ((4, 1),), 4, 16, ("cheap", "full")
     ),
 }
 
@@ -106,11 +108,11 @@ _GATED = "tests/kit/dense.py:gated?depth=10"
 #: Eight micro-batches everywhere.
 ROWS = {
     "gpt, cheap": Row(_TINY, "1x4", 64, "both"),
-    "gpt, sequence parallel": Row(_TINY, "1x4", 64, "both", _SEQUENCE),
+    "gpt, sequence parallel": Row(_TINY, "1x2", 64, "both", _SEQUENCE),
     **{f"gpt, {name}": Row(_TINY, "1x4", 64, name) for name in _TABLES},
-    "gated, cheap": Row(_GATED, "1x4", 64, "both"),
-    "gated, sequence parallel": Row(_GATED, "1x4", 64, "both", _SEQUENCE),
-    **{f"gated, {name}": Row(_GATED, "1x4", 64, name) for name in _TABLES},
+    "gated, cheap": Row(_GATED, "1x2", 64, "both"),
+    "gated, sequence parallel": Row(_GATED, "1x2", 64, "both", _SEQUENCE),
+    **{f"gated, {name}": Row(_GATED, "1x2", 64, name) for name in _TABLES},
     "encoder-decoder, cheap": Row(_TRANSLATOR, "1x2", 64, "both"),
     "encoder-decoder, zb-v": Row(_TRANSLATOR, "1x2", 64, "zb-v"),
     "gpt h100, cheap": Row(f"{_TINY}&dtype=bfloat16", "1x2", 64, "both", target="h100"),
@@ -130,6 +132,7 @@ def profiled(family: Family, options: argparse.Namespace) -> Profile:
         WorkloadSpec.parse(family.workload),
         Cluster.parse(CLUSTER, TARGET),
         family.microbatch_size,
+        num_layers=family.num_layers,
         choices=tuple(StageChoice(*of, remat) for remat in family.remats for of in family.degrees),
         splits_backward=True,
         num_neighbours=1,
