@@ -33,7 +33,7 @@ from capture.model.graph import LayerGraph, content_hash
 from capture.model.workload import WorkloadProtocol
 from capture.partition.sharding import ModelSharding
 from capture.partition.tensor_parallel import Rule
-from capture.plan.choices import StageChoice, is_cut
+from capture.plan.choices import StageChoice, is_cut, remat_time_fraction
 from capture.runtime.leaf_parts import traced_optimizer
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
 from capture.runtime.programs import StagePrograms
@@ -51,6 +51,8 @@ PROGRAM_VERSION = 4
 SPLIT_VERSION = 1
 #: Bump when remat "cheap" keeps other values for the same model.
 CUT_VERSION = 1
+#: The same of a percentage of time.
+BUDGET_VERSION = 1
 #: Bump when other values are split along the sequence for the same model.
 SEQUENCE_VERSION = "sequence 2"
 #: Bump when more is counted of what programs compute, which only targets with rates are asked for:
@@ -220,6 +222,7 @@ class CompileBackend:
                     *pinned,
                     *self._sequence_split(config),
                     *([CUT_VERSION] if is_cut(choice.remat) else []),
+                    *([BUDGET_VERSION] if remat_time_fraction(choice.remat) else []),
                 ],
                 [str(specs[p]) for p in layers.params],
                 [
