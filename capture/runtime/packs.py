@@ -109,7 +109,7 @@ class TracedSizes:
         """Until it is compiled, no more than its results."""
         if (known := self.compiled.get((which, pack, size))) is not None:
             return known
-        return output_bytes + (0 if which == "accumulate" else self.weight_bytes(pack))
+        return output_bytes + (self.weight_bytes(pack) if which in ("forward", "backward") else 0)
 
     def _bytes(self, tensor: Tensor, examples: int) -> int:
         if tensor.batch_dim is None:
