@@ -102,8 +102,7 @@ def test_what_is_weighed_is_what_is_written():
     chosen, weighed = descend(space)
     written = space.evaluate(chosen, space.problem.limit_bytes)
     assert written.seconds == weighed.seconds
-    assert written.steps.body.step is written.timeline.step
-    assert written.ledgers[0].peak_of(0).peak_bytes == weighed.peak_bytes
+    assert written.timeline.program_order.peak_of(0).peak_bytes == weighed.peak_bytes
     assert written.fits(space.problem.limit_bytes, None)
 
 
