@@ -14,7 +14,7 @@ from recommender.mutwo.paper.engine import Engine, bytes_with_copies
 from recommender.mutwo.paper.graph import Pair
 from recommender.mutwo.paper.memory import memory_of
 from recommender.mutwo.paper.overhead import swap_overhead, update_swap_prompts
-from recommender.mutwo.paper.policy import PairSchedule, Policy, schedule_pair
+from recommender.mutwo.paper.policy import CycleSchedule, Policy, schedule_cycle
 from recommender.mutwo.paper.readings import CORRECTED, PAPER, Readings
 from recommender.mutwo.paper.schedule import Prompt, Schedule
 from recommender.mutwo.paper.step import step_of
@@ -80,18 +80,19 @@ def test_copies_that_take_time_hold_more_than_the_memory_simulator_says():
         execution = Engine(schedule.readings).run(schedule.graph, nodes)
         held = bytes_with_copies(nodes, use, execution)
         assert all(nbytes >= dict(use.held)[instant] for instant, nbytes in held.items())
-        more.append(max(held.values()) / use.peak_bytes)
-    assert max(more) > 1
+        more.append(max(held.values()) / max(dict(use.held)[instant] for instant in held))
+    # Where copies out are slow, half as much again.
+    assert 1.3 < max(more) < 2 and min(more) == 1
 
 
-def _pairs(seeds: Iterable[int], readings: Readings) -> Iterator[tuple[PairSchedule, int]]:
+def _pairs(seeds: Iterable[int], readings: Readings) -> Iterator[tuple[CycleSchedule, int]]:
     """Random problems, scheduled within a limit between nothing and all that is needed."""
     for seed in seeds:
         draw = random.Random(seed)
         one, two = random_graph(draw, "one"), random_graph(draw, "two")
-        free = schedule_pair(one, two, 10**9, readings, 20).peak_bytes
+        free = schedule_cycle([one, two], 10**9, readings, 20).peak_bytes
         limit = 20 + int(draw.uniform(0.3, 1.0) * (free - 20))
-        yield schedule_pair(one, two, limit, readings, 20), limit
+        yield schedule_cycle([one, two], limit, readings, 20), limit
 
 
 @pytest.mark.parametrize("readings", [PAPER, CORRECTED], ids=["paper", "corrected"])

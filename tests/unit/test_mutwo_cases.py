@@ -16,7 +16,7 @@ from recommender.mutwo.paper.graph import Operation, Pair, Slice, TrainingGraph,
 from recommender.mutwo.paper.lineage import Lineage
 from recommender.mutwo.paper.memory import memory_of
 from recommender.mutwo.paper.overhead import swap_overhead, update_swap_prompts
-from recommender.mutwo.paper.policy import Policy, schedule_pair
+from recommender.mutwo.paper.policy import Policy, schedule_cycle
 from recommender.mutwo.paper.readings import CORRECTED, PAPER, Readings
 from recommender.mutwo.paper.schedule import Prompt, Schedule
 
@@ -52,7 +52,10 @@ def test_figure_6():
         lines.append(f"{name} {choice.case} {choice.seconds:g}  {shown(policy.schedule)}  {peak}\n")
     assert "".join(lines) == FIGURE_6
     # What the algorithm says of stalls is what happens.
-    assert stalled(policy.schedule) == 3.0 == sum(policy.schedule.now.stalls.values())
+    execution = Engine(CORRECTED).run(policy.schedule.graph, policy.schedule.merged())
+    assert execution.stall_seconds == 3.0 == sum(policy.schedule.now.stalls.values())
+    assert execution.seconds == 15 + 3 and execution.seconds_of("in") == 4 * 2
+    assert execution.overlapped_in_seconds == 4 * 2 - 3
 
 
 def test_figure_6_with_a_recomputation_that_is_cheaper_than_the_stall():
@@ -363,7 +366,7 @@ def test_each_reading_makes_a_difference():
 def _answer(seed: int, readings: Readings):
     draw = random.Random(seed)
     one, two = random_graph(draw, "one"), random_graph(draw, "two")
-    limit = int(0.6 * schedule_pair(one, two, 10**9, CORRECTED, 20).peak_bytes)
-    found = schedule_pair(one, two, limit, readings, 20)
+    limit = int(0.6 * schedule_cycle([one, two], 10**9, CORRECTED, 20).peak_bytes)
+    found = schedule_cycle([one, two], limit, readings, 20)
     chosen = [(policy.choices, policy.schedule.now.swaps) for policy in found.policies]
     return chosen, [use.held for use in found.uses], found.execute().events

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from capture.machine.target import HostLink
 from capture.step.sub_array import Programs, SubArray
-from recommender.mutwo.paper.policy import PairSchedule, schedule_pair
+from recommender.mutwo.paper.policy import CycleSchedule, schedule_cycle
 from recommender.mutwo.paper.readings import Readings
 from recommender.mutwo.paper.sub_arrays import Posed, pose
 
@@ -33,7 +33,7 @@ class PartitionSchedule:
     sizes: tuple[int, ...]
     pairs: tuple[tuple[int, int], ...]
     posed: tuple[Posed, ...]
-    schedules: tuple[PairSchedule, ...]
+    schedules: tuple[CycleSchedule, ...]
 
     @property
     def fits(self) -> bool:
@@ -75,7 +75,7 @@ def schedule_partition(
     pairs = tuple(zip(order[::2], order[1::2], strict=True))
     static = sum(one.static_bytes for one in posed)
     schedules = tuple(
-        schedule_pair(posed[a].graph, posed[b].graph, limit_bytes, readings, static)
+        schedule_cycle([posed[a].graph, posed[b].graph], limit_bytes, readings, static)
         for a, b in pairs
     )
     return PartitionSchedule(tuple(sizes), pairs, posed, schedules)

@@ -1,14 +1,15 @@
-"""What is swapped and what is recomputed: Algorithm B, of one merged graph, and of the two that a
-pair of sub-arrays alternates between."""
+"""What is swapped and what is recomputed: Algorithm B, of one merged graph, and of those between
+which sub-arrays alternate."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from recommender.mutwo.paper.engine import Engine, Execution
 from recommender.mutwo.paper.graph import Pair, TrainingGraph
-from recommender.mutwo.paper.memory import MemoryUse, memory_of
+from recommender.mutwo.paper.memory import Instant, MemoryUse, memory_of
 from recommender.mutwo.paper.overhead import Case, swap_overhead, update_swap_prompts
 from recommender.mutwo.paper.readings import Readings
 from recommender.mutwo.paper.schedule import Schedule
@@ -94,15 +95,16 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class PairSchedule:
-    """Of two sub-arrays: [BW_1, FW_2], then [BW_2, FW_1].
+class CycleSchedule:
+    """Of sub-arrays of which each one's backward pass runs beside the forward pass of the next: of
+    two, [BW_1, FW_2] and [BW_2, FW_1].
 
     Attributes:
-        policies: Of both merged graphs.
-        fits: Whether both keep the limit, as Algorithm G counts.
+        policies: Of the merged graphs, by the sub-array of the backward pass.
+        fits: Whether all keep the limit, as Algorithm G counts.
     """
 
-    policies: tuple[Policy, Policy]
+    policies: tuple[Policy, ...]
     fits: bool
 
     @property
@@ -114,48 +116,48 @@ class PairSchedule:
         return max(use.peak_bytes for use in self.uses)
 
     def execute(self) -> Execution:
-        """One body, by Algorithm H."""
+        """One update of all, by Algorithm H."""
         engine = Engine(self.policies[0].schedule.readings)
         for policy in self.policies:
             engine.run(policy.schedule.graph, policy.schedule.merged())
         return engine.execution
 
 
-def schedule_pair(
-    first: TrainingGraph,
-    second: TrainingGraph,
-    limit_bytes: int,
-    readings: Readings,
-    static_bytes: int = 0,
-) -> PairSchedule:
-    """Algorithm B on both merged graphs of a pair (3.2, 5).
+def schedule_cycle(
+    graphs: Sequence[TrainingGraph], limit_bytes: int, readings: Readings, static_bytes: int = 0
+) -> CycleSchedule:
+    """Algorithm B on all merged graphs of some sub-arrays (3.2, 5).
 
-    The forward pass of one graph offloads and deletes what was decided in the other. Printed, they
-    are scheduled one after the other, so the first one knows no hints; otherwise (M-w) decisions
-    are made one by one, each in the graph whose tensors hold most of the higher peak, until both
+    A forward pass offloads and deletes what was decided in the graph of its backward pass. Printed,
+    they are scheduled one after the other, so most know no hints; otherwise (M-w) decisions are
+    made one by one, each of the sub-array whose tensors hold most of the highest peak, until all
     keep the limit.
 
     Args:
-        first, second: The sub-arrays.
+        graphs: The sub-arrays; a pair of them, as in the paper, or more.
         limit_bytes: What may be held.
         readings: Of the algorithms.
         static_bytes: Resident in any case.
     """
-    pairs = Pair(first, second, static_bytes), Pair(second, first, static_bytes)
-    one, two = (Policy(Schedule(pair, readings), limit_bytes) for pair in pairs)
+    nexts = [*graphs[1:], graphs[0]]
+    policies = tuple(
+        Policy(Schedule(Pair(graph, following, static_bytes), readings), limit_bytes)
+        for graph, following in zip(graphs, nexts, strict=True)
+    )
     if not readings.both_graphs:
-        fits = one.run()
-        _tell(one, two)
-        fits = two.run() and fits
-        return PairSchedule((one, two), fits)
-    while not (one.fits and two.fits):
-        policy = _next(one, two)
-        if policy is None:
-            return PairSchedule((one, two), False)
-        policy.decide()
-        _tell(one, two)
-        _tell(two, one)
-    return PairSchedule((one, two), True)
+        fits = True
+        for n, policy in enumerate(policies):
+            fits = policy.run() and fits
+            if n == 0:
+                _tell(policy, policies[-1])
+        return CycleSchedule(policies, fits)
+    while not all(policy.fits for policy in policies):
+        n = _next(policies)
+        if n is None:
+            return CycleSchedule(policies, False)
+        policies[n].decide()
+        _tell(policies[n], policies[n - 1])
+    return CycleSchedule(policies, True)
 
 
 def _tell(decided: Policy, other: Policy) -> None:
@@ -164,23 +166,23 @@ def _tell(decided: Policy, other: Policy) -> None:
     other.schedule.hints = frozenset(now.swaps), frozenset(now.recomputed) - frozenset(now.swaps)
 
 
-def _next(one: Policy, two: Policy) -> Policy | None:
-    """Where to decide next: a tensor of a sub-array is held before its backward pass in one graph,
-    and behind its forward pass in the other."""
-    uses = memory_of(one.schedule), memory_of(two.schedule)
-    fuller = 0 if uses[0].peak_bytes >= uses[1].peak_bytes else 1
-    instants = [instant for instant, _ in uses[fuller].held]
-    peak = max(range(len(instants)), key=lambda at: uses[fuller].held[at][1])
-    policies = (one, two) if fuller == 0 else (two, one)
-    behind, forward = _resident(policies[0].schedule, instants[:peak])
-    order = policies if behind >= forward else policies[::-1]
-    return next((policy for policy in order if policy.candidates), None)
+def _next(policies: Sequence[Policy]) -> int | None:
+    """Of which sub-array to decide next: its tensors are held before its backward pass in one
+    graph, and behind its forward pass in the one before."""
+    uses = [memory_of(policy.schedule) for policy in policies]
+    fullest = max(range(len(uses)), key=lambda n: (uses[n].peak_bytes, -n))
+    held = uses[fullest].held
+    peak = max(range(len(held)), key=lambda at: held[at][1])
+    before = {instant for instant, _ in held[:peak]}
+    backward, forward = _resident(policies[fullest].schedule, before)
+    following = (fullest + 1) % len(policies)
+    order = [fullest, following] if backward >= forward else [following, fullest]
+    return next((n for n in [*order, *range(len(policies))] if policies[n].candidates), None)
 
 
-def _resident(schedule: Schedule, before: list[tuple[str, int]]) -> tuple[int, int]:
+def _resident(schedule: Schedule, done: set[Instant]) -> tuple[int, int]:
     """Bytes of undecided tensors at an instant: of the backward pass, and of the forward pass."""
     graph, forward, now = schedule.graph, schedule.pair.forward_of, schedule.now
-    done = set(before)
     backward_bytes = sum(
         graph.values[v].nbytes
         for v in graph.intermediates
