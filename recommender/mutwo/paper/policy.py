@@ -152,11 +152,11 @@ def schedule_cycle(
                 _tell(policy, policies[-1])
         return CycleSchedule(policies, fits)
     while not all(policy.fits for policy in policies):
-        n = _next(policies)
-        if n is None:
+        chosen = _next(policies)
+        if chosen is None:
             return CycleSchedule(policies, False)
-        policies[n].decide()
-        _tell(policies[n], policies[n - 1])
+        policies[chosen].decide()
+        _tell(policies[chosen], policies[chosen - 1])
     return CycleSchedule(policies, True)
 
 
