@@ -64,7 +64,8 @@ def task_graphs(draw, count: int) -> TaskGraph:
     configuration = Configuration(
         Packs(sizes[0], packs(last) if last else ()), Packs(sizes[1], backward)
     )
-    off = draw(st.sets(st.sampled_from(["grouping", "prefetch", "jit", "offload", "p2p"])))
+    switches = st.sets(st.sampled_from(["grouping", "prefetch", "jit", "offload", "p2p"]))
+    off = draw(st.one_of(st.just({"offload"}), switches))  # where devices update and reduce
     return TaskGraph.of(configuration, mode, devices, minibatch, Switches.without(off))
 
 
