@@ -173,7 +173,7 @@ class PipelinedStep:
                 traced,
                 StageConfig.of(stage, plan.microbatch_size),
                 [devices[d] for d in stage.devices],
-                sharding.specs(stage.choice.tensor_parallel),
+                sharding,
                 self.optimizer.stages[s],
                 num_arriving={p: borrowers.count(p) for p in borrowers},
                 num_microbatches=plan.num_microbatches,
@@ -185,6 +185,7 @@ class PipelinedStep:
             split: sharding.param_bytes(split)
             for split in {stage.choice.param_split for stage in plan.stages}
         }
+        self._graph = sharding.graph(stage.choice for stage in plan.stages)
 
     @cached_property
     def program(self) -> Step:
@@ -200,7 +201,7 @@ class PipelinedStep:
     @cached_property
     def _interfaces(self) -> list[StageInterface]:
         costs = [stage.cost for stage in self.stages]
-        return plan_interfaces(self.plan, self.traced.graph, self._param_bytes, costs)
+        return plan_interfaces(self.plan, self._graph, self._param_bytes, costs)
 
     def replay(self, *, record_timeline: bool = False) -> Ledger:
         """The ledger of a step, without running it."""

@@ -94,7 +94,8 @@ def streamed(
 
 
 class StreamedStep:
-    """A compiled training step of a plan of packs. Made by ``streamed``.
+    """A compiled training step of a plan of packs. Made by ``streamed``; with a ``host`` to compile
+    for (``PackPrograms``), it does not run.
 
     Attributes:
         workload, plan: As given.
@@ -111,6 +112,7 @@ class StreamedStep:
         devices: list[Any],
         compiler: AnyCompiler,
         begins: Begins | None = None,
+        host: Any = None,
     ):
         self.workload, self.plan, self.devices = workload, plan, devices
         self.bound_run_ahead = devices[0].platform == "cpu"
@@ -151,6 +153,7 @@ class StreamedStep:
             plan.minibatch_size,
             devices,
             compiler,
+            host,
         )
 
     def _operations(self, task: Task, examples: int) -> float:

@@ -152,7 +152,7 @@ class CountedSearch:
         sends = np.zeros(graph.num_layers + 1)
         for stop in range(1, graph.num_layers):
             for v in graph.crossing(stop):
-                nbytes = graph.values[v].shard_bytes(choice.data_parallel)
+                nbytes = graph.value_bytes(v, choice.value_split)
                 sends[stop] += ends * rates.inter_node.seconds(nbytes)
                 sends[stop] += (1 - ends) * rates.intra_node.seconds(nbytes)
         return sends

@@ -110,7 +110,7 @@ def slow(*case: Any) -> Any:
         slow(tied(dropout=False), packs_plan((1, 1, 2), (2,), (3, 2), 2, batch=7)),
         (mlp(num_blocks=2), packs_plan((1, 1), (1,), devices=2, mode="dp", batch=5)),
         slow(tied, packs_plan((1, 2, 1), (2, 1), without=("offload", "grouping"))),
-        (noisy, packs_plan((2, 2), (2,), (1, 2), 2, batch=5)),
+        slow(noisy, packs_plan((2, 2), (2,), (1, 2), 2, batch=5)),
         # Gradients that devices add, and those of a tied embedding, which the host keeps.
         slow(
             tied(optax.adam(1e-3), dropout=False),
@@ -227,6 +227,19 @@ def test_equal_packs_compile_once_and_the_host_keeps_three_times_the_weights():
     weights = host.parts["parameters"]
     assert host.parts["optimizer"] == 2 * weights + 4 * 4  # and a step count per pack
     assert host.parts["gradients"] <= weights // 4
+
+
+def test_what_runs_on_the_host_of_absent_devices_is_compiled_for_a_processor():
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("it would count what an update writes over twice")
+
+    device, host = jax.devices()[1], jax.devices()[0]
+    step = StreamedStep(mlp(optax.adam(1e-3)), packs_plan(), [device], refuse, host=host)
+    runs = [run for run in step._uncompiled.instructions if isinstance(run, Run)]
+    update = next(run for run in runs if run.program.startswith("update"))
+    program = step.programs._executable(update)
+    assert program.transient_bytes < step._uncompiled.slots[update.outputs[0]].nbytes
+    assert {s.sharding.mesh.devices.item() for s in jax.tree.leaves(program.outputs)} == {host}
 
 
 def test_a_state_comes_from_a_pipeline_and_goes_back(tmp_path):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from capture.alpa.step import build_alpa_step
 from capture.measured.stage_cost import StageCost
+from capture.plan.choices import StageChoice
 from capture.plan.schedule import Occupancy, Schedule, make_schedule
 from capture.predictor.formula import of_interfaces, peak_of, peak_parts, peaks_by_position
 from capture.step.interface import StageInterface, stage_interface
@@ -359,7 +360,7 @@ def interfaces(graph, cuts, cost=NOTHING):
     bounds = [0, *cuts, graph.num_layers]
     param_bytes = [p.nbytes for p in graph.params]
     return [
-        stage_interface(graph, first, stop, [s], 1, param_bytes, cost)
+        stage_interface(graph, first, stop, [s], StageChoice(), param_bytes, cost)
         for s, (first, stop) in enumerate(pairwise(bounds))
     ]
 

@@ -17,6 +17,8 @@ from capture.measured.layer_profile import LayerProfile, PassProfile
 from capture.plan.task_graph import Configuration, Packs, Switches, TaskGraph, completed_by
 from capture.predictor.pack_step import packs_step, packs_timeline
 from capture.predictor.pack_times import estimate
+from capture.step.pack_needs import PackNeeds
+from capture.step.pack_sizes import ProfileSizes
 from capture.step.program import Copy, Feed, Run, Step, Wait, replay
 from capture.step.streamed import streamed_seconds, volumes_bytes
 from capture.step.streamed_state import parts_of_name
@@ -172,6 +174,51 @@ def test_a_host_with_too_little_memory_is_said():
         replay(packs_step(graph, profile, small))
     assert error.value.codes == ("step-host-memory",)
     assert packs_timeline(graph, profile, small).program_order.peak_of("host").peak_bytes > 50
+
+
+def peak_of(graph: TaskGraph, profile: LayerProfile, server: Server, limit: int) -> int:
+    """Of the device that needs most, below a limit."""
+    timeline = packs_timeline(graph, profile, server.with_(usable_bytes=limit))
+    return max(timeline.program_order.peak_bytes_per_device)
+
+
+@settings(max_examples=10)
+@given(problems(), st.floats(0, 1))
+def test_no_prefetch_exceeds_the_limit(problem, at):
+    least, most = (peak_of(*problem, limit) for limit in (1, 10**9))
+    limit = round(least + at * max(0, most - least))
+    assert peak_of(*problem, limit) <= max(limit, least)
+
+
+@pytest.mark.parametrize("mode", ["pp", "dp"])
+@pytest.mark.parametrize("off", [["offload"], ["offload", "grouping"]])
+def test_prefetch_leaves_room_for_updates(mode, off):
+    """State and the sum of the gradients come after the pass before which the next pack came."""
+    profile = profile_of([50, 60, 70, 80, 90, 50], [1] * 6)
+    configuration = Configuration(Packs(4, ((0, 4),)), Packs(4, ((0, 2), (2, 4), (4, 6))))
+    server = SERVER.with_(num_devices=2)
+    graph = TaskGraph.of(configuration, mode, 2, 16, Switches.without(off))
+    least, most = (peak_of(graph, profile, server, limit) for limit in (1, 10**6))
+    assert least < most
+    for limit in range(least, most, 40):
+        assert peak_of(graph, profile, server, limit) <= limit
+
+
+def test_what_a_pass_takes():
+    """What its first part keeps is there while the second runs; later micro-batches add."""
+
+    class Sizes(ProfileSizes):
+        def transient_bytes(self, which, pack, size, output_bytes):
+            return {"forward": 100, "backward": 1000, "accumulate": 2000}[which]
+
+    configuration = Configuration(Packs(2, ((0, 2),)), Packs(4, ((0, 1), (1, 2), (2, 4))))
+    ahead, back, *_ = TaskGraph.of(configuration, "pp", 1, 6).tasks
+    needs = PackNeeds(Sizes(profile_of([5] * 4, [7] * 4)), [], 1, reduces=False)
+    assert ahead.sub_packs == ((0, 1), (1, 2)) and ahead.sizes == (2, 2, 2)
+    assert needs.running(ahead, 0) == 2 * 7 + 100
+    assert back.sizes == (4, 2)
+    assert [needs.running(back, i) for i in (0, 1)] == [1000, 2000]
+    assert needs.running(replace(back, start=1, sizes=(4,)), 0) == 2 * 5 + 2000
 
 
 def test_prefetch_takes_only_room_that_is_left():

@@ -3,9 +3,10 @@ the search, and its refusals."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 
 import pytest
 from synthetic_profiles import MICROBATCH_SIZE, Planted, configs_of
@@ -26,7 +27,7 @@ from capture.step.interface import plan_interfaces
 from capture.step.pipeline import build_step, stage_seconds
 from capture.step.program import replay
 from capture.step.timeline import LinkTimes, Seconds, simulate_step
-from recommender.capture import tables
+from recommender.capture import table_space
 from recommender.capture.counted import CountedSearch
 from recommender.capture.pareto import pareto
 from recommender.capture.posed import search_problem
@@ -35,7 +36,8 @@ from recommender.capture.throughput import throughput
 from recommender.capture.ticks import step_seconds
 from recommender.question import PlanQuestion
 
-ONE, TWO = StageChoice(1, 1), StageChoice(2, 1)
+ONE, TWO, SPLIT = StageChoice(1, 1), StageChoice(2, 1), StageChoice(1, 2)
+FULL = StageChoice(1, 1, "full")
 TABLES = [name for name in SCHEDULES if name not in PLAIN_SCHEDULES]
 
 
@@ -130,10 +132,66 @@ def test_the_least_peak_is_that_of_all_plans(name, monkeypatch):
     assert answer.status == "ok" and answer.proof.optimal
     assert answer.peak_bytes == min(every) == answer.proof.peak_bytes
     assert answer.plan.schedule == name
-    monkeypatch.setattr(tables, "MOST_ENUMERATED", 0)
+    monkeypatch.setattr(table_space, "MOST_ENUMERATED", 0)
     other = recommend(profile, question(name, 4))
     assert not other.proof.optimal and other.why.summary.endswith("not a proof (tie-break: none).")
     assert min(every) <= other.peak_bytes <= 1.05 * min(every)
+
+
+def recomputing(num_layers: int, *choices: StageChoice) -> Profile:
+    """With remat ``full``, an inner layer keeps half and its backward pass takes 1.5 times as
+    long."""
+    profile = split_profile(Planted(num_layers, seed=7), *choices, times=True)
+    costs = {
+        config: replace(
+            cost,
+            residual_bytes=cost.residual_bytes // 2,
+            backward_work=work(config.num_layers, 3),
+            split=replace(cost.split, inputs_work=work(config.num_layers, 2)),
+        )
+        if config.choice.remat == "full"
+        else cost
+        for config, cost in profile.measurements.items()
+    }
+    return replace(profile, measurements=costs)
+
+
+@pytest.mark.parametrize(
+    ("name", "choices"),
+    [
+        ("interleaved", (ONE, FULL)),
+        ("zb-h1", (TWO, SPLIT, replace(TWO, remat="full"))),
+        ("zb-v", (TWO, SPLIT, replace(SPLIT, remat="full"))),
+    ],
+)
+def test_every_stage_has_a_choice_of_its_own(name, choices):
+    """Of least memory, and the fastest within a limit that plans of one choice cannot use: by brute
+    force over cuts and choices."""
+    profile, d = recomputing(5, *choices), choices[0].num_devices
+    asked = question(name, 2 * d, target="a100-40g", memory_limit_bytes=1 << 40)
+    least = recommend(profile, asked)
+    count, every = 2 * SCHEDULES[name].stages_per_group, []
+    steps, predictor = CountedSteps(profile, asked.cluster), AdditivePredictor(profile)
+    for borders in combinations(range(1, 5), count - 1):
+        plan = table_plan(name, (0, *borders, 5), choices[0], 4, "a100-40g")
+        for chosen in product(choices, repeat=count):
+            stages = map(lambda s, choice: replace(s, choice=choice), plan.stages, chosen)
+            with suppress(PlanError):  # stages of a group have the same degrees
+                one = plan.with_(stages=tuple(stages))
+                peak = predictor.predict(one).peak_bytes
+                every.append((peak, steps.seconds(one), len(set(chosen))))
+    assert least.peak_bytes == min(every)[0] and least.proof.optimal
+    alone = min(every, key=lambda one: (one[2], one[1], one[0]))[0]
+    mixed = False
+    for limit in range(least.peak_bytes, alone + 1, 1 + (alone - least.peak_bytes) // 8):
+        fast = replace(asked, memory_limit_bytes=limit, objective="throughput")
+        answer = recommend(profile, fast)
+        fitting = [one for one in every if one[0] <= limit]
+        assert answer.status == "ok" and answer.peak_bytes <= limit
+        assert answer.proof.step_seconds <= 1.001 * min(one[1] for one in fitting)
+        every_of_one = [one[1] for one in fitting if one[2] == 1]
+        mixed |= not every_of_one or answer.proof.step_seconds < 0.999 * min(every_of_one)
+    assert mixed
 
 
 def test_a_limit_that_no_plan_meets():
