@@ -295,6 +295,17 @@ def test_what_the_next_pass_needs_comes_before_this_one_and_what_goes_out_is_awa
     assert "\n".join(passes(step)) == expected
 
 
+def test_an_input_that_is_not_kept_comes_before_its_pass_too():
+    """Of the second micro-batch, beside the weights and the first."""
+    configuration = Configuration(Packs(1, ((0, 1), (1, 2))), Packs(2, ((0, 2), (2, 3))))
+    graph = TaskGraph.of(configuration, "pp", 1, 2)
+    step = packs_step(graph, profile_of([50, 60, 70], [1, 2, 3]), SERVER.with_(num_devices=1))
+    first = next(line for line in passes(step) if line.endswith("forward 1"))
+    assert first.count("+activation") == 1 and "-activation ~activation" in first
+    before = passes(step)[passes(step).index(first) - 1]
+    assert before.count("+activation") == 1  # of the first, beside the pass that makes the second
+
+
 def test_seconds_are_those_of_the_profile_and_bytes_over_shared_bandwidths():
     """Of updates on the host, which take as long as the profile says, and on devices."""
     profile = profile_of([5, 6, 7], [1] * 3)
