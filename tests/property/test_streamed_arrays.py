@@ -32,10 +32,11 @@ PASSES = ("reduce", "update", "forward", "backward", "accumulate")
 
 @dataclass(frozen=True)
 class GraphSizes:
-    """Of a layer graph and an optimizer with two values per parameter."""
+    """Of a layer graph and an optimizer with two values per parameter, which knows packs alone."""
 
     graph: LayerGraph
     summary: int
+    packs: frozenset[Span]
 
     @property
     def num_layers(self) -> int:
@@ -45,9 +46,11 @@ class GraphSizes:
         return sum(map(self.param_bytes, self.owned(span)))
 
     def state_bytes(self, pack: Span) -> int:
+        assert pack in self.packs
         return 2 * self.weight_bytes(pack) + 1
 
     def summary_bytes(self, pack: Span) -> int:
+        assert pack in self.packs
         return self.summary
 
     def shared(self, pack: Span) -> tuple[int, ...]:
@@ -107,6 +110,19 @@ class GraphSizes:
         raise AssertionError(array)
 
 
+#: By kind of array, what its slot may be counted as; on the host all that passes is.
+CATEGORIES = {
+    "param": {"parameters"},
+    "state": {"optimizer"},
+    "summary": {"optimizer"},
+    "grad": {"gradients"},
+    "batch": {"batch"},
+    "value": {"activations", "kept activations"},
+    "cotangent": {"cotangents", "activations"},
+    "loss": {"loss"},
+}
+
+
 class Followed:
     """What is in every slot of a step that a builder has built."""
 
@@ -120,10 +136,13 @@ class Followed:
         shares = {lane: cuts[-1] for lane, cuts in builder.parts.items()}
         self.examples = {(lane, e) for lane, share in shares.items() for e in range(share)}
         self.tasks = {(task.first, task.stop) for task in graph.tasks}
-        self.packs = sorted({(t.first, t.stop) for t in graph.tasks if t.kind == "update"})
+        self.packs = sorted(sizes.packs)
         self.there: dict[int, list[Array]] = {}
         self.passed: defaultdict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
-        for slot in self.step.persistent.values():
+        for name, slot in self.step.persistent.items():
+            (first, stop), what = self.spans[slot], self.step.slots[slot].what
+            of = "state of layers" if what == "state" else "weights of"
+            assert name == f"{of} {first} to {stop - 1}"
             self.write(slot, self.persistent(slot, 0))
         for instruction in self.step.instructions:
             self.follow(instruction)
@@ -137,6 +156,7 @@ class Followed:
     def write(self, slot: int, arrays: list[Array]) -> None:
         assert slot not in self.there, f"{self.step.slots[slot]} is overwritten"
         assert self.step.slots[slot].nbytes == sum(map(self.sizes.nbytes, arrays))
+        assert all(self.step.slots[slot].category in CATEGORIES[array[0]] for array in arrays)
         self.there[slot] = arrays
 
     def follow(self, instruction: Instruction) -> None:
@@ -187,6 +207,10 @@ class Followed:
                     if program.place.host  # its temporaries are not booked
                     else self.sizes.transient_bytes(kind, (first, stop), 0, summed)
                 )
+                assert parts_of_name(run.program)[3:] == (0, program.place.devices[0])
+                does = "summarize gradients" if kind == "summarize" else r"update( 0)?"
+                if kind != "reduce":
+                    assert re.fullmatch(f"{does} of layers {first} to {stop - 1}", run.label)
         if kind in ("forward", "backward", "accumulate"):
             results = [a for slot in made.values() for a in slot if a[0] != "grad"]
             wanted = self.sizes.transient_bytes(
@@ -217,6 +241,7 @@ class Followed:
         self.joined(run.inputs[1], "value", self.sizes.values(span[0]), (lane, *rows))
         self.reads_batch(run.inputs[2], span, (lane, *rows))
         self.note("forward", span, lane, rows)
+        self.named(run, [*run.inputs[1], *run.inputs[2], *run.outputs])
         if self.step.slots[run.outputs[0]].what == "loss":
             assert span[1] == self.sizes.num_layers
             return {run.outputs[0]: [("loss",)]}
@@ -235,6 +260,7 @@ class Followed:
         leaving = self.sizes.flowing(span[1])
         self.joined(run.inputs[3], "cotangent", leaving, (lane, *rows))
         self.note("backward", span, lane, rows)
+        self.named(run, [*run.inputs[1], *run.inputs[2], *run.inputs[3], *run.outputs])
         names = [self.step.slots[slot].what for slot in run.outputs]
         losses = names.count("loss")
         assert losses == (span[1] == self.sizes.num_layers)
@@ -338,6 +364,12 @@ class Followed:
         assert self.rows[slots[-1]][1][1] == rows[2]
         return {slot: [(what, key, rows[0], *self.rows[slot][1]) for key in keys] for slot in slots}
 
+    def named(self, run: Run, slots: Sequence[int]) -> None:
+        """Where rows come in pieces, the name has the size of each: the program is another."""
+        pieces = sorted({self.rows[slot][1] for slot in slots if slot in self.rows})
+        sizes = "+".join(str(stop - first) for first, stop in pieces)
+        assert run.program.split()[5:] == ([sizes] if len(pieces) > 1 else [])
+
     def note(self, kind: str, span: Span, lane: int, rows: Span) -> None:
         for layer in range(*span):
             self.passed[kind, layer] += [(lane, e) for e in range(*rows)]
@@ -361,11 +393,9 @@ def problems(draw) -> tuple[TaskGraph, GraphSizes, int]:
         values = tuple(tensor(v.name, v.size, batch_dim=0) for v in values[:-1]) + values[-1:]
     graph = replace(graph, layers=(replace(first, batch=batch), *rest), values=values)
     limit = draw(st.sampled_from([1, 3000, 4000, 10**6]))
-    return (
-        draw(task_graphs(graph.num_layers)),
-        GraphSizes(graph, draw(st.sampled_from([0, 0, 4]))),
-        limit,
-    )
+    tasks, summary = draw(task_graphs(graph.num_layers)), draw(st.sampled_from([0, 0, 4]))
+    packs = frozenset((t.first, t.stop) for t in tasks.tasks if t.kind == "update")
+    return tasks, GraphSizes(graph, summary, packs), limit
 
 
 def layers_forward(graph: TaskGraph, num_layers: int) -> Iterator[int]:
@@ -405,7 +435,7 @@ def test_passes_read_what_their_layers_read_and_every_gradient_counts_once(probl
     replay(step)  # no copy is under way when what it uses is freed
     check_room(builder, sizes)
     followed = Followed(graph, sizes, builder)
-    assert set(followed.there) == set(step.persistent.values()) | set()
+    assert set(followed.there) == set(step.persistent.values())
     for slot, arrays in followed.there.items():
         assert arrays == followed.persistent(slot, 1), "not updated"
     everything = sorted(followed.examples)

@@ -66,7 +66,8 @@ def task_graphs(draw, count: int) -> TaskGraph:
     configuration = Configuration(
         Packs(sizes[0], packs(last) if last else ()), Packs(sizes[1], backward)
     )
-    off = draw(st.sets(st.sampled_from(["grouping", "prefetch", "jit", "offload", "p2p"])))
+    switches = st.sets(st.sampled_from(["grouping", "prefetch", "jit", "offload", "p2p"]))
+    off = draw(st.one_of(st.just({"offload"}), switches))  # where devices update and reduce
     return TaskGraph.of(configuration, mode, devices, minibatch, Switches.without(off))
 
 
@@ -292,6 +293,17 @@ def test_what_the_next_pass_needs_comes_before_this_one_and_what_goes_out_is_awa
     graph = TaskGraph.of(configuration, "pp", 1, 2, Switches.without(off))
     step = packs_step(graph, profile_of([50, 60, 70], [1, 2, 3]), SERVER.with_(num_devices=1))
     assert "\n".join(passes(step)) == expected
+
+
+def test_an_input_that_is_not_kept_comes_before_its_pass_too():
+    """Of the second micro-batch, beside the weights and the first."""
+    configuration = Configuration(Packs(1, ((0, 1), (1, 2))), Packs(2, ((0, 2), (2, 3))))
+    graph = TaskGraph.of(configuration, "pp", 1, 2)
+    step = packs_step(graph, profile_of([50, 60, 70], [1, 2, 3]), SERVER.with_(num_devices=1))
+    first = next(line for line in passes(step) if line.endswith("forward 1"))
+    assert first.count("+activation") == 1 and "-activation ~activation" in first
+    before = passes(step)[passes(step).index(first) - 1]
+    assert before.count("+activation") == 1  # of the first, beside the pass that makes the second
 
 
 def test_seconds_are_those_of_the_profile_and_bytes_over_shared_bandwidths():

@@ -61,7 +61,7 @@ def test_a_pass_begins_when_its_device_is_free_and_its_examples_are_made(mode, o
     graph = TaskGraph.of(CONFIGURATION, mode, 2, 5, Switches.without(off))
     begins = begins_without_copies(
         graph,
-        lambda task, size: size * (3 if task.kind == "backward" else 0.5 if task.first else 1),
+        lambda task, size: size * (3 if task.kind == "backward" else 0.25 if task.first else 1),
     )
     found: dict[str, list[float]] = {}
     for task in graph.tasks:
