@@ -54,7 +54,7 @@ CUT_VERSION = 1
 #: The same of a percentage of time.
 BUDGET_VERSION = 1
 #: Bump when other values are split along the sequence for the same model.
-SEQUENCE_VERSION = "sequence 2"
+SEQUENCE_VERSION = "sequence 3"
 #: Bump when more is counted of what programs compute, which only targets with rates are asked for:
 #: 2 counts kernels.
 WORK_VERSION = 2
