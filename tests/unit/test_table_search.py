@@ -3,12 +3,14 @@ the search, and its refusals."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import combinations, pairwise, product
 
 import pytest
+from synthetic_graphs import tensor
 from synthetic_profiles import MICROBATCH_SIZE, Planted, configs_of
 
 from capture.errors import PlanError, ProfileError
@@ -136,10 +138,9 @@ def test_the_least_peak_is_that_of_all_plans(name, monkeypatch):
     assert min(every) <= other.peak_bytes <= 1.05 * min(every)
 
 
-def recomputing(num_layers: int, *choices: StageChoice) -> Profile:
-    """With remat ``full``, an inner layer keeps half and its backward pass takes 1.5 times as
-    long."""
-    profile = split_profile(Planted(num_layers, seed=7), *choices, times=True)
+def recomputing(planted: Planted, *choices: StageChoice) -> Profile:
+    """With remat ``full``, a stage keeps half and its backward pass takes 1.5 times as long."""
+    profile = split_profile(planted, *choices, times=True)
     costs = {
         config: replace(
             cost,
@@ -154,6 +155,24 @@ def recomputing(num_layers: int, *choices: StageChoice) -> Profile:
     return replace(profile, measurements=costs)
 
 
+def every_plan(
+    profile: Profile, asked: PlanQuestion, choices: Sequence[StageChoice]
+) -> list[tuple[int, float, int]]:
+    """Peak, seconds and number of different choices of the plans of two groups."""
+    count, num_layers = 2 * SCHEDULES[asked.schedule].stages_per_group, profile.graph.num_layers
+    steps, predictor = CountedSteps(profile, asked.cluster), AdditivePredictor(profile)
+    found = []
+    for borders in combinations(range(1, num_layers), count - 1):
+        plan = table_plan(asked.schedule, (0, *borders, num_layers), choices[0], 4, "a100-40g")
+        for chosen in product(choices, repeat=count):
+            stages = map(lambda s, choice: replace(s, choice=choice), plan.stages, chosen)
+            with suppress(PlanError):  # stages of a group have the same degrees
+                one = plan.with_(stages=tuple(stages))
+                peak = predictor.predict(one).peak_bytes
+                found.append((peak, steps.seconds(one), len(set(chosen))))
+    return found
+
+
 @pytest.mark.parametrize(
     ("name", "choices"),
     [
@@ -165,19 +184,10 @@ def recomputing(num_layers: int, *choices: StageChoice) -> Profile:
 def test_every_stage_has_a_choice_of_its_own(name, choices):
     """Of least memory, and the fastest within a limit that plans of one choice cannot use: by brute
     force over cuts and choices."""
-    profile, d = recomputing(5, *choices), choices[0].num_devices
+    profile, d = recomputing(Planted(5, seed=7), *choices), choices[0].num_devices
     asked = question(name, 2 * d, target="a100-40g", memory_limit_bytes=1 << 40)
     least = recommend(profile, asked)
-    count, every = 2 * SCHEDULES[name].stages_per_group, []
-    steps, predictor = CountedSteps(profile, asked.cluster), AdditivePredictor(profile)
-    for borders in combinations(range(1, 5), count - 1):
-        plan = table_plan(name, (0, *borders, 5), choices[0], 4, "a100-40g")
-        for chosen in product(choices, repeat=count):
-            stages = map(lambda s, choice: replace(s, choice=choice), plan.stages, chosen)
-            with suppress(PlanError):  # stages of a group have the same degrees
-                one = plan.with_(stages=tuple(stages))
-                peak = predictor.predict(one).peak_bytes
-                every.append((peak, steps.seconds(one), len(set(chosen))))
+    every = every_plan(profile, asked, choices)
     assert least.peak_bytes == min(every)[0] and least.proof.optimal
     alone = min(every, key=lambda one: (one[2], one[1], one[0]))[0]
     mixed = False
@@ -190,6 +200,24 @@ def test_every_stage_has_a_choice_of_its_own(name, choices):
         every_of_one = [one[1] for one in fitting if one[2] == 1]
         mixed |= not every_of_one or answer.proof.step_seconds < 0.999 * min(every_of_one)
     assert mixed
+
+
+def test_what_stages_exchange_at_the_end_of_a_step_is_within_the_limit():
+    """Gradients of a large parameter that the ends of the model share, and summaries, which the
+    search sees in a prediction alone."""
+    planted = Planted(5, seed=5, shared=[(0, 4)]).summarizes(5)
+    planted.fixed[-1] *= 40
+    planted.per_example[:3] //= 16
+    graph = planted.graph
+    planted.graph = replace(graph, params=(*graph.params[:-1], tensor("shared", 10_000)))
+    profile = recomputing(planted, ONE, FULL)
+    asked = question("zb-h1", target="a100-40g", objective="throughput")
+    every = every_plan(profile, asked, (ONE, FULL))
+    for limit in sorted({peak for peak, *_ in every}):
+        answer = recommend(profile, replace(asked, memory_limit_bytes=limit))
+        assert answer.status == "ok" and answer.peak_bytes <= limit
+        fastest = min(seconds for peak, seconds, _ in every if peak <= limit)
+        assert answer.proof.step_seconds == pytest.approx(fastest)
 
 
 def test_a_limit_that_no_plan_meets():
