@@ -29,7 +29,7 @@ from capture.step.interface import plan_interfaces
 from capture.step.pipeline import build_step, stage_seconds
 from capture.step.program import replay
 from capture.step.timeline import LinkTimes, Seconds, simulate_step
-from recommender.capture import table_space
+from recommender.capture import counted, table_space
 from recommender.capture.counted import CountedSearch
 from recommender.capture.pareto import pareto
 from recommender.capture.posed import search_problem
@@ -39,7 +39,7 @@ from recommender.capture.ticks import step_seconds
 from recommender.question import PlanQuestion
 
 ONE, TWO, SPLIT = StageChoice(1, 1), StageChoice(2, 1), StageChoice(1, 2)
-FULL = StageChoice(1, 1, "full")
+FULL, FOUR = StageChoice(1, 1, "full"), StageChoice(4, 1)
 TABLES = [name for name in SCHEDULES if name not in PLAIN_SCHEDULES]
 
 
@@ -299,8 +299,8 @@ def test_bubbles_of_simulated_steps_are_those_of_the_tables(timed, name, percent
     plan = table_plan(name, tuple(range(0, 9, 8 // count)), ONE, 8, "a100-40g")
     timeline = predicted_timeline(plan, timed)
     assert {round(100 * waits, 1) for waits in timeline.bubble_fraction} <= {percent, percent + 0.1}
-    counted = CountedSteps(timed, plan.cluster).seconds(plan)
-    assert counted == pytest.approx(timeline.step_seconds, rel=0.01)
+    by_table = CountedSteps(timed, plan.cluster).seconds(plan)
+    assert by_table == pytest.approx(timeline.step_seconds, rel=0.01)
 
 
 def test_the_fastest_plan_of_every_schedule_and_its_front(timed):
@@ -465,3 +465,27 @@ def test_the_fastest_is_on_its_front_and_a_looser_proof_is_of_a_smaller_least(sh
     ahead = replace(proven, result=replace(proven.result, step_seconds=proven.seconds / 2))
     best, front = search.front(ahead)
     assert best is ahead and front.points[-1].step_seconds == ahead.seconds
+
+
+def test_a_proposal_is_moved_to_where_its_neighbours_are_no_faster(monkeypatch):
+    """Which stages meet over the links between nodes depends on the order of their sizes."""
+    profile = split_profile(Planted(8, seed=3), ONE, TWO, FOUR, times=True)
+    flops = {1: 10**9, 2: 6 * 10**8, 4: 4 * 10**8}
+    costs = {
+        c: replace(
+            cost,
+            forward_work=work(c.num_layers, 1, flops[c.choice.num_devices]),
+            backward_work=work(c.num_layers, 2, flops[c.choice.num_devices]),
+        )
+        for c, cost in profile.measurements.items()
+    }
+    profile = replace(profile, measurements=costs)
+    asked = PlanQuestion(
+        Cluster((4, 4), "a100-40g"), 16 * MICROBATCH_SIZE, 16, objective="throughput"
+    )
+    answer = recommend(profile, asked)
+    limited = recommend(profile, replace(asked, memory_limit_bytes=answer.peak_bytes))
+    assert limited.proof.step_seconds == answer.proof.step_seconds
+    assert answer.plan.prediction.peak_bytes == answer.proof.peak_bytes
+    monkeypatch.setattr(counted, "MOST_TASKS", 0)
+    assert answer.proof.step_seconds < 0.95 * recommend(profile, asked).proof.step_seconds
