@@ -75,6 +75,38 @@ class Switches:
 
 
 ALL_ON = Switches()
+#: What parameters may be streamed as.
+STREAMED = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Swaps:
+    """How weights come to devices and their gradients go back.
+
+    Attributes:
+        stream: The dtype of casts that come instead of the parameters which layers read only
+            through one; empty: all parameters come as they are.
+    """
+
+    stream: str = ""
+
+    def violations(self, switches: Switches) -> Iterator[Violation]:
+        """What cannot be, by itself and with the optimizations that are off."""
+        if self.stream and self.stream not in STREAMED:
+            yield Violation(
+                f"stream={self.stream!r} is no dtype that parameters are streamed as; choose of "
+                f"{', '.join(STREAMED)}.",
+                "packs-stream",
+            )
+        elif self.stream and not switches.offload:
+            yield Violation(
+                f"stream={self.stream!r} brings casts to the devices, which without offload need "
+                "the parameters themselves to update them; leave out one of both.",
+                "packs-stream",
+            )
+
+
+AS_THEY_ARE = Swaps()
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +226,7 @@ class TaskGraph:
         sizes: Of the first rank: micro-batches forward, and backward.
         tasks: Of all ranks in a pipeline, of the first so many in data parallelism; ids ascend.
         switches: What is off.
+        swaps: How weights and gradients travel.
     """
 
     mode: Mode
@@ -202,6 +235,7 @@ class TaskGraph:
     sizes: tuple[tuple[int, ...], tuple[int, ...]]
     tasks: tuple[Task, ...]
     switches: Switches = ALL_ON
+    swaps: Swaps = AS_THEY_ARE
 
     @classmethod
     def of(
@@ -212,6 +246,7 @@ class TaskGraph:
         minibatch_size: int,
         switches: Switches = ALL_ON,
         *,
+        swaps: Swaps = AS_THEY_ARE,
         num_ranks: int | None = None,
     ) -> TaskGraph:
         """That of a configuration.
@@ -222,6 +257,7 @@ class TaskGraph:
             num_devices: N.
             minibatch_size: D, of all devices together.
             switches: What is off.
+            swaps: How weights and gradients travel.
             num_ranks: In data parallelism, make the tasks of the first so many only: all do the
                 same, for shares that differ by one example at most.
         """
@@ -232,7 +268,7 @@ class TaskGraph:
         for rank, of_rank in enumerate(sizes[:num_ranks]):
             binder = _Binder(configuration, of_rank, switches, rank if mode == "dp" else None)
             tasks += binder.tasks(num_devices, len(tasks))
-        return cls(mode, num_devices, minibatch_size, sizes[0], tuple(tasks), switches)
+        return cls(mode, num_devices, minibatch_size, sizes[0], tuple(tasks), switches, swaps)
 
     @property
     def alone(self) -> bool:

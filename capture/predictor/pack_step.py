@@ -42,13 +42,17 @@ def packs_step(graph: TaskGraph, profile: LayerProfile, server: Server) -> Step:
         profile: Seconds and bytes of the layers.
         server: Bandwidths, and memory of the host.
     """
+    profile = profile.as_streamed(graph.swaps.stream)
     begins = begins_of(graph, estimate(graph, profile, server))
     return StreamedBuilder(graph, ProfileSizes(profile), server, begins).build()
 
 
 def packs_timeline(graph: TaskGraph, profile: LayerProfile, server: Server) -> StepTimeline:
     """The step, simulated; where the host has too little memory, as if it had enough."""
-    server = server.with_(host_memory_bytes=_ENDLESS_BYTES)
+    server, profile = (
+        server.with_(host_memory_bytes=_ENDLESS_BYTES),
+        profile.as_streamed(graph.swaps.stream),
+    )
     step = packs_step(graph, profile, server)
     return simulate_step(step, streamed_seconds(step, graph, profile, server))
 

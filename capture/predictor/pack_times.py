@@ -160,6 +160,7 @@ def estimate(graph: TaskGraph, profile: LayerProfile, server: Server) -> Estimat
         profile: Seconds and bytes of layers.
         server: Bandwidths.
     """
+    profile = profile.as_streamed(graph.swaps.stream)
     num_ranks = 1 if graph.alone else graph.num_devices
     found: list[list[Task]] = [[] for _ in range(num_ranks)]
     for task in graph.tasks:

@@ -20,7 +20,7 @@ import numpy as np
 
 from capture import environment
 from capture.compiler.executable import HOST_MEMORY, AnyCompiler, Compiler, Executable
-from capture.errors import ExecutionError, WorkloadError
+from capture.errors import ExecutionError, PlanError, WorkloadError
 from capture.model.workload import PyTree, WorkloadProtocol
 from capture.plan.packs import PacksPlan
 from capture.plan.task_graph import Task
@@ -45,7 +45,8 @@ from capture.step.ledger import Ledger
 from capture.step.pack_order import begins_without_copies
 from capture.step.program import Instruction, Run, Step, replay
 from capture.step.streamed import Begins, StreamedBuilder
-from capture.step.streamed_state import parts_of_name
+from capture.step.streamed_units import parts_of_name
+from capture.tracing.leaf_uses import Cast
 
 
 def streamed(
@@ -72,7 +73,8 @@ def streamed(
     Raises:
         PlanError: ``plan-other-model`` if the plan was made for another model, ``plan-num-layers``,
             ``packs-sizes`` where the loss is another program at another micro-batch size,
-            ``packs-coupled`` where its examples meet and both directions cut them differently.
+            ``packs-coupled`` where its examples meet and both directions cut them differently,
+            ``packs-stream`` where no parameter is read as the plan streams it.
         WorkloadError: ``packs-optimizer`` for an optimizer that needs parameters which the loss
             does not read.
         ExecutionError: ``run-devices`` if there are fewer devices than the plan uses,
@@ -139,7 +141,7 @@ class StreamedStep:
                 "packs-optimizer",
             )
         self._begins = begins or begins_without_copies(tasks, self._operations)
-        self._sizes = TracedSizes(graph, self.optimizer, packs)
+        self._sizes = TracedSizes(graph, self.optimizer, packs, self._casts())
         # What programs need is known when they are compiled; what is fetched before it is needed,
         # when that is.
         self._builder = StreamedBuilder(tasks, self._sizes, plan.machine, self._begins)
@@ -147,11 +149,26 @@ class StreamedStep:
         self.programs = PackPrograms(
             traces,
             self._builder,
-            (update, self.optimizer),
+            self._sizes,
+            update,
             plan.minibatch_size,
             devices,
             compiler,
         )
+
+    def _casts(self) -> dict[int, Cast]:
+        """By parameter that devices get as a cast, to what."""
+        dtype = self.plan.swaps.stream
+        found = {
+            p: cast for p, cast in enumerate(self.traced.casts) if cast and cast.dtype == dtype
+        }
+        if dtype and not found:
+            raise PlanError.of(
+                f"the plan has stream={dtype!r}, and this model reads no parameter only through a "
+                "cast to it; plan without --stream, or have the model compute in it.",
+                "packs-stream",
+            )
+        return found
 
     def _operations(self, task: Task, examples: int) -> float:
         """Of a pass, which backwards computes forwards again."""
@@ -277,6 +294,12 @@ class StreamedStep:
             sharding = self.programs.sharding(places[slot].place)
             owned = self._sizes.owned(self._builder.spans[slot])
             slots[name] = [to_device(leaves[p], sharding) for p in owned]
+        for slot, name in self._kept("casts"):
+            sharding = self.programs.sharding(places[slot].place)
+            cast = self._sizes.cast(self._builder.spans[slot])
+            slots[name] = [
+                to_device(leaves[p].astype(self._sizes.casts[p].dtype), sharding) for p in cast
+            ]
         for slot, name in self._kept("state"):
             stage, sharding = self._stage(slot), self.programs.sharding(places[slot].place)
             given = (
@@ -345,7 +368,8 @@ class StreamedStep:
                 param = step.slots[slot].key
                 params = self._sizes.owned(spans[slot]) if param is None else (param,)
                 for p, array in zip(params, slots[slot], strict=True):
-                    found[p] = found[p] + np.asarray(array) if p in found else np.array(array)
+                    given = np.array(array, self._sizes.param(p).dtype)
+                    found[p] = found[p] + given if p in found else given
 
         state, _ = self(self.init_from(params), batch, key, observer=observer)
         for p, array in state.unused.items():

@@ -23,7 +23,27 @@ class PackSizes(Protocol):
     def num_layers(self) -> int: ...
 
     def weight_bytes(self, span: Span) -> int:
-        """Parameters and buffers that belong to layers."""
+        """Parameters and buffers that belong to layers; the sums of their gradients."""
+        ...
+
+    def cast_bytes(self, span: Span) -> int:
+        """Casts that devices get instead of some of these parameters."""
+        ...
+
+    def whole_bytes(self, span: Span) -> int:
+        """The others."""
+        ...
+
+    def whole(self, span: Span) -> tuple[int, ...] | None:
+        """Where those are among the parameters of the layers; None for all."""
+        ...
+
+    def cast(self, span: Span) -> tuple[int, ...]:
+        """Parameters that devices get as casts."""
+        ...
+
+    def alone_bytes(self, span: Span) -> int:
+        """Gradients that a single pass makes, where those of casts are as good."""
         ...
 
     def state_bytes(self, pack: Span) -> int:
@@ -47,6 +67,10 @@ class PackSizes(Protocol):
         ...
 
     def param_bytes(self, param: int) -> int: ...
+
+    def streamed_bytes(self, param: int) -> int:
+        """Of a parameter, what a device gets."""
+        ...
 
     def values(self, layer: int) -> tuple[int, ...]:
         """What enters a layer, ascending in the order in which it is made; what skips over several
@@ -93,6 +117,21 @@ class ProfileSizes:
     def weight_bytes(self, span: Span) -> int:
         return self.profile.weight_bytes(*span)
 
+    def cast_bytes(self, span: Span) -> int:
+        return self.profile.cast_bytes(*span)
+
+    def whole_bytes(self, span: Span) -> int:
+        return self.profile.streamed_bytes(*span) - self.profile.cast_bytes(*span)
+
+    def whole(self, span: Span) -> None:
+        return None
+
+    def cast(self, span: Span) -> tuple[int, ...]:
+        raise AssertionError("a layer profile has no parameters")
+
+    def alone_bytes(self, span: Span) -> int:
+        return self.profile.gradient_bytes(*span, alone=True)
+
     def state_bytes(self, pack: Span) -> int:
         return self.profile.state_bytes(*pack)
 
@@ -109,6 +148,9 @@ class ProfileSizes:
         raise AssertionError("a layer profile has no parameters")
 
     def param_bytes(self, param: int) -> int:
+        raise AssertionError("a layer profile has no parameters")
+
+    def streamed_bytes(self, param: int) -> int:
         raise AssertionError("a layer profile has no parameters")
 
     def values(self, layer: int) -> tuple[int, ...]:
@@ -132,7 +174,8 @@ class ProfileSizes:
         do; the released profiles are of a framework that adds in place."""
         (first, stop), weights = pack, self.weight_bytes(pack)
         layers = self.profile.at("forward" if which == "forward" else "backward", size)
-        own = layers.pack_bytes(first, stop) - weights - layers.inputs[first]
+        come = self.profile.streamed_bytes(first, stop)
+        own = layers.pack_bytes(first, stop) - come - layers.inputs[first]
         if which == "forward":
             return max(own, layers.inputs[stop], 0)
         if which == "accumulate":

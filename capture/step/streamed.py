@@ -3,9 +3,11 @@ their gradients that go back.
 
 Every device is a place, and has a place in the memory of the host. Weights and optimizer state
 stay there: a slot of weights per run of layers that no pack divides, one of state per backward
-pack. Slots are called ``weights``, ``state``, ``gradients``, ``batch``, ``activation``,
-``gradient`` (of an activation), ``summary`` and ``loss``; programs ``forward``, ``backward`` (which
-computes the forward pass again), ``reduce``, ``summarize`` and ``update``.
+pack. Where devices get casts instead of parameters, the host keeps those in a slot beside them,
+which follow every update. Slots are called ``weights``, ``casts``, ``state``, ``gradients``,
+``batch``, ``activation``, ``gradient`` (of an activation), ``summary`` and ``loss``; programs
+``forward``, ``backward`` (which computes the forward pass again), ``reduce``, ``widen`` (gradients
+of casts become those of parameters), ``summarize``, ``update`` and ``cast``.
 
 A value between two packs is cut where the micro-batches of either direction end, so that it is
 copied once in pieces, whatever their sizes (concatenation and split are the programs'). It goes
@@ -29,15 +31,8 @@ from capture.plan.task_graph import Span, Task, TaskGraph
 from capture.step.ledger import Ledger
 from capture.step.pack_sizes import PackPass, PackSizes
 from capture.step.program import Copy, Feed, Free, Instruction, Place, Run, Step, begin, book
-from capture.step.streamed_state import (
-    Came,
-    Late,
-    Rank,
-    StreamedState,
-    Unit,
-    parts_of_name,
-    program_name,
-)
+from capture.step.streamed_state import StreamedState
+from capture.step.streamed_units import Came, Late, Rank, Unit, parts_of_name, program_name
 from capture.step.timeline import Seconds
 
 Begins = Mapping[tuple[int, int], float]
@@ -58,6 +53,10 @@ def streamed_seconds(
         if kind == "update":
             on_host = step.programs[name].place.host is not None
             return profile.update_seconds(first, stop) if on_host else 0.0
+        if kind == "cast":
+            return profile.cast_seconds(first, stop)
+        if kind == "widen":
+            return profile.widen_seconds(first, stop)
         if kind == "reduce":
             return 2 * (working - 1) / working * profile.weight_bytes(first, stop) / p2p
         return profile.at("forward" if kind == "forward" else "backward", size).time(first, stop)
@@ -193,8 +192,8 @@ class StreamedBuilder(StreamedState):
     def _task_bytes(self, task: Task) -> int:
         """Weights that a task reads."""
         span = task.first, task.stop
-        shared = sum(map(self._sizes.param_bytes, self._sizes.shared(span)))
-        return self._sizes.weight_bytes(span) + shared
+        shared = sum(map(self._sizes.streamed_bytes, self._sizes.shared(span)))
+        return self._sizes.whole_bytes(span) + self._sizes.cast_bytes(span) + shared
 
     def _running_bytes(self, unit: Unit) -> int:
         """What the programs of a pass take beside what is live when they run."""
@@ -381,18 +380,13 @@ class StreamedBuilder(StreamedState):
 
     def _read_by(self, sub_pack: Span, task: Task, rank: Rank) -> tuple[int, ...]:
         """Slots of the weights of a task that some of its layers read."""
-        slots, pack = rank.weights[task.id], (task.first, task.stop)
-        spans, params = self._of(pack), self._sizes.shared(pack)
-        of_span = dict(zip(spans, slots, strict=False))
-        of_param = dict(zip(params, slots[len(spans) :], strict=True))
-        own = [of_span[span] for span in self._of(sub_pack)]
-        shared = [
-            of_param[param]
-            if param in of_param
-            else of_span[self._segment(self._sizes.owner(param))]
-            for param in self._sizes.shared(sub_pack)
-        ]
-        return tuple(dict.fromkeys((*own, *shared)))
+        params = self._sizes.shared(sub_pack)
+        spans = {*self._of(sub_pack), *(self._segment(self._sizes.owner(p)) for p in params)}
+        return tuple(
+            slot
+            for slot in rank.weights[task.id]
+            if self.step.slots[slot].key in params or self.spans.get(slot) in spans
+        )
 
     def _backward(self, unit: Unit, rank: Rank) -> Iterator[Instruction]:
         task, sizes = unit.task, self._sizes
@@ -409,7 +403,7 @@ class StreamedBuilder(StreamedState):
         if task.criterion:
             losses = [self._slot("loss", rank.place, "loss", 4)]
             self.step.reported += losses
-        gradients = self._gradient_slots(span, rank)
+        gradients = self._gradient_slots(task, rank)
         made = sum(self.step.slots[slot].nbytes for slot in (*outputs, *losses))
         kind: PackPass = "accumulate" if rank.summed else "backward"
         name = self._program(
@@ -434,16 +428,6 @@ class StreamedBuilder(StreamedState):
         if unit.i == len(task.sizes) - 1:
             rank.summed = ()
             yield from self._summed(unit, rank, gradients)
-
-    def _gradient_slots(self, span: Span, rank: Rank) -> tuple[int, ...]:
-        """Of what a pack owns, and of each parameter that it shares."""
-        shared = [
-            self._slot(
-                "shared gradient", rank.place, "gradients", self._sizes.param_bytes(param), param
-            )
-            for param in self._sizes.shared(span)
-        ]
-        return self._span_slot("gradients", rank.place, span), *shared
 
     def _summed(self, unit: Unit, rank: Rank, gradients: Sequence[int]) -> Iterator[Instruction]:
         """Gradients of a task go to the host, but for those with which a device updates at once."""

@@ -4,98 +4,14 @@ the builder in ``capture.step.streamed``, which has the passes."""
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 from capture.machine.server import Server
 from capture.plan.task_graph import Span, Task, TaskGraph
 from capture.step.pack_sizes import PackSizes
 from capture.step.program import Copy, Free, Host, Instruction, Place, Program, Run, Step, Wait
-
-
-def program_name(kind: str, span: Span, size: int, rank: int, pieces: Sequence[Span] = ()) -> str:
-    """Of a pass whose rows come in pieces, those too: it puts them together."""
-    rows = "+".join(str(stop - first) for first, stop in pieces) if len(pieces) > 1 else ""
-    return f"{kind} {span[0]} {span[1]} {size} {rank} {rows}".rstrip()
-
-
-def parts_of_name(name: str) -> tuple[str, int, int, int, int]:
-    kind, first, stop, size, rank = name.split()[:5]
-    return kind, int(first), int(stop), int(size), int(rank)
-
-
-@dataclass
-class Unit:
-    """A pass: one micro-batch of a task, or an update.
-
-    Attributes:
-        task: Whose.
-        i: Its micro-batch among those of the task.
-        batch: Pieces of what it reads of the batch, once they are issued.
-        inputs: Pieces of X, likewise: slots, and where on the host they came from.
-        gradients: Likewise of dY.
-    """
-
-    task: Task
-    i: int
-    batch: list[int] | None = None
-    inputs: list[Came] | None = None
-    gradients: list[Came] | None = None
-
-    @property
-    def at(self) -> int:
-        """Its micro-batch among all of the pack."""
-        return self.task.start + self.i
-
-    @property
-    def size(self) -> int:
-        return self.task.sizes[self.i]
-
-
-class Came(NamedTuple):
-    """What a pass reads.
-
-    Attributes:
-        slot: On the device.
-        source: On the host, where it was copied from there.
-        last: Whether nobody reads that again.
-    """
-
-    slot: int
-    source: int | None = None
-    last: bool = True
-
-
-@dataclass
-class Late:
-    """What is done a pass later: copies to wait for, slots to free, and what may follow then."""
-
-    waits: Sequence[int]
-    frees: Sequence[int]
-    then: Callable[[], Iterable[Instruction]] = tuple
-
-
-@dataclass
-class Rank:
-    """What a device has.
-
-    Attributes:
-        place, host: Its memory, and its place in that of the host.
-        units: Passes that are to come, the next one last.
-        weights: Of a task, by id, their slots; then those of each parameter that is shared.
-        summed: Gradients of the backward task that is under way; of what it owns, then of each
-            parameter that is shared.
-        late: Of the pass before.
-    """
-
-    place: Place
-    host: Place
-    units: list[Unit]
-    weights: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    summed: tuple[int, ...] = ()
-    late: list[Late] = field(default_factory=list)
+from capture.step.streamed_units import Late, Rank, Unit, program_name
 
 
 class StreamedState:
@@ -107,6 +23,7 @@ class StreamedState:
         rows: By slot of rows: the layer that they enter, or whose batch they are, and which
             examples of the lane.
         values: By slot that holds some of the values which enter its layer, those.
+        alone: Slots of gradients that one pass makes: as those of casts, where they are as good.
     """
 
     def __init__(self, graph: TaskGraph, sizes: PackSizes, server: Server, units: Sequence[Unit]):
@@ -114,6 +31,7 @@ class StreamedState:
         self.spans: dict[int, Span] = {}
         self.rows: dict[int, tuple[int, Span]] = {}
         self.values: dict[int, tuple[int, ...]] = {}
+        self.alone: set[int] = set()
         host = Host("host", int(server.host_memory_bytes.value))
         self._ranks = [
             Rank(
@@ -159,7 +77,7 @@ class StreamedState:
         for task in graph.tasks:
             if task.kind == "update":
                 self._owner.setdefault((task.first, task.stop), self._ranks[task.rank])
-        self._state, self._weights = self._kept()
+        self._state, self._weights, self._casts = self._kept()
         self._ended: set[int] = set()
         self._label = ""
 
@@ -180,10 +98,12 @@ class StreamedState:
 
     # ---- what there is ---------------------------------------------------------------------------
 
-    def _kept(self) -> tuple[dict[Span, int], dict[Span, int]]:
-        """Slots of the host: optimizer state per backward pack, weights per run of layers."""
+    def _kept(self) -> tuple[dict[Span, int], dict[Span, int], dict[Span, int]]:
+        """Slots of the host: optimizer state per backward pack, weights per run of layers, and
+        likewise casts of those that devices get so."""
         state: dict[Span, int] = {}
         weights: dict[Span, int] = {}
+        casts: dict[Span, int] = {}
         for (first, stop), rank in sorted(self._owner.items(), key=lambda item: item[0]):
             nbytes = self._sizes.state_bytes((first, stop))
             name = f"state of layers {first} to {stop - 1}"
@@ -196,7 +116,11 @@ class StreamedState:
                 )
                 weights[span] = self.step.keep(name, rank.host, "parameters", nbytes, "weights")
                 self.spans[weights[span]] = span
-        return state, weights
+                if nbytes := self._sizes.cast_bytes(span):
+                    name = f"casts of {span[0]} to {span[1] - 1}"
+                    casts[span] = self.step.keep(name, rank.host, "parameters", nbytes, "casts")
+                    self.spans[casts[span]] = span
+        return state, weights, casts
 
     def _lane(self, task: Task) -> int:
         """In data parallelism every rank has its own examples."""
@@ -245,6 +169,8 @@ class StreamedState:
             self.rows[made] = self.rows[slot]
         if slot in self.values:
             self.values[made] = self.values[slot]
+        if slot in self.alone:
+            self.alone.add(made)
         return made
 
     def _copy(self, source: int, target: int) -> Copy:
@@ -258,17 +184,40 @@ class StreamedState:
     def _bring_weights(
         self, pack: Span, rank: Rank
     ) -> Generator[Instruction, None, tuple[int, ...]]:
-        slots = []
+        sizes, slots = self._sizes, []
         for span in self._of(pack):
-            slots.append(self._span_slot("weights", rank.place, span))
-            yield self._copy(self._weights[span], slots[-1])
-        for param in self._sizes.shared(pack):
-            span = self._segment(self._sizes.owner(param))
-            nbytes = self._sizes.param_bytes(param)
+            nbytes = sizes.whole_bytes(span)
+            if nbytes or span not in self._casts:
+                slots.append(self._slot("weights", rank.place, "parameters", nbytes))
+                self.spans[slots[-1]] = span
+                source = self._weights[span]
+                yield Copy(source, slots[-1], nbytes, self._label, sizes.whole(span))
+            if span in self._casts:
+                slots.append(self._alike(self._casts[span], rank.place))
+                yield self._copy(self._casts[span], slots[-1])
+        for param in sizes.shared(pack):
+            span, nbytes = self._segment(sizes.owner(param)), sizes.streamed_bytes(param)
             slots.append(self._slot("shared", rank.place, "parameters", nbytes, param))
-            index = self._sizes.owned(span).index(param)
-            yield Copy(self._weights[span], slots[-1], nbytes, self._label, index)
+            is_cast = nbytes != sizes.param_bytes(param)
+            source = self._casts[span] if is_cast else self._weights[span]
+            index = (sizes.cast(span) if is_cast else sizes.owned(span)).index(param)
+            yield Copy(source, slots[-1], nbytes, self._label, index)
         return tuple(slots)
+
+    def _gradient_slots(self, task: Task, rank: Rank) -> tuple[int, ...]:
+        """Of what a pack owns, and of each parameter that it shares. A sum over micro-batches is
+        that of the parameters, which casts cannot hold."""
+        span, sizes = (task.first, task.stop), self._sizes
+        alone = not task.start and task.last and len(task.sizes) == 1
+        nbytes = sizes.alone_bytes(span) if alone else sizes.weight_bytes(span)
+        own = self._slot("gradients", rank.place, "gradients", nbytes)
+        self.spans[own] = span
+        if alone:
+            self.alone.add(own)
+        return own, *(
+            self._slot("shared gradient", rank.place, "gradients", sizes.param_bytes(param), param)
+            for param in sizes.shared(span)
+        )
 
     def _segment(self, layer: int) -> Span:
         """The run of layers that no pack divides."""
@@ -304,7 +253,7 @@ class StreamedState:
         for span, rank in self._owner.items():
             label = f"summarize gradients of layers {span[0]} to {span[1] - 1}"
             made[span] = self._summary_slot(span, rank.host)
-            yield from self._waited(*gradients[span])
+            gradients[span] = yield from self._widened(span, gradients[span], label)
             name = program_name("summarize", span, 0, rank.host.devices[0])
             self.step.programs[name] = Program("summarize", rank.host, 0)
             inputs = (self._weights_of(span), (self._state[span],), gradients[span])
@@ -339,7 +288,24 @@ class StreamedState:
         return tuple(self._weights[one] for one in self._of(span))
 
     def _update_on_host(self, span: Span, label: str) -> Iterator[Instruction]:
-        yield from self._run_on_host(span, self._summands(span), (), label)
+        gradients = yield from self._widened(span, self._summands(span), label)
+        yield from self._run_on_host(span, gradients, (), label)
+
+    def _widened(
+        self, span: Span, gradients: Sequence[int], label: str
+    ) -> Generator[Instruction, None, tuple[int, ...]]:
+        """Those of casts as those of parameters. The update adds nothing to that: it would be
+        another program, which may round otherwise."""
+        place, found = self._owner[span].host, []
+        yield from self._waited(*gradients)  # those of other ranks may still be on their way
+        for slot in gradients:
+            found.append(slot)
+            if self.step.slots[slot].nbytes < self._sizes.weight_bytes(span) and slot in self.alone:
+                found[-1] = self._span_slot("gradients", place, span)
+                name = program_name("widen", span, 0, place.devices[0])
+                self.step.programs[name] = Program("widen", place, 0)
+                yield Run(name, ((slot,),), (found[-1],), (slot,), label)
+        return tuple(found)
 
     def _run_on_host(
         self, span: Span, gradients: tuple[int, ...], summaries: Sequence[int], label: str
@@ -349,9 +315,13 @@ class StreamedState:
         self.step.programs[name] = Program("update", place, 0)
         weights, state = self._weights_of(span), (self._state[span],)
         changed = (*weights, *state)
-        yield from self._waited(*gradients)  # those of other ranks may still be on their way
         inputs = (weights, state, gradients, tuple(summaries))
         yield Run(name, inputs, changed, (*changed, *gradients), label)
+        for one in self._of(span):
+            if one in self._casts:
+                name, casts = program_name("cast", one, 0, place.devices[0]), (self._casts[one],)
+                self.step.programs[name] = Program("cast", place, 0)
+                yield Run(name, ((self._weights[one],), casts), casts, casts, label)
 
     def _summands(self, span: Span) -> tuple[int, ...]:
         """Gradients of every rank, and those of other packs that read what this one owns."""

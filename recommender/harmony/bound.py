@@ -78,7 +78,7 @@ class _Bound:
 
     def _of_backward(self, pack: Span, i: int) -> float:
         """The i-th backward task, until its memory is given back."""
-        total = self._out(pack) + self._reduce * self._profile.weight_bytes(*pack)
+        total = self._out(pack) + self._reduce * self._gradients(pack)
         total += 0.0 if self._prefetch else self._weights(pack)
         x, dx = pack[0], pack[0] > 0 and self._alone
         # X comes from another device where nothing converts it; what was kept comes from the host.
@@ -129,15 +129,20 @@ class _Bound:
         return tails
 
     def _weights(self, pack: Span) -> float:
-        return self._profile.weight_bytes(*pack) / self._swap
+        return self._profile.streamed_bytes(*pack) / self._swap
+
+    def _gradients(self, pack: Span) -> int:
+        return self._profile.gradient_bytes(*pack, alone=len(self._sizes_b) == 1)
 
     def _out(self, pack: Span) -> float:
         """Gradients out, and memory back."""
-        return self._weights(pack) + self._delete
+        return self._gradients(pack) / self._swap + self._delete
 
     def _end(self, pack: Span) -> float:
         """Behind the last backward pass of a task that is the last of its rank."""
-        return self._weights(pack) + max(self._delete, self._profile.update_seconds(*pack))
+        return self._gradients(pack) / self._swap + max(
+            self._delete, self._profile.update_seconds(*pack)
+        )
 
 
 def _counted(sizes: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -48,7 +48,7 @@ def harmony(question: PacksQuestion) -> PacksAnswer:
     result, plan, need = found[mode], plans[mode], _host_bytes(plans[mode])
     points = tuple(point.to_json() for point in result.top(_KEPT))
     why = (
-        _no_host(question.profile, need, have)
+        _no_host(question.problem(mode).profile, need, have)
         if need > have
         else _why(result, plan, question.profile.coupled)
     )
@@ -95,6 +95,7 @@ def plan_of(question: PacksQuestion, mode: Mode, configuration: Configuration) -
         question.profile.workload,
         question.cluster,
         prediction,
+        swaps=question.swaps,
     )
 
 
@@ -129,7 +130,7 @@ def _why(result: PacksResult, plan: PacksPlan, coupled: str) -> Why:
         f"({best.choice.forward_packing or 'none'}), {len(backward.packs)} backward packs for "
         f"{backward.microbatch_size} ({best.choice.backward_packing}); "
         f"{plan.minibatch_size / best.seconds:.4g} examples/s, {best.seconds:.4g} s a step"
-        f"{_without(plan)}, tasks of {format_bytes(best.task_bytes)} at most"
+        f"{_how(plan)}, tasks of {format_bytes(best.task_bytes)} at most"
     )
     limit = plan.machine.usable_bytes.value
     if best.task_bytes > limit:
@@ -148,8 +149,10 @@ def _why(result: PacksResult, plan: PacksPlan, coupled: str) -> Why:
     return Why(said, num_choices=len(result.points))
 
 
-def _without(plan: PacksPlan) -> str:
-    return f" without {', '.join(plan.switches.off)}" if plan.switches.off else ""
+def _how(plan: PacksPlan) -> str:
+    """What is not as it is by default."""
+    said = f" without {', '.join(plan.switches.off)}" if plan.switches.off else ""
+    return said + (f", streamed as {plan.swaps.stream}" if plan.swaps.stream else "")
 
 
 def _no_packs(problem: PacksProblem, algorithm: str) -> Why:
@@ -217,7 +220,8 @@ def least_limit(problem: PacksProblem, at_least: int, algorithm: str) -> int:
 def _no_host(profile: LayerProfile, need: int, have: int) -> Why:
     """Host bytes that are missing, and what of them is not state."""
     layers = 0, profile.num_layers
-    state = profile.weight_bytes(*layers) + profile.state_bytes(*layers)
+    weights = profile.weight_bytes(*layers) + profile.cast_bytes(*layers)
+    state = weights + profile.state_bytes(*layers)
     change = f"Cheapest change: a host with {need} bytes"
     if state < have:
         change += (

@@ -81,15 +81,12 @@ class _Wide:
 
     def _least(self, which: Pass, size: int, num_layers: int) -> float:
         """Seconds of all ranks together, but for what packs add."""
-        total = (
-            0.0
-            if self._problem.switches.prefetch
-            else self._profile.weight_bytes(0, num_layers) / self._swap
-        )
-        total += (
-            self._profile.weight_bytes(0, num_layers) / self._swap if which == "backward" else 0.0
-        )
-        sizes = microbatches(self._share, size)
+        sizes, total = microbatches(self._share, size), 0.0
+        if not self._problem.switches.prefetch:
+            total += self._profile.streamed_bytes(0, num_layers) / self._swap
+        if which == "backward":
+            alone = len(sizes) == 1
+            total += self._profile.gradient_bytes(0, num_layers, alone=alone) / self._swap
         return total + sum(
             sizes.count(u) * self._layers(which, u).time(0, num_layers) for u in {*sizes}
         )
