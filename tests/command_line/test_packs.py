@@ -114,6 +114,11 @@ def test_a_layer_that_is_too_large_is_a_result(tmp_path, monkeypatch, capsys):
     assert code == 0
 
 
+def test_a_profile_without_casts_is_refused(capsys):
+    code, document = answer(capsys, *asked("toy6", "--stream", "bfloat16"))
+    assert (code, [error["code"] for error in document["errors"]]) == (2, ["packs-stream"])
+
+
 def test_the_least_limit_is_that_of_the_search(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     wide = ("--algorithm", "wide", "--global-batch", "32")
