@@ -34,6 +34,7 @@ class PackFunctions:
         span: The layers.
         where: By parameter, which of the first arguments has it, or its cast, and where.
         pieces: Examples of each piece of what passes between packs.
+        leaves: Of the batch, those of each slot of it.
     """
 
     def __init__(
@@ -42,12 +43,13 @@ class PackFunctions:
         span: Span,
         where: Mapping[int, tuple[int, int]],
         pieces: tuple[int, ...],
+        leaves: tuple[int, ...],
     ):
         graph = self._graph = traced.graph
         #: Of which casts the gradients are as good as those of the parameters.
         self.once = frozenset(p for p, cast in enumerate(traced.casts) if cast and cast.once)
         self._layers, self.where, self._pieces = traced.slice(*span), where, pieces
-        self._leaves = graph.stage_batch(*span)
+        self._leaves = leaves
         self._entering, self._leaving = graph.crossing(span[0]), graph.crossing(span[1])
         self._is_last = span[1] == graph.num_layers
 
