@@ -69,6 +69,12 @@ OPTIONS = (
         f"as the cast: {', '.join(STREAMED)}",
         metavar="DTYPE",
     ),
+    Option(
+        "shard_swaps",
+        "harmony, --mode dp: every device swaps a share of the weights, and gets the others from "
+        "their devices",
+        False,
+    ),
     Option("baselines", "harmony: what other systems need, beside the plan", False),
     Option("equi_fb", "harmony: the same packs and sizes forward and backward", False),
     Option(
@@ -118,7 +124,7 @@ def plan(options: argparse.Namespace) -> int:
         options.equi_fb,
         options.single_first,
         None if options.machine else asked.read_cluster(vars(options)),
-        Swaps(options.stream or ""),
+        Swaps(options.stream or "", options.shard_swaps),
     )
     measured = None
     if options.layers is None:
@@ -320,6 +326,7 @@ def _facts(plan: PacksPlan) -> dict[str, str]:
         "backward packs": " ".join(map(str, backward.lengths)),
         "off": ", ".join(plan.switches.off) or "-",
         "streamed as": plan.swaps.stream or "they are",
+        "swapped": "in shares" if plan.swaps.sharded else "whole",
     }
     prediction = plan.prediction
     step = prediction.step if prediction else None
@@ -357,6 +364,7 @@ def prediction_lines(plan: PacksPlan) -> list[str]:
     paper, dtype = plan.prediction.paper, plan.swaps.stream
     return [
         *([f"parameters that layers read as {dtype} alone are streamed so"] if dtype else []),
+        *(["every device swaps its share of weights and gradients"] if plan.swaps.sharded else []),
         f"by the paper's rules: {paper.step_seconds:.4g} s a step, "
         f"{plan.minibatch_size / paper.step_seconds:.4g} examples/s, tasks of "
         f"{format_bytes(max(paper.task_bytes))} at most, devices compute nothing for "

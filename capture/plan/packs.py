@@ -14,7 +14,8 @@ A plan is JSON:
                               pipeline) or "dp"
     forward, backward         microbatch_size, packs ([first layer, last layer] of each)
     switches                  true for what is on: grouping, prefetch, jit, offload, p2p
-    swaps                     stream: the dtype of the casts that devices get instead of parameters
+    swaps                     stream: the dtype of the casts that devices get instead of parameters;
+                              sharded: true where each fetches a share, and all make them whole
     prediction                paper: by the released scheduler's rules; step: of the plan's own
                               instructions, with what every memory holds
     why, points               what the search says of its choice, and the best that it evaluated
@@ -241,7 +242,7 @@ class PacksPlan:
 
     def _violations(self) -> Iterator[Violation]:
         yield from question_violations(self.mode, self.minibatch_size, self.machine.devices)
-        yield from self.swaps.violations(self.switches)
+        yield from self.swaps.violations(self.mode, self.switches)
         forward, backward = self.configuration.forward, self.configuration.backward
         yield from _covered("backward", backward.packs, self.num_layers)
         if not backward.packs:

@@ -86,12 +86,29 @@ class Swaps:
     Attributes:
         stream: The dtype of casts that come instead of the parameters which layers read only
             through one; empty: all parameters come as they are.
+        sharded: In data parallelism every device fetches a share of the weights of a pack, and all
+            make them whole between them; likewise they add gradients and give back a share each.
     """
 
     stream: str = ""
+    sharded: bool = False
 
-    def violations(self, switches: Switches) -> Iterator[Violation]:
-        """What cannot be, by itself and with the optimizations that are off."""
+    def violations(self, mode: str, switches: Switches) -> Iterator[Violation]:
+        """What cannot be: by itself, in a mode, and with the optimizations that are off."""
+        needed = [name for name in ("grouping", "offload", "p2p") if name in switches.off]
+        if self.sharded and mode != "dp":
+            yield Violation(
+                f"sharded swaps in mode {mode!r}: devices hold different layers there, and have "
+                "nothing to share; give mode='dp' (--mode dp), or leave out --shard-swaps.",
+                "packs-shard",
+            )
+        if self.sharded and needed:
+            yield Violation(
+                "sharded swaps need micro-batches in groups, since all devices meet once per pack, "
+                "updates on the host, and links between devices; without "
+                f"{', '.join(needed)} leave out --shard-swaps.",
+                "packs-shard",
+            )
         if self.stream and self.stream not in STREAMED:
             yield Violation(
                 f"stream={self.stream!r} is no dtype that parameters are streamed as; choose of "
@@ -269,6 +286,11 @@ class TaskGraph:
             binder = _Binder(configuration, of_rank, switches, rank if mode == "dp" else None)
             tasks += binder.tasks(num_devices, len(tasks))
         return cls(mode, num_devices, minibatch_size, sizes[0], tuple(tasks), switches, swaps)
+
+    @property
+    def num_shares(self) -> int:
+        """Into how many shares weights are cut."""
+        return self.num_devices if self.swaps.sharded else 1
 
     @property
     def alone(self) -> bool:

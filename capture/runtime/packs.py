@@ -32,13 +32,14 @@ from capture.compiler.executable import HOST_MEMORY, AnyCompiler, Compiler, Exec
 from capture.model.graph import LayerGraph, Tensor
 from capture.plan.task_graph import Span
 from capture.runtime.dispatch import Call
+from capture.runtime.exchange import Exchange, share_struct
 from capture.runtime.fast_paths import flat_call
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
 from capture.runtime.pack_functions import PackFunctions, differentiable
-from capture.runtime.pack_updates import PackUpdate, Reduction, cut
+from capture.runtime.pack_updates import PackUpdate, cut
 from capture.runtime.programs import shard_bytes
 from capture.step.interface import owned_and_borrowed
-from capture.step.pack_sizes import PackPass
+from capture.step.pack_sizes import PackPass, PartOf
 from capture.step.program import Place, Run, Slot
 from capture.step.streamed import StreamedBuilder
 from capture.step.streamed_units import parts_of_name
@@ -47,6 +48,8 @@ from capture.tracing.leaf_uses import Cast
 from capture.tracing.slices import struct_of
 
 Arrays = Sequence[Any]
+#: Programs of all devices.
+EXCHANGES = ("reduce", "gather", "scatter")
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class TracedSizes:
         optimizer: Cut by backward packs.
         packs: Those.
         casts: By parameter that devices get as a cast, to what.
+        num_shares: Into how many weights are cut.
         compiled: What programs were found to need, by pass, pack and size.
     """
 
@@ -65,6 +69,7 @@ class TracedSizes:
     optimizer: SlicedOptimizer
     packs: tuple[Span, ...]
     casts: Mapping[int, Cast] = field(default_factory=dict)
+    num_shares: int = 1
     compiled: dict[tuple[str, Span, int], int] = field(default_factory=dict)
 
     @property
@@ -90,6 +95,16 @@ class TracedSizes:
 
     def alone_bytes(self, span: Span) -> int:
         return _nbytes([self.gradient(p, alone=True) for p in self.owned(span)])
+
+    def share_bytes(self, what: PartOf, of: Span | int, which: int) -> int:
+        if isinstance(of, int):
+            whole = [self.streamed(of) if what == "shared" else self.param(of)]
+        elif what == "casts":
+            whole = [self.streamed(p) for p in self.cast(of)]
+        else:
+            owned = (p for p in self.owned(of) if what == "weights" or p not in self.casts)
+            whole = [self.param(p) for p in owned]
+        return _nbytes([share_struct(struct, self.num_shares) for struct in whole])
 
     def gradient(self, param: int, *, alone: bool) -> jax.ShapeDtypeStruct:
         """That of a parameter, or of its cast where a single pass makes it and it is as good."""
@@ -249,16 +264,16 @@ class PackPrograms:
         slot, graph = self._step.slots[number], self._graph
         match slot.what:
             case "weights":
-                structs = [struct_of(graph.params[p]) for p in self._params_of(number)]
+                structs = [struct_of(graph.params[p]) for p in self.params_of(number)]
             case "casts":
-                structs = [self._sizes.streamed(p) for p in self._params_of(number)]
+                structs = [self._sizes.streamed(p) for p in self.params_of(number)]
             case "gradients":
-                owned, alone = self._params_of(number), number in self._builder.alone
+                owned, alone = self.params_of(number), number in self._builder.alone
                 structs = [self._sizes.gradient(p, alone=alone) for p in owned]
             case "shared":
-                structs = [self._sizes.streamed(p) for p in self._params_of(number)]
+                structs = [self._sizes.streamed(p) for p in self.params_of(number)]
             case "shared gradient":
-                structs = [struct_of(graph.params[p]) for p in self._params_of(number)]
+                structs = [struct_of(graph.params[p]) for p in self.params_of(number)]
             case "state":
                 stage = self._stage(self._builder.spans[number])
                 structs = [stage.state_structs[k] for k in stage.state]
@@ -271,13 +286,15 @@ class PackPrograms:
                 structs = [
                     self._rows_of(tensor, stop - first) for tensor in self._tensors(number, layer)
                 ]
+        if number in self._builder.shares:
+            structs = [share_struct(struct, self._sizes.num_shares) for struct in structs]
         sharding = self.sharding(slot.place)
         structs = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding) for s in structs]
         nbytes = sum(map(shard_bytes, structs))
         assert nbytes == slot.nbytes, f"{slot} is booked and has {nbytes} bytes"
         return structs
 
-    def _params_of(self, number: int) -> tuple[int, ...]:
+    def params_of(self, number: int) -> tuple[int, ...]:
         """Whose the arrays of a slot are: of weights, casts or gradients."""
         slot = self._step.slots[number]
         if slot.key is not None:
@@ -317,22 +334,28 @@ class PackPrograms:
     def call(self, run: Run) -> Call:
         """The program of an instruction, on the arrays of its slots."""
         call = flat_call(self.executables[run.program].call)
-        if parts_of_name(run.program)[0] == "reduce":
-            return self._reduction(run).call(call)
         sizes = [len(self._layout[slot]) for slot in run.outputs]
+        if parts_of_name(run.program)[0] in EXCHANGES:
+            return self._exchange(run).call(call, sizes[: len(sizes) // len(run.inputs)])
         return lambda flat: cut(call(flat), sizes)
 
-    def _reduction(self, run: Run) -> Reduction:
-        shardings = [self.sharding(self._step.slots[slot].place) for slot in run.outputs]
-        return Reduction(self._layout[run.inputs[0][0]], shardings)
+    def _exchange(self, run: Run) -> Exchange:
+        """Of devices with a group of slots each."""
+        count = len(run.outputs) // len(run.inputs)
+        given, made = (
+            [struct for slot in slots for struct in self._layout[slot]]
+            for slots in (run.inputs[0], run.outputs[:count])
+        )
+        shardings = [self.sharding(self._step.slots[slot].place) for slot in run.outputs[::count]]
+        return Exchange(parts_of_name(run.program)[0], given, made, shardings)
 
     def _executable(self, run: Run) -> Executable:
         kind = parts_of_name(run.program)[0]
-        if kind == "reduce":
-            reduction = self._reduction(run)
-            if reduction.key not in self._compiled:
-                self._compiled[reduction.key] = reduction.compiled(self._compiler)
-            return self._compiled[reduction.key]
+        if kind in EXCHANGES:
+            exchange = self._exchange(run)
+            if exchange.key not in self._compiled:
+                self._compiled[exchange.key] = exchange.compiled(self._compiler)
+            return self._compiled[exchange.key]
         if kind in ("update", "summarize"):
             function, key = self._update(run, kind)
         elif kind in ("cast", "widen"):
@@ -387,7 +410,7 @@ class PackPrograms:
         return {
             param: (i, j)
             for i, slot in enumerate(run.inputs[0])
-            for j, param in enumerate(self._params_of(slot))
+            for j, param in enumerate(self.params_of(slot))
         }
 
     def _pieces(self, run: Run) -> tuple[int, ...]:
@@ -409,6 +432,8 @@ class PackPrograms:
             arrays_of,
             [None if slot.what == "gradients" else slot.key or 0 for slot in whats],
             [len(group) for group in run.inputs],
+            [self._sizes.param(param) for param in self._stage(span).params],
+            self._sizes.num_shares,
         )
         function = update.update if kind == "update" else update.summarize
         key = update.key(self._update_of)
@@ -420,8 +445,8 @@ class PackPrograms:
         """Of arrays of a slot to what the result is to be, on the host; in the place of what was
         there before, if that is given."""
         (source,), (target,) = run.inputs[0], run.outputs
-        given, dtypes = self._params_of(source), [struct.dtype for struct in self._layout[target]]
-        at = [given.index(param) for param in self._params_of(target)]
+        given, dtypes = self.params_of(source), [struct.dtype for struct in self._layout[target]]
+        at = [given.index(param) for param in self.params_of(target)]
 
         def convert(arrays: Arrays, *before: Arrays) -> list[list[Any]]:
             made = [arrays[i].astype(dtype) for i, dtype in zip(at, dtypes, strict=True)]

@@ -8,6 +8,7 @@ and their gradients go back (``capture.step.streamed``).
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -23,9 +24,10 @@ from capture.compiler.executable import HOST_MEMORY, AnyCompiler, Compiler, Exec
 from capture.errors import ExecutionError, PlanError, WorkloadError
 from capture.model.workload import PyTree, WorkloadProtocol
 from capture.plan.packs import PacksPlan
-from capture.plan.task_graph import Task
+from capture.plan.task_graph import Span, Task
 from capture.quantities import format_bytes
 from capture.runtime.dispatch import BoundStep, Observer, to_device, to_host
+from capture.runtime.exchange import joined, share_of
 from capture.runtime.layout import check_host_memory, first_devices
 from capture.runtime.leaf_parts import traced_optimizer
 from capture.runtime.microbatches import split_examples
@@ -42,7 +44,7 @@ from capture.runtime.state import (
 )
 from capture.step.interface import owned_and_borrowed
 from capture.step.ledger import Ledger
-from capture.step.pack_order import begins_without_copies
+from capture.step.pack_order import as_the_first, begins_without_copies
 from capture.step.program import Instruction, Run, Step, replay
 from capture.step.streamed import Begins, StreamedBuilder
 from capture.step.streamed_units import parts_of_name
@@ -143,7 +145,9 @@ class StreamedStep:
                 "packs-optimizer",
             )
         self._begins = begins or begins_without_copies(tasks, self._operations)
-        self._sizes = TracedSizes(graph, self.optimizer, packs, self._casts())
+        if tasks.num_shares > 1:
+            self._begins = as_the_first(tasks, self._begins)
+        self._sizes = TracedSizes(graph, self.optimizer, packs, self._casts(), tasks.num_shares)
         # What programs need is known when they are compiled; what is fetched before it is needed,
         # when that is.
         self._builder = StreamedBuilder(tasks, self._sizes, plan.machine, self._begins)
@@ -256,10 +260,18 @@ class StreamedStep:
     def params(self, state: PipelineState) -> PyTree:
         """The whole model's parameters, as the workload's ``init`` returns them."""
         found = dict(state.unused)
+        of_span: defaultdict[Span, list[list[Any]]] = defaultdict(list)
         for slot, name in self._kept("weights"):
-            owned = self._sizes.owned(self._builder.spans[slot])
-            found |= zip(owned, map(np.array, state.slots[name]), strict=True)
+            of_span[self._builder.spans[slot]].append(state.slots[name])
+        for span, slots in of_span.items():
+            for p, arrays in zip(self._sizes.owned(span), zip(*slots, strict=True), strict=True):
+                found[p] = self._whole(p, arrays)
         return joined_params(self.traced, found)
+
+    def _whole(self, param: int, arrays: Sequence[Any]) -> np.ndarray:
+        """An array of the host, or its shares, as the parameter's."""
+        struct, given = self._sizes.param(param), [np.array(array) for array in arrays]
+        return (joined(given, struct.shape) if len(given) > 1 else given[0]).astype(struct.dtype)
 
     def optimizer_state(self, state: PipelineState) -> PyTree:
         """The whole model's optimizer state, as optax holds it over ``TracedModel.split_struct``.
@@ -293,16 +305,16 @@ class StreamedStep:
         """Copies of what is given: a step takes its state over."""
         slots: dict[str, list[jax.Array]] = {}
         places = self._uncompiled.slots
-        for slot, name in self._kept("weights"):
-            sharding = self.programs.sharding(places[slot].place)
-            owned = self._sizes.owned(self._builder.spans[slot])
-            slots[name] = [to_device(leaves[p], sharding) for p in owned]
-        for slot, name in self._kept("casts"):
-            sharding = self.programs.sharding(places[slot].place)
-            cast = self._sizes.cast(self._builder.spans[slot])
-            slots[name] = [
-                to_device(leaves[p].astype(self._sizes.casts[p].dtype), sharding) for p in cast
-            ]
+        for slot, name in (*self._kept("weights"), *self._kept("casts")):
+            for p, struct in zip(
+                self.programs.params_of(slot), self.programs.layout(places[slot]), strict=True
+            ):
+                array = leaves[p].astype(struct.dtype)
+                if slot in self._builder.shares:
+                    which = self._builder.shares[slot]
+                    array = share_of(array, which, self._sizes.num_shares)
+                slots.setdefault(name, []).append(to_device(array, struct.sharding))
+            slots.setdefault(name, [])
         for slot, name in self._kept("state"):
             stage, sharding = self._stage(slot), self.programs.sharding(places[slot].place)
             given = (
@@ -356,7 +368,7 @@ class StreamedStep:
         """With which a training that begins at the given parameters makes its first update, on the
         host."""
         found: dict[int, np.ndarray] = {}
-        step, spans = self.program, self._builder.spans
+        count = self._sizes.num_shares
         updated: set[tuple[int, ...]] = set()
 
         def observer(instruction: Instruction, slots: list[Any]) -> None:
@@ -367,12 +379,12 @@ class StreamedStep:
             if pack in updated:
                 return
             updated.add(pack)
-            for slot in instruction.inputs[2]:
-                param = step.slots[slot].key
-                params = self._sizes.owned(spans[slot]) if param is None else (param,)
-                for p, array in zip(params, slots[slot], strict=True):
-                    given = np.array(array, self._sizes.param(p).dtype)
-                    found[p] = found[p] + given if p in found else given
+            for first in range(0, len(instruction.inputs[2]), count):
+                of = instruction.inputs[2][first : first + count]
+                arrays = zip(*(slots[slot] for slot in of), strict=True)
+                for p, given in zip(self.programs.params_of(of[0]), arrays, strict=True):
+                    whole = self._whole(p, given)
+                    found[p] = found[p] + whole if p in found else whole
 
         state, _ = self(self.init_from(params), batch, key, observer=observer)
         for p, array in state.unused.items():

@@ -9,9 +9,14 @@ from typing import Literal, Protocol
 from capture.measured.layer_profile import LayerProfile
 from capture.plan.task_graph import Span
 
-PackPass = Literal["forward", "backward", "accumulate", "update", "reduce"]
+PackPass = Literal["forward", "backward", "accumulate", "update", "reduce", "gather", "scatter"]
 """``accumulate`` is a backward pass that adds its gradients to those that are there; ``update`` is
-that of a device, and ``reduce`` adds the gradients of all."""
+that of a device, and ``reduce`` adds the gradients of all. Where each has a share, ``gather`` makes
+weights whole, and ``scatter`` adds gradients."""
+
+PartOf = Literal["weights", "whole", "casts", "shared", "shared gradient"]
+"""Of layers: parameters or the sums of their gradients, those parameters that devices get as they
+are, casts of the others; a parameter of another pack as a device gets it, and its gradient."""
 
 
 class PackSizes(Protocol):
@@ -45,6 +50,10 @@ class PackSizes(Protocol):
 
     def alone_bytes(self, span: Span) -> int:
         """Gradients that a single pass makes, where those of casts are as good."""
+        ...
+
+    def share_bytes(self, what: PartOf, of: Span | int, which: int) -> int:
+        """The share of a device, of layers or a parameter."""
         ...
 
     def state_bytes(self, pack: Span) -> int:
@@ -110,6 +119,7 @@ class ProfileSizes:
     is shared, and the batch is the input of the first layer."""
 
     profile: LayerProfile
+    num_shares: int = 1
 
     @property
     def num_layers(self) -> int:
@@ -132,6 +142,12 @@ class ProfileSizes:
 
     def alone_bytes(self, span: Span) -> int:
         return self.profile.gradient_bytes(*span, alone=True)
+
+    def share_bytes(self, what: PartOf, of: Span | int, which: int) -> int:
+        assert isinstance(of, tuple), "a layer profile has no parameters"
+        sizes = {"weights": self.weight_bytes, "whole": self.whole_bytes, "casts": self.cast_bytes}
+        nbytes = sizes[what](of)
+        return (which + 1) * nbytes // self.num_shares - which * nbytes // self.num_shares
 
     def state_bytes(self, pack: Span) -> int:
         return self.profile.state_bytes(*pack)
@@ -174,7 +190,7 @@ class ProfileSizes:
         which a pass that adds to those that are there makes layer by layer, as compiled programs
         do; the released profiles are of a framework that adds in place. An update writes over what
         it reads; what reduces gradients does not."""
-        if which in ("update", "reduce"):
+        if which in ("update", "reduce", "gather", "scatter"):
             return output_bytes
         (first, stop), weights = pack, self.weight_bytes(pack)
         layers = self.profile.at("forward" if which == "forward" else "backward", size)

@@ -4,10 +4,12 @@ their gradients that go back.
 Every device is a place, and has a place in the memory of the host. Weights and optimizer state
 stay there: a slot of weights per run of layers that no pack divides, one of state per backward
 pack. Where devices get casts instead of parameters, the host keeps those in a slot beside them,
-which follow every update. Slots are called ``weights``, ``casts``, ``state``, ``gradients``,
-``batch``, ``activation``, ``gradient`` (of an activation), ``summary`` and ``loss``; programs
-``forward``, ``backward`` (which computes the forward pass again), ``reduce``, ``widen`` (gradients
-of casts become those of parameters), ``summarize``, ``update`` and ``cast``.
+which follow every update; where devices have shares, it has a slot of each. Slots are called
+``weights``, ``casts``, ``state``, ``gradients``, ``batch``, ``activation``, ``gradient`` (of an
+activation), ``summary`` and ``loss``; programs ``forward``, ``backward`` (which computes the
+forward pass again), ``summarize``, ``update``; of all devices ``reduce``, ``gather`` (weights of
+shares), ``scatter`` (shares of the sum of gradients); ``widen`` (gradients of casts become those of
+parameters) and ``cast``.
 
 A value between two packs is cut where the micro-batches of either direction end, so that it is
 copied once in pieces, whatever their sizes (concatenation and split are the programs'). It goes
@@ -53,7 +55,10 @@ def streamed_seconds(
             on_host = step.programs[name].place.host is not None
             return profile.update_seconds(first, stop) if on_host else 0.0
         if kind == "cast":
-            return profile.cast_seconds(first, stop)
+            return profile.cast_seconds(first, stop) / graph.num_shares
+        if kind in ("gather", "scatter"):
+            whole = profile.streamed_bytes if kind == "gather" else profile.weight_bytes
+            return (1 - 1 / working) * whole(first, stop) / p2p
         if kind == "widen":
             return profile.widen_seconds(first, stop)
         if kind == "reduce":
@@ -71,10 +76,18 @@ def streamed_seconds(
 
 def volumes_bytes(step: Step) -> dict[str, int]:
     """What is copied over the hosts' links, by what the slots are and the direction; between
-    devices it is ``p2p``, and what comes from the batch ``batch in``."""
+    devices it is ``p2p``, and what comes from the batch ``batch in``. What devices get of each
+    other to make weights of shares is ``weights gathered``, and likewise of gradients."""
     found: defaultdict[str, int] = defaultdict(int)
     for instruction in step.instructions:
         match instruction:
+            case Run(program=name, inputs=groups, outputs=made):
+                given = sum(step.slots[slot].nbytes for group in groups for slot in group)
+                more = sum(step.slots[slot].nbytes for slot in made) - given
+                if step.programs[name].kind == "gather":
+                    found["weights gathered"] += more
+                elif step.programs[name].kind == "scatter":
+                    found["gradients scattered"] -= more
             case Feed(slot=slot):
                 found["batch in"] += step.slots[slot].nbytes
             case Copy(source=source, target=target, nbytes=nbytes):
@@ -161,12 +174,18 @@ class StreamedBuilder(StreamedState):
         reads = self.needs.reads(task, unit.size)
 
         def fits(what: str) -> bool:
-            return beside is None or self._has_room(rank, reads[what] + beside)
+            together = what == "weights" and self._graph.num_shares > 1
+            ranks = self._ranks if together else (rank,)
+            return beside is None or all(self._has_room(r, reads[what] + beside) for r in ranks)
 
         if task.id not in rank.weights:
             if not fits("weights"):
                 return
-            rank.weights[task.id] = yield from self._bring_weights((task.first, task.stop), rank)
+            if self._graph.num_shares > 1:
+                yield from self._gather(task)
+            else:
+                pack = task.first, task.stop
+                rank.weights[task.id] = yield from self._bring_weights(pack, rank)
         if unit.batch is None:
             if not fits("batch"):
                 return
@@ -298,15 +317,6 @@ class StreamedBuilder(StreamedState):
         known |= dict(zip(ends, outs, strict=True))
         rank.late.append(Late(outs, slots))
 
-    def _put_out(
-        self, slots: Sequence[int], rank: Rank, category: str
-    ) -> Generator[Instruction, None, list[int]]:
-        outs = []
-        for slot in slots:
-            outs.append(self._alike(slot, rank.host, category))
-            yield self._copy(slot, outs[-1])
-        return outs
-
     def _keep(
         self, unit: Unit, rank: Rank, layer: int, slots: Sequence[int]
     ) -> Iterator[Instruction]:
@@ -431,6 +441,10 @@ class StreamedBuilder(StreamedState):
         task = unit.task
         span, shared = (task.first, task.stop), self._sizes.shared((task.first, task.stop))
         here: tuple[int, ...] = ()
+        if self._graph.num_shares > 1:
+            yield from self._leave(unit, rank)
+            yield from self._scatter(task, tuple(gradients))
+            return
         if task.last and self._updates_at_once:
             here, gradients = (gradients[0],), gradients[1:]
         else:

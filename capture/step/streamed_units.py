@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from capture.plan.task_graph import Span, Task
+from capture.step.pack_sizes import PartOf
 from capture.step.program import Instruction, Place
 
 
@@ -62,6 +63,25 @@ class Came(NamedTuple):
     slot: int
     source: int | None = None
     last: bool = True
+
+
+class Part(NamedTuple):
+    """What devices get of the weights of a pack at once.
+
+    Attributes:
+        what: ``whole`` for parameters as they are, ``casts``, or ``shared`` for one of another
+            pack.
+        of: The run of layers, or the parameter.
+        nbytes: Whole.
+        sources: Slots of the host that have it, one of each share.
+        index: Which of their arrays; None for all.
+    """
+
+    what: PartOf
+    of: Span | int
+    nbytes: int
+    sources: tuple[int, ...]
+    index: int | tuple[int, ...] | None = None
 
 
 @dataclass

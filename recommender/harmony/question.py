@@ -44,7 +44,7 @@ class PacksQuestion:
 
     Raises:
         PlanError: ``packs-mode``, ``packs-batch``, ``packs-packing``, ``packs-switch``,
-            ``packs-stream``, ``search-algorithm``; all at once.
+            ``packs-stream``, ``packs-shard``, ``search-algorithm``; all at once.
     """
 
     profile: LayerProfile
@@ -115,8 +115,9 @@ class PacksQuestion:
                 "search-algorithm",
             )
         try:
-            wrong = tuple(self.swaps.violations(self.switches))
-            yield from wrong
+            modes = self.modes or (self.mode,)
+            wrong = [each for mode in modes for each in self.swaps.violations(mode, self.switches)]
+            yield from dict.fromkeys(wrong)
             if not wrong and self.profile is not UNMEASURED:
                 self.profile.as_streamed(self.swaps.stream)
         except (PlanError, ProfileError) as error:

@@ -215,7 +215,8 @@ def _lacking(plan: PacksPlan) -> str:
 def _how(plan: PacksPlan) -> str:
     """What is not as it is by default."""
     said = f" without {', '.join(plan.switches.off)}" if plan.switches.off else ""
-    return said + (f", streamed as {plan.swaps.stream}" if plan.swaps.stream else "")
+    said += f", streamed as {plan.swaps.stream}" if plan.swaps.stream else ""
+    return said + (", swapped in shares" if plan.swaps.sharded else "")
 
 
 def _no_packs(problem: PacksProblem, algorithm: str) -> Why:

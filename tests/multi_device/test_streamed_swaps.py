@@ -94,3 +94,22 @@ def test_what_layers_read_through_a_cast_is_found():
     with pytest.raises(PlanError) as error:
         streamed(model(), replace(packs_plan(), swaps=Swaps("float16")))
     assert error.value.codes == ("packs-stream",)
+
+
+def test_casts_in_shares_train_to_the_same_bits():
+    """Of devices with a single micro-batch each, too, which add the gradients of parameters."""
+    plan = replace(packs_plan((1, 1), 3, "dp", batch=3), swaps=Swaps(sharded=True))
+    bits, volumes, _ = trained(model(), plan)
+    cast_bits, cast_volumes, _ = trained(model(), replace(plan, swaps=Swaps("bfloat16", True)))
+    assert cast_bits == bits
+
+    def third(*dims: int) -> int:
+        return -(-int(np.prod(dims)) // 3)
+
+    square, row = 3 * third(WIDTH, WIDTH) * 4, 3 * third(WIDTH) * 4
+    # The packs of blocks come twice, and the last one once, which has no weights of its own.
+    assert volumes["weights in"] == 2 * (3 * square + 4 * row)
+    assert volumes["shared in"] == square and cast_volumes["shared in"] == square // 2
+    assert cast_volumes["weights in"] == 2 * 2 * row
+    assert cast_volumes["casts in"] == 3 * square + 2 * row
+    assert cast_volumes["gradients out"] == volumes["gradients out"] == 3 * square + 4 * row

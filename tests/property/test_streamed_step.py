@@ -149,6 +149,34 @@ def test_three_times_the_weights_whatever_the_micro_batches(mode, factor, device
         assert total == 3 * (factor or devices) * sum(profile.w_bytes)
 
 
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_in_shares_three_times_the_weights_whatever_the_devices(devices):
+    for microbatches in (1, 3):
+        graph, profile = one_layer_setting("dp", devices, microbatches)
+        graph = replace(graph, swaps=Swaps(sharded=True))
+        server = SERVER.with_(num_devices=devices)
+        timeline, weights = packs_timeline(graph, profile, server), sum(profile.w_bytes)
+        volumes = volumes_bytes(timeline.step)
+        assert volumes["weights in"] == 2 * weights and volumes["gradients out"] == weights
+        if devices > 1:  # who has a share gets the others
+            assert volumes["weights gathered"] == 2 * (devices - 1) * weights
+            assert volumes["gradients scattered"] == (devices - 1) * weights
+        found = estimate(graph, profile, server)
+        assert (found.volumes_bytes["WB in"], found.volumes_bytes["dWB out"]) == (
+            2 * weights,
+            weights,
+        )
+        p2p = server.p2p_bytes_per_second.value
+        exchanged = sum(
+            seconds
+            for what, seconds in zip(found.items.whats, found.items.seconds, strict=True)
+            if what.kind in ("AGW", "RSD")
+        )
+        assert exchanged == pytest.approx(3 * weights * (1 - 1 / devices) / p2p)
+        simulated = [i.seconds for i in timeline.simulation.work if i.kind in ("gather", "scatter")]
+        assert sum(simulated) == pytest.approx(exchanged)
+
+
 @pytest.mark.parametrize(("mode", "sizes"), [("pp", (1, 4)), ("dp", (1, 2)), ("dp", (1, 1))])
 def test_casts_are_streamed_instead_of_parameters(mode, sizes):
     """Of 14 bytes of each layer, 12 as casts of 6: 8 come each time, and so much goes back where

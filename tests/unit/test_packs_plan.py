@@ -56,6 +56,16 @@ def test_the_file_goes_in_and_out(tmp_path):
         ({"mode": "dp", "minibatch_size": 3, "sizes": (1, 1)}, ["packs-batch"]),
         ({"mode": "mp", "minibatch_size": 0}, ["packs-mode", "packs-batch"]),
         ({"swaps": Swaps("float32")}, ["packs-stream"]),
+        ({"swaps": Swaps("float32", sharded=True)}, ["packs-shard", "packs-stream"]),
+        (
+            {
+                "swaps": Swaps(sharded=True),
+                "mode": "dp",
+                "sizes": (2, 2),
+                "switches": Switches(p2p=False),
+            },
+            ["packs-shard"],
+        ),
         ({"swaps": Swaps("bfloat16"), "switches": Switches(offload=False)}, ["packs-stream"]),
     ],
 )
