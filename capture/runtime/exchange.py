@@ -3,10 +3,10 @@ each has a share of the arrays on the host, they make weights whole and scatter 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ class Exchange:
         shardings: Of all devices in their order, how an array lies on each.
     """
 
-    kind: Literal["reduce", "scatter", "gather"]
+    kind: str
     given: Sequence[jax.ShapeDtypeStruct]
     made: Sequence[jax.ShapeDtypeStruct]
     shardings: Sequence[NamedSharding]
@@ -130,9 +130,9 @@ class Exchange:
                 {shard.device: shard.data for shard in result.addressable_shards}
                 for result in program(together)
             ]
-            found = []
+            found: list[list[jax.Array]] = []
             for device, sharding in zip(self._mesh.devices, self.shardings, strict=True):
-                arrays = iter(
+                arrays: Iterator[jax.Array] = iter(
                     jax.make_array_from_single_device_arrays(struct.shape, sharding, [part[device]])
                     for struct, part in zip(self.made, parts, strict=True)
                 )

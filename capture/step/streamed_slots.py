@@ -3,6 +3,8 @@ knows of every slot that it makes."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from capture.plan.task_graph import Span
 from capture.step.pack_sizes import PackSizes
 from capture.step.program import Copy, Place, Step
@@ -63,9 +65,10 @@ class StreamedSlots:
         """A slot for a copy."""
         given = self.step.slots[slot]
         made = self._slot(given.what, place, category or given.category, given.nbytes, given.key)
-        for known in (self.spans, self.rows, self.values, self.shares):
+        tables: list[dict[int, Any]] = [self.spans, self.rows, self.values, self.shares]
+        for known in tables:
             if slot in known:
-                known[made] = known[slot]  # type: ignore[index]
+                known[made] = known[slot]
         if slot in self.alone:
             self.alone.add(made)
         return made

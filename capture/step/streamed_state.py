@@ -12,7 +12,7 @@ from capture.machine.server import Server
 from capture.plan.task_graph import Span, Task, TaskGraph
 from capture.step.ledger import Ledger
 from capture.step.pack_needs import PackNeeds
-from capture.step.pack_sizes import PackSizes
+from capture.step.pack_sizes import PackSizes, PartOf
 from capture.step.program import (
     Copy,
     Free,
@@ -141,7 +141,7 @@ class StreamedState(StreamedSlots):
                     casts[span] = self._keep_weights("casts", span, rank.host, nbytes)
         return state, weights, casts
 
-    def _keep_weights(self, what: str, span: Span, place: Place, nbytes: int) -> tuple[int, ...]:
+    def _keep_weights(self, what: PartOf, span: Span, place: Place, nbytes: int) -> tuple[int, ...]:
         slots, count = [], self._graph.num_shares
         for which in range(count):
             name = f"{what} of {span[0]} to {span[1] - 1}"
@@ -196,14 +196,15 @@ class StreamedState(StreamedSlots):
         slots = []
         for part in self._parts(pack):
             slots.append(self._part_slot(part, rank.place, part.nbytes))
-            yield Copy(part.sources[0], slots[-1], part.nbytes, self._label, part.index)
+            yield Copy(part.sources[0], slots[-1], part.nbytes, self._label, part.arrays)
         return tuple(slots)
 
     def _gather(self, task: Task) -> Iterator[Instruction]:
         """Every device fetches its share of the weights of a pack, and gets those of the others
         from them, for its task of these layers."""
         pack, parts = (task.first, task.stop), list(self._parts((task.first, task.stop)))
-        given, made = [], []
+        given: list[tuple[int, ...]] = []
+        made: list[int] = []
         for which, rank in enumerate(self._ranks):
             yield from self._make_room(rank, self.needs.streamed(pack))
             shares = []
@@ -211,7 +212,7 @@ class StreamedState(StreamedSlots):
                 nbytes = self._sizes.share_bytes(part.what, part.of, which)
                 shares.append(self._part_slot(part, rank.place, nbytes))
                 self.shares[shares[-1]] = which
-                yield Copy(part.sources[which], shares[-1], nbytes, self._label, part.index)
+                yield Copy(part.sources[which], shares[-1], nbytes, self._label, part.arrays)
             given.append(tuple(shares))
         for rank, own in zip(self._ranks, self._same[task.kind, task.station], strict=True):
             slots = tuple(self._part_slot(part, rank.place, part.nbytes) for part in parts)
@@ -230,15 +231,14 @@ class StreamedState(StreamedSlots):
         if len(waiting[span]) < self._graph.num_shares:
             return
         given = [slots for _, slots in sorted(waiting.pop(span).items())]
-        shared = sizes.shared(span)
-        made = []
+        parts: list[Span | int] = [span, *sizes.shared(span)]
+        made: list[tuple[int, ...]] = []
         for which, rank in enumerate(self._ranks):
             slots = []
-            for slot, of in zip(given[which], (span, *shared), strict=True):
-                what = self.step.slots[slot].what
-                of_shares = "weights" if of == span else what
+            for slot, of in zip(given[which], parts, strict=True):
+                what: PartOf = "shared gradient" if isinstance(of, int) else "weights"
                 slots.append(self._alike(slot, rank.place))
-                nbytes = sizes.share_bytes(of_shares, of, which)
+                nbytes = sizes.share_bytes(what, of, which)
                 self.step.slots[slots[-1]] = replace(self.step.slots[slots[-1]], nbytes=nbytes)
                 self.shares[slots[-1]] = which
             made.append(tuple(slots))
@@ -250,7 +250,8 @@ class StreamedState(StreamedSlots):
         yield Run(
             name, tuple(given), tuple(s for slots in made for s in slots), donated, self._label
         )
-        owners, outs = [span, *map(self._updated_by, shared)], []
+        owners = [self._updated_by(of) if isinstance(of, int) else of for of in parts]
+        outs: list[list[int]] = []
         for rank, own in zip(self._ranks, made, strict=True):
             of_rank: list[int] = []
             for slot, pack in zip(own, owners, strict=True):
@@ -258,7 +259,7 @@ class StreamedState(StreamedSlots):
             rank.late.append(Late(tuple(of_rank), own))
             outs.append(of_rank)
         self._gradients[span] = {which: (slots[0],) for which, slots in enumerate(outs)}
-        for i, param in enumerate(shared, 1):
+        for i, param in enumerate(sizes.shared(span), 1):
             self._shared[param] += [slots[i] for slots in outs]
 
     def _put_out(

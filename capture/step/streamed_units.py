@@ -74,14 +74,14 @@ class Part(NamedTuple):
         of: The run of layers, or the parameter.
         nbytes: Whole.
         sources: Slots of the host that have it, one of each share.
-        index: Which of their arrays; None for all.
+        arrays: Which of theirs; None for all.
     """
 
     what: PartOf
     of: Span | int
     nbytes: int
     sources: tuple[int, ...]
-    index: int | tuple[int, ...] | None = None
+    arrays: int | tuple[int, ...] | None = None
 
 
 @dataclass
