@@ -101,7 +101,7 @@ def casts(program: Program, layers: Sequence[LayerOps]) -> tuple[Cast | None, ..
 
     def cast(v: int) -> Cast | None:
         own, dtypes = program.avals[v].dtype, {*reads[v]}
-        if len(dtypes) != 1 or None in dtypes:
+        if len(dtypes) != 1 or None in dtypes or not program.avals[v].size:
             return None
         (dtype,) = map(jnp.dtype, dtypes)
         floats = jnp.issubdtype(own, jnp.floating) and jnp.issubdtype(dtype, jnp.floating)

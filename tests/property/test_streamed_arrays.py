@@ -282,11 +282,11 @@ class Followed:
     def updated(self, run: Run, span: Span, given: Sequence[list[Array]]) -> dict[int, list[Array]]:
         kind, owned = run.program.split()[0], self.sizes.owned(span)
         if kind == "reduce":
-            assert run.donated == run.inputs[0]
-            assert {self.step.slots[slot].place for slot in run.inputs[0]} == {
+            assert run.inputs == tuple((slot,) for slot in run.donated)  # a group of each device
+            assert [self.step.slots[slot].place for slot in run.donated] == [
                 self.step.slots[slot].place for slot in run.outputs
-            }
-            whole = self.summed(given[0], owned)
+            ]
+            whole = self.summed((a for group in given for a in group), owned)
             return {slot: [("grad", p, whole[p]) for p in owned] for slot in run.outputs}
         weights, state, gradients = given[:3]
         assert weights == [("param", p, 0) for p in owned] and state == [("state", span, 0)]
