@@ -219,7 +219,7 @@ class _Measured:
     # ---- the profile -----------------------------------------------------------------------------
 
     def profile(self) -> LayerProfile:
-        from capture.profiler.layers import weight_bytes
+        from capture.profiler.layers import REFERENCE_SIZE, cast_bytes, weight_bytes
 
         question, backend = self.question, self._backend
         found = self._largest()
@@ -257,6 +257,7 @@ class _Measured:
                 "largest": {which: found[which].largest for which in PASSES},
                 "failures": sorted(set(self._failures.values())),
             },
+            casts=cast_bytes(backend.layers(REFERENCE_SIZE).traced),
         )
 
     def _pass(self, which: Pass, sizes: Sequence[int], entering: Sequence[int]) -> PassProfile:

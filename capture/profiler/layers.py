@@ -7,7 +7,7 @@ Source: Li et al. 2022 (Harmony), 4.2.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import cached_property
 from statistics import median
 from typing import Any
@@ -22,9 +22,10 @@ from capture.compiler.executable import Compiler
 from capture.compiler.target_devices import devices_of
 from capture.errors import TargetError
 from capture.machine.target import Target
+from capture.measured.layer_profile import Casts
 from capture.measured.profile import StageConfig
 from capture.measured.store import Store
-from capture.model.graph import LayerGraph, Tensor, content_hash
+from capture.model.graph import LayerGraph, Tensor, content_hash, item_bytes
 from capture.model.workload import WorkloadProtocol
 from capture.plan.choices import StageChoice
 from capture.profiler.compile import CompileBackend
@@ -36,6 +37,7 @@ from capture.runtime.decomposer import Decomposed, LayerProgram
 from capture.runtime.leaf_parts import traced_optimizer
 from capture.runtime.optimizer import SlicedOptimizer, StageUpdate, TracedOptimizer
 from capture.step.interface import owned_and_borrowed
+from capture.tracing import TracedModel
 from capture.tracing.coupling import coupled_examples
 from capture.tracing.slices import struct_of
 
@@ -261,6 +263,29 @@ def weight_bytes(graph: LayerGraph) -> tuple[list[int], list[int]]:
         [sum(graph.params[p].nbytes for p in part[i]) for part in parts] for i in range(2)
     )
     return own, others
+
+
+def cast_bytes(traced: TracedModel) -> dict[str, Casts]:
+    """By dtype to which some parameters are cast wherever they are read."""
+    graph = traced.graph
+    parts = [owned_and_borrowed(graph, i, i + 1) for i in range(graph.num_layers)]
+
+    def of(dtype: str) -> Casts:
+        chosen = {p: cast for p, cast in enumerate(traced.casts) if cast and cast.dtype == dtype}
+
+        def nbytes(param: int, among: Container[int] = chosen) -> int:
+            tensor = graph.params[param]
+            return tensor.size * item_bytes(dtype) if param in among else tensor.nbytes
+
+        once = {p for p, cast in chosen.items() if cast.once}
+        return Casts(
+            tuple(sum(map(nbytes, own)) for own, _ in parts),
+            tuple(sum(map(nbytes, others)) for _, others in parts),
+            tuple(sum(nbytes(p) for p in own if p in chosen) for own, _ in parts),
+            tuple(sum(nbytes(p, once) for p in own) for own, _ in parts),
+        )
+
+    return {dtype: of(dtype) for dtype in sorted({cast.dtype for cast in traced.casts if cast})}
 
 
 def _filled(struct: Any) -> Any:

@@ -46,3 +46,15 @@ def begins_without_copies(graph: TaskGraph, seconds: PassSeconds) -> Begins:
         if task.kind == "update" and not graph.switches.jit:
             begins[task.id, 0] = max(free.values())
     return begins
+
+
+def as_the_first(graph: TaskGraph, begins: Begins) -> Begins:
+    """In data parallelism, those of the first device for all, which has the most examples."""
+    first = {
+        (task.kind, task.station, task.start): task.id for task in graph.tasks if task.rank == 0
+    }
+    return {
+        (task.id, i): begins[first[task.kind, task.station, task.start], i]
+        for task in graph.tasks
+        for i in range(max(1, len(task.sizes)))
+    }
