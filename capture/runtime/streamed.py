@@ -45,7 +45,7 @@ from capture.step.ledger import Ledger
 from capture.step.pack_order import begins_without_copies
 from capture.step.program import Instruction, Run, Step, replay
 from capture.step.streamed import Begins, StreamedBuilder
-from capture.step.streamed_state import parts_of_name
+from capture.step.streamed_state import StreamedState, parts_of_name
 
 
 def streamed(
@@ -105,6 +105,9 @@ class StreamedStep:
         bound_run_ahead: As of ``PipelinedStep``.
     """
 
+    #: Makes the instructions.
+    builder: type[StreamedState] = StreamedBuilder
+
     def __init__(
         self,
         workload: WorkloadProtocol,
@@ -144,7 +147,7 @@ class StreamedStep:
         self._sizes = TracedSizes(graph, self.optimizer, packs)
         # What programs need is known when they are compiled; what is fetched before it is needed,
         # when that is.
-        self._builder = StreamedBuilder(tasks, self._sizes, plan.machine, self._begins)
+        self._builder = self.builder(tasks, self._sizes, plan.machine, self._begins)
         self._uncompiled = self._builder.build()
         self.programs = PackPrograms(
             traces,
@@ -181,7 +184,7 @@ class StreamedStep:
             key, known = (kind, (first, stop), size), self._sizes.compiled
             known[key] = max(executable.transient_bytes, known.get(key, 0))
         tasks, machine = self.plan.tasks(), self.plan.machine
-        self._builder = StreamedBuilder(tasks, self._sizes, machine, self._begins)
+        self._builder = self.builder(tasks, self._sizes, machine, self._begins)
         step = self._builder.build()
         self.programs = self.programs.of(self._builder)
         for name, executable in executables.items():

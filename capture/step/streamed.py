@@ -105,8 +105,7 @@ class StreamedBuilder(StreamedState):
         super().__init__(graph, sizes, server, units)
         self._units = units
         self._ends, self._cuts = _microbatch_ends(graph, self._lane)
-        #: By lane, where the parts of the batch end that are fed, in examples of the lane.
-        self.parts: dict[int, tuple[int, ...]] = dict(sorted(self._cuts.items()))
+        self.parts = dict(sorted(self._cuts.items()))
         #: (lane, layer, what) -> by end in examples, the slot of a piece.
         self._pieces: defaultdict[tuple[int, int, str], dict[int, int]] = defaultdict(dict)
 

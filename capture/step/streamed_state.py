@@ -120,7 +120,10 @@ class StreamedState:
         rows: By slot of rows: the layer that they enter, or whose batch they are, and which
             examples of the lane.
         values: By slot that holds some of the values which enter its layer, those.
+        parts: By lane, where the parts of the batch end that are fed, in examples of the lane.
     """
+
+    parts: dict[int, tuple[int, ...]]
 
     def __init__(self, graph: TaskGraph, sizes: PackSizes, server: Server, units: Sequence[Unit]):
         self._graph, self._sizes, self._switches = graph, sizes, graph.switches
@@ -179,6 +182,10 @@ class StreamedState:
         begin(self._ledger, self.step)
         self._ended: set[int] = set()
         self._label = ""
+
+    def build(self) -> Step:
+        """The step; once."""
+        raise NotImplementedError
 
     def _flushed(self, rank: Rank) -> Iterator[Instruction]:
         late, rank.late = rank.late, []
