@@ -45,7 +45,8 @@ from capture.step.ledger import Ledger
 from capture.step.pack_order import begins_without_copies
 from capture.step.program import Instruction, Run, Step, replay
 from capture.step.streamed import Begins, StreamedBuilder
-from capture.step.streamed_state import StreamedState, parts_of_name
+from capture.step.streamed_state import parts_of_name
+from capture.step.swapped import SwappedBuilder
 
 
 def streamed(
@@ -106,7 +107,7 @@ class StreamedStep:
     """
 
     #: Makes the instructions.
-    builder: type[StreamedState] = StreamedBuilder
+    builder: type[StreamedBuilder] | type[SwappedBuilder] = StreamedBuilder
 
     def __init__(
         self,

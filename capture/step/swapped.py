@@ -221,7 +221,7 @@ class SwappedBuilder(StreamedState):
             self._label = f"update of layer {i}"
             for number in range(len(self._ranks)):
                 yield from self._make_room_for(at, operation, number)
-            yield from self._update(i)
+            yield from self._update_layer(i)
         else:
             m = operation.reads[1][2]
             ahead = ("dW", i, 0) not in operation.writes
@@ -292,7 +292,7 @@ class SwappedBuilder(StreamedState):
         if i and groups[2]:
             yield Free(groups[2])
 
-    def _update(self, i: int) -> Iterator[Instruction]:
+    def _update_layer(self, i: int) -> Iterator[Instruction]:
         span, sizes = (i, i + 1), self._sizes
         numbers = range(len(self._ranks))
         gradients = [self._there.pop((number, ("dW", i, 0))) for number in numbers]
