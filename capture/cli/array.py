@@ -132,8 +132,8 @@ def plan(options: argparse.Namespace) -> int:
         [
             one.way.name,
             " ".join(str(len(group)) for group in one.way.partition),
-            f"{one.evaluation.seconds:.4g} s",
-            format_bytes(one.evaluation.peak_bytes),
+            f"{one.weighed.seconds:.4g} s" if one.fits else "-",
+            format_bytes(one.weighed.peak_bytes),
             "yes" if one.fits else "no",
         ]
         for one in answer.proof.candidates

@@ -13,11 +13,14 @@ A plan is JSON:
                               optax.inject_hyperparams knows them
     shared_batches            whether all models read the same batch
     partition                 sub-arrays: the models (from 0) that are one program
-    order                     "multiplexed": the backward pass of one of two sub-arrays beside the
-                              forward pass of the other; "in turn": one after the other
+    order                     "multiplexed": the backward pass of each sub-array beside the forward
+                              pass of the next; "in turn": one after the other
     decisions                 per sub-array, of the bundles of feature maps that are not retained:
                               bundle, its name; choice, "swap" or "recompute"; ahead, how many
-                              backward segments before its first use a swapped one is fetched
+                              backward segments before its first use a swapped one is fetched;
+                              behind, after how many segments of all sub-arrays the step waits for
+                              its copy where something could come early in its place, null for
+                              only when something needs the room
     bundle_bytes              feature maps of equal lifetime are one bundle until it has so many
                               bytes
     memory_limit_bytes        up to which the step lets copies go on before it waits for them; null
@@ -83,11 +86,15 @@ class Decision:
         choice: ``"swap"``: copied to the host and back; ``"recompute"``: made again.
         ahead: Of a swapped one, how many of its sub-array's segments before its first use it is
             fetched, if there is room by then.
+        behind: Of a swapped one, after how many segments of all sub-arrays the step waits for its
+            copy where something else could come early in its place; None if only when something
+            needs the room.
     """
 
     bundle: str
     choice: Literal["swap", "recompute"]
     ahead: int = 1
+    behind: int | None = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +125,7 @@ class ArrayPlan:
     Raises:
         PlanError: every rule that is broken, with its code: ``array-models`` for none,
             ``array-partition`` unless every model is in one sub-array, ``array-order`` for an
-            unknown order, or multiplexing of other than two sub-arrays, ``array-decisions`` for a
+            unknown order, or multiplexing of less than two sub-arrays, ``array-decisions`` for a
             bundle that is decided twice, or a sub-array without a list, ``array-size`` for a number
             that must be positive.
     """
@@ -221,10 +228,10 @@ class ArrayPlan:
             yield Violation(
                 f"order={self.order!r} is unknown; choose {' or '.join(ORDERS)}.", "array-order"
             )
-        elif self.order == "multiplexed" and len(self.partition) != 2:
+        elif self.order == "multiplexed" and len(self.partition) < 2:
             yield Violation(
-                f"order='multiplexed' with {len(self.partition)} sub-arrays; the passes of two are "
-                "multiplexed: make two, or take order='in turn'.",
+                f"order='multiplexed' with {len(self.partition)} sub-arrays; the passes of several "
+                "are multiplexed: make two or more, or take order='in turn'.",
                 "array-order",
             )
         if len(self.decisions) != len(self.partition):

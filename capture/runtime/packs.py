@@ -296,8 +296,11 @@ class PackPrograms:
     def _pass(self, run: Run) -> tuple[Callable[..., Any], Any]:
         """A forward or backward pass, and what tells it from others of the same arguments."""
         kind, first, stop, size, _ = parts_of_name(run.program)
+        # A part of a forward pack gets what the whole pack reads of the batch.
+        read = [self._builder.spans[slot] for slot in run.inputs[2][:1]]
+        leaves = self._graph.stage_batch(*read[0]) if read else ()
         pack = PackFunctions(
-            self._traced[size], (first, stop), self._weights_at(run), self._pieces(run)
+            self._traced[size], (first, stop), self._weights_at(run), self._pieces(run), leaves
         )
         groups = [len(group) for group in run.inputs]
         if kind == "forward":
@@ -356,7 +359,15 @@ class PackPrograms:
 
 
 class PackFunctions:
-    """Layers at a micro-batch size, as functions of slots."""
+    """Layers at a micro-batch size, as functions of slots.
+
+    Args:
+        traced: The loss at that size.
+        span: Layers.
+        where: By parameter, which slot of weights has it, and where.
+        pieces: Examples of each piece of the micro-batch.
+        leaves: Of the batch, those of each slot of it.
+    """
 
     def __init__(
         self,
@@ -364,10 +375,11 @@ class PackFunctions:
         span: Span,
         where: Mapping[int, tuple[int, int]],
         pieces: tuple[int, ...],
+        leaves: tuple[int, ...],
     ):
         graph = self._graph = traced.graph
         self._layers, self.where, self._pieces = traced.slice(*span), where, pieces
-        self._leaves = graph.stage_batch(*span)
+        self._leaves = leaves
         self._entering, self._leaving = graph.crossing(span[0]), graph.crossing(span[1])
         self._is_last = span[1] == graph.num_layers
 

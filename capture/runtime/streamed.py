@@ -27,12 +27,12 @@ from capture.plan.task_graph import Task
 from capture.quantities import format_bytes
 from capture.runtime.dispatch import BoundStep, Observer, to_device, to_host
 from capture.runtime.layout import check_host_memory, first_devices
+from capture.runtime.leaf_parts import traced_optimizer
 from capture.runtime.microbatches import split_examples
 from capture.runtime.optimizer import SlicedOptimizer
 from capture.runtime.pack_traces import traced_at
 from capture.runtime.packs import PackPrograms, TracedSizes
 from capture.runtime.pipeline import StepMetrics
-from capture.runtime.stacked import traced_optimizer
 from capture.runtime.state import (
     PipelineState,
     check_state,

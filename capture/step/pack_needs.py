@@ -54,7 +54,7 @@ class PackNeeds:
             return summed + sizes.transient_bytes("accumulate", span, size, made)
         need = held = 0
         for sub_pack in task.sub_packs:  # what is kept goes out while the next ones run
-            made = sizes.value_bytes(sub_pack[1], size)
+            made = sizes.value_bytes(sub_pack[1], size) + 4 * (sub_pack[1] == sizes.num_layers)
             need = max(need, held + sizes.transient_bytes("forward", sub_pack, size, made))
             held += made
         return need

@@ -103,7 +103,7 @@ class StreamedBuilder(StreamedState):
         units = [Unit(task, i) for task in graph.tasks for i in range(max(1, len(task.sizes)))]
         units.sort(key=lambda unit: (begins[unit.task.id, unit.i], unit.task.id, unit.i))
         super().__init__(graph, sizes, server, units)
-        self._units = units
+        self.units = units
         self._ends, self._cuts = _microbatch_ends(graph, self._lane)
         self.parts = dict(sorted(self._cuts.items()))
         #: (lane, layer, what) -> by end in examples, the slot of a piece.
@@ -112,7 +112,7 @@ class StreamedBuilder(StreamedState):
     def build(self) -> Step:
         """The step; once."""
         step = self.step
-        for unit in self._units:
+        for unit in self.units:
             task, rank = unit.task, self._ranks[unit.task.rank]
             rank.units.pop()
             self._label = f"{task.kind} {unit.at} of layers {task.first} to {task.stop - 1}"
@@ -139,7 +139,7 @@ class StreamedBuilder(StreamedState):
             return
         if not (self._switches.prefetch and self._switches.grouping):
             yield from self._flushed(rank)
-        running = self._needs.running(unit.task, unit.i)
+        running = self.needs.running(unit.task, unit.i)
         yield from self._make_room(rank, self._missing_bytes(unit, rank) + running)
         yield from self._bring(unit, rank)
         late, rank.late = rank.late, []
@@ -158,7 +158,7 @@ class StreamedBuilder(StreamedState):
         """Weights and inputs of a pass, those that are not there yet; early, as far as they have
         been made and have room beside what is still to come before it."""
         task, early = unit.task, beside is not None
-        reads = self._needs.reads(task, unit.size)
+        reads = self.needs.reads(task, unit.size)
 
         def fits(what: str) -> bool:
             return beside is None or self._has_room(rank, reads[what] + beside)
@@ -191,7 +191,7 @@ class StreamedBuilder(StreamedState):
             "inputs": unit.inputs,
             "gradients": unit.gradients,
         }
-        reads = self._needs.reads(unit.task, unit.size)
+        reads = self.needs.reads(unit.task, unit.size)
         return sum(nbytes for what, nbytes in reads.items() if came[what] is None)
 
     def _updating_bytes(self, unit: Unit, rank: Rank) -> int:
@@ -205,7 +205,7 @@ class StreamedBuilder(StreamedState):
             spans.add((task.first, task.stop))
         if not spans:
             return 0
-        return self._needs.leaves(task, unit.i) + self._needs.updates(spans)
+        return self.needs.leaves(task, unit.i) + self.needs.updates(spans)
 
     def _feed(self, unit: Unit, rank: Rank) -> Generator[Instruction, None, list[int]]:
         """The batch, which is on the host: it need not be kept for the backward pass."""

@@ -150,7 +150,7 @@ class StreamedState:
         #: Whether devices add their gradients; otherwise the host does.
         self._reduces = graph.mode == "dp" and graph.num_devices > 1 and self._updates_at_once
         lanes = graph.num_devices if graph.mode == "dp" else 1
-        self._needs = PackNeeds(sizes, backward, lanes, reduces=self._reduces)
+        self.needs = PackNeeds(sizes, backward, lanes, reduces=self._reduces)
         places = [place for rank in self._ranks for place in (rank.place, rank.host)]
         self.step = Step(tuple(places) + ((self._everywhere,) if self._reduces else ()))
         cuts = {end for task in graph.tasks for end in (task.first, task.stop)}
@@ -410,7 +410,7 @@ class StreamedState:
                 rank: self._span_slot("gradients", self._ranks[rank].place, span)
                 for rank in gradients
             }
-            transient = self._needs.reduction(span)
+            transient = self.needs.reduction(span)
             for number in gradients:
                 yield from self._make_room(self._ranks[number], transient)
             name = self._program("reduce", program_name("reduce", span, 0, 0), None, transient)
@@ -419,7 +419,7 @@ class StreamedState:
             gradients = reduced
         for number, gradient in sorted(gradients.items()):
             rank = self._ranks[number]
-            yield from self._make_room(rank, self._needs.update(span))
+            yield from self._make_room(rank, self.needs.update(span))
             held = next(id for id in rank.weights if self._spans_of[id] == span)
             weights = rank.weights.pop(held)
             yield from self._free_shared(span, weights)
@@ -432,7 +432,7 @@ class StreamedState:
         self, span: Span, rank: Rank, gradients: Sequence[int], summaries: Sequence[int] = ()
     ) -> Iterator[Instruction]:
         """A device that has nothing of it."""
-        come = 2 * self._needs.weights(span) + self._needs.update(span)
+        come = 2 * self.needs.weights(span) + self.needs.update(span)
         yield from self._make_room(rank, come)
         weights = yield from self._bring_weights(span, rank)
         fetched = yield from self._fetched(gradients, rank)

@@ -12,7 +12,7 @@ Table A (rank, last_fw_uses, first_bw_uses).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, Protocol
 
@@ -127,6 +127,26 @@ class Programs(Protocol):
 
 
 @dataclass(frozen=True)
+class Issued:
+    """What is issued for a segment, once it is decided what becomes of feature maps.
+
+    Attributes:
+        soon: Swapped bundles that may be fetched before it runs, with the segments that use them,
+            in their order.
+        slices: Programs that make bundles again, which run before it.
+        call: Its program.
+        gone: Bundles that end with it, and that no program takes over.
+        outs: Bundles that are swapped out after it.
+    """
+
+    soon: tuple[tuple[int, int], ...]
+    slices: tuple[Call, ...]
+    call: Call
+    gone: tuple[int, ...]
+    outs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Lifetimes:
     """When the bundles of a sub-array are used, once it is decided which are swapped or made again.
 
@@ -134,11 +154,14 @@ class Lifetimes:
         sub_array: The segments.
         swapped: Bundle -> how many segments before its first use backward it is fetched.
         recomputed: Bundles.
+        behind: Swapped bundle -> after how many segments of all sub-arrays its copy to the host is
+            waited for, where something could come early in its place.
     """
 
     sub_array: SubArray
     swapped: dict[int, int]
     recomputed: frozenset[int]
+    behind: dict[int, int] = field(default_factory=dict)
 
     @cached_property
     def slices(self) -> dict[int, list[tuple[int, tuple[int, ...], tuple[int, ...]]]]:
@@ -185,6 +208,59 @@ class Lifetimes:
         """First segment of the backward pass at which it is used; one behind the last if none."""
         layers = self.sub_array.num_layers
         return min([use for use in self.uses[number] if use >= layers], default=2 * layers)
+
+    @cached_property
+    def issued(self) -> list[Issued]:
+        """Per segment."""
+        sub_array, layers = self.sub_array, self.sub_array.num_layers
+        bundles, loss = sub_array.bundles, sub_array.loss
+        dying: list[list[int]] = [[] for _ in sub_array.segments]
+        for number, uses in enumerate(self.uses):
+            if uses and not bundles[number].is_state:
+                dying[uses[-1]].append(number)
+        soon: list[list[tuple[int, int]]] = [[] for _ in sub_array.segments]
+        outs: list[list[int]] = [[] for _ in sub_array.segments]
+        for number in sorted(self.swapped):
+            use = self.first_backward(number)
+            outs[self.last_forward(number)].append(number)
+            for segment in range(max(layers, use - self.swapped[number]), use):
+                soon[segment].append((use, number))
+        found = []
+        for segment, work in enumerate(sub_array.segments):
+            ends = set(dying[segment])
+            donated = tuple(n for n in work.reads if n in ends or n in work.writes)
+            idle = [
+                n
+                for n in work.writes
+                if n in self.recomputed or not (self.uses[n] or bundles[n].is_state)
+            ]
+            gone = [n for n in (*dying[segment], *idle) if n not in donated and n != loss]
+            kind: CallKind = "backward" if segment >= layers else "forward"
+            slices = tuple(
+                Call("recompute", writer, sources, (), targets)
+                for writer, targets, sources in self.slices.get(segment, ())
+            )
+            call = Call(kind, segment, work.reads, donated, work.writes)
+            found.append(
+                Issued(
+                    tuple(sorted(soon[segment])), slices, call, tuple(gone), tuple(outs[segment])
+                )
+            )
+        return found
+
+    @cached_property
+    def between(self) -> tuple[int, ...]:
+        """Bundles that are there, on the device or its host, between the passes."""
+        layers = self.sub_array.num_layers
+        return tuple(
+            number
+            for number, (bundle, uses) in enumerate(
+                zip(self.sub_array.bundles, self.uses, strict=True)
+            )
+            if not bundle.is_state and number not in self.recomputed
+            if uses and uses[-1] >= layers
+            if (uses[0] if bundle.writer is None else bundle.writer) < layers
+        )
 
 
 def movable(sub_array: SubArray) -> list[int]:

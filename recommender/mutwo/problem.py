@@ -1,34 +1,47 @@
 """An array of models on one device: the ways of training it that are weighed, and what each needs.
 
 A way is a partition, an order, and what becomes of the feature maps. It is judged as what will run:
-its steps are built, replayed and simulated.
+its steps are issued, their bytes are counted and their seconds are read from a clock, thousands of
+times; what is chosen is written, replayed and simulated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import pairwise
-from typing import Literal, Protocol
+from math import inf
+from typing import Literal, NamedTuple, Protocol
 
-from capture.machine.cluster import Machine
-from capture.plan.array import ArrayPrediction, Decision, Order
+from capture.machine.target import HostLink
+from capture.plan.array import ArrayPrediction, Decision
+from capture.step.issue import Clock, Issue, Order, Silent
 from capture.step.ledger import Ledger
 from capture.step.multiplexed import (
     HOST,
     ArraySteps,
     build_array,
     lifetimes,
+    orders,
     peak_of,
     recomputed_bytes,
     swapped_bytes,
 )
-from capture.step.program import Run
+from capture.step.program import Copy, Feed, Place, Run
 from capture.step.sub_array import Lifetimes, Programs, SubArray, movable, recomputable
-from capture.step.timeline import LinkTimes, Seconds, StepTimeline, simulate_step
+from capture.step.timeline import Seconds, StepTimeline, simulate_step
+from recommender.mutwo.ways import Rule, Way
 
-Choice = Literal["retain", "swap", "recompute"]
+
+class Choice(NamedTuple):
+    """What becomes of feature maps; of those swapped, as of ``Decision``, how early they come."""
+
+    kind: Literal["retain", "swap", "recompute"]
+    ahead: int = 0
+
+
+RETAIN, RECOMPUTE = Choice("retain"), Choice("recompute")
+#: How many segments early what is swapped may come.
+PROMPTS = (1, 2, 4)
 
 
 class Profiled(Programs, Protocol):
@@ -37,64 +50,64 @@ class Profiled(Programs, Protocol):
     def sub_array(self, num_models: int) -> SubArray: ...
 
 
-@dataclass(frozen=True)
-class Way:
-    """Which models are one program, and in which order.
+class Unit(NamedTuple):
+    """Feature maps that are decided together, in all sub-arrays of a size alike.
 
     Attributes:
-        name: For people: ``multiplexed``.
-        partition: Sub-arrays.
-        order: Of their passes.
+        size: Models of such a sub-array.
+        layer: That makes them.
+        own: Whether its own passes alone use them, so that they may be recomputed.
+        bundles: By number.
     """
 
-    name: str
-    partition: tuple[tuple[int, ...], ...]
-    order: Order
+    size: int
+    layer: int
+    own: bool
+    bundles: tuple[int, ...]
 
 
-def ways(num_models: int) -> list[Way]:
-    """Two halves multiplexed, two halves in turn, all fused as one, and none fused; an odd model is
-    in the first half.
+#: A choice per unit of a way.
+Chosen = tuple[Choice, ...]
 
-    Source: Purandare et al. 2023 (mu-TWO), 3.2, which weighs more partitions, and multiplexes in
-    all of them (READINGS.md, M-y).
+
+class Weighed(NamedTuple):
+    """A way with choices, as issued; the less the better.
+
+    Attributes:
+        excess_bytes: Summed over the segments, what they need above the limit, and what the host
+            needs above its own; 0 if the limits are kept.
+        seconds: Of the body; infinite where they are not.
+        peak_bytes: Of the device, in the body.
     """
 
-    def halves(parts: int) -> tuple[tuple[int, ...], ...]:
-        ends = [-(-num_models * n // parts) for n in range(parts + 1)]
-        return tuple(tuple(range(first, stop)) for first, stop in pairwise(ends))
+    excess_bytes: int
+    seconds: float
+    peak_bytes: int
 
-    found = [Way("all fused", halves(1), "in turn")]
-    if num_models > 1:
-        found = [Way("multiplexed", halves(2), "multiplexed"), *found]
-        found.append(Way("none fused", halves(num_models), "in turn"))
-    if num_models > 2:
-        found.insert(1, Way("in turn", halves(2), "in turn"))
-    return found
-
-
-#: Of sub-arrays of a size, a layer's feature maps: those that its forward pass alone makes and
-#: reads, and those that others read.
-Unit = tuple[int, int, bool]
+    @property
+    def fits(self) -> bool:
+        return not self.excess_bytes
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A way with its choices, replayed and simulated.
+    """A way with its choices, written, replayed and simulated.
 
     Attributes:
         arrays: Decided.
+        decisions: As a plan has them.
         steps: Its instructions.
         ledgers: Of them.
         timeline: Of the body.
-        excess_bytes: Summed over all instructions, what they need above the limit; 0 if it is kept.
+        limit_bytes: Up to which the step lets copies go on.
     """
 
     arrays: tuple[Lifetimes, ...]
+    decisions: tuple[tuple[Decision, ...], ...]
     steps: ArraySteps
     ledgers: tuple[Ledger, ...]
     timeline: StepTimeline
-    excess_bytes: int
+    limit_bytes: int
 
     @property
     def seconds(self) -> float:
@@ -152,81 +165,190 @@ class ArrayProblem:
     Attributes:
         profiled: The models.
         num_models: How many.
-        machine: One device.
+        host: What joins the device and its host.
         limit_bytes: Of its memory.
         host_bytes: What may be swapped at once; None if nobody knows.
+        by_bundle: Decide every bundle by itself, not those of a layer together. A layer then has
+            many programs that make some of it again: for costs that are known without compiling.
+        rule: Which partitions are weighed.
     """
 
     profiled: Profiled
     num_models: int
-    machine: Machine
+    host: HostLink
     limit_bytes: int
     host_bytes: int | None = None
-    _known: dict[tuple[Way, tuple[tuple[Unit, Choice], ...]], Evaluation] = field(
-        default_factory=dict, compare=False
-    )
+    by_bundle: bool = False
+    rule: Rule = "pairs"
+    _spaces: dict[Way, Space] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def space(self, way: Way) -> Space:
+        """The choices of a way."""
+        if way not in self._spaces:
+            self._spaces[way] = Space(self, way)
+        return self._spaces[way]
 
     @property
     def num_evaluated(self) -> int:
-        return len(self._known)
+        return sum(len(space.known) for space in self._spaces.values())
 
-    @cached_property
-    def _links(self) -> LinkTimes:
-        return LinkTimes(self.machine.cluster, self.machine.rates)
+    def transfer(
+        self, instruction: Feed | Copy, nbytes: int, source: Place | None, target: Place
+    ) -> float:
+        """Seconds, as ``LinkTimes`` has them for one device."""
+        inwards = source is None or source.host is not None
+        return (self.host.to_device if inwards else self.host.to_host).seconds(nbytes)
 
-    def units(self, way: Way) -> list[Unit]:
-        """Whose feature maps are decided together: sub-arrays of one size alike."""
-        found: dict[Unit, None] = {}
-        for size in dict.fromkeys(len(group) for group in way.partition):
-            sub_array = self.profiled.sub_array(size)
-            own = set(recomputable(sub_array))
-            for number in movable(sub_array):
-                layer = sub_array.bundles[number].writer
-                assert layer is not None, "feature maps are made by a segment"
-                found[size, layer, number in own] = None
-        return list(found)
 
-    def choices(self, unit: Unit) -> tuple[Choice, ...]:
-        """What may become of it."""
-        return ("retain", "swap", "recompute") if unit[2] else ("retain", "swap")
+class Space:
+    """The choices of a way, weighed as they are asked for.
 
-    def decisions(
-        self, way: Way, chosen: Mapping[Unit, Choice]
-    ) -> tuple[tuple[Decision, ...], ...]:
-        """As a plan has them."""
-        return tuple(tuple(self._decided(len(group), chosen)) for group in way.partition)
+    Attributes:
+        units: What is decided, in the order of the layers.
+        options: Per unit, the choices that it has.
+        known: What was weighed.
+    """
 
-    def _decided(self, size: int, chosen: Mapping[Unit, Choice]) -> Iterator[Decision]:
-        sub_array = self.profiled.sub_array(size)
-        own = set(recomputable(sub_array))
+    def __init__(self, problem: ArrayProblem, way: Way):
+        self.problem, self.way = problem, way
+        self._sizes = [len(group) for group in way.partition]
+        self.units = [unit for size in dict.fromkeys(self._sizes) for unit in self._units(size)]
+        self.options = [tuple(self._options(unit)) for unit in self.units]
+        self.known: dict[tuple[Chosen, int], Weighed] = {}
+        self._lives: dict[tuple[int, Chosen], Lifetimes] = {}
+        self._least: dict[Chosen, Issue] = {}
+        to_device, to_host = problem.host.to_device, problem.host.to_host
+        sizes = {bundle.nbytes for size in set(self._sizes) for bundle in self._array(size).bundles}
+        self._to_device = {nbytes: to_device.seconds(nbytes) for nbytes in sizes}.__getitem__
+        self._to_host = {nbytes: to_host.seconds(nbytes) for nbytes in sizes}.__getitem__
+
+    def _array(self, size: int) -> SubArray:
+        return self.problem.profiled.sub_array(size)
+
+    def _units(self, size: int) -> Iterator[Unit]:
+        sub_array = self._array(size)
+        again, found = set(recomputable(sub_array)), dict[tuple[int, bool, int], list[int]]()
         for number in movable(sub_array):
-            bundle = sub_array.bundles[number]
-            assert bundle.writer is not None, "feature maps are made by a segment"
-            choice = chosen.get((size, bundle.writer, number in own), "retain")
-            if choice != "retain":
-                yield Decision(bundle.name, choice)
+            layer = sub_array.bundles[number].writer
+            assert layer is not None, "feature maps are made by a segment"
+            one = number if self.problem.by_bundle else 0
+            found.setdefault((layer, number in again, one), []).append(number)
+        for (layer, own, _), numbers in sorted(found.items()):
+            yield Unit(size, layer, own, tuple(numbers))
 
-    def evaluate(self, way: Way, chosen: Mapping[Unit, Choice]) -> Evaluation:
-        """A way with choices; what is not chosen is retained."""
-        key = way, tuple(sorted((u, c) for u, c in chosen.items() if c != "retain"))
-        if key not in self._known:
-            self._known[key] = self._evaluate(way, chosen)
-        return self._known[key]
+    def _options(self, unit: Unit) -> Iterator[Choice]:
+        yield RETAIN
+        # Nothing comes before the backward pass begins.
+        longest = self._array(unit.size).num_layers - 1 - unit.layer
+        for ahead in dict.fromkeys(min(ahead, max(1, longest)) for ahead in PROMPTS):
+            yield Choice("swap", ahead)
+        if unit.own:
+            yield RECOMPUTE
 
-    def _evaluate(self, way: Way, chosen: Mapping[Unit, Choice]) -> Evaluation:
+    @property
+    def retained(self) -> Chosen:
+        return (RETAIN,) * len(self.units)
+
+    @property
+    def swapped(self) -> Chosen:
+        """All: no choices need less of the device."""
+        return tuple(options[1] for options in self.options)
+
+    def swap(self, n: int, ahead: int) -> Choice:
+        """Of a unit, so early or as early as is possible."""
+        swaps = [choice for choice in self.options[n] if choice.kind == "swap"]
+        return max((one for one in swaps if one.ahead <= ahead), key=lambda one: one.ahead)
+
+    def arrays(self, chosen: Chosen) -> tuple[Lifetimes, ...]:
+        """Sub-arrays, decided."""
+        return tuple(self._life(size, chosen) for size in self._sizes)
+
+    def _life(self, size: int, chosen: Chosen) -> Lifetimes:
+        own = [
+            (unit, choice)
+            for unit, choice in zip(self.units, chosen, strict=True)
+            if unit.size == size
+        ]
+        key = size, tuple(choice for _, choice in own)
+        if key not in self._lives:
+            self._lives[key] = Lifetimes(
+                self._array(size),
+                {n: choice.ahead for unit, choice in own if choice.kind == "swap" for n in unit[3]},
+                frozenset(n for unit, choice in own if choice.kind == "recompute" for n in unit[3]),
+            )
+        return self._lives[key]
+
+    def decisions(self, chosen: Chosen, limit_bytes: int) -> tuple[tuple[Decision, ...], ...]:
+        """As a plan has them."""
+        issued, _ = self._issued(chosen, limit_bytes)
+        return tuple(
+            tuple(self._decided(a, size, chosen, issued)) for a, size in enumerate(self._sizes)
+        )
+
+    def _decided(self, a: int, size: int, chosen: Chosen, issued: Issue) -> Iterator[Decision]:
+        bundles = self._array(size).bundles
+        found = {
+            number: choice
+            for unit, choice in zip(self.units, chosen, strict=True)
+            if unit.size == size
+            for number in unit.bundles
+        }
+        for number, choice in sorted(found.items()):
+            name = bundles[number].name
+            if choice.kind == "swap":
+                yield Decision(name, "swap", choice.ahead, issued.behind.get((a, number)))
+            elif choice.kind == "recompute":
+                yield Decision(name, "recompute")
+
+    def _body(self, chosen: Chosen) -> Order:
+        return orders(self.arrays(chosen), self.way.order)[0]
+
+    def least(self, chosen: Chosen) -> Issue:
+        """The body where everything is waited for: no limit below its peak can be kept."""
+        key = tuple(Choice(choice.kind) for choice in chosen)
+        if key not in self._least:
+            self._least[key] = Issue(self._body(key), self.problem.profiled, Silent())
+        return self._least[key]
+
+    def least_fits(self, chosen: Chosen) -> bool:
+        """Whether choices can keep the limits."""
+        return not self._excess(self.least(chosen), self.problem.limit_bytes)
+
+    def _excess(self, least: Issue, limit: int) -> int:
+        host = self.problem.host_bytes
+        excess = sum(need - limit for need in least.needs if need > limit)
+        return excess + max(0, least.host_peak_bytes - host if host is not None else 0)
+
+    def weigh(self, chosen: Chosen, limit_bytes: int | None = None) -> Weighed:
+        """Choices within the limit of the problem, or another one."""
+        limit = self.problem.limit_bytes if limit_bytes is None else limit_bytes
+        key = chosen, limit
+        if key not in self.known:
+            self.known[key] = self._weighed(chosen, limit)
+        return self.known[key]
+
+    def _weighed(self, chosen: Chosen, limit: int) -> Weighed:
+        least = self.least(chosen)
+        excess = self._excess(least, limit)
+        if excess:
+            return Weighed(excess, inf, least.peak_bytes)
+        issued, clock = self._issued(chosen, limit)
+        return Weighed(0, clock.seconds, issued.peak_bytes)
+
+    def _issued(self, chosen: Chosen, limit: int) -> tuple[Issue, Clock]:
+        order = self._body(chosen)
+        clock = Clock(order.arrays, self._to_device, self._to_host, self.problem.host.duplex)
+        needs = self.least(chosen).needs
+        return Issue(order, self.problem.profiled, clock, limit, needs), clock
+
+    def evaluate(self, chosen: Chosen, limit: int) -> Evaluation:
+        """Choices, written, replayed and simulated."""
+        problem, decided = self.problem, self.decisions(chosen, limit)
         arrays = tuple(
-            lifetimes(self.profiled.sub_array(len(group)), decided)
-            for group, decided in zip(way.partition, self.decisions(way, chosen), strict=True)
+            lifetimes(self._array(size), own)
+            for size, own in zip(self._sizes, decided, strict=True)
         )
-        steps = build_array(arrays, way.order, self.profiled, self.limit_bytes)
-        ledgers = steps.replay(record_timeline=True)
-        host = self.machine.rates.host
-        seconds = Seconds(steps.body.seconds, self._links.seconds, host.duplex)
+        steps = build_array(arrays, self.way.order, problem.profiled, limit)
+        seconds = Seconds(steps.body.seconds, problem.transfer, problem.host.duplex)
         timeline = simulate_step(steps.body.step, seconds, feeds_ahead=0)
-        excess = sum(
-            max(0, nbytes - self.limit_bytes)
-            for ledger in ledgers
-            for _, memory, nbytes in ledger.timeline
-            if memory == 0
-        )
-        return Evaluation(arrays, steps, ledgers, timeline, excess)
+        return Evaluation(arrays, decided, steps, steps.replay(), timeline, limit)

@@ -151,7 +151,7 @@ def plan_array(question: ArrayQuestion) -> ArrayAnswer:
     limit = question.memory_limit_bytes
     limit = int(machine.memory_limit_bytes) if limit is None else limit
     problem = ArrayProblem(
-        profile, len(question.models), machine, limit, question.host_memory_bytes
+        profile, len(question.models), machine.rates.host, limit, question.host_memory_bytes
     )
     result = search(problem)
     best = result.best
@@ -162,7 +162,7 @@ def plan_array(question: ArrayQuestion) -> ArrayAnswer:
         models=question.models,
         partition=best.way.partition,
         order=best.way.order,
-        decisions=problem.decisions(best.way, best.chosen),
+        decisions=best.evaluation.decisions,
         shared_batches=question.shared_batches,
         bundle_bytes=question.bundle_bytes,
         memory_limit_bytes=limit,
@@ -181,7 +181,7 @@ def _why(result: ArrayResult, limit: int) -> Why:
     best = result.best
     others = [one for one in result.candidates if one is not best]
     beside = ", ".join(
-        f"{one.way.name} {one.evaluation.seconds:.4g} s" + ("" if one.fits else ", does not fit")
+        f"{one.way.name} " + (f"{one.weighed.seconds:.4g} s" if one.fits else "does not fit")
         for one in others
     )
     said = (

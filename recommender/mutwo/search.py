@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
-from recommender.mutwo.problem import ArrayProblem, Choice, Evaluation, Unit, Way, ways
+from recommender.mutwo.bound import TOLERANCE, bound_seconds, floor_seconds
+from recommender.mutwo.descent import descend
+from recommender.mutwo.enumerate import enumerate_choices
+from recommender.mutwo.problem import ArrayProblem, Chosen, Evaluation, Space, Weighed
+from recommender.mutwo.ways import Way, ways
+
+Algorithm = Literal["descent", "enumerate"]
+#: From the choices of a way to the best of them.
+ALGORITHMS: dict[Algorithm, Callable[[Space], tuple[Chosen, Weighed]]] = {
+    "descent": descend,
+    "enumerate": enumerate_choices,
+}
 
 
 @dataclass(frozen=True)
@@ -15,24 +28,41 @@ class Candidate:
     """A way, and the best choices that were found for it.
 
     Attributes:
-        way: Partition and order.
-        chosen: By unit; what is not named is retained.
-        evaluation: Of both.
-        fits: Whether it keeps the limits.
+        space: Its choices.
+        chosen: Those.
+        weighed: Of them.
+        bound_seconds: Of the way: none of its choices is faster.
+        limit_bytes: For which they were found.
     """
 
-    way: Way
-    chosen: dict[Unit, Choice]
-    evaluation: Evaluation
-    fits: bool
+    space: Space
+    chosen: Chosen
+    weighed: Weighed
+    bound_seconds: float
+    limit_bytes: int
+
+    @property
+    def way(self) -> Way:
+        return self.space.way
+
+    @property
+    def fits(self) -> bool:
+        """Whether it keeps the limits."""
+        return self.weighed.fits
+
+    @cached_property
+    def evaluation(self) -> Evaluation:
+        """Written, replayed and simulated."""
+        return self.space.evaluate(self.chosen, self.limit_bytes)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "name": self.way.name,
             "partition": [list(group) for group in self.way.partition],
             "order": self.way.order,
-            "step_seconds": self.evaluation.seconds,
-            "peak_bytes": self.evaluation.peak_bytes,
+            "step_seconds": self.weighed.seconds if self.fits else None,
+            "bound_seconds": self.bound_seconds,
+            "peak_bytes": self.weighed.peak_bytes,
             "fits": self.fits,
         }
 
@@ -42,16 +72,15 @@ class ArrayResult:
     """What a search found.
 
     Attributes:
-        candidates: One per way, in the order of ``ways``.
+        candidates: Ways that were searched; others are slower by their programs alone.
         algorithm: Name of the search.
-        num_evaluated: Ways with choices that were replayed and simulated.
-        bound_seconds: Least seconds of the programs alone, over all ways: no step of them is
-            faster.
+        num_evaluated: Ways with choices that were issued.
+        bound_seconds: Over all ways: no step of them that keeps the limit is faster.
         seconds: Wall time.
     """
 
     candidates: tuple[Candidate, ...]
-    algorithm: str
+    algorithm: Algorithm
     num_evaluated: int
     bound_seconds: float
     seconds: float
@@ -59,15 +88,14 @@ class ArrayResult:
     @property
     def best(self) -> Candidate:
         """The fastest that fits, or else that of least peak; of equal ones, that of less memory."""
-        fitting = [one for one in self.candidates if one.fits]
-        if fitting:
-            return min(fitting, key=lambda one: (one.evaluation.seconds, one.evaluation.peak_bytes))
-        return min(self.candidates, key=lambda one: one.evaluation.peak_bytes)
+        return min(self.candidates, key=lambda one: _rank(one.weighed))
 
     @property
     def optimal(self) -> bool:
         """Whether it is proven that none of the ways is faster."""
-        return self.best.fits and self.best.evaluation.seconds <= self.bound_seconds
+        return self.best.fits and (
+            self.best.weighed.seconds <= self.bound_seconds * (1 + 2 * TOLERANCE)
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -79,62 +107,37 @@ class ArrayResult:
         }
 
 
-def search(problem: ArrayProblem) -> ArrayResult:
-    """The best of every way: feature maps move, one unit after the other, until the limit is kept.
+def _rank(weighed: Weighed) -> tuple[float, ...]:
+    if weighed.fits:
+        return 0, weighed.seconds, weighed.peak_bytes
+    return 1, weighed.peak_bytes, weighed.excess_bytes
 
-    Each time the unit moves that costs the fewest seconds per byte that is above the limit, by
-    replay and simulation of the whole step; then each choice is revised once.
+
+def search(problem: ArrayProblem, algorithm: Algorithm = "descent") -> ArrayResult:
+    """The fastest step of all ways that keeps the limits.
+
+    Ways are searched in the order of what their programs take, the fastest first, and left alone
+    once that, or the bound of their choices, is no less than what was found.
     """
     start = time.perf_counter()
-    candidates, bound = [], inf
-    for way in ways(problem.num_models):
-        bound = min(bound, problem.evaluate(way, {}).compute_seconds)
-        candidates.append(_greedy(problem, way))
+    spaces = [problem.space(way) for way in ways(problem.num_models, problem.rule)]
+    floors = sorted(((floor_seconds(space), n) for n, space in enumerate(spaces)))
+    candidates: list[Candidate] = []
+    # Of the best so far, but for what bounds may be wrong by.
+    enough, bound = inf, inf
+    for floor, n in floors:
+        space = spaces[n]
+        least = floor if floor >= enough else max(floor, bound_seconds(space))
+        bound = min(bound, least)
+        if candidates and least >= enough:
+            continue
+        chosen, weighed = ALGORITHMS[algorithm](space)
+        candidates.append(Candidate(space, chosen, weighed, least, problem.limit_bytes))
+        enough = min(enough, weighed.seconds * (1 - 2 * TOLERANCE))
     return ArrayResult(
         tuple(candidates),
-        "greedy",
+        algorithm,
         problem.num_evaluated,
         bound,
         time.perf_counter() - start,
     )
-
-
-def _greedy(problem: ArrayProblem, way: Way) -> Candidate:
-    chosen: dict[Unit, Choice] = {}
-    now = problem.evaluate(way, chosen)
-    units = problem.units(way)
-    while now.excess_bytes:
-        moves = [
-            (found, {**chosen, unit: choice})
-            for unit in units
-            if unit not in chosen
-            for choice in problem.choices(unit)
-            if choice != "retain"
-            if (found := problem.evaluate(way, {**chosen, unit: choice})).excess_bytes
-            < now.excess_bytes
-        ]
-        if not moves:
-            break
-        now, chosen = min(moves, key=lambda move: _cost(now, move[0]))
-    chosen = _revised(problem, way, chosen)
-    now = problem.evaluate(way, chosen)
-    return Candidate(way, chosen, now, now.fits(problem.limit_bytes, problem.host_bytes))
-
-
-def _cost(now: Evaluation, then: Evaluation) -> tuple[float, int]:
-    """Seconds that a move costs per byte of excess that it saves; of equal ones, that which saves
-    most."""
-    saved = now.excess_bytes - then.excess_bytes
-    return max(0.0, then.seconds - now.seconds) / saved, -saved
-
-
-def _revised(problem: ArrayProblem, way: Way, chosen: dict[Unit, Choice]) -> dict[Unit, Choice]:
-    """Every choice once again, now that the others are made."""
-    limits = problem.limit_bytes, problem.host_bytes
-    for unit in list(chosen):
-        options = [{**chosen, unit: choice} for choice in problem.choices(unit)]
-        found = [(problem.evaluate(way, option), option) for option in options]
-        fitting = [(one, option) for one, option in found if one.fits(*limits)]
-        if fitting:
-            _, chosen = min(fitting, key=lambda one: (one[0].seconds, one[0].peak_bytes))
-    return {unit: choice for unit, choice in chosen.items() if choice != "retain"}

@@ -110,7 +110,7 @@ def slow(*case: Any) -> Any:
         slow(tied(dropout=False), packs_plan((1, 1, 2), (2,), (3, 2), 2, batch=7)),
         (mlp(num_blocks=2), packs_plan((1, 1), (1,), devices=2, mode="dp", batch=5)),
         slow(tied, packs_plan((1, 2, 1), (2, 1), without=("offload", "grouping"))),
-        (noisy, packs_plan((2, 2), (2,), (1, 2), 2, batch=5)),
+        slow(noisy, packs_plan((2, 2), (2,), (1, 2), 2, batch=5)),
         # Gradients that devices add, and those of a tied embedding, which the host keeps.
         slow(
             tied(optax.adam(1e-3), dropout=False),
@@ -349,6 +349,28 @@ def test_a_value_that_skips_packs_is_kept_once():
     # Five are kept, and the sixth goes on to the pack of the loss; passes read 12 and 11.
     assert volumes["activation out"] == 6 * value
     assert volumes["activation in"] == 23 * value
+
+
+def late() -> Workload:
+    """Each layer reads a leaf of the batch of its own."""
+
+    def loss(params, batch):
+        x = jnp.zeros_like(batch["0"])
+        for name, w in sorted(params.items()):
+            x = mark(jnp.tanh((x + batch[name]) @ w))
+        return jnp.mean((x + 1) ** 2)
+
+    def batch(key, n):
+        return {
+            str(i): jax.random.normal(k, (n, 8)) for i, k in enumerate(jax.random.split(key, 3))
+        }
+
+    shapes = {str(i): (8, 8) for i in range(3)}
+    return Workload(loss, lambda key: _normals(key, shapes), batch, optax.sgd(0.1))
+
+
+def test_a_part_of_a_forward_pack_reads_its_own_leaves_of_the_batch():
+    compare(late(), packs_plan((1, 1, 2), (2,), batch=3), num_steps=1)
 
 
 def moe() -> Workload:

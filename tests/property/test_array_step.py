@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from array_kit import MACHINE, Kit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capture.plan.array import Decision
-from capture.step.multiplexed import build_array, lifetimes, peak_of
+from capture.step.issue import Clock
+from capture.step.multiplexed import build_array, issue, lifetimes, peak_of
+from capture.step.multiplexed import orders as order_of
 from capture.step.program import Copy
 from capture.step.sub_array import movable, recomputable
 from capture.step.timeline import LinkTimes, Seconds, simulate_step
-from recommender.mutwo import ArrayProblem, search
-from recommender.mutwo.problem import ways
 
 LINKS = LinkTimes(MACHINE.cluster, MACHINE.rates)
 
@@ -21,7 +23,7 @@ LINKS = LinkTimes(MACHINE.cluster, MACHINE.rates)
 def decided(draw, layers):
     """Sub-arrays of a chain with choices drawn for each bundle."""
     found = []
-    for models in draw(st.sampled_from([(1, 1), (2, 1), (2, 2)])):
+    for models in draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (2, 1, 1)])):
         chain = Kit(layers).sub_array(models)
         again = recomputable(chain)
         decisions = []
@@ -29,8 +31,8 @@ def decided(draw, layers):
             choices = ["retain", "swap", "recompute"][: 3 if number in again else 2]
             choice = draw(st.sampled_from(choices))
             if choice != "retain":
-                ahead = draw(st.integers(0, 3))
-                decisions.append(Decision(chain.bundles[number].name, choice, ahead))
+                ahead, behind = draw(st.integers(0, 4)), draw(st.sampled_from([None, 0, 1, 3]))
+                decisions.append(Decision(chain.bundles[number].name, choice, ahead, behind))
         found.append(lifetimes(chain, decisions))
     return found
 
@@ -97,29 +99,39 @@ def test_what_is_fetched_ahead_is_issued_before_what_runs_in_between():
         assert sum("backward" in label for label in labels[fetch:]) == before + 1
 
 
-def test_the_search_keeps_every_limit_from_all_to_the_least():
-    """And an answer, once there is none, does not come back as limits fall."""
-    kit = Kit(3)
-    whole = peak_of(build_array([lifetimes(kit.sub_array(4), [])], "in turn", kit).replay(), 0)[0]
-    fitted = []
-    for divisor in (1, 2, 4, 10):
-        limit = whole // divisor
-        result = search(ArrayProblem(kit, 4, MACHINE, limit))
-        best = result.best
-        fitted.append(best.fits)
-        assert best.fits == (best.evaluation.peak_bytes <= limit)
-        assert result.bound_seconds <= best.evaluation.seconds
-        if best.fits:
-            assert not best.evaluation.excess_bytes
-    assert fitted == sorted(fitted, reverse=True) and fitted[0] and not fitted[-1]
-
-
-def test_ways_have_every_model_once():
-    assert [(way.name, way.partition) for way in ways(3)] == [
-        ("multiplexed", ((0, 1), (2,))),
-        ("in turn", ((0, 1), (2,))),
-        ("all fused", ((0, 1, 2),)),
-        ("none fused", ((0,), (1,), (2,))),
+@settings(max_examples=40, deadline=None)
+@given(
+    st.data(),
+    st.integers(2, 4),
+    st.floats(0, 1),
+    st.sampled_from([1.0, 100.0, 3000.0]),
+    st.booleans(),
+)
+def test_the_clock_and_the_counted_bytes_are_those_of_the_instructions(
+    data, layers, between, slower, duplex
+):
+    """What a search asks thousands of times is what the step says that is written."""
+    arrays = data.draw(decided(layers))
+    turns = data.draw(st.sampled_from(["multiplexed", "in turn"]))
+    kit, host = Kit(layers), MACHINE.rates.host
+    free = peak_of(build_array(arrays, turns, kit).replay(), 0)[0]
+    least = peak_of(build_array(arrays, turns, kit, 1).replay(), 0)[0]
+    limit = round(least + between * max(0, free - least))
+    clock = Clock(
+        arrays,
+        lambda n: slower * host.to_device.seconds(n),
+        lambda n: slower * host.to_host.seconds(n),
+        duplex,
+    )
+    issued = issue(order_of(arrays, turns)[0], kit, clock, limit)
+    known = [
+        replace(life, behind={n: k for (b, n), k in issued.behind.items() if b == a})
+        for a, life in enumerate(arrays)
     ]
-    assert [way.name for way in ways(2)] == ["multiplexed", "all fused", "none fused"]
-    assert [way.name for way in ways(1)] == ["all fused"]
+    body = build_array(known, turns, kit, limit).body
+    seconds = Seconds(body.seconds, lambda *given: slower * LINKS.seconds(*given), duplex)
+    timeline = simulate_step(body.step, seconds, feeds_ahead=0)
+    assert clock.seconds == timeline.step_seconds
+    ledger = timeline.program_order
+    assert issued.peak_bytes == ledger.peak_of(0).peak_bytes
+    assert issued.host_peak_bytes == ledger.peak_of("host").peak_bytes

@@ -47,7 +47,7 @@ def test_a_plan_is_read_as_it_was_written(tmp_path):
         ({"models": (), "partition": ()}, "array-models"),
         ({"partition": ((0, 1), (1, 2))}, "array-partition"),
         ({"partition": ((0, 1, 2), ())}, "array-partition"),
-        ({"partition": ((0,), (1,), (2,)), "decisions": ()}, "array-order"),
+        ({"partition": ((0, 1, 2),), "decisions": ()}, "array-order"),
         ({"order": "backwards"}, "array-order"),
         ({"decisions": ((),)}, "array-decisions"),
         ({"decisions": ((Decision("a", "swap"),) * 2, ())}, "array-decisions"),

@@ -1,0 +1,347 @@
+"""In which order a step of an array issues what it does, and what is live meanwhile: the one place
+that decides when copies are issued and waited for.
+
+What is decided is told to a listener: one writes the instructions of the step
+(``capture.step.multiplexed``), another only reads a clock (``Clock``), which is what a search asks
+thousands of times. Bytes are counted here, as the replay of the instructions books them.
+
+**Swaps.** What is swapped is copied to the host after its last use forward and fetched some
+segments before its first use backward, if there is room by then. Its bytes are free only when the
+copy has ended (``Wait``), and a host that waits ends run-ahead, so the step waits as late as the
+memory limit lets it: for the oldest copy, when something has no room beside what is still going
+out. What is used again before anybody needed its room stays where it is.
+
+**Recomputation.** What is made again is freed as soon as its segment has made it; before the
+segment that reads it, a slice of its layer makes it from what that layer read, and from what else
+is kept of it. (A segment that did not make it would be another program, with other roundings.)
+
+Source: Purandare et al. 2023 (mu-TWO), 4.2 (swaps and recomputation) and 4.3; READINGS.md, M-x,
+M-af and M-ag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from capture.step.sub_array import Call, Issued, Lifetimes, ProgramFacts, Programs
+
+#: (sub-array, segment, which batch).
+Node = tuple[int, int, int]
+
+
+class Listener(Protocol):
+    """Told what a step issues, in the order of issue; bundles by sub-array and number."""
+
+    def run(self, a: int, call: Call, facts: ProgramFacts, at: int) -> None:
+        """A program, for the segment ``at``."""
+        ...
+
+    def feed(self, a: int, number: int, batch: int) -> None: ...
+
+    def fetch(self, a: int, number: int) -> None:
+        """A copy from the host begins."""
+        ...
+
+    def arrived(self, a: int, number: int) -> None:
+        """It has ended, and the host's bytes are free."""
+        ...
+
+    def swap_out(self, a: int, number: int) -> None:
+        """A copy to the host begins."""
+        ...
+
+    def left(self, a: int, number: int) -> None:
+        """It has ended, and the device's bytes are free."""
+        ...
+
+    def stays(self, a: int, number: int) -> None:
+        """It has ended, and the host's bytes are free: nobody needed its room."""
+        ...
+
+    def free(self, a: int, numbers: Sequence[int]) -> None: ...
+
+    def has_left(self, a: int, number: int, since: int) -> bool:
+        """Whether a copy to the host has ended, as far as is known ``since`` so many segments."""
+        ...
+
+
+class Silent:
+    """A listener that needs to know nothing: bytes are counted all the same."""
+
+    def run(self, a: int, call: Call, facts: ProgramFacts, at: int) -> None:
+        pass
+
+    def feed(self, a: int, number: int, batch: int) -> None:
+        pass
+
+    def fetch(self, a: int, number: int) -> None:
+        pass
+
+    def free(self, a: int, numbers: Sequence[int]) -> None:
+        pass
+
+    arrived = swap_out = left = stays = fetch
+
+    def has_left(self, a: int, number: int, since: int) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class Order:
+    """The segments of a step, in the order of issue.
+
+    Attributes:
+        arrays: Sub-arrays, decided.
+        nodes: Segments.
+        carries: Whether the feature maps of sub-array 0 are there before the step.
+    """
+
+    arrays: Sequence[Lifetimes]
+    nodes: Sequence[Node]
+    carries: bool = False
+
+
+class Issue:
+    """Issues a step.
+
+    Args:
+        order: Its segments.
+        programs: Whose bytes it counts.
+        limit: Bytes up to which nothing is waited for.
+        least: By segment, the bytes that it needs in any case, where something may come early.
+
+    Attributes:
+        needs: By segment, the most that it needed.
+        behind: By sub-array and bundle that was swapped out, after how many segments its copy was
+            known to have ended, where that made room for what comes early.
+        peak_bytes, host_peak_bytes: As the replay books them.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        programs: Programs,
+        listener: Listener,
+        limit: float = 0,
+        least: Sequence[int] = (),
+    ):
+        self._arrays, self._nodes = order.arrays, order.nodes
+        self._programs, self._listener, self._limit = programs, listener, limit
+        self._least = list(least) or [0] * len(order.nodes)
+        self._bytes = [[b.nbytes for b in life.sub_array.bundles] for life in self._arrays]
+        self._place = {node: at for at, node in enumerate(self._nodes)}
+        #: Where bundles are; one that is going out is in both, and in ``_leaving``, with the place
+        #: in the order from which on it is.
+        self._here: list[set[int]] = []
+        self._there: list[set[int]] = [set() for _ in self._arrays]
+        self._leaving: dict[tuple[int, int], int] = {}
+        #: What may come early: where it is used, the sub-array and the bundle.
+        self._pending: list[tuple[int, int, int]] = []
+        self._asked: set[tuple[int, int]] = set()
+        self.behind: dict[tuple[int, int], int] = {}
+        self._coming: list[set[int]] = [set() for _ in self._arrays]
+        self._live = self._host_live = 0
+        for life in self._arrays:
+            bundles = life.sub_array.bundles
+            self._here.append({n for n, bundle in enumerate(bundles) if bundle.is_state})
+        for number in self._arrays[0].between if order.carries else ():
+            swapped = number in self._arrays[0].swapped
+            (self._there if swapped else self._here)[0].add(number)
+            self._host_live += self._bytes[0][number] if swapped else 0
+        for own, here in zip(self._bytes, self._here, strict=True):
+            self._live += sum(own[number] for number in here)
+        self.needs = [0] * len(self._nodes)
+        self.peak_bytes, self.host_peak_bytes = self._live, self._host_live
+        self._at = 0
+        for self._at, (a, segment, batch) in enumerate(order.nodes):
+            self._segment(a, self._arrays[a].issued[segment], batch)
+        for key in list(self._leaving):
+            self._left(*key)
+
+    # ---- one segment -----------------------------------------------------------------------------
+
+    def _segment(self, a: int, issued: Issued, batch: int) -> None:
+        if self._limit:
+            self._ahead(a, issued)
+        at = issued.call.segment
+        for call in issued.slices:
+            self._readied(a, call.inputs, batch)
+            self._run(a, call, at)
+        self._readied(a, issued.call.inputs, batch)
+        self._run(a, issued.call, at)
+        if issued.gone:
+            self._here[a].difference_update(issued.gone)
+            self._live -= sum(self._bytes[a][number] for number in issued.gone)
+            self._listener.free(a, issued.gone)
+        for number in issued.outs:
+            self._there[a].add(number)
+            self._leaving[a, number] = self._at
+            self._host_live += self._bytes[a][number]
+            self.host_peak_bytes = max(self.host_peak_bytes, self._host_live)
+            self._listener.swap_out(a, number)
+
+    def _run(self, a: int, call: Call, at: int) -> None:
+        facts = self._programs.facts(self._arrays[a].sub_array, call)
+        self._room(facts.transient_bytes)
+        own, here = self._bytes[a], self._here[a]
+        here.difference_update(call.donated)
+        here.update(call.outputs)
+        self._live -= sum(own[number] for number in call.donated)
+        self._live += sum(own[number] for number in call.outputs)
+        self.peak_bytes = max(self.peak_bytes, self._live)
+        self._listener.run(a, call, facts, at)
+
+    # ---- what comes in ---------------------------------------------------------------------------
+
+    def _readied(self, a: int, numbers: Sequence[int], batch: int) -> None:
+        """What a program reads is on the device, and has arrived."""
+        here, coming = self._here[a], self._coming[a]
+        for number in numbers:
+            if number not in here:
+                if self._arrays[a].sub_array.bundles[number].feed:
+                    self._room(self._bytes[a][number])
+                    self._enter(a, number)
+                    self._listener.feed(a, number, batch)
+                else:
+                    self._fetch(a, number)
+            if (a, number) in self._leaving:
+                del self._leaving[a, number]
+                self._dropped_by_host(a, number)
+                self._listener.stays(a, number)
+            if number in coming:
+                coming.remove(number)
+                self._dropped_by_host(a, number)
+                self._listener.arrived(a, number)
+
+    def _ahead(self, a: int, issued: Issued) -> None:
+        """What is used soon comes early, if it has room now, and beside all that runs until it is
+        used: for what comes early nothing is waited for."""
+        for use, number in issued.soon:
+            if number not in self._here[a] and (a, number) not in self._asked:
+                self._asked.add((a, number))
+                self._pending.append((self._place[a, use, 0], a, number))
+        if not self._pending:
+            return
+        for key, since in list(self._leaving.items()):
+            if self._listener.has_left(*key, self._at - since):
+                self.behind[key] = self._at - since
+                self._left(*key)
+        waiting = []
+        for until, of, number in sorted(self._pending):
+            if until <= self._at or number in self._here[of]:
+                continue
+            nbytes = self._bytes[of][number]
+            if max(self._live, *self._least[self._at : until]) + nbytes <= self._limit:
+                for node in range(self._at, until):
+                    self._least[node] += nbytes
+                self._fetch(of, number)
+            else:
+                waiting.append((until, of, number))
+        self._pending = waiting
+
+    def _fetch(self, a: int, number: int) -> None:
+        self._room(self._bytes[a][number])
+        self._enter(a, number)
+        self._coming[a].add(number)
+        self._listener.fetch(a, number)
+
+    def _enter(self, a: int, number: int) -> None:
+        self._here[a].add(number)
+        self._live += self._bytes[a][number]
+        self.peak_bytes = max(self.peak_bytes, self._live)
+
+    # ---- what goes out ---------------------------------------------------------------------------
+
+    def _room(self, nbytes: int) -> None:
+        """Wait for what is going out, the oldest first, until so much fits."""
+        if self._leaving and self._live + nbytes > self._limit:
+            for key in list(self._leaving):
+                self._left(*key)
+                if self._live + nbytes <= self._limit:
+                    break
+        needed = self._live + nbytes
+        self.needs[self._at] = max(self.needs[self._at], needed)
+        self.peak_bytes = max(self.peak_bytes, needed)
+
+    def _left(self, a: int, number: int) -> None:
+        del self._leaving[a, number]
+        self._here[a].remove(number)
+        self._live -= self._bytes[a][number]
+        self._listener.left(a, number)
+
+    def _dropped_by_host(self, a: int, number: int) -> None:
+        self._there[a].remove(number)
+        self._host_live -= self._bytes[a][number]
+
+
+class Clock:
+    """A listener that knows when everything ends: what ``simulate_step`` says of the instructions
+    of the step, to the last bit (``tests/property/test_array_step.py``).
+
+    Args:
+        arrays: Sub-arrays, decided.
+        to_device, to_host: Seconds of a copy of so many bytes.
+        duplex: Whether both directions may be busy at once.
+    """
+
+    def __init__(
+        self,
+        arrays: Sequence[Lifetimes],
+        to_device: Callable[[int], float],
+        to_host: Callable[[int], float],
+        duplex: bool = True,
+    ):
+        self._bundles = [life.sub_array.bundles for life in arrays]
+        self._in_seconds, self._out_seconds = to_device, to_host
+        #: The stream of copies to the host, of the two.
+        self._out = 1 if duplex else 0
+        self._free_at = [0.0, 0.0]
+        self._computed = self._waited = self._fed = 0.0
+        #: When programs and copies ended.
+        self._made: list[dict[int | None, float]] = [{} for _ in arrays]
+        self._gone: dict[tuple[int, int], float] = {}
+        self._came: dict[tuple[int, int], float] = {}
+
+    @property
+    def seconds(self) -> float:
+        return max(self._computed, *self._free_at)
+
+    def run(self, a: int, call: Call, facts: ProgramFacts, at: int) -> None:
+        end = max(self._computed, self._waited, self._fed) + facts.seconds
+        self._computed = end
+        if call.kind != "recompute":
+            self._made[a][call.segment] = end
+
+    def feed(self, a: int, number: int, batch: int) -> None:
+        self._fed = self._copied(0, self._in_seconds, a, number, self._computed)
+
+    def fetch(self, a: int, number: int) -> None:
+        ready = max(self._computed, self._gone.get((a, number), 0.0))
+        self._came[a, number] = self._copied(0, self._in_seconds, a, number, ready)
+
+    def swap_out(self, a: int, number: int) -> None:
+        ready = self._made[a][self._bundles[a][number].writer]
+        self._gone[a, number] = self._copied(self._out, self._out_seconds, a, number, ready)
+
+    def arrived(self, a: int, number: int) -> None:
+        self._waited = max(self._waited, self._came[a, number])
+
+    def left(self, a: int, number: int) -> None:
+        self._waited = max(self._waited, self._gone[a, number])
+
+    stays = left
+
+    def free(self, a: int, numbers: Sequence[int]) -> None:
+        pass
+
+    def has_left(self, a: int, number: int, since: int) -> bool:
+        return self._gone[a, number] <= max(self._computed, self._waited)
+
+    def _copied(
+        self, stream: int, seconds: Callable[[int], float], a: int, number: int, ready: float
+    ) -> float:
+        start = max(self._free_at[stream], self._waited, ready)
+        self._free_at[stream] = end = start + seconds(self._bundles[a][number].nbytes)
+        return end

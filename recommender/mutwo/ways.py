@@ -1,0 +1,123 @@
+"""Which models may be one program, and in which order their passes are issued."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Literal
+
+from capture.plan.array import Order
+
+#: Which partitions are weighed: those that the paper lists, pairs of equal sub-arrays, all into an
+#: even number of sub-arrays, or all (READINGS.md, M-y).
+Rule = Literal["listed", "pairs", "even", "all"]
+
+
+@dataclass(frozen=True)
+class Way:
+    """Which models are one program, and in which order.
+
+    Attributes:
+        partition: Sub-arrays.
+        order: Of their passes.
+    """
+
+    partition: tuple[tuple[int, ...], ...]
+    order: Order
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Models of each sub-array."""
+        return tuple(map(len, self.partition))
+
+    @property
+    def name(self) -> str:
+        """For people: ``multiplexed 4+4``."""
+        if len(self.partition) == 1:
+            return "all fused"
+        if max(self.sizes) == 1 and self.order == "in turn":
+            return "none fused"
+        return f"{self.order} {'+'.join(map(str, self.sizes))}"
+
+
+def listed_pairs(num_models: int) -> list[tuple[int, ...]]:
+    """For each size q from the half down to 1, as many pairs of q as fit, and the rest as one pair;
+    a single model that is left joins the first sub-array.
+
+    Source: Purandare et al. 2023 (mu-TWO), 3.2 (1): of eight models 4+4, 3+3+1+1, 2+2+2+2 and
+    1+1+1+1+1+1+1+1.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for size in range(num_models // 2, 0, -1):
+        pairs, rest = divmod(num_models, 2 * size)
+        sizes = [size] * (2 * pairs)
+        sizes += [-(-rest // 2), rest // 2] if rest > 1 else []
+        if rest == 1:
+            sizes[0] += 1
+        found[tuple(sorted(sizes, reverse=True))] = None
+    return list(found)
+
+
+def equal_pairs(num_models: int) -> list[tuple[int, ...]]:
+    """All partitions into pairs of equal sub-arrays; one of an odd number has one model more."""
+    found: dict[tuple[int, ...], None] = {}
+    for halves in partitions(num_models // 2):
+        twice = [size for size in halves for _ in range(2)]
+        for at in range(len(twice)) if num_models % 2 else (None,):
+            sizes = [size + (n == at) for n, size in enumerate(twice)]
+            found[tuple(sorted(sizes, reverse=True))] = None
+    return list(found)
+
+
+def even_partitions(num_models: int) -> list[tuple[int, ...]]:
+    """All into an even number of sub-arrays."""
+    return [sizes for sizes in partitions(num_models) if len(sizes) % 2 == 0]
+
+
+def partitions(count: int, largest: int | None = None) -> Iterator[tuple[int, ...]]:
+    """Numbers that sum to a count, the largest first.
+
+    Example:
+        >>> list(partitions(3))
+        [(3,), (2, 1), (1, 1, 1)]
+    """
+    if not count:
+        yield ()
+    for first in range(min(count, largest or count), 0, -1):
+        for rest in partitions(count - first, first):
+            yield first, *rest
+
+
+#: Sizes of sub-arrays that are multiplexed, by the rule.
+RULES: dict[Rule, Callable[[int], Iterable[tuple[int, ...]]]] = {
+    "listed": listed_pairs,
+    "pairs": equal_pairs,
+    "even": even_partitions,
+    "all": partitions,
+}
+
+
+def ways(num_models: int, rule: Rule = "pairs") -> list[Way]:
+    """The partitions of a rule, multiplexed and in turn; equal sub-arrays, all fused and none fused
+    in turn.
+
+    A partition is multiplexed as one cycle, the backward pass of each sub-array beside the forward
+    pass of the next, the larger ones first; so any number of sub-arrays can be.
+    """
+    sizes = list(RULES[rule](num_models))
+    multiplexed = [one for one in sizes if len(one) > 1]
+    equal = [_equal(num_models, parts) for parts in (1, 2, 3, 4, num_models)]
+    in_turn = dict.fromkeys([*(one for one in equal if min(one)), *sizes])
+    found = [Way(_placed(one), "multiplexed") for one in multiplexed]
+    return [*found, *(Way(_placed(one), "in turn") for one in in_turn)]
+
+
+def _equal(num_models: int, parts: int) -> tuple[int, ...]:
+    least, more = divmod(num_models, parts)
+    return (least + 1,) * more + (least,) * (parts - more)
+
+
+def _placed(sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    ends = accumulate(sizes, initial=0)
+    return tuple(tuple(range(first, stop)) for first, stop in pairwise(ends))
