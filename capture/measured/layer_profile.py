@@ -19,6 +19,8 @@ and, where ``capture profile`` wrote it:
     model_hashes              of the traced loss, by micro-batch size
     coupled                   why both directions need micro-batches of one size; empty if they do
                               not
+    summary_bytes             of what an update needs of the gradients of each other pack, such as
+                              their norm; 0 if nothing, and updates need not come last
     made                      backend, versions, limit_bytes; the stride between sizes, the sizes
                               that were tried and the largest that fits, by direction; failures
 
@@ -136,6 +138,7 @@ class LayerProfile:
     workload: WorkloadSpec | None = None
     model_hashes: Mapping[int, str] = field(default_factory=dict, hash=False)
     coupled: str = ""
+    summary_bytes: int = 0
     made: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -174,7 +177,7 @@ class LayerProfile:
 
     def to_json(self) -> dict[str, Any]:
         document = documents.fields_of(self)
-        known = ("workload", "model_hashes", "coupled", "made")
+        known = ("workload", "model_hashes", "coupled", "summary_bytes", "made")
         return {key: value for key, value in document.items() if value or key not in known}
 
     def save(self, path: Path | str) -> None:

@@ -122,6 +122,11 @@ class LayerBackend:
         structs = self._update[1].state_structs
         return [sum(_struct_bytes(structs[k]) for k in stage.state) for stage in self._updates]
 
+    def summary_bytes(self) -> int:
+        """Of what an update needs of the gradients of other layers; 0 if nothing."""
+        stages = self._update[1].stages
+        return max((sum(map(_struct_bytes, stage.summary)) for stage in stages), default=0)
+
     def coupled(self, one: int, other: int) -> str:
         """What lets the examples of a micro-batch meet; empty if nothing does."""
         a, b = (self.layers(size).traced for size in (one, other))

@@ -57,6 +57,8 @@ def streamed_seconds(
         if kind == "update":
             on_host = step.programs[name].place.host is not None
             return profile.update_seconds(first, stop) if on_host else 0.0
+        if kind == "summarize":  # one of the seven that an update of Adam reads and writes
+            return profile.update_seconds(first, stop) / 7
         if kind == "reduce":
             return 2 * (working - 1) / working * profile.weight_bytes(first, stop) / p2p
         return profile.at("forward" if kind == "forward" else "backward", size).time(first, stop)

@@ -38,6 +38,7 @@ class SwappedBuilder(StreamedState):
         operations: Of every device.
         nbytes: Of the tensors.
         initial: Tensors that are on the host before a step.
+        managed_bytes: What the manager of a device has.
 
     Raises:
         PlanError: ``swap-batch`` where micro-batches are not all of one size, ``swap-shared`` where
@@ -69,9 +70,10 @@ class SwappedBuilder(StreamedState):
         layers = self._layers()
         self.nbytes, self.initial = layers.nbytes(self._count), layers.initial(self._count)
         self.operations = self._operations(layers)
-        # What does not fit by itself is said when the step is replayed.
-        limit = max(self._limit_bytes, *map(self._need, self.operations))
-        self._managers = [Manager(self.nbytes, limit) for _ in self._ranks]
+        # Losses stay; what does not fit by itself is said when the step is replayed.
+        least = max(map(self._need, self.operations))
+        self.managed_bytes = max(self._limit_bytes - 4 * self._count, least)
+        self._managers = [Manager(self.nbytes, self.managed_bytes) for _ in self._ranks]
         for manager in self._managers:
             manager.on_host.update(self.initial)
             for at, operation in enumerate(self.operations):
@@ -160,7 +162,7 @@ class SwappedBuilder(StreamedState):
 
     def _updating_bytes(self, span: Span) -> int:
         programs = self._sizes.transient_bytes("update", span, 0, 0)
-        return max(programs, self._needs.reduction(span))
+        return max(programs, self.needs.reduction(span))
 
     def _need(self, operation: Operation) -> int:
         tensors = {*operation.reads, *operation.writes}
@@ -299,7 +301,7 @@ class SwappedBuilder(StreamedState):
         if self._reduces:
             reduced = [self._span_slot("gradients", rank.place, span) for rank in self._ranks]
             name = self._program(
-                "reduce", program_name("reduce", span, 0, 0), None, self._needs.reduction(span)
+                "reduce", program_name("reduce", span, 0, 0), None, self.needs.reduction(span)
             )
             yield Run(name, (tuple(gradients),), tuple(reduced), tuple(gradients), self._label)
             gradients = reduced

@@ -203,6 +203,15 @@ def test_prefetch_leaves_room_for_updates(mode, off):
         assert peak_of(graph, profile, server, limit) <= limit
 
 
+def test_updates_that_need_all_gradients_keep_them_on_the_host():
+    profile = replace(profile_of([50, 60, 70, 80], [1] * 4), summary_bytes=4)
+    configuration = Configuration(Packs(4, ((0, 3),)), Packs(4, ((0, 2), (2, 3), (3, 4))))
+    graph = TaskGraph.of(configuration, "pp", 2, 8)
+    timeline = packs_timeline(graph, profile, SERVER.with_(num_devices=2))
+    parts = timeline.program_order.peak_of("host").parts
+    assert parts["gradients"] == parts["parameters"] == 260
+
+
 def test_what_a_pass_takes():
     """What its first part keeps is there while the second runs; later micro-batches add."""
 
