@@ -7,7 +7,7 @@ Small models (a GPT, a U-Net whose values skip, a mixture of experts, a language
 embeddings) with Adam in float32 in pipelines on 1 and 3 virtual devices and in data parallelism on
 2; on two also with every optimization off in turn, in the modes by turns. Layers are profiled by
 running them here, and packs are searched below a limit that the whole model exceeds. The host's
-peak stands beside 12 bytes per parameter, what is kept for the backward pass, and gradients of the
+peak stands beside 12 bytes per parameter, the activations that wait there, and gradients of the
 largest pack from every device that makes some.
 """
 
@@ -109,7 +109,9 @@ def row_of(name: str, spec: WorkloadSpec, profile: LayerProfile, case: Case) -> 
     weights = sum(tensor.nbytes for tensor in step.traced.graph.params)
     packs = [profile.weight_bytes(*pack) for pack in plan.configuration.backward.packs]
     ranks = case.num_devices if case.mode == "dp" else 1
-    formula = 3 * weights + peak.parts.get("kept activations", 0) + ranks * max(packs)
+    stash = sum(peak.parts.get(what, 0) for what in ("kept activations", "activations"))
+    made = ranks * max(packs) if plan.switches.offload else 0  # else devices update with them
+    formula = 3 * weights + stash + made
     limit = int(plan.machine.usable_bytes.value)
     return {
         "model": name,

@@ -22,6 +22,8 @@ from capture.machine.server import Server
 from capture.model.workload import WorkloadSpec
 from recommender.harmony import PacksQuestion, harmony
 
+HOST_BYTES = 10**12
+
 
 def row_of(name: str, target: str) -> dict[str, Any]:
     model, cluster = MODELS[name], Cluster.parse("1x1", target)
@@ -30,7 +32,7 @@ def row_of(name: str, target: str) -> dict[str, Any]:
 
     start = time.process_time()
     profile = replace(profile_of(model, target, None), workload=None)
-    server = Server.of(cluster)
+    server = Server.of(cluster).with_(host_memory_bytes=HOST_BYTES)
     answer = harmony(PacksQuestion(profile, server, MINIBATCH, cluster=cluster))
     plan = answer.plan
     assert plan is not None and plan.prediction is not None and plan.prediction.step is not None

@@ -103,7 +103,10 @@ class StreamedBuilder(StreamedState):
 
     def __init__(self, graph: TaskGraph, sizes: PackSizes, server: Server, begins: Begins):
         units = [Unit(task, i) for task in graph.tasks for i in range(max(1, len(task.sizes)))]
-        units.sort(key=lambda unit: (begins[unit.task.id, unit.i], unit.task.id, unit.i))
+        # At once begins, on all devices, what is behind a pass, before the next pack.
+        units.sort(
+            key=lambda u: (begins[u.task.id, u.i], u.task.station, u.task.id, u.i),
+        )
         super().__init__(graph, sizes, server, units)
         self.units = units
         self._ends, self._cuts = _microbatch_ends(graph, self._lane)
