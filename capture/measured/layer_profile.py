@@ -19,6 +19,8 @@ and, where ``capture profile`` wrote it:
     model_hashes              of the traced loss, by micro-batch size
     coupled                   why both directions need micro-batches of one size; empty if they do
                               not
+    summary_bytes             of what an update needs of the gradients of each other pack, such as
+                              their norm; 0 if nothing, and updates need not come last
     casts                     by dtype, what devices need of layers whose parameters they get as
                               casts to it: w_bytes and b_bytes of what comes, cast_bytes of a
                               layer's own casts among that, gradient_bytes of what goes back if one
@@ -158,6 +160,7 @@ class LayerProfile:
     workload: WorkloadSpec | None = None
     model_hashes: Mapping[int, str] = field(default_factory=dict, hash=False)
     coupled: str = ""
+    summary_bytes: int = 0
     made: Mapping[str, Any] = field(default_factory=dict, hash=False)
     casts: Mapping[str, Casts] = field(default_factory=dict, hash=False)
     streamed: str = ""
@@ -198,7 +201,10 @@ class LayerProfile:
 
     def to_json(self) -> dict[str, Any]:
         document = documents.fields_of(self)
-        known = ("workload", "model_hashes", "coupled", "made", "casts", "streamed")
+        known = (
+            *("workload", "model_hashes", "coupled", "summary_bytes", "made"),
+            *("casts", "streamed"),
+        )
         return {key: value for key, value in document.items() if value or key not in known}
 
     def save(self, path: Path | str) -> None:

@@ -24,7 +24,7 @@ def begins_of(graph: TaskGraph, found: Estimate) -> Begins:
     for what, start in zip(found.items.whats, found.starts, strict=True):
         if what.kind in ("FWD", "BWD", "Update"):
             begins.setdefault((what.task, what.microbatch), start)
-    return as_the_first(graph, begins) if graph.mode == "dp" else begins
+    return as_the_first(graph, begins)
 
 
 def packs_step(graph: TaskGraph, profile: LayerProfile, server: Server) -> Step:

@@ -61,7 +61,12 @@ class LayerBackend:
         machine: That executes, by default this process; another one only to know keys.
         memory_limit_bytes: Where layers are executed, one of several examples that needs more is
             not tried.
+
+    Attributes:
+        clock: What executions are timed with.
     """
+
+    clock = staticmethod(time.perf_counter)
 
     def __init__(
         self,
@@ -118,6 +123,11 @@ class LayerBackend:
         each."""
         structs = self._update[1].state_structs
         return [sum(_struct_bytes(structs[k]) for k in stage.state) for stage in self._updates]
+
+    def summary_bytes(self) -> int:
+        """Of what an update needs of the gradients of other layers; 0 if nothing."""
+        stages = self._update[1].stages
+        return max((sum(map(_struct_bytes, stage.summary)) for stage in stages), default=0)
 
     def coupled(self, one: int, other: int) -> str:
         """What lets the examples of a micro-batch meet; empty if nothing does."""
@@ -232,16 +242,24 @@ class LayerBackend:
                 held = update(*held, grads)
                 return held
 
-            return LayerNeeds(seconds=_median_seconds(call))
+            return LayerNeeds(seconds=self._median_seconds(call))
 
     def _executed(self, nbytes: int, call: Any, arguments: Any) -> LayerNeeds:
         try:
             arrays = jax.tree.map(lambda s: jax.device_put(_filled(s), s.sharding), arguments)
-            return LayerNeeds(nbytes, _median_seconds(lambda: call(*arrays)))
+            return LayerNeeds(nbytes, self._median_seconds(lambda: call(*arrays)))
         except jax.errors.JaxRuntimeError as error:
             if _OUT_OF_MEMORY not in str(error):
                 raise
             return LayerNeeds(nbytes, failure=str(error).splitlines()[0])
+
+    def _median_seconds(self, call: Callable[[], Any]) -> float:
+        found = []
+        for _ in range(NUM_EXECUTIONS + 1):
+            start = self.clock()
+            jax.block_until_ready(call())
+            found.append(self.clock() - start)
+        return median(found[1:])
 
 
 def input_bytes(graph: LayerGraph) -> list[int]:
@@ -295,15 +313,6 @@ def _filled(struct: Any) -> Any:
     if jnp.issubdtype(struct.dtype, jnp.inexact):
         return jax.random.normal(jax.random.key(0), struct.shape).astype(struct.dtype)
     return jnp.zeros(struct.shape, struct.dtype)
-
-
-def _median_seconds(call: Callable[[], Any]) -> float:
-    found = []
-    for _ in range(NUM_EXECUTIONS + 1):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        found.append(time.perf_counter() - start)
-    return median(found[1:])
 
 
 def _struct_bytes(struct: Any) -> int:

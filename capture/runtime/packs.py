@@ -41,7 +41,7 @@ from capture.runtime.programs import shard_bytes
 from capture.step.interface import owned_and_borrowed
 from capture.step.pack_sizes import PackPass, PartOf
 from capture.step.program import Place, Run, Slot
-from capture.step.streamed import StreamedBuilder
+from capture.step.streamed_state import StreamedState
 from capture.step.streamed_units import parts_of_name
 from capture.tracing import TracedModel
 from capture.tracing.leaf_uses import Cast
@@ -190,7 +190,7 @@ class PackPrograms:
     def __init__(
         self,
         traced: Mapping[int, TracedModel],
-        builder: StreamedBuilder,
+        builder: StreamedState,
         sizes: TracedSizes,
         update: TracedOptimizer,
         minibatch_size: int,
@@ -206,7 +206,7 @@ class PackPrograms:
         self._shardings: dict[Place, NamedSharding] = {}
         self._compiled: dict[Any, Executable] = {}
 
-    def of(self, builder: StreamedBuilder) -> PackPrograms:
+    def of(self, builder: StreamedState) -> PackPrograms:
         """Those of another step of the same plan: what is compiled, is."""
         other = PackPrograms(
             self._traced,

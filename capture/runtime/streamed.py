@@ -48,6 +48,7 @@ from capture.step.pack_order import as_the_first, begins_without_copies
 from capture.step.program import Instruction, Run, Step, replay
 from capture.step.streamed import Begins, StreamedBuilder
 from capture.step.streamed_units import parts_of_name
+from capture.step.swapped import SwappedBuilder
 from capture.tracing.leaf_uses import Cast
 
 
@@ -109,6 +110,9 @@ class StreamedStep:
         bound_run_ahead: As of ``PipelinedStep``.
     """
 
+    #: Makes the instructions.
+    builder: type[StreamedBuilder] | type[SwappedBuilder] = StreamedBuilder
+
     def __init__(
         self,
         workload: WorkloadProtocol,
@@ -145,12 +149,10 @@ class StreamedStep:
                 "packs-optimizer",
             )
         self._begins = begins or begins_without_copies(tasks, self._operations)
-        if tasks.num_shares > 1:
-            self._begins = as_the_first(tasks, self._begins)
         self._sizes = TracedSizes(graph, self.optimizer, packs, self._casts(), tasks.num_shares)
         # What programs need is known when they are compiled; what is fetched before it is needed,
         # when that is.
-        self._builder = StreamedBuilder(tasks, self._sizes, plan.machine, self._begins)
+        self._builder = self.builder(tasks, self._sizes, plan.machine, self._begins)
         self._uncompiled = self._builder.build()
         self.programs = PackPrograms(
             traces,
@@ -202,7 +204,7 @@ class StreamedStep:
             key, known = (kind, (first, stop), size), self._sizes.compiled
             known[key] = max(executable.transient_bytes, known.get(key, 0))
         tasks, machine = self.plan.tasks(), self.plan.machine
-        self._builder = StreamedBuilder(tasks, self._sizes, machine, self._begins)
+        self._builder = self.builder(tasks, self._sizes, machine, self._begins)
         step = self._builder.build()
         self.programs = self.programs.of(self._builder)
         for name, executable in executables.items():

@@ -153,7 +153,7 @@ class ProfileSizes:
         return self.profile.state_bytes(*pack)
 
     def summary_bytes(self, pack: Span) -> int:
-        return 0
+        return self.profile.summary_bytes
 
     def shared(self, pack: Span) -> tuple[int, ...]:
         return ()

@@ -61,6 +61,8 @@ def streamed_seconds(
             return (1 - 1 / working) * whole(first, stop) / p2p
         if kind == "widen":
             return profile.widen_seconds(first, stop)
+        if kind == "summarize":  # one of the seven that an update of Adam reads and writes
+            return profile.update_seconds(first, stop) / 7
         if kind == "reduce":
             return 2 * (working - 1) / working * profile.weight_bytes(first, stop) / p2p
         return profile.at("forward" if kind == "forward" else "backward", size).time(first, stop)
@@ -113,12 +115,14 @@ class StreamedBuilder(StreamedState):
 
     def __init__(self, graph: TaskGraph, sizes: PackSizes, server: Server, begins: Begins):
         units = [Unit(task, i) for task in graph.tasks for i in range(max(1, len(task.sizes)))]
-        units.sort(key=lambda unit: (begins[unit.task.id, unit.i], unit.task.id, unit.i))
+        # At once begins, on all devices, what is behind a pass, before the next pack.
+        units.sort(
+            key=lambda u: (begins[u.task.id, u.i], u.task.station, u.task.id, u.i),
+        )
         super().__init__(graph, sizes, server, units)
         self.units = units
         self._ends, self._cuts = _microbatch_ends(graph, self._lane)
-        #: By lane, where the parts of the batch end that are fed, in examples of the lane.
-        self.parts: dict[int, tuple[int, ...]] = dict(sorted(self._cuts.items()))
+        self.parts = dict(sorted(self._cuts.items()))
         #: (lane, layer, what) -> by end in examples, the slot of a piece.
         self._pieces: defaultdict[tuple[int, int, str], dict[int, int]] = defaultdict(dict)
 

@@ -32,6 +32,8 @@ from capture.step.streamed_units import Late, Part, Rank, Unit, program_name
 class StreamedState(StreamedSlots):
     """Slots of the host and of what every device holds for longer than a pass."""
 
+    parts: dict[int, tuple[int, ...]]
+
     def __init__(self, graph: TaskGraph, sizes: PackSizes, server: Server, units: Sequence[Unit]):
         self._graph, self._switches = graph, graph.switches
         host = Host("host", int(server.host_memory_bytes.value))
@@ -95,6 +97,10 @@ class StreamedState(StreamedSlots):
         for task in graph.tasks:
             self._same[task.kind, task.station].append(task.id)
         self._unscattered: defaultdict[Span, dict[int, tuple[int, ...]]] = defaultdict(dict)
+
+    def build(self) -> Step:
+        """The step; once."""
+        raise NotImplementedError
 
     def _flushed(self, rank: Rank) -> Iterator[Instruction]:
         late, rank.late = rank.late, []

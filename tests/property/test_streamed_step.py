@@ -25,9 +25,10 @@ from capture.plan.task_graph import (
 from capture.predictor.pack_step import packs_step, packs_timeline
 from capture.predictor.pack_times import estimate
 from capture.step.pack_needs import PackNeeds
+from capture.step.pack_order import begins_without_copies
 from capture.step.pack_sizes import ProfileSizes
 from capture.step.program import Copy, Feed, Run, Step, Wait, replay
-from capture.step.streamed import streamed_seconds, volumes_bytes
+from capture.step.streamed import StreamedBuilder, streamed_seconds, volumes_bytes
 from capture.step.streamed_units import parts_of_name
 
 SERVER = Server.load("gtx1080ti-x4")
@@ -267,6 +268,29 @@ def test_prefetch_leaves_room_for_updates(mode, off):
     assert least < most
     for limit in range(least, most, 40):
         assert peak_of(graph, profile, server, limit) <= limit
+
+
+@pytest.mark.parametrize("minibatch", [8, 9])
+def test_no_device_runs_ahead_of_updates_that_wait_for_all(minibatch):
+    """It would hold the next pack's weights and gradients beside those that are to be added."""
+    profile = profile_of([86, 98, 98, 50], [4] * 4)
+    packs = ((0, 1), (1, 3), (3, 4))
+    configuration = Configuration(Packs(2, packs[:2]), Packs(2, packs))
+    graph = TaskGraph.of(configuration, "dp", 2, minibatch, Switches.without(["offload"]))
+    server = SERVER.with_(num_devices=2)
+    predicted = packs_timeline(graph, profile, server).program_order.peak_bytes_per_device
+    begins = begins_without_copies(graph, lambda task, examples: examples * len(task.layers))
+    run = replay(StreamedBuilder(graph, ProfileSizes(profile), server, begins).build())
+    assert max(run.peak_bytes_per_device) == max(predicted)
+
+
+def test_updates_that_need_all_gradients_keep_them_on_the_host():
+    profile = replace(profile_of([50, 60, 70, 80], [1] * 4), summary_bytes=4)
+    configuration = Configuration(Packs(4, ((0, 3),)), Packs(4, ((0, 2), (2, 3), (3, 4))))
+    graph = TaskGraph.of(configuration, "pp", 2, 8)
+    timeline = packs_timeline(graph, profile, SERVER.with_(num_devices=2))
+    parts = timeline.program_order.peak_of("host").parts
+    assert parts["gradients"] == parts["parameters"] == 260
 
 
 def test_what_a_pass_takes():
