@@ -128,7 +128,7 @@ class _Timeline:
         for a, life in enumerate(self.arrays):
             size = len(space.way.partition[a])
             for number, bundle in enumerate(life.sub_array.bundles):
-                uses = [self.place[a, use] for use in life.uses[number]]
+                uses = [self.place[a, use] for use in life.uses(number)]
                 if bundle.is_state:
                     self.live += bundle.nbytes
                     continue
@@ -138,7 +138,7 @@ class _Timeline:
                     continue
                 # What a program makes is in what it needs to run.
                 first = uses[0] if bundle.writer is None else self.place[a, bundle.writer] + 1
-                last = max(uses, key=lambda at: life.uses[number][uses.index(at)])
+                last = max(uses, key=lambda at: life.uses(number)[uses.index(at)])
                 if first <= last:
                     self.live[first : last + 1] += bundle.nbytes
                 else:
@@ -155,7 +155,7 @@ class _Timeline:
                 alike: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
                 for n in unit.bundles:
                     used = life.first_backward(n)
-                    alike[life.last_forward(n), used, life.uses[n][-1]].append(n)
+                    alike[life.last_forward(n), used, life.uses(n)[-1]].append(n)
                 for (rests, used, last), numbers in alike.items():
                     sizes = [life.sub_array.bundles[n].nbytes for n in numbers]
                     yield _Instance(
@@ -177,7 +177,7 @@ class _Timeline:
             return {}
         for a, life in enumerate(self.arrays):
             if len(self.space.way.partition[a]) == unit.size:
-                alone = Lifetimes(life.sub_array, {}, frozenset(unit.bundles))
+                alone = Lifetimes(life.where, {}, frozenset(unit.bundles))
                 for reader, slices in alone.slices.items():
                     for writer, targets, sources in slices:
                         call = Call("recompute", writer, sources, (), targets)

@@ -27,7 +27,7 @@ from capture.step.multiplexed import (
     swapped_bytes,
 )
 from capture.step.program import Copy, Feed, Place, Run
-from capture.step.sub_array import Lifetimes, Programs, SubArray, movable, recomputable
+from capture.step.sub_array import Lifetimes, Programs, SubArray, Uses, movable, recomputable
 from capture.step.timeline import Seconds, StepTimeline, simulate_step
 from recommender.mutwo.ways import Rule, Way
 
@@ -212,6 +212,7 @@ class Space:
     def __init__(self, problem: ArrayProblem, way: Way):
         self.problem, self.way = problem, way
         self._sizes = [len(group) for group in way.partition]
+        self._uses = {size: Uses(self._array(size)) for size in set(self._sizes)}
         self.units = [unit for size in dict.fromkeys(self._sizes) for unit in self._units(size)]
         self.options = [tuple(self._options(unit)) for unit in self.units]
         self.known: dict[tuple[Chosen, int], Weighed] = {}
@@ -272,7 +273,7 @@ class Space:
         key = size, tuple(choice for _, choice in own)
         if key not in self._lives:
             self._lives[key] = Lifetimes(
-                self._array(size),
+                self._uses[size],
                 {n: choice.ahead for unit, choice in own if choice.kind == "swap" for n in unit[3]},
                 frozenset(n for unit, choice in own if choice.kind == "recompute" for n in unit[3]),
             )
