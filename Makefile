@@ -94,6 +94,10 @@ test-fast: $(VENV)/.stamp-dev ## What one runs all the time: unit and property t
 test-slow: $(VENV)/.stamp-dev ## What make test leaves out: models of the zoo, absent chips, processes that are killed
 	$(VENV)/bin/python -m pytest -q -n $(JOBS) --dist=load -m slow
 
+.PHONY: test-exhaustive
+test-exhaustive: $(VENV)/.stamp-dev ## The rest of what make test-slow has a part of: every schedule with every remat, larger models
+	$(VENV)/bin/python -m pytest -q -n $(JOBS) --dist=load -m exhaustive
+
 .PHONY: recorded
 recorded: $(VENV)/.stamp-dev ## All recorded cases, to the byte; make test compares a sample
 	$(VENV)/bin/python -m pytest -q -n $(JOBS) --dist=load -m "recorded or not recorded" tests/recorded

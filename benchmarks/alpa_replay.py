@@ -175,6 +175,7 @@ class Tracer:
     def interface(self, stage: Any, microbatch_size: int) -> Any:
         """Of a stage with one device per replica: every replica is traced alone, at its share of a
         micro-batch."""
+        from capture.plan.choices import StageChoice
         from capture.step.interface import stage_interface
 
         share = microbatch_size // stage.choice.data_parallel
@@ -187,7 +188,7 @@ class Tracer:
             stage.first,
             stage.stop,
             stage.devices,
-            1,
+            StageChoice(),
             param_bytes,
             self._cost(stage, share),
         )

@@ -118,11 +118,11 @@ def peak(backend: Any, config: Any, cost: Any) -> int:
 
     choice, size = config.choice, config.microbatch_size
     stage = stage_interface(
-        backend.traced(size).graph,
+        backend.sharding(size).graph([choice]),
         config.first,
         config.stop,
         range(choice.num_devices),
-        choice.data_parallel,
+        choice,
         backend.sharding(size).param_bytes(choice.param_split),
         cost,
     )

@@ -1,8 +1,9 @@
 """What remat ``cheap`` (a minimum cut) keeps, and what it costs, beside the other modes.
 
     python -m benchmarks.keep_less -o benchmarks/results/2026-01-31-keep-less.json
+    python -m benchmarks.keep_less --parts peaks --models "GPT-3 1.3B" --remats none cheap 2% full
 
-Three questions:
+Three questions (``--parts``):
 
 * peaks: the same plan of four equal stages on eight H100 that are not there, compiled with every
   mode (``capture verify``): the largest peak of a device, what one micro-batch keeps on the first
@@ -21,6 +22,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from statistics import median
@@ -66,6 +68,7 @@ STEPS = {
     "moe tiny": "models/moe.py:moe?size=tiny",
 }
 CUT = "models/gpt.py:gpt?size=tiny&num_layers=96"
+PARTS = ("cut", "steps", "peaks")
 
 
 def plan_of(
@@ -88,14 +91,14 @@ def plan_of(
     return Plan(cluster, num_layers, stages, batch, NUM_MICROBATCHES)
 
 
-def peaks(name: str, store: Store) -> dict[str, Any]:
+def peaks(name: str, store: Store, remats: Sequence[Remat]) -> dict[str, Any]:
     spec, degrees, size = PEAKS[name]
     cluster = Cluster((NUM_STAGES * degrees[0] * degrees[1],), TARGET)
     question = ProfileQuestion(WorkloadSpec.parse(spec), cluster, size)
     measurements = open_measurements(question, store=store, where=Where(0))
     num_layers = measurements.backend.traced(size).graph.num_layers
     found = {}
-    for remat in REMAT_POLICIES:
+    for remat in remats:
         say(f"{name}, {remat}")
         verified = verify(plan_of(num_layers, degrees, remat, size, TARGET), measurements)
         timeline = verified.timeline()
@@ -194,7 +197,7 @@ def as_text(document: dict[str, Any]) -> str:
             f"{mode['kept_change']:+.1%}",
             f"{mode.get('seconds_change', float('nan')):+.1%}",
         ]
-        for of in document["peaks"]
+        for of in document.get("peaks", ())
         for remat, mode in of["modes"].items()
     ]
     lines = table(["model", "remat", "peak", "", "kept", "seconds"], rows)
@@ -207,16 +210,21 @@ def as_text(document: dict[str, Any]) -> str:
             f"{mode['peak_bytes'] / 1e6:.1f} MB",
             f"{mode['largest_relative_difference_of_losses']:.1e}",
         ]
-        for of in document["steps"]
+        for of in document.get("steps", ())
         for remat, mode in of["modes"].items()
     ]
     lines += "\n" + table(["step", "remat", "processor", "", "peak", "losses"], rows)
-    return f"{lines}\n{document['cut']}"
+    return f"{lines}\n{document.get('cut', '')}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--models", nargs="+", choices=tuple(PEAKS), default=tuple(PEAKS))
+    parser.add_argument(
+        "--remats", nargs="+", default=REMAT_POLICIES, help="of peaks, none first (default: names)"
     )
     parser.add_argument("--steps", type=int, default=20, help="default: %(default)s")
     parser.add_argument(
@@ -225,7 +233,7 @@ def main() -> int:
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the document here")
     options = parser.parse_args()
     load_before = os.getloadavg()
-    document = {
+    document: dict[str, Any] = {
         "benchmark": "keep_less",
         "date": date.today().isoformat(),
         "target": TARGET,
@@ -237,10 +245,14 @@ def main() -> int:
             "load_average_before": load_before,
         },
         "versions": environment.versions("cuda"),
-        "cut": cut(),
-        "steps": [steps(name, options.steps) for name in STEPS],
-        "peaks": [peaks(name, Store(options.store)) for name in PEAKS],
     }
+    if "cut" in options.parts:
+        document["cut"] = cut()
+    if "steps" in options.parts:
+        document["steps"] = [steps(name, options.steps) for name in STEPS]
+    if "peaks" in options.parts:
+        store = Store(options.store)
+        document["peaks"] = [peaks(name, store, options.remats) for name in options.models]
     if options.output is not None:
         options.output.write_text(json.dumps(document, indent=2) + "\n")
     print(as_text(document))

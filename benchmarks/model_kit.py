@@ -14,8 +14,8 @@ changed, it finds the compiled stages in the store.
 
 A prediction below the truth by more than its interval is printed with its cause: *formula*, if the
 replay of the predicted parts would have covered the truth, and else the part that is most too low
-where the truth has its peak; ``--execute`` also runs a step of every model on two stages and
-compares loss and gradients with one device.
+where the truth has its peak; ``--execute`` also runs a step of every model on two stages, compares
+loss and gradients with one device, and live arrays with the ledger before every instruction.
 """
 
 from __future__ import annotations
@@ -443,9 +443,14 @@ def errors_of_a_step(
     model: str, microbatch_size: int = 4, num_microbatches: int = 2, optimizer: str = ""
 ) -> tuple[float, float, float]:
     """Relative errors of loss, gradients and updated parameters of a step on two stages, compared
-    with one device."""
+    with one device.
+
+    Raises:
+        ExecutionError: ``run-ledger-mismatch`` if live arrays are not what the ledger books.
+    """
     import jax
 
+    from capture.runtime.meter import LiveArrayMeter
     from capture.runtime.pipeline import pipeshard
     from capture.runtime.reference import ReferenceStep, max_relative_error
     from capture.tracing import trace
@@ -476,10 +481,17 @@ def errors_of_a_step(
     loss, gradients = reference.loss_and_gradients(expected, batch, key)
     accumulated, metrics = step.accumulate(step.init_from(params), batch, key)
     gradient_error = max_relative_error(accumulated, gradients, 1e-3)
-    updated, _ = step(step.init_from(params), batch, key)
+    loss_error = abs(metrics.loss / loss - 1)
+    del accumulated, gradients
+    mine = jax.block_until_ready(step.init_from(params))
+    meter = LiveArrayMeter.of(step, strict=True)
+    updated, metrics = step(mine, batch, key, observer=meter)
+    del mine, metrics  # its losses are live, and booked as released
+    meter.finish()
+    assert meter.peak_bytes_per_device == step.replay().peak_bytes_per_device
     expected, _, _ = reference(expected, state, batch, key)
     return (
-        abs(metrics.loss / loss - 1),
+        loss_error,
         gradient_error,
         max_relative_error(step.params(updated), expected),
     )
@@ -634,6 +646,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         except Exception as error:
             steps[model] = f"{type(error).__name__}: {error}"
             print(f"{model}: {steps[model]}\n{traceback.format_exc(limit=-3)}", flush=True)
+        written()
     # So that a part of a round has something of all.
     mixed = np.random.default_rng(options.seed).permutation(options.models).tolist()
     for turn in range(options.rounds):

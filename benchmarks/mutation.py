@@ -45,7 +45,11 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 EQUIVALENT = Path(__file__).parent / "equivalent_mutants.json"
 
 STEP = "tests/unit/test_ledger.py tests/property/test_step.py"
-STREAMED = "tests/property/test_streamed_step.py tests/unit/test_packs_plan.py"
+TABLES = STEP + " tests/property/test_step_tables.py"
+STREAMED = (
+    "tests/property/test_streamed_arrays.py tests/property/test_streamed_step.py "
+    "tests/unit/test_packs_plan.py"
+)
 PREDICTOR = (
     "tests/unit/test_predictor.py tests/unit/test_predictor_windows.py "
     "tests/unit/test_paper_predictor.py tests/unit/test_regressions.py capture/predictor"
@@ -68,11 +72,14 @@ PARTS = {
     "capture/predictor/statistics.py": PREDICTOR,
     "capture/predictor/fit.py": PREDICTOR,
     "capture/step/program.py": STEP,
-    "capture/step/pipeline.py": STEP,
+    "capture/step/pipeline.py": TABLES,
+    "capture/step/evaluation.py": "tests/property/test_evaluation.py",
     "capture/step/interface.py": STEP + " tests/unit/test_graph.py",
     "capture/step/sharded.py": "tests/property/test_osdp_step.py tests/unit/test_osdp_cost.py",
     "capture/step/streamed.py": STREAMED,
     "capture/step/streamed_state.py": STREAMED,
+    "capture/step/pack_order.py": "tests/unit/test_pack_order.py",
+    "capture/step/pack_sizes.py": "tests/unit/test_pack_sizes.py " + STREAMED,
     "capture/alpa/step.py": STEP,
     "capture/step/ledger.py": STEP,
     "capture/plan/schedule.py": "tests/unit/test_schedule.py tests/property/test_step.py",
@@ -85,6 +92,7 @@ PARTS = {
     "recommender/capture/enumerate.py": SEARCH,
     "recommender/capture/throughput.py": TIMED,
     "recommender/capture/least_sum.py": TIMED,
+    "recommender/capture/counted.py": "tests/unit/test_table_search.py",
 }
 
 OPERATORS = {

@@ -173,6 +173,5 @@ def paper_profile(question: ProfileQuestion, measurements: Measurements) -> Pape
         run.choice.param_split: backend.sharding(size).param_bytes(run.choice.param_split)
         for run in runs
     }
-    return run_paper_profile(
-        runs, backend.traced(size).graph, param_bytes, *question.paper, measurements.costs.get
-    )
+    graph = backend.sharding(size).graph(run.choice for run in runs)
+    return run_paper_profile(runs, graph, param_bytes, *question.paper, measurements.costs.get)

@@ -231,7 +231,8 @@ def _truth(
     plan: Plan, result: Profile, costs: Sequence[StageCost], measurements: Measurements
 ) -> tuple[int, ...]:
     """Peaks per device by the replay of compiled stages."""
-    graph = measurements.backend.traced(plan.microbatch_size).graph
+    sharding = measurements.backend.sharding(plan.microbatch_size)
+    graph = sharding.graph(stage.choice for stage in plan.stages)
     program = build_step(
         plan_interfaces(plan, graph, result.param_bytes, costs), plan.schedule_table
     )

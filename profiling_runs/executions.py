@@ -94,7 +94,7 @@ def executed_profile(
     )
     sharding = backend.compiler.sharding(size)
     return Profile(
-        graph=graph,
+        graph=sharding.graph(one.choice for one in sets),
         measurements={},
         param_bytes={
             split: sharding.param_bytes(split)

@@ -90,7 +90,10 @@ def size_errors(
             ]
             costs[s] = measurements.costs[config]
             interfaces = plan_interfaces(
-                plan, measurements.backend.traced(size).graph, result.param_bytes, costs
+                plan,
+                measurements.backend.sharding(size).graph(each.choice for each in plan.stages),
+                result.param_bytes,
+                costs,
             )
             peaks = replay(build_step(interfaces, plan.schedule_table)).peak_bytes_per_device
             predicted = predictor.predict(plan).stages[s].peak_bytes

@@ -14,6 +14,7 @@ from capture.machine.target import Target
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import SplitCost, StageCost
 from capture.measured.store import Store
+from capture.model.graph import agreed_value_dims
 from capture.model.workload import WorkloadSpec
 from capture.plan.stages import TensorParallelRule
 from capture.step.attribution import StageBuffers
@@ -223,10 +224,15 @@ def open_measurements(
 def unmeasured(question: ProfileQuestion, measurements: Measurements) -> Profile:
     """The profile but for its measurements: what tracing says."""
     compiler, sizes = measurements.backend, question.microbatch_sizes
-    graph = compiler.traced(question.microbatch_size).graph
+    graphs = {
+        size: compiler.sharding(size).graph(question.stage_choices)
+        for size in (*sizes, question.microbatch_size)
+    }
     splits = sorted({choice.param_split for choice in question.stage_choices})
     return Profile(
-        graph=graph,
+        graph=replace(
+            graphs[question.microbatch_size], value_dims=agreed_value_dims(graphs.values())
+        ),
         measurements={},
         param_bytes={
             split: compiler.sharding(question.microbatch_size).param_bytes(split)
@@ -237,5 +243,5 @@ def unmeasured(question: ProfileQuestion, measurements: Measurements) -> Profile
         auto_layers=compiler.num_layers is not None,
         tensor_parallel_rule=measurements.rule,
         microbatch_sizes=sizes,
-        model_hashes={size: compiler.traced(size).graph.model_hash for size in sizes},
+        model_hashes={size: graphs[size].model_hash for size in sizes},
     )

@@ -11,7 +11,7 @@ from capture.errors import PlanError, ProfileError
 from capture.machine.target import Target
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import SplitCost, StageCost
-from capture.model.graph import LayerGraph
+from capture.model.graph import LayerGraph, agreed_value_dims
 from capture.plan.kinds import of_stages
 from capture.plan.prediction import Verified
 from capture.plan.stages import Plan
@@ -116,7 +116,7 @@ def verify(plan: Plan, measurements: Measurements) -> Verification:
         for config in configs
     }
     costs = [measurements.costs[config] for config in configs]
-    graph = backend.traced(plan.microbatch_size).graph
+    graph = sharding.graph(config.choice for config in configs)
     stages = plan_interfaces(plan, graph, param_bytes, costs)
     program = build_step(stages, plan.schedule_table)
     ledger = replay(program)
@@ -150,7 +150,8 @@ def with_verified(profile: Profile, plan: Plan, measurements: Measurements) -> P
     What is kept is counted by the graph at the plan's own micro-batch size, which may be another
     than the profile's graph scaled to it.
     """
-    size, graph = plan.microbatch_size, measurements.backend.traced(plan.microbatch_size).graph
+    size = plan.microbatch_size
+    graph = measurements.backend.sharding(size).graph(stage.choice for stage in plan.stages)
     costs = {
         config: measurements.costs[config]
         for config in (StageConfig.of(stage, size) for stage in plan.stages)
@@ -158,9 +159,7 @@ def with_verified(profile: Profile, plan: Plan, measurements: Measurements) -> P
     verified = {
         config: replace(
             cost,
-            residual_bytes=kept_bytes(
-                graph, config.first, config.stop, config.choice.data_parallel, cost
-            ),
+            residual_bytes=kept_bytes(graph, config.first, config.stop, config.choice, cost),
             kept_inputs=(),
             kept_outputs=(),
             kept_batch=(),
@@ -170,6 +169,7 @@ def with_verified(profile: Profile, plan: Plan, measurements: Measurements) -> P
     }
     return replace(
         profile,
+        graph=replace(profile.graph, value_dims=agreed_value_dims([profile.graph, graph])),
         verified={**profile.verified, **verified},
         model_hashes={**profile.model_hashes, size: graph.model_hash},
     )
@@ -179,7 +179,7 @@ def _all_deferred(graph: LayerGraph, config: StageConfig, cost: StageCost) -> Sp
     """What a split backward pass holds, all of it named deferred."""
     if cost.split is None:
         return None
-    nbytes = split_bytes(graph, config.first, config.stop, config.choice.data_parallel, cost)
+    nbytes = split_bytes(graph, config.first, config.stop, config.choice, cost)
     return replace(
         cost.split,
         residual_bytes=0,

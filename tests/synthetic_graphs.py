@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from capture.measured.stage_cost import SplitCost, StageCost
 from capture.model.graph import Layer, LayerGraph, Tensor
+from capture.plan.choices import StageChoice
 from capture.step.interface import StageInterface, stage_interface, stage_values
 
 MICROBATCH_SIZE = 4
@@ -187,12 +188,12 @@ def stage_interfaces(
             summary_bytes=draw(few) if summaries else 0,
         )
         param_bytes = [p.nbytes for p in graph.params]
-        devices = range(first_device, first_device + degree)
+        devices, choice = range(first_device, first_device + degree), StageChoice(degree)
         first_device += degree
-        stage = stage_interface(graph, first, stop, devices, degree, param_bytes, cost)
+        stage = stage_interface(graph, first, stop, devices, choice, param_bytes, cost)
         if split:
             stage = stage_interface(
-                graph, first, stop, devices, degree, param_bytes, _split(draw, stage, cost)
+                graph, first, stop, devices, choice, param_bytes, _split(draw, stage, cost)
             )
         stages.append(stage)
     return stages

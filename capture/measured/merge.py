@@ -13,6 +13,7 @@ from dataclasses import replace
 from capture.errors import ProfileError, Violation
 from capture.machine.target import same_target
 from capture.measured.profile import Calibration, Profile
+from capture.model.graph import agreed_value_dims
 
 
 def merge_profiles(profiles: Sequence[Profile], target: str) -> Profile:
@@ -36,6 +37,9 @@ def merge_profiles(profiles: Sequence[Profile], target: str) -> Profile:
     calibrations = [profile.calibration for profile in of_target if profile.calibration is not None]
     return replace(
         widest,
+        graph=replace(
+            widest.graph, value_dims=agreed_value_dims(profile.graph for profile in profiles)
+        ),
         measurements={
             c: cost for profile in reversed(of_target) for c, cost in profile.measurements.items()
         },

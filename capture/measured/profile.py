@@ -434,4 +434,5 @@ def rescaled(graph: LayerGraph, microbatch_size: int, model_hash: str = "") -> L
         graph.params,
         tensors(graph.values),
         tensors(graph.batch),
+        graph.value_dims,
     )

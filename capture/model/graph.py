@@ -12,7 +12,8 @@ import hashlib
 import json
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -122,6 +123,8 @@ class LayerGraph:
             layer.
         values: Tensors that cross at least one layer boundary, and the loss.
         batch: Batch leaves, then the random key if the loss takes one.
+        value_dims: By ways in which stages split values along the sequence, the dimension of each
+            value that they cut; None where it stays whole.
     """
 
     model_hash: str
@@ -130,6 +133,7 @@ class LayerGraph:
     params: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     batch: tuple[Tensor, ...]
+    value_dims: Mapping[int, tuple[int | None, ...]] = field(default_factory=dict, hash=False)
 
     @property
     def num_layers(self) -> int:
@@ -162,6 +166,21 @@ class LayerGraph:
             tuple(v for v, made, read in spans if made < cut <= read)
             for cut in range(self.num_layers + 1)
         )
+
+    def value_dim(self, value: int, split: tuple[int, int]) -> int | None:
+        """The dimension of a value that is cut along the sequence; None if none is.
+
+        Args:
+            value: Index into ``values``.
+            split: Ways in which it is split, as ``StageChoice.value_split``.
+        """
+        dims = self.value_dims.get(split[1])
+        return None if dims is None else dims[value]
+
+    def value_bytes(self, value: int, split: tuple[int, int]) -> int:
+        """Bytes per device of a value that passes between stages; arguments as of ``value_dim``."""
+        nbytes = self.values[value].shard_bytes(split[0])
+        return nbytes if self.value_dim(value, split) is None else nbytes // split[1]
 
     def stage_params(self, first: int, stop: int) -> tuple[int, ...]:
         """Parameters of layers [first, stop), each once, in the order in which the layers first
@@ -201,7 +220,10 @@ class LayerGraph:
         return sum(p.size for p in self.params)
 
     def to_json(self) -> dict[str, Any]:
-        return GRAPH.write(documents.fields_of(self))
+        written = documents.fields_of(self)
+        if not self.value_dims:  # as of models that know no sequence parallelism
+            del written["value_dims"]
+        return GRAPH.write(written)
 
     @classmethod
     def from_json(cls, data: Any) -> LayerGraph:
@@ -212,6 +234,17 @@ class LayerGraph:
                 missing or wrong field.
         """
         return GRAPH.read(data, cls)
+
+
+def agreed_value_dims(graphs: Iterable[LayerGraph]) -> dict[int, tuple[int | None, ...]]:
+    """Of graphs of one model, at several micro-batch sizes or for several choices: a value stays
+    whole where those that know a split differ."""
+    found: dict[int, tuple[int | None, ...]] = {}
+    for graph in graphs:
+        for ways, dims in graph.value_dims.items():
+            known = found.get(ways, dims)
+            found[ways] = tuple(a if a == b else None for a, b in zip(known, dims, strict=True))
+    return found
 
 
 def content_hash(data: Any) -> str:

@@ -6,7 +6,8 @@ Each layer is walked once more (``capture.partition.walk``), now with one dimens
 given cut, as the positions of a sequence: whatever is whole and still has that dimension is split
 along it. An operation that treats the dimension's elements alike, one by one, runs on the part; a
 split product, or one that mixes them, is given the whole again. So of every all-reduce the
-reduce-scatter comes after the product, and the all-gather before the next.
+reduce-scatter comes after the product, and the all-gather before the next. A value that its maker
+leaves split as all its readers want it stays so between stages.
 
 A dimension is worth it if it saves more bytes than operations beside split products would gather or
 sum; of several the one that saves most.
@@ -17,7 +18,7 @@ Source: Korthikanti et al., Reducing Activation Recomputation in Large Transform
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from typing import Any
@@ -68,26 +69,49 @@ class SequenceSplits:
         self._traced = traced
         self._known: dict[tuple[Any, ...], SequenceSplit | None] = {}
 
-    def of_stage(
-        self, first: int, stop: int, specs: Sequence[PartitionSpec], degree: int
-    ) -> list[SequenceSplit | None]:
-        """Per layer of [first, stop); None where nothing is split.
+    def of_layers(
+        self, specs: Sequence[PartitionSpec], degree: int
+    ) -> list[tuple[LayerCall, SequenceSplit | None]]:
+        """Every layer with its split; None where nothing is split.
 
         Args:
-            first, stop: The layers.
             specs: Per parameter of the graph.
             degree: Devices of the group.
         """
         found = []
-        for layer in range(first, stop):
-            one = self._traced.slice(layer, layer + 1)
-            [call] = one.calls
+        for layer in self._traced.graph.layers:
+            [call] = self._traced.slice(layer.layer_id, layer.layer_id + 1).calls
             cuts = tuple(cut_dim(specs[p]) for p in call.params)
-            key = self._traced.graph.layers[layer].key, degree, cuts
+            key = layer.key, degree, cuts
             if key not in self._known:
                 self._known[key] = self._walk(call, cuts, degree)
-            found.append(self._known[key])
+            found.append((call, self._known[key]))
         return found
+
+    def value_dims(self, specs: Sequence[PartitionSpec], degree: int) -> tuple[int | None, ...]:
+        """Per value of the graph, the dimension along which its maker leaves it split and all
+        layers that read it want it; None where they differ. Arguments as of ``of_layers``."""
+        values = self._traced.graph.values
+        made: dict[int, int | None] = {}
+        wanted: dict[int, set[int | None]] = {}
+        for call, split in self.of_layers(specs, degree):
+            if split is not None:
+                dims = _dims(call, split)
+                made |= {
+                    v: dims.get(o) for v, o in zip(call.outputs, call.function.outputs, strict=True)
+                }
+            inputs = [None] * len(call.inputs) if split is None else split.inputs
+            for v, dim in zip(call.inputs, inputs, strict=True):
+                wanted.setdefault(v, set()).add(dim)
+        return tuple(
+            dim
+            if (dim := made.get(v)) is not None
+            and wanted.get(v) == {dim}
+            and dim != tensor.batch_dim
+            and tensor.shape[dim] % degree == 0
+            else None
+            for v, tensor in enumerate(values)
+        )
 
     def _walk(
         self, call: LayerCall, cuts: Sequence[int | None], degree: int
@@ -108,6 +132,15 @@ class SequenceSplits:
             if saved > most:
                 best, most = split, saved
         return best
+
+
+def _dims(call: LayerCall, split: SequenceSplit) -> dict[Any, int | None]:
+    """By number, the dimension along which a value of a layer is split."""
+    function = call.function
+    found = dict(zip(function.inputs, split.inputs, strict=True))
+    for op, dims in zip(function.ops, split.results, strict=True):
+        found.update(zip(op.outputs, dims, strict=False))
+    return found
 
 
 def _candidates(data: Sequence[Any], degree: int) -> Iterator[list[int | None]]:
@@ -310,23 +343,27 @@ class SplitRun:
         call: The layer.
         split: How.
         mesh: The stage's.
+        arrives_split: Values of the graph that the stage is given as the layer wants them.
     """
 
-    def __init__(self, call: LayerCall, split: SequenceSplit, mesh: Mesh):
+    def __init__(
+        self, call: LayerCall, split: SequenceSplit, mesh: Mesh, arrives_split: Collection[int]
+    ):
         function = call.function
-        self.inputs = split.inputs
         self._split, self._mesh = split, mesh
+        self._entering = [
+            None if v in arrives_split else dim
+            for v, dim in zip(call.inputs, split.inputs, strict=True)
+        ]
         self._index = {op: i for i, op in enumerate(function.ops)}
-        self._dims = dict(zip(function.inputs, split.inputs, strict=True))
-        for op, dims in zip(function.ops, split.results, strict=True):
-            self._dims.update(zip(op.outputs, dims, strict=False))
+        self._dims = _dims(call, split)
         self.outputs = tuple(self._dims.get(v) for v in function.outputs)
 
     def enter(self, inputs: Sequence[Any]) -> list[Any]:
         """The layer's inputs, split."""
         return [
             array if dim is None else split_along(array, dim, self._mesh)
-            for array, dim in zip(inputs, self.inputs, strict=True)
+            for array, dim in zip(inputs, self._entering, strict=True)
         ]
 
     def __call__(self, op: Op, arguments: Sequence[Any], env: dict[Any, Any]) -> list[Any]:

@@ -1,18 +1,20 @@
-"""How the parameters of a model are split at a tensor-parallel degree: decided layer by layer, so
-that any stage agrees."""
+"""How the tensors of a model are split at a tensor-parallel degree, parameters and what passes
+between stages: decided layer by layer, so that any stage agrees."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from jax.sharding import PartitionSpec
 
-from capture.model.graph import Tensor, item_bytes
+from capture.model.graph import LayerGraph, Tensor, item_bytes
+from capture.partition.sequence import SequenceSplit, SequenceSplits
 from capture.partition.tensor_parallel import DATA_AXIS, MODEL_AXIS, Rule, parameter_specs
-from capture.plan.choices import ParamSplit
+from capture.plan.choices import ParamSplit, StageChoice
 from capture.tracing import TracedModel
-from capture.tracing.slices import struct_of
+from capture.tracing.slices import LayerCall, struct_of
 
 
 class ModelSharding:
@@ -28,6 +30,8 @@ class ModelSharding:
         self._traced, self._rule = traced, rule
         self._specs: dict[int, list[PartitionSpec]] = {}
         self._by_key: dict[tuple[str, int], list[PartitionSpec]] = {}
+        self._sequences = SequenceSplits(traced)
+        self._value_dims: dict[int, tuple[int | None, ...]] = {}
 
     def specs(self, degree: int) -> list[PartitionSpec]:
         """One spec per parameter of the graph; equal layers are walked once."""
@@ -71,6 +75,18 @@ class ModelSharding:
             _shard_bytes(p, spec, split)
             for p, spec in zip(self._traced.graph.params, self.specs(split[0]), strict=True)
         )
+
+    def layer_splits(self, degree: int) -> list[tuple[LayerCall, SequenceSplit | None]]:
+        """Every layer, and how sequence parallelism splits it; None where it does not."""
+        return self._sequences.of_layers(self.specs(degree), degree)
+
+    def graph(self, choices: Iterable[StageChoice]) -> LayerGraph:
+        """The model's, which knows how stages with these choices split what passes between them."""
+        degrees = sorted({choice.value_split[1] for choice in choices} - {1})
+        for degree in degrees:
+            if degree not in self._value_dims:
+                self._value_dims[degree] = self._sequences.value_dims(self.specs(degree), degree)
+        return replace(self._traced.graph, value_dims={d: self._value_dims[d] for d in degrees})
 
 
 def over_replicas(spec: PartitionSpec, shape: Sequence[int], data_parallel: int) -> PartitionSpec:

@@ -58,7 +58,8 @@ class StageChoice:
         shard_params: Whether they split parameters and accumulated gradients as well (ZeRO stage
             3): gathered where they are used, gradients scattered.
         sequence_parallel: Whether activations that tensor parallelism leaves whole are split over
-            its devices, too, along the sequence or another dimension that operations keep apart.
+            its devices, too, along the sequence or another dimension that operations keep apart;
+            what passes between stages among them.
     """
 
     data_parallel: int = 1
@@ -96,6 +97,12 @@ class StageChoice:
         """How many ways parameters are split by tensor parallelism, and beyond that over
         replicas."""
         return self.tensor_parallel, self.data_parallel if self.shard_params else 1
+
+    @property
+    def value_split(self) -> tuple[int, int]:
+        """How many ways values that pass between stages are split over replicas, and beyond that
+        along the sequence, where they can be."""
+        return self.data_parallel, self.tensor_parallel if self.sequence_parallel else 1
 
     @property
     def replicas_text(self) -> str:

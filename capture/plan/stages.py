@@ -334,15 +334,18 @@ def _schedule_violations(plan: Plan) -> list[Violation]:
             found.append(
                 Violation(
                     f"schedule={plan.schedule!r} puts stage {other} and stage {s} on the same "
-                    "devices; give them the same devices, data_parallel and tensor_parallel.",
+                    "devices; give them the same devices, data_parallel, tensor_parallel and "
+                    "sequence_parallel.",
                     "plan-schedule-stages",
                 )
             )
     return found
 
 
-def _placed(stage: Stage) -> tuple[tuple[int, ...], int, int]:
-    return stage.devices, stage.choice.data_parallel, stage.choice.tensor_parallel
+def _placed(stage: Stage) -> tuple[object, ...]:
+    """What stages on the same devices have in common: they hand over what they make as it lies."""
+    choice = stage.choice
+    return stage.devices, choice.data_parallel, choice.tensor_parallel, choice.sequence_parallel
 
 
 def _device_violations(plan: Plan) -> list[Violation]:

@@ -103,7 +103,9 @@ class AdditivePredictor(ComponentTables):
         for length in {stop - first for first, stop in known}:
             starts = range(graph.num_layers - length + 1)
             signatures = {
-                (first, first + length): stage_signature(graph, first, first + length, sizes)
+                (first, first + length): stage_signature(
+                    graph, first, first + length, sizes, choice.value_split
+                )
                 for first in starts
             }
             parts_of = {
@@ -191,19 +193,18 @@ class AdditivePredictor(ComponentTables):
 
     def _exact(self, choice: StageChoice, microbatch_size: int) -> dict[str, np.ndarray]:
         """What the layer graph knows of every stage."""
-        graph, dp = self.graph(microbatch_size), choice.data_parallel
+        graph, split = self.graph(microbatch_size), choice.value_split
         shape = (graph.num_layers, graph.num_layers + 1)
-        crossing = [
-            [graph.values[v] for v in graph.crossing(cut)] for cut in range(graph.num_layers + 1)
-        ]
-        received = np.array([sum(v.shard_bytes(dp) for v in values) for values in crossing])
+        sizes = [graph.value_bytes(v, split) for v in range(len(graph.values))]
+        crossing = [graph.crossing(cut) for cut in range(graph.num_layers + 1)]
+        received = np.array([sum(sizes[v] for v in values) for values in crossing])
         returned = np.array(
-            [sum(v.shard_bytes(dp) for v in values if v.differentiable) for values in crossing]
+            [sum(sizes[v] for v in values if graph.values[v].differentiable) for values in crossing]
         )
         params = self._stage_params(choice.param_split)
-        leaves = np.array([leaf.shard_bytes(dp) for leaf in graph.batch])
+        leaves = np.array([leaf.shard_bytes(choice.data_parallel) for leaf in graph.batch])
         losses = np.zeros(shape, np.int64)
-        losses[:, -1] = sum(graph.values[v].shard_bytes(dp) for v in graph.layers[-1].outputs)
+        losses[:, -1] = sum(sizes[v] for v in graph.layers[-1].outputs)
         return {
             "params": params,
             "gradients": params,

@@ -24,6 +24,7 @@ import numpy as np
 
 from capture.measured.stage_cost import StageCost
 from capture.model.graph import LayerGraph
+from capture.plan.choices import StageChoice
 from capture.plan.schedule import Moment, Occupancy
 from capture.step.interface import StageInterface, stage_interface, stage_values
 
@@ -134,28 +135,29 @@ def deferred_of(stage: StageInterface) -> int:
 
 
 def kept_bytes(
-    graph: LayerGraph, first: int, stop: int, data_parallel: int, cost: StageCost
+    graph: LayerGraph, first: int, stop: int, choice: StageChoice, cost: StageCost
 ) -> int:
     """What one micro-batch of layers [first, stop) keeps for its backward pass, per device."""
     total = cost.residual_bytes
     if cost.kept_inputs or cost.kept_outputs:
         used, outputs = stage_values(graph, first, stop)
         kept = [used[i] for i in cost.kept_inputs] + [outputs[i] for i in cost.kept_outputs]
-        total += sum(graph.values[v].shard_bytes(data_parallel) for v in kept)
+        total += sum(graph.value_bytes(v, choice.value_split) for v in kept)
     if cost.kept_batch:
         batch = graph.stage_batch(first, stop)
-        total += sum(graph.batch[batch[i]].shard_bytes(data_parallel) for i in cost.kept_batch)
+        leaves = (graph.batch[batch[i]] for i in cost.kept_batch)
+        total += sum(leaf.shard_bytes(choice.data_parallel) for leaf in leaves)
     return total
 
 
 def split_bytes(
-    graph: LayerGraph, first: int, stop: int, data_parallel: int, cost: StageCost
+    graph: LayerGraph, first: int, stop: int, choice: StageChoice, cost: StageCost
 ) -> int:
     """What one micro-batch of layers [first, stop) keeps for the gradients of weights, per device;
     of a cost with a split backward pass."""
     assert cost.split is not None, "measured with a split backward pass"
     no_params = [0] * len(graph.params)
-    return deferred_of(stage_interface(graph, first, stop, (), data_parallel, no_params, cost))
+    return deferred_of(stage_interface(graph, first, stop, (), choice, no_params, cost))
 
 
 def peak_of(stages: Sequence[StageMemory], moments: Sequence[Moment]) -> Any:

@@ -14,7 +14,11 @@ from capture.model.graph import LayerGraph, Tensor
 
 
 def stage_signature(
-    graph: LayerGraph, first: int, stop: int, param_bytes: Sequence[int]
+    graph: LayerGraph,
+    first: int,
+    stop: int,
+    param_bytes: Sequence[int],
+    value_split: tuple[int, int],
 ) -> Hashable:
     """Equal for layers [first, stop) of a model whose forward and backward programs are the same
     but for names.
@@ -23,6 +27,7 @@ def stage_signature(
         graph: At the micro-batch size of the stages.
         first, stop: Layers [first, stop).
         param_bytes: Per parameter, bytes per device: equal layers may have been split differently.
+        value_split: How the stages split what passes between them.
 
     Returns:
         Layers by key, each with local numbers for what it reads and makes; what each value and
@@ -41,7 +46,8 @@ def stage_signature(
         return what
 
     def value(v: int) -> Hashable:
-        return local("value", v, ("value", _facts(graph.values[v]), v in onwards))
+        cut = graph.value_dim(v, value_split)
+        return local("value", v, ("value", _facts(graph.values[v]), cut, v in onwards))
 
     def param(p: int) -> Hashable:
         tensor, readers = graph.params[p], graph.param_readers(p)

@@ -85,8 +85,10 @@ def send_seconds(stages: Sequence[Stage], links: LinkTimes, graph: LayerGraph) -
     """
     sends = []
     for stage, other in pairwise(stages):
-        replicas = min(stage.choice.data_parallel, other.choice.data_parallel)
-        crossing = [graph.values[v].shard_bytes(replicas) for v in graph.crossing(stage.stop)]
+        splits = (stage.choice.value_split, other.choice.value_split)
+        crossing = [
+            max(graph.value_bytes(v, split) for split in splits) for v in graph.crossing(stage.stop)
+        ]
         apart = stage.devices != other.devices
         sends.append(
             sum(links.between(stage.devices, other.devices, nbytes) for nbytes in crossing)

@@ -59,7 +59,7 @@ class ComponentTables:
     def _components(
         self, first: int, stop: int, choice: StageChoice, microbatch_size: int, cost: StageCost
     ) -> np.ndarray:
-        kept = kept_bytes(self.graph(microbatch_size), first, stop, choice.data_parallel, cost)
+        kept = kept_bytes(self.graph(microbatch_size), first, stop, choice, cost)
         of_update = (
             cost.update_bytes,
             cost.optimizer_bytes,
@@ -73,9 +73,7 @@ class ComponentTables:
                 [np.nan] * 3
                 if split is None
                 else [
-                    split_bytes(
-                        self.graph(microbatch_size), first, stop, choice.data_parallel, cost
-                    ),
+                    split_bytes(self.graph(microbatch_size), first, stop, choice, cost),
                     split.inputs_bytes,
                     split.weights_bytes,
                 ]

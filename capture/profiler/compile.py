@@ -31,14 +31,13 @@ from capture.measured.stage_cost import SplitCost, StageCost, UpdateCost
 from capture.measured.store import Store
 from capture.model.graph import LayerGraph, content_hash
 from capture.model.workload import WorkloadProtocol
-from capture.partition.sequence import SequenceSplits
 from capture.partition.sharding import ModelSharding
 from capture.partition.tensor_parallel import Rule
-from capture.plan.choices import StageChoice, is_cut
+from capture.plan.choices import StageChoice, is_cut, remat_time_fraction
+from capture.runtime.leaf_parts import traced_optimizer
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
 from capture.runtime.programs import StagePrograms
 from capture.runtime.split_backward import SplitStagePrograms
-from capture.runtime.stacked import traced_optimizer
 from capture.step.attribution import StageBuffers
 from capture.step.interface import owned_and_borrowed, shared_onwards
 from capture.tracing import TracedModel, trace
@@ -52,8 +51,10 @@ PROGRAM_VERSION = 4
 SPLIT_VERSION = 1
 #: Bump when remat "cheap" keeps other values for the same model.
 CUT_VERSION = 1
+#: The same of a percentage of time.
+BUDGET_VERSION = 1
 #: Bump when other values are split along the sequence for the same model.
-SEQUENCE_VERSION = "sequence 1"
+SEQUENCE_VERSION = "sequence 2"
 #: Bump when more is counted of what programs compute, which only targets with rates are asked for:
 #: 2 counts kernels.
 WORK_VERSION = 2
@@ -91,7 +92,6 @@ class CompileBackend:
         self.target = Target.load("cpu") if target is None else target
         self._traced: dict[int, TracedModel] = {}
         self._shardings: dict[int, ModelSharding] = {}
-        self._sequences: dict[int, SequenceSplits] = {}
 
     @property
     def _stops_at_report(self) -> bool:
@@ -222,6 +222,7 @@ class CompileBackend:
                     *pinned,
                     *self._sequence_split(config),
                     *([CUT_VERSION] if is_cut(choice.remat) else []),
+                    *([BUDGET_VERSION] if remat_time_fraction(choice.remat) else []),
                 ],
                 [str(specs[p]) for p in layers.params],
                 [
@@ -237,18 +238,21 @@ class CompileBackend:
             ]
         )
 
-    def _sequence_split(self, config: StageConfig) -> list[str]:
-        """For keys: nothing where nothing is split along the sequence."""
+    def _sequence_split(self, config: StageConfig) -> list[Any]:
+        """For keys: nothing where nothing is split along the sequence; else how what the stage is
+        given and makes lies, which layers of other stages have a say in."""
         choice, size = config.choice, config.microbatch_size
         if not choice.sequence_parallel:
             return []
-        if size not in self._sequences:
-            self._sequences[size] = SequenceSplits(self.traced(size))
-        specs = self.sharding(size).specs(choice.tensor_parallel)
-        found = self._sequences[size].of_stage(
-            config.first, config.stop, specs, choice.tensor_parallel
+        splits = self.sharding(size).layer_splits(choice.tensor_parallel)
+        if not any(split for _, split in splits[config.first : config.stop]):
+            return []
+        graph, layers = (
+            self.sharding(size).graph([choice]),
+            self.traced(size).slice(config.first, config.stop),
         )
-        return [SEQUENCE_VERSION] if any(found) else []
+        values = (*layers.inputs, *layers.outputs)
+        return [SEQUENCE_VERSION, [graph.value_dim(v, choice.value_split) for v in values]]
 
     def update_key(self, config: StageConfig) -> str:
         """As ``key``, of the end of a step alone: it depends on the parameters, not on the layers
@@ -388,7 +392,7 @@ class CompileBackend:
             traced,
             config,
             devices,
-            self.sharding(config.microbatch_size).specs(choice.tensor_parallel),
+            self.sharding(config.microbatch_size),
             SlicedOptimizer(self._optimizer, [owned, rest] if rest else [owned]).stages[0],
             num_arriving=dict.fromkeys(shared_onwards(traced.graph, config.first, config.stop), 1),
             compiler=compiler or self.compiler_of(config),

@@ -33,6 +33,7 @@ from capture.profiler.layer_pass import LayerNeeds, LayerPass
 from capture.profiler.run import machine_here
 from capture.quantities import format_bytes
 from capture.runtime.decomposer import Decomposed, LayerProgram
+from capture.runtime.leaf_parts import traced_optimizer
 from capture.runtime.optimizer import SlicedOptimizer, StageUpdate, TracedOptimizer
 from capture.step.interface import owned_and_borrowed
 from capture.tracing.coupling import coupled_examples
@@ -127,7 +128,7 @@ class LayerBackend:
         traced, graph = self.layers(REFERENCE_SIZE).traced, self.graph()
         owned = [owned_and_borrowed(graph, i, i + 1)[0] for i in range(graph.num_layers)]
         unread = tuple(sorted({*range(len(graph.params))} - {p for own in owned for p in own}))
-        update = TracedOptimizer(self.workload.optimizer, traced.split_struct, unread)
+        update = traced_optimizer(self.workload.optimizer, traced, unread)
         parts = [own for own in owned if own] + [unread] * bool(unread)
         return update, SlicedOptimizer(update, parts)
 

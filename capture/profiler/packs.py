@@ -40,4 +40,5 @@ def compile_packs(plan: PacksPlan, workload: WorkloadProtocol) -> Ledger:
     size = plan.configuration.backward.microbatch_size
     compiler = CompileBackend(workload, target=target)
     chosen = compiler.compiler_of(StageConfig(0, plan.num_layers, StageChoice(), size))
-    return replay(StreamedStep(workload, plan, devices, chosen).compiled)
+    host = devices_of(Target.load("cpu"), 1)[0]
+    return replay(StreamedStep(workload, plan, devices, chosen, host=host).compiled)

@@ -277,7 +277,7 @@ def run_paper_profile(
                 first,
                 stop,
                 (),
-                choice.data_parallel,
+                choice,
                 param_bytes[choice.param_split],
                 cost or NO_COST,
             )

@@ -93,7 +93,8 @@ class Decomposed:
         span, graph = _span(first, stop), self.traced.graph
         layers = self.traced.slice(*span)
         where = {param: (0, i) for i, param in enumerate(layers.params)}
-        pack = PackFunctions(self.traced, span, where, (graph.microbatch_size,))
+        leaves = graph.stage_batch(*span)
+        pack = PackFunctions(self.traced, span, where, (graph.microbatch_size,), leaves)
         is_last = span[1] == graph.num_layers
         flows = [] if which == "forward" or is_last else differentiable(graph, span[1])
 
@@ -109,7 +110,7 @@ class Decomposed:
         tensors = (
             tuple(graph.params[p] for p in layers.params),
             tuple(graph.values[v] for v in graph.crossing(span[0])),
-            tuple(graph.batch[b] for b in graph.stage_batch(*span)),
+            tuple(graph.batch[b] for b in leaves),
             tuple(graph.values[v] for v in flows),
         )
         shapes = [[[list(t.shape), t.dtype] for t in group] for group in tensors]

@@ -27,7 +27,8 @@ from capture.errors import Violation, WorkloadError
 from capture.model.graph import item_bytes
 from capture.model.workload import WorkloadProtocol
 from capture.plan.array import BUNDLE_BYTES
-from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
+from capture.runtime.leaf_parts import traced_optimizer
+from capture.runtime.optimizer import SlicedOptimizer
 from capture.step.interface import owned_and_borrowed
 from capture.step.sub_array import Bundle, Segment
 from capture.tracing import TracedModel, trace
@@ -52,7 +53,7 @@ class LayerwiseOptimizer:
 
     Raises:
         WorkloadError: ``array-optimizer`` for an optimizer that needs all gradients at once,
-            ``array-key`` for a loss that takes a random key.
+            ``array-key`` for a loss that takes a random key, and those of ``traced_optimizer``.
     """
 
     def __init__(self, workload: WorkloadProtocol, traced: TracedModel):
@@ -62,8 +63,8 @@ class LayerwiseOptimizer:
         # What the loss does not read has a gradient of zero, and is updated all the same.
         unread = [param for param in range(len(graph.params)) if param not in read]
         owned[0] += unread
-        traced_optimizer = TracedOptimizer(workload.optimizer, traced.split_struct, unread)
-        self.sliced = SlicedOptimizer(traced_optimizer, owned)
+        update = traced_optimizer(workload.optimizer, traced, unread)
+        self.sliced = SlicedOptimizer(update, owned)
         WorkloadError.check(_refusals(self.sliced, graph.batch))
         self.hyperparameters = {
             name: leaf

@@ -60,7 +60,7 @@ class StageLayout:
     """Shardings of the values, batch leaves, parameters and optimizer state of a stage.
 
     Args:
-        graph: The model's layers.
+        graph: The model's layers, as ``ModelSharding.graph`` of the choice.
         choice: How the devices share the work.
         devices: Replicas first.
         specs: Per parameter of the graph, how it is split over the mesh axis ``"model"``.
@@ -93,7 +93,15 @@ class StageLayout:
         return NamedSharding(self.mesh, PartitionSpec(*[None] * tensor.batch_dim, DATA_AXIS))
 
     def value_sharding(self, value: int) -> NamedSharding:
-        return self.tensor_sharding(self.graph.values[value])
+        """As any tensor, and along the sequence where its maker and all its readers split it so."""
+        tensor = self.graph.values[value]
+        sharding = self.tensor_sharding(tensor)
+        dim = self.graph.value_dim(value, self.choice.value_split)
+        if dim is None:
+            return sharding
+        axes = [*sharding.spec, *[None] * (len(tensor.shape) - len(sharding.spec))]
+        axes[dim] = MODEL_AXIS
+        return NamedSharding(self.mesh, PartitionSpec(*axes))
 
     def batch_sharding(self, leaf: int) -> NamedSharding:
         return self.tensor_sharding(self.graph.batch[leaf])

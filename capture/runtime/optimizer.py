@@ -130,11 +130,14 @@ class TracedOptimizer:
     def params_of_state(self) -> list[frozenset[int]]:
         """Which parameters a state leaf belongs to: those its new value depends on, other than
         through small shared values."""
-        program, n = self.update, len(self.params)
-        state_out = program.outputs[n:]
+        return self.owners_of_state(self.update)
+
+    def owners_of_state(self, program: DataFlow) -> list[frozenset[int]]:
+        """Likewise, as the update or one with the same inputs and outputs says."""
+        state_out = program.outputs[len(self.params) :]
         owned: list[frozenset[int]] = [frozenset()] * len(self.state)
         while True:  # a leaf may feed another, so iterate to the fixed point
-            flow = program.propagate(self.sources_of(owned), owner_of_result)
+            flow = program.propagate(self.sources_of(owned, program), owner_of_result)
             found = [
                 old | flow.get(out, frozenset()) - {_NOBODY}
                 for old, out in zip(owned, state_out, strict=True)
@@ -146,11 +149,13 @@ class TracedOptimizer:
     @cached_property
     def params_of_value(self) -> dict[Any, frozenset[int]]:
         """The parameters that each value of the update depends on."""
-        return self.update.propagate(self.sources_of(self.params_of_state))
+        return self.update.propagate(self.sources_of(self.params_of_state, self.update))
 
-    def sources_of(self, params_of_state: Sequence[frozenset[int]]) -> dict[Any, frozenset[int]]:
-        """Per input of the update, the parameters that it belongs to."""
-        variables, n, num_state = self.update.inputs, len(self.params), len(self.state)
+    def sources_of(
+        self, params_of_state: Sequence[frozenset[int]], program: DataFlow
+    ) -> dict[Any, frozenset[int]]:
+        """Per input of the update, or of one with the same, the parameters that it belongs to."""
+        variables, n, num_state = program.inputs, len(self.params), len(self.state)
         of_params = {
             v: frozenset([p])
             for own in (variables[:n], variables[n + num_state :])

@@ -26,7 +26,7 @@ import numpy as np
 from jax.experimental.compute_on import compute_on
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from capture.compiler.executable import HOST_MEMORY, AnyCompiler, Executable
+from capture.compiler.executable import HOST_MEMORY, AnyCompiler, Compiler, Executable
 from capture.model.graph import LayerGraph, Tensor
 from capture.plan.task_graph import Span
 from capture.runtime.dispatch import Call
@@ -109,7 +109,7 @@ class TracedSizes:
         """Until it is compiled, no more than its results."""
         if (known := self.compiled.get((which, pack, size))) is not None:
             return known
-        return output_bytes + (0 if which == "accumulate" else self.weight_bytes(pack))
+        return output_bytes + (self.weight_bytes(pack) if which in ("forward", "backward") else 0)
 
     def _bytes(self, tensor: Tensor, examples: int) -> int:
         if tensor.batch_dim is None:
@@ -132,6 +132,9 @@ class PackPrograms:
         minibatch_size: The loss of a micro-batch counts as many of these as it has examples.
         devices: By device id of the step.
         compiler: Compiles.
+        host: A processor for whose memory everything on the hosts is compiled, where devices are
+            not there: those of CUDA then know no memory of a host, so that XLA would count what an
+            update makes beside what it writes over. None: each device's own.
     """
 
     def __init__(
@@ -142,7 +145,9 @@ class PackPrograms:
         minibatch_size: int,
         devices: Sequence[Any],
         compiler: AnyCompiler,
+        host: Any = None,
     ):
+        self._host = host
         self._traced, self._builder, self._step = traced, builder, builder.step
         self._graph = next(iter(traced.values())).graph
         self._update_of, self._optimizer = optimizer
@@ -159,6 +164,7 @@ class PackPrograms:
             self._minibatch_size,
             self._devices,
             self._compiler,
+            self._host,
         )
         other._compiled = self._compiled
         return other
@@ -180,10 +186,15 @@ class PackPrograms:
         """Whole on the device of a place, or in the memory of its host."""
         if place not in self._shardings:
             (device,) = place.devices
-            mesh = Mesh(np.asarray([self._devices[device]]), ("device",))
+            one = self._host if self._stands_in(place) else self._devices[device]
+            mesh = Mesh(np.asarray([one]), ("device",))
             kind = None if place.host is None else HOST_MEMORY
             self._shardings[place] = NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
         return self._shardings[place]
+
+    def _stands_in(self, place: Place) -> bool:
+        """Whether what is there is compiled for another host."""
+        return place.host is not None and self._host is not None
 
     def layout(self, slot: Slot) -> list[jax.ShapeDtypeStruct]:
         """The arrays of a slot."""
@@ -279,16 +290,18 @@ class PackPrograms:
         shapes = tuple(tuple((s.shape, str(s.dtype)) for s in arg) for arg in args)
         whole = (kind, place.name, key, shapes, donated)
         if whole not in self._compiled:
-            self._compiled[whole] = self._compiler(
-                function, args, donate=donated, out_shardings=out
-            )
+            compiler = Compiler() if self._stands_in(place) else self._compiler
+            self._compiled[whole] = compiler(function, args, donate=donated, out_shardings=out)
         return self._compiled[whole]
 
     def _pass(self, run: Run) -> tuple[Callable[..., Any], Any]:
         """A forward or backward pass, and what tells it from others of the same arguments."""
         kind, first, stop, size, _ = parts_of_name(run.program)
+        # A part of a forward pack gets what the whole pack reads of the batch.
+        read = [self._builder.spans[slot] for slot in run.inputs[2][:1]]
+        leaves = self._graph.stage_batch(*read[0]) if read else ()
         pack = PackFunctions(
-            self._traced[size], (first, stop), self._weights_at(run), self._pieces(run)
+            self._traced[size], (first, stop), self._weights_at(run), self._pieces(run), leaves
         )
         groups = [len(group) for group in run.inputs]
         if kind == "forward":
@@ -347,7 +360,15 @@ class PackPrograms:
 
 
 class PackFunctions:
-    """Layers at a micro-batch size, as functions of slots."""
+    """Layers at a micro-batch size, as functions of slots.
+
+    Args:
+        traced: The loss at that size.
+        span: Layers.
+        where: By parameter, which slot of weights has it, and where.
+        pieces: Examples of each piece of the micro-batch.
+        leaves: Of the batch, those of each slot of it.
+    """
 
     def __init__(
         self,
@@ -355,10 +376,11 @@ class PackFunctions:
         span: Span,
         where: Mapping[int, tuple[int, int]],
         pieces: tuple[int, ...],
+        leaves: tuple[int, ...],
     ):
         graph = self._graph = traced.graph
         self._layers, self.where, self._pieces = traced.slice(*span), where, pieces
-        self._leaves = graph.stage_batch(*span)
+        self._leaves = leaves
         self._entering, self._leaving = graph.crossing(span[0]), graph.crossing(span[1])
         self._is_last = span[1] == graph.num_layers
 

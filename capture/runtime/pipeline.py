@@ -24,11 +24,11 @@ from capture.plan.kinds import of_stages
 from capture.plan.stages import Plan
 from capture.runtime.dispatch import BoundStep, Observer, to_device, to_host
 from capture.runtime.layout import first_devices
+from capture.runtime.leaf_parts import traced_optimizer
 from capture.runtime.microbatches import split_microbatches
 from capture.runtime.optimizer import SlicedOptimizer
 from capture.runtime.programs import StagePrograms
 from capture.runtime.split_backward import SplitStagePrograms
-from capture.runtime.stacked import traced_optimizer
 from capture.runtime.stage_calls import layout_of, stage_calls
 from capture.runtime.state import (
     PipelineState,
@@ -173,7 +173,7 @@ class PipelinedStep:
                 traced,
                 StageConfig.of(stage, plan.microbatch_size),
                 [devices[d] for d in stage.devices],
-                sharding.specs(stage.choice.tensor_parallel),
+                sharding,
                 self.optimizer.stages[s],
                 num_arriving={p: borrowers.count(p) for p in borrowers},
                 num_microbatches=plan.num_microbatches,
@@ -185,6 +185,7 @@ class PipelinedStep:
             split: sharding.param_bytes(split)
             for split in {stage.choice.param_split for stage in plan.stages}
         }
+        self._graph = sharding.graph(stage.choice for stage in plan.stages)
 
     @cached_property
     def program(self) -> Step:
@@ -200,7 +201,7 @@ class PipelinedStep:
     @cached_property
     def _interfaces(self) -> list[StageInterface]:
         costs = [stage.cost for stage in self.stages]
-        return plan_interfaces(self.plan, self.traced.graph, self._param_bytes, costs)
+        return plan_interfaces(self.plan, self._graph, self._param_bytes, costs)
 
     def replay(self, *, record_timeline: bool = False) -> Ledger:
         """The ledger of a step, without running it."""

@@ -27,7 +27,8 @@ from capture.measured.profile import StageConfig
 from capture.measured.stage_cost import StageCost, UpdateCost
 from capture.measured.work import Kernel, ProgramWork
 from capture.partition.local_calls import localize
-from capture.partition.sequence import SequenceSplits, SplitRun
+from capture.partition.sequence import SplitRun
+from capture.partition.sharding import ModelSharding
 from capture.partition.tensor_parallel import DATA_AXIS, MODEL_AXIS
 from capture.plan.choices import is_cut
 from capture.runtime.layout import StageLayout
@@ -53,8 +54,7 @@ class StagePrograms(StageLayout):
         traced: The model, at the plan's micro-batch size.
         config: The stage.
         devices: ``data_parallel * tensor_parallel`` devices, replicas first.
-        specs: Per parameter of the graph, how it is split over the mesh axis ``"model"`` (``()`` if
-            not).
+        sharding: How the model's tensors are split.
         update: The stage's slice of the optimizer, for the parameters that it owns.
         num_arriving: Per owned parameter that later stages borrow, how many do.
         num_microbatches: The loss of a micro-batch counts 1 / num_microbatches.
@@ -66,16 +66,17 @@ class StagePrograms(StageLayout):
         traced: TracedModel,
         config: StageConfig,
         devices: Sequence[Any],
-        specs: Sequence[PartitionSpec],
+        sharding: ModelSharding,
         update: StageUpdate,
         *,
         num_arriving: Mapping[int, int] = MappingProxyType({}),
         num_microbatches: int = 1,
         compiler: AnyCompiler = Compiler(),
     ):
-        graph, layers = traced.graph, traced.slice(config.first, config.stop)
-        self._traced = traced
-        super().__init__(graph, config.choice, devices, specs, update)
+        choice, layers = config.choice, traced.slice(config.first, config.stop)
+        self._sharding, graph = sharding, sharding.graph([choice])
+        specs = sharding.specs(choice.tensor_parallel)
+        super().__init__(graph, choice, devices, specs, update)
         self.layers, self.num_microbatches, self._compiler = layers, num_microbatches, compiler
         self.owned, self.borrowed = owned_and_borrowed(graph, layers.first, layers.stop)
         assert update.params == self.owned, "the optimizer's slice is that of the stage"
@@ -127,7 +128,8 @@ class StagePrograms(StageLayout):
         results = self.layers(*given, remat=remat, pin=self._pinned, runs=self._split_runs)
         by_value = dict(zip(self.layers.outputs, results, strict=True))
         for v in self._split_values.intersection(by_value):
-            by_value[v] = jax.lax.with_sharding_constraint(by_value[v], self.value_sharding(v))
+            if not self._passes_split(v):
+                by_value[v] = jax.lax.with_sharding_constraint(by_value[v], self.value_sharding(v))
         rest = [v for v in self.layers.outputs if v not in self.differentiable_outputs]
         return [by_value[v] for v in self.differentiable_outputs], [by_value[v] for v in rest]
 
@@ -146,13 +148,15 @@ class StagePrograms(StageLayout):
         if none are."""
         if not self.choice.sequence_parallel:
             return []
-        splits = SequenceSplits(self._traced).of_stage(
-            self.layers.first, self.layers.stop, self.specs, self.choice.tensor_parallel
-        )
+        splits = self._sharding.layer_splits(self.choice.tensor_parallel)
+        arrives_split = {v for v in self.layers.inputs if self._passes_split(v)}
         return [
-            None if split is None else SplitRun(call, split, self.mesh)
-            for call, split in zip(self.layers.calls, splits, strict=True)
+            None if split is None else SplitRun(call, split, self.mesh, arrives_split)
+            for call, split in splits[self.layers.first : self.layers.stop]
         ]
+
+    def _passes_split(self, value: int) -> bool:
+        return self.graph.value_dim(value, self.choice.value_split) is not None
 
     @cached_property
     def _split_values(self) -> frozenset[int]:
@@ -207,11 +211,9 @@ class StagePrograms(StageLayout):
     @cached_property
     def residuals(self) -> Residuals:
         """What one micro-batch keeps for the backward pass."""
-        data = [self.graph.values[v] for v in self.layers.inputs]
-        data += [self.graph.batch[b] for b in self.layers.batch]
         # Parameters that are split over replicas are gathered where they are read.
         specs = [self.specs[p] for p in self.params]
-        specs += [self.tensor_sharding(tensor).spec for tensor in data]
+        specs += [data.sharding.spec for group in self.forward_args[1:] for data in group]
         split = ValueSplit(
             self._saving_all,
             [

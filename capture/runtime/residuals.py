@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from capture.partition.dim_flow import dim_flow
 from capture.partition.walk import followed_dims
-from capture.plan.choices import Remat, remat_time_fraction
+from capture.plan.choices import Remat, is_cut, remat_time_fraction
 from capture.tracing.dataflow import DataFlow
 from capture.tracing.jaxprs import is_variable
 from capture.tracing.mincut import least_kept, least_kept_within
@@ -64,13 +64,22 @@ class Residuals:
         from_data = {v for v, origins in reached.items() if origins}
         read = map(split.before_gather, filter(is_variable, self._read))
         kept = [v for v in dict.fromkeys(read) if v in from_data]
-        fraction = remat_time_fraction(remat)
-        if remat == "cheap":
-            kept = least_kept(flow, kept, from_data, split.nbytes, split.recompute_bytes)
-        elif fraction is not None:
-            budget = fraction * _PASSES * split.pass_bytes()
-            rerun = partial(split.recompute_bytes, products=True)
-            kept = least_kept_within(flow, kept, from_data, split.nbytes, rerun, budget)
+        if is_cut(remat):
+            cheap = least_kept(flow, kept, from_data, split.nbytes, split.recompute_bytes)
+            fraction = remat_time_fraction(remat)
+            kept = (
+                cheap
+                if fraction is None
+                else least_kept_within(
+                    flow,
+                    kept,
+                    from_data,
+                    split.nbytes,
+                    partial(split.recompute_bytes, products=True),
+                    fraction * _PASSES * split.pass_bytes(),
+                    cheap,
+                )
+            )
         made = flow.outputs[:num_outputs] if returns_outputs else []
         self.inputs = _places(kept, data[:num_inputs])
         self.batch = _places(kept, data[num_inputs:])

@@ -27,12 +27,12 @@ from capture.plan.task_graph import Task
 from capture.quantities import format_bytes
 from capture.runtime.dispatch import BoundStep, Observer, to_device, to_host
 from capture.runtime.layout import check_host_memory, first_devices
+from capture.runtime.leaf_parts import traced_optimizer
 from capture.runtime.microbatches import split_examples
 from capture.runtime.optimizer import SlicedOptimizer
 from capture.runtime.pack_traces import traced_at
 from capture.runtime.packs import PackPrograms, TracedSizes
 from capture.runtime.pipeline import StepMetrics
-from capture.runtime.stacked import traced_optimizer
 from capture.runtime.state import (
     PipelineState,
     check_state,
@@ -94,7 +94,8 @@ def streamed(
 
 
 class StreamedStep:
-    """A compiled training step of a plan of packs. Made by ``streamed``.
+    """A compiled training step of a plan of packs. Made by ``streamed``; with a ``host`` to compile
+    for (``PackPrograms``), it does not run.
 
     Attributes:
         workload, plan: As given.
@@ -111,6 +112,7 @@ class StreamedStep:
         devices: list[Any],
         compiler: AnyCompiler,
         begins: Begins | None = None,
+        host: Any = None,
     ):
         self.workload, self.plan, self.devices = workload, plan, devices
         self.bound_run_ahead = devices[0].platform == "cpu"
@@ -151,6 +153,7 @@ class StreamedStep:
             plan.minibatch_size,
             devices,
             compiler,
+            host,
         )
 
     def _operations(self, task: Task, examples: int) -> float:

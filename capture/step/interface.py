@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from capture.measured.stage_cost import SplitCost, StageCost
 from capture.model.graph import LayerGraph
-from capture.plan.choices import ParamSplit
+from capture.plan.choices import ParamSplit, StageChoice
 from capture.plan.stages import Plan
 
 
@@ -144,7 +144,7 @@ def stage_interface(
     first: int,
     stop: int,
     devices: Sequence[int],
-    data_parallel: int,
+    choice: StageChoice,
     param_bytes: Sequence[int],
     cost: StageCost,
 ) -> StageInterface:
@@ -154,7 +154,7 @@ def stage_interface(
         graph: At the micro-batch size of the plan.
         first, stop: Layers [first, stop).
         devices: Device ids of the stage.
-        data_parallel: Replicas among which values are split along their batch dimension.
+        choice: How they share its work.
         param_bytes: Per parameter of the graph, bytes per device as the stage splits them.
         cost: Measured or predicted.
     """
@@ -185,8 +185,8 @@ def stage_interface(
         owned=owned,
         borrowed=borrowed,
         differentiable=frozenset(v for v in values if graph.values[v].differentiable),
-        value_bytes={v: graph.values[v].shard_bytes(data_parallel) for v in values},
-        batch_bytes={b: graph.batch[b].shard_bytes(data_parallel) for b in batch},
+        value_bytes={v: graph.value_bytes(v, choice.value_split) for v in values},
+        batch_bytes={b: graph.batch[b].shard_bytes(choice.data_parallel) for b in batch},
         param_bytes={p: param_bytes[p] for p in (*owned, *borrowed)},
         optimizer_bytes=cost.optimizer_bytes,
         residual_bytes=cost.residual_bytes,
@@ -227,7 +227,7 @@ def plan_interfaces(
             stage.first,
             stage.stop,
             stage.devices,
-            stage.choice.data_parallel,
+            stage.choice,
             param_bytes[stage.choice.param_split],
             cost,
         )

@@ -9,8 +9,9 @@ from typing import Literal, Protocol
 from capture.measured.layer_profile import LayerProfile
 from capture.plan.task_graph import Span
 
-PackPass = Literal["forward", "backward", "accumulate"]
-"""``accumulate`` is a backward pass that adds its gradients to those that are there."""
+PackPass = Literal["forward", "backward", "accumulate", "update", "reduce"]
+"""``accumulate`` is a backward pass that adds its gradients to those that are there; ``update`` is
+that of a device, and ``reduce`` adds the gradients of all."""
 
 
 class PackSizes(Protocol):
@@ -73,8 +74,8 @@ class PackSizes(Protocol):
         Args:
             which: The pass.
             pack: Its layers.
-            size: Examples of the micro-batch.
-            output_bytes: Results, without the sum of the gradients.
+            size: Examples of the micro-batch; 0 of what has none.
+            output_bytes: Results that are written over nothing, without the sum of the gradients.
         """
         ...
 
@@ -129,7 +130,10 @@ class ProfileSizes:
     def transient_bytes(self, which: PackPass, pack: Span, size: int, output_bytes: int) -> int:
         """The peak of layers holds their weights and the input; backward, also their gradients,
         which a pass that adds to those that are there makes layer by layer, as compiled programs
-        do; the released profiles are of a framework that adds in place."""
+        do; the released profiles are of a framework that adds in place. An update writes over what
+        it reads; what reduces gradients does not."""
+        if which in ("update", "reduce"):
+            return output_bytes
         (first, stop), weights = pack, self.weight_bytes(pack)
         layers = self.profile.at("forward" if which == "forward" else "backward", size)
         own = layers.pack_bytes(first, stop) - weights - layers.inputs[first]

@@ -448,8 +448,6 @@ class PipelineBuilder:
                 if s != t:
                     target = new(s, t, f"summary of {s}@{t}")
                     yield self._copy(made[s], target, f"send summary from stage {s} to {t}")
-        for slots in summaries:
-            slots.sort(key=lambda slot: self.step.slots[slot].key or 0)
 
 
 def _without(keys: Sequence[int], others: Sequence[int]) -> list[int]:

@@ -26,9 +26,8 @@ from itertools import accumulate, pairwise
 from capture.machine.server import Server
 from capture.measured.layer_profile import LayerProfile
 from capture.plan.task_graph import Span, Task, TaskGraph
-from capture.step.ledger import Ledger
 from capture.step.pack_sizes import PackPass, PackSizes
-from capture.step.program import Copy, Feed, Free, Instruction, Place, Run, Step, begin, book
+from capture.step.program import Copy, Feed, Free, Instruction, Place, Run, Step, book
 from capture.step.streamed_state import (
     Came,
     Late,
@@ -104,10 +103,7 @@ class StreamedBuilder(StreamedState):
         units = [Unit(task, i) for task in graph.tasks for i in range(max(1, len(task.sizes)))]
         units.sort(key=lambda unit: (begins[unit.task.id, unit.i], unit.task.id, unit.i))
         super().__init__(graph, sizes, server, units)
-        self._units = units
-        self._limit_bytes, self._room_bytes = server.usable_bytes.value, 0.0
-        self._ledger = Ledger(graph.num_devices)
-        begin(self._ledger, self.step)
+        self.units = units
         self._ends, self._cuts = _microbatch_ends(graph, self._lane)
         #: By lane, where the parts of the batch end that are fed, in examples of the lane.
         self.parts: dict[int, tuple[int, ...]] = dict(sorted(self._cuts.items()))
@@ -117,7 +113,7 @@ class StreamedBuilder(StreamedState):
     def build(self) -> Step:
         """The step; once."""
         step = self.step
-        for unit in self._units:
+        for unit in self.units:
             task, rank = unit.task, self._ranks[unit.task.rank]
             rank.units.pop()
             self._label = f"{task.kind} {unit.at} of layers {task.first} to {task.stop - 1}"
@@ -144,14 +140,14 @@ class StreamedBuilder(StreamedState):
             return
         if not (self._switches.prefetch and self._switches.grouping):
             yield from self._flushed(rank)
+        running = self.needs.running(unit.task, unit.i)
+        yield from self._make_room(rank, self._missing_bytes(unit, rank) + running)
         yield from self._bring(unit, rank)
-        self._room_bytes = self._limit_bytes - self._running_bytes(unit)
-        if not self._has_room(rank, 0):  # wait for what goes out
-            yield from self._flushed(rank)
         late, rank.late = rank.late, []
         coming = (after for after in reversed(rank.units) if after.task.kind != "update")
         if self._switches.prefetch and (after := next(coming, None)) is not None:
-            yield from self._bring(after, rank, early=True)
+            beside = max(running, self._updating_bytes(unit, rank))
+            yield from self._bring(after, rank, beside=beside)
         yield from (self._forward if unit.task.kind == "forward" else self._backward)(unit, rank)
         new, rank.late = rank.late, late
         yield from self._flushed(rank)
@@ -159,21 +155,24 @@ class StreamedBuilder(StreamedState):
 
     # ---- what comes in ---------------------------------------------------------------------------
 
-    def _bring(self, unit: Unit, rank: Rank, *, early: bool = False) -> Iterator[Instruction]:
+    def _bring(self, unit: Unit, rank: Rank, *, beside: int | None = None) -> Iterator[Instruction]:
         """Weights and inputs of a pass, those that are not there yet; early, as far as they have
-        been made and have room beside the pass that comes first."""
-        task, sizes = unit.task, self._sizes
+        been made and have room beside what is still to come before it."""
+        task, early = unit.task, beside is not None
+        reads = self.needs.reads(task, unit.size)
+
+        def fits(what: str) -> bool:
+            return beside is None or self._has_room(rank, reads[what] + beside)
+
         if task.id not in rank.weights:
-            if early and not self._has_room(rank, self._task_bytes(task)):
+            if not fits("weights"):
                 return
             rank.weights[task.id] = yield from self._bring_weights((task.first, task.stop), rank)
         if unit.batch is None:
-            nbytes = sizes.batch_bytes((task.first, task.stop), unit.size)
-            if early and not self._has_room(rank, nbytes):
+            if not fits("batch"):
                 return
             unit.batch = yield from self._feed(unit, rank)
-        nbytes = sizes.value_bytes(task.first, unit.size)
-        if unit.inputs is None and not (early and not self._has_room(rank, nbytes)):
+        if unit.inputs is None and fits("inputs"):
             stash = self._stash[self._lane(task), task.first]
             if task.first == 0:
                 unit.inputs = []
@@ -181,35 +180,33 @@ class StreamedBuilder(StreamedState):
                 unit.inputs = yield from self._bring_kept(unit, rank, early)
             else:
                 unit.inputs = yield from self._bring_pieces(unit, rank, task.first, "input", early)
-        if unit.gradients is None and task.gradient is not None:
-            what, above = "input gradient", sizes.gradient_bytes(task.stop, unit.size)
-            if early and not self._has_room(rank, above):
-                return
+        if unit.gradients is None and task.gradient is not None and fits("gradients"):
+            what = "input gradient"
             unit.gradients = yield from self._bring_pieces(unit, rank, task.stop, what, early)
 
-    def _has_room(self, rank: Rank, nbytes: int) -> bool:
-        return self._ledger.live_bytes[rank.place.devices[0]] + nbytes <= self._room_bytes
+    def _missing_bytes(self, unit: Unit, rank: Rank) -> int:
+        """Of what a pass reads, what has not come."""
+        came = {
+            "weights": rank.weights.get(unit.task.id),
+            "batch": unit.batch,
+            "inputs": unit.inputs,
+            "gradients": unit.gradients,
+        }
+        reads = self.needs.reads(unit.task, unit.size)
+        return sum(nbytes for what, nbytes in reads.items() if came[what] is None)
 
-    def _task_bytes(self, task: Task) -> int:
-        """Weights that a task reads."""
-        span = task.first, task.stop
-        shared = sum(map(self._sizes.param_bytes, self._sizes.shared(span)))
-        return self._sizes.weight_bytes(span) + shared
-
-    def _running_bytes(self, unit: Unit) -> int:
-        """What the programs of a pass take beside what is live when they run."""
-        task, sizes = unit.task, self._sizes
-        span = task.first, task.stop
-        if task.kind == "backward":
-            made = sizes.gradient_bytes(task.first, unit.size) if task.first else 0
-            made += 4 * task.criterion
-            return sizes.transient_bytes("backward", span, unit.size, made)
-        return max(
-            sizes.transient_bytes(
-                "forward", sub_pack, unit.size, sizes.value_bytes(sub_pack[1], unit.size)
-            )
-            for sub_pack in task.sub_packs
-        )
+    def _updating_bytes(self, unit: Unit, rank: Rank) -> int:
+        """What updates on a device, which this pass completes or which wait for other devices, take
+        beside what is live when it begins."""
+        if not self._updates_at_once:
+            return 0
+        task, number = unit.task, rank.place.devices[0]
+        spans = {span for span, of in self._gradients.items() if number in of}
+        if task.kind == "backward" and task.last and unit.i == len(task.sizes) - 1:
+            spans.add((task.first, task.stop))
+        if not spans:
+            return 0
+        return self.needs.leaves(task, unit.i) + self.needs.updates(spans)
 
     def _feed(self, unit: Unit, rank: Rank) -> Generator[Instruction, None, list[int]]:
         """The batch, which is on the host: it need not be kept for the backward pass."""

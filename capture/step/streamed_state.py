@@ -11,8 +11,21 @@ from typing import NamedTuple
 
 from capture.machine.server import Server
 from capture.plan.task_graph import Span, Task, TaskGraph
+from capture.step.ledger import Ledger
+from capture.step.pack_needs import PackNeeds
 from capture.step.pack_sizes import PackSizes
-from capture.step.program import Copy, Free, Host, Instruction, Place, Program, Run, Step, Wait
+from capture.step.program import (
+    Copy,
+    Free,
+    Host,
+    Instruction,
+    Place,
+    Program,
+    Run,
+    Step,
+    Wait,
+    begin,
+)
 
 
 def program_name(kind: str, span: Span, size: int, rank: int, pieces: Sequence[Span] = ()) -> str:
@@ -133,6 +146,8 @@ class StreamedState:
         )
         #: Whether devices add their gradients; otherwise the host does.
         self._reduces = graph.mode == "dp" and graph.num_devices > 1 and self._updates_at_once
+        lanes = graph.num_devices if graph.mode == "dp" else 1
+        self.needs = PackNeeds(sizes, backward, lanes, reduces=self._reduces)
         places = [place for rank in self._ranks for place in (rank.place, rank.host)]
         self.step = Step(tuple(places) + ((self._everywhere,) if self._reduces else ()))
         cuts = {end for task in graph.tasks for end in (task.first, task.stop)}
@@ -160,6 +175,8 @@ class StreamedState:
             if task.kind == "update":
                 self._owner.setdefault((task.first, task.stop), self._ranks[task.rank])
         self._state, self._weights = self._kept()
+        self._limit_bytes, self._ledger = server.usable_bytes.value, Ledger(graph.num_devices)
+        begin(self._ledger, self.step)
         self._ended: set[int] = set()
         self._label = ""
 
@@ -170,6 +187,14 @@ class StreamedState:
             if one.frees:
                 yield Free(tuple(one.frees))
             yield from one.then()
+
+    def _has_room(self, rank: Rank, nbytes: int) -> bool:
+        return self._ledger.live_bytes[rank.place.devices[0]] + nbytes <= self._limit_bytes
+
+    def _make_room(self, rank: Rank, nbytes: int) -> Iterator[Instruction]:
+        """Waits for what goes out, where a device has too little."""
+        if not self._has_room(rank, nbytes):
+            yield from self._flushed(rank)
 
     def _waited(self, *slots: int) -> Iterator[Instruction]:
         """For copies that the host has not waited for."""
@@ -378,12 +403,16 @@ class StreamedState:
                 rank: self._span_slot("gradients", self._ranks[rank].place, span)
                 for rank in gradients
             }
-            name = self._program("reduce", program_name("reduce", span, 0, 0), None, 0)
+            transient = self.needs.reduction(span)
+            for number in gradients:
+                yield from self._make_room(self._ranks[number], transient)
+            name = self._program("reduce", program_name("reduce", span, 0, 0), None, transient)
             given = tuple(gradients.values())
             yield Run(name, (given,), tuple(reduced.values()), given, self._label)
             gradients = reduced
         for number, gradient in sorted(gradients.items()):
             rank = self._ranks[number]
+            yield from self._make_room(rank, self.needs.update(span))
             held = next(id for id in rank.weights if self._spans_of[id] == span)
             weights = rank.weights.pop(held)
             yield from self._free_shared(span, weights)
@@ -396,6 +425,8 @@ class StreamedState:
         self, span: Span, rank: Rank, gradients: Sequence[int], summaries: Sequence[int] = ()
     ) -> Iterator[Instruction]:
         """A device that has nothing of it."""
+        come = 2 * self.needs.weights(span) + self.needs.update(span)
+        yield from self._make_room(rank, come)
         weights = yield from self._bring_weights(span, rank)
         fetched = yield from self._fetched(gradients, rank)
         yield from self._free_shared(span, weights)
@@ -435,9 +466,8 @@ class StreamedState:
         gradients, summaries = groups
         state = self._span_slot("state", rank.place, span)
         yield self._copy(self._state[span], state)
-        name = self._program(
-            "update", program_name("update", span, 0, rank.place.devices[0]), rank, 0
-        )
+        name = program_name("update", span, 0, rank.place.devices[0])
+        self._program("update", name, rank, self._sizes.transient_bytes("update", span, 0, 0))
         changed = (*weights, state)
         # They are written over where they came from, or given back.
         yield from self._waited(*changed)

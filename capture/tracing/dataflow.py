@@ -15,6 +15,7 @@ from capture.model.graph import content_hash
 from capture.tracing.jaxprs import CALLS, CUSTOM_RULES, REMATS, evaluate
 from capture.tracing.source import at_source, line_of
 
+_BRANCHES = {"cond": "branches"}
 _INLINED = CALLS | {"custom_jvp_call": CUSTOM_RULES["custom_jvp_call"]}
 
 
@@ -24,14 +25,15 @@ class DataFlow:
     Args:
         closed: The jaxpr.
         open_remats: Whether bodies that are computed again are opened, too.
+        open_branches: As of ``opened``.
 
     Attributes:
         inputs, outputs: Variables (outputs may be literals), in the order of the jaxpr.
         jaxpr: The flat program, open.
     """
 
-    def __init__(self, closed: Any, *, open_remats: bool = False):
-        opened = _INLINED | (REMATS if open_remats else {})
+    def __init__(self, closed: Any, *, open_remats: bool = False, open_branches: bool = False):
+        opened = _INLINED | (REMATS if open_remats else {}) | (_BRANCHES if open_branches else {})
 
         def run(*args):
             return _evaluate_inlined(closed, args, opened)
@@ -41,6 +43,14 @@ class DataFlow:
         )
         self.jaxpr, self._consts = flat.jaxpr, flat.consts
         self.inputs, self.outputs = list(self.jaxpr.invars), list(self.jaxpr.outvars)
+
+    @cached_property
+    def opened(self) -> DataFlow:
+        """The same with all branches of every ``lax.cond`` beside each other, and of their results
+        one chosen: data flow through each result is its own."""
+        if not any(equation.primitive.name == "cond" for equation in self.jaxpr.eqns):
+            return self
+        return DataFlow(jex_core.ClosedJaxpr(self.jaxpr, self._consts), open_branches=True)
 
     @property
     def values(self) -> list[Any]:
@@ -174,7 +184,12 @@ def _evaluate_inlined(
             return bind(equation, inputs, values, caller)
         here = _traceback(equation, caller)
         with at_source(here, equation.source_info.name_stack):
-            results = _evaluate_inlined(inner, inputs, opened, here)
+            if equation.primitive.name in _BRANCHES:
+                which, *rest = inputs
+                found = [_evaluate_inlined(branch, rest, opened, here) for branch in inner]
+                results = [jax.lax.select_n(which, *each) for each in zip(*found, strict=True)]
+            else:
+                results = _evaluate_inlined(inner, inputs, opened, here)
         values.update(zip(equation.outvars, results, strict=True))
 
     return evaluate(body, args, run)

@@ -91,10 +91,11 @@ def least_kept_within(
     nbytes: Callable[[Any], int],
     recompute: Callable[[Any], float | None],
     budget: float,
+    known: Sequence[Any],
 ) -> list[Any]:
     """The values to keep so that running operations again costs no more than a budget, less what
     writing and reading the others would: the fewest bytes of all minimum cuts that do, one for
-    every price of a kept byte.
+    every price of a kept byte, and of what is known beside them.
 
     Between two cuts there may be other sets of values, with fewer bytes within the budget, which no
     price makes a minimum cut.
@@ -102,19 +103,26 @@ def least_kept_within(
     Args:
         flow, required, from_data, nbytes, recompute: As for ``least_kept``.
         budget: Bytes of traffic.
+        known: Values that are enough, such as a cut of fewer operations.
     """
     best, low, high = list(dict.fromkeys(required)), *PRICES
     all_bytes = sum(map(nbytes, filter(is_variable, best)))
-    for _ in range(NUM_PRICES):
-        price = (low * high) ** 0.5
-        kept = least_kept(flow, required, from_data, nbytes, recompute, price)
+
+    def is_within(kept: Sequence[Any]) -> bool:
         again = flow.needed(required, set(kept))
         costs = [recompute(e) for e in again if any(v in from_data for v in e.outvars)]
         unmoved = _MOVED_PER_KEPT_BYTE * (all_bytes - sum(map(nbytes, kept)))
-        if sum(cost for cost in costs if cost is not None) - unmoved <= budget:
+        return sum(cost for cost in costs if cost is not None) - unmoved <= budget
+
+    for _ in range(NUM_PRICES):
+        price = (low * high) ** 0.5
+        kept = least_kept(flow, required, from_data, nbytes, recompute, price)
+        if is_within(kept):
             best, low = kept, price
         else:
             high = price
+    if sum(map(nbytes, known)) < sum(map(nbytes, best)) and is_within(known):
+        return list(known)
     return best
 
 

@@ -247,8 +247,14 @@ def trace(
         for layer in graph_layers
     ]
     shapes = {kind: [[t.shape, t.dtype] for t in group] for kind, group in tensors.items()}
+    model_hash = content_hash([microbatch_size, wiring, shapes])
     graph = LayerGraph(
-        content_hash([microbatch_size, wiring, shapes]), microbatch_size, graph_layers, **tensors
+        model_hash,
+        microbatch_size,
+        graph_layers,
+        tensors["params"],
+        tensors["values"],
+        tensors["batch"],
     )
     auto_layers = num_layers is not None and not at_products
     return TracedModel(

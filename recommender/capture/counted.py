@@ -65,7 +65,7 @@ class CountedSearch:
         """Of the plan that the closed form without transfers proposes, and what is proposed with
         them, the faster."""
         proposed = [self._counted(result, plan)]
-        if result.status == "ok" and (sending := self._sending()) is not None:
+        if result.status == "ok" and (sending := self.with_transfers()) is not None:
             other = throughput(sending)
             if other.status == "ok":
                 proposed.append(self._bounded(other, result))
@@ -79,7 +79,7 @@ class CountedSearch:
         proposed = [self._counted(point, self._planned(point.stages)) for point in plain.points]
         if fastest.result.status == "ok":
             proposed.append(fastest)
-        if (sending := self._sending()) is not None:
+        if (sending := self.with_transfers()) is not None:
             for point in pareto(sending).points:
                 below = [p for p in plain.points if p.peak_bytes <= point.peak_bytes]
                 proposed += [self._bounded(point, below[-1])] if below else []
@@ -125,13 +125,13 @@ class CountedSearch:
         result = replace(other, optimal=best.optimal and above == 0, bound_fraction=above)
         return self._counted(result, self._planned(other.stages))
 
-    def _sending(self) -> SearchProblem | None:
+    def with_transfers(self) -> SearchProblem | None:
         """The problem in which a stage waits for what it sends and gets back; None where nothing is
         sent."""
         seconds = self._problem.seconds
         assert seconds is not None, "times are known"
         sent = {
-            d: np.stack([self._sends(choice) for choice in self._problem.choices[d]])
+            d: np.stack([self.sends_seconds(choice) for choice in self._problem.choices[d]])
             for d in self._problem.used_degrees
         }
         if self._question.cluster.num_devices == 1 or not any(each.any() for each in sent.values()):
@@ -140,7 +140,7 @@ class CountedSearch:
             self._problem, seconds={d: seconds[d] + 2 * each[:, None] for d, each in sent.items()}
         )
 
-    def _sends(self, choice: StageChoice) -> np.ndarray:
+    def sends_seconds(self, choice: StageChoice) -> np.ndarray:
         """Seconds to the next stage by where a stage stops, (L + 1,).
 
         Where it stands is not known, so the links between nodes are taken as often as stages of
@@ -152,7 +152,7 @@ class CountedSearch:
         sends = np.zeros(graph.num_layers + 1)
         for stop in range(1, graph.num_layers):
             for v in graph.crossing(stop):
-                nbytes = graph.values[v].shard_bytes(choice.data_parallel)
+                nbytes = graph.value_bytes(v, choice.value_split)
                 sends[stop] += ends * rates.inter_node.seconds(nbytes)
                 sends[stop] += (1 - ends) * rates.intra_node.seconds(nbytes)
         return sends

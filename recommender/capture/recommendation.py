@@ -113,7 +113,7 @@ def _recommend_table(profile: Profile, question: PlanQuestion, objective: str) -
     if result.status == "infeasible":
         why = _infeasible(result)
     else:
-        why = _why(result, prediction, question.limit_bytes, len(search.spaces))
+        why = _why(result, prediction, question.limit_bytes, len(search.choices))
     if objective == "pareto":
         why = replace(why, front=_front_of_table(search, question, profile))
     headroom = prediction.headroom(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from capture.measured.layer_profile import LayerProfile, Pass
-from capture.plan.packs import PacksPlan, PacksPrediction, PaperTimes
+from capture.plan.packs import PacksPlan, PacksPrediction, PaperTimes, StepTimes
 from capture.plan.task_graph import Configuration, Mode
 from capture.plan.why import Why
 from capture.predictor.pack_step import step_times
@@ -15,7 +15,7 @@ from recommender.answer import Answer
 from recommender.harmony.packing import EXPERT
 from recommender.harmony.problem import PacksProblem
 from recommender.harmony.question import PacksQuestion
-from recommender.harmony.result import PacksResult
+from recommender.harmony.result import PacksResult, Point
 from recommender.harmony.search import finds_packs, search
 
 #: Of plans of packs.
@@ -24,6 +24,8 @@ PacksAnswer = Answer[PacksPlan, PacksResult]
 _KEPT = 10
 #: Each below a lower limit.
 _MOST_SEARCHES = 20
+#: Of what ``wide`` finds, the best of so many pairs of sizes are judged as instructions.
+_JUDGED = 6
 
 
 def harmony(question: PacksQuestion) -> PacksAnswer:
@@ -36,21 +38,21 @@ def harmony(question: PacksQuestion) -> PacksAnswer:
     Source: Li et al. 2022 (Harmony), 4.3.
     """
     tried = {mode: _searched(question, mode) for mode in question.modes}
-    found = {mode: result for mode, (result, _) in tried.items()}
-    plans = {mode: plan for mode, (_, plan) in tried.items() if plan is not None}
+    found = {mode: chosen for mode, (_, chosen) in tried.items() if chosen is not None}
     have = int(question.server.host_memory_bytes.value)
-    if not plans:
+    if not found:
         mode = question.modes[0]
         why = _no_packs(question.problem(mode), question.algorithm)
-        return Answer("infeasible", None, found[mode], why)
+        return Answer("infeasible", None, tried[mode][0], why)
     # The fastest of those that the host can hold.
-    mode = min(plans, key=lambda mode: (_host_bytes(plans[mode]) > have, _seconds(found[mode])))
-    result, plan, need = found[mode], plans[mode], _host_bytes(plans[mode])
+    mode = min(found, key=lambda mode: (_host_bytes(found[mode].plan) > have, found[mode].seconds))
+    result, chosen = tried[mode][0], found[mode]
+    plan, need = chosen.plan, _host_bytes(chosen.plan)
     points = tuple(point.to_json() for point in result.top(_KEPT))
     why = (
         _no_host(question.profile, need, have)
         if need > have
-        else _why(result, plan, question.profile.coupled)
+        else _why(result, chosen, question.profile.coupled)
     )
     plan = replace(plan, why=why, points=points)
     status = "infeasible" if need > have else "ok"
@@ -58,7 +60,29 @@ def harmony(question: PacksQuestion) -> PacksAnswer:
     return Answer(status, plan, result, why, plan.headroom(limit))
 
 
-def _searched(question: PacksQuestion, mode: Mode) -> tuple[PacksResult, PacksPlan | None]:
+@dataclass(frozen=True)
+class _Chosen:
+    """A point of a search, as a plan.
+
+    Attributes:
+        point: By the paper's rules.
+        plan: Of it, predicted.
+        before: What is faster by the paper's rules, and slower as instructions.
+        is_judged: Whether its instructions were compared with those of others.
+    """
+
+    point: Point
+    plan: PacksPlan
+    before: tuple[PacksPlan, ...] = ()
+    is_judged: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """That it was chosen by."""
+        return _step(self.plan).step_seconds if self.is_judged else self.point.seconds
+
+
+def _searched(question: PacksQuestion, mode: Mode) -> tuple[PacksResult, _Chosen | None]:
     """What a search finds, and its plan. Of a model that can be run, the plan's own instructions
     are held below the limit, too: they hold what no task counts, and where they exceed it, packs
     are searched again below a limit that is lower by that."""
@@ -67,13 +91,30 @@ def _searched(question: PacksQuestion, mode: Mode) -> tuple[PacksResult, PacksPl
         result = search(problem, question.algorithm)
         if result.best is None:
             return result, None
-        plan = plan_of(question, mode, result.best.configuration)
-        above = plan.known_peak_bytes - limit
+        chosen = _chosen(question, mode, result)
+        above = chosen.plan.known_peak_bytes - limit
         if above <= 0 or not question.profile.model_hashes:
-            return result, plan
+            return result, chosen
         lowered = max(1, int(problem.limit_bytes) - above)
         problem = replace(problem, server=problem.server.with_(usable_bytes=lowered))
     return replace(result, status="infeasible", points=()), None
+
+
+def _chosen(question: PacksQuestion, mode: Mode, result: PacksResult) -> _Chosen:
+    """The best point; of ``wide``, the one of the best few whose instructions take least time,
+    which the paper's rules may rank otherwise: there a host process per device updates."""
+    is_judged = question.algorithm == "wide"
+    points = result.of_sizes(_JUDGED) if is_judged else result.top(1)
+    plans = [plan_of(question, mode, point.configuration) for point in points]
+    server = question.server
+
+    def key(i: int) -> tuple[bool, bool, float]:
+        exceeds = plans[i].known_peak_bytes > server.usable_bytes.value
+        lacks = _host_bytes(plans[i]) > server.host_memory_bytes.value
+        return exceeds, lacks, _step(plans[i]).step_seconds
+
+    best = min(range(len(points)), key=key)
+    return _Chosen(points[best], plans[best], tuple(plans[:best]), is_judged)
 
 
 def plan_of(question: PacksQuestion, mode: Mode, configuration: Configuration) -> PacksPlan:
@@ -110,19 +151,17 @@ def paper_times(found: Estimate) -> PaperTimes:
     )
 
 
-def _seconds(result: PacksResult) -> float:
-    assert result.best is not None, "it has a plan"
-    return result.best.seconds
+def _step(plan: PacksPlan) -> StepTimes:
+    assert plan.prediction is not None and plan.prediction.step is not None, "predicted above"
+    return plan.prediction.step
 
 
 def _host_bytes(plan: PacksPlan) -> int:
-    assert plan.prediction is not None and plan.prediction.step is not None, "predicted above"
-    return plan.prediction.step.host_peak_bytes
+    return _step(plan).host_peak_bytes
 
 
-def _why(result: PacksResult, plan: PacksPlan, coupled: str) -> Why:
-    best, prediction = result.best, plan.prediction
-    assert best is not None and prediction is not None
+def _why(result: PacksResult, chosen: _Chosen, coupled: str) -> Why:
+    best, plan = chosen.point, chosen.plan
     forward, backward = plan.configuration.forward, plan.configuration.backward
     said = (
         f"{plan.mode}: {len(forward.packs)} forward packs for {forward.microbatch_size} examples "
@@ -131,6 +170,17 @@ def _why(result: PacksResult, plan: PacksPlan, coupled: str) -> Why:
         f"{plan.minibatch_size / best.seconds:.4g} examples/s, {best.seconds:.4g} s a step"
         f"{_without(plan)}, tasks of {format_bytes(best.task_bytes)} at most"
     )
+    if chosen.before:
+        first = chosen.before[0]
+        assert first.prediction is not None, "predicted above"
+        one, other = first.configuration.forward, first.configuration.backward
+        said += (
+            f". The paper's rules rank {len(chosen.before)} before it, first micro-batches of "
+            f"{one.microbatch_size} and {other.microbatch_size} with "
+            f"{first.prediction.paper.step_seconds:.4g} s; as instructions it takes "
+            f"{_step(plan).step_seconds:.4g} s and that {_step(first).step_seconds:.4g} s"
+            f"{_lacking(first)}"
+        )
     limit = plan.machine.usable_bytes.value
     if best.task_bytes > limit:
         said += (
@@ -146,6 +196,19 @@ def _why(result: PacksResult, plan: PacksPlan, coupled: str) -> Why:
             "trained resident, and Harmony is not needed"
         )
     return Why(said, num_choices=len(result.points))
+
+
+def _lacking(plan: PacksPlan) -> str:
+    """Of a plan that was not taken: whether it fits at all."""
+    have = plan.machine.host_memory_bytes.value
+    if _host_bytes(plan) > have:
+        return (
+            f", with {format_bytes(_host_bytes(plan))} of the host, which has {format_bytes(have)}"
+        )
+    limit = plan.machine.usable_bytes.value
+    if plan.known_peak_bytes > limit:
+        return f", with {format_bytes(plan.known_peak_bytes)} of a device"
+    return ""
 
 
 def _without(plan: PacksPlan) -> str:

@@ -82,6 +82,14 @@ class PacksResult:
         """The best so many, in order; of equal ones, the first."""
         return tuple(sorted(self.points, key=self._key)[:count])
 
+    def of_sizes(self, count: int) -> tuple[Point, ...]:
+        """The best of every pair of micro-batch sizes, the best so many of these, in order."""
+        found: dict[tuple[int, int], Point] = {}
+        for point in self.top(len(self.points)):
+            one, other = point.configuration.forward, point.configuration.backward
+            found.setdefault((one.microbatch_size, other.microbatch_size), point)
+        return tuple(found.values())[:count]
+
     def _key(self, point: Point) -> tuple[bool, float]:
         return self.single_first and not point.choice.single, point.seconds
 

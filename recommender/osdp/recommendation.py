@@ -42,6 +42,15 @@ def costs_of(question: ShardingQuestion) -> tuple[Any, StepCost]:
         cluster, *((dtype, "highest") if dtype else (operators.dtype, operators.precision))
     )
     question.check_dtype()
+    if question.partly:
+        from capture.runtime.sharded.placement import check_partly
+
+        check_partly(
+            question.workload.optimizer,
+            operators.traced,
+            machine.num_devices,
+            question.smallest_bytes,
+        )
     if question.limit_bytes is not None:
         machine = machine.with_limit(question.limit_bytes)
     return operators, StepCost(
@@ -77,7 +86,8 @@ def osdp(
 
     Raises:
         TargetError: ``osdp-dtype``, and those of ``Machine.of``;
-        ClusterError: ``osdp-nodes``; TracingError: those of ``trace``.
+        ClusterError: ``osdp-nodes``; TracingError: those of ``trace``;
+        WorkloadError: ``optimizer-rows``, of ``partly``.
 
     Source: Jiang et al. 2023 (OSDP), 3.3 and Figure 3.
     """

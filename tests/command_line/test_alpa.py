@@ -22,6 +22,7 @@ from capture.errors import ExecutionError, PlanError
 from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile
 from capture.plan.choices import StageChoice
+from capture.plan.schedule import SCHEDULES
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan
 from capture.predictor import AdditivePredictor
@@ -108,13 +109,19 @@ def test_what_alpa_does_not_split(choice, code):
     assert codes_of(lambda: to_alpa(plan)) == (code,)
 
 
-def test_alpa_has_no_stages_that_share_devices_and_no_split_backward_passes():
-    stages = tuple(Stage(s, s + 1, [s], StageChoice(1, 1)) for s in range(2))
-    split = Plan(Cluster((2,)), 2, stages, 4, 2, "zb-h1")
-    shared = tuple(replace(stage, devices=(0,)) for stage in stages)
-    for plan in (split, Plan(Cluster((1,)), 2, shared, 4, 2, "interleaved")):
-        assert codes_of(lambda plan=plan: to_alpa(plan)) == ("alpa-schedule",)
-        assert codes_of(lambda plan=plan: alpa_replay(plan, [])) == ("alpa-schedule",)
+@pytest.mark.parametrize("schedule", [n for n in SCHEDULES if n not in ("gpipe", "1f1b")])
+def test_alpa_has_no_stages_that_share_devices_and_no_split_backward_passes(
+    schedule, tmp_path, capsys
+):
+    groups = SCHEDULES[schedule].placement(2)
+    stages = tuple(Stage(s, s + 1, [d], StageChoice()) for s, d in enumerate(groups))
+    plan = Plan(Cluster((2,)), len(stages), stages, 8, 8, schedule)
+    assert codes_of(lambda: to_alpa(plan)) == ("alpa-schedule",)
+    assert codes_of(lambda: alpa_replay(plan, [])) == ("alpa-schedule",)
+    plan.save(tmp_path / "plan.json")
+    written = tmp_path / "method.py"
+    assert main(["export", str(tmp_path / "plan.json"), "--to", "alpa", "-o", str(written)]) == 2
+    assert "[alpa-schedule]" in capsys.readouterr().err and not written.exists()
 
 
 @pytest.mark.parametrize("modes", [("none", "full"), ("dots", "dots"), ("cheap", "cheap")])

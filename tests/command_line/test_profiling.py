@@ -278,13 +278,18 @@ def test_a_profile_in_this_process_measures_and_calibrates_by_another_seed():
 
 
 @pytest.mark.parametrize("task", [mlp(num_blocks=6), tied(dropout=False)], ids=["mlp", "tied"])
-@pytest.mark.parametrize("choice", [ONE, StageChoice(1, 2), StageChoice(2, 1)], ids=str)
+@pytest.mark.parametrize(
+    "choice",
+    [ONE, StageChoice(1, 2), StageChoice(2, 1), StageChoice(1, 2, sequence_parallel=True)],
+    ids=str,
+)
 def test_stages_are_taken_for_the_same_program_just_if_they_are(task, choice):
     """What the layer graph says against the keys of the programs themselves."""
     backend = CompileBackend(task)
-    graph, sizes = backend.traced(4).graph, backend.sharding(4).param_bytes(choice.param_split)
+    sharding = backend.sharding(4)
+    graph, sizes = sharding.graph([choice]), sharding.param_bytes(choice.param_split)
     stages = [(first, stop) for stop in range(1, graph.num_layers + 1) for first in range(stop)]
-    signatures = [stage_signature(graph, *stage, sizes) for stage in stages]
+    signatures = [stage_signature(graph, *stage, sizes, choice.value_split) for stage in stages]
     keys = [backend.key(StageConfig(*stage, choice, 4)) for stage in stages]
     assert all(
         (a == b) == (x == y)

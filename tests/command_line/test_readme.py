@@ -21,6 +21,9 @@ from timeouts import TIMEOUT_SECONDS
 
 PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md")))
 
+#: Whose blocks make profiles of several models, or of a server.
+LONG_PAGES = ("docs/cluster-jobs.md", "docs/harmony.md")
+
 
 class Block(NamedTuple):
     line: int
@@ -66,7 +69,12 @@ def run(block: Block, directory: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("page", "block"),
     [
-        pytest.param(page, block, id=f"{page}-line-{block.line}-{block.language}")
+        pytest.param(
+            page,
+            block,
+            id=f"{page}-line-{block.line}-{block.language}",
+            marks=pytest.mark.slow if page in LONG_PAGES else (),
+        )
         for page in PAGES
         for block in blocks_to_run((REPOSITORY / page).read_text())
     ],

@@ -82,7 +82,7 @@ def test_value_and_gradients_are_those_of_dot_product_attention(zoo_attention):
     close((found, pull(gradient)), (expected, pull_expected(gradient)))
 
 
-@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize("platform", ["gpu", pytest.param("tpu", marks=pytest.mark.slow)])
 def test_the_kernels_are_given_and_give_back_the_right_arrays(zoo_attention, monkeypatch, platform):
     """Pallas's interpreter runs the kernels of both platforms on the CPU."""
     from jax.experimental.pallas.ops.gpu import attention

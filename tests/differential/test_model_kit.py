@@ -101,6 +101,7 @@ def drawn(model: str, data: st.DataObject) -> Question:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=1, phases=NO_SHRINKING)
 @given(st.sampled_from(list(KIT)), st.data())
 def test_no_prediction_is_below_the_truth_by_more_than_its_interval(model, data):

@@ -81,7 +81,7 @@ def marks(workload: Workload, batch_size: int = 2) -> int:
 @pytest.mark.parametrize(
     ("model", "size"),
     [
-        pytest.param(*case, marks=pytest.mark.slow if number > 1e10 else ())
+        pytest.param(*case, marks=pytest.mark.slow if number > 1e9 else ())
         for case, number in NUM_PARAMETERS.items()
     ],
 )
@@ -145,7 +145,7 @@ def test_published_parameter_counts():
         ("gpt", "size=tiny", 8),
         ("gpt", "size=2.6B", 32),
         ("gpt", "size=6.7B&num_layers=3&tied=true", 3),
-        ("llama", "size=70B", 80),
+        pytest.param("llama", "size=70B", 80, marks=pytest.mark.slow),
         ("mingpt", "size=2x64+1x128", 3),
         ("moe", "size=tiny", 4),
         ("moe", "size=7.1B", 16),

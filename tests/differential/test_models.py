@@ -38,10 +38,10 @@ def train_step(workload: Workload, params: Any, batch: Any) -> tuple[jax.Array, 
     return loss, grads, optax.apply_updates(params, updates), state
 
 
-SLOW = ("bert", "resnet", "unet")
+# Of those with one kind of block, one is tried in default tests.
+SLOW = ("bert", "llama", "resnet", "unet", "vgg")
 
 
-# Of three with one kind of block, one.
 @pytest.mark.parametrize(
     "model",
     [
@@ -70,7 +70,13 @@ def test_one_step_of_the_tiny_model(model):
     assert all((old[name] != new[name]).any() for name in grads.keys() - still)
 
 
-@pytest.mark.parametrize("model", TINY_CLASSES)
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(model, marks=() if model in ("gpt", "resnet") else pytest.mark.slow)
+        for model in TINY_CLASSES
+    ],
+)
 def test_bfloat16_leaves_loss_parameters_and_state_in_float32(model):
     workload, params, batch = small(model, "&dtype=bfloat16"), tiny_params(model), tiny_batch(model)
     loss, grads, new_params, state = jax.eval_shape(partial(train_step, workload), params, batch)

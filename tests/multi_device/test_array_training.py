@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from array_models import BATCH, MEMBERS, alone, array_plan, batches_of, tiny_gpt
+from tracing_models import scanned
 
 from capture.errors import CaptureError
 from capture.model.workload import Workload
@@ -202,3 +203,5 @@ def test_wrong_batches_states_and_optimizers_are_refused():
             array_plan(),
         )
     assert error.value.codes == ("array-optimizer", "array-key")
+    with pytest.raises(CaptureError, match="optimizer-stacked"):
+        train_array(replace(scanned(), optimizer=optax.lamb(1e-2)), array_plan())

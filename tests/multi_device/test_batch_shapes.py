@@ -32,6 +32,7 @@ def of_length(length: int, num_examples: int) -> Workload:
     )
 
 
+@pytest.mark.slow
 def test_a_training_of_several_shapes_is_that_of_a_plan_for_each():
     """Three shapes, one of them longer, one with fewer examples, that of the plan in between."""
     shapes = [(8, LENGTH), (8, LENGTH + 2), (4, LENGTH), (8, LENGTH)]

@@ -20,8 +20,10 @@ from capture.runtime.meter import measure_step
 
 WIDTH, LENGTH, NUM_LAYERS = 16, 4, 4
 
+REMATS = (*REMAT_POLICIES, "20%")
+
 #: Of a schedule that no other test executes.
-SAMPLE = (("zb-h1", "cheap", True),)
+SAMPLE = ("zb-h1", "cheap", True)
 
 
 def gated() -> Workload:
@@ -50,12 +52,18 @@ def gated() -> Workload:
     )
 
 
+def _marks(case: tuple[str, str, bool]):
+    """One in default tests; a half that has every pair of two of the three is slow."""
+    if case == SAMPLE:
+        return ()
+    schedule, remat, sequence_parallel = case
+    number = list(SCHEDULES).index(schedule) + REMATS.index(remat) + sequence_parallel
+    return pytest.mark.exhaustive if number % 2 else pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     ("schedule", "remat", "sequence_parallel"),
-    [
-        pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.slow)
-        for case in product(SCHEDULES, (*REMAT_POLICIES, "20%"), (False, True))
-    ],
+    [pytest.param(*case, marks=_marks(case)) for case in product(SCHEDULES, REMATS, (False, True))],
 )
 def test_a_step_is_that_of_one_device_and_its_ledger(schedule, remat, sequence_parallel):
     """On eight devices: two groups of two replicas on two devices each."""

@@ -61,7 +61,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+#: Where other cases, or other files, have each of the parts.
+SLOW = ("one-device stages", "1f1b, full", "keys in the optimizer")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES],
+)
 def test_measured_peaks_are_those_of_the_replay(name):
     workload, plan = CASES[name]()
     step = pipeshard(workload, plan)

@@ -17,9 +17,9 @@ import tracing_models
 from capture.errors import WorkloadError
 from capture.machine.cluster import Cluster
 from capture.plan.stages import Plan, Stage
+from capture.runtime.leaf_parts import traced_optimizer
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
 from capture.runtime.pipeline import pipeshard
-from capture.runtime.stacked import traced_optimizer
 from capture.tracing import trace
 
 NUM_STEPS = 3
@@ -306,11 +306,18 @@ def test_a_stacked_leaf_is_updated_layer_by_layer_where_that_is_the_same(scanned
     assert len(traced_optimizer(optimizer, scanned).params) == 4 + 4 + 1
 
 
-@pytest.mark.parametrize("name", [*AS_A_WHOLE, "muon"])
+#: Muon takes a stack of vectors for a matrix, and leaves a stack of matrices to Adam. One
+#: ``lax.cond`` does what the last two do to all parameters.
+AS_A_WHOLE_TOO = {
+    "muon": optax.contrib.muon(1e-3),
+    "several-lamb": optax.MultiSteps(optax.lamb(1e-2), every_k_schedule=2),
+    "finite-lamb": optax.apply_if_finite(optax.lamb(1e-2), 3),
+}
+
+
+@pytest.mark.parametrize("name", [*AS_A_WHOLE, *AS_A_WHOLE_TOO])
 def test_a_stacked_leaf_that_is_updated_as_a_whole_is_refused(scanned, name):
-    """Muon takes a stack of vectors for a matrix, and leaves a stack of matrices to Adam."""
-    muon = optax.contrib.muon(1e-3)
-    optimizer = muon if name == "muon" else OPTIMIZERS[name]
+    optimizer = {**OPTIMIZERS, **AS_A_WHOLE_TOO}[name]
     with pytest.raises(WorkloadError) as caught:
         traced_optimizer(optimizer, scanned)
     assert caught.value.codes == ("optimizer-stacked",)

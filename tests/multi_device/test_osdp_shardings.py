@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -19,10 +21,11 @@ from capture.errors import PlanError, WorkloadError
 from capture.machine.cluster import Cluster
 from capture.model.workload import Workload
 from capture.plan.sharding import DP, ZDP, Mode, ShardingPlan
-from capture.runtime.sharded import shard
-from capture.runtime.sharded.placement import SplitLeaf
+from capture.runtime.sharded import Sharded, shard
+from capture.runtime.sharded.placement import SplitLeaf, check_partly
 from recommender.osdp import ShardingQuestion
 from recommender.osdp import osdp as verified_osdp
+from recommender.osdp.recommendation import costs_of
 
 # ---- where arrays lie ----------------------------------------------------------------------------
 
@@ -69,6 +72,29 @@ def test_a_leaf_of_which_a_part_is_sharded_is_two():
     assert adam.mu["up"]["w"] == sharded.shardings()["up"]["w"]
     whole = sharded_by("mlp", Mode(4, 4)).split(params)
     assert jax.tree.structure(whole) == jax.tree.structure(params)
+
+
+def test_leaves_that_an_optimizer_asks_for_as_a_whole_are_not_held_in_two():
+    workload, operators = operators_of("mlp")
+    partly, whole = (sharded_by("mlp", Mode(4, k)).plan for k in (1, 4))
+    lamb = replace(workload, optimizer=optax.lamb(1e-2))
+    Sharded(lamb, whole, all_devices(), operators.traced)
+    for one_by_one, refused in [(optax.lamb(1e-2), True), (optax.adam(1e-2), False)]:
+        optimizer = optax.MultiSteps(one_by_one, 2)
+        asking = replace(workload, optimizer=optimizer)
+        codes = []
+        for refuse in (
+            lambda w=asking: Sharded(w, partly, all_devices(), operators.traced),
+            lambda o=optimizer: check_partly(o, operators.traced, 8, 0),
+        ):
+            with nullcontext() if not refused else pytest.raises(WorkloadError) as caught:
+                refuse()
+            codes += caught.value.codes if refused else ()
+        assert codes == ["optimizer-rows"] * 2 * refused
+    check_partly(optax.lamb(1e-2), operators.traced, 8, 10**9)  # all are too small to be sharded
+    question = ShardingQuestion(lamb, all_devices(), target="h100", smallest_bytes=0, partly=True)
+    with pytest.raises(WorkloadError, match="optimizer-rows"):
+        costs_of(question)
 
 
 # ---- from a task ---------------------------------------------------------------------------------

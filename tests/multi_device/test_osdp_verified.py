@@ -80,6 +80,7 @@ def test_an_estimate_leaves_what_the_compiler_was_seen_to_need(how, left):
     assert ("jax.checkpoint in bfloat16 was seen" in str(answer(1e9))) == (left == 0.45)
 
 
+@pytest.mark.slow
 def test_the_answer_for_an_absent_gpu_compiles_within_the_limit():
     """Large enough for the workspace of cuBLAS, 4 MB whatever the step, to be small."""
     if not (find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin")):

@@ -19,6 +19,7 @@ from property.test_step import steps
 
 from capture.measured.stage_cost import StageCost
 from capture.model.workload import Workload
+from capture.plan.choices import StageChoice
 from capture.plan.schedule import make_schedule
 from capture.runtime.meter import measure_heap
 from capture.runtime.pipeline import PipelinedStep, pipeshard
@@ -123,7 +124,7 @@ STAGE = stage_interface(
     0,
     1,
     (0,),
-    1,
+    StageChoice(),
     [8],
     StageCost(100, 104, 100, 0, 0, kept_inputs=(), kept_outputs=(), kept_batch=()),
 )
@@ -250,6 +251,7 @@ def heaps(
     return booked_bytes, added, losses
 
 
+@pytest.mark.slow
 def test_the_allocator_gives_out_no_more_than_the_ledger_books():
     """Other work on the machine may hold up the thread that frees what a program used, so the least
     of some steps counts."""

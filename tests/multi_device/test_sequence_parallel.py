@@ -14,8 +14,8 @@ from test_pipeline import compare
 
 from capture.measured.profile import StageConfig
 from capture.measured.store import Store
+from capture.model.graph import LayerGraph
 from capture.model.workload import Workload
-from capture.partition.sequence import SequenceSplits
 from capture.plan.choices import StageChoice
 from capture.profiler.compile import CompileBackend
 from capture.runtime.meter import measure_step
@@ -98,10 +98,8 @@ def programs(workload, degrees=(1, 4), remat="none", layers=(0, 1), size=4, on=T
 
 def split_of(workload, layer=0, degree=4, size=4):
     backend = CompileBackend(workload, store=Store())
-    specs = backend.sharding(size).specs(degree)
-    traced = backend.traced(size)
-    [found] = SequenceSplits(traced).of_stage(layer, layer + 1, specs, degree)
-    return found, traced.slice(layer, layer + 1).calls[0].function.ops
+    call, found = backend.sharding(size).layer_splits(degree)[layer]
+    return found, call.function.ops
 
 
 def test_of_a_transformer_the_sequence_is_split_and_read_whole_by_products_alone():
@@ -119,19 +117,48 @@ def test_of_a_transformer_the_sequence_is_split_and_read_whole_by_products_alone
     assert found.inputs == (1,)
 
 
+def mixing(num_mixed: int = 2) -> Workload:
+    """Two blocks, of which the last sort the vectors of a sequence."""
+
+    def loss(params, x):
+        for i, p in enumerate(params):
+            if i < 2 - num_mixed:
+                x = mark(x + jax.nn.relu(x @ p["up"]) @ p["down"])
+            else:
+                h = jnp.cumsum(x - jnp.mean(x, -1, keepdims=True), 1)
+                x = mark(jnp.sort(x + jax.nn.relu(h @ p["up"]) @ p["down"], 1))
+        return jnp.mean(x)
+
+    return replace(transformer(), loss_fn=loss)
+
+
 def test_features_are_split_where_there_is_no_sequence_or_it_is_mixed():
     found, _ = split_of(mlp(), layer=1)
     assert found.inputs == (1,), "without a sequence, its features: they are added one by one"
-
-    def sequence_mixed(params, x):
-        for p in params:
-            h = jnp.cumsum(x - jnp.mean(x, -1, keepdims=True), 1)
-            x = mark(jnp.sort(x + jax.nn.relu(h @ p["up"]) @ p["down"], 1))
-        return jnp.mean(x)
-
-    mixing = replace(transformer(), loss_fn=sequence_mixed)
-    found, _ = split_of(mixing, layer=1)
+    found, _ = split_of(mixing(), layer=1)
     assert found.inputs == (2,), "features are split where a sequence is mixed"
+
+
+@pytest.mark.parametrize(
+    ("workload", "dims"),
+    [
+        (transformer(), (1, None, None)),
+        (transformer(is_tied=True), (1, 1, None)),
+        (mixing(), (2, None, None)),
+        (mixing(1), (None, None, None)),
+    ],
+    ids=["loss alone", "tied", "both mixed", "one mixed"],
+)
+def test_between_stages_values_are_split_where_maker_and_reader_agree(workload, dims):
+    """The layer of the loss alone has no parameters, so it reads the whole; of two blocks one may
+    want the sequence and the other the features."""
+    backend, choice = CompileBackend(workload, store=Store()), StageChoice(1, 4, "cheap")
+    split = replace(choice, sequence_parallel=True)
+    graph = backend.sharding(4).graph([choice, split])
+    assert graph.value_dims == {4: dims}
+    sizes = [graph.value_bytes(0, each.value_split) for each in (choice, split)]
+    assert sizes[0] == graph.values[0].nbytes == sizes[1] * (1 if dims[0] is None else 4)
+    assert LayerGraph.from_json(graph.to_json()) == graph
 
 
 @pytest.mark.parametrize(
@@ -180,27 +207,37 @@ WORKLOADS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "degrees", "remat", "schedule"),
+    ("name", "degrees", "remat", "schedule", "on"),
     [
-        ("tied", ((2, 2), (1, 4)), "cheap", "1f1b"),
-        ("dropout", ((1, 4), (1, 2)), "none", "zb-h1"),
-        pytest.param("experts", ((2, 4),), "full", "gpipe", marks=pytest.mark.slow),
-        pytest.param("features", ((2, 2), (1, 4)), "dots", "1f1b", marks=pytest.mark.slow),
+        ("tied", ((2, 2), (1, 4)), "cheap", "1f1b", (True, True)),
+        pytest.param(
+            "dropout", ((1, 4), (1, 2)), "none", "zb-h1", (True, False), marks=pytest.mark.slow
+        ),
+        pytest.param("experts", ((2, 4),), "full", "gpipe", (True,), marks=pytest.mark.slow),
+        pytest.param(
+            "features", ((2, 2), (1, 4)), "dots", "1f1b", (True,) * 2, marks=pytest.mark.slow
+        ),
     ],
 )
-def test_a_step_is_the_single_device_step_and_its_replay(name, degrees, remat, schedule):
+def test_a_step_is_the_single_device_step_and_its_replay(name, degrees, remat, schedule, on):
     workload = WORKLOADS[name]()
-    layers = (2, 2) if name == "features" else (2, 1)
+    layers = {"features": (2, 2), "dropout": (1, 2)}.get(name, (2, 1))
     plan = pipeline((sum(layers),) if len(degrees) == 1 else layers, degrees, remat=remat)
     plan = plan.with_(
         schedule=schedule,
         stages=tuple(
-            replace(stage, choice=replace(stage.choice, sequence_parallel=True))
-            for stage in plan.stages
+            replace(stage, choice=replace(stage.choice, sequence_parallel=split))
+            for stage, split in zip(plan.stages, on, strict=True)
         ),
     )
     step = compare(workload, plan, num_steps=1)
     assert any(v is not None for s in step.stages for v in s._split_runs)
+    # What stages receive is cut over replicas and along the sequence.
+    for slot in step.program.slots:
+        if slot.what in ("input", "cotangent"):
+            choice = plan.stages[step.program.places.index(slot.place)].choice
+            ways = choice.num_devices if choice.sequence_parallel else choice.data_parallel
+            assert slot.nbytes * ways == step.traced.graph.values[slot.key].nbytes
     params, batch = workload.init(jax.random.key(0)), workload.batch(jax.random.key(1), 8)
     measured = measure_step(step, step.init_from(params), batch, jax.random.key(2), strict=True)
     assert measured.peak_bytes_per_device == step.replay().peak_bytes_per_device

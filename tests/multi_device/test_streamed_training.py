@@ -110,7 +110,7 @@ def slow(*case: Any) -> Any:
         slow(tied(dropout=False), packs_plan((1, 1, 2), (2,), (3, 2), 2, batch=7)),
         (mlp(num_blocks=2), packs_plan((1, 1), (1,), devices=2, mode="dp", batch=5)),
         slow(tied, packs_plan((1, 2, 1), (2, 1), without=("offload", "grouping"))),
-        (noisy, packs_plan((2, 2), (2,), (1, 2), 2, batch=5)),
+        slow(noisy, packs_plan((2, 2), (2,), (1, 2), 2, batch=5)),
         # Gradients that devices add, and those of a tied embedding, which the host keeps.
         slow(
             tied(optax.adam(1e-3), dropout=False),
@@ -229,6 +229,19 @@ def test_equal_packs_compile_once_and_the_host_keeps_three_times_the_weights():
     assert host.parts["gradients"] <= weights // 4
 
 
+def test_what_runs_on_the_host_of_absent_devices_is_compiled_for_a_processor():
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("it would count what an update writes over twice")
+
+    device, host = jax.devices()[1], jax.devices()[0]
+    step = StreamedStep(mlp(optax.adam(1e-3)), packs_plan(), [device], refuse, host=host)
+    runs = [run for run in step._uncompiled.instructions if isinstance(run, Run)]
+    update = next(run for run in runs if run.program.startswith("update"))
+    program = step.programs._executable(update)
+    assert program.transient_bytes < step._uncompiled.slots[update.outputs[0]].nbytes
+    assert {s.sharding.mesh.devices.item() for s in jax.tree.leaves(program.outputs)} == {host}
+
+
 def test_a_state_comes_from_a_pipeline_and_goes_back(tmp_path):
     workload = mlp(optax.adam(1e-2), num_blocks=2)
     pipe = pipeshard(workload, pipeline((1, 1), ((1, 1),) * 2))
@@ -336,6 +349,28 @@ def test_a_value_that_skips_packs_is_kept_once():
     # Five are kept, and the sixth goes on to the pack of the loss; passes read 12 and 11.
     assert volumes["activation out"] == 6 * value
     assert volumes["activation in"] == 23 * value
+
+
+def late() -> Workload:
+    """Each layer reads a leaf of the batch of its own."""
+
+    def loss(params, batch):
+        x = jnp.zeros_like(batch["0"])
+        for name, w in sorted(params.items()):
+            x = mark(jnp.tanh((x + batch[name]) @ w))
+        return jnp.mean((x + 1) ** 2)
+
+    def batch(key, n):
+        return {
+            str(i): jax.random.normal(k, (n, 8)) for i, k in enumerate(jax.random.split(key, 3))
+        }
+
+    shapes = {str(i): (8, 8) for i in range(3)}
+    return Workload(loss, lambda key: _normals(key, shapes), batch, optax.sgd(0.1))
+
+
+def test_a_part_of_a_forward_pack_reads_its_own_leaves_of_the_batch():
+    compare(late(), packs_plan((1, 1, 2), (2,), batch=3), num_steps=1)
 
 
 def moe() -> Workload:

@@ -8,11 +8,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capture.alpa.step import build_alpa_step
 from capture.measured.stage_cost import StageCost
+from capture.plan.choices import StageChoice
 from capture.plan.schedule import Occupancy, Schedule, make_schedule
 from capture.predictor.formula import of_interfaces, peak_of, peak_parts, peaks_by_position
 from capture.step.interface import StageInterface, stage_interface
@@ -206,6 +207,54 @@ def test_every_slot_is_written_before_it_is_read_and_freed_once(step, build):
     assert ledger.live_bytes_per_device == tuple(state)
 
 
+def check_shared(stages: list[StageInterface], schedule: Schedule) -> None:
+    """Gradients go to the owner, new values back, each those of one parameter."""
+    program = build_step(stages, schedule)
+    slots, places = program.slots, program.places
+    gradients, values = [], []
+    for copy in program.instructions[program.num_passes :]:
+        if isinstance(copy, Copy) and slots[copy.target].what != "summary":
+            source, target = slots[copy.source], slots[copy.target]
+            owner, reader = places.index(source.place), places.index(target.place)
+            if target.what == "param":
+                assert source.what == "params" and stages[owner].owned[copy.index] == target.key
+                values.append((target.key, owner, reader))
+            else:
+                assert source.what == target.what == "gradient" and source.key == target.key
+                gradients.append((target.key, reader, owner))
+    expected = [
+        (p, s, t)
+        for s, stage in enumerate(stages)
+        for t, other in enumerate(stages)
+        for p in stage.owned
+        if p in other.borrowed
+    ]
+    assert sorted(gradients) == sorted(values) == sorted(expected)
+
+
+@settings(max_examples=40)
+@given(steps())
+def test_what_stages_share_goes_between_an_owner_and_its_readers(step):
+    check_shared(*step)
+
+
+def test_a_stage_may_own_what_it_shares_and_borrow_something_else():
+    graph = chain(3, shared=[(0, 1), (1, 2), (0, 2), (1, 2)])
+    check_shared(interfaces(graph, [1, 2]), make_schedule("1f1b", 3, 2))
+
+
+@settings(max_examples=40)
+@given(steps())
+def test_outputs_are_counted_as_what_they_are_for(step):
+    stages, schedule = step
+    program = build_step(stages, schedule)
+    for slot in program.slots:
+        if slot.what == "output":
+            s = program.places.index(slot.place)
+            sent = "activations" if slot.key in stages[s].kept_outputs else "sent activations"
+            assert slot.category == ("loss" if s == len(stages) - 1 else sent)
+
+
 def hops_of(stages: list[StageInterface], program: Step) -> Counter:
     """How often each (value, from stage, to stage) is moved."""
     hops: Counter = Counter()
@@ -311,7 +360,7 @@ def interfaces(graph, cuts, cost=NOTHING):
     bounds = [0, *cuts, graph.num_layers]
     param_bytes = [p.nbytes for p in graph.params]
     return [
-        stage_interface(graph, first, stop, [s], 1, param_bytes, cost)
+        stage_interface(graph, first, stop, [s], StageChoice(), param_bytes, cost)
         for s, (first, stop) in enumerate(pairwise(bounds))
     ]
 

@@ -12,7 +12,7 @@ from capture.plan.schedule import PLAIN_SCHEDULES, SCHEDULES, Schedule, make_sch
 from capture.predictor.formula import of_interfaces, peak_of, peak_parts
 from capture.step.interface import StageInterface
 from capture.step.pipeline import build_step
-from capture.step.program import Copy, Run, replay
+from capture.step.program import Copy, Free, Run, replay
 from tests.property.test_step import check_lifetimes
 from tests.synthetic_graphs import layer_graphs, stage_interfaces
 
@@ -73,13 +73,23 @@ def test_the_predictors_formula_equals_the_replay_byte_for_byte(step):
 
 @given(steps())
 def test_stages_on_the_same_devices_hand_over_without_a_copy_what_they_do_not_keep(step):
+    """Where they copy, what the pass no longer needs is freed before: room is made before it is
+    taken."""
     stages, schedule = step
     program = build_step(stages, schedule)
     owner = {place.name: s for s, place in enumerate(program.places)}
+    copied: set[str] = set()  # micro-batch and stage of passes, since the last program
     for copy in program.instructions[: program.num_passes]:
-        if isinstance(copy, Copy):
+        if isinstance(copy, Run):
+            copied.clear()
+        elif isinstance(copy, Free):
+            freed = [program.slots[slot] for slot in copy.slots]
+            own = [slot for slot in freed if slot.what in ("input", "output", "batch")]
+            assert copied.isdisjoint(slot.name.partition(".")[2] for slot in own)
+        elif isinstance(copy, Copy):
             source, target = (program.slots[slot] for slot in (copy.source, copy.target))
             if source.place.devices == target.place.devices:
+                copied.add(source.name.partition(".")[2])
                 # Of what came to the stage that kept it, whichever made it.
                 keepers = [s for s in stages if s.devices == source.place.devices]
                 assert target.what == "input" and any(

@@ -17,8 +17,11 @@ from capture.measured.layer_profile import LayerProfile, PassProfile
 from capture.plan.task_graph import Configuration, Packs, Switches, TaskGraph, completed_by
 from capture.predictor.pack_step import packs_step, packs_timeline
 from capture.predictor.pack_times import estimate
-from capture.step.program import Copy, replay
-from capture.step.streamed import volumes_bytes
+from capture.step.pack_needs import PackNeeds
+from capture.step.pack_sizes import ProfileSizes
+from capture.step.program import Copy, Feed, Run, Step, Wait, replay
+from capture.step.streamed import streamed_seconds, volumes_bytes
+from capture.step.streamed_state import parts_of_name
 
 SERVER = Server.load("gtx1080ti-x4")
 SIZES = tuple(range(1, 17))
@@ -46,10 +49,8 @@ def profile_of(weights: list[int], x: list[int]) -> LayerProfile:
 
 
 @st.composite
-def problems(draw) -> tuple[TaskGraph, LayerProfile, Server]:
-    count = draw(st.integers(2, 6))
-    weights = draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
-    x = draw(st.lists(st.integers(1, 9), min_size=count, max_size=count))
+def task_graphs(draw, count: int) -> TaskGraph:
+    """Of any plan of so many layers."""
     mode = draw(st.sampled_from(["pp", "dp"]))
     devices = draw(st.integers(1, 4))
     minibatch = draw(st.integers(devices, 16))
@@ -66,11 +67,19 @@ def problems(draw) -> tuple[TaskGraph, LayerProfile, Server]:
         Packs(sizes[0], packs(last) if last else ()), Packs(sizes[1], backward)
     )
     off = draw(st.sets(st.sampled_from(["grouping", "prefetch", "jit", "offload", "p2p"])))
-    server = SERVER.with_(num_devices=devices)
+    return TaskGraph.of(configuration, mode, devices, minibatch, Switches.without(off))
+
+
+@st.composite
+def problems(draw) -> tuple[TaskGraph, LayerProfile, Server]:
+    count = draw(st.integers(2, 6))
+    weights = draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
+    x = draw(st.lists(st.integers(1, 9), min_size=count, max_size=count))
+    graph = draw(task_graphs(count))
+    server = SERVER.with_(num_devices=graph.num_devices)
     slow = {"value": draw(st.sampled_from([1e2, 1e4, 1e6])), "source": ""}
     rate = replace(server.swap_bytes_per_second, **slow)
     server = replace(server, swap_bytes_per_second=rate)
-    graph = TaskGraph.of(configuration, mode, devices, minibatch, Switches.without(off))
     return graph, profile_of(weights, x), server
 
 
@@ -166,6 +175,51 @@ def test_a_host_with_too_little_memory_is_said():
     assert packs_timeline(graph, profile, small).program_order.peak_of("host").peak_bytes > 50
 
 
+def peak_of(graph: TaskGraph, profile: LayerProfile, server: Server, limit: int) -> int:
+    """Of the device that needs most, below a limit."""
+    timeline = packs_timeline(graph, profile, server.with_(usable_bytes=limit))
+    return max(timeline.program_order.peak_bytes_per_device)
+
+
+@settings(max_examples=10)
+@given(problems(), st.floats(0, 1))
+def test_no_prefetch_exceeds_the_limit(problem, at):
+    least, most = (peak_of(*problem, limit) for limit in (1, 10**9))
+    limit = round(least + at * max(0, most - least))
+    assert peak_of(*problem, limit) <= max(limit, least)
+
+
+@pytest.mark.parametrize("mode", ["pp", "dp"])
+@pytest.mark.parametrize("off", [["offload"], ["offload", "grouping"]])
+def test_prefetch_leaves_room_for_updates(mode, off):
+    """State and the sum of the gradients come after the pass before which the next pack came."""
+    profile = profile_of([50, 60, 70, 80, 90, 50], [1] * 6)
+    configuration = Configuration(Packs(4, ((0, 4),)), Packs(4, ((0, 2), (2, 4), (4, 6))))
+    server = SERVER.with_(num_devices=2)
+    graph = TaskGraph.of(configuration, mode, 2, 16, Switches.without(off))
+    least, most = (peak_of(graph, profile, server, limit) for limit in (1, 10**6))
+    assert least < most
+    for limit in range(least, most, 40):
+        assert peak_of(graph, profile, server, limit) <= limit
+
+
+def test_what_a_pass_takes():
+    """What its first part keeps is there while the second runs; later micro-batches add."""
+
+    class Sizes(ProfileSizes):
+        def transient_bytes(self, which, pack, size, output_bytes):
+            return {"forward": 100, "backward": 1000, "accumulate": 2000}[which]
+
+    configuration = Configuration(Packs(2, ((0, 2),)), Packs(4, ((0, 1), (1, 2), (2, 4))))
+    ahead, back, *_ = TaskGraph.of(configuration, "pp", 1, 6).tasks
+    needs = PackNeeds(Sizes(profile_of([5] * 4, [7] * 4)), [], 1, reduces=False)
+    assert ahead.sub_packs == ((0, 1), (1, 2)) and ahead.sizes == (2, 2, 2)
+    assert needs.running(ahead, 0) == 2 * 7 + 100
+    assert back.sizes == (4, 2)
+    assert [needs.running(back, i) for i in (0, 1)] == [1000, 2000]
+    assert needs.running(replace(back, start=1, sizes=(4,)), 0) == 2 * 5 + 2000
+
+
 def test_prefetch_takes_only_room_that_is_left():
     profile = profile_of([50] * 6, [1] * 6)
     configuration = Configuration(Packs(4, ((0, 4),)), Packs(4, ((0, 2), (2, 4), (4, 6))))
@@ -181,3 +235,101 @@ def test_prefetch_takes_only_room_that_is_left():
     for limit in (least, (least + most) // 2):
         assert least <= peak(limit) <= limit
     assert peak(1) == least  # below what a pass needs, nothing comes early
+    assert peak(most) == most > peak(most - 1)  # to the last byte
+
+
+def passes(step: Step) -> list[str]:
+    """A line per program: what comes in before it (+), goes out (-) and is waited for (~)."""
+    lines, words, slots = [], [], step.slots
+    for instruction in step.instructions:
+        match instruction:
+            case Feed():
+                words.append("+batch")
+            case Copy(source, target):
+                sign = "+" if slots[target].place.host is None else "-"
+                words.append(sign + slots[source].what)
+            case Wait(slot):
+                words.append("~" + slots[slot].what)
+            case Run(program):
+                lines.append(" ".join([*words, *program.split()[:2]]))
+                words = []
+    return lines
+
+
+PREFETCHED = """\
++weights +batch +batch forward 0
+-activation +weights +activation forward 0
+-activation ~activation +activation forward 1
+~activation -activation ~activation +weights forward 1
+~activation -activation ~activation +activation +activation +weights +activation +activation backward 2
+~activation ~activation ~activation -gradient -gradient -gradients +gradient +gradient +weights +batch \
++batch backward 1
+~activation ~activation ~gradient ~gradient ~gradient ~gradient -gradient -gradient -gradients ~gradients \
+update 2
++gradient +gradient backward 0
+~gradient ~gradient ~gradient ~gradient -gradients ~gradients update 1
+~gradients update 0"""
+ONE_BY_ONE = """\
++weights +batch forward 0
+-activation ~activation +batch forward 0
+-activation ~activation +weights +activation forward 1
+~activation -activation ~activation +activation forward 1
+~activation -activation ~activation +weights +activation +activation backward 2
+~activation ~activation -gradient -gradient -gradients ~gradient ~gradient ~gradients update 2
++weights +activation +activation +gradient +gradient backward 1
+~activation ~activation ~gradient ~gradient -gradient -gradient -gradients ~gradient ~gradient ~gradients \
+update 1
++weights +batch +batch +gradient +gradient backward 0
+~gradient ~gradient -gradients ~gradients update 0"""
+
+
+@pytest.mark.parametrize(("off", "expected"), [((), PREFETCHED), (("prefetch",), ONE_BY_ONE)])
+def test_what_the_next_pass_needs_comes_before_this_one_and_what_goes_out_is_awaited_after_it(
+    off, expected
+):
+    """Inputs of two packs, kept and passed on through the host; one device."""
+    configuration = Configuration(Packs(1, ((0, 1), (1, 2))), Packs(2, ((0, 1), (1, 2), (2, 3))))
+    graph = TaskGraph.of(configuration, "pp", 1, 2, Switches.without(off))
+    step = packs_step(graph, profile_of([50, 60, 70], [1, 2, 3]), SERVER.with_(num_devices=1))
+    assert "\n".join(passes(step)) == expected
+
+
+def test_seconds_are_those_of_the_profile_and_bytes_over_shared_bandwidths():
+    """Of updates on the host, which take as long as the profile says, and on devices."""
+    profile = profile_of([5, 6, 7], [1] * 3)
+    server = SERVER.with_(num_devices=2)
+    configuration = Configuration(Packs(2, ((0, 2),)), Packs(1, ((0, 2), (2, 3))))
+    swap, p2p = server.swap_bytes_per_second.value / 2, server.p2p_bytes_per_second.value
+    for off, of_update in (((), 1e-3), (("offload",), 0.0)):
+        graph = TaskGraph.of(configuration, "dp", 2, 4, Switches.without(off))
+        step = packs_step(graph, profile, server)
+        seconds = streamed_seconds(step, graph, profile, server)
+        for name, found in seconds.programs.items():
+            kind, first, stop, size, _ = parts_of_name(name)
+            expected = {
+                "forward": 2 * (1e-3 + 1e-4 * size),
+                "accumulate": (stop - first) * 3 * (1e-3 + 1e-4 * size),
+                "backward": (stop - first) * 3 * (1e-3 + 1e-4 * size),
+                "update": (stop - first) * of_update,
+                "reduce": sum(profile.w_bytes[first:stop]) / p2p,  # half of it, there and back
+            }[kind]
+            assert found == pytest.approx(expected), name
+        device, other, host = (step.places[i] for i in (0, 2, 1))
+        copy = Copy(0, 1, 100, "")
+        for source, target in ((device, host), (host, device), (None, device)):
+            assert seconds.transfer(copy, 100, source, target) == 100 / swap
+        assert seconds.transfer(copy, 100, device, other) == 100 / p2p
+
+
+@pytest.mark.parametrize(("devices", "off"), [(1, ()), (2, ("p2p",)), (2, ())])
+def test_between_packs_what_stays_on_a_device_or_may_not_leave_it_goes_over_the_host(devices, off):
+    configuration = Configuration(Packs(2, ((0, 1), (1, 2))), Packs(2, ((0, 1), (1, 2), (2, 3))))
+    graph = TaskGraph.of(configuration, "pp", devices, 4, Switches.without(off))
+    profile = profile_of([5, 6, 7], [1, 2, 3])
+    volumes = volumes_bytes(packs_step(graph, profile, SERVER.with_(num_devices=devices)))
+    passed = 4 * (2 + 3) + 4 * (3 + 2)  # forward and back
+    if devices == 2 and not off:
+        assert volumes["p2p"] == passed and "gradient out" not in volumes
+    else:
+        assert volumes["gradient out"] == volumes["gradient in"] == 4 * (3 + 2)
+        assert volumes["activation out"] == 4 * (2 + 3) and "p2p" not in volumes

@@ -17,6 +17,7 @@ from capture.errors import ExecutionError
 from capture.machine.cluster import Cluster
 from capture.machine.target import Target
 from capture.measured.stage_cost import StageCost
+from capture.plan.choices import StageChoice
 from capture.plan.schedule import Schedule, make_schedule
 from capture.step.interface import StageInterface, stage_interface
 from capture.step.pipeline import build_step, stage_seconds
@@ -35,7 +36,7 @@ def interfaces(graph, cuts: Sequence[int], cost: StageCost = NOTHING) -> list[St
     bounds = [0, *cuts, graph.num_layers]
     param_bytes = [p.nbytes for p in graph.params]
     return [
-        stage_interface(graph, first, stop, [s], 1, param_bytes, cost)
+        stage_interface(graph, first, stop, [s], StageChoice(), param_bytes, cost)
         for s, (first, stop) in enumerate(pairwise(bounds))
     ]
 
@@ -365,10 +366,8 @@ def test_one_device_stands_for_all_of_a_stage():
         ([0, 1], [2, 4]),
         ([StageTimes(1, 1, 1)] * 2, lambda *_: 1),
     )
-    stages = [
-        stage_interface(graph, s, s + 1, devices[s], 2, [p.nbytes for p in graph.params], NOTHING)
-        for s in range(2)
-    ]
+    params, pair = [p.nbytes for p in graph.params], StageChoice(2)
+    stages = [stage_interface(graph, s, s + 1, devices[s], pair, params, NOTHING) for s in range(2)]
     program = build_step(stages, make_schedule("gpipe", 2, 2))
     step = simulated(program, *rest)
     assert program.standing_for == {0: 0, 1: 0, 2: 2, 4: 2}
@@ -395,8 +394,9 @@ def test_a_transfer_is_as_long_as_the_larger_part_of_both_sides():
     sent by itself."""
     graph = chain(3, shared=[(0, 2)])
     degrees, sizes = ([0], [1, 2], [3]), []
+    params = [p.nbytes for p in graph.params]
     stages = [
-        stage_interface(graph, s, s + 1, d, len(d), [p.nbytes for p in graph.params], NOTHING)
+        stage_interface(graph, s, s + 1, d, StageChoice(len(d)), params, NOTHING)
         for s, d in enumerate(degrees)
     ]
     program = build_step(stages, make_schedule("gpipe", 3, 1))

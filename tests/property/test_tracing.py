@@ -172,7 +172,20 @@ def compiled(function):
     return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
 
 
-@pytest.mark.parametrize("case", COMPOSED, ids=case_id)
+# Of what "linen-scan-remat-dropout" has in one model.
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case,
+            id=case_id(case),
+            marks=pytest.mark.slow
+            if case[0] in ("linen-dropout-remat", "linen-mark-in-remat")
+            else (),
+        )
+        for case in COMPOSED
+    ],
+)
 def test_slices_compose_to_the_whole(case):
     model = traced(*case)
     check_composition(

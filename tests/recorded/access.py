@@ -283,6 +283,7 @@ def synthetic_step(
 
     from capture.alpa.step import build_alpa_step
     from capture.measured.stage_cost import StageCost
+    from capture.plan.choices import StageChoice
     from capture.plan.schedule import make_schedule
     from capture.step.interface import stage_interface
     from capture.step.pipeline import build_step
@@ -307,7 +308,13 @@ def synthetic_step(
         )
         stages.append(
             stage_interface(
-                graph, first, stop, [2 * s, 2 * s + 1], 2, [p.nbytes for p in graph.params], cost
+                graph,
+                first,
+                stop,
+                [2 * s, 2 * s + 1],
+                StageChoice(2),
+                [p.nbytes for p in graph.params],
+                cost,
             )
         )
     build = build_alpa_step if as_alpa else build_step

@@ -12,6 +12,7 @@ from capture.documents import read
 from capture.errors import ProfileError
 from capture.measured.stage_cost import StageCost
 from capture.model.graph import LayerGraph, Tensor, content_hash, item_bytes
+from capture.plan.choices import StageChoice
 from capture.step.interface import (
     owned_and_borrowed,
     shared_onwards,
@@ -131,7 +132,7 @@ def test_interface_of_a_stage_turns_positions_into_ids_and_shards_by_its_degree(
         summarize_bytes=60,
         summary_bytes=70,
     )
-    last = stage_interface(graph, 2, 4, [5, 6], 2, [100 + p for p in range(5)], cost)
+    last = stage_interface(graph, 2, 4, [5, 6], StageChoice(2), [100 + p for p in range(5)], cost)
     assert (last.devices, last.received, last.used, last.outputs, last.sent) == (
         (5, 6),
         (0, 1),

@@ -204,9 +204,9 @@ def attention(w, x):
     return jnp.tanh(scores @ v)
 
 
-def residuals_of(remat: str) -> Residuals:
-    closed = jax.make_jaxpr(lambda w, x: (attention(w, x), *saved_by_vjp(attention)(w, x)))(
-        jnp.zeros((64, 24)), jnp.zeros((512, 64))
+def residuals_of(remat: str, function=attention, shapes=((64, 24), (512, 64))) -> Residuals:
+    closed = jax.make_jaxpr(lambda w, x: (function(w, x), *saved_by_vjp(function)(w, x)))(
+        *map(jnp.zeros, shapes)
     )
     flow = DataFlow(closed)
     return Residuals(flow, 1, 1, 1, returns_outputs=True, remat=remat, split=ValueSplit(flow, []))
@@ -236,6 +236,22 @@ def test_more_time_keeps_fewer_bytes_and_products_are_run_again_within_it():
     for remat, one in found.items():
         if (fraction := remat_time_fraction(remat)) is not None:
             assert seconds_again(one) <= fraction
+
+
+def gated(w, x):
+    """A gate, dearer to make again than products of which there are more."""
+    gate = x
+    for _ in range(40):
+        gate = jnp.sin(jax.lax.stop_gradient(gate))
+    return x * gate + sum((x @ (i * w)) ** 2 for i in range(1, 5))
+
+
+def test_time_that_is_enough_for_a_cheap_cut_keeps_no_more_than_it():
+    """For every price of a byte at which the gate is made again the products are, too, and for
+    these there is no time."""
+    shapes = ((1480, 1480), (1480, 1480))
+    found = [bytes_of(residuals_of(remat, gated, shapes)) for remat in ("none", "cheap", "5%")]
+    assert found[0] > found[1] == found[2]
 
 
 @pytest.mark.parametrize("text", ["0%", "100%", "2.50%", "02%", "%", "-1%", "2", "half", "1e1%"])

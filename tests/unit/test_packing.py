@@ -14,6 +14,7 @@ from capture.errors import PlanError
 from capture.machine.server import Server
 from capture.measured.layer_profile import LayerProfile, SizedLayers
 from capture.plan.task_graph import Switches
+from recommender.harmony import PacksQuestion, harmony
 from recommender.harmony.packing import (
     PACKINGS,
     LeastMaxTime,
@@ -27,6 +28,7 @@ from recommender.harmony.packing import (
     reused,
 )
 from recommender.harmony.problem import PacksProblem
+from recommender.harmony.recommendation import plan_of
 from recommender.harmony.search import search
 
 PROFILES = Path(__file__).parents[2] / "benchmarks" / "harmony_paper" / "profiles"
@@ -215,3 +217,17 @@ def test_unknown_algorithms_are_refused():
     with pytest.raises(PlanError) as error:
         search(problem("toy6"), "best")
     assert error.value.codes == ("search-algorithm",)
+
+
+def test_wide_judges_its_best_as_instructions():
+    server = SERVER.with_(num_devices=4, usable_bytes=1_500_000_000)
+    profile = LayerProfile.load(PROFILES / "toy6.json")
+    answer = harmony(PacksQuestion(profile, server, 20, algorithm="wide"))
+    first, chosen = answer.proof.best, answer.plan.prediction
+    assert chosen.paper.step_seconds > first.seconds
+    asked = PacksQuestion(profile, server, 20)
+    other = plan_of(asked, "pp", first.configuration).prediction
+    assert chosen.step.step_seconds < other.step.step_seconds
+    said = answer.why.summary
+    assert "The paper's rules rank 1 before it" in said
+    assert f"{chosen.step.step_seconds:.4g} s and that {other.step.step_seconds:.4g} s" in said

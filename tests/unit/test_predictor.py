@@ -18,7 +18,8 @@ from synthetic_profiles import Planted, configs_of, hybrid, make_plan
 from capture.errors import ProfileError
 from capture.machine.cluster import Cluster
 from capture.measured.profile import StageConfig, rescaled
-from capture.plan.choices import StageChoice
+from capture.model.graph import LayerGraph
+from capture.plan.choices import StageChoice, with_sequence_parallel
 from capture.plan.sampling import random_plans
 from capture.plan.schedule import PLAIN_SCHEDULES
 from capture.predictor import AdditivePredictor
@@ -42,13 +43,36 @@ def stages(num_layers: int):
 # ---- planted statistics --------------------------------------------------------------------------
 
 
+def split_values(planted: Planted) -> Planted:
+    """With every other value cut along the sequence where stages do so."""
+    dims = tuple(1 if v % 2 else None for v in range(len(planted.graph.values)))
+    planted.graph = replace(planted.graph, value_dims={2: dims, 4: dims})
+    return planted
+
+
+def crossing_bytes(graph: LayerGraph, cut: int, choice: StageChoice) -> int:
+    ways = choice.tensor_parallel if choice.sequence_parallel else 1
+    return sum(
+        graph.values[v].shard_bytes(choice.data_parallel) // (ways if v % 2 else 1)
+        for v in graph.crossing(cut)
+    )
+
+
 @pytest.mark.parametrize(
-    "choice", [ONE, StageChoice(2, 1), StageChoice(1, 4), StageChoice(2, 2)], ids=str
+    "choice",
+    [
+        ONE,
+        StageChoice(2, 1),
+        StageChoice(1, 4),
+        StageChoice(2, 2),
+        StageChoice(2, 2, "none", False, False, True),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("num_neighbours", [1, 2, 3])
 def test_planted_statistics_are_recovered_for_every_stage(choice, num_neighbours):
     """Only windows of 1 to N + 1 layers are measured; all other stages follow from M_i and M_a."""
-    planted = Planted(7, seed=1)
+    planted = split_values(Planted(7, seed=1))
     predictor = AdditivePredictor(planted.profile([choice], num_neighbours=num_neighbours))
     memory = predictor.memory(choice, 16)
     for first, stop in stages(7):
@@ -56,7 +80,7 @@ def test_planted_statistics_are_recovered_for_every_stage(choice, num_neighbours
             StageConfig(first, stop, choice, 16)
         ).tolist()
         graph, at = planted.graph, (first, stop)
-        kept = sum(graph.values[v].shard_bytes(choice.data_parallel) for v in graph.crossing(first))
+        kept = crossing_bytes(graph, first, choice)
         kept += graph.batch[0].shard_bytes(choice.data_parallel) if first == 0 else 0
         assert memory.kept[at] == residual + kept
         assert (
@@ -68,12 +92,8 @@ def test_planted_statistics_are_recovered_for_every_stage(choice, num_neighbours
         assert memory.batch[at] == sum(
             graph.batch[b].shard_bytes(choice.data_parallel) for b in graph.stage_batch(first, stop)
         )
-        assert memory.received[at] == sum(
-            graph.values[v].shard_bytes(choice.data_parallel) for v in graph.crossing(first)
-        )
-        assert memory.gradients_in[at] == sum(
-            graph.values[v].shard_bytes(choice.data_parallel) for v in graph.crossing(stop)
-        )
+        assert memory.received[at] == crossing_bytes(graph, first, choice)
+        assert memory.gradients_in[at] == crossing_bytes(graph, stop, choice)
         assert (
             memory.params[at]
             == memory.gradients[at]
@@ -121,7 +141,8 @@ def test_a_prediction_equals_the_replay_of_the_planted_stages(
     known without the other stages."""
     skips = [(a, b) for a, b in skips if b < num_layers]
     shared = [{layer % num_layers for layer in readers} for readers in shared]
-    planted, choices = Planted(num_layers, seed, skips=skips, shared=shared), hybrid(4)
+    planted = split_values(Planted(num_layers, seed, skips=skips, shared=shared))
+    choices = with_sequence_parallel(hybrid(4))
     if summarizes:
         planted.summarizes(seed)
     planted.fixed[3] *= 100 * (seed % 2)  # the update is the peak, or nothing

@@ -3,9 +3,10 @@ the search, and its refusals."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 
 import pytest
 from synthetic_profiles import MICROBATCH_SIZE, Planted, configs_of
@@ -26,14 +27,17 @@ from capture.step.interface import plan_interfaces
 from capture.step.pipeline import build_step, stage_seconds
 from capture.step.program import replay
 from capture.step.timeline import LinkTimes, Seconds, simulate_step
-from recommender.capture import tables
+from recommender.capture import table_space
+from recommender.capture.counted import CountedSearch
+from recommender.capture.pareto import pareto
 from recommender.capture.posed import search_problem
 from recommender.capture.recommendation import baseline_plan, plan_of, recommend
 from recommender.capture.throughput import throughput
 from recommender.capture.ticks import step_seconds
 from recommender.question import PlanQuestion
 
-ONE, TWO = StageChoice(1, 1), StageChoice(2, 1)
+ONE, TWO, SPLIT = StageChoice(1, 1), StageChoice(2, 1), StageChoice(1, 2)
+FULL = StageChoice(1, 1, "full")
 TABLES = [name for name in SCHEDULES if name not in PLAIN_SCHEDULES]
 
 
@@ -128,10 +132,66 @@ def test_the_least_peak_is_that_of_all_plans(name, monkeypatch):
     assert answer.status == "ok" and answer.proof.optimal
     assert answer.peak_bytes == min(every) == answer.proof.peak_bytes
     assert answer.plan.schedule == name
-    monkeypatch.setattr(tables, "MOST_ENUMERATED", 0)
+    monkeypatch.setattr(table_space, "MOST_ENUMERATED", 0)
     other = recommend(profile, question(name, 4))
     assert not other.proof.optimal and other.why.summary.endswith("not a proof (tie-break: none).")
     assert min(every) <= other.peak_bytes <= 1.05 * min(every)
+
+
+def recomputing(num_layers: int, *choices: StageChoice) -> Profile:
+    """With remat ``full``, an inner layer keeps half and its backward pass takes 1.5 times as
+    long."""
+    profile = split_profile(Planted(num_layers, seed=7), *choices, times=True)
+    costs = {
+        config: replace(
+            cost,
+            residual_bytes=cost.residual_bytes // 2,
+            backward_work=work(config.num_layers, 3),
+            split=replace(cost.split, inputs_work=work(config.num_layers, 2)),
+        )
+        if config.choice.remat == "full"
+        else cost
+        for config, cost in profile.measurements.items()
+    }
+    return replace(profile, measurements=costs)
+
+
+@pytest.mark.parametrize(
+    ("name", "choices"),
+    [
+        ("interleaved", (ONE, FULL)),
+        ("zb-h1", (TWO, SPLIT, replace(TWO, remat="full"))),
+        ("zb-v", (TWO, SPLIT, replace(SPLIT, remat="full"))),
+    ],
+)
+def test_every_stage_has_a_choice_of_its_own(name, choices):
+    """Of least memory, and the fastest within a limit that plans of one choice cannot use: by brute
+    force over cuts and choices."""
+    profile, d = recomputing(5, *choices), choices[0].num_devices
+    asked = question(name, 2 * d, target="a100-40g", memory_limit_bytes=1 << 40)
+    least = recommend(profile, asked)
+    count, every = 2 * SCHEDULES[name].stages_per_group, []
+    steps, predictor = CountedSteps(profile, asked.cluster), AdditivePredictor(profile)
+    for borders in combinations(range(1, 5), count - 1):
+        plan = table_plan(name, (0, *borders, 5), choices[0], 4, "a100-40g")
+        for chosen in product(choices, repeat=count):
+            stages = map(lambda s, choice: replace(s, choice=choice), plan.stages, chosen)
+            with suppress(PlanError):  # stages of a group have the same degrees
+                one = plan.with_(stages=tuple(stages))
+                peak = predictor.predict(one).peak_bytes
+                every.append((peak, steps.seconds(one), len(set(chosen))))
+    assert least.peak_bytes == min(every)[0] and least.proof.optimal
+    alone = min(every, key=lambda one: (one[2], one[1], one[0]))[0]
+    mixed = False
+    for limit in range(least.peak_bytes, alone + 1, 1 + (alone - least.peak_bytes) // 8):
+        fast = replace(asked, memory_limit_bytes=limit, objective="throughput")
+        answer = recommend(profile, fast)
+        fitting = [one for one in every if one[0] <= limit]
+        assert answer.status == "ok" and answer.peak_bytes <= limit
+        assert answer.proof.step_seconds <= 1.001 * min(one[1] for one in fitting)
+        every_of_one = [one[1] for one in fitting if one[2] == 1]
+        mixed |= not every_of_one or answer.proof.step_seconds < 0.999 * min(every_of_one)
+    assert mixed
 
 
 def test_a_limit_that_no_plan_meets():
@@ -187,14 +247,18 @@ def test_the_baseline_has_the_groups_of_every_schedule(name):
 # ---- times ---------------------------------------------------------------------------------------
 
 
+def equal_layers() -> Planted:
+    planted = Planted(8, seed=3)
+    planted.fixed[:, :, :] = planted.fixed[:, :, :1]
+    planted.per_example[:, :, :] = planted.per_example[:, :, :1]
+    return planted
+
+
 @pytest.fixture(scope="module")
 def timed() -> Profile:
     """Eight equal layers; a layer's forward pass takes as long as each half of its backward
     pass."""
-    planted = Planted(8, seed=3)
-    planted.fixed[:, :, :] = planted.fixed[:, :, :1]
-    planted.per_example[:, :, :] = planted.per_example[:, :, :1]
-    return split_profile(planted, ONE, times=True)
+    return split_profile(equal_layers(), ONE, times=True)
 
 
 @pytest.mark.parametrize(
@@ -236,11 +300,10 @@ def test_the_fastest_plan_of_every_schedule_and_its_front(timed):
     assert answer.proof.step_seconds >= seconds["zb-h1"]
 
 
-@pytest.fixture(scope="module")
-def short() -> Profile:
+def sending(planted: Planted) -> Profile:
     """A pass of a layer takes a third as long as what is sent between nodes, on two devices 0.6
     of it."""
-    profile = split_profile(Planted(8, seed=3), ONE, TWO, times=True)
+    profile = split_profile(planted, ONE, TWO, times=True)
     costs = {}
     for config, cost in profile.measurements.items():
         n, flops = config.num_layers, 10**9 if config.choice == ONE else 6 * 10**8
@@ -248,6 +311,11 @@ def short() -> Profile:
             cost, forward_work=work(n, 1, flops), backward_work=work(n, 2, flops)
         )
     return replace(profile, measurements=costs)
+
+
+@pytest.fixture(scope="module")
+def short() -> Profile:
+    return sending(Planted(8, seed=3))
 
 
 def without_feeds(links: LinkTimes, transfer, nbytes: int, source, target) -> float:
@@ -289,3 +357,83 @@ def test_transfers_decide_which_plan_is_fastest(short):
     assert closed.optimal and not answer.proof.optimal
     without = step_seconds(problem, answer.proof.stages)
     assert without == pytest.approx(closed.step_seconds * (1 + answer.proof.bound_fraction))
+
+
+def counted_search(profile: Profile, nodes: tuple[int, ...], num_microbatches: int = 8):
+    asked = PlanQuestion(
+        Cluster(nodes, "a100-40g"), num_microbatches * MICROBATCH_SIZE, num_microbatches
+    )
+    problem = search_problem(profile, asked, with_times=True)
+    return CountedSearch(profile, asked, problem), problem, asked
+
+
+@pytest.mark.parametrize(
+    ("nodes", "choice", "between_nodes"),
+    [((2, 2), ONE, 0.5), ((2, 2), TWO, 1), ((4, 2), TWO, 0.5), ((1, 1), TWO, 1), ((4,), ONE, 0)],
+)
+def test_a_stage_sends_what_crosses_where_it_stops(short, nodes, choice, between_nodes):
+    rates, graph = Target.load("a100-40g").rates, short.graph_at(MICROBATCH_SIZE)
+    expected = [0.0] * (graph.num_layers + 1)
+    for stop in range(1, graph.num_layers):
+        for v in graph.crossing(stop):
+            nbytes = graph.values[v].shard_bytes(choice.data_parallel)
+            expected[stop] += between_nodes * rates.inter_node.seconds(nbytes)
+            expected[stop] += (1 - between_nodes) * rates.intra_node.seconds(nbytes)
+    found = counted_search(short, nodes)[0].sends_seconds(choice)
+    assert list(found) == pytest.approx(expected) and max(expected) > 0
+
+
+@pytest.mark.parametrize("planted", [Planted(8, seed=3), equal_layers()], ids=["any", "equal"])
+def test_a_front_has_what_either_closed_form_proposes(planted):
+    """As counted, those of which none is both smaller and faster than another; of plans found with
+    transfers, by how much they may miss the fastest without, within their memory."""
+    profile = sending(planted)
+    search, problem, asked = counted_search(profile, (2, 2))
+    result = throughput(problem)
+    fastest = search.fastest(result, plan_of(profile, asked, result.stages))
+    best, front = search.front(fastest)
+    plain, other = pareto(problem).points, pareto(search.with_transfers()).points
+    least = {
+        p.peak_bytes: max(q.peak_bytes for q in plain if q.peak_bytes <= p.peak_bytes)
+        for p in other
+    }
+    without = {p.peak_bytes: step_seconds(problem, p.stages) for p in plain}
+    counted: dict[tuple, tuple] = {}  # plan -> peak, seconds, how far from the least it may be
+    for point in (*plain, *other):
+        plan = plan_of(profile, asked, point.stages)
+        above = (
+            step_seconds(problem, point.stages)
+            / without[least.get(point.peak_bytes, point.peak_bytes)]
+            - 1
+        )
+        seconds = CountedSteps(profile, asked.cluster).seconds(plan)
+        counted.setdefault(plan.stages, (point.peak_bytes, seconds, above))
+    every = sorted(counted.values())
+    expected = [
+        (peak, seconds, above)
+        for peak, seconds, above in every
+        if not any(p <= peak and s <= seconds and (p, s) != (peak, seconds) for p, s, _ in every)
+    ]
+    points = [(p.peak_bytes, p.step_seconds, p.bound_fraction) for p in front.points]
+    assert points == [pytest.approx(each) for each in dict.fromkeys(expected)]
+    assert best.seconds == points[-1][1]
+    same = [p.stages for p in front.points] == [
+        plan_of(profile, asked, p.stages).stages for p in plain
+    ]
+    assert front.complete == same
+
+
+def test_the_fastest_is_on_its_front_and_a_looser_proof_is_of_a_smaller_least(short):
+    search, problem, asked = counted_search(short, (2, 2), 16)
+    result = throughput(problem)
+    plan = plan_of(short, asked, result.stages)
+    proven, loose = (
+        search.fastest(replace(result, bound_fraction=bound), plan) for bound in (0.0, 0.25)
+    )
+    assert proven.plan == loose.plan and proven.plan.stages != plan.stages
+    assert 1 + loose.result.bound_fraction == pytest.approx(
+        1.25 * (1 + proven.result.bound_fraction)
+    )
+    ahead = replace(proven, result=replace(proven.result, step_seconds=proven.seconds / 2))
+    best, front = search.front(ahead)
+    assert best is ahead and front.points[-1].step_seconds == ahead.seconds

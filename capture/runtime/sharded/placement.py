@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capture.errors import PlanError, Violation
 from capture.plan.sharding import Mode, ParameterLeaf, ShardingPlan
+from capture.runtime.leaf_parts import check_rows
 from capture.runtime.sharded.mesh import group_axes, has_groups
 from capture.runtime.sharded.slices import Part
 from capture.tracing.model import TracedModel
@@ -77,6 +78,35 @@ class LeafPlacement:
                 for part in self.parts
             )
         )
+
+
+def check_partly(
+    optimizer: Any, traced: TracedModel, num_devices: int, smallest_bytes: int
+) -> None:
+    """Refuse an optimizer that asks for any leaf as a whole of which a part may be sharded.
+
+    Raises:
+        WorkloadError: ``optimizer-rows``.
+    """
+    rows, found = iter(traced.leaves), list(jax.tree.leaves(traced.params_struct))
+    counts = {}
+    for i, struct in enumerate(found):
+        steps = 1 if i not in traced.stacked else struct.shape[traced.stacked[i]]
+        leaf, *_ = [next(rows) for _ in range(steps)]
+        if i in traced.stacked or leaf.split_dim is None or leaf.shape[leaf.split_dim] < 2:
+            continue
+        if leaf.can_shard(num_devices, smallest_bytes):
+            found[i], counts[i] = SplitLeaf(*_halves(struct, leaf.split_dim)), 2
+    halved = jax.tree.unflatten(jax.tree.structure(traced.params_struct), found)
+    check_rows(optimizer, traced.params_struct, halved, counts)
+
+
+def _halves(struct: Any, dim: int) -> list[jax.ShapeDtypeStruct]:
+    size = struct.shape[dim]
+    return [
+        jax.ShapeDtypeStruct((*struct.shape[:dim], rows, *struct.shape[dim + 1 :]), struct.dtype)
+        for rows in (size // 2, size - size // 2)
+    ]
 
 
 def place_leaves(plan: ShardingPlan, mesh: Mesh, traced: TracedModel) -> list[LeafPlacement]:

@@ -16,6 +16,7 @@ from capture.errors import PlanError
 from capture.machine.cluster import Cluster
 from capture.model.workload import WorkloadProtocol
 from capture.plan.sharding import ShardingPlan
+from capture.runtime.leaf_parts import check_rows
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
 from capture.runtime.sharded.mesh import mesh_of
 from capture.runtime.sharded.placement import SplitLeaf, place_leaves
@@ -68,6 +69,8 @@ class Sharded:
         self.workload, self.plan, self.mesh = workload, plan, Mesh(mesh.devices, mesh.axis_names)
         self._traced, self._struct = traced, traced.params_struct
         self._leaves = place_leaves(plan, self.mesh, traced)
+        in_two = {i: 2 for i, leaf in enumerate(self._leaves) if len(leaf.shardings) > 1}
+        check_rows(workload.optimizer, self._struct, self._split_struct, in_two)
 
     # ---- shardings -------------------------------------------------------------------------------
 

@@ -1,0 +1,321 @@
+"""Plans of one number of groups, for a schedule whose stages share devices or whose backward passes
+are split: where layers are cut, and what every stage chooses.
+
+Given the cuts, what a group holds is its own alone: of all choices that its stages can have, it
+takes those of least memory, or the fastest that fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from itertools import combinations, pairwise
+from math import comb
+
+import numpy as np
+
+from capture.plan.choices import StageChoice
+from capture.plan.schedule import Occupancy, Schedule, make_schedule
+from capture.predictor import AdditivePredictor
+from capture.predictor.step_time import CountedSteps, send_seconds
+from capture.predictor.times import StageTable
+from capture.step.times import TableTimes
+from recommender.capture.result import PlacedStage
+from recommender.question import PlanQuestion
+
+#: Up to so many ways to cut the layers, all are looked at.
+MOST_ENUMERATED = 2000
+#: Of one space, so many steps are counted by their table, and no more once there are.
+MOST_TIMED = 400
+
+Cuts = tuple[int, ...]
+"""First layer of every stage, and the number of layers."""
+Ranges = tuple[tuple[int, int], ...]
+"""Layers [first, stop) of the stages of a group."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """What the stages of a group are at best, given their layers.
+
+    Attributes:
+        choices: Per stage, an index of those of the space.
+        peak_bytes: Per device.
+        seconds: Of a micro-batch, with its part of the update; 0 where times are not known.
+    """
+
+    choices: tuple[int, ...]
+    peak_bytes: int
+    seconds: float
+
+
+class TableSpace:
+    """The plans of one number of groups: cuts of the layers, and a choice for every stage.
+
+    A limit of 0 asks for the least memory, none for the least time.
+
+    Args:
+        predictor: Of bytes.
+        steps: Of seconds; None for no times.
+        choices: Of stages, all of as many devices; those of a group have the same degrees.
+        question: That plans answer.
+    """
+
+    def __init__(
+        self,
+        predictor: AdditivePredictor,
+        steps: CountedSteps | None,
+        choices: Sequence[StageChoice],
+        question: PlanQuestion,
+    ):
+        self._choices, self._d = choices, choices[0].num_devices
+        self.schedule = make_schedule(
+            question.schedule, question.cluster.num_devices // self._d, question.num_microbatches
+        )
+        size = question.microbatch_size
+        memories = [predictor.memory(choice, size) for choice in choices]
+        #: Per choice and part, of every stage.
+        self._parts = np.stack(
+            [
+                np.stack(
+                    [
+                        *(np.broadcast_to(getattr(m, name), m.kept.shape) for name in _PARTS),
+                        m.gradients,
+                        m.state,
+                    ]
+                )
+                for m in memories
+            ]
+        )
+        self._losses = np.stack([m.losses for m in memories])
+        self._ends = np.stack([m.end - m.gradients for m in memories])
+        self._replicas = np.array([choice.data_parallel for choice in choices])
+        #: Per group, and stage of it: how often each part is there, per moment.
+        self._counts = [
+            np.array([[_counts(o) for o in moment] for moment in moments]).swapaxes(0, 1)
+            for moments in self.schedule.moments
+        ]
+        self._busy = np.zeros(self._ends.shape)
+        self._times: list[StageTable] = []
+        if steps is not None:
+            self._times = [steps.times.table(choice, size) for choice in choices]
+            self._busy = np.stack(
+                [
+                    _busy(t, self.schedule) + t.update / question.num_microbatches
+                    for t in self._times
+                ]
+            )
+            self._links = steps.links
+            self._graph = predictor.graph(size)
+        self._groups: dict[tuple[int | None, int, Ranges], _Group] = {}
+
+    def groups(self, cuts: Cuts, limit: int | None) -> list[_Group]:
+        """Of every group, what fits and is fastest; the smallest where nothing fits. Gradients of
+        shared parameters and small values that stages send each other at the end of a step are left
+        to the prediction."""
+        found = []
+        for g, stages in enumerate(self.schedule.stages):
+            ranges = tuple((cuts[s], cuts[s + 1]) for s in stages)
+            key = (limit, g, ranges)
+            if key not in self._groups:
+                self._groups[key] = self._group(g, ranges, limit)
+            found.append(self._groups[key])
+        return found
+
+    def _group(self, group: int, ranges: Ranges, limit: int | None) -> _Group:
+        """Of all combinations of choices, each axis those of a stage."""
+        n = len(ranges)
+
+        def along(of_stage: Sequence[np.ndarray]) -> list[np.ndarray]:
+            return [
+                each.reshape(*each.shape[:-1], *(-1 if j == i else 1 for j in range(n)))
+                for i, each in enumerate(of_stage)
+            ]
+
+        parts = [self._parts[:, :, first, stop].T for first, stop in ranges]
+        instants = sum(along([c @ p for c, p in zip(self._counts[group], parts, strict=True)]))
+        state = sum(along([p[-2:].sum(axis=0) for p in parts]))
+        ends = [self._ends[:, first, stop] for first, stop in ranges]
+        losses = along([self._losses[:, first, stop] for first, stop in ranges])[-1]
+        end = state + losses * self.schedule.num_microbatches + reduce(np.maximum, along(ends))
+        peaks = np.maximum(np.asarray(instants).max(axis=0), end)
+        seconds = sum(along([self._busy[:, first, stop] for first, stop in ranges]))
+        degrees = along([self._replicas] * n)
+        alike = np.broadcast_to(
+            reduce(np.logical_and, [d == degrees[0] for d in degrees]), peaks.shape
+        )
+        at = np.flatnonzero(alike)
+        peak, busy = peaks.flat[at], np.broadcast_to(seconds, peaks.shape).flat[at]
+        above = peak * 0 if limit is None else np.maximum(peak - limit, 0)
+        best = np.lexsort((peak, busy, above))[0]
+        chosen = np.unravel_index(at[best], peaks.shape)
+        return _Group(tuple(map(int, chosen)), int(peak[best]), float(busy[best]))
+
+    def peaks(self, cuts: Cuts, limit: int | None) -> tuple[int, ...]:
+        """Per group, the largest first."""
+        return tuple(sorted((g.peak_bytes for g in self.groups(cuts, limit)), reverse=True))
+
+    def busiest(self, cuts: Cuts, limit: int | None) -> tuple[float, ...]:
+        """Bytes above the limit, seconds of a micro-batch where it takes longest, and the peak."""
+        seconds = max(group.seconds for group in self.groups(cuts, limit))
+        return self._with_peak(cuts, limit, seconds)
+
+    def counted(self, cuts: Cuts, limit: int | None) -> tuple[float, ...]:
+        """As ``busiest``, with the seconds of a step."""
+        return self._with_peak(cuts, limit, self.seconds(cuts, limit))
+
+    def _with_peak(self, cuts: Cuts, limit: int | None, seconds: float) -> tuple[float, ...]:
+        peak = self.peaks(cuts, limit)[0]
+        return 0 if limit is None else max(0, peak - limit), seconds, peak
+
+    @cached_property
+    def _table_times(self) -> TableTimes:
+        """Of as many micro-batches as show how the schedule goes."""
+        schedule = self.schedule
+        num_microbatches = min(schedule.num_microbatches, 4 * schedule.num_groups)
+        return TableTimes(make_schedule(schedule.name, schedule.num_groups, num_microbatches))
+
+    def seconds(self, cuts: Cuts, limit: int | None) -> float:
+        """Of a step, or of its first micro-batches."""
+        assert self._times, "times are known"
+        times = [
+            self._times[i].at(first, stop)
+            for i, (first, stop) in zip(self._chosen(cuts, limit), pairwise(cuts), strict=True)
+        ]
+        sends = send_seconds(self.stages(cuts, limit), self._links, self._graph)
+        return self._table_times.seconds(times, sends)
+
+    def _chosen(self, cuts: Cuts, limit: int | None) -> list[int]:
+        """Per stage."""
+        groups, schedule = self.groups(cuts, limit), self.schedule
+        return [
+            groups[g].choices[schedule.stages[g].index(s)] for s, g in enumerate(schedule.placement)
+        ]
+
+    def stages(self, cuts: Cuts, limit: int | None) -> list[PlacedStage]:
+        """On their devices."""
+        chosen, placement = self._chosen(cuts, limit), self.schedule.placement
+        return [
+            PlacedStage.at(placement[s] * self._d, first, stop, self._choices[chosen[s]])
+            for s, (first, stop) in enumerate(pairwise(cuts))
+        ]
+
+    def improved(self, cuts: Cuts, key: Callable[[Cuts], tuple[float, ...]]) -> Cuts:
+        """From cuts, and from those that balance seconds, moves of one border that make a slow key
+        less, as many as are looked at."""
+        seen: dict[Cuts, tuple[float, ...]] = {}
+        for start in (cuts, *self._starts()):
+            best = start
+            seen.setdefault(best, key(best))
+            while len(seen) < MOST_TIMED:
+                seen |= {moved: key(moved) for moved in _moved(best) if moved not in seen}
+                better = min(_moved(best), key=lambda moved: seen[moved])
+                if seen[better] >= seen[best]:
+                    break
+                best = better
+        return min(seen, key=lambda one: seen[one])
+
+    def least(self, key: Callable[[Cuts], tuple[float, ...]]) -> tuple[Cuts, bool, int]:
+        """The cuts of the least key, whether all were looked at, and how many were."""
+        num_layers, num_stages = self._parts.shape[2], self.schedule.num_stages
+        if comb(num_layers - 1, num_stages - 1) <= MOST_ENUMERATED:
+            every = [
+                (0, *borders, num_layers)
+                for borders in combinations(range(1, num_layers), num_stages - 1)
+            ]
+            return min(every, key=key), True, len(every)
+        seen: dict[Cuts, tuple[float, ...]] = {}
+
+        def value(cuts: Cuts) -> tuple[float, ...]:
+            if cuts not in seen:
+                seen[cuts] = key(cuts)
+            return seen[cuts]
+
+        for cuts in self._starts():
+            while (better := min(_moved(cuts), key=value)) and value(better) < value(cuts):
+                cuts = better
+        return min(seen, key=lambda cuts: seen[cuts]), False, len(seen)
+
+    def _starts(self) -> Iterator[Cuts]:
+        """Cuts that balance layers, and of the first choice what is kept, state with gradients, and
+        seconds."""
+        num_layers, num_stages = self._parts.shape[2], self.schedule.num_stages
+        layers = np.arange(num_layers)
+        rows = [np.ones(num_layers)]
+        sizes = (self._parts[0, 0], self._parts[0, -2:].sum(axis=0), self._busy[0])
+        rows += [each[layers, layers + 1] for each in sizes]
+        for weights in rows:
+            yield balanced(np.asarray(weights, np.float64), num_stages)
+
+
+#: Rows of ``_counts``; gradients and state are the last.
+_PARTS = (
+    "kept",
+    "deferred",
+    "received",
+    "gradients_in",
+    "losses",
+    "batch",
+    "forward",
+    "backward",
+    "backward_inputs",
+    "backward_weights",
+)
+
+
+def _counts(o: Occupancy) -> list[int]:
+    """How often each part of a stage is there."""
+    running = [o.kind == name for name in _PARTS[-4:]]
+    forward, gradients = running[0], running[1] or running[2]
+    return [
+        o.num_kept,
+        o.num_deferred,
+        o.num_waiting_inputs + forward,
+        o.num_waiting_gradients + gradients,
+        o.num_losses,
+        forward,
+        *map(int, running),
+        int(o.accumulates),
+        1,
+    ]
+
+
+def _busy(table: StageTable, schedule: Schedule) -> np.ndarray:
+    if schedule.splits_backward:
+        return table.forward + table.backward_inputs + table.backward_weights
+    return table.forward + table.backward
+
+
+def balanced(weights: np.ndarray, num_stages: int) -> Cuts:
+    """Cuts into stages of at least one layer and about equal weight.
+
+    Example:
+        >>> balanced(np.array([1.0, 1, 1, 3]), 2)
+        (0, 3, 4)
+    """
+    total, num_layers = np.concatenate([[0], np.cumsum(np.maximum(weights, 0))]), len(weights)
+    cuts = [0]
+    for s in range(1, num_stages):
+        first, last = cuts[-1] + 1, num_layers - (num_stages - s)
+        wanted = total[-1] * s / num_stages
+        cuts.append(first + int(np.abs(total[first : last + 1] - wanted).argmin()))
+    return (*cuts, num_layers)
+
+
+def _moved(cuts: Cuts) -> list[Cuts]:
+    """With one border elsewhere, or a stage with all of its borders one layer on."""
+    found = [cuts]
+    for i in range(1, len(cuts) - 1):
+        for step in (-4, -2, -1, 1, 2, 4):
+            if cuts[i - 1] < cuts[i] + step < cuts[i + 1]:
+                found.append((*cuts[:i], cuts[i] + step, *cuts[i + 1 :]))
+        for step in (-1, 1):  # with the border behind it
+            if (
+                i + 2 < len(cuts)
+                and cuts[i - 1] < cuts[i] + step
+                and cuts[i + 1] + step < cuts[i + 2]
+            ):
+                moved = (cuts[i] + step, cuts[i + 1] + step)
+                found.append((*cuts[:i], *moved, *cuts[i + 2 :]))
+    return found

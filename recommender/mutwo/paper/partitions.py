@@ -1,0 +1,87 @@
+"""Which partition of an array trains fastest, by mu-TWO's scheduler: 3.2 (5)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from capture.machine.target import HostLink
+from capture.step.sub_array import Programs, SubArray
+from recommender.mutwo.paper.policy import CycleSchedule, schedule_cycle
+from recommender.mutwo.paper.readings import Readings
+from recommender.mutwo.paper.sub_arrays import Posed, pose
+
+
+class Profiled(Programs, Protocol):
+    """The programs of sub-arrays of any size."""
+
+    def sub_array(self, num_models: int) -> SubArray: ...
+
+
+@dataclass(frozen=True)
+class PartitionSchedule:
+    """A partition, scheduled.
+
+    Attributes:
+        sizes: Models of each sub-array.
+        pairs: Sub-arrays that are multiplexed, by place in ``sizes``.
+        posed: Per sub-array.
+        schedules: Per pair.
+    """
+
+    sizes: tuple[int, ...]
+    pairs: tuple[tuple[int, int], ...]
+    posed: tuple[Posed, ...]
+    schedules: tuple[CycleSchedule, ...]
+
+    @property
+    def fits(self) -> bool:
+        return all(schedule.fits for schedule in self.schedules)
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(schedule.peak_bytes for schedule in self.schedules)
+
+    @property
+    def seconds(self) -> float:
+        """Of one update of every model: the pairs are trained one after the other (M-y, M-z)."""
+        return sum(schedule.execute().seconds for schedule in self.schedules)
+
+
+def schedule_partition(
+    profiled: Profiled,
+    sizes: Sequence[int],
+    host: HostLink,
+    limit_bytes: int,
+    readings: Readings,
+) -> PartitionSchedule:
+    """Algorithm B on the pairs of a partition: sub-arrays whose iterations take about as long.
+
+    Args:
+        profiled: Sub-arrays of every size.
+        sizes: Models of each, an even number of them.
+        host: The link over which feature maps are swapped.
+        limit_bytes: What may be held; the weights of all sub-arrays are.
+        readings: Of the algorithms.
+    """
+    assert len(sizes) % 2 == 0, f"sub-arrays come in pairs: {sizes}"
+    posed = tuple(
+        pose(profiled.sub_array(size), profiled, host, f"sub-array {n}")
+        for n, size in enumerate(sizes)
+    )
+    seconds = [sum(op.seconds for op in one.graph.operations) for one in posed]
+    order = sorted(range(len(sizes)), key=lambda n: (-seconds[n], n))
+    pairs = tuple(zip(order[::2], order[1::2], strict=True))
+    static = sum(one.static_bytes for one in posed)
+    schedules = tuple(
+        schedule_cycle([posed[a].graph, posed[b].graph], limit_bytes, readings, static)
+        for a, b in pairs
+    )
+    return PartitionSchedule(tuple(sizes), pairs, posed, schedules)
+
+
+def fastest(partitions: Iterable[PartitionSchedule]) -> PartitionSchedule | None:
+    """The fastest of those that fit; None if none does (M-f)."""
+    fitting = [one for one in partitions if one.fits]
+    return min(fitting, key=lambda one: (one.seconds, one.peak_bytes), default=None)

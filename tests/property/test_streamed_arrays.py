@@ -1,0 +1,419 @@
+"""Steps of packs, followed array by array: every pass reads the rows, values and parameters that
+its layers read, each gradient is summed once, and every slot is as large as what is in it."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from capture.model.graph import LayerGraph
+from capture.plan.task_graph import Span, TaskGraph
+from capture.step.pack_order import begins_without_copies
+from capture.step.pack_sizes import PackPass
+from capture.step.program import Copy, Feed, Free, Instruction, Run, Wait, replay
+from capture.step.streamed import StreamedBuilder
+from capture.step.streamed_state import parts_of_name
+from tests.property.test_streamed_step import SERVER, task_graphs
+from tests.synthetic_graphs import LOSS_BYTES, MICROBATCH_SIZE, layer_graphs, tensor
+
+Array = tuple
+"""("param" | "state", id, version), ("value" | "cotangent" | "batch", id, lane, first, stop),
+("grad", parameter, what was summed), ("summary", pack) or ("loss",)."""
+
+#: Each takes another number of bytes.
+PASSES = ("reduce", "update", "forward", "backward", "accumulate")
+
+
+@dataclass(frozen=True)
+class GraphSizes:
+    """Of a layer graph and an optimizer with two values per parameter."""
+
+    graph: LayerGraph
+    summary: int
+
+    @property
+    def num_layers(self) -> int:
+        return self.graph.num_layers
+
+    def weight_bytes(self, span: Span) -> int:
+        return sum(map(self.param_bytes, self.owned(span)))
+
+    def state_bytes(self, pack: Span) -> int:
+        return 2 * self.weight_bytes(pack) + 1
+
+    def summary_bytes(self, pack: Span) -> int:
+        return self.summary
+
+    def shared(self, pack: Span) -> tuple[int, ...]:
+        return tuple(p for p in self.graph.stage_params(*pack) if self.owner(p) < pack[0])
+
+    def owned(self, span: Span) -> tuple[int, ...]:
+        return tuple(p for p in self.graph.stage_params(*span) if self.owner(p) >= span[0])
+
+    def owner(self, param: int) -> int:
+        return self.graph.param_owner(param)
+
+    def param_bytes(self, param: int) -> int:
+        return self.graph.params[param].nbytes
+
+    def values(self, layer: int) -> tuple[int, ...]:
+        return self.graph.crossing(layer)
+
+    def flowing(self, layer: int) -> list[int]:
+        return [v for v in self.values(layer) if self.graph.values[v].differentiable]
+
+    def value_bytes(self, layer: int, examples: int, values: tuple[int, ...] | None = None) -> int:
+        return sum(
+            self.row_bytes("value", v, examples)
+            for v in (self.values(layer) if values is None else values)
+        )
+
+    def gradient_bytes(self, layer: int, examples: int) -> int:
+        return sum(self.row_bytes("cotangent", v, examples) for v in self.flowing(layer))
+
+    def batch(self, span: Span) -> tuple[int, ...]:
+        return self.graph.stage_batch(*span)
+
+    def batch_bytes(self, span: Span, examples: int) -> int:
+        return sum(self.row_bytes("batch", b, examples) for b in self.batch(span))
+
+    def transient_bytes(self, which: PackPass, pack: Span, size: int, output_bytes: int) -> int:
+        own = PASSES.index(which) * 1000 + 10 * size
+        return own + self.weight_bytes(pack) + output_bytes
+
+    def row_bytes(self, what: str, key: int, examples: int) -> int:
+        tensor = (self.graph.batch if what == "batch" else self.graph.values)[key]
+        each = tensor.nbytes // MICROBATCH_SIZE
+        return tensor.nbytes if tensor.batch_dim is None else each * examples
+
+    def nbytes(self, array: Array) -> int:
+        match array:
+            case ("param" | "grad", param, _):
+                return self.param_bytes(param)
+            case ("state", pack, _):
+                return self.state_bytes(pack)
+            case ("summary", _):
+                return self.summary
+            case ("loss",):
+                return LOSS_BYTES
+            case (what, key, _, first, stop):
+                return self.row_bytes(what, key, stop - first)
+        raise AssertionError(array)
+
+
+class Followed:
+    """What is in every slot of a step that a builder has built."""
+
+    def __init__(self, graph: TaskGraph, sizes: GraphSizes, builder: StreamedBuilder):
+        self.graph, self.sizes, self.step = graph, sizes, builder.step
+        self.rows, self.values, self.spans = builder.rows, builder.values, builder.spans
+        #: Parts of the batch, as they are numbered: (lane, first, stop).
+        self.parts = [
+            (lane, *part) for lane, cuts in builder.parts.items() for part in pairwise((0, *cuts))
+        ]
+        shares = {lane: cuts[-1] for lane, cuts in builder.parts.items()}
+        self.examples = {(lane, e) for lane, share in shares.items() for e in range(share)}
+        self.tasks = {(task.first, task.stop) for task in graph.tasks}
+        self.packs = sorted({(t.first, t.stop) for t in graph.tasks if t.kind == "update"})
+        self.there: dict[int, list[Array]] = {}
+        self.passed: defaultdict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
+        for slot in self.step.persistent.values():
+            self.write(slot, self.persistent(slot, 0))
+        for instruction in self.step.instructions:
+            self.follow(instruction)
+
+    def persistent(self, slot: int, version: int) -> list[Array]:
+        span = self.spans[slot]
+        if self.step.slots[slot].what == "state":
+            return [("state", span, version)]
+        return [("param", p, version) for p in self.sizes.owned(span)]
+
+    def write(self, slot: int, arrays: list[Array]) -> None:
+        assert slot not in self.there, f"{self.step.slots[slot]} is overwritten"
+        assert self.step.slots[slot].nbytes == sum(map(self.sizes.nbytes, arrays))
+        self.there[slot] = arrays
+
+    def follow(self, instruction: Instruction) -> None:
+        step = self.step
+        match instruction:
+            case Feed(slot, part, leaves):
+                assert leaves == self.sizes.batch(self.spans[slot])
+                self.write(slot, [("batch", leaf, *self.parts[part]) for leaf in leaves])
+                assert self.rows[slot] == (self.spans[slot][0], self.parts[part][1:])
+            case Copy(source, target, nbytes, _, index):
+                arrays = self.there[source]
+                if index is not None:
+                    chosen = index if isinstance(index, tuple) else (index,)
+                    arrays = [arrays[i] for i in chosen]
+                self.write(target, list(arrays))
+                assert step.slots[target].place is not step.slots[source].place
+                assert nbytes == step.slots[target].nbytes
+                assert step.slots[target].what == step.slots[source].what or index is not None
+                if step.slots[target].what == "shared":
+                    assert [("param", step.slots[target].key, 0)] == arrays
+            case Wait(slot):
+                assert slot in self.there
+            case Free(slots):
+                for slot in slots:
+                    del self.there[slot]
+            case Run():
+                self.run(instruction)
+
+    def run(self, run: Run) -> None:
+        kind, first, stop, size, _ = parts_of_name(run.program)
+        program, slots = self.step.programs[run.program], self.step.slots
+        for slot in (*(s for group in run.inputs for s in group), *run.outputs):
+            on = slots[slot].place
+            assert on is program.place or (kind == "reduce" and on.host is None)
+        given = [[a for slot in group for a in self.there[slot]] for group in run.inputs]
+        kinds = {"accumulate": "backward"}
+        assert program.kind == kinds.get(kind, kind)
+        match kind:
+            case "forward":
+                made = self.forward(run, (first, stop), size, given)
+            case "backward" | "accumulate":
+                made = self.backward(run, (first, stop), size, given)
+            case _:
+                made = self.updated(run, (first, stop), given)
+                summed = self.sizes.weight_bytes((first, stop)) if kind == "reduce" else 0
+                assert program.transient_bytes == (
+                    0
+                    if program.place.host  # its temporaries are not booked
+                    else self.sizes.transient_bytes(kind, (first, stop), 0, summed)
+                )
+        if kind in ("forward", "backward", "accumulate"):
+            results = [a for slot in made.values() for a in slot if a[0] != "grad"]
+            wanted = self.sizes.transient_bytes(
+                kind, (first, stop), size, sum(map(self.sizes.nbytes, results))
+            )
+            assert program.transient_bytes == wanted
+            at = run.label.removesuffix(f" of layers {self.layers_of(run.label, first, stop)}")
+            assert re.fullmatch(rf"{program.kind} \d+", at), run.label
+        for slot in run.donated:
+            del self.there[slot]
+        assert tuple(made) == run.outputs
+        for slot, arrays in made.items():
+            self.write(slot, arrays)
+
+    def layers_of(self, label: str, first: int, stop: int) -> str:
+        """A task's, of which a pass may have some."""
+        start, end = map(int, re.findall(r"layers (\d+) to (\d+)$", label)[0])
+        assert start <= first < stop <= end + 1 and (start, end + 1) in self.tasks
+        return f"{start} to {end}"
+
+    def forward(
+        self, run: Run, span: Span, size: int, given: Sequence[list[Array]]
+    ) -> dict[int, list[Array]]:
+        weights, entering, batch = given
+        assert not run.donated
+        self.reads(weights, span)
+        lane, rows = self.range_of([*entering, *batch], size)
+        self.joined(run.inputs[1], "value", self.sizes.values(span[0]), (lane, *rows))
+        self.reads_batch(run.inputs[2], span, (lane, *rows))
+        self.note("forward", span, lane, rows)
+        if self.step.slots[run.outputs[0]].what == "loss":
+            assert span[1] == self.sizes.num_layers
+            return {run.outputs[0]: [("loss",)]}
+        return self.pieces(run.outputs, "value", self.sizes.values(span[1]), (lane, *rows))
+
+    def backward(
+        self, run: Run, span: Span, size: int, given: Sequence[list[Array]]
+    ) -> dict[int, list[Array]]:
+        weights, entering, batch, cotangents, summed = given
+        assert bool(summed) == run.program.startswith("accumulate")
+        assert run.donated == run.inputs[4]
+        self.reads(weights, span)
+        lane, rows = self.range_of([*entering, *batch, *cotangents], size)
+        self.joined(run.inputs[1], "value", self.sizes.values(span[0]), (lane, *rows))
+        self.reads_batch(run.inputs[2], span, (lane, *rows))
+        leaving = self.sizes.flowing(span[1])
+        self.joined(run.inputs[3], "cotangent", leaving, (lane, *rows))
+        self.note("backward", span, lane, rows)
+        names = [self.step.slots[slot].what for slot in run.outputs]
+        losses = names.count("loss")
+        assert losses == (span[1] == self.sizes.num_layers)
+        num_rows = names.count("gradient")
+        outputs, gradients = run.outputs[:num_rows], run.outputs[num_rows + losses :]
+        made = (
+            self.pieces(outputs, "cotangent", self.sizes.flowing(span[0]), (lane, *rows))
+            if span[0]
+            else {}
+        )
+        for slot in run.outputs[num_rows : num_rows + losses]:
+            assert slot in self.step.reported
+            made[slot] = [("loss",)]
+        new = frozenset((span, lane, e) for e in range(*rows))
+        shared = self.sizes.shared(span)
+        params = [self.sizes.owned(span), *((p,) for p in shared)]
+        assert self.spans[gradients[0]] == span
+        assert [self.step.slots[slot].key for slot in gradients[1:]] == list(shared)
+        before = {p: of for _, p, of in summed}
+        for slot, own in zip(gradients, params, strict=True):
+            sums = [before.pop(p, frozenset()) for p in own]
+            assert all(of.isdisjoint(new) for of in sums), "an example counts twice"
+            made[slot] = [("grad", p, of | new) for p, of in zip(own, sums, strict=True)]
+        assert not before
+        return made
+
+    def updated(self, run: Run, span: Span, given: Sequence[list[Array]]) -> dict[int, list[Array]]:
+        kind, owned = run.program.split()[0], self.sizes.owned(span)
+        if kind == "reduce":
+            assert run.donated == run.inputs[0]
+            assert {self.step.slots[slot].place for slot in run.inputs[0]} == {
+                self.step.slots[slot].place for slot in run.outputs
+            }
+            whole = self.summed(given[0], owned)
+            return {slot: [("grad", p, whole[p]) for p in owned] for slot in run.outputs}
+        weights, state, gradients = given[:3]
+        assert weights == [("param", p, 0) for p in owned] and state == [("state", span, 0)]
+        readers = {p: {pack for pack in self.packs if p in self.read_by(pack)} for p in owned}
+        assert self.summed(gradients, owned) == {
+            p: {(pack, *e) for pack in packs for e in self.examples} for p, packs in readers.items()
+        }
+        if kind == "summarize":  # behind all passes: the devices have nothing left of them
+            assert not run.donated
+            here = [s for slot in self.there if (s := self.step.slots[slot]).place.host is None]
+            assert all(slot.what == "loss" for slot in here)
+            return {run.outputs[0]: [("summary", span)]}
+        others = [pack for pack in self.packs if pack != span] if self.sizes.summary else []
+        assert given[3] == [("summary", pack) for pack in others]
+        changed = (*run.inputs[0], *run.inputs[1])
+        assert run.donated == (*changed, *run.inputs[2])
+        made = {slot: [("param", p, 1) for _, p, _ in self.there[slot]] for slot in run.inputs[0]}
+        return made | {run.inputs[1][0]: [("state", span, 1)]}
+
+    # ---- what is asked of arrays -----------------------------------------------------------------
+
+    def read_by(self, span: Span) -> tuple[int, ...]:
+        return self.sizes.graph.stage_params(*span)
+
+    def reads(self, weights: Iterable[Array], span: Span) -> None:
+        """All parameters that layers read, and no new ones."""
+        held = [(param, version) for _, param, version in weights]
+        assert len(held) == len({*held}) and not any(version for _, version in held)
+        assert {*self.read_by(span)} <= {param for param, _ in held}
+
+    def reads_batch(self, slots: Sequence[int], span: Span, rows: tuple[int, int, int]) -> None:
+        """What its task reads, where the pass is a part of one; nothing if it reads none."""
+        leaves = self.sizes.batch(span)
+        assert bool(slots) == bool(leaves)
+        given = self.sizes.batch(self.spans[slots[0]]) if slots else ()
+        self.joined(slots, "batch", given, rows)
+        assert {*leaves} <= {*given}
+
+    def range_of(self, arrays: Sequence[Array], size: int) -> tuple[int, Span]:
+        lanes = {array[2] for array in arrays}
+        first, stop = min(array[3] for array in arrays), max(array[4] for array in arrays)
+        assert len(lanes) == 1 and stop - first == size
+        return lanes.pop(), (first, stop)
+
+    def joined(
+        self, slots: Sequence[int], what: str, keys: Sequence[int], rows: tuple[int, int, int]
+    ) -> None:
+        """Of every key, pieces that follow one another; where several slots have a piece, in the
+        order of the keys."""
+        pieces: defaultdict[Span, list[int]] = defaultdict(list)
+        for slot in slots:
+            for kind, key, lane, first, stop in self.there[slot]:
+                assert kind == what and lane == rows[0]
+                pieces[first, stop].append(key)
+        wanted = [list(keys)] * len(pieces)
+        assert [*pieces.values()] == wanted, f"{[self.step.slots[s] for s in slots]}"
+        if keys:
+            ends = [first for first, _ in pieces] + [rows[2]]
+            assert list(pieces) == list(pairwise(ends)) and ends[0] == rows[1]
+
+    def pieces(
+        self, slots: Sequence[int], what: str, keys: Sequence[int], rows: tuple[int, int, int]
+    ) -> dict[int, list[Array]]:
+        assert [self.rows[slot][1] for slot in slots] == list(
+            pairwise([rows[1], *(self.rows[slot][1][1] for slot in slots)])
+        )
+        assert self.rows[slots[-1]][1][1] == rows[2]
+        return {slot: [(what, key, rows[0], *self.rows[slot][1]) for key in keys] for slot in slots}
+
+    def note(self, kind: str, span: Span, lane: int, rows: Span) -> None:
+        for layer in range(*span):
+            self.passed[kind, layer] += [(lane, e) for e in range(*rows)]
+
+    @staticmethod
+    def summed(gradients: Iterable[Array], owned: Sequence[int]) -> dict[int, set]:
+        found: dict[int, set] = {p: set() for p in owned}
+        for _, param, of in gradients:
+            assert found[param].isdisjoint(of), f"a gradient of {param} counts twice: {of}"
+            found[param] |= of
+        return found
+
+
+@st.composite
+def problems(draw) -> tuple[TaskGraph, GraphSizes, int]:
+    graph = draw(layer_graphs(6, 2))
+    first, *rest = graph.layers
+    batch = tuple(sorted({*first.batch, 0}))  # by which the rows of its passes are known
+    values = graph.values
+    if draw(st.booleans()):
+        values = tuple(tensor(v.name, v.size, batch_dim=0) for v in values[:-1]) + values[-1:]
+    graph = replace(graph, layers=(replace(first, batch=batch), *rest), values=values)
+    limit = draw(st.sampled_from([1, 3000, 4000, 10**6]))
+    return (
+        draw(task_graphs(graph.num_layers)),
+        GraphSizes(graph, draw(st.sampled_from([0, 0, 4]))),
+        limit,
+    )
+
+
+def layers_forward(graph: TaskGraph, num_layers: int) -> Iterator[int]:
+    """All but the last pack, which goes forward with its backward pass."""
+    last = max(task.first for task in graph.tasks if task.kind == "update")
+    return iter(range(last if graph.switches.jit else num_layers))
+
+
+def check_room(builder: StreamedBuilder, sizes: GraphSizes) -> None:
+    """What is left free for a pass is what its programs take, if all they hand on has rows."""
+    if any(value.batch_dim is None for value in sizes.graph.values[:-1]):
+        return
+    programs = {parts_of_name(n)[:4]: p.transient_bytes for n, p in builder.step.programs.items()}
+    for unit in builder.units:
+        task = unit.task
+        if task.kind != "update":
+            spans = task.sub_packs if task.kind == "forward" else [(task.first, task.stop)]
+            adds = task.kind == "backward" and (unit.i or task.start)
+            kind = "accumulate" if adds else task.kind
+            needs = [programs.get((kind, *span, unit.size), 0) for span in spans]
+            if all(needs):
+                running = builder.needs.running(task, unit.i)
+                assert running >= max(needs)
+                # But for what earlier parts kept, or another task has summed.
+                if len(spans) == 1 and not (task.start and unit.i == 0):
+                    assert running == max(needs)
+
+
+@settings(max_examples=60)
+@given(problems())
+def test_passes_read_what_their_layers_read_and_every_gradient_counts_once(problem):
+    graph, sizes, limit = problem
+    server = SERVER.with_(num_devices=graph.num_devices, usable_bytes=limit)
+    begins = begins_without_copies(graph, lambda task, size: (task.stop - task.first) * size)
+    builder = StreamedBuilder(graph, sizes, server, begins)
+    step = builder.build()
+    replay(step)  # no copy is under way when what it uses is freed
+    check_room(builder, sizes)
+    followed = Followed(graph, sizes, builder)
+    assert set(followed.there) == set(step.persistent.values()) | set()
+    for slot, arrays in followed.there.items():
+        assert arrays == followed.persistent(slot, 1), "not updated"
+    everything = sorted(followed.examples)
+    assert len(everything) == graph.minibatch_size
+    for kind, layers in (
+        ("forward", layers_forward(graph, sizes.num_layers)),
+        ("backward", range(sizes.num_layers)),
+    ):
+        for layer in layers:
+            assert sorted(followed.passed.pop((kind, layer))) == everything
+    assert not followed.passed
