@@ -8,7 +8,7 @@ times; what is chosen is written, replayed and simulated.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Literal, NamedTuple, Protocol
 
@@ -29,7 +29,7 @@ from capture.step.multiplexed import (
 from capture.step.program import Copy, Feed, Place, Run
 from capture.step.sub_array import Lifetimes, Programs, SubArray, Uses, movable, recomputable
 from capture.step.timeline import Seconds, StepTimeline, simulate_step
-from recommender.mutwo.ways import Rule, Way
+from recommender.mutwo.ways import Rule, Way, placed
 
 
 class Choice(NamedTuple):
@@ -259,6 +259,22 @@ class Space:
         """Of a unit, so early or as early as is possible."""
         swaps = [choice for choice in self.options[n] if choice.kind == "swap"]
         return max((one for one in swaps if one.ahead <= ahead), key=lambda one: one.ahead)
+
+    def fewer(self) -> Space | None:
+        """With two sub-arrays of each size, or one in turn, in the place of more, whose state is
+        there all the same: what is decided in it can be decided here. None if there are no more.
+        """
+        most, kept, gone = 2 if self.way.order == "multiplexed" else 1, list[int](), 0
+        for size in self._sizes:
+            if kept.count(size) < most:
+                kept.append(size)
+            else:
+                uses = self._uses[size]
+                gone += sum(uses.nbytes[number] for number in uses.state)
+        if len(kept) == len(self._sizes):
+            return None
+        fewer = replace(self.problem, limit_bytes=self.problem.limit_bytes - gone)
+        return fewer.space(Way(placed(kept), self.way.order))
 
     def arrays(self, chosen: Chosen) -> tuple[Lifetimes, ...]:
         """Sub-arrays, decided."""

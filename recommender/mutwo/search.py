@@ -16,8 +16,8 @@ from recommender.mutwo.problem import ArrayProblem, Chosen, Evaluation, Space, W
 from recommender.mutwo.ways import Way, ways
 
 Algorithm = Literal["descent", "enumerate"]
-#: From the choices of a way to the best of them.
-ALGORITHMS: dict[Algorithm, Callable[[Space], tuple[Chosen, Weighed]]] = {
+#: From the choices of a way, and seconds that are enough, to the best of them.
+ALGORITHMS: dict[Algorithm, Callable[[Space, float], tuple[Chosen, Weighed]]] = {
     "descent": descend,
     "enumerate": enumerate_choices,
 }
@@ -116,24 +116,39 @@ def _rank(weighed: Weighed) -> tuple[float, ...]:
 def search(problem: ArrayProblem, algorithm: Algorithm = "descent") -> ArrayResult:
     """The fastest step of all ways that keeps the limits.
 
-    Ways are searched in the order of what their programs take, the fastest first, and left alone
-    once that, or the bound of their choices, is no less than what was found.
+    A way that fits with everything retained takes what its programs take. The others are searched
+    in the order of their bounds, and left alone once these are no less than what was found.
     """
     start = time.perf_counter()
-    spaces = [problem.space(way) for way in ways(problem.num_models, problem.rule)]
-    floors = sorted(((floor_seconds(space), n) for n, space in enumerate(spaces)))
     candidates: list[Candidate] = []
     # Of the best so far, but for what bounds may be wrong by.
     enough, bound = inf, inf
-    for floor, n in floors:
-        space = spaces[n]
+    floors = sorted(
+        ((floor_seconds(space), n, space) for n, space in enumerate(_spaces(problem))),
+        key=lambda one: one[:2],
+    )
+
+    def add(space: Space, found: tuple[Chosen, Weighed], least: float) -> None:
+        nonlocal enough
+        candidates.append(Candidate(space, *found, least, problem.limit_bytes))
+        enough = min(enough, found[1].seconds * (1 - 2 * TOLERANCE))
+
+    left = []
+    for floor, n, space in floors:
+        if space.least_fits(space.retained):
+            bound = min(bound, floor)
+            if floor < enough or not candidates:
+                add(space, (space.retained, space.weigh(space.retained)), floor)
+        else:
+            left.append((floor, n, space))
+    bounded = []
+    for floor, n, space in left:
         least = floor if floor >= enough else max(floor, bound_seconds(space))
+        bounded.append((least, n, space))
+    for least, _, space in sorted(bounded, key=lambda one: one[:2]):
         bound = min(bound, least)
-        if candidates and least >= enough:
-            continue
-        chosen, weighed = ALGORITHMS[algorithm](space)
-        candidates.append(Candidate(space, chosen, weighed, least, problem.limit_bytes))
-        enough = min(enough, weighed.seconds * (1 - 2 * TOLERANCE))
+        if least < enough or not candidates:
+            add(space, ALGORITHMS[algorithm](space, least * (1 + TOLERANCE)), least)
     return ArrayResult(
         tuple(candidates),
         algorithm,
@@ -141,3 +156,7 @@ def search(problem: ArrayProblem, algorithm: Algorithm = "descent") -> ArrayResu
         bound,
         time.perf_counter() - start,
     )
+
+
+def _spaces(problem: ArrayProblem) -> list[Space]:
+    return [problem.space(way) for way in ways(problem.num_models, problem.rule)]
