@@ -301,8 +301,7 @@ class Lifetimes:
                 soon.setdefault(segment, []).append((use, number))
         slices = {
             segment: tuple(
-                Call("recompute", writer, sources, (), targets)
-                for writer, targets, sources in own
+                Call("recompute", writer, sources, (), targets) for writer, targets, sources in own
             )
             for segment, own in self.slices.items()
         }

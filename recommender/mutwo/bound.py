@@ -19,9 +19,9 @@ Source: Jain et al. 2020 (Checkmate), 4 (recomputation as an integer programme).
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
@@ -29,7 +29,10 @@ import numpy as np
 from capture.step.multiplexed import orders
 from capture.step.sub_array import Call, Lifetimes
 from recommender.mutwo.problem import PROMPTS, Space
+from recommender.mutwo.ways import Way, placed
 
+#: Units of all sub-arrays up to which a multiplexed way has more of a bound than its programs.
+MOST_INSTANCES = 96
 #: Relative, with which a programme is solved.
 TOLERANCE = 1e-6
 
@@ -83,10 +86,33 @@ def bound_seconds(space: Space, *, whole: bool = False, swaps: bool = True) -> f
     Returns:
         Seconds; infinite if nothing keeps the limit.
     """
+    if space.way.order == "in turn" and len(space.way.partition) > 1:
+        return _apart(space, whole, swaps)
+    if not whole and len(space.units) * len(space.way.partition) > MOST_INSTANCES:
+        return floor_seconds(space)
+    return _solved(_Rows(space, swaps), whole)
+
+
+def _apart(space: Space, whole: bool, swaps: bool) -> float:
+    """In turn, nothing of a sub-array travels while another computes: the sum of each alone, with
+    the state of the others."""
+    problem, total = space.problem, 0.0
+    for size, count in Counter(space.way.sizes).items():
+        others = sum(space.state_bytes(other) for other in space.way.sizes) - space.state_bytes(
+            size
+        )
+        if others >= problem.limit_bytes:
+            return inf
+        alone = replace(problem, limit_bytes=problem.limit_bytes - others)
+        single = alone.space(Way(placed((size,)), "in turn"))
+        total += count * bound_seconds(single, whole=whole, swaps=swaps)
+    return total
+
+
+def _solved(rows: _Rows, whole: bool) -> float:
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import coo_array
 
-    rows = _Rows(space, swaps)
     values = np.array(rows.values, float)
     shape = len(rows.upper), rows.num_variables
     matrix = coo_array((values, (rows.row, rows.column)), shape=shape).tocsc()

@@ -43,7 +43,7 @@ def descend(
         begun = {one: space.weigh(one) for one in (everything, chosen)}
         budget = len(space.units)
     else:
-        begun = {chosen: space.weigh(chosen) for chosen in (everything, *_families(space))}
+        begun = {chosen: space.weigh(chosen) for chosen in (everything, *families(space))}
     ordered = sorted(begun.items(), key=lambda one: one[1])
     best = ordered[0]
     for start in _distinct(ordered) if fewer is None else ordered[:1]:
@@ -67,7 +67,7 @@ def _distinct(begun: list[tuple[Chosen, Weighed]]) -> list[tuple[Chosen, Weighed
     return found
 
 
-def _families(space: Space) -> Iterator[Chosen]:
+def families(space: Space) -> Iterator[Chosen]:
     """The first layers swapped, as their feature maps rest longest, and as many of the next, or of
     the last, made again as the limit asks; and those made again alone."""
     units = sorted(

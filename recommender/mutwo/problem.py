@@ -260,6 +260,11 @@ class Space:
         swaps = [choice for choice in self.options[n] if choice.kind == "swap"]
         return max((one for one in swaps if one.ahead <= ahead), key=lambda one: one.ahead)
 
+    def state_bytes(self, size: int) -> int:
+        """Of a sub-array."""
+        uses = self._uses[size]
+        return sum(uses.nbytes[number] for number in uses.state)
+
     def fewer(self) -> Space | None:
         """With two sub-arrays of each size, or one in turn, in the place of more, whose state is
         there all the same: what is decided in it can be decided here. None if there are no more.
@@ -269,8 +274,7 @@ class Space:
             if kept.count(size) < most:
                 kept.append(size)
             else:
-                uses = self._uses[size]
-                gone += sum(uses.nbytes[number] for number in uses.state)
+                gone += self.state_bytes(size)
         if len(kept) == len(self._sizes):
             return None
         fewer = replace(self.problem, limit_bytes=self.problem.limit_bytes - gone)

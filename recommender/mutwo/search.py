@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from typing import Any, Literal
 
+from recommender.mutwo.baselines import Baseline, all_baselines
 from recommender.mutwo.bound import TOLERANCE, bound_seconds, floor_seconds
 from recommender.mutwo.descent import descend
 from recommender.mutwo.enumerate import enumerate_choices
@@ -77,6 +78,7 @@ class ArrayResult:
         num_evaluated: Ways with choices that were issued.
         bound_seconds: Over all ways: no step of them that keeps the limit is faster.
         seconds: Wall time.
+        baselines: What others would do, where it was asked for.
     """
 
     candidates: tuple[Candidate, ...]
@@ -84,6 +86,7 @@ class ArrayResult:
     num_evaluated: int
     bound_seconds: float
     seconds: float
+    baselines: tuple[Baseline, ...] = ()
 
     @property
     def best(self) -> Candidate:
@@ -156,6 +159,23 @@ def search(problem: ArrayProblem, algorithm: Algorithm = "descent") -> ArrayResu
         bound,
         time.perf_counter() - start,
     )
+
+
+def beside_baselines(problem: ArrayProblem, result: ArrayResult) -> ArrayResult:
+    """With what others would do, and never slower than their steps of all models."""
+    found = tuple(all_baselines(problem))
+    better = [
+        Candidate(
+            one.space,
+            one.chosen,
+            one.space.weigh(one.chosen),
+            result.bound_seconds,
+            problem.limit_bytes,
+        )
+        for one in found
+        if not one.in_rounds and one.fits and one.step_seconds < result.best.weighed.seconds
+    ]
+    return replace(result, candidates=(*result.candidates, *better), baselines=found)
 
 
 def _spaces(problem: ArrayProblem) -> list[Space]:
