@@ -22,6 +22,8 @@ ALGORITHMS: dict[Algorithm, Callable[[Space, float], tuple[Chosen, Weighed]]] = 
     "descent": descend,
     "enumerate": enumerate_choices,
 }
+#: Ways whose choices are revised, where none fits with everything retained.
+MOST_REVISED = 4
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,14 @@ def search(problem: ArrayProblem, algorithm: Algorithm = "descent") -> ArrayResu
     for floor, n, space in left:
         least = floor if floor >= enough else max(floor, bound_seconds(space))
         bounded.append((least, n, space))
+    if len(bounded) > MOST_REVISED:
+        # What each begins with says well enough which are worth it.
+        begun = [(descend(space, budget=0), least, n, space) for least, n, space in bounded]
+        begun.sort(key=lambda one: (one[0][1], one[2]))
+        for found, least, _, space in begun[MOST_REVISED:]:
+            bound = min(bound, least)
+            add(space, found, least)
+        bounded = [one[1:] for one in begun[:MOST_REVISED]]
     for least, _, space in sorted(bounded, key=lambda one: one[:2]):
         bound = min(bound, least)
         if least < enough or not candidates:
