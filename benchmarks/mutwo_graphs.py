@@ -119,3 +119,13 @@ def random_graph(seed: int, num_bundles: int = 8, sizes: Sequence[int] = (1, 2))
             )
         )
     return array_of(blocks, sizes, launch_seconds=draw.uniform(0, 1) * 1e-4)
+
+
+def gpt2(sizes: Sequence[int] = tuple(range(1, 9)), num_layers: int = 12) -> ArrayCosts:
+    """Blocks of GPT-2 (124M) at 8 examples of 1,024 tokens in float32: the bytes of their feature
+    maps and Adam's state, and the seconds of a block on an H200, alone and per model of a
+    sub-array, as ``compile:h200`` has them."""
+    token, scores = 8 * 1024 * 768 * 4, 8 * 12 * 1024 * 1024 * 4
+    maps = (token, token, 3 * token, scores, scores, token, token, 4 * token, 4 * token, 4 * token)
+    block = Block(0.50e-3, 1.01e-3, maps, token, 7_087_872 * 12, 2 * token)
+    return array_of([block] * num_layers, sizes, launch_seconds=1e-5)

@@ -138,6 +138,16 @@ def plan(options: argparse.Namespace) -> int:
         ]
         for one in answer.proof.candidates
     ]
+    rows += [
+        [
+            one.name,
+            " ".join(map(str, one.sizes)) + (" in rounds" if one.in_rounds else ""),
+            f"{one.step_seconds:.4g} s" if one.fits else "-",
+            format_bytes(one.peak_bytes),
+            "yes" if one.fits else "no",
+        ]
+        for one in answer.proof.baselines
+    ]
     lines.append(table(["", "models of each", "an update", "device", "fits"], rows))
     if answer.plan is not None:
         lines += plan_lines(answer.plan)

@@ -130,7 +130,7 @@ class Issue:
         self._arrays, self._nodes = order.arrays, order.nodes
         self._programs, self._listener, self._limit = programs, listener, limit
         self._least = list(least) or [0] * len(order.nodes)
-        self._bytes = [[b.nbytes for b in life.sub_array.bundles] for life in self._arrays]
+        self._bytes = [life.where.nbytes for life in self._arrays]
         self._place = {node: at for at, node in enumerate(self._nodes)}
         #: Where bundles are; one that is going out is in both, and in ``_leaving``, with the place
         #: in the order from which on it is.
@@ -163,17 +163,16 @@ class Issue:
     # ---- one segment -----------------------------------------------------------------------------
 
     def _segment(self, a: int, issued: Issued, batch: int) -> None:
-        if self._limit:
+        if self._limit and (issued.soon or self._pending):
             self._ahead(a, issued)
         at = issued.call.segment
-        for call in issued.slices:
-            self._readied(a, call.inputs, batch)
+        for call in (*issued.slices, issued.call):
+            if self._leaving or self._coming[a] or not call.read <= self._here[a]:
+                self._readied(a, call.inputs, batch)
             self._run(a, call, at)
-        self._readied(a, issued.call.inputs, batch)
-        self._run(a, issued.call, at)
         if issued.gone:
             self._here[a].difference_update(issued.gone)
-            self._live -= sum(self._bytes[a][number] for number in issued.gone)
+            self._live -= sum(map(self._bytes[a].__getitem__, issued.gone))
             self._listener.free(a, issued.gone)
         for number in issued.outs:
             self._there[a].add(number)
@@ -185,19 +184,19 @@ class Issue:
     def _run(self, a: int, call: Call, at: int) -> None:
         facts = self._programs.facts(self._arrays[a].sub_array, call)
         self._room(facts.transient_bytes)
-        own, here = self._bytes[a], self._here[a]
+        nbytes, here = self._bytes[a].__getitem__, self._here[a]
         here.difference_update(call.donated)
         here.update(call.outputs)
-        self._live -= sum(own[number] for number in call.donated)
-        self._live += sum(own[number] for number in call.outputs)
-        self.peak_bytes = max(self.peak_bytes, self._live)
+        self._live += sum(map(nbytes, call.outputs)) - sum(map(nbytes, call.donated))
+        if self._live > self.peak_bytes:
+            self.peak_bytes = self._live
         self._listener.run(a, call, facts, at)
 
     # ---- what comes in ---------------------------------------------------------------------------
 
     def _readied(self, a: int, numbers: Sequence[int], batch: int) -> None:
         """What a program reads is on the device, and has arrived."""
-        here, coming = self._here[a], self._coming[a]
+        here, coming, leaving = self._here[a], self._coming[a], self._leaving
         for number in numbers:
             if number not in here:
                 if self._arrays[a].sub_array.bundles[number].feed:
@@ -206,8 +205,8 @@ class Issue:
                     self._listener.feed(a, number, batch)
                 else:
                     self._fetch(a, number)
-            if (a, number) in self._leaving:
-                del self._leaving[a, number]
+            if leaving and (a, number) in leaving:
+                del leaving[a, number]
                 self._dropped_by_host(a, number)
                 self._listener.stays(a, number)
             if number in coming:
@@ -222,8 +221,6 @@ class Issue:
             if number not in self._here[a] and (a, number) not in self._asked:
                 self._asked.add((a, number))
                 self._pending.append((self._place[a, use, 0], a, number))
-        if not self._pending:
-            return
         for key, since in list(self._leaving.items()):
             if self._listener.has_left(*key, self._at - since):
                 self.behind[key] = self._at - since
@@ -262,8 +259,10 @@ class Issue:
                 if self._live + nbytes <= self._limit:
                     break
         needed = self._live + nbytes
-        self.needs[self._at] = max(self.needs[self._at], needed)
-        self.peak_bytes = max(self.peak_bytes, needed)
+        if needed > self.needs[self._at]:
+            self.needs[self._at] = needed
+            if needed > self.peak_bytes:
+                self.peak_bytes = needed
 
     def _left(self, a: int, number: int) -> None:
         del self._leaving[a, number]

@@ -47,6 +47,7 @@ from capture.step.sub_array import (
     ProgramFacts,
     Programs,
     SubArray,
+    Uses,
     movable,
     recomputable,
 )
@@ -121,7 +122,7 @@ def lifetimes(sub_array: SubArray, decisions: Sequence[Decision]) -> Lifetimes:
         if names.get(decision.bundle) not in allowed[decision.choice]
     )
     return Lifetimes(
-        sub_array,
+        Uses(sub_array),
         {names[d.bundle]: d.ahead for d in decisions if d.choice == "swap"},
         frozenset(names[d.bundle] for d in decisions if d.choice == "recompute"),
         {names[d.bundle]: d.behind for d in decisions if d.behind is not None},

@@ -76,6 +76,18 @@ class Call:
     donated: tuple[int, ...]
     outputs: tuple[int, ...]
 
+    @cached_property
+    def read(self) -> frozenset[int]:
+        """The inputs."""
+        return frozenset(self.inputs)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.kind, self.segment, self.inputs, self.donated, self.outputs))
+
+    def __hash__(self) -> int:
+        return self._hash  # asked for every program of every step that is weighed
+
 
 class SubArray(Protocol):
     """The joint step of the models of a sub-array."""
@@ -146,22 +158,83 @@ class Issued:
     outs: tuple[int, ...]
 
 
+class Uses:
+    """When the bundles of a sub-array are used, where all are retained: what is the same for all
+    decisions, found once.
+
+    Attributes:
+        sub_array: The segments.
+        issued: Per segment.
+        last_forward: By bundle, the last segment of the forward pass that makes or reads it.
+        nbytes: By bundle.
+        state: Bundles that outlive the step.
+    """
+
+    def __init__(self, sub_array: SubArray):
+        self.sub_array, layers = sub_array, sub_array.num_layers
+        bundles, loss = sub_array.bundles, sub_array.loss
+        self.nbytes = [bundle.nbytes for bundle in bundles]
+        self.state = [number for number, bundle in enumerate(bundles) if bundle.is_state]
+        dying: list[list[int]] = [[] for _ in sub_array.segments]
+        self.last_forward: list[int] = []
+        #: What a segment makes that the backward pass reads.
+        self._made: list[list[int]] = [[] for _ in sub_array.segments]
+        for number, bundle in enumerate(bundles):
+            writer, uses = bundle.writer, bundle.readers
+            self.last_forward.append(
+                max([use for use in uses if use < layers], default=-1 if writer is None else writer)
+            )
+            if uses and not bundle.is_state:
+                dying[uses[-1]].append(number)
+            if writer is not None and uses and uses[-1] >= layers:
+                self._made[writer].append(number)
+        self.issued = [
+            self.issued_at(segment, dying[segment], loss)
+            for segment in range(len(sub_array.segments))
+        ]
+        self._sources: dict[tuple[tuple[int, ...], frozenset[int]], tuple[int, ...]] = {}
+
+    def issued_at(self, segment: int, dying: Sequence[int], loss: int) -> Issued:
+        """A segment at which some bundles are used for the last time."""
+        sub_array, bundles = self.sub_array, self.sub_array.bundles
+        work, ends = sub_array.segments[segment], set(dying)
+        donated = tuple(n for n in work.reads if n in ends or n in work.writes)
+        idle = [n for n in work.writes if not (bundles[n].readers or bundles[n].is_state)]
+        gone = tuple(n for n in (*dying, *idle) if n not in donated and n != loss)
+        kind: CallKind = "backward" if segment >= sub_array.num_layers else "forward"
+        return Issued((), (), Call(kind, segment, work.reads, donated, work.writes), gone, ())
+
+    def sources(self, writer: int, targets: tuple[int, ...], recomputed: frozenset[int]):
+        """What is read to make some bundles of a segment again: what it read, and what else of it
+        need not be made again."""
+        made = [number for number in self._made[writer] if number not in recomputed]
+        kept = frozenset((*self.sub_array.segments[writer].reads, *made))
+        key = targets, kept
+        if key not in self._sources:
+            self._sources[key] = self.sub_array.sources(targets, kept)
+        return self._sources[key]
+
+
 @dataclass(frozen=True)
 class Lifetimes:
     """When the bundles of a sub-array are used, once it is decided which are swapped or made again.
 
     Attributes:
-        sub_array: The segments.
+        where: They are used if nothing is.
         swapped: Bundle -> how many segments before its first use backward it is fetched.
         recomputed: Bundles.
         behind: Swapped bundle -> after how many segments of all sub-arrays its copy to the host is
             waited for, where something could come early in its place.
     """
 
-    sub_array: SubArray
+    where: Uses
     swapped: dict[int, int]
     recomputed: frozenset[int]
     behind: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def sub_array(self) -> SubArray:
+        return self.where.sub_array
 
     @cached_property
     def slices(self) -> dict[int, list[tuple[int, tuple[int, ...], tuple[int, ...]]]]:
@@ -173,94 +246,87 @@ class Lifetimes:
             found.setdefault((bundles[number].readers[0], writer), []).append(number)
         slices: dict[int, list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = {}
         for (reader, writer), targets in found.items():
-            sources = self.sub_array.sources(tuple(targets), self._kept(writer))
+            sources = self.where.sources(writer, tuple(targets), self.recomputed)
             slices.setdefault(reader, []).append((writer, tuple(targets), sources))
         return slices
 
-    def _kept(self, writer: int) -> frozenset[int]:
-        """Bundles that a segment read or made and that need not be made again."""
-        read = set(self.sub_array.segments[writer].reads)
-        made = {
-            number
-            for number, bundle in enumerate(self.sub_array.bundles)
-            if bundle.writer == writer and number not in self.recomputed
-            if any(reader >= self.sub_array.num_layers for reader in bundle.readers)
-        }
-        return frozenset(read | made)
-
     @cached_property
-    def uses(self) -> list[tuple[int, ...]]:
-        """Per bundle, the segments at which it has to be there, ascending."""
-        uses = [set(bundle.readers) for bundle in self.sub_array.bundles]
+    def _more(self) -> dict[int, tuple[int, ...]]:
+        """Bundles that are used at other segments than their readers, as sources of slices."""
+        bundles, more = self.sub_array.bundles, dict[int, set[int]]()
         for reader, slices in self.slices.items():
             for _, _, sources in slices:
                 for source in sources:
-                    uses[source].add(reader)
-        return [tuple(sorted(found)) for found in uses]
+                    if reader not in bundles[source].readers:
+                        more.setdefault(source, set(bundles[source].readers)).add(reader)
+        return {number: tuple(sorted(uses)) for number, uses in more.items()}
+
+    def uses(self, number: int) -> tuple[int, ...]:
+        """Segments at which a bundle has to be there, ascending."""
+        return self._more.get(number, self.sub_array.bundles[number].readers)
 
     def last_forward(self, number: int) -> int:
         """Last segment of the forward pass that makes or reads a bundle."""
-        bundle, layers = self.sub_array.bundles[number], self.sub_array.num_layers
-        writer = -1 if bundle.writer is None else bundle.writer
-        return max([use for use in self.uses[number] if use < layers], default=writer)
+        return self.where.last_forward[number]
 
     def first_backward(self, number: int) -> int:
         """First segment of the backward pass at which it is used; one behind the last if none."""
         layers = self.sub_array.num_layers
-        return min([use for use in self.uses[number] if use >= layers], default=2 * layers)
+        return next((use for use in self.uses(number) if use >= layers), 2 * layers)
 
     @cached_property
     def issued(self) -> list[Issued]:
         """Per segment."""
         sub_array, layers = self.sub_array, self.sub_array.num_layers
-        bundles, loss = sub_array.bundles, sub_array.loss
-        dying: list[list[int]] = [[] for _ in sub_array.segments]
-        for number, uses in enumerate(self.uses):
-            if uses and not bundles[number].is_state:
-                dying[uses[-1]].append(number)
-        soon: list[list[tuple[int, int]]] = [[] for _ in sub_array.segments]
-        outs: list[list[int]] = [[] for _ in sub_array.segments]
+        bundles, found = sub_array.bundles, list(self.where.issued)
+        later = [n for n, uses in self._more.items() if uses[-1] != (*bundles[n].readers, -1)[-2]]
+        if later:
+            dying: dict[int, list[int]] = {}
+            for number, bundle in enumerate(bundles):
+                if (uses := self.uses(number)) and not bundle.is_state:
+                    dying.setdefault(uses[-1], []).append(number)
+            found = [
+                self.where.issued_at(segment, dying.get(segment, ()), sub_array.loss)
+                for segment in range(2 * layers)
+            ]
+        idle: dict[int, list[int]] = {}
+        for number in sorted(self.recomputed):
+            idle.setdefault(bundles[number].writer or 0, []).append(number)
+        soon: dict[int, list[tuple[int, int]]] = {}
+        outs: dict[int, list[int]] = {}
         for number in sorted(self.swapped):
             use = self.first_backward(number)
-            outs[self.last_forward(number)].append(number)
+            outs.setdefault(self.last_forward(number), []).append(number)
             for segment in range(max(layers, use - self.swapped[number]), use):
-                soon[segment].append((use, number))
-        found = []
-        for segment, work in enumerate(sub_array.segments):
-            ends = set(dying[segment])
-            donated = tuple(n for n in work.reads if n in ends or n in work.writes)
-            idle = [
-                n
-                for n in work.writes
-                if n in self.recomputed or not (self.uses[n] or bundles[n].is_state)
-            ]
-            gone = [n for n in (*dying[segment], *idle) if n not in donated and n != loss]
-            kind: CallKind = "backward" if segment >= layers else "forward"
-            slices = tuple(
-                Call("recompute", writer, sources, (), targets)
-                for writer, targets, sources in self.slices.get(segment, ())
+                soon.setdefault(segment, []).append((use, number))
+        slices = {
+            segment: tuple(
+                Call("recompute", writer, sources, (), targets) for writer, targets, sources in own
             )
-            call = Call(kind, segment, work.reads, donated, work.writes)
-            found.append(
-                Issued(
-                    tuple(sorted(soon[segment])), slices, call, tuple(gone), tuple(outs[segment])
-                )
+            for segment, own in self.slices.items()
+        }
+        for segment in {*idle, *soon, *outs, *slices}:
+            plain = found[segment]
+            found[segment] = Issued(
+                tuple(sorted(soon.get(segment, ()))),
+                slices.get(segment, ()),
+                plain.call,
+                (*plain.gone, *idle.get(segment, ())),
+                tuple(outs.get(segment, ())),
             )
         return found
 
     @cached_property
     def between(self) -> tuple[int, ...]:
         """Bundles that are there, on the device or its host, between the passes."""
-        layers = self.sub_array.num_layers
-        return tuple(
-            number
-            for number, (bundle, uses) in enumerate(
-                zip(self.sub_array.bundles, self.uses, strict=True)
-            )
-            if not bundle.is_state and number not in self.recomputed
-            if uses and uses[-1] >= layers
-            if (uses[0] if bundle.writer is None else bundle.writer) < layers
-        )
+        layers, found = self.sub_array.num_layers, []
+        for number, bundle in enumerate(self.sub_array.bundles):
+            uses = self.uses(number)
+            if uses and uses[-1] >= layers and not bundle.is_state:
+                made = uses[0] if bundle.writer is None else bundle.writer
+                if made < layers and number not in self.recomputed:
+                    found.append(number)
+        return tuple(found)
 
 
 def movable(sub_array: SubArray) -> list[int]:

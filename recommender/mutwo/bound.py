@@ -19,9 +19,9 @@ Source: Jain et al. 2020 (Checkmate), 4 (recomputation as an integer programme).
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
@@ -29,7 +29,10 @@ import numpy as np
 from capture.step.multiplexed import orders
 from capture.step.sub_array import Call, Lifetimes
 from recommender.mutwo.problem import PROMPTS, Space
+from recommender.mutwo.ways import Way, placed
 
+#: Units of all sub-arrays up to which a multiplexed way has more of a bound than its programs.
+MOST_INSTANCES = 96
 #: Relative, with which a programme is solved.
 TOLERANCE = 1e-6
 
@@ -83,10 +86,33 @@ def bound_seconds(space: Space, *, whole: bool = False, swaps: bool = True) -> f
     Returns:
         Seconds; infinite if nothing keeps the limit.
     """
+    if space.way.order == "in turn" and len(space.way.partition) > 1:
+        return _apart(space, whole, swaps)
+    if not whole and len(space.units) * len(space.way.partition) > MOST_INSTANCES:
+        return floor_seconds(space)
+    return _solved(_Rows(space, swaps), whole)
+
+
+def _apart(space: Space, whole: bool, swaps: bool) -> float:
+    """In turn, nothing of a sub-array travels while another computes: the sum of each alone, with
+    the state of the others."""
+    problem, total = space.problem, 0.0
+    for size, count in Counter(space.way.sizes).items():
+        others = sum(space.state_bytes(other) for other in space.way.sizes) - space.state_bytes(
+            size
+        )
+        if others >= problem.limit_bytes:
+            return inf
+        alone = replace(problem, limit_bytes=problem.limit_bytes - others)
+        single = alone.space(Way(placed((size,)), "in turn"))
+        total += count * bound_seconds(single, whole=whole, swaps=swaps)
+    return total
+
+
+def _solved(rows: _Rows, whole: bool) -> float:
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import coo_array
 
-    rows = _Rows(space, swaps)
     values = np.array(rows.values, float)
     shape = len(rows.upper), rows.num_variables
     matrix = coo_array((values, (rows.row, rows.column)), shape=shape).tocsc()
@@ -128,7 +154,7 @@ class _Timeline:
         for a, life in enumerate(self.arrays):
             size = len(space.way.partition[a])
             for number, bundle in enumerate(life.sub_array.bundles):
-                uses = [self.place[a, use] for use in life.uses[number]]
+                uses = [self.place[a, use] for use in life.uses(number)]
                 if bundle.is_state:
                     self.live += bundle.nbytes
                     continue
@@ -138,7 +164,7 @@ class _Timeline:
                     continue
                 # What a program makes is in what it needs to run.
                 first = uses[0] if bundle.writer is None else self.place[a, bundle.writer] + 1
-                last = max(uses, key=lambda at: life.uses[number][uses.index(at)])
+                last = max(uses, key=lambda at: life.uses(number)[uses.index(at)])
                 if first <= last:
                     self.live[first : last + 1] += bundle.nbytes
                 else:
@@ -155,7 +181,7 @@ class _Timeline:
                 alike: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
                 for n in unit.bundles:
                     used = life.first_backward(n)
-                    alike[life.last_forward(n), used, life.uses[n][-1]].append(n)
+                    alike[life.last_forward(n), used, life.uses(n)[-1]].append(n)
                 for (rests, used, last), numbers in alike.items():
                     sizes = [life.sub_array.bundles[n].nbytes for n in numbers]
                     yield _Instance(
@@ -177,7 +203,7 @@ class _Timeline:
             return {}
         for a, life in enumerate(self.arrays):
             if len(self.space.way.partition[a]) == unit.size:
-                alone = Lifetimes(life.sub_array, {}, frozenset(unit.bundles))
+                alone = Lifetimes(life.where, {}, frozenset(unit.bundles))
                 for reader, slices in alone.slices.items():
                     for writer, targets, sources in slices:
                         call = Call("recompute", writer, sources, (), targets)

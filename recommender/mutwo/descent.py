@@ -3,37 +3,53 @@ that is tried is better."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import combinations
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import combinations, product
 
 from recommender.mutwo.problem import PROMPTS, RECOMPUTE, RETAIN, Choice, Chosen, Space, Weighed
 
-#: Units up to which every pair of choices is revised; of more, those of neighbours.
+#: Units up to which every pair of choices is revised; of more, neighbours change places.
 ALL_PAIRS = 10
+NEAR = 4
+#: Numbers of units that are swapped in a family, at most.
+SWAPPED = 12
 #: Choices that are weighed at most, for a way.
 BUDGET = 4000
 
 
-def descend(space: Space, budget: int = BUDGET) -> tuple[Chosen, Weighed]:
+def descend(
+    space: Space, enough_seconds: float = 0.0, *, budget: int = BUDGET
+) -> tuple[Chosen, Weighed]:
     """The best choices that are found within the limit of the problem.
 
     What is swapped needs least, so that where this does not fit, nothing does. From there, and from
-    the best of each family, every choice is revised, and then every two together, as long as the
-    step gets faster.
+    the best of each family, every choice is revised, and then two together, as long as the step
+    gets faster.
+
+    Args:
+        space: The choices.
+        enough_seconds: What is as fast needs nothing better.
+        budget: Choices that are weighed at most, from each begin.
     """
     everything = space.swapped
     if not space.least_fits(everything) and space.problem.host_bytes is None:
         return everything, space.weigh(everything)
     if space.weigh(space.retained).fits:
         return space.retained, space.weigh(space.retained)
-    begun = sorted(
-        {chosen: space.weigh(chosen) for chosen in (everything, *_families(space))}.items(),
-        key=lambda one: one[1],
-    )
-    best = begun[0]
-    for start in _distinct(begun):
-        found = _revised(space, start, budget)
-        best = min(best, found, key=lambda one: one[1])
+    if (fewer := space.fewer()) is not None:
+        # As of two of many equal sub-arrays, and from there as of all.
+        chosen, _ = descend(fewer, budget=budget)
+        begun = {one: space.weigh(one) for one in (everything, chosen)}
+        budget = len(space.units)
+    else:
+        begun = {chosen: space.weigh(chosen) for chosen in (everything, *families(space))}
+    ordered = sorted(begun.items(), key=lambda one: one[1])
+    best = ordered[0]
+    for start in _distinct(ordered) if fewer is None else ordered[:1]:
+        if best[1].seconds <= enough_seconds:
+            break
+        best = min(best, _revised(space, start, enough_seconds, budget), key=lambda one: one[1])
     return best
 
 
@@ -51,7 +67,7 @@ def _distinct(begun: list[tuple[Chosen, Weighed]]) -> list[tuple[Chosen, Weighed
     return found
 
 
-def _families(space: Space) -> Iterator[Chosen]:
+def families(space: Space) -> Iterator[Chosen]:
     """The first layers swapped, as their feature maps rest longest, and as many of the next, or of
     the last, made again as the limit asks; and those made again alone."""
     units = sorted(
@@ -59,7 +75,7 @@ def _families(space: Space) -> Iterator[Chosen]:
     )
     own = [n for n in units if space.units[n].own]
     for ahead in PROMPTS:
-        for swapped in range(len(units) + 1):
+        for swapped in range(0, len(units) + 1, -(-len(units) // SWAPPED)):
             swap = {n: space.swap(n, ahead) for n in units[:swapped]}
             for rest in (own, own[::-1]):
                 again = [n for n in rest if n not in swap]
@@ -90,40 +106,48 @@ def _fewest(space: Space, swap: dict[int, Choice], again: list[int]) -> int | No
     return high
 
 
-def _revised(space: Space, start: tuple[Chosen, Weighed], budget: int) -> tuple[Chosen, Weighed]:
+def _revised(
+    space: Space, start: tuple[Chosen, Weighed], enough_seconds: float, budget: int
+) -> tuple[Chosen, Weighed]:
     best, left = start, budget
-    while True:
-        for moves in (_ones(space, best[0]), _pairs(space, best[0])):
-            found = best
-            for chosen in moves:
-                left -= 1
-                weighed = space.weigh(chosen)
-                if weighed < found[1]:
-                    found = chosen, weighed
-                    break
-                if left < 0:
-                    return best
-            if found is not best:
-                break
-        else:
-            return best
-        best = found
+    changes = list(_changes(space))
+    # Since when nothing was better; what is better is gone on from.
+    since, at = 0, 0
+    while since < len(changes) and left > 0 and best[1].seconds > enough_seconds:
+        change, at, since = changes[at], (at + 1) % len(changes), since + 1
+        for chosen in change(best[0]):
+            left -= 1
+            weighed = space.weigh(chosen)
+            if weighed < best[1]:
+                best, since = (chosen, weighed), 0
+    return best
 
 
-def _ones(space: Space, chosen: Chosen) -> Iterator[Chosen]:
-    for n, options in enumerate(space.options):
-        for choice in options:
-            if choice != chosen[n]:
-                yield (*chosen[:n], choice, *chosen[n + 1 :])
-
-
-def _pairs(space: Space, chosen: Chosen) -> Iterator[Chosen]:
-    count = len(chosen)
-    near = count if count <= ALL_PAIRS else 3
+def _changes(space: Space) -> Iterator[Callable[[Chosen], Iterator[Chosen]]]:
+    """Of every unit, and then of every two."""
+    count = len(space.units)
+    for n in range(count):
+        yield partial(_one, space, n)
     for n, m in combinations(range(count), 2):
-        if m - n > near:
-            continue
-        for first in space.options[n]:
-            for second in space.options[m]:
-                if first != chosen[n] and second != chosen[m]:
-                    yield (*chosen[:n], first, *chosen[n + 1 : m], second, *chosen[m + 1 :])
+        if count <= ALL_PAIRS:
+            yield partial(_two, space, n, m)
+        elif m - n <= NEAR:
+            yield partial(_exchanged, space, n, m)
+
+
+def _one(space: Space, n: int, chosen: Chosen) -> Iterator[Chosen]:
+    for choice in space.options[n]:
+        if choice != chosen[n]:
+            yield (*chosen[:n], choice, *chosen[n + 1 :])
+
+
+def _two(space: Space, n: int, m: int, chosen: Chosen) -> Iterator[Chosen]:
+    for first, second in product(space.options[n], space.options[m]):
+        if first != chosen[n] and second != chosen[m]:
+            yield (*chosen[:n], first, *chosen[n + 1 : m], second, *chosen[m + 1 :])
+
+
+def _exchanged(space: Space, n: int, m: int, chosen: Chosen) -> Iterator[Chosen]:
+    first, second = chosen[m], chosen[n]
+    if first != second and first in space.options[n] and second in space.options[m]:
+        yield (*chosen[:n], first, *chosen[n + 1 : m], second, *chosen[m + 1 :])

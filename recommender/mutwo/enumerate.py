@@ -7,7 +7,9 @@ from recommender.mutwo.bound import again_seconds, floor_seconds
 from recommender.mutwo.problem import Choice, Chosen, Space, Weighed
 
 
-def enumerate_choices(space: Space, *, prune: bool = True) -> tuple[Chosen, Weighed]:
+def enumerate_choices(
+    space: Space, enough_seconds: float = 0.0, *, prune: bool = True
+) -> tuple[Chosen, Weighed]:
     """The best of all choices of all units.
 
     Left out is what takes more than the best so far by its programs alone, or by what goes out, and
@@ -15,6 +17,7 @@ def enumerate_choices(space: Space, *, prune: bool = True) -> tuple[Chosen, Weig
 
     Args:
         space: The choices.
+        enough_seconds: What is as fast needs nothing better.
         prune: Leave out what cannot be the best.
     """
     problem, count = space.problem, len(space.units)
@@ -32,7 +35,7 @@ def enumerate_choices(space: Space, *, prune: bool = True) -> tuple[Chosen, Weig
         nonlocal best
         n = len(chosen)
         # What is later the same sum, in another order, is not cut off by its rounding.
-        if prune and max(computed, out) * (1 - 1e-9) > best[1].seconds:
+        if prune and max(computed, out, enough_seconds) * (1 - 1e-9) > best[1].seconds:
             return
         least = (*chosen, *space.swapped[n:])
         if prune and n < count and problem.host_bytes is None and not space.least_fits(least):

@@ -8,7 +8,7 @@ times; what is chosen is written, replayed and simulated.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Literal, NamedTuple, Protocol
 
@@ -27,9 +27,9 @@ from capture.step.multiplexed import (
     swapped_bytes,
 )
 from capture.step.program import Copy, Feed, Place, Run
-from capture.step.sub_array import Lifetimes, Programs, SubArray, movable, recomputable
+from capture.step.sub_array import Lifetimes, Programs, SubArray, Uses, movable, recomputable
 from capture.step.timeline import Seconds, StepTimeline, simulate_step
-from recommender.mutwo.ways import Rule, Way
+from recommender.mutwo.ways import Rule, Way, placed
 
 
 class Choice(NamedTuple):
@@ -212,6 +212,7 @@ class Space:
     def __init__(self, problem: ArrayProblem, way: Way):
         self.problem, self.way = problem, way
         self._sizes = [len(group) for group in way.partition]
+        self._uses = {size: Uses(self._array(size)) for size in set(self._sizes)}
         self.units = [unit for size in dict.fromkeys(self._sizes) for unit in self._units(size)]
         self.options = [tuple(self._options(unit)) for unit in self.units]
         self.known: dict[tuple[Chosen, int], Weighed] = {}
@@ -259,6 +260,26 @@ class Space:
         swaps = [choice for choice in self.options[n] if choice.kind == "swap"]
         return max((one for one in swaps if one.ahead <= ahead), key=lambda one: one.ahead)
 
+    def state_bytes(self, size: int) -> int:
+        """Of a sub-array."""
+        uses = self._uses[size]
+        return sum(uses.nbytes[number] for number in uses.state)
+
+    def fewer(self) -> Space | None:
+        """With two sub-arrays of each size, or one in turn, in the place of more, whose state is
+        there all the same: what is decided in it can be decided here. None if there are no more.
+        """
+        most, kept, gone = 2 if self.way.order == "multiplexed" else 1, list[int](), 0
+        for size in self._sizes:
+            if kept.count(size) < most:
+                kept.append(size)
+            else:
+                gone += self.state_bytes(size)
+        if len(kept) == len(self._sizes):
+            return None
+        fewer = replace(self.problem, limit_bytes=self.problem.limit_bytes - gone)
+        return fewer.space(Way(placed(kept), self.way.order))
+
     def arrays(self, chosen: Chosen) -> tuple[Lifetimes, ...]:
         """Sub-arrays, decided."""
         return tuple(self._life(size, chosen) for size in self._sizes)
@@ -272,7 +293,7 @@ class Space:
         key = size, tuple(choice for _, choice in own)
         if key not in self._lives:
             self._lives[key] = Lifetimes(
-                self._array(size),
+                self._uses[size],
                 {n: choice.ahead for unit, choice in own if choice.kind == "swap" for n in unit[3]},
                 frozenset(n for unit, choice in own if choice.kind == "recompute" for n in unit[3]),
             )

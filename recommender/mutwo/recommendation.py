@@ -15,7 +15,7 @@ from capture.quantities import format_bytes, parse_bytes
 from capture.step.multiplexed import peak_of
 from recommender.answer import Answer
 from recommender.mutwo.problem import ArrayProblem
-from recommender.mutwo.search import ArrayResult, search
+from recommender.mutwo.search import ArrayResult, beside_baselines, search
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class ArrayAnswer(Answer[ArrayPlan, ArrayResult]):
         return train_array(self.workload, self.plan, devices)
 
     def to_json(self) -> dict[str, Any]:
-        """With the other ways beside the plan."""
+        """With the other ways beside the plan, and what others would do."""
         best = self.proof.best.evaluation
         facts: dict[str, Any] = {
             "simulated": True,
@@ -93,7 +93,8 @@ class ArrayAnswer(Answer[ArrayPlan, ArrayResult]):
                 "recompute": found.recomputed_bytes,
             }
             written["plan"] = {**written["plan"], **facts}
-        return {**written, "baselines": [one.to_json() for one in self.proof.candidates]}
+        written["ways"] = [one.to_json() for one in self.proof.candidates]
+        return {**written, "baselines": [one.to_json() for one in self.proof.baselines]}
 
 
 def mutwo(
@@ -153,7 +154,7 @@ def plan_array(question: ArrayQuestion) -> ArrayAnswer:
     problem = ArrayProblem(
         profile, len(question.models), machine.rates.host, limit, question.host_memory_bytes
     )
-    result = search(problem)
+    result = beside_baselines(problem, search(problem))
     best = result.best
     why = _why(result, limit) if best.fits else _nothing(result, limit, question.host_memory_bytes)
     plan = ArrayPlan(
@@ -188,7 +189,16 @@ def _why(result: ArrayResult, limit: int) -> Why:
         f"{best.way.name}: {best.evaluation.seconds:.4g} s for an update of every model, within "
         f"{format_bytes(limit)}"
     )
-    return Why(said + (f" (beside it: {beside})" if beside else ""), num_choices=len(others) + 1)
+    said += f" (beside it: {beside})" if beside else ""
+    rounds = [one for one in result.baselines if one.in_rounds and one.fits]
+    if rounds:
+        fastest = min(rounds, key=lambda one: one.step_seconds)
+        if fastest.step_seconds < best.weighed.seconds:
+            said += (
+                f"; {fastest.name}, rounds of {' + '.join(map(str, fastest.sizes))} models that "
+                f"train to their end one after the other, takes {fastest.step_seconds:.4g} s"
+            )
+    return Why(said, num_choices=len(others) + 1)
 
 
 def _nothing(result: ArrayResult, limit: int, host: int | None) -> Why:

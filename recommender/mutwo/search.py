@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from typing import Any, Literal
 
+from recommender.mutwo.baselines import Baseline, all_baselines
 from recommender.mutwo.bound import TOLERANCE, bound_seconds, floor_seconds
 from recommender.mutwo.descent import descend
 from recommender.mutwo.enumerate import enumerate_choices
@@ -16,11 +17,13 @@ from recommender.mutwo.problem import ArrayProblem, Chosen, Evaluation, Space, W
 from recommender.mutwo.ways import Way, ways
 
 Algorithm = Literal["descent", "enumerate"]
-#: From the choices of a way to the best of them.
-ALGORITHMS: dict[Algorithm, Callable[[Space], tuple[Chosen, Weighed]]] = {
+#: From the choices of a way, and seconds that are enough, to the best of them.
+ALGORITHMS: dict[Algorithm, Callable[[Space, float], tuple[Chosen, Weighed]]] = {
     "descent": descend,
     "enumerate": enumerate_choices,
 }
+#: Ways whose choices are revised, where none fits with everything retained.
+MOST_REVISED = 4
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class ArrayResult:
         num_evaluated: Ways with choices that were issued.
         bound_seconds: Over all ways: no step of them that keeps the limit is faster.
         seconds: Wall time.
+        baselines: What others would do, where it was asked for.
     """
 
     candidates: tuple[Candidate, ...]
@@ -84,6 +88,7 @@ class ArrayResult:
     num_evaluated: int
     bound_seconds: float
     seconds: float
+    baselines: tuple[Baseline, ...] = ()
 
     @property
     def best(self) -> Candidate:
@@ -116,24 +121,47 @@ def _rank(weighed: Weighed) -> tuple[float, ...]:
 def search(problem: ArrayProblem, algorithm: Algorithm = "descent") -> ArrayResult:
     """The fastest step of all ways that keeps the limits.
 
-    Ways are searched in the order of what their programs take, the fastest first, and left alone
-    once that, or the bound of their choices, is no less than what was found.
+    A way that fits with everything retained takes what its programs take. The others are searched
+    in the order of their bounds, and left alone once these are no less than what was found.
     """
     start = time.perf_counter()
-    spaces = [problem.space(way) for way in ways(problem.num_models, problem.rule)]
-    floors = sorted(((floor_seconds(space), n) for n, space in enumerate(spaces)))
     candidates: list[Candidate] = []
     # Of the best so far, but for what bounds may be wrong by.
     enough, bound = inf, inf
-    for floor, n in floors:
-        space = spaces[n]
+    floors = sorted(
+        ((floor_seconds(space), n, space) for n, space in enumerate(_spaces(problem))),
+        key=lambda one: one[:2],
+    )
+
+    def add(space: Space, found: tuple[Chosen, Weighed], least: float) -> None:
+        nonlocal enough
+        candidates.append(Candidate(space, *found, least, problem.limit_bytes))
+        enough = min(enough, found[1].seconds * (1 - 2 * TOLERANCE))
+
+    left = []
+    for floor, n, space in floors:
+        if space.least_fits(space.retained):
+            bound = min(bound, floor)
+            if floor < enough or not candidates:
+                add(space, (space.retained, space.weigh(space.retained)), floor)
+        else:
+            left.append((floor, n, space))
+    bounded = []
+    for floor, n, space in left:
         least = floor if floor >= enough else max(floor, bound_seconds(space))
+        bounded.append((least, n, space))
+    if len(bounded) > MOST_REVISED:
+        # What each begins with says well enough which are worth it.
+        begun = [(descend(space, budget=0), least, n, space) for least, n, space in bounded]
+        begun.sort(key=lambda one: (one[0][1], one[2]))
+        for found, least, _, space in begun[MOST_REVISED:]:
+            bound = min(bound, least)
+            add(space, found, least)
+        bounded = [one[1:] for one in begun[:MOST_REVISED]]
+    for least, _, space in sorted(bounded, key=lambda one: one[:2]):
         bound = min(bound, least)
-        if candidates and least >= enough:
-            continue
-        chosen, weighed = ALGORITHMS[algorithm](space)
-        candidates.append(Candidate(space, chosen, weighed, least, problem.limit_bytes))
-        enough = min(enough, weighed.seconds * (1 - 2 * TOLERANCE))
+        if least < enough or not candidates:
+            add(space, ALGORITHMS[algorithm](space, least * (1 + TOLERANCE)), least)
     return ArrayResult(
         tuple(candidates),
         algorithm,
@@ -141,3 +169,24 @@ def search(problem: ArrayProblem, algorithm: Algorithm = "descent") -> ArrayResu
         bound,
         time.perf_counter() - start,
     )
+
+
+def beside_baselines(problem: ArrayProblem, result: ArrayResult) -> ArrayResult:
+    """With what others would do, and never slower than their steps of all models."""
+    found = tuple(all_baselines(problem))
+    better = [
+        Candidate(
+            one.space,
+            one.chosen,
+            one.space.weigh(one.chosen),
+            result.bound_seconds,
+            problem.limit_bytes,
+        )
+        for one in found
+        if not one.in_rounds and one.fits and one.step_seconds < result.best.weighed.seconds
+    ]
+    return replace(result, candidates=(*result.candidates, *better), baselines=found)
+
+
+def _spaces(problem: ArrayProblem) -> list[Space]:
+    return [problem.space(way) for way in ways(problem.num_models, problem.rule)]

@@ -109,8 +109,8 @@ def ways(num_models: int, rule: Rule = "pairs") -> list[Way]:
     multiplexed = [one for one in sizes if len(one) > 1]
     equal = [_equal(num_models, parts) for parts in (1, 2, 3, 4, num_models)]
     in_turn = dict.fromkeys([*(one for one in equal if min(one)), *sizes])
-    found = [Way(_placed(one), "multiplexed") for one in multiplexed]
-    return [*found, *(Way(_placed(one), "in turn") for one in in_turn)]
+    found = [Way(placed(one), "multiplexed") for one in multiplexed]
+    return [*found, *(Way(placed(one), "in turn") for one in in_turn)]
 
 
 def _equal(num_models: int, parts: int) -> tuple[int, ...]:
@@ -118,6 +118,7 @@ def _equal(num_models: int, parts: int) -> tuple[int, ...]:
     return (least + 1,) * more + (least,) * (parts - more)
 
 
-def _placed(sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def placed(sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The partition whose sub-arrays have so many models each, in their order."""
     ends = accumulate(sizes, initial=0)
     return tuple(tuple(range(first, stop)) for first, stop in pairwise(ends))

@@ -12,7 +12,7 @@ from recommender.mutwo.bound import bound_seconds, floor_seconds
 from recommender.mutwo.descent import descend
 from recommender.mutwo.enumerate import enumerate_choices
 from recommender.mutwo.problem import ArrayProblem, Choice, Space
-from recommender.mutwo.search import search
+from recommender.mutwo.search import beside_baselines, search
 from recommender.mutwo.ways import (
     Way,
     equal_pairs,
@@ -121,3 +121,21 @@ def test_partitions_are_those_of_their_rules():
     assert [way.name for way in ways(3)] == [
         "multiplexed 2+1", "all fused", "in turn 2+1", "none fused"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("part", [0.9, 0.4, 0.1])
+def test_no_baseline_is_faster_but_in_rounds(part):
+    """Of steps of all models; in rounds, only one subset is there, which no plan does."""
+    space = space_of(5, MULTIPLEXED, 4e9, part, 5)
+    result = beside_baselines(space.problem, search(space.problem))
+    found = {one.name: one for one in result.baselines}
+    steps = [one for one in found.values() if not one.in_rounds]
+    assert all(one.step_seconds >= result.best.weighed.seconds for one in steps)
+    alone, fused = found["sequential jit"], found["one vmap"]
+    assert alone.sizes == (1, 1) and fused.sizes == (2,)
+    assert alone.peak_bytes < fused.peak_bytes
+    assert alone.fits == (alone.peak_bytes <= space.problem.limit_bytes)
+    most = found["HFTA-NoMemOpt"]
+    assert most.sizes == ((2,) if fused.fits else (1, 1)) and most.in_rounds
+    for one in found.values():
+        assert one.fits == (one.step_seconds < float("inf")) == (not one.why)

@@ -1,0 +1,146 @@
+"""How far the search of mu-TWO is from the best of all choices, and how long it takes.
+
+    python -m benchmarks.mutwo_search [--graphs N] [--limits N] [--json | -o RESULT.json]
+
+Random graphs of four to eight bundles (``benchmarks/mutwo_graphs.py``), two models multiplexed and
+in turn, three link speeds, and limits from the unlimited peak down to the least: ours, the best of
+every choice on the same clock, and the bound, an integer programme of whole choices. What the bound
+proves to be the best is not enumerated. And the chain of 12 equal blocks, whose simple plans were
+measured beforehand on a simulator that lets a copy wait for its room by itself.
+Seconds of searches are of one processor.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from benchmarks.documents import arguments, finish
+from benchmarks.mutwo_graphs import chain, host_link, random_graph
+from recommender.mutwo.bound import TOLERANCE, bound_seconds, floor_seconds
+from recommender.mutwo.descent import descend
+from recommender.mutwo.enumerate import enumerate_choices
+from recommender.mutwo.problem import ArrayProblem
+from recommender.mutwo.search import search
+from recommender.mutwo.ways import Way
+
+T = TypeVar("T")
+LINKS = (2e9, 8e9, 30e9)
+WAYS = (Way(((0,), (1,)), "multiplexed"), Way(((0,), (1,)), "in turn"))
+#: GB/s, MB -> the better of two orders with the best number of first layers swapped, in turn or
+#: multiplexed, in seconds of the unlimited step; three steps, the prologue included.
+BEFOREHAND = {
+    2: {120: 1.20, 100: 1.61, 80: 2.28, 60: 2.72, 45: 3.08},
+    4: {120: 1.00, 100: 1.06, 80: 1.26, 60: 1.40, 45: 1.62},
+    8: {120: 1.00, 100: 1.00, 80: 1.02, 60: 1.04, 45: 1.06},
+}
+
+
+def _timed(ask: Callable[[], T]) -> tuple[T, float]:
+    start = time.process_time()
+    return ask(), time.process_time() - start
+
+
+def rows_of(seed: int, num_limits: int) -> Iterator[dict[str, Any]]:
+    """Of a graph, at every link and limit."""
+    num_bundles = 4 + seed % 5
+    costs = random_graph(seed, num_bundles)
+    for rate in LINKS:
+        for way in WAYS:
+            free = ArrayProblem(costs, 2, host_link(rate), 10**12, by_bundle=True)
+            space = free.space(way)
+            most = space.weigh(space.retained).peak_bytes
+            least = space.least(space.swapped).peak_bytes
+            for step in range(num_limits):
+                limit = round(most - (most - least) * (step + 1) / num_limits)
+                asked = replace(free, limit_bytes=limit)
+                found = row_of(asked, way)
+                yield {
+                    "graph": seed,
+                    "num_bundles": num_bundles,
+                    "order": way.order,
+                    "host_bytes_per_second": rate,
+                    "limit_bytes": limit,
+                    **found,
+                }
+
+
+def row_of(asked: ArrayProblem, way: Way) -> dict[str, Any]:
+    (_, ours), seconds = _timed(lambda: descend(asked.space(way)))
+    bound, bound_took = _timed(lambda: bound_seconds(asked.space(way), whole=True))
+    if ours.seconds <= bound * (1 + 2 * TOLERANCE):
+        best, took = ours, 0.0
+    else:
+        (_, best), took = _timed(lambda: enumerate_choices(replace(asked).space(way)))
+    assert bound <= best.seconds, "a bound is no more than the optimum"
+    return {
+        "optimum_seconds": best.seconds if best.fits else None,
+        "ours_seconds": ours.seconds if ours.fits else None,
+        "bound_seconds": bound,
+        "seconds": {"ours": seconds, "bound": bound_took, "enumeration": took},
+    }
+
+
+def chain_rows() -> Iterator[dict[str, Any]]:
+    """Of 12 equal blocks, in seconds of the unlimited step; the prologue is in none of ours, which
+    are of one step in the steady state."""
+    for rate, limits in BEFOREHAND.items():
+        for limit, before in limits.items():
+            asked = ArrayProblem(chain(), 2, host_link(rate * 1e9), limit * 10**6)
+            whole = floor_seconds(asked.space(WAYS[0]))
+            found, seconds = _timed(lambda asked=asked: search(asked))
+            yield {
+                "host_gigabytes_per_second": rate,
+                "limit_megabytes": limit,
+                "simple_plans": before,
+                "ours": found.best.weighed.seconds / whole,
+                "bound": found.bound_seconds / whole,
+                "way": found.best.way.name,
+                "seconds": seconds,
+            }
+
+
+def claims_of(rows: list[dict[str, Any]], chains: list[dict[str, Any]]) -> dict[str, Any]:
+    answered = [row for row in rows if row["optimum_seconds"] is not None]
+    gaps = [
+        row["ours_seconds"] / row["optimum_seconds"] - 1
+        for row in answered
+        if row["ours_seconds"] is not None
+    ]
+    over = [row["ours_seconds"] / row["bound_seconds"] - 1 for row in answered]
+    return {
+        "num_points": len(rows),
+        "num_unanswered_of_answerable": len(answered) - len(gaps),
+        "mean_gap": statistics.mean(gaps),
+        "worst_gap": max(gaps),
+        "num_optimal": sum(gap <= 1e-9 for gap in gaps),
+        "mean_over_bound": statistics.mean(over),
+        "worst_over_bound": max(over),
+        "chain_at_least_as_fast_everywhere": all(
+            row["ours"] <= row["simple_plans"] + 0.005 for row in chains
+        ),
+    }
+
+
+def main() -> int:
+    parser = arguments(__doc__)
+    parser.add_argument("--graphs", type=int, default=20, help="random graphs")
+    parser.add_argument("--limits", type=int, default=10, help="limits of each")
+    parser.add_argument("--json", action="store_true", help="print the document on standard output")
+    options = parser.parse_args()
+    if not (options.json or options.output):
+        parser.error("give --json, or -o FILE")
+    rows: list[dict[str, Any]] = []
+    for seed in range(options.graphs):
+        rows += rows_of(seed, options.limits)
+        print(f"graph {seed}: {len(rows)} points", file=sys.stderr, flush=True)
+    chains = list(chain_rows())
+    return finish("mutwo_search", rows, options, claims=claims_of(rows, chains), chain=chains)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
