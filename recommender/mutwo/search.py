@@ -5,22 +5,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf
 from typing import Any, Literal
 
+from recommender.algorithms import algorithm_named
 from recommender.mutwo.bound import TOLERANCE, bound_seconds, floor_seconds
 from recommender.mutwo.descent import descend
 from recommender.mutwo.enumerate import enumerate_choices
+from recommender.mutwo.paper.choices import by_policy
+from recommender.mutwo.paper.readings import CORRECTED, PAPER
 from recommender.mutwo.problem import ArrayProblem, Chosen, Evaluation, Space, Weighed
 from recommender.mutwo.ways import Way, ways
 
-Algorithm = Literal["descent", "enumerate"]
+Algorithm = Literal["descent", "enumerate", "paper", "corrected"]
 #: From the choices of a way to the best of them.
 ALGORITHMS: dict[Algorithm, Callable[[Space], tuple[Chosen, Weighed]]] = {
     "descent": descend,
     "enumerate": enumerate_choices,
+    "paper": partial(by_policy, readings=PAPER),
+    "corrected": partial(by_policy, readings=CORRECTED),
 }
+#: mu-TWO's own, as printed and as corrected: they know multiplexed sub-arrays alone.
+OF_THE_PAPER: tuple[Algorithm, ...] = ("paper", "corrected")
 
 
 @dataclass(frozen=True)
@@ -118,9 +125,17 @@ def search(problem: ArrayProblem, algorithm: Algorithm = "descent") -> ArrayResu
 
     Ways are searched in the order of what their programs take, the fastest first, and left alone
     once that, or the bound of their choices, is no less than what was found.
+
+    Raises:
+        PlanError: ``search-algorithm`` for an unknown one.
     """
-    start = time.perf_counter()
-    spaces = [problem.space(way) for way in ways(problem.num_models, problem.rule)]
+    start, chosen_by = time.perf_counter(), algorithm_named(algorithm, ALGORITHMS)
+    weighed_ways = [
+        way
+        for way in ways(problem.num_models, problem.rule)
+        if algorithm not in OF_THE_PAPER or way.order == "multiplexed"
+    ]
+    spaces = [problem.space(way) for way in weighed_ways]
     floors = sorted(((floor_seconds(space), n) for n, space in enumerate(spaces)))
     candidates: list[Candidate] = []
     # Of the best so far, but for what bounds may be wrong by.
@@ -131,7 +146,7 @@ def search(problem: ArrayProblem, algorithm: Algorithm = "descent") -> ArrayResu
         bound = min(bound, least)
         if candidates and least >= enough:
             continue
-        chosen, weighed = ALGORITHMS[algorithm](space)
+        chosen, weighed = chosen_by(space)
         candidates.append(Candidate(space, chosen, weighed, least, problem.limit_bytes))
         enough = min(enough, weighed.seconds * (1 - 2 * TOLERANCE))
     return ArrayResult(
