@@ -8,9 +8,10 @@ from typing import TypeVar
 from capture.errors import PlanError
 
 Search = TypeVar("Search")
+Name = TypeVar("Name", bound=str)
 
 
-def algorithm_named(name: str, algorithms: Mapping[str, Search]) -> Search:
+def algorithm_named(name: Name, algorithms: Mapping[Name, Search]) -> Search:
     """The search of a name.
 
     Raises:

@@ -22,6 +22,7 @@ from capture.plan.array import ArrayPlan, Member
 from capture.quantities import counted, format_bytes, parse_bytes
 from recommender.mutwo import ArrayQuestion, plan_array
 from recommender.mutwo.recommendation import member_of
+from recommender.mutwo.search import ALGORITHMS
 
 SYSTEM = "mutwo"
 
@@ -50,6 +51,8 @@ OPTIONS = (
 OWN = {option.name for option in OPTIONS} | {"vary"}
 #: And those that it shares; ``--global-batch`` is that of one model.
 SHARED = {"workload", "num_layers", "global_batch", "memory", "host_memory", "output", "target"}
+SHARED |= {"algorithm"}
+SEARCHES = tuple(ALGORITHMS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -124,6 +127,7 @@ def plan(options: argparse.Namespace) -> int:
         options.host_memory and parse_bytes(options.host_memory),
         options.shared_batches,
         options.num_layers or 0,
+        algorithm=options.algorithm or SEARCHES[0],
     )
     say(options, f"compiling segments of {counted(len(members), 'model')} for {cluster.target}")
     answer = plan_array(question)

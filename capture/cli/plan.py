@@ -100,8 +100,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "; ".join(f"{name}: {', '.join(search_names(name))}" for name in OBJECTIVES)
             + f". {AUTOSTAGE} is Alpa's, for step time, on this cost model: the plan to compare "
             "with (default: the first of its objective); harmony: "
-            f"{', '.join(packs.SEARCHES)}",
-            choices=(*SEARCH_NAMES, *packs.SEARCHES),
+            f"{', '.join(packs.SEARCHES)}; mutwo: {', '.join(array.SEARCHES)}",
+            choices=(*SEARCH_NAMES, *packs.SEARCHES, *array.SEARCHES),
         ),
         Option(
             "merge_layers",

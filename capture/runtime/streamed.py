@@ -44,7 +44,7 @@ from capture.runtime.state import (
 )
 from capture.step.interface import owned_and_borrowed
 from capture.step.ledger import Ledger
-from capture.step.pack_order import as_the_first, begins_without_copies
+from capture.step.pack_order import begins_without_copies
 from capture.step.program import Instruction, Run, Step, replay
 from capture.step.streamed import Begins, StreamedBuilder
 from capture.step.streamed_units import parts_of_name

@@ -120,7 +120,9 @@ class SwappedBuilder(StreamedState):
                     self.spans[slot] = span
                     self._on_host[number, (what, span[0], 0)] = slot
         state = {span: self._on_host[0, ("K", span[0], 0)] for span in spans}
-        weights = {span: (self._on_host[0, ("W", span[0], 0)],) for span in spans}
+        weights: dict[Span, tuple[int, ...]] = {
+            span: (self._on_host[0, ("W", span[0], 0)],) for span in spans
+        }
         return state, weights, {}
 
     def _layers(self) -> LayerTensors:
@@ -305,11 +307,12 @@ class SwappedBuilder(StreamedState):
             name = self._program(
                 "reduce", program_name("reduce", span, 0, 0), None, self.needs.reduction(span)
             )
-            yield Run(name, (tuple(gradients),), tuple(reduced), tuple(gradients), self._label)
+            groups = tuple((slot,) for slot in gradients)
+            yield Run(name, groups, tuple(reduced), tuple(gradients), self._label)
             gradients = reduced
         for number, rank in enumerate(self._ranks):
             changed = tuple(self._there[number, (what, i, 0)] for what in "WK")
             name = program_name("update", span, 0, number)
             self._program("update", name, rank, sizes.transient_bytes("update", span, 0, 0))
-            groups = ((changed[0],), (changed[1],), (gradients[number],), ())
-            yield Run(name, groups, changed, (*changed, gradients[number]), self._label)
+            inputs = ((changed[0],), (changed[1],), (gradients[number],), ())
+            yield Run(name, inputs, changed, (*changed, gradients[number]), self._label)

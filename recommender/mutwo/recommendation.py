@@ -13,9 +13,17 @@ from capture.plan.array import BUNDLE_BYTES, ArrayPlan, Member
 from capture.plan.why import Why
 from capture.quantities import format_bytes, parse_bytes
 from capture.step.multiplexed import peak_of
+from recommender.algorithms import algorithm_named
 from recommender.answer import Answer
 from recommender.mutwo.problem import ArrayProblem
-from recommender.mutwo.search import ArrayResult, beside_baselines, search
+from recommender.mutwo.search import (
+    ALGORITHMS,
+    OF_THE_PAPER,
+    Algorithm,
+    ArrayResult,
+    beside_baselines,
+    search,
+)
 
 
 @dataclass(frozen=True)
@@ -32,9 +40,12 @@ class ArrayQuestion:
         shared_batches: Whether all read the same batch.
         num_layers: Of a loss without marks; 0 to choose.
         bundle_bytes: See the plan.
+        algorithm: Of the search: ours (``"descent"``), all choices (``"enumerate"``), or the
+            paper's as printed (``"paper"``) or ``"corrected"``.
 
     Raises:
-        PlanError: ``array-models`` for none.
+        PlanError: ``array-models`` for none, ``search-algorithm`` for an unknown one, and for one
+            model where the paper's have nothing to multiplex.
     """
 
     workload: WorkloadProtocol | WorkloadSpec
@@ -46,10 +57,18 @@ class ArrayQuestion:
     shared_batches: bool = False
     num_layers: int = 0
     bundle_bytes: int = BUNDLE_BYTES
+    algorithm: Algorithm = "descent"
 
     def __post_init__(self) -> None:
         if not self.models:
             raise PlanError.of("models is empty; name one at least.", "array-models")
+        algorithm_named(self.algorithm, ALGORITHMS)
+        if self.algorithm in OF_THE_PAPER and len(self.models) == 1:
+            raise PlanError.of(
+                f"algorithm={self.algorithm!r} multiplexes sub-arrays, and there is one model; "
+                "name two at least, or leave it out.",
+                "search-algorithm",
+            )
 
 
 @dataclass(frozen=True)
@@ -154,7 +173,7 @@ def plan_array(question: ArrayQuestion) -> ArrayAnswer:
     problem = ArrayProblem(
         profile, len(question.models), machine.rates.host, limit, question.host_memory_bytes
     )
-    result = beside_baselines(problem, search(problem))
+    result = beside_baselines(problem, search(problem, question.algorithm))
     best = result.best
     why = _why(result, limit) if best.fits else _nothing(result, limit, question.host_memory_bytes)
     plan = ArrayPlan(
@@ -202,6 +221,14 @@ def _why(result: ArrayResult, limit: int) -> Why:
 
 
 def _nothing(result: ArrayResult, limit: int, host: int | None) -> Why:
+    least = result.best.weighed.peak_bytes
+    if result.algorithm in OF_THE_PAPER and least > limit:
+        said = (
+            f"by the paper's algorithms ({result.algorithm}) {result.best.way.name} comes to "
+            f"{format_bytes(least)} at best, and the limit is {format_bytes(limit)}. They never "
+            "take a choice back; leave --algorithm out for the search that does."
+        )
+        return Why(said, code="array-memory", memory_limit_bytes=limit)
     best = result.best.evaluation
     least, instant, _ = peak_of(best.ledgers, 0)
     if least <= limit:

@@ -5,23 +5,30 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf
 from typing import Any, Literal
 
+from recommender.algorithms import algorithm_named
 from recommender.mutwo.baselines import Baseline, all_baselines
 from recommender.mutwo.bound import TOLERANCE, bound_seconds, floor_seconds
 from recommender.mutwo.descent import descend
 from recommender.mutwo.enumerate import enumerate_choices
+from recommender.mutwo.paper.choices import by_policy
+from recommender.mutwo.paper.readings import CORRECTED, PAPER
 from recommender.mutwo.problem import ArrayProblem, Chosen, Evaluation, Space, Weighed
 from recommender.mutwo.ways import Way, ways
 
-Algorithm = Literal["descent", "enumerate"]
+Algorithm = Literal["descent", "enumerate", "paper", "corrected"]
 #: From the choices of a way, and seconds that are enough, to the best of them.
 ALGORITHMS: dict[Algorithm, Callable[[Space, float], tuple[Chosen, Weighed]]] = {
     "descent": descend,
     "enumerate": enumerate_choices,
+    "paper": partial(by_policy, readings=PAPER),
+    "corrected": partial(by_policy, readings=CORRECTED),
 }
+#: mu-TWO's own, as printed and as corrected: they know multiplexed sub-arrays alone.
+OF_THE_PAPER: tuple[Algorithm, ...] = ("paper", "corrected")
 #: Ways whose choices are revised, where none fits with everything retained.
 MOST_REVISED = 4
 
@@ -123,13 +130,16 @@ def search(problem: ArrayProblem, algorithm: Algorithm = "descent") -> ArrayResu
 
     A way that fits with everything retained takes what its programs take. The others are searched
     in the order of their bounds, and left alone once these are no less than what was found.
+
+    Raises:
+        PlanError: ``search-algorithm`` for an unknown one.
     """
-    start = time.perf_counter()
+    start, chosen_by = time.perf_counter(), algorithm_named(algorithm, ALGORITHMS)
     candidates: list[Candidate] = []
     # Of the best so far, but for what bounds may be wrong by.
     enough, bound = inf, inf
     floors = sorted(
-        ((floor_seconds(space), n, space) for n, space in enumerate(_spaces(problem))),
+        ((floor_seconds(space), n, space) for n, space in enumerate(_spaces(problem, algorithm))),
         key=lambda one: one[:2],
     )
 
@@ -150,7 +160,7 @@ def search(problem: ArrayProblem, algorithm: Algorithm = "descent") -> ArrayResu
     for floor, n, space in left:
         least = floor if floor >= enough else max(floor, bound_seconds(space))
         bounded.append((least, n, space))
-    if len(bounded) > MOST_REVISED:
+    if len(bounded) > MOST_REVISED and algorithm not in OF_THE_PAPER:
         # What each begins with says well enough which are worth it.
         begun = [(descend(space, budget=0), least, n, space) for least, n, space in bounded]
         begun.sort(key=lambda one: (one[0][1], one[2]))
@@ -161,7 +171,7 @@ def search(problem: ArrayProblem, algorithm: Algorithm = "descent") -> ArrayResu
     for least, _, space in sorted(bounded, key=lambda one: one[:2]):
         bound = min(bound, least)
         if least < enough or not candidates:
-            add(space, ALGORITHMS[algorithm](space, least * (1 + TOLERANCE)), least)
+            add(space, chosen_by(space, least * (1 + TOLERANCE)), least)
     return ArrayResult(
         tuple(candidates),
         algorithm,
@@ -172,7 +182,7 @@ def search(problem: ArrayProblem, algorithm: Algorithm = "descent") -> ArrayResu
 
 
 def beside_baselines(problem: ArrayProblem, result: ArrayResult) -> ArrayResult:
-    """With what others would do, and never slower than their steps of all models."""
+    """With what others would do; ours is never slower than their steps of all models."""
     found = tuple(all_baselines(problem))
     better = [
         Candidate(
@@ -183,10 +193,17 @@ def beside_baselines(problem: ArrayProblem, result: ArrayResult) -> ArrayResult:
             problem.limit_bytes,
         )
         for one in found
-        if not one.in_rounds and one.fits and one.step_seconds < result.best.weighed.seconds
+        if result.algorithm not in OF_THE_PAPER
+        and not one.in_rounds
+        and one.fits
+        and one.step_seconds < result.best.weighed.seconds
     ]
     return replace(result, candidates=(*result.candidates, *better), baselines=found)
 
 
-def _spaces(problem: ArrayProblem) -> list[Space]:
-    return [problem.space(way) for way in ways(problem.num_models, problem.rule)]
+def _spaces(problem: ArrayProblem, algorithm: Algorithm) -> list[Space]:
+    return [
+        problem.space(way)
+        for way in ways(problem.num_models, problem.rule)
+        if algorithm not in OF_THE_PAPER or way.order == "multiplexed"
+    ]

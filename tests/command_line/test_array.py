@@ -61,6 +61,14 @@ def test_a_sweep_is_planned_and_run_within_its_limit(folder, capsys):
     for verb in (["explain", "plan.json"], ["report", "plan.json"]):
         assert asked(capsys, *verb)[1]["plan"]["kind"] == "array"
     assert asked(capsys, "diff", "plan.json", "plan.json")[1] == {"differences": []}
+    for algorithm in ("corrected", "paper"):
+        code, theirs = asked(capsys, *common, "--memory", limit, "--algorithm", algorithm)
+        assert theirs["search"]["algorithm"] == algorithm
+        assert {row["order"] for row in theirs["baselines"]} == {"multiplexed"}
+        assert (code, theirs["status"]) in ((0, "ok"), (1, "infeasible"))
+        if code == 0:
+            assert theirs["plan"]["peak_bytes"] <= limit
+            assert theirs["plan"]["step_seconds"] >= found["plan"]["step_seconds"]
     code, none = asked(capsys, *common, "--memory", 1000)
     assert (code, none["status"], none["why"]["code"]) == (1, "infeasible", "array-memory")
     assert none["why"]["least_peak_bytes"] > 1000
@@ -73,6 +81,8 @@ def test_a_sweep_is_planned_and_run_within_its_limit(folder, capsys):
         (["--vary", "b1=0.1,0.2"], "array-hyperparameter"),
         (["--vary", "seed=0,1", "--schedule", "gpipe"], "plan-system"),
         (["--vary", "seed=0,1", "--target", "cpu"], "devices-no-rates"),
+        (["--vary", "seed=0", "--algorithm", "paper"], "search-algorithm"),
+        (["--vary", "seed=0,1", "--algorithm", "wide"], "search-algorithm"),
     ],
 )
 def test_wrong_questions_are_refused(folder, capsys, more, code):

@@ -11,6 +11,8 @@ from benchmarks.mutwo_graphs import chain, host_link, random_graph
 from recommender.mutwo.bound import bound_seconds, floor_seconds
 from recommender.mutwo.descent import descend
 from recommender.mutwo.enumerate import enumerate_choices
+from recommender.mutwo.paper.choices import by_policy
+from recommender.mutwo.paper.readings import CORRECTED, PAPER
 from recommender.mutwo.problem import ArrayProblem, Choice, Space
 from recommender.mutwo.search import beside_baselines, search
 from recommender.mutwo.ways import (
@@ -139,3 +141,28 @@ def test_no_baseline_is_faster_but_in_rounds(part):
     assert most.sizes == ((2,) if fused.fits else (1, 1)) and most.in_rounds
     for one in found.values():
         assert one.fits == (one.step_seconds < float("inf")) == (not one.why)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_papers_algorithms_never_beat_every_choice_and_keep_the_limit(seed):
+    """Corrected, they answer most; as printed none, as each merged graph is decided alone (M-w)."""
+    answered = 0
+    for gigabytes, part in ((2, 0.5), (8, 0.1), (30, 0.8)):
+        space = space_of(seed, MULTIPLEXED, gigabytes * 1e9, part)
+        _, best = enumerate_choices(space)
+        chosen, found = by_policy(space, readings=CORRECTED)
+        answered += found.fits
+        assert not found.fits or best.seconds <= found.seconds <= 1.3 * best.seconds
+        assert not found.fits or space.evaluate(chosen, space.problem.limit_bytes).fits(
+            space.problem.limit_bytes, None
+        )
+        assert not by_policy(space, readings=PAPER)[1].fits
+    assert answered >= 2
+
+
+def test_a_search_by_the_papers_algorithms_is_of_multiplexed_ways():
+    problem = ArrayProblem(chain(4, (1, 2)), 2, host_link(8e9), 40_000_000)
+    ours, theirs = search(problem), search(problem, "corrected")
+    assert {one.way.order for one in theirs.candidates} == {"multiplexed"}
+    assert theirs.algorithm == "corrected" and theirs.best.fits
+    assert ours.best.weighed.seconds <= theirs.best.weighed.seconds

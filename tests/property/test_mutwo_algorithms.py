@@ -81,7 +81,7 @@ def test_copies_that_take_time_hold_more_than_the_memory_simulator_says():
         held = bytes_with_copies(nodes, use, execution)
         assert all(nbytes >= dict(use.held)[instant] for instant, nbytes in held.items())
         more.append(max(held.values()) / max(dict(use.held)[instant] for instant in held))
-    # Where copies out are slow, half as much again.
+    # Where copies out are slow, a third more.
     assert 1.3 < max(more) < 2 and min(more) == 1
 
 

@@ -340,7 +340,7 @@ def test_every_reading_has_a_row_and_can_be_chosen_alone():
 #: A random problem on which it matters, alone against all others corrected; those of the second
 #: row, as printed.
 MATTERS = {
-    "both_graphs": 0, "copies_awaited": 0, "credit_that_runs": 1, "idle_less_swaps": 0,
+    "both_graphs": 6, "copies_awaited": 0, "credit_that_runs": 1, "idle_less_swaps": 0,
     "last_counted_prompt": 0, "nothing_above_limit": 0, "offload_when_made": 0,
     "peak_asked_anew": 14, "prompts_move_back": 0, "sources_in_memory": 5, "rollback": 0,
     "swaps_stay_sources": 1, "weights_once": 0, "workspace": 0, "prompts_anywhere": 6,

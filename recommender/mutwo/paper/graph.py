@@ -83,6 +83,11 @@ class TrainingGraph:
     num_forward: int
     given_slices: Mapping[int, Slice] | None = None
 
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """By value, its bytes."""
+        return tuple(value.nbytes for value in self.values)
+
     @property
     def num_backward(self) -> int:
         return len(self.operations) - self.num_forward
@@ -183,18 +188,18 @@ class TrainingGraph:
     def _bytes(self, values) -> int:
         return sum(self.values[v].nbytes for v in values)
 
-    @property
+    @cached_property
     def active_bytes(self) -> tuple[int, ...]:
         """By rank, inputs, outputs and what else is alive, without the workspace (active_mem);
         without static memory."""
         return tuple(active for active, _, _ in self._held)
 
-    @property
+    @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
         """By rank, with the workspace (peak_mem); without static memory."""
         return tuple(peak for _, peak, _ in self._held)
 
-    @property
+    @cached_property
     def rest_bytes(self) -> tuple[int, ...]:
         """By rank, what stays when it has run, without intermediates that are swapped out then."""
         return tuple(rest for _, _, rest in self._held)

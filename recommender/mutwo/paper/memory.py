@@ -71,7 +71,7 @@ class _Simulator:
     def _step(self, node: Node) -> None:
         graph, rank = node.graph, node.rank
         backward, whole = node.side == "backward", self._readings.workspace
-        sizes = [value.nbytes for value in graph.values]
+        sizes = graph.sizes
         if backward or self._readings.prompts_anywhere:
             fetched = self._schedule.graph.values
             for v in node.to_prefetch:

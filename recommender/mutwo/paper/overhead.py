@@ -102,14 +102,14 @@ class _Overhead:
         return sum(costs[v].seconds for v in again)
 
     def _remaining(self) -> float:
-        """What is left of the last copy in when the access would run (get_remaining_time, M-m)."""
+        """What is left of the copies in that were begun before when the access would run
+        (get_remaining_time, M-m)."""
         schedule, graph = self._schedule, self._graph
-        execution = Engine(self._readings).run(graph, schedule.merged())
+        events = Engine(self._readings).run(graph, schedule.merged()).events
         name = graph.operations[graph.num_forward + self._access].name
-        label = f"{graph.name} {name}"
-        start = next(one.start for one in execution.events if one.label == label)
-        copies = [one.end for one in execution.events if one.stream == "in"]
-        return max(0.0, max(copies, default=0.0) - start)
+        at = next(n for n, one in enumerate(events) if one.label == f"{graph.name} {name}")
+        copies = [one.end for one in events[:at] if one.stream == "in"]
+        return max(0.0, max(copies, default=0.0) - events[at].start)
 
     # ---- forward operations ----------------------------------------------------------------------
 

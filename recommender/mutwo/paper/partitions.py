@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from capture.machine.target import HostLink
-from capture.step.sub_array import Programs, SubArray
 from recommender.mutwo.paper.policy import CycleSchedule, schedule_cycle
 from recommender.mutwo.paper.readings import Readings
 from recommender.mutwo.paper.sub_arrays import Posed, pose
-
-
-class Profiled(Programs, Protocol):
-    """The programs of sub-arrays of any size."""
-
-    def sub_array(self, num_models: int) -> SubArray: ...
+from recommender.mutwo.problem import Profiled
 
 
 @dataclass(frozen=True)

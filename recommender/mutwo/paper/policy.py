@@ -129,9 +129,9 @@ def schedule_cycle(
     """Algorithm B on all merged graphs of some sub-arrays (3.2, 5).
 
     A forward pass offloads and deletes what was decided in the graph of its backward pass. Printed,
-    they are scheduled one after the other, so most know no hints; otherwise (M-w) decisions are
-    made one by one, each of the sub-array whose tensors hold most of the highest peak, until all
-    keep the limit.
+    they are scheduled one after the other, so most know no hints, and judged when all are decided;
+    otherwise (M-w) decisions are made one by one, each of the sub-array whose tensors hold most of
+    the highest peak, until all keep the limit.
 
     Args:
         graphs: The sub-arrays; a pair of them, as in the paper, or more.
@@ -145,12 +145,10 @@ def schedule_cycle(
         for graph, following in zip(graphs, nexts, strict=True)
     )
     if not readings.both_graphs:
-        fits = True
         for n, policy in enumerate(policies):
-            fits = policy.run() and fits
-            if n == 0:
-                _tell(policy, policies[-1])
-        return CycleSchedule(policies, fits)
+            policy.run()
+            _tell(policy, policies[n - 1])
+        return CycleSchedule(policies, all(policy.fits for policy in policies))
     while not all(policy.fits for policy in policies):
         chosen = _next(policies)
         if chosen is None:

@@ -64,7 +64,7 @@ class _Writer:
             label = f"{graph.name} again {graph.values[v].name}"
             again = Operation(label, tuple(sorted(cost.sources)), (v,), cost.seconds)
             yield self._run(graph, again, label, cost.nbytes)
-        sizes = [value.nbytes for value in graph.values]
+        sizes = graph.sizes
         made = sum(sizes[v] for v in operation.writes) - sum(sizes[v] for v in operation.donated)
         label = f"{graph.name} {operation.name}"
         yield self._run(graph, operation, label, operation.temporaries_bytes + made)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from capture.machine.target import HostLink
 from capture.plan.array import Decision
-from capture.step.sub_array import Call, Programs, SubArray, movable, recomputable
+from capture.step.sub_array import Call, Programs, SubArray, Uses, movable, recomputable
 from recommender.mutwo.paper.graph import Operation, Slice, TrainingGraph, Value
 from recommender.mutwo.paper.schedule import Schedule
 
@@ -89,38 +89,32 @@ def pose(
             found = _slice(sub_array, programs, own, value_of)
             if found is not None:
                 slices[v] = found
-    operations = tuple(
-        _operation(sub_array, programs, segment, value_of)
-        for segment in range(2 * sub_array.num_layers)
-    )
+    # As they are when everything is retained: they take over what ends in them.
+    calls = [issued.call for issued in Uses(sub_array).issued]
+    operations = tuple(_operation(sub_array, programs, call, value_of) for call in calls)
     values = tuple(map(value, groups.values()))
     graph = TrainingGraph(name, values, operations, sub_array.num_layers, slices)
     return Posed(sub_array, graph, numbers, sum(bundles[n].nbytes for n in static))
 
 
 def _operation(
-    sub_array: SubArray, programs: Programs, segment: int, value_of: dict[int, int]
+    sub_array: SubArray, programs: Programs, call: Call, value_of: dict[int, int]
 ) -> Operation:
-    """A segment, as it is when everything is retained: it takes over what ends in it."""
-    bundles, work = sub_array.bundles, sub_array.segments[segment]
-    donated = tuple(
-        n
-        for n in work.reads
-        if n in work.writes or (not bundles[n].is_state and bundles[n].readers[-1] == segment)
-    )
-    backward = segment >= sub_array.num_layers
-    call = Call("backward" if backward else "forward", segment, work.reads, donated, work.writes)
-    facts = programs.facts(sub_array, call)
+    bundles, facts = sub_array.bundles, programs.facts(sub_array, call)
     # The bytes of a program count what it writes, less what it takes over.
-    made = sum(bundles[n].nbytes for n in work.writes if n in value_of)
-    made -= sum(bundles[n].nbytes for n in donated if n in value_of)
+    made = sum(bundles[n].nbytes for n in call.outputs if n in value_of)
+    made -= sum(bundles[n].nbytes for n in call.donated if n in value_of)
     return Operation(
-        f"{call.kind} {segment}",
-        _values(work.reads, value_of),
-        _values(work.writes, value_of),
+        f"{call.kind} {call.segment}",
+        _values(call.inputs, value_of),
+        _values(call.outputs, value_of),
         facts.seconds,
         max(0, facts.transient_bytes - made),
-        tuple(v for v in _values(donated, value_of) if _ends(sub_array, v, segment, value_of)),
+        tuple(
+            v
+            for v in _values(call.donated, value_of)
+            if _ends(sub_array, v, call.segment, value_of)
+        ),
     )
 
 

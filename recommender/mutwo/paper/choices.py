@@ -1,0 +1,79 @@
+"""Algorithm B as a search of a way: its choices for the feature maps, judged as those of every
+other search are, by the step that will run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+from capture.plan.array import Decision
+from recommender.mutwo.paper.policy import CycleSchedule, schedule_cycle
+from recommender.mutwo.paper.readings import Readings
+from recommender.mutwo.paper.sub_arrays import Posed, pose
+from recommender.mutwo.problem import RECOMPUTE, RETAIN, Choice, Chosen, Space, Weighed
+
+
+def by_policy(
+    space: Space, enough_seconds: float = 0.0, *, readings: Readings
+) -> tuple[Chosen, Weighed]:
+    """What mu-TWO's algorithms choose for a way.
+
+    The paper puts forward operations where they hide copies, and the rest behind the backward pass;
+    the step that will run has one of each in turn, so only choices and prompts are taken over.
+    Where that order needs more, the policy is asked again with as much less. Sub-arrays of a size
+    have the same choices: what is moved in one of them is moved in all.
+
+    Args:
+        space: The choices of a way.
+        enough_seconds: Of no meaning here: nothing is revised.
+        readings: Of the algorithms.
+
+    Returns:
+        The choices, and what they weigh as a step; where Algorithm G says that they do not keep the
+        limit, that they do not, by as much (M-f).
+    """
+    problem, way = space.problem, space.way
+    posed = tuple(
+        pose(
+            problem.profiled.sub_array(size),
+            problem.profiled,
+            problem.host,
+            f"sub-array {n}",
+            problem.by_bundle,
+        )
+        for n, size in enumerate(way.sizes)
+    )
+    graphs, static = [one.graph for one in posed], sum(one.static_bytes for one in posed)
+    limit = problem.limit_bytes
+    while True:
+        cycle = schedule_cycle(graphs, limit, readings, static)
+        chosen = _chosen(space, posed, cycle)
+        if not cycle.fits:
+            peak = cycle.peak_bytes + problem.limit_bytes - limit
+            return chosen, Weighed(peak - problem.limit_bytes, inf, peak)
+        weighed = space.weigh(chosen)
+        more = weighed.peak_bytes - problem.limit_bytes
+        if more <= 0:
+            return chosen, weighed
+        # Less than it stopped at, or it would choose the same.
+        limit = min(limit - more, cycle.peak_bytes - 1)
+
+
+def _chosen(space: Space, posed: Sequence[Posed], cycle: CycleSchedule) -> Chosen:
+    decided = [
+        {decision.bundle: decision for decision in one.decisions(policy.schedule)}
+        for one, policy in zip(posed, cycle.policies, strict=True)
+    ]
+    chosen: list[Choice] = []
+    for n, unit in enumerate(space.units):
+        found: list[Decision] = []
+        for one, of, size in zip(posed, decided, space.way.sizes, strict=True):
+            name = one.sub_array.bundles[unit.bundles[0]].name
+            if size == unit.size and name in of:
+                found.append(of[name])
+        ahead = [decision.ahead for decision in found if decision.choice == "swap"]
+        if ahead:
+            chosen.append(space.swap(n, max(1, *ahead)))
+        else:
+            chosen.append(RECOMPUTE if found else RETAIN)
+    return tuple(chosen)
