@@ -37,7 +37,9 @@ def packs_step(graph: TaskGraph, profile: LayerProfile, server: Server) -> Step:
     """
     profile = profile.as_streamed(graph.swaps.stream)
     begins = begins_of(graph, estimate(graph, profile, server))
-    return StreamedBuilder(graph, ProfileSizes(profile, graph.num_shares), server, begins).build()
+    lanes = graph.num_devices if graph.mode == "dp" else 1
+    sizes = ProfileSizes(profile, graph.num_shares, lanes)
+    return StreamedBuilder(graph, sizes, server, begins).build()
 
 
 def packs_timeline(graph: TaskGraph, profile: LayerProfile, server: Server) -> StepTimeline:

@@ -116,10 +116,16 @@ class PackSizes(Protocol):
 @dataclass(frozen=True)
 class ProfileSizes:
     """Those of a layer profile, which knows the sizes of layers and none of their arrays: nothing
-    is shared, and the batch is the input of the first layer."""
+    is shared, and the batch is the input of the first layer.
+
+    Attributes:
+        profile: Of the layers.
+        num_lanes: Devices that make gradients of the same parameters.
+    """
 
     profile: LayerProfile
     num_shares: int = 1
+    num_lanes: int = 1
 
     @property
     def num_layers(self) -> int:
@@ -190,6 +196,11 @@ class ProfileSizes:
         which a pass that adds to those that are there makes layer by layer, as compiled programs
         do; the released profiles are of a framework that adds in place. An update writes over what
         it reads; what reduces gradients does not."""
+        if which == "update" and self.profile.model_hashes:
+            # Parameters that later layers read may be of this pack: an update on a device then adds
+            # their gradients of all devices.
+            own, later = self.weight_bytes(pack), self.profile.b_bytes[pack[1] :]
+            return self.num_lanes * sum(min(own, nbytes) for nbytes in later)
         if which in ("update", "reduce", "gather", "scatter"):
             return output_bytes
         (first, stop), weights = pack, self.weight_bytes(pack)
