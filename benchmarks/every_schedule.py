@@ -6,8 +6,9 @@
 
 * plans: the fastest plan of every schedule on 16 A100s that are not there, at three memory limits,
   beside that of 1F1B. A step is *counted* as the search does, and *simulated*, which is told beside
-  it: with the batch's way to the devices and what is exchanged at the end. The limits go from what
-  1F1B needs at least (tight) to what its fastest plan takes (loose).
+  it: with the batch's way to the devices and what is exchanged at the end. The limits: what the
+  device has (loose), and a quarter of the way beyond each of what 1F1B needs for its fastest plan
+  (middle) and at least (tight), by how far these are apart.
 * predictions: random plans, predicted from a profile alone, beside their own compiled stages
   (``capture evaluate``): remat ``cheap``, sequence parallelism, and every schedule of a table.
 
@@ -145,23 +146,42 @@ def plans(name: str, options: argparse.Namespace) -> dict[str, Any]:
     family = FAMILIES[name]
     say(f"{name}: profiling {family.workload}")
     made = profiled(family, options)
+    return at_limits(name, made, CLUSTER, family.microbatch_size, family.num_microbatches)
+
+
+def recorded_plans(path: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """From a profile that is there, at its largest micro-batch size."""
+    made = Profile.load(path)
+    workload = f"{path.stem} {options.cluster}"
+    return at_limits(workload, made, options.cluster, max(made.microbatch_sizes), 16)
+
+
+def at_limits(
+    name: str, made: Profile, cluster: str, microbatch_size: int, num_microbatches: int
+) -> dict[str, Any]:
     asked = PlanQuestion(
-        Cluster.parse(CLUSTER, TARGET),
-        family.microbatch_size * family.num_microbatches,
-        family.num_microbatches,
+        Cluster.parse(cluster, made.target),
+        microbatch_size * num_microbatches,
+        num_microbatches,
         "1f1b",
     )
     least = recommend(made, replace(asked, objective="memory"))
     fastest = recommend(made, replace(asked, objective="throughput"))
     low, high = least.peak_bytes, fastest.peak_bytes
-    limits = {"loose": high, "middle": (low + high) // 2, "tight": low + (high - low) // 50}
+    limits = {
+        "loose": asked.limit_bytes,
+        "middle": high + (high - low) // 4,
+        "tight": low + (high - low) // 4,
+    }
     return {
         "family": name,
-        "workload": family.workload,
-        "choices": [str(StageChoice(*of, r)) for r in family.remats for of in family.degrees],
+        "workload": str(made.workload),
+        "cluster": str(asked.cluster),
+        "choices": list(map(str, made.choices)),
         "num_layers": made.graph.num_layers,
         "global_batch_size": asked.global_batch_size,
         "num_microbatches": asked.num_microbatches,
+        "provenance": dict(made.provenance),
         "failures": list(made.failures),
         "limits": {
             limit: at_limit(made, replace(asked, objective="throughput", memory_limit_bytes=size))
@@ -175,6 +195,7 @@ def at_limit(made: Profile, asked: PlanQuestion) -> dict[str, Any]:
     chooses."""
     found = {}
     for name in SCHEDULES:
+        say(f"{asked.memory_limit_bytes} {name}")
         start = time.process_time()
         answer = recommend(made, replace(asked, schedule=name))
         found[name] = {**told(answer, made), "search_seconds": time.process_time() - start}
@@ -265,6 +286,10 @@ def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("part", choices=("plans", "predictions"))
     parser.add_argument("--only", nargs="+", metavar="NAME", help="families, or rows; default: all")
+    parser.add_argument(
+        "--profile", type=Path, nargs="+", metavar="FILE", help="plan from these; measure nothing"
+    )
+    parser.add_argument("--cluster", default=CLUSTER, help="of --profile; default: %(default)s")
     parser.add_argument("--plans", type=int, default=200, help="random ones; default: %(default)s")
     parser.add_argument("--workers", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--store", type=Path)
@@ -275,6 +300,8 @@ def main() -> int:
     is_plans = options.part == "plans"
     if options.merge:
         rows = [row for path in options.merge for row in json.loads(path.read_text())["rows"]]
+    elif options.profile and is_plans:
+        rows = [recorded_plans(path, options) for path in options.profile]
     elif is_plans:
         prepare(Cluster.parse(CLUSTER, TARGET))
         rows = [plans(name, options) for name in options.only or FAMILIES]

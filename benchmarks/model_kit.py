@@ -85,6 +85,7 @@ KIT: Mapping[str, Mapping[str, Sequence[Any]]] = {
     "dense:routed": {"width": _WIDTHS, "experts": (2, 4), "depth": _DEPTHS},
     "dense:masked": {"width": _WIDTHS, "depth": _DEPTHS},
     "dense:deep_supervision": {"width": _WIDTHS, "classes": (50, 500), "depth": _DEPTHS},
+    "dense:branches": {"width": _WIDTHS, "depth": (5, 6, 7)},
     "dense:noisy": {"width": _WIDTHS, "hidden": (96, 160), "depth": _DEPTHS},
     "dense:hypernetwork": {"width": (8, 16), "code": (16, 32), "depth": _DEPTHS},
     "dense:half_precision": {"width": _WIDTHS, "hidden": (96, 192), "depth": _DEPTHS},

@@ -219,7 +219,7 @@ class _Measured:
     # ---- the profile -----------------------------------------------------------------------------
 
     def profile(self) -> LayerProfile:
-        from capture.profiler.layers import weight_bytes
+        from capture.profiler.layers import REFERENCE_SIZE, cast_bytes, weight_bytes
 
         question, backend = self.question, self._backend
         found = self._largest()
@@ -249,6 +249,7 @@ class _Measured:
             workload=question.spec,
             model_hashes={u: backend.graph(u).model_hash for u in every},
             coupled=backend.coupled(*apart) if every[-1] > 1 else "",
+            summary_bytes=backend.summary_bytes(),
             made={
                 **backend.provenance,
                 "limit_bytes": question.limit_bytes,
@@ -257,6 +258,7 @@ class _Measured:
                 "largest": {which: found[which].largest for which in PASSES},
                 "failures": sorted(set(self._failures.values())),
             },
+            casts=cast_bytes(backend.layers(REFERENCE_SIZE).traced),
         )
 
     def _pass(self, which: Pass, sizes: Sequence[int], entering: Sequence[int]) -> PassProfile:

@@ -27,6 +27,7 @@ SCRIPTS = (
     "harmony-figure-10-cnns",
     "harmony-figure-13",
     "harmony-figure-14",
+    "harmony-figure-15",
     "harmony-figure-17",
 )
 

@@ -116,6 +116,10 @@ def document_of(profile: LayerProfile) -> dict[str, Any]:
         "coupled": profile.coupled,
         "failures": profile.made["failures"],
         "source": profile.source,
+        "casts": {
+            dtype: profile.as_streamed(dtype).cast_bytes(0, profile.num_layers)
+            for dtype in profile.casts
+        },
     }
 
 
@@ -169,6 +173,10 @@ def as_text(profile: LayerProfile) -> list[str]:
                 for quantity in QUANTITIES
             )
             lines.append(f"  every other size from those beside it is off by: {said}")
+    for dtype, nbytes in facts["casts"].items():
+        lines.append(
+            f"read only as {dtype}: parameters of {format_bytes(nbytes)} as that (--stream {dtype})"
+        )
     if profile.coupled:
         lines.append(f"both directions need micro-batches of one size: {profile.coupled}")
     return lines + [f"failed: {failure}" for failure in facts["failures"]]

@@ -16,6 +16,7 @@ from capture.errors import PlanError
 from capture.machine.server import Server, server_names
 from capture.measured.layer_profile import UNMEASURED, LayerProfile
 from capture.plan.packs import PacksPlan
+from capture.plan.task_graph import AS_THEY_ARE, STREAMED, Swaps
 from capture.quantities import format_bytes, parse_bytes
 from profiling_runs.layers import with_model_hash
 from recommender.harmony import PacksQuestion, harmony
@@ -61,6 +62,18 @@ OPTIONS = (
         (),
         _names,
         metavar="NAME,...",
+    ),
+    Option(
+        "stream",
+        "harmony: devices get parameters that layers read only through a cast to this dtype "
+        f"as the cast: {', '.join(STREAMED)}",
+        metavar="DTYPE",
+    ),
+    Option(
+        "shard_swaps",
+        "harmony, --mode dp: every device swaps a share of the weights, and gets the others from "
+        "their devices",
+        False,
     ),
     Option("baselines", "harmony: what other systems need, beside the plan", False),
     Option("equi_fb", "harmony: the same packs and sizes forward and backward", False),
@@ -111,6 +124,7 @@ def plan(options: argparse.Namespace) -> int:
         options.equi_fb,
         options.single_first,
         None if options.machine else asked.read_cluster(vars(options)),
+        Swaps(options.stream or "", options.shard_swaps),
     )
     measured = None
     if options.layers is None:
@@ -127,7 +141,8 @@ def plan(options: argparse.Namespace) -> int:
     lines += [f"{answer.status}: {answer.why.summary}"]
     if answer.plan is not None:
         lines += [pack_table(answer.plan), *prediction_lines(answer.plan)]
-        updates = question.profile.update_seconds(0, question.profile.num_layers)
+        streamed = question.profile.as_streamed(question.swaps.stream)
+        updates = streamed.update_seconds(0, streamed.num_layers)
         lines.append(
             f"updates take {updates:.4g} s of one host process, shared by {server.devices}"
         )
@@ -144,7 +159,8 @@ def plan(options: argparse.Namespace) -> int:
     if options.baselines:
         mode = answer.plan.mode if answer.plan is not None else question.modes[0]
         configuration = answer.plan.configuration if answer.plan is not None else None
-        found = all_baselines(question.problem(mode), configuration)
+        beside = replace(question, swaps=AS_THEY_ARE).problem(mode)
+        found = all_baselines(beside, configuration)
         document["baselines"] = [row.to_json() for row in found]
         lines.append(baseline_table(found))
     emit(options, document, "\n".join(lines))
@@ -309,6 +325,8 @@ def _facts(plan: PacksPlan) -> dict[str, str]:
         "forward packs": " ".join(map(str, forward.lengths)),
         "backward packs": " ".join(map(str, backward.lengths)),
         "off": ", ".join(plan.switches.off) or "-",
+        "streamed as": plan.swaps.stream or "they are",
+        "swapped": "in shares" if plan.swaps.sharded else "whole",
     }
     prediction = plan.prediction
     step = prediction.step if prediction else None
@@ -343,8 +361,10 @@ def prediction_lines(plan: PacksPlan) -> list[str]:
     """Both estimates, each named."""
     if plan.prediction is None:
         return []
-    paper = plan.prediction.paper
+    paper, dtype = plan.prediction.paper, plan.swaps.stream
     return [
+        *([f"parameters that layers read as {dtype} alone are streamed so"] if dtype else []),
+        *(["every device swaps its share of weights and gradients"] if plan.swaps.sharded else []),
         f"by the paper's rules: {paper.step_seconds:.4g} s a step, "
         f"{plan.minibatch_size / paper.step_seconds:.4g} examples/s, tasks of "
         f"{format_bytes(max(paper.task_bytes))} at most, devices compute nothing for "

@@ -19,6 +19,13 @@ and, where ``capture profile`` wrote it:
     model_hashes              of the traced loss, by micro-batch size
     coupled                   why both directions need micro-batches of one size; empty if they do
                               not
+    summary_bytes             of what an update needs of the gradients of each other pack, such as
+                              their norm; 0 if nothing, and updates need not come last
+    casts                     by dtype, what devices need of layers whose parameters they get as
+                              casts to it: w_bytes and b_bytes of what comes, cast_bytes of a
+                              layer's own casts among that, gradient_bytes of what goes back if one
+                              micro-batch makes it
+    streamed                  as which of these dtypes they get them; empty: as they are
     made                      backend, versions, limit_bytes; the stride between sizes, the sizes
                               that were tried and the largest that fits, by direction; failures
 
@@ -71,6 +78,23 @@ class PassProfile:
     u: tuple[int, ...]
     time: tuple[tuple[float, ...], ...]
     memory: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Casts:
+    """Layers whose parameters devices get as casts to a dtype, where they read them so alone; bytes
+    per layer.
+
+    Attributes:
+        w_bytes, b_bytes: Of weights and buffers, as devices get them.
+        cast_bytes: Of w_bytes, the casts: the host keeps them beside the parameters.
+        gradient_bytes: Of the gradients of a single pass, where those of casts are as good.
+    """
+
+    w_bytes: tuple[int, ...]
+    b_bytes: tuple[int, ...]
+    cast_bytes: tuple[int, ...]
+    gradient_bytes: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +160,10 @@ class LayerProfile:
     workload: WorkloadSpec | None = None
     model_hashes: Mapping[int, str] = field(default_factory=dict, hash=False)
     coupled: str = ""
+    summary_bytes: int = 0
     made: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    casts: Mapping[str, Casts] = field(default_factory=dict, hash=False)
+    streamed: str = ""
 
     def __post_init__(self) -> None:
         ProfileError.check(self._violations())
@@ -174,7 +201,10 @@ class LayerProfile:
 
     def to_json(self) -> dict[str, Any]:
         document = documents.fields_of(self)
-        known = ("workload", "model_hashes", "coupled", "made")
+        known = (
+            *("workload", "model_hashes", "coupled", "summary_bytes", "made"),
+            *("casts", "streamed"),
+        )
         return {key: value for key, value in document.items() if value or key not in known}
 
     def save(self, path: Path | str) -> None:
@@ -190,19 +220,68 @@ class LayerProfile:
     def smallest(self, which: Pass) -> int:
         return self._of(which).u[0]
 
+    def as_streamed(self, dtype: str) -> LayerProfile:
+        """The same layers, as devices need them that get casts to a dtype; empty: the parameters.
+
+        Raises:
+            ProfileError: ``packs-stream`` where no parameter is read only through such a cast.
+        """
+        if dtype == self.streamed:
+            return self
+        if dtype and dtype not in self.casts:
+            known = " and ".join(self.casts)
+            raise ProfileError.of(
+                f"no layer of {self.name!r} reads a parameter only through a cast to {dtype}, so "
+                f"there is nothing to stream as it; "
+                f"{f'stream as {known}' if known else 'stream parameters as they are'}, have the "
+                "model compute in it, or profile again what an earlier version profiled.",
+                "packs-stream",
+            )
+        return replace(self, streamed=dtype)
+
     def weight_bytes(self, first: int, stop: int) -> int:
-        """Weights and buffers of layers [first, stop)."""
-        weights = self._sums[0]
-        return weights[stop] - weights[first]
+        """Weights and buffers of layers [first, stop), as they are."""
+        return self._sum("weights", first, stop)
+
+    def streamed_bytes(self, first: int, stop: int) -> int:
+        """Of the same, what devices get."""
+        return self._sum("streamed", first, stop)
+
+    def cast_bytes(self, first: int, stop: int) -> int:
+        """Casts that the host keeps beside the parameters."""
+        return self._sum("casts", first, stop)
+
+    def gradient_bytes(self, first: int, stop: int, *, alone: bool = False) -> int:
+        """What goes back to the host.
+
+        Args:
+            first, stop: The layers.
+            alone: Whether one micro-batch makes it, to which none is added.
+        """
+        return self._sum("alone" if alone else "weights", first, stop)
 
     def state_bytes(self, first: int, stop: int) -> int:
         """Optimizer state of the same."""
-        state = self._sums[1]
-        return state[stop] - state[first]
+        return self._sum("state", first, stop)
 
     def update_seconds(self, first: int, stop: int) -> float:
         """Of their updates on the host."""
         return self._update_sums[stop] - self._update_sums[first]
+
+    def cast_seconds(self, first: int, stop: int) -> float:
+        """To make their casts on the host, at the rate of their updates."""
+        masters = self._sum("masters", first, stop)
+        return self._host_seconds(first, stop, masters + self.cast_bytes(first, stop))
+
+    def widen_seconds(self, first: int, stop: int) -> float:
+        """To make gradients of parameters there of those of casts."""
+        whole, alone = (self.gradient_bytes(first, stop, alone=one) for one in (False, True))
+        return self._host_seconds(first, stop, whole + alone) if alone < whole else 0.0
+
+    def _host_seconds(self, first: int, stop: int, nbytes: int) -> float:
+        """An update reads weights, gradients and state, and writes weights and state."""
+        moved = self._sum("updated", first, stop)
+        return self.update_seconds(first, stop) * nbytes / moved if moved else 0.0
 
     def at(self, which: Pass, size: int, interpolation: Interpolation = "piecewise") -> SizedLayers:
         """All layers at a micro-batch size between the smallest and the largest measured.
@@ -252,11 +331,33 @@ class LayerProfile:
     def _of(self, which: Pass) -> PassProfile:
         return self.fwd if which == "forward" else self.bwd
 
+    def _sum(self, what: str, first: int, stop: int) -> int:
+        return self._sums[what][stop] - self._sums[what][first]
+
     @cached_property
-    def _sums(self) -> tuple[list[int], list[int]]:
-        """Bytes of weights and buffers, and of optimizer state, of the first i layers."""
-        weights = (w + b for w, b in zip(self.w_bytes, self.b_bytes, strict=True))
-        return list(accumulate(weights, initial=0)), list(accumulate(self.k_bytes, initial=0))
+    def _casts(self) -> Casts:
+        """As devices get them now."""
+        if self.streamed:
+            return self.casts[self.streamed]
+        return Casts(self.w_bytes, self.b_bytes, (0,) * self.num_layers, self.w_bytes)
+
+    @cached_property
+    def _sums(self) -> Mapping[str, list[int]]:
+        """Bytes of the first i layers, by what they are."""
+
+        def sums(*rows: Sequence[int]) -> list[int]:
+            return list(accumulate(map(sum, zip(*rows, strict=True)), initial=0))
+
+        casts = self._casts
+        return {
+            "weights": sums(self.w_bytes, self.b_bytes),
+            "streamed": sums(casts.w_bytes, casts.b_bytes),
+            "casts": sums(casts.cast_bytes),
+            "alone": sums(casts.gradient_bytes, self.b_bytes),
+            "masters": sums(self.w_bytes, [-w for w in casts.w_bytes], casts.cast_bytes),
+            "state": sums(self.k_bytes),
+            "updated": sums(*[self.w_bytes] * 3, *[self.k_bytes] * 2),
+        }
 
     @cached_property
     def _update_sums(self) -> list[float]:
@@ -264,8 +365,13 @@ class LayerProfile:
 
     @cached_property
     def _arrays(self) -> Mapping[Pass, tuple[np.ndarray, np.ndarray]]:
+        casts = self._casts
+        whole, come = (np.array(each.w_bytes) + np.array(each.b_bytes) for each in (self, casts))
+
         def arrays(measured: PassProfile) -> tuple[np.ndarray, np.ndarray]:
-            return np.array(measured.time, dtype=float), np.array(measured.memory)
+            """A layer that is given casts holds no parameters, and need not make them."""
+            memory = np.array(measured.memory) - (whole - come)
+            return np.array(measured.time, dtype=float), memory
 
         return {"forward": arrays(self.fwd), "backward": arrays(self.bwd)}
 
@@ -295,6 +401,14 @@ class LayerProfile:
             yield from _row(name, getattr(self, name), num_layers)
         for name in ("fwd", "bwd"):
             yield from _measured(name, getattr(self, name), num_layers)
+        if self.streamed and self.streamed not in self.casts:
+            yield Violation(
+                f"streamed={self.streamed!r} is not among the casts, {list(self.casts)}.",
+                "packs-stream",
+            )
+        for dtype, casts in self.casts.items():
+            for name, row in vars(casts).items():
+                yield from _row(f"casts.{dtype}.{name}", row, num_layers)
         for name, what in (("time", "seconds"), ("memory", "bytes")):
             for size in sorted({*self.fwd.u} & {*self.bwd.u}):
                 forward = _rows(self.fwd, name).get(size, ())

@@ -344,13 +344,19 @@ class SplitRun:
         split: How.
         mesh: The stage's.
         arrives_split: Values of the graph that the stage is given as the layer wants them.
+        runs_again: Whether the layer is run again before it goes backwards (remat ``full``).
     """
 
     def __init__(
-        self, call: LayerCall, split: SequenceSplit, mesh: Mesh, arrives_split: Collection[int]
+        self,
+        call: LayerCall,
+        split: SequenceSplit,
+        mesh: Mesh,
+        arrives_split: Collection[int],
+        runs_again: bool,
     ):
         function = call.function
-        self._split, self._mesh = split, mesh
+        self._split, self._mesh, self._runs_again = split, mesh, runs_again
         self._entering = [
             None if v in arrives_split else dim
             for v, dim in zip(call.inputs, split.inputs, strict=True)
@@ -369,16 +375,32 @@ class SplitRun:
     def __call__(self, op: Op, arguments: Sequence[Any], env: dict[Any, Any]) -> list[Any]:
         """Results of one operation; what it reads whole stands in the environment beside the value,
         for all that do."""
-        at, given = self._index[op], list(arguments)
+        at, given, wholes = self._index[op], list(arguments), dict[int, int]()
         for i in self._split.whole[at]:
             value = op.inputs[i]
             dim = self._dims[value] if isinstance(value, int) else None
             assert dim is not None, "what is read whole is split"
-            if ("whole", value) not in env:
-                env["whole", value] = gathered(given[i], dim, self._mesh)
-            given[i] = env["whole", value]
+            wholes[i] = dim
+        if self._runs_again and wholes:
+            results = jax.checkpoint(lambda *parts: self._run_whole(op, parts, wholes))(*given)
+        else:
+            for i, dim in wholes.items():
+                key = "whole", op.inputs[i]
+                if key not in env:
+                    env[key] = gathered(given[i], dim, self._mesh)
+                given[i] = env[key]
+            results = run_op(op, given)
         split = scattered if self._split.parallel[at] else split_along
         return [
             array if dim is None else split(array, dim, self._mesh)
-            for array, dim in zip_longest(run_op(op, given), self._split.results[at])
+            for array, dim in zip_longest(results, self._split.results[at])
         ]
+
+    def _run_whole(self, op: Op, parts: Sequence[Any], wholes: Mapping[int, int]) -> Sequence[Any]:
+        """Of what is gathered here the backward pass keeps the part, and gathers once more (section
+        4.2.2): else that of all products would be there at once when a layer is run again."""
+        given = [
+            gathered(part, wholes[i], self._mesh) if i in wholes else part
+            for i, part in enumerate(parts)
+        ]
+        return run_op(op, given)

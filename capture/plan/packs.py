@@ -14,6 +14,8 @@ A plan is JSON:
                               pipeline) or "dp"
     forward, backward         microbatch_size, packs ([first layer, last layer] of each)
     switches                  true for what is on: grouping, prefetch, jit, offload, p2p
+    swaps                     stream: the dtype of the casts that devices get instead of parameters;
+                              sharded: true where each fetches a share, and all make them whole
     prediction                paper: by the released scheduler's rules; step: of the plan's own
                               instructions, with what every memory holds
     why, points               what the search says of its choice, and the best that it evaluated
@@ -36,11 +38,13 @@ from capture.plan.files import ClusterRow, resolved, save
 from capture.plan.headroom import Headroom
 from capture.plan.task_graph import (
     ALL_ON,
+    AS_THEY_ARE,
     MODES,
     Configuration,
     Mode,
     Packs,
     Span,
+    Swaps,
     Switches,
     TaskGraph,
     shares,
@@ -126,6 +130,7 @@ class PacksPlan:
         mode: How devices share the work.
         configuration: (U_F, P_F, U_B, P_B).
         switches: What is off.
+        swaps: How weights and gradients travel.
         model: Name of the layer profile.
         model_hash: Content hash of the traced loss; empty if never traced.
         workload: By name; None if no more than a layer profile is known.
@@ -136,7 +141,7 @@ class PacksPlan:
         PlanError: every rule that is broken, with its code: ``packs-mode``, ``packs-batch``,
             ``packs-layers`` for packs that leave, repeat or reorder layers, ``packs-last`` where
             the directions disagree on the last pack, ``packs-size`` for a micro-batch size of 0 or
-            above the share of a device.
+            above the share of a device, and those of ``Swaps``.
     """
 
     machine: Server
@@ -152,6 +157,7 @@ class PacksPlan:
     prediction: PacksPrediction | None = field(default=None, compare=False)
     why: Why | None = field(default=None, compare=False)
     points: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
+    swaps: Swaps = AS_THEY_ARE
 
     def __post_init__(self) -> None:
         PlanError.check(self._violations())
@@ -170,7 +176,12 @@ class PacksPlan:
         """Of all ranks."""
         devices = self.machine.devices
         return TaskGraph.of(
-            self.configuration, self.mode, devices, self.minibatch_size, self.switches
+            self.configuration,
+            self.mode,
+            devices,
+            self.minibatch_size,
+            self.switches,
+            swaps=self.swaps,
         )
 
     def headroom(self, memory_limit_bytes: int | None = None) -> Headroom | None:
@@ -231,6 +242,7 @@ class PacksPlan:
 
     def _violations(self) -> Iterator[Violation]:
         yield from question_violations(self.mode, self.minibatch_size, self.machine.devices)
+        yield from self.swaps.violations(self.mode, self.switches)
         forward, backward = self.configuration.forward, self.configuration.backward
         yield from _covered("backward", backward.packs, self.num_layers)
         if not backward.packs:
@@ -323,6 +335,7 @@ class _Document:
     forward: _Packs
     backward: _Packs
     switches: Switches = ALL_ON
+    swaps: Swaps = AS_THEY_ARE
     prediction: PacksPrediction | None = None
     why: Why | None = None
     points: tuple[Mapping[str, Any], ...] = ()

@@ -75,6 +75,55 @@ class Switches:
 
 
 ALL_ON = Switches()
+#: What parameters may be streamed as.
+STREAMED = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Swaps:
+    """How weights come to devices and their gradients go back.
+
+    Attributes:
+        stream: The dtype of casts that come instead of the parameters which layers read only
+            through one; empty: all parameters come as they are.
+        sharded: In data parallelism every device fetches a share of the weights of a pack, and all
+            make them whole between them; likewise they add gradients and give back a share each.
+    """
+
+    stream: str = ""
+    sharded: bool = False
+
+    def violations(self, mode: str, switches: Switches) -> Iterator[Violation]:
+        """What cannot be: by itself, in a mode, and with the optimizations that are off."""
+        needed = [name for name in ("grouping", "offload", "p2p") if name in switches.off]
+        if self.sharded and mode != "dp":
+            yield Violation(
+                f"sharded swaps in mode {mode!r}: devices hold different layers there, and have "
+                "nothing to share; give mode='dp' (--mode dp), or leave out --shard-swaps.",
+                "packs-shard",
+            )
+        if self.sharded and needed:
+            yield Violation(
+                "sharded swaps need micro-batches in groups, since all devices meet once per pack, "
+                "updates on the host, and links between devices; without "
+                f"{', '.join(needed)} leave out --shard-swaps.",
+                "packs-shard",
+            )
+        if self.stream and self.stream not in STREAMED:
+            yield Violation(
+                f"stream={self.stream!r} is no dtype that parameters are streamed as; choose of "
+                f"{', '.join(STREAMED)}.",
+                "packs-stream",
+            )
+        elif self.stream and not switches.offload:
+            yield Violation(
+                f"stream={self.stream!r} brings casts to the devices, which without offload need "
+                "the parameters themselves to update them; leave out one of both.",
+                "packs-stream",
+            )
+
+
+AS_THEY_ARE = Swaps()
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +243,7 @@ class TaskGraph:
         sizes: Of the first rank: micro-batches forward, and backward.
         tasks: Of all ranks in a pipeline, of the first so many in data parallelism; ids ascend.
         switches: What is off.
+        swaps: How weights and gradients travel.
     """
 
     mode: Mode
@@ -202,6 +252,7 @@ class TaskGraph:
     sizes: tuple[tuple[int, ...], tuple[int, ...]]
     tasks: tuple[Task, ...]
     switches: Switches = ALL_ON
+    swaps: Swaps = AS_THEY_ARE
 
     @classmethod
     def of(
@@ -212,6 +263,7 @@ class TaskGraph:
         minibatch_size: int,
         switches: Switches = ALL_ON,
         *,
+        swaps: Swaps = AS_THEY_ARE,
         num_ranks: int | None = None,
     ) -> TaskGraph:
         """That of a configuration.
@@ -222,6 +274,7 @@ class TaskGraph:
             num_devices: N.
             minibatch_size: D, of all devices together.
             switches: What is off.
+            swaps: How weights and gradients travel.
             num_ranks: In data parallelism, make the tasks of the first so many only: all do the
                 same, for shares that differ by one example at most.
         """
@@ -232,7 +285,12 @@ class TaskGraph:
         for rank, of_rank in enumerate(sizes[:num_ranks]):
             binder = _Binder(configuration, of_rank, switches, rank if mode == "dp" else None)
             tasks += binder.tasks(num_devices, len(tasks))
-        return cls(mode, num_devices, minibatch_size, sizes[0], tuple(tasks), switches)
+        return cls(mode, num_devices, minibatch_size, sizes[0], tuple(tasks), switches, swaps)
+
+    @property
+    def num_shares(self) -> int:
+        """Into how many shares weights are cut."""
+        return self.num_devices if self.swaps.sharded else 1
 
     @property
     def alone(self) -> bool:

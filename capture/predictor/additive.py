@@ -89,7 +89,7 @@ class AdditivePredictor(ComponentTables):
     ) -> dict[tuple[int, int], np.ndarray]:
         """Components of the stages that were compiled as they are; what the passes need, also of
         those that are the same program."""
-        graph, sizes = self.graph(microbatch_size), self._param_bytes(choice.param_split).tolist()
+        graph, sizes = self.graph(microbatch_size), self.param_bytes(choice.param_split).tolist()
         at_size = {
             c: cost
             for c, cost in self.profile.verified.items()
@@ -169,7 +169,7 @@ class AdditivePredictor(ComponentTables):
             self.stage_cost(stage.first, stage.stop, stage.choice, size) for stage in plan.stages
         ]
         splits = {stage.choice.param_split for stage in plan.stages}
-        param_bytes = {split: self._param_bytes(split).tolist() for split in splits}
+        param_bytes = {split: self.param_bytes(split).tolist() for split in splits}
         return plan_interfaces(plan, self.graph(size), param_bytes, costs)
 
     def check_split(self, schedule: str) -> None:
@@ -186,7 +186,8 @@ class AdditivePredictor(ComponentTables):
                 "profile-split",
             )
 
-    def _param_bytes(self, split: ParamSplit) -> np.ndarray:
+    def param_bytes(self, split: ParamSplit) -> np.ndarray:
+        """Of every parameter, per device."""
         if split in self.profile.param_bytes:
             return np.array(self.profile.param_bytes[split], np.int64)
         return _fit_sizes(self.profile.param_bytes, split)
@@ -217,7 +218,7 @@ class AdditivePredictor(ComponentTables):
     def _arriving(self, split: ParamSplit, most: int) -> np.ndarray:
         """Gradients of shared parameters that reach every stage at the end of a step, from at most
         so many later ones."""
-        graph, sizes = self.profile.graph, self._param_bytes(split)
+        graph, sizes = self.profile.graph, self.param_bytes(split)
         total = np.zeros((graph.num_layers, graph.num_layers + 1), np.int64)
         for p in range(len(graph.params)):
             owner, *others = graph.param_readers(p) or (0,)
@@ -230,7 +231,7 @@ class AdditivePredictor(ComponentTables):
         """Parameter bytes of every stage, shared ones counted once."""
         if split not in self._params:
             self._params[split] = once_per_stage(
-                [layer.params for layer in self.profile.graph.layers], self._param_bytes(split)
+                [layer.params for layer in self.profile.graph.layers], self.param_bytes(split)
             )
         return self._params[split]
 

@@ -96,6 +96,9 @@ class Items:
         self.num_alike = graph.num_devices if graph.mode == "dp" else 1
         self.examples_alike = graph.minibatch_size / sum(graph.sizes[0])
         self._sizes = graph.sizes
+        #: Whether one micro-batch makes the gradients, so that they may go back as those of casts.
+        self._makes_at_once = len(graph.sizes[1]) == 1 and graph.num_shares == 1
+        self._shares = graph.num_shares
         self._completed = completed_by(*graph.sizes)
         self._completes = [i for i, row in enumerate(self._completed) for _ in row]
         self._reduces = graph.mode == "dp" and graph.num_devices > 1
@@ -213,21 +216,23 @@ class Items:
 
     def _finish(self, task: Task, done: _Done) -> None:
         """Gradients are reduced and go out."""
-        lanes, nbytes = self._lanes[task.rank], self._profile.weight_bytes(task.first, task.stop)
+        lanes, pack = self._lanes[task.rank], (task.first, task.stop)
+        nbytes = self._profile.gradient_bytes(*pack, alone=self._makes_at_once)
         late = self._last_swapped(task) if self._alone and not self._prefetch else ()
         after = [done.computes[-1], *late]
         if self._reduces and task.last:
-            share = 2 * (self.num_working - 1) / self.num_working
+            # Of a sum in shares, half: no device gets the whole.
+            kind, times = ("ARD", 2) if self._shares == 1 else ("RSD", 1)
+            share = times * (self.num_working - 1) / self.num_working
             reduce = share * nbytes / self.p2p_bytes_per_second
-            after = [self._item(lanes[_COMPUTE], reduce, late, _whole(task, "ARD"))]
+            after = [self._item(lanes[_COMPUTE], reduce, late, _whole(task, kind))]
         station = self._stations[task.station]
         if task.last and self._updates_at_once:
             # The update, which comes next, gives the memory back.
             station.gradients = after[0]
             return
-        out = self._item(
-            lanes[_OUT], nbytes / self.swap_bytes_per_second, after, _whole(task, "dWB")
-        )
+        seconds = nbytes / self._shares / self.swap_bytes_per_second
+        out = self._item(lanes[_OUT], seconds, after, _whole(task, "dWB"))
         station.gradients = out
         done.deleted = self._item(lanes[_COMPUTE], self._delete, (out,), _whole(task, "DEL"))
 
@@ -245,10 +250,14 @@ class Items:
             after.append(max(station.gradients for station in self._stations.values()))
         if self._switches.offload:
             seconds = self._profile.update_seconds(first, stop)
-            self._item(lanes[_CPU], seconds, after, _whole(task, "Update"))
+            seconds += self._profile.cast_seconds(first, stop)
+            if self._makes_at_once:
+                seconds += self._profile.widen_seconds(first, stop)
+            # Every process updates its share.
+            self._item(lanes[_CPU], seconds / self._shares, after, _whole(task, "Update"))
             return
         weights, state = (
-            self._profile.weight_bytes(first, stop),
+            self._profile.streamed_bytes(first, stop),
             self._profile.state_bytes(first, stop),
         )
         past = self._past[task.rank]
@@ -292,12 +301,16 @@ class Items:
         after: tuple[int, ...] = ()
         if before is not None:
             after = (before.computes[-1] if self._prefetch else before.deleted,)
-        nbytes = self._profile.weight_bytes(task.first, task.stop)
-        return self._swap_in(task, nbytes, after, _whole(task, "WB"))
+        nbytes = self._profile.streamed_bytes(task.first, task.stop)
+        share = self._swap_in(task, nbytes / self._shares, after, _whole(task, "WB"))
+        if self._shares == 1:
+            return share
+        seconds = (1 - 1 / self._shares) * nbytes / self.p2p_bytes_per_second
+        return self._item(self._lanes[task.rank][_COMPUTE], seconds, (share,), _whole(task, "AGW"))
 
     def _gradients_in(self, task: Task) -> int:
         """The sum that the task before left."""
-        nbytes = self._profile.weight_bytes(task.first, task.stop)
+        nbytes = self._profile.gradient_bytes(task.first, task.stop)
         gate = (self._stations[task.station].gradients, *self._from_the_task_before(task))
         return self._swap_in(task, nbytes, gate, _whole(task, "dWB"))
 

@@ -8,6 +8,7 @@ from capture.measured.layer_profile import LayerProfile
 from capture.plan.packs import StepTimes
 from capture.plan.task_graph import TaskGraph
 from capture.predictor.pack_times import Estimate, estimate
+from capture.step.pack_order import as_the_first
 from capture.step.pack_sizes import ProfileSizes
 from capture.step.program import Step
 from capture.step.streamed import Begins, StreamedBuilder, streamed_seconds, volumes_bytes
@@ -23,15 +24,7 @@ def begins_of(graph: TaskGraph, found: Estimate) -> Begins:
     for what, start in zip(found.items.whats, found.starts, strict=True):
         if what.kind in ("FWD", "BWD", "Update"):
             begins.setdefault((what.task, what.microbatch), start)
-    if graph.mode == "dp":  # all ranks do as the first, which has the most
-        of_first = {
-            (task.kind, task.station, task.start): task.id for task in graph.tasks if task.rank == 0
-        }
-        for task in graph.tasks:
-            like = of_first[task.kind, task.station, task.start]
-            for i in range(max(1, len(task.sizes))):
-                begins[task.id, i] = begins[like, i]
-    return begins
+    return as_the_first(graph, begins)
 
 
 def packs_step(graph: TaskGraph, profile: LayerProfile, server: Server) -> Step:
@@ -42,13 +35,17 @@ def packs_step(graph: TaskGraph, profile: LayerProfile, server: Server) -> Step:
         profile: Seconds and bytes of the layers.
         server: Bandwidths, and memory of the host.
     """
+    profile = profile.as_streamed(graph.swaps.stream)
     begins = begins_of(graph, estimate(graph, profile, server))
-    return StreamedBuilder(graph, ProfileSizes(profile), server, begins).build()
+    return StreamedBuilder(graph, ProfileSizes(profile, graph.num_shares), server, begins).build()
 
 
 def packs_timeline(graph: TaskGraph, profile: LayerProfile, server: Server) -> StepTimeline:
     """The step, simulated; where the host has too little memory, as if it had enough."""
-    server = server.with_(host_memory_bytes=_ENDLESS_BYTES)
+    server, profile = (
+        server.with_(host_memory_bytes=_ENDLESS_BYTES),
+        profile.as_streamed(graph.swaps.stream),
+    )
     step = packs_step(graph, profile, server)
     return simulate_step(step, streamed_seconds(step, graph, profile, server))
 

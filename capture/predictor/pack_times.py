@@ -10,6 +10,7 @@ waits for earlier ones only. Where no such order exists, the step never ends.
     FWD       forward pass, cut where an input is kept  REC, BWD    forward pass again, and backward
     Y, dX     its outputs                               sX          an input that is kept, out
     MSGsX, MSGY   from process to process               ARD         all-reduce of gradients
+    AGW, RSD      where WB and dWB are shares of devices: weights gathered, gradients scattered
     dWB       gradients, out                            DEL         the task's memory is given back
     Update    of the weights, by the host
 
@@ -160,6 +161,7 @@ def estimate(graph: TaskGraph, profile: LayerProfile, server: Server) -> Estimat
         profile: Seconds and bytes of layers.
         server: Bandwidths.
     """
+    profile = profile.as_streamed(graph.swaps.stream)
     num_ranks = 1 if graph.alone else graph.num_devices
     found: list[list[Task]] = [[] for _ in range(num_ranks)]
     for task in graph.tasks:

@@ -52,9 +52,9 @@ SPLIT_VERSION = 1
 #: Bump when remat "cheap" keeps other values for the same model.
 CUT_VERSION = 1
 #: The same of a percentage of time.
-BUDGET_VERSION = 1
+BUDGET_VERSION = 2
 #: Bump when other values are split along the sequence for the same model.
-SEQUENCE_VERSION = "sequence 2"
+SEQUENCE_VERSION = "sequence 3"
 #: Bump when more is counted of what programs compute, which only targets with rates are asked for:
 #: 2 counts kernels.
 WORK_VERSION = 2

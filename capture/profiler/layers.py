@@ -7,7 +7,7 @@ Source: Li et al. 2022 (Harmony), 4.2.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import cached_property
 from statistics import median
 from typing import Any
@@ -22,9 +22,10 @@ from capture.compiler.executable import Compiler
 from capture.compiler.target_devices import devices_of
 from capture.errors import TargetError
 from capture.machine.target import Target
+from capture.measured.layer_profile import Casts
 from capture.measured.profile import StageConfig
 from capture.measured.store import Store
-from capture.model.graph import LayerGraph, Tensor, content_hash
+from capture.model.graph import LayerGraph, Tensor, content_hash, item_bytes
 from capture.model.workload import WorkloadProtocol
 from capture.plan.choices import StageChoice
 from capture.profiler.compile import CompileBackend
@@ -36,6 +37,7 @@ from capture.runtime.decomposer import Decomposed, LayerProgram
 from capture.runtime.leaf_parts import traced_optimizer
 from capture.runtime.optimizer import SlicedOptimizer, StageUpdate, TracedOptimizer
 from capture.step.interface import owned_and_borrowed
+from capture.tracing import TracedModel
 from capture.tracing.coupling import coupled_examples
 from capture.tracing.slices import struct_of
 
@@ -59,7 +61,12 @@ class LayerBackend:
         machine: That executes, by default this process; another one only to know keys.
         memory_limit_bytes: Where layers are executed, one of several examples that needs more is
             not tried.
+
+    Attributes:
+        clock: What executions are timed with.
     """
+
+    clock = staticmethod(time.perf_counter)
 
     def __init__(
         self,
@@ -116,6 +123,11 @@ class LayerBackend:
         each."""
         structs = self._update[1].state_structs
         return [sum(_struct_bytes(structs[k]) for k in stage.state) for stage in self._updates]
+
+    def summary_bytes(self) -> int:
+        """Of what an update needs of the gradients of other layers; 0 if nothing."""
+        stages = self._update[1].stages
+        return max((sum(map(_struct_bytes, stage.summary)) for stage in stages), default=0)
 
     def coupled(self, one: int, other: int) -> str:
         """What lets the examples of a micro-batch meet; empty if nothing does."""
@@ -230,16 +242,24 @@ class LayerBackend:
                 held = update(*held, grads)
                 return held
 
-            return LayerNeeds(seconds=_median_seconds(call))
+            return LayerNeeds(seconds=self._median_seconds(call))
 
     def _executed(self, nbytes: int, call: Any, arguments: Any) -> LayerNeeds:
         try:
             arrays = jax.tree.map(lambda s: jax.device_put(_filled(s), s.sharding), arguments)
-            return LayerNeeds(nbytes, _median_seconds(lambda: call(*arrays)))
+            return LayerNeeds(nbytes, self._median_seconds(lambda: call(*arrays)))
         except jax.errors.JaxRuntimeError as error:
             if _OUT_OF_MEMORY not in str(error):
                 raise
             return LayerNeeds(nbytes, failure=str(error).splitlines()[0])
+
+    def _median_seconds(self, call: Callable[[], Any]) -> float:
+        found = []
+        for _ in range(NUM_EXECUTIONS + 1):
+            start = self.clock()
+            jax.block_until_ready(call())
+            found.append(self.clock() - start)
+        return median(found[1:])
 
 
 def input_bytes(graph: LayerGraph) -> list[int]:
@@ -263,6 +283,29 @@ def weight_bytes(graph: LayerGraph) -> tuple[list[int], list[int]]:
     return own, others
 
 
+def cast_bytes(traced: TracedModel) -> dict[str, Casts]:
+    """By dtype to which some parameters are cast wherever they are read."""
+    graph = traced.graph
+    parts = [owned_and_borrowed(graph, i, i + 1) for i in range(graph.num_layers)]
+
+    def of(dtype: str) -> Casts:
+        chosen = {p: cast for p, cast in enumerate(traced.casts) if cast and cast.dtype == dtype}
+
+        def nbytes(param: int, among: Container[int] = chosen) -> int:
+            tensor = graph.params[param]
+            return tensor.size * item_bytes(dtype) if param in among else tensor.nbytes
+
+        once = {p for p, cast in chosen.items() if cast.once}
+        return Casts(
+            tuple(sum(map(nbytes, own)) for own, _ in parts),
+            tuple(sum(map(nbytes, others)) for _, others in parts),
+            tuple(sum(nbytes(p) for p in own if p in chosen) for own, _ in parts),
+            tuple(sum(nbytes(p, once) for p in own) for own, _ in parts),
+        )
+
+    return {dtype: of(dtype) for dtype in sorted({cast.dtype for cast in traced.casts if cast})}
+
+
 def _filled(struct: Any) -> Any:
     """An array that no operation is quicker with than with others."""
     if jax.dtypes.issubdtype(struct.dtype, jax.dtypes.prng_key):
@@ -270,15 +313,6 @@ def _filled(struct: Any) -> Any:
     if jnp.issubdtype(struct.dtype, jnp.inexact):
         return jax.random.normal(jax.random.key(0), struct.shape).astype(struct.dtype)
     return jnp.zeros(struct.shape, struct.dtype)
-
-
-def _median_seconds(call: Callable[[], Any]) -> float:
-    found = []
-    for _ in range(NUM_EXECUTIONS + 1):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        found.append(time.perf_counter() - start)
-    return median(found[1:])
 
 
 def _struct_bytes(struct: Any) -> int:

@@ -22,7 +22,7 @@ import jax
 from capture.measured.layer_profile import Pass
 from capture.model.graph import Tensor, content_hash
 from capture.model.workload import PyTree, WorkloadProtocol
-from capture.runtime.packs import PackFunctions, differentiable
+from capture.runtime.pack_functions import PackFunctions, differentiable
 from capture.tracing import TracedModel, trace
 from capture.tracing.slices import struct_of
 

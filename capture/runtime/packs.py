@@ -4,7 +4,9 @@ micro-batch.
     forward     weights, pieces of the input, of the batch -> pieces of the output
     backward    the same, pieces of the cotangent, sums of gradients -> pieces of the input's
                 gradient, the loss of the last pack, sums; it computes the forward pass again
+    widen       gradients of casts -> of parameters
     update      weights, optimizer state, gradients of every device and pack -> weights, state
+    cast        weights, casts of those before -> casts
 
 What passes between two layers is all that later ones read: what a layer does not touch goes
 through it as a copy. Pieces are put together and cut by the programs themselves, in the order of
@@ -30,19 +32,24 @@ from capture.compiler.executable import HOST_MEMORY, AnyCompiler, Compiler, Exec
 from capture.model.graph import LayerGraph, Tensor
 from capture.plan.task_graph import Span
 from capture.runtime.dispatch import Call
+from capture.runtime.exchange import Exchange, share_struct
 from capture.runtime.fast_paths import flat_call
 from capture.runtime.optimizer import SlicedOptimizer, TracedOptimizer
-from capture.runtime.pack_updates import PackUpdate, Reduction, cut
+from capture.runtime.pack_functions import PackFunctions, differentiable
+from capture.runtime.pack_updates import PackUpdate, cut
 from capture.runtime.programs import shard_bytes
 from capture.step.interface import owned_and_borrowed
-from capture.step.pack_sizes import PackPass
+from capture.step.pack_sizes import PackPass, PartOf
 from capture.step.program import Place, Run, Slot
-from capture.step.streamed import StreamedBuilder
-from capture.step.streamed_state import parts_of_name
+from capture.step.streamed_state import StreamedState
+from capture.step.streamed_units import parts_of_name
 from capture.tracing import TracedModel
+from capture.tracing.leaf_uses import Cast
 from capture.tracing.slices import struct_of
 
 Arrays = Sequence[Any]
+#: Programs of all devices.
+EXCHANGES = ("reduce", "gather", "scatter")
 
 
 @dataclass(frozen=True)
@@ -53,12 +60,16 @@ class TracedSizes:
         graph: At any micro-batch size.
         optimizer: Cut by backward packs.
         packs: Those.
+        casts: By parameter that devices get as a cast, to what.
+        num_shares: Into how many weights are cut.
         compiled: What programs were found to need, by pass, pack and size.
     """
 
     graph: LayerGraph
     optimizer: SlicedOptimizer
     packs: tuple[Span, ...]
+    casts: Mapping[int, Cast] = field(default_factory=dict)
+    num_shares: int = 1
     compiled: dict[tuple[str, Span, int], int] = field(default_factory=dict)
 
     @property
@@ -67,6 +78,46 @@ class TracedSizes:
 
     def weight_bytes(self, span: Span) -> int:
         return sum(map(self.param_bytes, self.owned(span)))
+
+    def cast_bytes(self, span: Span) -> int:
+        return sum(map(self.streamed_bytes, self.cast(span)))
+
+    def whole_bytes(self, span: Span) -> int:
+        return sum(self.param_bytes(p) for p in self.owned(span) if p not in self.casts)
+
+    def whole(self, span: Span) -> tuple[int, ...] | None:
+        if not self.cast(span):
+            return None
+        return tuple(i for i, p in enumerate(self.owned(span)) if p not in self.casts)
+
+    def cast(self, span: Span) -> tuple[int, ...]:
+        return tuple(p for p in self.owned(span) if p in self.casts)
+
+    def alone_bytes(self, span: Span) -> int:
+        return _nbytes([self.gradient(p, alone=True) for p in self.owned(span)])
+
+    def share_bytes(self, what: PartOf, of: Span | int, which: int) -> int:
+        if isinstance(of, int):
+            whole = [self.streamed(of) if what == "shared" else self.param(of)]
+        elif what == "casts":
+            whole = [self.streamed(p) for p in self.cast(of)]
+        else:
+            owned = (p for p in self.owned(of) if what == "weights" or p not in self.casts)
+            whole = [self.param(p) for p in owned]
+        return _nbytes([share_struct(struct, self.num_shares) for struct in whole])
+
+    def gradient(self, param: int, *, alone: bool) -> jax.ShapeDtypeStruct:
+        """That of a parameter, or of its cast where a single pass makes it and it is as good."""
+        cast = self.casts.get(param)
+        return self.streamed(param) if alone and cast and cast.once else self.param(param)
+
+    def param(self, param: int) -> jax.ShapeDtypeStruct:
+        return struct_of(self.graph.params[param])
+
+    def streamed(self, param: int) -> jax.ShapeDtypeStruct:
+        """A parameter as devices get it."""
+        struct, cast = self.param(param), self.casts.get(param)
+        return struct if cast is None else jax.ShapeDtypeStruct(struct.shape, cast.dtype)
 
     def state_bytes(self, pack: Span) -> int:
         stage = self.optimizer.stages[self.packs.index(pack)]
@@ -86,6 +137,9 @@ class TracedSizes:
 
     def param_bytes(self, param: int) -> int:
         return self.graph.params[param].nbytes
+
+    def streamed_bytes(self, param: int) -> int:
+        return _nbytes([self.streamed(param)])
 
     def values(self, layer: int) -> tuple[int, ...]:
         return self.graph.crossing(layer)
@@ -117,18 +171,14 @@ class TracedSizes:
         return tensor.nbytes // self.graph.microbatch_size * examples
 
 
-def differentiable(graph: LayerGraph, layer: int) -> list[int]:
-    """Values that enter a layer and have gradients."""
-    return [v for v in graph.crossing(layer) if graph.values[v].differentiable]
-
-
 class PackPrograms:
     """The programs and arrays of a step of packs.
 
     Args:
         traced: The loss, by micro-batch size.
         builder: Of the step, which it has built.
-        optimizer: The update of the whole model, and cut by backward packs.
+        sizes: What it was given.
+        update: Of the whole model.
         minibatch_size: The loss of a micro-batch counts as many of these as it has examples.
         devices: By device id of the step.
         compiler: Compiles.
@@ -140,8 +190,9 @@ class PackPrograms:
     def __init__(
         self,
         traced: Mapping[int, TracedModel],
-        builder: StreamedBuilder,
-        optimizer: tuple[TracedOptimizer, SlicedOptimizer],
+        builder: StreamedState,
+        sizes: TracedSizes,
+        update: TracedOptimizer,
         minibatch_size: int,
         devices: Sequence[Any],
         compiler: AnyCompiler,
@@ -150,17 +201,18 @@ class PackPrograms:
         self._host = host
         self._traced, self._builder, self._step = traced, builder, builder.step
         self._graph = next(iter(traced.values())).graph
-        self._update_of, self._optimizer = optimizer
+        self._sizes, self._update_of = sizes, update
         self._minibatch_size, self._devices, self._compiler = minibatch_size, devices, compiler
         self._shardings: dict[Place, NamedSharding] = {}
         self._compiled: dict[Any, Executable] = {}
 
-    def of(self, builder: StreamedBuilder) -> PackPrograms:
+    def of(self, builder: StreamedState) -> PackPrograms:
         """Those of another step of the same plan: what is compiled, is."""
         other = PackPrograms(
             self._traced,
             builder,
-            (self._update_of, self._optimizer),
+            self._sizes,
+            self._update_of,
             self._minibatch_size,
             self._devices,
             self._compiler,
@@ -211,12 +263,17 @@ class PackPrograms:
     def _structs(self, number: int) -> list[jax.ShapeDtypeStruct]:
         slot, graph = self._step.slots[number], self._graph
         match slot.what:
-            case "weights" | "gradients":
-                owned = owned_and_borrowed(graph, *self._builder.spans[number])[0]
-                structs = [struct_of(graph.params[p]) for p in owned]
-            case "shared" | "shared gradient":
-                assert slot.key is not None, slot
-                structs = [struct_of(graph.params[slot.key])]
+            case "weights":
+                structs = [struct_of(graph.params[p]) for p in self.params_of(number)]
+            case "casts":
+                structs = [self._sizes.streamed(p) for p in self.params_of(number)]
+            case "gradients":
+                owned, alone = self.params_of(number), number in self._builder.alone
+                structs = [self._sizes.gradient(p, alone=alone) for p in owned]
+            case "shared":
+                structs = [self._sizes.streamed(p) for p in self.params_of(number)]
+            case "shared gradient":
+                structs = [struct_of(graph.params[p]) for p in self.params_of(number)]
             case "state":
                 stage = self._stage(self._builder.spans[number])
                 structs = [stage.state_structs[k] for k in stage.state]
@@ -229,11 +286,26 @@ class PackPrograms:
                 structs = [
                     self._rows_of(tensor, stop - first) for tensor in self._tensors(number, layer)
                 ]
+        if number in self._builder.shares:
+            structs = [share_struct(struct, self._sizes.num_shares) for struct in structs]
         sharding = self.sharding(slot.place)
         structs = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding) for s in structs]
         nbytes = sum(map(shard_bytes, structs))
         assert nbytes == slot.nbytes, f"{slot} is booked and has {nbytes} bytes"
         return structs
+
+    def params_of(self, number: int) -> tuple[int, ...]:
+        """Whose the arrays of a slot are: of weights, casts or gradients."""
+        slot = self._step.slots[number]
+        if slot.key is not None:
+            return (slot.key,)
+        span, sizes = self._builder.spans[number], self._sizes
+        if slot.what == "casts":
+            return sizes.cast(span)
+        owned = sizes.owned(span)
+        if slot.what == "gradients" or slot.place.host is not None:
+            return owned
+        return tuple(p for p in owned if p not in sizes.casts)
 
     def _tensors(self, number: int, layer: int) -> list[Tensor]:
         graph, what = self._graph, self._step.slots[number].what
@@ -254,32 +326,40 @@ class PackPrograms:
 
     def _stage(self, pack: Span) -> Any:
         """Its slice of the optimizer."""
-        owned = owned_and_borrowed(self._graph, *pack)[0]
-        return next(stage for stage in self._optimizer.stages if stage.params == owned)
+        owned = self._sizes.owned(pack)
+        return next(stage for stage in self._sizes.optimizer.stages if stage.params == owned)
 
     # ---- programs --------------------------------------------------------------------------------
 
     def call(self, run: Run) -> Call:
         """The program of an instruction, on the arrays of its slots."""
         call = flat_call(self.executables[run.program].call)
-        if parts_of_name(run.program)[0] == "reduce":
-            return self._reduction(run).call(call)
         sizes = [len(self._layout[slot]) for slot in run.outputs]
+        if parts_of_name(run.program)[0] in EXCHANGES:
+            return self._exchange(run).call(call, sizes[: len(sizes) // len(run.inputs)])
         return lambda flat: cut(call(flat), sizes)
 
-    def _reduction(self, run: Run) -> Reduction:
-        shardings = [self.sharding(self._step.slots[slot].place) for slot in run.outputs]
-        return Reduction(self._layout[run.inputs[0][0]], shardings)
+    def _exchange(self, run: Run) -> Exchange:
+        """Of devices with a group of slots each."""
+        count = len(run.outputs) // len(run.inputs)
+        given, made = (
+            [struct for slot in slots for struct in self._layout[slot]]
+            for slots in (run.inputs[0], run.outputs[:count])
+        )
+        shardings = [self.sharding(self._step.slots[slot].place) for slot in run.outputs[::count]]
+        return Exchange(parts_of_name(run.program)[0], given, made, shardings)
 
     def _executable(self, run: Run) -> Executable:
         kind = parts_of_name(run.program)[0]
-        if kind == "reduce":
-            reduction = self._reduction(run)
-            if reduction.key not in self._compiled:
-                self._compiled[reduction.key] = reduction.compiled(self._compiler)
-            return self._compiled[reduction.key]
+        if kind in EXCHANGES:
+            exchange = self._exchange(run)
+            if exchange.key not in self._compiled:
+                self._compiled[exchange.key] = exchange.compiled(self._compiler)
+            return self._compiled[exchange.key]
         if kind in ("update", "summarize"):
             function, key = self._update(run, kind)
+        elif kind in ("cast", "widen"):
+            function, key = self._conversion(run)
         else:
             function, key = self._pass(run)
         slots = [slot for group in run.inputs for slot in group]
@@ -288,7 +368,8 @@ class PackPrograms:
         donated = tuple(i for i, slot in enumerate(slots) if slot in run.donated)
         place = self._step.programs[run.program].place
         shapes = tuple(tuple((s.shape, str(s.dtype)) for s in arg) for arg in args)
-        whole = (kind, place.name, key, shapes, donated)
+        made = tuple(tuple(str(s.dtype) for s in self._layout[slot]) for slot in run.outputs)
+        whole = (kind, place.name, key, shapes, donated, made)
         if whole not in self._compiled:
             compiler = Compiler() if self._stands_in(place) else self._compiler
             self._compiled[whole] = compiler(function, args, donate=donated, out_shardings=out)
@@ -306,31 +387,31 @@ class PackPrograms:
         groups = [len(group) for group in run.inputs]
         if kind == "forward":
             return lambda *slots: pack.forward(*cut(slots, groups)), pack.key
-        share = size / self._minibatch_size
-        owned = owned_and_borrowed(self._graph, first, stop)[0]
+        share, owned = size / self._minibatch_size, self._sizes.owned((first, stop))
+        made = [self._layout[slot] for slot in run.outputs]
 
         def backward(*slots: Arrays) -> list[Any]:
             outputs, gradients = pack.backward(*cut(slots, groups[:4]), share=share)
             own = [gradients.pop(p) for p in owned]
             sums = [own, *([gradient] for gradient in gradients.values())]
+            sums = [
+                [array.astype(struct.dtype) for array, struct in zip(arrays, structs, strict=True)]
+                for arrays, structs in zip(sums, made[len(outputs) :], strict=True)
+            ]
             if before := slots[sum(groups[:4]) :]:
                 sums = jax.tree.map(jnp.add, list(map(list, before)), sums)
             return [*outputs, *sums]
 
-        return backward, (pack.key, share, tuple(pack.where[p] for p in owned))
+        once = tuple(p in pack.once for p in pack.where)
+        return backward, (pack.key, share, tuple(pack.where[p] for p in owned), once)
 
     def _weights_at(self, run: Run) -> dict[int, tuple[int, int]]:
-        """By parameter, which of the first arguments has it, and where."""
-        found = {}
-        for i, slot in enumerate(run.inputs[0]):
-            given = self._step.slots[slot]
-            if given.what == "shared":
-                assert given.key is not None, given
-                found[given.key] = (i, 0)
-                continue
-            owned = owned_and_borrowed(self._graph, *self._builder.spans[slot])[0]
-            found |= {param: (i, j) for j, param in enumerate(owned)}
-        return found
+        """By parameter, which of the first arguments has it, or its cast, and where."""
+        return {
+            param: (i, j)
+            for i, slot in enumerate(run.inputs[0])
+            for j, param in enumerate(self.params_of(slot))
+        }
 
     def _pieces(self, run: Run) -> tuple[int, ...]:
         """Examples of each piece of a micro-batch."""
@@ -351,6 +432,8 @@ class PackPrograms:
             arrays_of,
             [None if slot.what == "gradients" else slot.key or 0 for slot in whats],
             [len(group) for group in run.inputs],
+            [self._sizes.param(param) for param in self._stage(span).params],
+            self._sizes.num_shares,
         )
         function = update.update if kind == "update" else update.summarize
         key = update.key(self._update_of)
@@ -358,138 +441,18 @@ class PackPrograms:
             return function, key
         return compute_on("device_host")(jax.jit(function)), key
 
+    def _conversion(self, run: Run) -> tuple[Callable[..., Any], Any]:
+        """Of arrays of a slot to what the result is to be, on the host; in the place of what was
+        there before, if that is given."""
+        (source,), (target,) = run.inputs[0], run.outputs
+        given, dtypes = self.params_of(source), [struct.dtype for struct in self._layout[target]]
+        at = [given.index(param) for param in self.params_of(target)]
 
-class PackFunctions:
-    """Layers at a micro-batch size, as functions of slots.
+        def convert(arrays: Arrays, *before: Arrays) -> list[list[Any]]:
+            made = [arrays[i].astype(dtype) for i, dtype in zip(at, dtypes, strict=True)]
+            return [jax.lax.optimization_barrier((made, *before))[0]]
 
-    Args:
-        traced: The loss at that size.
-        span: Layers.
-        where: By parameter, which slot of weights has it, and where.
-        pieces: Examples of each piece of the micro-batch.
-        leaves: Of the batch, those of each slot of it.
-    """
-
-    def __init__(
-        self,
-        traced: TracedModel,
-        span: Span,
-        where: Mapping[int, tuple[int, int]],
-        pieces: tuple[int, ...],
-        leaves: tuple[int, ...],
-    ):
-        graph = self._graph = traced.graph
-        self._layers, self.where, self._pieces = traced.slice(*span), where, pieces
-        self._leaves = leaves
-        self._entering, self._leaving = graph.crossing(span[0]), graph.crossing(span[1])
-        self._is_last = span[1] == graph.num_layers
-
-    @property
-    def key(self) -> Any:
-        """What the pack computes, and which arguments it reads."""
-        layers, graph = self._layers, self._graph
-        ids = {v: i for i, v in enumerate((*self._entering, *layers.outputs))}
-        flows = [bool(graph.values[v].differentiable) for v in (*self._entering, *self._leaving)]
-        return (
-            layers.key,
-            self._pieces,
-            tuple(self.where[p] for p in layers.params),
-            tuple(ids[v] for v in layers.inputs),
-            tuple(ids[v] for v in self._leaving),
-            tuple(self._leaves.index(b) for b in layers.batch),
-            tuple(flows),
-        )
-
-    def forward(
-        self, weights: Sequence[Arrays], inputs: Sequence[Arrays], batch: Sequence[Arrays]
-    ) -> list[list[Any]]:
-        """Pieces of what leaves the pack; of the last one, the loss."""
-        params = [weights[i][j] for i, j in (self.where[p] for p in self._layers.params)]
-        entering = self._joined(self._entering, inputs)
-        made = dict(zip(self._layers.outputs, self._run(params, entering, batch), strict=True))
-        if self._is_last:
-            return [[made[self._layers.outputs[-1]]]]
-        return self._split(
-            {v: made[v] if v in made else jnp.copy(entering[v]) for v in self._leaving}
-        )
-
-    def backward(
-        self,
-        weights: Sequence[Arrays],
-        inputs: Sequence[Arrays],
-        batch: Sequence[Arrays],
-        cotangents: Sequence[Arrays],
-        *,
-        share: float,
-    ) -> tuple[list[list[Any]], dict[int, Any]]:
-        """Pieces of the gradient of what enters, and the loss of the last pack; the gradient of
-        every parameter, in the order of the layers."""
-        graph, layers = self._graph, self._layers
-        params = [weights[i][j] for i, j in (self.where[p] for p in layers.params)]
-        entering = self._joined(self._entering, inputs)
-        flowing = [v for v in self._entering if graph.values[v].differentiable]
-        outputs = [v for v in layers.outputs if graph.values[v].differentiable]
-
-        def apply(params: Arrays, values: Mapping[int, Any]) -> list[Any]:
-            made = self._run(params, {**entering, **values}, batch)
-            by_value = dict(zip(layers.outputs, made, strict=True))
-            return [by_value[v] for v in outputs]
-
-        made, vjp = jax.vjp(apply, params, {v: entering[v] for v in flowing})
-        leaving = [v for v in self._leaving if graph.values[v].differentiable]
-        arrived = {} if self._is_last else self._joined(leaving, cotangents)
-        seeds = [
-            jnp.full_like(array, share) if self._is_last else arrived[v]
-            for v, array in zip(outputs, made, strict=True)
-        ]
-        of_params, of_values = vjp(seeds)
-        for v in flowing:
-            if v in arrived:
-                of_values[v] = of_values[v] + arrived[v]
-        results = self._split(of_values) if self._entering else []
-        return [*results, *([made] if self._is_last else ())], dict(
-            zip(layers.params, of_params, strict=True)
-        )
-
-    def _run(self, params: Arrays, values: Mapping[int, Any], batch: Sequence[Arrays]) -> list[Any]:
-        tensors = [self._graph.batch[b] for b in self._leaves]
-        leaves = dict(zip(self._leaves, self._together(tensors, batch), strict=True))
-        layers = self._layers
-        return layers(params, [values[v] for v in layers.inputs], [leaves[b] for b in layers.batch])
-
-    def _joined(self, values: Sequence[int], pieces: Sequence[Arrays]) -> dict[int, Any]:
-        tensors, count = [self._graph.values[v] for v in values], len(self._pieces)
-        if len(pieces) > count:  # what was kept at several layers, those before first
-            pieces = [
-                [array for slot in pieces[piece::count] for array in slot] for piece in range(count)
-            ]
-        return dict(zip(values, self._together(tensors, pieces), strict=True))
-
-    @staticmethod
-    def _together(tensors: Sequence[Tensor], pieces: Sequence[Arrays]) -> list[Any]:
-        return [
-            pieces[0][i]
-            if len(pieces) == 1 or tensor.batch_dim is None
-            else jnp.concatenate([piece[i] for piece in pieces], tensor.batch_dim)
-            for i, tensor in enumerate(tensors)
-        ]
-
-    def _split(self, values: Mapping[int, Any]) -> list[list[Any]]:
-        if len(self._pieces) == 1:
-            return [list(values.values())]
-        found, start = [], 0
-        for size in self._pieces:
-            cut = []
-            for v, array in values.items():
-                tensor = self._graph.values[v]
-                dim = tensor.batch_dim
-                assert dim is not None, f"{tensor.name} was found to have no rows"
-                rows = tensor.shape[dim] // self._graph.microbatch_size
-                first, stop = start * rows, (start + size) * rows
-                cut.append(jax.lax.slice_in_dim(array, first, stop, axis=dim))
-            found.append(cut)
-            start += size
-        return found
+        return compute_on("device_host")(jax.jit(convert)), tuple(at)
 
 
 def _nbytes(structs: Sequence[Any]) -> int:

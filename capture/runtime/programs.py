@@ -150,8 +150,9 @@ class StagePrograms(StageLayout):
             return []
         splits = self._sharding.layer_splits(self.choice.tensor_parallel)
         arrives_split = {v for v in self.layers.inputs if self._passes_split(v)}
+        again = self.choice.remat == "full"
         return [
-            None if split is None else SplitRun(call, split, self.mesh, arrives_split)
+            None if split is None else SplitRun(call, split, self.mesh, arrives_split, again)
             for call, split in splits[self.layers.first : self.layers.stop]
         ]
 

@@ -16,7 +16,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from capture.partition.dim_flow import dim_flow
-from capture.partition.walk import followed_dims
+from capture.partition.walk import followed_dims, product_dim
 from capture.plan.choices import Remat, is_cut, remat_time_fraction
 from capture.tracing.dataflow import DataFlow
 from capture.tracing.jaxprs import is_variable
@@ -188,8 +188,21 @@ def _exchanges(equation: Any, degree: int, dims: Mapping[Any, int | None]) -> bo
     result = _dim(dims, equation.outvars[0])
     for operand, atom in enumerate(equation.invars):
         dim = _dim(dims, atom)
-        if dim is None:
-            continue
-        if result is None or dim_flow(equation, operand, degree)[dim] != result:
+        if dim is not None and (
+            result is None or _made_of(equation, operand, dim, degree) != result
+        ):
             return True
     return False
+
+
+def _made_of(equation: Any, operand: int, dim: int, degree: int) -> int | None:
+    """Where a dimension of an operand is in the result; None where it is summed over."""
+    name = equation.primitive.name
+    if name == "dot_general":
+        contract, _ = equation.params["dimension_numbers"]
+        return None if dim in contract[operand] else product_dim(equation, operand, dim)
+    if name == "conv_general_dilated":
+        numbers = equation.params["dimension_numbers"]
+        stays = (numbers.lhs_spec[0], numbers.rhs_spec[0])[operand]
+        return numbers.out_spec[operand] if dim == stays else None
+    return dim_flow(equation, operand, degree)[dim]

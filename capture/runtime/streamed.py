@@ -8,6 +8,7 @@ and their gradients go back (``capture.step.streamed``).
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -20,12 +21,13 @@ import numpy as np
 
 from capture import environment
 from capture.compiler.executable import HOST_MEMORY, AnyCompiler, Compiler, Executable
-from capture.errors import ExecutionError, WorkloadError
+from capture.errors import ExecutionError, PlanError, WorkloadError
 from capture.model.workload import PyTree, WorkloadProtocol
 from capture.plan.packs import PacksPlan
-from capture.plan.task_graph import Task
+from capture.plan.task_graph import Span, Task
 from capture.quantities import format_bytes
 from capture.runtime.dispatch import BoundStep, Observer, to_device, to_host
+from capture.runtime.exchange import joined, share_of
 from capture.runtime.layout import check_host_memory, first_devices
 from capture.runtime.leaf_parts import traced_optimizer
 from capture.runtime.microbatches import split_examples
@@ -42,10 +44,12 @@ from capture.runtime.state import (
 )
 from capture.step.interface import owned_and_borrowed
 from capture.step.ledger import Ledger
-from capture.step.pack_order import begins_without_copies
+from capture.step.pack_order import as_the_first, begins_without_copies
 from capture.step.program import Instruction, Run, Step, replay
 from capture.step.streamed import Begins, StreamedBuilder
-from capture.step.streamed_state import parts_of_name
+from capture.step.streamed_units import parts_of_name
+from capture.step.swapped import SwappedBuilder
+from capture.tracing.leaf_uses import Cast
 
 
 def streamed(
@@ -72,7 +76,8 @@ def streamed(
     Raises:
         PlanError: ``plan-other-model`` if the plan was made for another model, ``plan-num-layers``,
             ``packs-sizes`` where the loss is another program at another micro-batch size,
-            ``packs-coupled`` where its examples meet and both directions cut them differently.
+            ``packs-coupled`` where its examples meet and both directions cut them differently,
+            ``packs-stream`` where no parameter is read as the plan streams it.
         WorkloadError: ``packs-optimizer`` for an optimizer that needs parameters which the loss
             does not read.
         ExecutionError: ``run-devices`` if there are fewer devices than the plan uses,
@@ -104,6 +109,9 @@ class StreamedStep:
         optimizer: Cut by backward packs.
         bound_run_ahead: As of ``PipelinedStep``.
     """
+
+    #: Makes the instructions.
+    builder: type[StreamedBuilder] | type[SwappedBuilder] = StreamedBuilder
 
     def __init__(
         self,
@@ -141,20 +149,35 @@ class StreamedStep:
                 "packs-optimizer",
             )
         self._begins = begins or begins_without_copies(tasks, self._operations)
-        self._sizes = TracedSizes(graph, self.optimizer, packs)
+        self._sizes = TracedSizes(graph, self.optimizer, packs, self._casts(), tasks.num_shares)
         # What programs need is known when they are compiled; what is fetched before it is needed,
         # when that is.
-        self._builder = StreamedBuilder(tasks, self._sizes, plan.machine, self._begins)
+        self._builder = self.builder(tasks, self._sizes, plan.machine, self._begins)
         self._uncompiled = self._builder.build()
         self.programs = PackPrograms(
             traces,
             self._builder,
-            (update, self.optimizer),
+            self._sizes,
+            update,
             plan.minibatch_size,
             devices,
             compiler,
             host,
         )
+
+    def _casts(self) -> dict[int, Cast]:
+        """By parameter that devices get as a cast, to what."""
+        dtype = self.plan.swaps.stream
+        found = {
+            p: cast for p, cast in enumerate(self.traced.casts) if cast and cast.dtype == dtype
+        }
+        if dtype and not found:
+            raise PlanError.of(
+                f"the plan has stream={dtype!r}, and this model reads no parameter only through a "
+                "cast to it; plan without --stream, or have the model compute in it.",
+                "packs-stream",
+            )
+        return found
 
     def _operations(self, task: Task, examples: int) -> float:
         """Of a pass, which backwards computes forwards again."""
@@ -181,7 +204,7 @@ class StreamedStep:
             key, known = (kind, (first, stop), size), self._sizes.compiled
             known[key] = max(executable.transient_bytes, known.get(key, 0))
         tasks, machine = self.plan.tasks(), self.plan.machine
-        self._builder = StreamedBuilder(tasks, self._sizes, machine, self._begins)
+        self._builder = self.builder(tasks, self._sizes, machine, self._begins)
         step = self._builder.build()
         self.programs = self.programs.of(self._builder)
         for name, executable in executables.items():
@@ -239,10 +262,18 @@ class StreamedStep:
     def params(self, state: PipelineState) -> PyTree:
         """The whole model's parameters, as the workload's ``init`` returns them."""
         found = dict(state.unused)
+        of_span: defaultdict[Span, list[list[Any]]] = defaultdict(list)
         for slot, name in self._kept("weights"):
-            owned = self._sizes.owned(self._builder.spans[slot])
-            found |= zip(owned, map(np.array, state.slots[name]), strict=True)
+            of_span[self._builder.spans[slot]].append(state.slots[name])
+        for span, slots in of_span.items():
+            for p, arrays in zip(self._sizes.owned(span), zip(*slots, strict=True), strict=True):
+                found[p] = self._whole(p, arrays)
         return joined_params(self.traced, found)
+
+    def _whole(self, param: int, arrays: Sequence[Any]) -> np.ndarray:
+        """An array of the host, or its shares, as the parameter's."""
+        struct, given = self._sizes.param(param), [np.array(array) for array in arrays]
+        return (joined(given, struct.shape) if len(given) > 1 else given[0]).astype(struct.dtype)
 
     def optimizer_state(self, state: PipelineState) -> PyTree:
         """The whole model's optimizer state, as optax holds it over ``TracedModel.split_struct``.
@@ -276,10 +307,16 @@ class StreamedStep:
         """Copies of what is given: a step takes its state over."""
         slots: dict[str, list[jax.Array]] = {}
         places = self._uncompiled.slots
-        for slot, name in self._kept("weights"):
-            sharding = self.programs.sharding(places[slot].place)
-            owned = self._sizes.owned(self._builder.spans[slot])
-            slots[name] = [to_device(leaves[p], sharding) for p in owned]
+        for slot, name in (*self._kept("weights"), *self._kept("casts")):
+            for p, struct in zip(
+                self.programs.params_of(slot), self.programs.layout(places[slot]), strict=True
+            ):
+                array = leaves[p].astype(struct.dtype)
+                if slot in self._builder.shares:
+                    which = self._builder.shares[slot]
+                    array = share_of(array, which, self._sizes.num_shares)
+                slots.setdefault(name, []).append(to_device(array, struct.sharding))
+            slots.setdefault(name, [])
         for slot, name in self._kept("state"):
             stage, sharding = self._stage(slot), self.programs.sharding(places[slot].place)
             given = (
@@ -333,7 +370,7 @@ class StreamedStep:
         """With which a training that begins at the given parameters makes its first update, on the
         host."""
         found: dict[int, np.ndarray] = {}
-        step, spans = self.program, self._builder.spans
+        count = self._sizes.num_shares
         updated: set[tuple[int, ...]] = set()
 
         def observer(instruction: Instruction, slots: list[Any]) -> None:
@@ -344,11 +381,12 @@ class StreamedStep:
             if pack in updated:
                 return
             updated.add(pack)
-            for slot in instruction.inputs[2]:
-                param = step.slots[slot].key
-                params = self._sizes.owned(spans[slot]) if param is None else (param,)
-                for p, array in zip(params, slots[slot], strict=True):
-                    found[p] = found[p] + np.asarray(array) if p in found else np.array(array)
+            for first in range(0, len(instruction.inputs[2]), count):
+                of = instruction.inputs[2][first : first + count]
+                arrays = zip(*(slots[slot] for slot in of), strict=True)
+                for p, given in zip(self.programs.params_of(of[0]), arrays, strict=True):
+                    whole = self._whole(p, given)
+                    found[p] = found[p] + whole if p in found else whole
 
         state, _ = self(self.init_from(params), batch, key, observer=observer)
         for p, array in state.unused.items():

@@ -17,21 +17,55 @@ class PackNeeds:
         packs: That are updated, each by itself.
         num_lanes: Devices that make gradients of the same parameters.
         reduces: Whether devices add these.
+        num_shares: Into how many weights are cut.
     """
 
-    def __init__(self, sizes: PackSizes, packs: Collection[Span], num_lanes: int, *, reduces: bool):
+    def __init__(
+        self,
+        sizes: PackSizes,
+        packs: Collection[Span],
+        num_lanes: int,
+        *,
+        reduces: bool,
+        num_shares: int = 1,
+    ):
+        self._num_shares = num_shares
         self._sizes, self._packs, self._num_lanes, self._reduces = sizes, packs, num_lanes, reduces
 
     def weights(self, span: Span) -> int:
-        """Parameters that layers read; their gradients have as many bytes."""
+        """Parameters that layers read; sums of their gradients have as many bytes."""
         shared = sum(map(self._sizes.param_bytes, self._sizes.shared(span)))
         return self._sizes.weight_bytes(span) + shared
+
+    def streamed(self, span: Span) -> int:
+        """Of these parameters, what a device gets; of shares, until they are gathered."""
+        sizes, last = self._sizes, self._num_shares - 1
+        if not last:
+            return self._whole(span)
+        shares = sum(sizes.share_bytes(what, span, last) for what in ("whole", "casts"))
+        shares += sum(sizes.share_bytes("shared", param, last) for param in sizes.shared(span))
+        return shares + self.gather(span)
+
+    def _whole(self, span: Span) -> int:
+        shared = sum(map(self._sizes.streamed_bytes, self._sizes.shared(span)))
+        return self._sizes.whole_bytes(span) + self._sizes.cast_bytes(span) + shared
+
+    def gather(self, span: Span) -> int:
+        """Of the program that makes weights of the shares of all devices."""
+        return self._sizes.transient_bytes("gather", span, 0, self._whole(span))
+
+    def scatter(self, span: Span) -> int:
+        """Of that which gives each a share of the sum of their gradients."""
+        sizes, last = self._sizes, self._num_shares - 1
+        shares = sizes.share_bytes("weights", span, last)
+        shares += sum(sizes.share_bytes("shared gradient", p, last) for p in sizes.shared(span))
+        return sizes.transient_bytes("scatter", span, 0, shares)
 
     def reads(self, task: Task, size: int) -> dict[str, int]:
         """Of a micro-batch of a pass, by what it is."""
         sizes, span = self._sizes, (task.first, task.stop)
         return {
-            "weights": self.weights(span),
+            "weights": self.streamed(span),
             "batch": sizes.batch_bytes(span, size),
             "inputs": sizes.value_bytes(task.first, size) if task.first else 0,
             "gradients": sizes.gradient_bytes(task.stop, size) if task.gradient else 0,

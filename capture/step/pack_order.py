@@ -45,4 +45,19 @@ def begins_without_copies(graph: TaskGraph, seconds: PassSeconds) -> Begins:
     for task in graph.tasks:  # without jit they come last
         if task.kind == "update" and not graph.switches.jit:
             begins[task.id, 0] = max(free.values())
-    return begins
+    return as_the_first(graph, begins)
+
+
+def as_the_first(graph: TaskGraph, begins: Begins) -> Begins:
+    """In data parallelism all devices do as the first, which has the most examples: one that runs
+    ahead would hold the weights of the next pack beside those that wait for the sum."""
+    if graph.mode != "dp":
+        return begins
+    first = {
+        (task.kind, task.station, task.start): task.id for task in graph.tasks if task.rank == 0
+    }
+    return {
+        (task.id, i): begins[first[task.kind, task.station, task.start], i]
+        for task in graph.tasks
+        for i in range(max(1, len(task.sizes)))
+    }

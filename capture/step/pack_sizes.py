@@ -9,9 +9,14 @@ from typing import Literal, Protocol
 from capture.measured.layer_profile import LayerProfile
 from capture.plan.task_graph import Span
 
-PackPass = Literal["forward", "backward", "accumulate", "update", "reduce"]
+PackPass = Literal["forward", "backward", "accumulate", "update", "reduce", "gather", "scatter"]
 """``accumulate`` is a backward pass that adds its gradients to those that are there; ``update`` is
-that of a device, and ``reduce`` adds the gradients of all."""
+that of a device, and ``reduce`` adds the gradients of all. Where each has a share, ``gather`` makes
+weights whole, and ``scatter`` adds gradients."""
+
+PartOf = Literal["weights", "whole", "casts", "shared", "shared gradient"]
+"""Of layers: parameters or the sums of their gradients, those parameters that devices get as they
+are, casts of the others; a parameter of another pack as a device gets it, and its gradient."""
 
 
 class PackSizes(Protocol):
@@ -24,7 +29,31 @@ class PackSizes(Protocol):
     def num_layers(self) -> int: ...
 
     def weight_bytes(self, span: Span) -> int:
-        """Parameters and buffers that belong to layers."""
+        """Parameters and buffers that belong to layers; the sums of their gradients."""
+        ...
+
+    def cast_bytes(self, span: Span) -> int:
+        """Casts that devices get instead of some of these parameters."""
+        ...
+
+    def whole_bytes(self, span: Span) -> int:
+        """The others."""
+        ...
+
+    def whole(self, span: Span) -> tuple[int, ...] | None:
+        """Where those are among the parameters of the layers; None for all."""
+        ...
+
+    def cast(self, span: Span) -> tuple[int, ...]:
+        """Parameters that devices get as casts."""
+        ...
+
+    def alone_bytes(self, span: Span) -> int:
+        """Gradients that a single pass makes, where those of casts are as good."""
+        ...
+
+    def share_bytes(self, what: PartOf, of: Span | int, which: int) -> int:
+        """The share of a device, of layers or a parameter."""
         ...
 
     def state_bytes(self, pack: Span) -> int:
@@ -48,6 +77,10 @@ class PackSizes(Protocol):
         ...
 
     def param_bytes(self, param: int) -> int: ...
+
+    def streamed_bytes(self, param: int) -> int:
+        """Of a parameter, what a device gets."""
+        ...
 
     def values(self, layer: int) -> tuple[int, ...]:
         """What enters a layer, ascending in the order in which it is made; what skips over several
@@ -86,6 +119,7 @@ class ProfileSizes:
     is shared, and the batch is the input of the first layer."""
 
     profile: LayerProfile
+    num_shares: int = 1
 
     @property
     def num_layers(self) -> int:
@@ -94,11 +128,32 @@ class ProfileSizes:
     def weight_bytes(self, span: Span) -> int:
         return self.profile.weight_bytes(*span)
 
+    def cast_bytes(self, span: Span) -> int:
+        return self.profile.cast_bytes(*span)
+
+    def whole_bytes(self, span: Span) -> int:
+        return self.profile.streamed_bytes(*span) - self.profile.cast_bytes(*span)
+
+    def whole(self, span: Span) -> None:
+        return None
+
+    def cast(self, span: Span) -> tuple[int, ...]:
+        raise AssertionError("a layer profile has no parameters")
+
+    def alone_bytes(self, span: Span) -> int:
+        return self.profile.gradient_bytes(*span, alone=True)
+
+    def share_bytes(self, what: PartOf, of: Span | int, which: int) -> int:
+        assert isinstance(of, tuple), "a layer profile has no parameters"
+        sizes = {"weights": self.weight_bytes, "whole": self.whole_bytes, "casts": self.cast_bytes}
+        nbytes = sizes[what](of)
+        return (which + 1) * nbytes // self.num_shares - which * nbytes // self.num_shares
+
     def state_bytes(self, pack: Span) -> int:
         return self.profile.state_bytes(*pack)
 
     def summary_bytes(self, pack: Span) -> int:
-        return 0
+        return self.profile.summary_bytes
 
     def shared(self, pack: Span) -> tuple[int, ...]:
         return ()
@@ -110,6 +165,9 @@ class ProfileSizes:
         raise AssertionError("a layer profile has no parameters")
 
     def param_bytes(self, param: int) -> int:
+        raise AssertionError("a layer profile has no parameters")
+
+    def streamed_bytes(self, param: int) -> int:
         raise AssertionError("a layer profile has no parameters")
 
     def values(self, layer: int) -> tuple[int, ...]:
@@ -132,11 +190,12 @@ class ProfileSizes:
         which a pass that adds to those that are there makes layer by layer, as compiled programs
         do; the released profiles are of a framework that adds in place. An update writes over what
         it reads; what reduces gradients does not."""
-        if which in ("update", "reduce"):
+        if which in ("update", "reduce", "gather", "scatter"):
             return output_bytes
         (first, stop), weights = pack, self.weight_bytes(pack)
         layers = self.profile.at("forward" if which == "forward" else "backward", size)
-        own = layers.pack_bytes(first, stop) - weights - layers.inputs[first]
+        come = self.profile.streamed_bytes(first, stop)
+        own = layers.pack_bytes(first, stop) - come - layers.inputs[first]
         if which == "forward":
             return max(own, layers.inputs[stop], 0)
         if which == "accumulate":

@@ -3,9 +3,13 @@ their gradients that go back.
 
 Every device is a place, and has a place in the memory of the host. Weights and optimizer state
 stay there: a slot of weights per run of layers that no pack divides, one of state per backward
-pack. Slots are called ``weights``, ``state``, ``gradients``, ``batch``, ``activation``,
-``gradient`` (of an activation), ``summary`` and ``loss``; programs ``forward``, ``backward`` (which
-computes the forward pass again), ``reduce``, ``summarize`` and ``update``.
+pack. Where devices get casts instead of parameters, the host keeps those in a slot beside them,
+which follow every update; where devices have shares, it has a slot of each. Slots are called
+``weights``, ``casts``, ``state``, ``gradients``, ``batch``, ``activation``, ``gradient`` (of an
+activation), ``summary`` and ``loss``; programs ``forward``, ``backward`` (which computes the
+forward pass again), ``summarize``, ``update``; of all devices ``reduce``, ``gather`` (weights of
+shares), ``scatter`` (shares of the sum of gradients); ``widen`` (gradients of casts become those of
+parameters) and ``cast``.
 
 A value between two packs is cut where the micro-batches of either direction end, so that it is
 copied once in pieces, whatever their sizes (concatenation and split are the programs'). It goes
@@ -28,15 +32,8 @@ from capture.measured.layer_profile import LayerProfile
 from capture.plan.task_graph import Span, Task, TaskGraph
 from capture.step.pack_sizes import PackPass, PackSizes
 from capture.step.program import Copy, Feed, Free, Instruction, Place, Run, Step, book
-from capture.step.streamed_state import (
-    Came,
-    Late,
-    Rank,
-    StreamedState,
-    Unit,
-    parts_of_name,
-    program_name,
-)
+from capture.step.streamed_state import StreamedState
+from capture.step.streamed_units import Came, Late, Rank, Unit, parts_of_name, program_name
 from capture.step.timeline import Seconds
 
 Begins = Mapping[tuple[int, int], float]
@@ -57,6 +54,15 @@ def streamed_seconds(
         if kind == "update":
             on_host = step.programs[name].place.host is not None
             return profile.update_seconds(first, stop) if on_host else 0.0
+        if kind == "cast":
+            return profile.cast_seconds(first, stop) / graph.num_shares
+        if kind in ("gather", "scatter"):
+            whole = profile.streamed_bytes if kind == "gather" else profile.weight_bytes
+            return (1 - 1 / working) * whole(first, stop) / p2p
+        if kind == "widen":
+            return profile.widen_seconds(first, stop)
+        if kind == "summarize":  # one of the seven that an update of Adam reads and writes
+            return profile.update_seconds(first, stop) / 7
         if kind == "reduce":
             return 2 * (working - 1) / working * profile.weight_bytes(first, stop) / p2p
         return profile.at("forward" if kind == "forward" else "backward", size).time(first, stop)
@@ -72,10 +78,18 @@ def streamed_seconds(
 
 def volumes_bytes(step: Step) -> dict[str, int]:
     """What is copied over the hosts' links, by what the slots are and the direction; between
-    devices it is ``p2p``, and what comes from the batch ``batch in``."""
+    devices it is ``p2p``, and what comes from the batch ``batch in``. What devices get of each
+    other to make weights of shares is ``weights gathered``, and likewise of gradients."""
     found: defaultdict[str, int] = defaultdict(int)
     for instruction in step.instructions:
         match instruction:
+            case Run(program=name, inputs=groups, outputs=made):
+                given = sum(step.slots[slot].nbytes for group in groups for slot in group)
+                more = sum(step.slots[slot].nbytes for slot in made) - given
+                if step.programs[name].kind == "gather":
+                    found["weights gathered"] += more
+                elif step.programs[name].kind == "scatter":
+                    found["gradients scattered"] -= more
             case Feed(slot=slot):
                 found["batch in"] += step.slots[slot].nbytes
             case Copy(source=source, target=target, nbytes=nbytes):
@@ -101,12 +115,14 @@ class StreamedBuilder(StreamedState):
 
     def __init__(self, graph: TaskGraph, sizes: PackSizes, server: Server, begins: Begins):
         units = [Unit(task, i) for task in graph.tasks for i in range(max(1, len(task.sizes)))]
-        units.sort(key=lambda unit: (begins[unit.task.id, unit.i], unit.task.id, unit.i))
+        # At once begins, on all devices, what is behind a pass, before the next pack.
+        units.sort(
+            key=lambda u: (begins[u.task.id, u.i], u.task.station, u.task.id, u.i),
+        )
         super().__init__(graph, sizes, server, units)
         self.units = units
         self._ends, self._cuts = _microbatch_ends(graph, self._lane)
-        #: By lane, where the parts of the batch end that are fed, in examples of the lane.
-        self.parts: dict[int, tuple[int, ...]] = dict(sorted(self._cuts.items()))
+        self.parts = dict(sorted(self._cuts.items()))
         #: (lane, layer, what) -> by end in examples, the slot of a piece.
         self._pieces: defaultdict[tuple[int, int, str], dict[int, int]] = defaultdict(dict)
 
@@ -162,12 +178,18 @@ class StreamedBuilder(StreamedState):
         reads = self.needs.reads(task, unit.size)
 
         def fits(what: str) -> bool:
-            return beside is None or self._has_room(rank, reads[what] + beside)
+            together = what == "weights" and self._graph.num_shares > 1
+            ranks = self._ranks if together else (rank,)
+            return beside is None or all(self._has_room(r, reads[what] + beside) for r in ranks)
 
         if task.id not in rank.weights:
             if not fits("weights"):
                 return
-            rank.weights[task.id] = yield from self._bring_weights((task.first, task.stop), rank)
+            if self._graph.num_shares > 1:
+                yield from self._gather(task)
+            else:
+                pack = task.first, task.stop
+                rank.weights[task.id] = yield from self._bring_weights(pack, rank)
         if unit.batch is None:
             if not fits("batch"):
                 return
@@ -299,15 +321,6 @@ class StreamedBuilder(StreamedState):
         known |= dict(zip(ends, outs, strict=True))
         rank.late.append(Late(outs, slots))
 
-    def _put_out(
-        self, slots: Sequence[int], rank: Rank, category: str
-    ) -> Generator[Instruction, None, list[int]]:
-        outs = []
-        for slot in slots:
-            outs.append(self._alike(slot, rank.host, category))
-            yield self._copy(slot, outs[-1])
-        return outs
-
     def _keep(
         self, unit: Unit, rank: Rank, layer: int, slots: Sequence[int]
     ) -> Iterator[Instruction]:
@@ -378,18 +391,13 @@ class StreamedBuilder(StreamedState):
 
     def _read_by(self, sub_pack: Span, task: Task, rank: Rank) -> tuple[int, ...]:
         """Slots of the weights of a task that some of its layers read."""
-        slots, pack = rank.weights[task.id], (task.first, task.stop)
-        spans, params = self._of(pack), self._sizes.shared(pack)
-        of_span = dict(zip(spans, slots, strict=False))
-        of_param = dict(zip(params, slots[len(spans) :], strict=True))
-        own = [of_span[span] for span in self._of(sub_pack)]
-        shared = [
-            of_param[param]
-            if param in of_param
-            else of_span[self._segment(self._sizes.owner(param))]
-            for param in self._sizes.shared(sub_pack)
-        ]
-        return tuple(dict.fromkeys((*own, *shared)))
+        params = self._sizes.shared(sub_pack)
+        spans = {*self._of(sub_pack), *(self._segment(self._sizes.owner(p)) for p in params)}
+        return tuple(
+            slot
+            for slot in rank.weights[task.id]
+            if self.step.slots[slot].key in params or self.spans.get(slot) in spans
+        )
 
     def _backward(self, unit: Unit, rank: Rank) -> Iterator[Instruction]:
         task, sizes = unit.task, self._sizes
@@ -406,7 +414,7 @@ class StreamedBuilder(StreamedState):
         if task.criterion:
             losses = [self._slot("loss", rank.place, "loss", 4)]
             self.step.reported += losses
-        gradients = self._gradient_slots(span, rank)
+        gradients = self._gradient_slots(task, rank)
         made = sum(self.step.slots[slot].nbytes for slot in (*outputs, *losses))
         kind: PackPass = "accumulate" if rank.summed else "backward"
         name = self._program(
@@ -432,21 +440,15 @@ class StreamedBuilder(StreamedState):
             rank.summed = ()
             yield from self._summed(unit, rank, gradients)
 
-    def _gradient_slots(self, span: Span, rank: Rank) -> tuple[int, ...]:
-        """Of what a pack owns, and of each parameter that it shares."""
-        shared = [
-            self._slot(
-                "shared gradient", rank.place, "gradients", self._sizes.param_bytes(param), param
-            )
-            for param in self._sizes.shared(span)
-        ]
-        return self._span_slot("gradients", rank.place, span), *shared
-
     def _summed(self, unit: Unit, rank: Rank, gradients: Sequence[int]) -> Iterator[Instruction]:
         """Gradients of a task go to the host, but for those with which a device updates at once."""
         task = unit.task
         span, shared = (task.first, task.stop), self._sizes.shared((task.first, task.stop))
         here: tuple[int, ...] = ()
+        if self._graph.num_shares > 1:
+            yield from self._leave(unit, rank)
+            yield from self._scatter(task, tuple(gradients))
+            return
         if task.last and self._updates_at_once:
             here, gradients = (gradients[0],), gradients[1:]
         else:

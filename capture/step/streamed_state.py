@@ -4,16 +4,15 @@ the builder in ``capture.step.streamed``, which has the passes."""
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
 
 from capture.machine.server import Server
 from capture.plan.task_graph import Span, Task, TaskGraph
 from capture.step.ledger import Ledger
 from capture.step.pack_needs import PackNeeds
-from capture.step.pack_sizes import PackSizes
+from capture.step.pack_sizes import PackSizes, PartOf
 from capture.step.program import (
     Copy,
     Free,
@@ -26,107 +25,17 @@ from capture.step.program import (
     Wait,
     begin,
 )
+from capture.step.streamed_slots import StreamedSlots
+from capture.step.streamed_units import Late, Part, Rank, Unit, program_name
 
 
-def program_name(kind: str, span: Span, size: int, rank: int, pieces: Sequence[Span] = ()) -> str:
-    """Of a pass whose rows come in pieces, those too: it puts them together."""
-    rows = "+".join(str(stop - first) for first, stop in pieces) if len(pieces) > 1 else ""
-    return f"{kind} {span[0]} {span[1]} {size} {rank} {rows}".rstrip()
+class StreamedState(StreamedSlots):
+    """Slots of the host and of what every device holds for longer than a pass."""
 
-
-def parts_of_name(name: str) -> tuple[str, int, int, int, int]:
-    kind, first, stop, size, rank = name.split()[:5]
-    return kind, int(first), int(stop), int(size), int(rank)
-
-
-@dataclass
-class Unit:
-    """A pass: one micro-batch of a task, or an update.
-
-    Attributes:
-        task: Whose.
-        i: Its micro-batch among those of the task.
-        batch: Pieces of what it reads of the batch, once they are issued.
-        inputs: Pieces of X, likewise: slots, and where on the host they came from.
-        gradients: Likewise of dY.
-    """
-
-    task: Task
-    i: int
-    batch: list[int] | None = None
-    inputs: list[Came] | None = None
-    gradients: list[Came] | None = None
-
-    @property
-    def at(self) -> int:
-        """Its micro-batch among all of the pack."""
-        return self.task.start + self.i
-
-    @property
-    def size(self) -> int:
-        return self.task.sizes[self.i]
-
-
-class Came(NamedTuple):
-    """What a pass reads.
-
-    Attributes:
-        slot: On the device.
-        source: On the host, where it was copied from there.
-        last: Whether nobody reads that again.
-    """
-
-    slot: int
-    source: int | None = None
-    last: bool = True
-
-
-@dataclass
-class Late:
-    """What is done a pass later: copies to wait for, slots to free, and what may follow then."""
-
-    waits: Sequence[int]
-    frees: Sequence[int]
-    then: Callable[[], Iterable[Instruction]] = tuple
-
-
-@dataclass
-class Rank:
-    """What a device has.
-
-    Attributes:
-        place, host: Its memory, and its place in that of the host.
-        units: Passes that are to come, the next one last.
-        weights: Of a task, by id, their slots; then those of each parameter that is shared.
-        summed: Gradients of the backward task that is under way; of what it owns, then of each
-            parameter that is shared.
-        late: Of the pass before.
-    """
-
-    place: Place
-    host: Place
-    units: list[Unit]
-    weights: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    summed: tuple[int, ...] = ()
-    late: list[Late] = field(default_factory=list)
-
-
-class StreamedState:
-    """Slots of the host and of what every device holds for longer than a pass.
-
-    Attributes:
-        step: What is built.
-        spans: By slot of weights, state or gradients, its layers.
-        rows: By slot of rows: the layer that they enter, or whose batch they are, and which
-            examples of the lane.
-        values: By slot that holds some of the values which enter its layer, those.
-    """
+    parts: dict[int, tuple[int, ...]]
 
     def __init__(self, graph: TaskGraph, sizes: PackSizes, server: Server, units: Sequence[Unit]):
-        self._graph, self._sizes, self._switches = graph, sizes, graph.switches
-        self.spans: dict[int, Span] = {}
-        self.rows: dict[int, tuple[int, Span]] = {}
-        self.values: dict[int, tuple[int, ...]] = {}
+        self._graph, self._switches = graph, graph.switches
         host = Host("host", int(server.host_memory_bytes.value))
         self._ranks = [
             Rank(
@@ -147,9 +56,13 @@ class StreamedState:
         #: Whether devices add their gradients; otherwise the host does.
         self._reduces = graph.mode == "dp" and graph.num_devices > 1 and self._updates_at_once
         lanes = graph.num_devices if graph.mode == "dp" else 1
-        self.needs = PackNeeds(sizes, backward, lanes, reduces=self._reduces)
+        self.needs = PackNeeds(
+            sizes, backward, lanes, reduces=self._reduces, num_shares=graph.num_shares
+        )
         places = [place for rank in self._ranks for place in (rank.place, rank.host)]
-        self.step = Step(tuple(places) + ((self._everywhere,) if self._reduces else ()))
+        if self._reduces or graph.num_shares > 1:
+            places.append(self._everywhere)
+        super().__init__(Step(tuple(places)), sizes)
         cuts = {end for task in graph.tasks for end in (task.first, task.stop)}
         self._segments = tuple(pairwise(sorted(cuts)))
         #: Per backward pack: the updates that are still to come, and the gradients of every rank.
@@ -174,11 +87,20 @@ class StreamedState:
         for task in graph.tasks:
             if task.kind == "update":
                 self._owner.setdefault((task.first, task.stop), self._ranks[task.rank])
-        self._state, self._weights = self._kept()
+        self._state, self._weights, self._casts = self._kept()
         self._limit_bytes, self._ledger = server.usable_bytes.value, Ledger(graph.num_devices)
         begin(self._ledger, self.step)
         self._ended: set[int] = set()
-        self._label = ""
+        #: Tasks of all ranks that do the same, and per backward pack the gradients of those that
+        #: are done, where devices have shares.
+        self._same: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+        for task in graph.tasks:
+            self._same[task.kind, task.station].append(task.id)
+        self._unscattered: defaultdict[Span, dict[int, tuple[int, ...]]] = defaultdict(dict)
+
+    def build(self) -> Step:
+        """The step; once."""
+        raise NotImplementedError
 
     def _flushed(self, rank: Rank) -> Iterator[Instruction]:
         late, rank.late = rank.late, []
@@ -205,23 +127,38 @@ class StreamedState:
 
     # ---- what there is ---------------------------------------------------------------------------
 
-    def _kept(self) -> tuple[dict[Span, int], dict[Span, int]]:
-        """Slots of the host: optimizer state per backward pack, weights per run of layers."""
+    def _kept(
+        self,
+    ) -> tuple[dict[Span, int], dict[Span, tuple[int, ...]], dict[Span, tuple[int, ...]]]:
+        """Slots of the host: optimizer state per backward pack, weights per run of layers, a slot
+        of each share, and likewise casts of those that devices get so."""
         state: dict[Span, int] = {}
-        weights: dict[Span, int] = {}
+        weights: dict[Span, tuple[int, ...]] = {}
+        casts: dict[Span, tuple[int, ...]] = {}
         for (first, stop), rank in sorted(self._owner.items(), key=lambda item: item[0]):
             nbytes = self._sizes.state_bytes((first, stop))
             name = f"state of layers {first} to {stop - 1}"
             state[first, stop] = self.step.keep(name, rank.host, "optimizer", nbytes, "state")
             self.spans[state[first, stop]] = (first, stop)
             for span in self._of((first, stop)):
-                nbytes, name = (
-                    self._sizes.weight_bytes(span),
-                    f"weights of {span[0]} to {span[1] - 1}",
-                )
-                weights[span] = self.step.keep(name, rank.host, "parameters", nbytes, "weights")
-                self.spans[weights[span]] = span
-        return state, weights
+                nbytes = self._sizes.weight_bytes(span)
+                weights[span] = self._keep_weights("weights", span, rank.host, nbytes)
+                if nbytes := self._sizes.cast_bytes(span):
+                    casts[span] = self._keep_weights("casts", span, rank.host, nbytes)
+        return state, weights, casts
+
+    def _keep_weights(self, what: PartOf, span: Span, place: Place, nbytes: int) -> tuple[int, ...]:
+        slots, count = [], self._graph.num_shares
+        for which in range(count):
+            name = f"{what} of {span[0]} to {span[1] - 1}"
+            if count > 1:
+                name += f", share {which + 1} of {count}"
+                nbytes = self._sizes.share_bytes(what, span, which)
+            slots.append(self.step.keep(name, place, "parameters", nbytes, what))
+            self.spans[slots[-1]] = span
+            if count > 1:
+                self.shares[slots[-1]] = which
+        return tuple(slots)
 
     def _lane(self, task: Task) -> int:
         """In data parallelism every rank has its own examples."""
@@ -230,70 +167,131 @@ class StreamedState:
     def _of(self, span: Span) -> list[Span]:
         return [one for one in self._segments if span[0] <= one[0] < span[1]]
 
-    def _slot(
-        self, what: str, place: Place, category: str, nbytes: int, key: int | None = None
-    ) -> int:
-        return self.step.slot(f"{what} {len(self.step.slots)}", place, category, nbytes, what, key)
-
-    def _span_slot(self, what: str, place: Place, span: Span) -> int:
-        """Of weights, gradients or optimizer state of layers."""
-        state = what == "state"
-        nbytes = self._sizes.state_bytes(span) if state else self._sizes.weight_bytes(span)
-        category = {"weights": "parameters", "state": "optimizer"}.get(what, what)
-        slot = self._slot(what, place, category, nbytes)
-        self.spans[slot] = span
-        return slot
-
-    def _row_slot(self, what: str, place: Place, category: str, layer: int, rows: Span) -> int:
-        """Of rows of a value that enters a layer, or of its gradient."""
-        size = self._sizes.gradient_bytes if what == "gradient" else self._sizes.value_bytes
-        slot = self._slot(what, place, category, size(layer, rows[1] - rows[0]))
-        self.rows[slot] = layer, rows
-        return slot
-
-    def _values_slot(
-        self, place: Place, category: str, layer: int, rows: Span, values: tuple[int, ...]
-    ) -> int:
-        """Likewise, of some of the values."""
-        nbytes = self._sizes.value_bytes(layer, rows[1] - rows[0], values)
-        slot = self._slot("activation", place, category, nbytes)
-        self.rows[slot], self.values[slot] = (layer, rows), values
-        return slot
-
-    def _alike(self, slot: int, place: Place, category: str = "") -> int:
-        """A slot for a copy."""
-        given = self.step.slots[slot]
-        made = self._slot(given.what, place, category or given.category, given.nbytes, given.key)
-        if slot in self.spans:
-            self.spans[made] = self.spans[slot]
-        if slot in self.rows:
-            self.rows[made] = self.rows[slot]
-        if slot in self.values:
-            self.values[made] = self.values[slot]
-        return made
-
-    def _copy(self, source: int, target: int) -> Copy:
-        return Copy(source, target, self.step.slots[source].nbytes, self._label)
-
     def _program(self, kind: str, name: str, rank: Rank | None, transient: int) -> str:
         place = self._everywhere if rank is None else rank.place
         self.step.programs.setdefault(name, Program(kind, place, transient))
         return name
 
+    def _parts(self, pack: Span) -> Iterator[Part]:
+        """What a device gets of the weights of a pack."""
+        sizes = self._sizes
+        for span in self._of(pack):
+            nbytes = sizes.whole_bytes(span)
+            if nbytes or span not in self._casts:
+                yield Part("whole", span, nbytes, self._weights[span], sizes.whole(span))
+            if span in self._casts:
+                yield Part("casts", span, sizes.cast_bytes(span), self._casts[span])
+        for param in sizes.shared(pack):
+            span, nbytes = self._segment(sizes.owner(param)), sizes.streamed_bytes(param)
+            is_cast = nbytes != sizes.param_bytes(param)
+            sources = self._casts[span] if is_cast else self._weights[span]
+            index = (sizes.cast(span) if is_cast else sizes.owned(span)).index(param)
+            yield Part("shared", param, nbytes, sources, index)
+
+    def _part_slot(self, part: Part, place: Place, nbytes: int) -> int:
+        what = "weights" if part.what == "whole" else part.what
+        if isinstance(part.of, int):
+            return self._slot(what, place, "parameters", nbytes, part.of)
+        slot = self._slot(what, place, "parameters", nbytes)
+        self.spans[slot] = part.of
+        return slot
+
     def _bring_weights(
         self, pack: Span, rank: Rank
     ) -> Generator[Instruction, None, tuple[int, ...]]:
         slots = []
-        for span in self._of(pack):
-            slots.append(self._span_slot("weights", rank.place, span))
-            yield self._copy(self._weights[span], slots[-1])
-        for param in self._sizes.shared(pack):
-            span = self._segment(self._sizes.owner(param))
-            nbytes = self._sizes.param_bytes(param)
-            slots.append(self._slot("shared", rank.place, "parameters", nbytes, param))
-            index = self._sizes.owned(span).index(param)
-            yield Copy(self._weights[span], slots[-1], nbytes, self._label, index)
+        for part in self._parts(pack):
+            slots.append(self._part_slot(part, rank.place, part.nbytes))
+            yield Copy(part.sources[0], slots[-1], part.nbytes, self._label, part.arrays)
         return tuple(slots)
+
+    def _gather(self, task: Task) -> Iterator[Instruction]:
+        """Every device fetches its share of the weights of a pack, and gets those of the others
+        from them, for its task of these layers."""
+        pack, parts = (task.first, task.stop), list(self._parts((task.first, task.stop)))
+        given: list[tuple[int, ...]] = []
+        made: list[int] = []
+        for which, rank in enumerate(self._ranks):
+            yield from self._make_room(rank, self.needs.streamed(pack))
+            shares = []
+            for part in parts:
+                nbytes = self._sizes.share_bytes(part.what, part.of, which)
+                shares.append(self._part_slot(part, rank.place, nbytes))
+                self.shares[shares[-1]] = which
+                yield Copy(part.sources[which], shares[-1], nbytes, self._label, part.arrays)
+            given.append(tuple(shares))
+        for rank, own in zip(self._ranks, self._same[task.kind, task.station], strict=True):
+            slots = tuple(self._part_slot(part, rank.place, part.nbytes) for part in parts)
+            rank.weights[own] = slots
+            made += slots
+        transient = self.needs.gather(pack)
+        name = self._program("gather", program_name("gather", pack, 0, 0), None, transient)
+        donated = tuple(slot for shares in given for slot in shares)
+        yield Run(name, tuple(given), tuple(made), donated, self._label)
+
+    def _scatter(self, task: Task, gradients: tuple[int, ...]) -> Iterator[Instruction]:
+        """When all devices have made gradients of a pack, each gets its share of the sum, and gives
+        it to the host."""
+        span, sizes, waiting = (task.first, task.stop), self._sizes, self._unscattered
+        waiting[span][task.rank] = gradients
+        if len(waiting[span]) < self._graph.num_shares:
+            return
+        given = [slots for _, slots in sorted(waiting.pop(span).items())]
+        parts: list[Span | int] = [span, *sizes.shared(span)]
+        made: list[tuple[int, ...]] = []
+        for which, rank in enumerate(self._ranks):
+            slots = []
+            for slot, of in zip(given[which], parts, strict=True):
+                what: PartOf = "shared gradient" if isinstance(of, int) else "weights"
+                slots.append(self._alike(slot, rank.place))
+                nbytes = sizes.share_bytes(what, of, which)
+                self.step.slots[slots[-1]] = replace(self.step.slots[slots[-1]], nbytes=nbytes)
+                self.shares[slots[-1]] = which
+            made.append(tuple(slots))
+        transient = self.needs.scatter(span)
+        for rank in self._ranks:
+            yield from self._make_room(rank, transient)
+        name = self._program("scatter", program_name("scatter", span, 0, 0), None, transient)
+        donated = tuple(slot for slots in given for slot in slots)
+        yield Run(
+            name, tuple(given), tuple(s for slots in made for s in slots), donated, self._label
+        )
+        owners = [self._updated_by(of) if isinstance(of, int) else of for of in parts]
+        outs: list[list[int]] = []
+        for rank, own in zip(self._ranks, made, strict=True):
+            of_rank: list[int] = []
+            for slot, pack in zip(own, owners, strict=True):
+                of_rank += yield from self._put_out((slot,), self._owner[pack], "gradients")
+            rank.late.append(Late(tuple(of_rank), own))
+            outs.append(of_rank)
+        self._gradients[span] = {which: (slots[0],) for which, slots in enumerate(outs)}
+        for i, param in enumerate(sizes.shared(span), 1):
+            self._shared[param] += [slots[i] for slots in outs]
+
+    def _put_out(
+        self, slots: Sequence[int], rank: Rank, category: str
+    ) -> Generator[Instruction, None, list[int]]:
+        outs = []
+        for slot in slots:
+            outs.append(self._alike(slot, rank.host, category))
+            yield self._copy(slot, outs[-1])
+        return outs
+
+    def _gradient_slots(self, task: Task, rank: Rank) -> tuple[int, ...]:
+        """Of what a pack owns, and of each parameter that it shares. A sum over micro-batches is
+        that of the parameters, which casts cannot hold."""
+        span, sizes = (task.first, task.stop), self._sizes
+        alone = not task.start and task.last and len(task.sizes) == 1
+        alone = alone and self._graph.num_shares == 1
+        nbytes = sizes.alone_bytes(span) if alone else sizes.weight_bytes(span)
+        own = self._slot("gradients", rank.place, "gradients", nbytes)
+        self.spans[own] = span
+        if alone:
+            self.alone.add(own)
+        return own, *(
+            self._slot("shared gradient", rank.place, "gradients", sizes.param_bytes(param), param)
+            for param in sizes.shared(span)
+        )
 
     def _segment(self, layer: int) -> Span:
         """The run of layers that no pack divides."""
@@ -329,7 +327,7 @@ class StreamedState:
         for span, rank in self._owner.items():
             label = f"summarize gradients of layers {span[0]} to {span[1] - 1}"
             made[span] = self._summary_slot(span, rank.host)
-            yield from self._waited(*gradients[span])
+            gradients[span] = yield from self._widened(span, gradients[span], label)
             name = program_name("summarize", span, 0, rank.host.devices[0])
             self.step.programs[name] = Program("summarize", rank.host, 0)
             inputs = (self._weights_of(span), (self._state[span],), gradients[span])
@@ -361,10 +359,27 @@ class StreamedState:
 
     def _weights_of(self, span: Span) -> tuple[int, ...]:
         """On the host."""
-        return tuple(self._weights[one] for one in self._of(span))
+        return tuple(slot for one in self._of(span) for slot in self._weights[one])
 
     def _update_on_host(self, span: Span, label: str) -> Iterator[Instruction]:
-        yield from self._run_on_host(span, self._summands(span), (), label)
+        gradients = yield from self._widened(span, self._summands(span), label)
+        yield from self._run_on_host(span, gradients, (), label)
+
+    def _widened(
+        self, span: Span, gradients: Sequence[int], label: str
+    ) -> Generator[Instruction, None, tuple[int, ...]]:
+        """Those of casts as those of parameters. The update adds nothing to that: it would be
+        another program, which may round otherwise."""
+        place, found = self._owner[span].host, []
+        yield from self._waited(*gradients)  # those of other ranks may still be on their way
+        for slot in gradients:
+            found.append(slot)
+            if self.step.slots[slot].nbytes < self._sizes.weight_bytes(span) and slot in self.alone:
+                found[-1] = self._span_slot("gradients", place, span)
+                name = program_name("widen", span, 0, place.devices[0])
+                self.step.programs[name] = Program("widen", place, 0)
+                yield Run(name, ((slot,),), (found[-1],), (slot,), label)
+        return tuple(found)
 
     def _run_on_host(
         self, span: Span, gradients: tuple[int, ...], summaries: Sequence[int], label: str
@@ -374,9 +389,13 @@ class StreamedState:
         self.step.programs[name] = Program("update", place, 0)
         weights, state = self._weights_of(span), (self._state[span],)
         changed = (*weights, *state)
-        yield from self._waited(*gradients)  # those of other ranks may still be on their way
         inputs = (weights, state, gradients, tuple(summaries))
         yield Run(name, inputs, changed, (*changed, *gradients), label)
+        for one in self._of(span):
+            for source, cast in zip(self._weights[one], self._casts.get(one, ()), strict=False):
+                name = program_name("cast", one, 0, place.devices[0])
+                self.step.programs[name] = Program("cast", place, 0)
+                yield Run(name, ((source,), (cast,)), (cast,), (cast,), label)
 
     def _summands(self, span: Span) -> tuple[int, ...]:
         """Gradients of every rank, and those of other packs that read what this one owns."""
@@ -408,7 +427,8 @@ class StreamedState:
                 yield from self._make_room(self._ranks[number], transient)
             name = self._program("reduce", program_name("reduce", span, 0, 0), None, transient)
             given = tuple(gradients.values())
-            yield Run(name, (given,), tuple(reduced.values()), given, self._label)
+            groups = tuple((slot,) for slot in given)
+            yield Run(name, groups, tuple(reduced.values()), given, self._label)
             gradients = reduced
         for number, gradient in sorted(gradients.items()):
             rank = self._ranks[number]
@@ -476,7 +496,7 @@ class StreamedState:
         if not writes:
             yield Free(changed)
             return
-        hosts = (*(self._weights[one] for one in self._of(span)), self._state[span])
+        hosts = (*self._weights_of(span), self._state[span])
         yield Free(hosts)
         for slot, host in zip(changed, hosts, strict=True):
             yield self._copy(slot, host)

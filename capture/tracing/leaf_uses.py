@@ -1,5 +1,5 @@
-"""How a traced loss uses its parameter leaves, and along which dimension a product that reads one
-can be split into slices.
+"""How a traced loss uses its parameter leaves: along which dimension a product that reads one can
+be split into slices, and which are read through a cast alone.
 
 A product over the slices of a contracted dimension is a sum of products, one per slice; a lookup in
 a table is the sum of lookups in slices of its rows, where a row of another slice counts as zero.
@@ -9,16 +9,21 @@ Source: Jiang et al. 2023 (OSDP), 3.3 and Figure 4.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from capture.tracing.cut import PRODUCTS
+from capture.tracing.layers import LayerOps
 from capture.tracing.program import Op, Program
 
+CAST = "convert_element_type"
 #: Ops that keep a leaf's elements and its rank: slices pass through them.
-ORDERED = ("convert_element_type", "transpose", "copy", "reduce_precision")
+ORDERED = (CAST, "transpose", "copy", "reduce_precision")
 #: Ops that keep a leaf's elements: they are applied after it is gathered.
 LAYOUT = (*ORDERED, "reshape", "squeeze", "broadcast_in_dim", "expand_dims")
 
@@ -67,6 +72,44 @@ def slicing_of(op: Op, operand: int, shape: tuple[int, ...]) -> Slicing | None:
             else None
         )
     return None
+
+
+@dataclass(frozen=True)
+class Cast:
+    """That all layers read a parameter through a cast to a smaller dtype.
+
+    Attributes:
+        dtype: To which.
+        once: Whether one layer does so, in one place. The parameter's gradient is then that of the
+            cast, converted; of several casts it is a sum, which the dtype need not hold.
+    """
+
+    dtype: str
+    once: bool
+
+
+def casts(program: Program, layers: Sequence[LayerOps]) -> tuple[Cast | None, ...]:
+    """Per parameter of a program; None where a layer reads it otherwise, or none does."""
+    reads: defaultdict[int, list[Any]] = defaultdict(list)
+    for layer in layers:
+        for v in layer.outputs:
+            reads[v].append(None)
+        for op in layer.ops:
+            for v in op.reads:
+                is_cast = op.primitive.name == CAST
+                reads[v].append(op.params["new_dtype"] if is_cast else None)
+
+    def cast(v: int) -> Cast | None:
+        own, dtypes = program.avals[v].dtype, {*reads[v]}
+        if len(dtypes) != 1 or None in dtypes or not program.avals[v].size:
+            return None
+        (dtype,) = map(jnp.dtype, dtypes)
+        floats = jnp.issubdtype(own, jnp.floating) and jnp.issubdtype(dtype, jnp.floating)
+        if not floats or dtype.itemsize >= own.itemsize:
+            return None
+        return Cast(str(dtype), len(reads[v]) == 1)
+
+    return tuple(map(cast, program.params))
 
 
 def split_dims(program: Program) -> tuple[int | None, ...]:

@@ -28,7 +28,7 @@ from capture.tracing.cut import (
 from capture.tracing.flatten import EquationPath, flatten
 from capture.tracing.hashing import ProgramHasher
 from capture.tracing.layers import LayerOps, assign_layers
-from capture.tracing.leaf_uses import split_dims
+from capture.tracing.leaf_uses import Cast, casts, split_dims
 from capture.tracing.program import Program
 from capture.tracing.slices import LayerCall, LayerFunction, StageSlice
 
@@ -45,6 +45,7 @@ class TracedModel:
         stacked: By position in ``params_struct``, the dimension of the layers of such a leaf.
         split_dims: By parameter of the graph, the dimension that products can be split along
             (``leaf_uses``).
+        casts: By parameter, how its layers read it if all do so through a cast (``leaf_uses``).
         auto_layers: Whether the layers were cut automatically, not at marks or products.
     """
 
@@ -53,6 +54,7 @@ class TracedModel:
     split_struct: PyTree
     stacked: dict[int, int]
     split_dims: tuple[int | None, ...]
+    casts: tuple[Cast | None, ...]
     auto_layers: bool
     _batch_tree: Any
     _takes_key: bool
@@ -263,6 +265,7 @@ def trace(
         split_struct,
         stacked,
         split_dims(program),
+        casts(program, layers),
         auto_layers,
         _structure(batch_struct),
         takes_key(workload),

@@ -7,11 +7,13 @@ takes those of least memory, or the fastest that fit.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from itertools import combinations, pairwise
 from math import comb
+from typing import Any
 
 import numpy as np
 
@@ -91,6 +93,12 @@ class TableSpace:
         self._losses = np.stack([m.losses for m in memories])
         self._ends = np.stack([m.end - m.gradients for m in memories])
         self._replicas = np.array([choice.data_parallel for choice in choices])
+        graph = predictor.graph(size)
+        readers = [graph.param_readers(p) for p in range(len(graph.params))]
+        self._shared = {p: layers for p, layers in enumerate(readers) if len(layers) > 1}
+        self._param_bytes = np.array(
+            [[predictor.param_bytes(c.param_split)[p] for p in self._shared] for c in choices]
+        )
         #: Per group, and stage of it: how often each part is there, per moment.
         self._counts = [
             np.array([[_counts(o) for o in moment] for moment in moments]).swapaxes(0, 1)
@@ -108,22 +116,34 @@ class TableSpace:
             )
             self._links = steps.links
             self._graph = predictor.graph(size)
-        self._groups: dict[tuple[int | None, int, Ranges], _Group] = {}
+        self._groups: dict[Any, _Group] = {}
 
     def groups(self, cuts: Cuts, limit: int | None) -> list[_Group]:
-        """Of every group, what fits and is fastest; the smallest where nothing fits. Gradients of
-        shared parameters and small values that stages send each other at the end of a step are left
-        to the prediction."""
+        """Of every group, what fits and is fastest; the smallest where nothing fits. Small values
+        that stages send each other at the end of a step are left to the prediction."""
         found = []
+        arriving = self._arriving(cuts)
         for g, stages in enumerate(self.schedule.stages):
             ranges = tuple((cuts[s], cuts[s + 1]) for s in stages)
-            key = (limit, g, ranges)
+            arrives = tuple(arriving[s] for s in stages)
+            key = (limit, g, ranges, arrives)
             if key not in self._groups:
-                self._groups[key] = self._group(g, ranges, limit)
+                self._groups[key] = self._group(g, ranges, arrives, limit)
             found.append(self._groups[key])
         return found
 
-    def _group(self, group: int, ranges: Ranges, limit: int | None) -> _Group:
+    def _arriving(self, cuts: Cuts) -> list[tuple[int, ...]]:
+        """Per stage, how many gradients of each shared parameter come to it at the end of a step:
+        one from every later stage that reads it, to the first."""
+        counts = [[0] * len(self._shared) for _ in cuts[1:]]
+        for i, layers in enumerate(self._shared.values()):
+            owner, *others = sorted({bisect_right(cuts, layer) - 1 for layer in layers})
+            counts[owner][i] = len(others)
+        return list(map(tuple, counts))
+
+    def _group(
+        self, group: int, ranges: Ranges, arrives: Sequence[tuple[int, ...]], limit: int | None
+    ) -> _Group:
         """Of all combinations of choices, each axis those of a stage."""
         n = len(ranges)
 
@@ -139,6 +159,8 @@ class TableSpace:
         ends = [self._ends[:, first, stop] for first, stop in ranges]
         losses = along([self._losses[:, first, stop] for first, stop in ranges])[-1]
         end = state + losses * self.schedule.num_microbatches + reduce(np.maximum, along(ends))
+        if self._shared:
+            end = end + sum(along([self._param_bytes @ counts for counts in arrives]))
         peaks = np.maximum(np.asarray(instants).max(axis=0), end)
         seconds = sum(along([self._busy[:, first, stop] for first, stop in ranges]))
         degrees = along([self._replicas] * n)

@@ -16,9 +16,10 @@ from capture.plan.schedule import make_schedule
 from capture.plan.task_graph import Configuration, Span, microbatches
 from capture.predictor.pack_times import update_bytes
 from capture.quantities import format_bytes
+from capture.step.virtual_memory import LayerTensors, Operation
 from recommender.harmony.packing import LeastMaxTime
 from recommender.harmony.problem import PacksProblem
-from recommender.harmony.swapping import Memory, Operation, Swapped, Tensor, run
+from recommender.harmony.swapping import Memory, Swapped, run
 
 #: What DeepSpeed's own estimate multiplies states on the host with (estimate_zero3_model_states,
 #: additional_buffer_factor).
@@ -65,17 +66,22 @@ class Baseline:
         }
 
 
-def dp_swap(problem: PacksProblem, *, remat: bool = False, always: bool = True) -> Baseline:
+def dp_swap(
+    problem: PacksProblem, *, remat: bool = False, always: bool = True, alone: bool = False
+) -> Baseline:
     """Data parallelism: every GPU has all layers, its share of the batch, and a manager.
 
     Args:
         problem: Layers, server, minibatch.
         remat: Whether the backward pass computes the forward pass of a layer again.
         always: Whether managers write back what did not change, too.
+        alone: Whether nothing stays on a GPU between steps, as in ``capture.runtime.swapped``.
     """
     name = f"DP Swap{' (R)' if remat else ''}"
     return _best(
-        name, problem, lambda size: _data_parallel(problem, size, remat=remat, always=always)
+        name,
+        problem,
+        lambda size: _data_parallel(problem, size, remat=remat, always=always, alone=alone),
     )
 
 
@@ -221,70 +227,28 @@ class _Pipelined:
     versions: int = 1
 
 
-class _Layers:
-    """Tensors of the layers at a micro-batch size, as managers see them."""
-
-    def __init__(self, problem: PacksProblem, size: int, *, remat: bool):
-        profile = problem.profile
-        self.count, self.remat = profile.num_layers, remat
-        self.forward, self.backward = profile.at("forward", size), profile.at("backward", size)
-        self.weights = [profile.weight_bytes(i, i + 1) for i in range(self.count)]
-        self.state = profile.k_bytes
-        x, memory = self.forward.inputs, self.forward.memory_bytes.tolist()
-        self.kept = [
-            max(0, memory[i] - self.weights[i] - x[i] - x[i + 1]) for i in range(self.count)
-        ]
-        most = self.backward.memory_bytes.tolist()
-        self.work = [
-            max(
-                0,
-                most[i]
-                - 2 * self.weights[i]
-                - 2 * x[i]
-                - x[i + 1]
-                - (0 if remat else self.kept[i]),
-            )
-            for i in range(self.count)
-        ]
-
-    def nbytes(self, num_microbatches: int) -> dict[Tensor, int]:
-        x, found = self.forward.inputs, {}
-        for i in range(self.count):
-            found[("W", i, 0)] = found[("dW", i, 0)] = found[("W2", i, 0)] = self.weights[i]
-            found[("K", i, 0)] = self.state[i]
-            for m in range(num_microbatches):
-                found[("X", i, m)] = found[("dX", i, m)] = x[i]
-                found[("A", i, m)] = self.kept[i]
-        for m in range(num_microbatches):
-            found[("X", self.count, m)] = 0
-        return found
-
-    def ahead(self, gpu: int, i: int, m: int, after: tuple[tuple[int, int], ...]) -> Operation:
-        """The forward pass of a layer."""
-        kept: tuple[Tensor, ...] = () if self.remat else (("A", i, m),)
-        work = self.kept[i] if self.remat else 0
-        writes: tuple[Tensor, ...] = (*kept, ("X", i + 1, m))
-        return Operation(
-            gpu, self.forward.time(i, i + 1), (("W", i, 0), ("X", i, m)), writes, (), work, after
-        )
-
-    def back(self, gpu: int, i: int, m: int, after: tuple[tuple[int, int], ...]) -> Operation:
-        """The backward pass of a layer."""
-        seconds = self.backward.time(i, i + 1)
-        seconds -= 0 if self.remat else self.forward.time(i, i + 1)
-        kept: tuple[Tensor, ...] = () if self.remat else (("A", i, m),)
-        above: tuple[Tensor, ...] = (("dX", i + 1, m),) if i + 1 < self.count else ()
-        dx: tuple[Tensor, ...] = (("dX", i, m),) if i else ()
-        reads = (("W", i, 0), ("X", i, m), *kept, *above)
-        frees = (("X", i, m), ("X", i + 1, m), *kept, *above)
-        writes = (("dW", i, 0), *dx)
-        return Operation(gpu, seconds, reads, writes, frees, self.work[i], after)
-
-    def update(self, gpu: int, i: int, seconds: float, versions: int) -> Operation:
-        """On the GPU, which adds gradients of all first; with two versions into the other one."""
-        changed: tuple[Tensor, ...] = (("K", i, 0), ("W2" if versions > 1 else "W", i, 0))
-        reads = (("W", i, 0), ("dW", i, 0), *changed)
-        return Operation(gpu, seconds, reads, changed, (("dW", i, 0),))
+def _layers_of(problem: PacksProblem, size: int, *, remat: bool) -> LayerTensors:
+    """From their profile."""
+    profile = problem.profile
+    forward, backward = profile.at("forward", size), profile.at("backward", size)
+    every = range(profile.num_layers)
+    weights = [profile.weight_bytes(i, i + 1) for i in every]
+    x, memory, most = forward.inputs, forward.memory_bytes.tolist(), backward.memory_bytes.tolist()
+    kept = [max(0, memory[i] - weights[i] - x[i] - x[i + 1]) for i in every]
+    again = [0 if remat else kept[i] for i in every]
+    ahead = [forward.time(i, i + 1) for i in every]
+    return LayerTensors(
+        weights,
+        profile.k_bytes,
+        x[:-1],
+        x[:-1],
+        kept,
+        [kept[i] if remat else 0 for i in every],
+        [max(0, most[i] - 2 * weights[i] - 2 * x[i] - x[i + 1] - again[i]) for i in every],
+        ahead,
+        [backward.time(i, i + 1) - (0 if remat else ahead[i]) for i in every],
+        remat,
+    )
 
 
 def _best(name: str, problem: PacksProblem, run_at: Callable[[int], Swapped]) -> Baseline:
@@ -320,23 +284,20 @@ def _memory(problem: PacksProblem, *, always: bool) -> Memory:
     )
 
 
-def _data_parallel(problem: PacksProblem, size: int, *, remat: bool, always: bool) -> Swapped:
+def _data_parallel(
+    problem: PacksProblem, size: int, *, remat: bool, always: bool, alone: bool
+) -> Swapped:
     """All GPUs do the same: one is run, and counted for all."""
     devices = problem.server.devices
     share = max(1, problem.minibatch_size // devices)
     count = -(-share // size)
-    layers = _Layers(problem, size, remat=remat)
-    operations = []
-    for m in range(count):
-        operations += [layers.ahead(0, i, m, ()) for i in range(layers.count)]
-        operations += [layers.back(0, i, m, ()) for i in reversed(range(layers.count))]
+    layers = _layers_of(problem, size, remat=remat)
     rate = problem.server.p2p_bytes_per_second.value
-    for i in range(layers.count):
-        reduce = 2 * (devices - 1) / devices * layers.weights[i] / rate
-        operations.append(layers.update(0, i, reduce, 1))
-    initial = [(0, (what, i, 0)) for i in range(layers.count) for what in ("W", "K")]
-    initial += [(0, ("X", 0, m)) for m in range(count)]
-    found = run(operations, layers.nbytes(count), initial, _memory(problem, always=always))
+    reduce = [2 * (devices - 1) / devices * weights / rate for weights in layers.weights]
+    operations = layers.data_parallel(count, reduce)
+    initial = [(0, tensor) for tensor in layers.initial(count)]
+    memory = _memory(problem, always=always)
+    found = run(operations, layers.nbytes(count), initial, memory, alone=alone)
     for name in found.volumes_bytes:
         found.volumes_bytes[name] *= devices
     found.host_bytes *= devices
@@ -344,13 +305,13 @@ def _data_parallel(problem: PacksProblem, size: int, *, remat: bool, always: boo
 
 
 def _pipelined(problem: PacksProblem, size: int, options: _Pipelined) -> Swapped:
-    devices, layers = problem.server.devices, _Layers(problem, size, remat=options.remat)
+    devices, layers = problem.server.devices, _layers_of(problem, size, remat=options.remat)
     count = -(-problem.minibatch_size // size)
-    stages = _stages(layers, min(devices, layers.count))
+    stages = _stages(problem, size, min(devices, layers.count))
     schedule = make_schedule(options.schedule, len(stages), count)
     operations: list[Operation] = []
     last: dict[tuple[str, int, int], int] = {}
-    x = layers.forward.inputs
+    x = [*layers.inputs, 0]
     for clock in schedule.clocks:
         for task in clock:
             s, m = task.stage_id, task.microbatch
@@ -382,10 +343,11 @@ def _pipelined(problem: PacksProblem, size: int, options: _Pipelined) -> Swapped
     return found
 
 
-def _stages(layers: _Layers, num_stages: int) -> tuple[Span, ...]:
+def _stages(problem: PacksProblem, size: int, num_stages: int) -> tuple[Span, ...]:
     """Stages of nearly equal time."""
-    anything = ~np.tri(layers.count + 1, dtype=bool)
-    splits = LeastMaxTime(layers.backward, anything).packs(layers.count)
+    count = problem.profile.num_layers
+    anything = ~np.tri(count + 1, dtype=bool)
+    splits = LeastMaxTime(problem.profile.at("backward", size), anything).packs(count)
     found = next(split for n, split in enumerate(splits, 1) if n == num_stages)
     assert found is not None, "any split is allowed"
     return found

@@ -39,7 +39,11 @@ class _Bound:
         self._swap = server.swap_bytes_per_second.value / working
         self._p2p = server.p2p_bytes_per_second.value
         self._delete = server.delete_seconds.value
+        self._shares = working if problem.swaps.sharded else 1
+        #: Seconds per byte that devices make whole between them; of gradients, that they add.
+        self._gather = (1 - 1 / self._shares) / self._p2p
         self._reduce = 2 * (working - 1) / working / self._p2p if problem.mode == "dp" else 0.0
+        self._reduce = self._gather if problem.swaps.sharded else self._reduce
         share = problem.shares[0]
         self._sizes_f = microbatches(share, self._forward.microbatch_size)
         self._sizes_b = microbatches(share, self._backward.microbatch_size)
@@ -63,7 +67,7 @@ class _Bound:
         )
 
     def _of_forward(self, pack: Span, *, first: bool) -> float:
-        total = 0.0 if self._prefetch else self._weights(pack)
+        total = self._before(pack)
         for size, count in _counted(self._sizes_f):
             layers = self._profile.at("forward", size)
             one = layers.time(*pack)
@@ -78,8 +82,8 @@ class _Bound:
 
     def _of_backward(self, pack: Span, i: int) -> float:
         """The i-th backward task, until its memory is given back."""
-        total = self._out(pack) + self._reduce * self._profile.weight_bytes(*pack)
-        total += 0.0 if self._prefetch else self._weights(pack)
+        total = self._out(pack) + self._reduce * self._gradients(pack)
+        total += self._before(pack)
         x, dx = pack[0], pack[0] > 0 and self._alone
         # X comes from another device where nothing converts it; what was kept comes from the host.
         from_device = i == 0 and not self._alone and not self._converts and self._forward.packs
@@ -129,15 +133,27 @@ class _Bound:
         return tails
 
     def _weights(self, pack: Span) -> float:
-        return self._profile.weight_bytes(*pack) / self._swap
+        return self._profile.streamed_bytes(*pack) / self._shares / self._swap
+
+    def _before(self, pack: Span) -> float:
+        """Until weights are there, where nothing hides that."""
+        return self._gather * self._profile.streamed_bytes(*pack) + (
+            0.0 if self._prefetch else self._weights(pack)
+        )
+
+    def _gradients(self, pack: Span) -> int:
+        alone = len(self._sizes_b) == 1 and self._shares == 1
+        return self._profile.gradient_bytes(*pack, alone=alone)
 
     def _out(self, pack: Span) -> float:
         """Gradients out, and memory back."""
-        return self._weights(pack) + self._delete
+        return self._gradients(pack) / self._shares / self._swap + self._delete
 
     def _end(self, pack: Span) -> float:
         """Behind the last backward pass of a task that is the last of its rank."""
-        return self._weights(pack) + max(self._delete, self._profile.update_seconds(*pack))
+        return self._gradients(pack) / self._shares / self._swap + max(
+            self._delete, self._profile.update_seconds(*pack) / self._shares
+        )
 
 
 def _counted(sizes: tuple[int, ...]) -> list[tuple[int, int]]:

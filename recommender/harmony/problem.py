@@ -9,7 +9,17 @@ from functools import cached_property
 
 from capture.machine.server import Server
 from capture.measured.layer_profile import LayerProfile, Pass
-from capture.plan.task_graph import ALL_ON, Configuration, Mode, Packs, Switches, TaskGraph, shares
+from capture.plan.task_graph import (
+    ALL_ON,
+    AS_THEY_ARE,
+    Configuration,
+    Mode,
+    Packs,
+    Swaps,
+    Switches,
+    TaskGraph,
+    shares,
+)
 from capture.predictor.pack_times import Estimate, estimate
 from recommender.harmony.packing import EXPERT, PACKINGS, REUSE, constant, reused
 
@@ -44,6 +54,7 @@ class PacksProblem:
         equal_passes: Equi-FB: the same sizes and packs in both directions.
         single_first: Whether what holds the model in one pack ranks first: the released scheduler's
             default, which the authors' own scripts turn off.
+        swaps: How weights and gradients travel.
     """
 
     profile: LayerProfile
@@ -55,6 +66,10 @@ class PacksProblem:
     switches: Switches = ALL_ON
     equal_passes: bool = False
     single_first: bool = False
+    swaps: Swaps = AS_THEY_ARE
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "profile", self.profile.as_streamed(self.swaps.stream))
 
     @property
     def equal_sizes(self) -> bool:
@@ -136,6 +151,7 @@ class PacksProblem:
             self.server.devices,
             self.minibatch_size,
             self.switches,
+            swaps=self.swaps,
             num_ranks=num_ranks,
         )
 

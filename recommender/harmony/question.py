@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from capture.errors import PlanError, Violation
+from capture.errors import PlanError, ProfileError, Violation
 from capture.machine.cluster import Cluster
 from capture.machine.server import Server
-from capture.measured.layer_profile import LayerProfile
+from capture.measured.layer_profile import UNMEASURED, LayerProfile
 from capture.plan.packs import question_violations
-from capture.plan.task_graph import MODES, Mode, Switches
+from capture.plan.task_graph import AS_THEY_ARE, MODES, Mode, Swaps, Switches
 from recommender.harmony.packing import EXPERT, PACKING_NAMES, REUSE
 from recommender.harmony.problem import PacksProblem
 from recommender.harmony.search import ALGORITHMS
@@ -40,10 +40,11 @@ class PacksQuestion:
         equal_passes: Equi-FB: the same sizes and packs both ways.
         single_first: Rank what holds the whole model in one pack first, however slow.
         cluster: That the server is made of (``Server.of``), for the plan; None if of none.
+        swaps: How weights and gradients travel.
 
     Raises:
         PlanError: ``packs-mode``, ``packs-batch``, ``packs-packing``, ``packs-switch``,
-            ``search-algorithm``; all at once.
+            ``packs-stream``, ``packs-shard``, ``search-algorithm``; all at once.
     """
 
     profile: LayerProfile
@@ -56,6 +57,7 @@ class PacksQuestion:
     equal_passes: bool = False
     single_first: bool = False
     cluster: Cluster | None = None
+    swaps: Swaps = AS_THEY_ARE
 
     def __post_init__(self) -> None:
         PlanError.check(self._violations())
@@ -83,6 +85,7 @@ class PacksQuestion:
             self.switches,
             self.equal_passes,
             self.single_first,
+            self.swaps,
         )
 
     def _violations(self) -> Iterator[Violation]:
@@ -112,6 +115,10 @@ class PacksQuestion:
                 "search-algorithm",
             )
         try:
-            _ = self.switches
-        except PlanError as error:
+            modes = self.modes or (self.mode,)
+            wrong = [each for mode in modes for each in self.swaps.violations(mode, self.switches)]
+            yield from dict.fromkeys(wrong)
+            if not wrong and self.profile is not UNMEASURED:
+                self.profile.as_streamed(self.swaps.stream)
+        except (PlanError, ProfileError) as error:
             yield from error.violations

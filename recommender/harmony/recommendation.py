@@ -50,7 +50,7 @@ def harmony(question: PacksQuestion) -> PacksAnswer:
     plan, need = chosen.plan, _host_bytes(chosen.plan)
     points = tuple(point.to_json() for point in result.top(_KEPT))
     why = (
-        _no_host(question.profile, need, have)
+        _no_host(question.problem(mode).profile, need, have)
         if need > have
         else _why(result, chosen, question.profile.coupled)
     )
@@ -136,6 +136,7 @@ def plan_of(question: PacksQuestion, mode: Mode, configuration: Configuration) -
         question.profile.workload,
         question.cluster,
         prediction,
+        swaps=question.swaps,
     )
 
 
@@ -168,7 +169,7 @@ def _why(result: PacksResult, chosen: _Chosen, coupled: str) -> Why:
         f"({best.choice.forward_packing or 'none'}), {len(backward.packs)} backward packs for "
         f"{backward.microbatch_size} ({best.choice.backward_packing}); "
         f"{plan.minibatch_size / best.seconds:.4g} examples/s, {best.seconds:.4g} s a step"
-        f"{_without(plan)}, tasks of {format_bytes(best.task_bytes)} at most"
+        f"{_how(plan)}, tasks of {format_bytes(best.task_bytes)} at most"
     )
     if chosen.before:
         first = chosen.before[0]
@@ -211,8 +212,11 @@ def _lacking(plan: PacksPlan) -> str:
     return ""
 
 
-def _without(plan: PacksPlan) -> str:
-    return f" without {', '.join(plan.switches.off)}" if plan.switches.off else ""
+def _how(plan: PacksPlan) -> str:
+    """What is not as it is by default."""
+    said = f" without {', '.join(plan.switches.off)}" if plan.switches.off else ""
+    said += f", streamed as {plan.swaps.stream}" if plan.swaps.stream else ""
+    return said + (", swapped in shares" if plan.swaps.sharded else "")
 
 
 def _no_packs(problem: PacksProblem, algorithm: str) -> Why:
@@ -280,7 +284,8 @@ def least_limit(problem: PacksProblem, at_least: int, algorithm: str) -> int:
 def _no_host(profile: LayerProfile, need: int, have: int) -> Why:
     """Host bytes that are missing, and what of them is not state."""
     layers = 0, profile.num_layers
-    state = profile.weight_bytes(*layers) + profile.state_bytes(*layers)
+    weights = profile.weight_bytes(*layers) + profile.cast_bytes(*layers)
+    state = weights + profile.state_bytes(*layers)
     change = f"Cheapest change: a host with {need} bytes"
     if state < have:
         change += (

@@ -36,6 +36,7 @@ class _Wide:
         self._num_layers = self._profile.num_layers
         self._ranks = 1 if problem.mode == "dp" else devices
         self._swap = server.swap_bytes_per_second.value / devices
+        self._shares = devices if problem.swaps.sharded else 1
         self._delete = server.delete_seconds.value
         self._share, self._extra = problem.shares[0], _ROUNDS * devices
         self._known: dict[tuple[Pass, int], tuple[np.ndarray, LeastMaxTime]] = {}
@@ -81,15 +82,13 @@ class _Wide:
 
     def _least(self, which: Pass, size: int, num_layers: int) -> float:
         """Seconds of all ranks together, but for what packs add."""
-        total = (
-            0.0
-            if self._problem.switches.prefetch
-            else self._profile.weight_bytes(0, num_layers) / self._swap
-        )
-        total += (
-            self._profile.weight_bytes(0, num_layers) / self._swap if which == "backward" else 0.0
-        )
-        sizes = microbatches(self._share, size)
+        sizes, total = microbatches(self._share, size), 0.0
+        if not self._problem.switches.prefetch:
+            total += self._profile.streamed_bytes(0, num_layers) / self._shares / self._swap
+        if which == "backward":
+            alone = len(sizes) == 1 and self._shares == 1
+            gradients = self._profile.gradient_bytes(0, num_layers, alone=alone)
+            total += gradients / self._shares / self._swap
         return total + sum(
             sizes.count(u) * self._layers(which, u).time(0, num_layers) for u in {*sizes}
         )

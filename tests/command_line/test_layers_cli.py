@@ -73,6 +73,31 @@ def test_a_workload_is_profiled_planned_run_and_compiled(folder, capsys):
     assert (code, compiled["status"]) == (1, "infeasible")
 
 
+def test_a_workload_is_streamed_as_casts(folder, capsys):
+    (folder / "mixed.py").write_text(user_model("mixed"))
+    asked = ["plan", *ASKED, *HERE, "--cluster", "1x2", "--memory", "8KB", "--host-memory", "1MB"]
+    asked.append("mixed.py:model")
+    _, document = answer(capsys, *asked, "-o", "whole.json")
+    assert document["layers"]["casts"] == {"bfloat16": (3 * 16 * 16 + 2 * 16) * 2}
+    code, document = answer(capsys, *asked, "--stream", "bfloat16", "--baselines")
+    assert code == 0 and "streamed as bfloat16" in document["why"]["summary"]
+    assert load_plan("plan.json").swaps.stream == "bfloat16"
+    _, document = answer(capsys, "diff", "whole.json", "plan.json")
+    rows = {row["what"]: (row["first"], row["second"]) for row in document["differences"]}
+    assert rows["streamed as"] == ("they are", "bfloat16")
+    assert main(["explain", "plan.json", "--quiet"]) == 0
+    assert "read as bfloat16 alone" in capsys.readouterr().out
+    code, ran = answer(capsys, "run", "plan.json", "--steps", "1", "--check")
+    # One device computes in bfloat16, too, and adds in another order.
+    assert code == 0 and ran["max_relative_loss_error"] < 2**-8
+    measured = ran["measured_peak_bytes_per_device"]
+    assert measured == ran["replayed_peak_bytes_per_device"]
+    predicted = ran["predicted_peak_bytes_per_device"]
+    assert all(p >= m for p, m in zip(predicted, measured, strict=True))
+    code, compiled = answer(capsys, "verify", "plan.json")
+    assert (code, compiled["peak_bytes_per_device"]) == (0, measured[:2])
+
+
 def test_a_layer_above_the_limit_is_a_result(folder, capsys):
     asked = [*ASKED, *HERE, "--cluster", "1x2", "--memory", "1KB"]
     code, document = answer(capsys, "plan", "tiny.py:model?layers=2", *asked)
@@ -92,6 +117,9 @@ def test_a_layer_above_the_limit_is_a_result(folder, capsys):
         (("plan", *ASKED[:-2], "--layers", "x.json", "--workers", "1"), ["plan-system"]),
         (("plan", "tiny.py:model", *ASKED, "--mode", "dp", "--without", "x", "--packing", "y"),
          ["packs-packing", "packs-switch"]),
+        (("plan", "tiny.py:model", *ASKED, "--stream", "float32"), ["packs-stream"]),
+        (("plan", "tiny.py:model", *ASKED, "--stream", "bfloat16", "--without", "offload"),
+         ["packs-stream"]),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_before_anything_is_measured(arguments, codes, folder, capsys):

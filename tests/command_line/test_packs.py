@@ -114,6 +114,29 @@ def test_a_layer_that_is_too_large_is_a_result(tmp_path, monkeypatch, capsys):
     assert code == 0
 
 
+def test_a_profile_without_casts_is_refused(capsys):
+    code, document = answer(capsys, *asked("toy6", "--stream", "bfloat16"))
+    assert (code, [error["code"] for error in document["errors"]]) == (2, ["packs-stream"])
+
+
+def test_swaps_in_shares(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    dp = asked("toy6", "--memory", "2.2GB", "--mode", "dp")
+    _, whole = answer(capsys, *dp, "-o", "whole.json")
+    code, document = answer(capsys, *dp, "--shard-swaps")
+    assert code == 0 and "swapped in shares" in document["why"]["summary"]
+    assert document["plan"]["swaps"] == {"stream": "", "sharded": True}
+    one, other = (each["plan"]["prediction"]["step"]["volumes_bytes"] for each in (whole, document))
+    assert other["gradients out"] * 4 == one["gradients out"]
+    _, document = answer(capsys, "diff", "whole.json", "plan.json")
+    assert {"what": "swapped", "first": "whole", "second": "in shares"} in document["differences"]
+    assert main(["explain", "plan.json", "--quiet"]) == 0
+    assert "every device swaps its share" in capsys.readouterr().out
+    for mode in ("pp", "both"):
+        code, document = answer(capsys, *asked("toy6", "--mode", mode, "--shard-swaps"))
+        assert (code, [error["code"] for error in document["errors"]]) == (2, ["packs-shard"])
+
+
 def test_the_least_limit_is_that_of_the_search(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     wide = ("--algorithm", "wide", "--global-batch", "32")

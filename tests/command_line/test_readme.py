@@ -2,8 +2,8 @@
 own that holds links to the model zoo and the benchmarks.
 
 Every ```` ```python ```` block runs, unless it is opened by ```` ```python no-test ````; a ````
-```bash ```` block runs if it is opened by
-```` ```bash test ````. Readers see neither word.
+```bash ```` block runs if it is opened by ```` ```bash test ````; what is opened by ```` ```python
+slow ```` or ```` ```bash slow ```` is a slow test. Readers see none of these words.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from timeouts import TIMEOUT_SECONDS
 
 PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md")))
 
-#: Whose blocks make profiles of several models, or of a server.
-LONG_PAGES = ("docs/cluster-jobs.md", "docs/harmony.md")
+#: Blocks that run, by language and mark.
+MARKS = {("python", ""), ("bash", "test"), ("python", "slow"), ("bash", "slow")}
 
 
 class Block(NamedTuple):
     line: int
     language: str
     code: str
+    slow: bool = False
 
 
 def blocks_to_run(text: str) -> list[Block]:
@@ -39,9 +40,10 @@ def blocks_to_run(text: str) -> list[Block]:
         re.M | re.S,
     )
     return [
-        Block(text.count("\n", 0, match.start()) + 1, match["language"], match["code"])
+        Block(text.count("\n", 0, match.start()) + 1, language, match["code"], mark == "slow")
         for match in fenced
-        if (match["language"], match["mark"].strip()) in {("python", ""), ("bash", "test")}
+        for language, mark in [(match["language"], match["mark"].strip())]
+        if (language, mark) in MARKS
     ]
 
 
@@ -73,7 +75,7 @@ def run(block: Block, directory: Path) -> subprocess.CompletedProcess[str]:
             page,
             block,
             id=f"{page}-line-{block.line}-{block.language}",
-            marks=pytest.mark.slow if page in LONG_PAGES else (),
+            marks=pytest.mark.slow if block.slow else (),
         )
         for page in PAGES
         for block in blocks_to_run((REPOSITORY / page).read_text())
@@ -89,9 +91,13 @@ def test_block_runs(page, block, tmp_path):
 def test_only_the_marked_blocks_run():
     text = (
         "a\n```python\nx = 1\n```\n```bash\nmake\n```\n```bash test\ntrue\n```\n```python "
-        "no-test\nimport alpa\n```\n```\nplain\n```\n"
+        "no-test\nimport alpa\n```\n```\nplain\n```\n```bash slow\nmake\n```\n"
     )
-    assert blocks_to_run(text) == [Block(2, "python", "x = 1\n"), Block(8, "bash", "true\n")]
+    assert blocks_to_run(text) == [
+        Block(2, "python", "x = 1\n"),
+        Block(8, "bash", "true\n"),
+        Block(17, "bash", "make\n", slow=True),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ once, what is interrupted ends in the same bytes, and packs of them can be plann
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -99,6 +100,9 @@ def test_a_profile_says_what_the_layers_are(tmp_path):
 
 def test_memory_is_that_of_the_compiled_layer_with_its_arguments():
     backend = LayerBackend(skipping(), target=Target.load(CPU_LIKE))
+    assert backend.summary_bytes() == 0
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+    assert LayerBackend(replace(skipping(), optimizer=clipped)).summary_bytes() == 4
     layers = backend.layers(4)
     profile = profile_layers(
         LayersQuestion(skipping(), CPU_LIKE, most=4, stride=4), where=HERE, store=STORE

@@ -39,7 +39,7 @@ def train_step(workload: Workload, params: Any, batch: Any) -> tuple[jax.Array, 
 
 
 # Of those with one kind of block, one is tried in default tests.
-SLOW = ("bert", "llama", "resnet", "unet", "vgg")
+SLOW = ("bert", "llama", "resnet", "unet", "vgg", "wide_resnet")
 
 
 @pytest.mark.parametrize(

@@ -267,6 +267,27 @@ def deep_supervision(width=48, classes=200, depth=7, optimizer="momentum"):
     return workload(loss, shapes, vectors(width, classes), optimizer)
 
 
+def branches(width=48, depth=6, optimizer="adam"):
+    """The labels say which layer's matrix each layer multiplies by, and whether the sizes of all of
+    them count: branches that read all parameters."""
+
+    def loss(params, batch):
+        chosen, matrices = batch["labels"].sum(), params["matrices"]
+
+        def layer(i, x):
+            which = [lambda w, x, k=k: jnp.tanh(x @ w[k]) for k in range(depth)]
+            return jax.lax.switch((chosen + i) % depth, which, matrices, x)
+
+        x = chain(batch["x"], [partial(layer, i) for i in range(depth)])
+        penalty = jax.lax.cond(
+            chosen % 2 == 0, lambda w: sum(jnp.sum(m**2) for m in w), lambda w: 0.0, matrices
+        )
+        return cross_entropy(x @ params["head"], batch["labels"]) + 1e-3 * penalty
+
+    shapes = {"matrices": [(width, width)] * depth, "head": (width, CLASSES)}
+    return workload(loss, shapes, vectors(width, CLASSES), optimizer)
+
+
 def noisy(width=64, hidden=160, depth=7, optimizer="clipped_adamw"):
     """Dropout with a random key in every layer."""
 

@@ -13,6 +13,9 @@ from processes import output_of
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def compiled():
     if not (find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin")):

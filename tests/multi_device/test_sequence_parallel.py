@@ -3,6 +3,7 @@ step."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import jax
@@ -16,10 +17,12 @@ from capture.measured.profile import StageConfig
 from capture.measured.store import Store
 from capture.model.graph import LayerGraph
 from capture.model.workload import Workload
+from capture.partition.sequence import SplitRun
 from capture.plan.choices import StageChoice
 from capture.profiler.compile import CompileBackend
 from capture.runtime.meter import measure_step
 from capture.runtime.programs import shard_bytes
+from capture.tracing.jaxprs import sub_jaxprs
 
 WIDTH, LENGTH = 32, 8
 
@@ -196,6 +199,30 @@ def test_what_is_between_products_is_kept_in_parts(remat):
         for e in equations
         if e is not None and e.primitive.name == "sharding_constraint"
     )
+
+
+def equations(jaxpr):
+    """With those of bodies."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for body in sub_jaxprs(equation.params):
+            yield from equations(body)
+
+
+def test_a_layer_that_is_run_again_gathers_once_more_and_computes_no_more(monkeypatch):
+    """What attention's and the feed-forward layer's products read whole; and it takes less."""
+    made, found, costs = SplitRun.__init__, [], []
+    for again in (True, False):
+        monkeypatch.setattr(SplitRun, "__init__", lambda *a, on=again: made(*a[:-1], on))
+        stage, _ = programs(transformer(), (1, 4), "full", (1, 2))
+        every = list(equations(jax.make_jaxpr(stage._backward)(*stage.backward_args).jaxpr))
+        constraints = [e for e in every if e.primitive.name == "sharding_constraint"]
+        found.append(Counter(e.primitive.name for e in every))
+        found[-1]["gather"] = sum("model" not in e.params["sharding"].spec for e in constraints)
+        costs.append(stage.backward.transient_bytes)
+    more = found[0] - found[1]
+    assert more["gather"] == 2 and not {"dot_general", "exp", "tanh", "rsqrt"} & more.keys()
+    assert costs[0] < costs[1]
 
 
 WORKLOADS = {

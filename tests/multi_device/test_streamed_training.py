@@ -23,7 +23,7 @@ from capture.errors import CaptureError, ExecutionError
 from capture.machine.server import Server
 from capture.model.workload import Workload, WorkloadSpec
 from capture.plan.packs import PacksPlan
-from capture.plan.task_graph import Configuration, Packs, Switches
+from capture.plan.task_graph import Configuration, Packs, Swaps, Switches
 from capture.runtime import checkpoint
 from capture.runtime.meter import LiveArrayMeter
 from capture.runtime.pipeline import pipeshard
@@ -102,6 +102,11 @@ def slow(*case: Any) -> Any:
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
+def sharing(plan: PacksPlan) -> PacksPlan:
+    """The same, with swaps in shares."""
+    return replace(plan, swaps=Swaps(sharded=True))
+
+
 @pytest.mark.parametrize(
     ("workload", "plan"),
     [
@@ -117,8 +122,17 @@ def slow(*case: Any) -> Any:
             packs_plan((1, 2, 1), (2, 1), devices=3, mode="dp", without=("offload",)),
         ),
         slow(tied(CLIPPED), packs_plan((1, 2, 1), (2, 1), devices=2)),
+        # Shares that are filled up, of devices with unequal numbers of micro-batches.
+        (mlp(num_blocks=2), sharing(packs_plan((1, 1), (1,), (2, 1), 3, "dp", 7))),
+        slow(
+            tied(CLIPPED, dropout=False),
+            sharing(packs_plan((1, 2, 1), (2, 1), devices=2, mode="dp", without=("jit",))),
+        ),
     ],
-    ids=["tied", "sizes", "dp", "device", "noisy", "dp-device", "clipped"],
+    ids=[
+        *("tied", "sizes", "dp", "device", "noisy", "dp-device", "clipped"),
+        *("shares", "clipped-shares"),
+    ],
 )
 def test_as_one_device(workload, plan):
     step = compare(workload() if callable(workload) else workload, plan)

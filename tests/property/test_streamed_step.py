@@ -13,15 +13,23 @@ from hypothesis import strategies as st
 
 from capture.errors import ExecutionError
 from capture.machine.server import Server
-from capture.measured.layer_profile import LayerProfile, PassProfile
-from capture.plan.task_graph import Configuration, Packs, Switches, TaskGraph, completed_by
+from capture.measured.layer_profile import Casts, LayerProfile, PassProfile
+from capture.plan.task_graph import (
+    Configuration,
+    Packs,
+    Swaps,
+    Switches,
+    TaskGraph,
+    completed_by,
+)
 from capture.predictor.pack_step import packs_step, packs_timeline
 from capture.predictor.pack_times import estimate
 from capture.step.pack_needs import PackNeeds
+from capture.step.pack_order import begins_without_copies
 from capture.step.pack_sizes import ProfileSizes
 from capture.step.program import Copy, Feed, Run, Step, Wait, replay
-from capture.step.streamed import streamed_seconds, volumes_bytes
-from capture.step.streamed_state import parts_of_name
+from capture.step.streamed import StreamedBuilder, streamed_seconds, volumes_bytes
+from capture.step.streamed_units import parts_of_name
 
 SERVER = Server.load("gtx1080ti-x4")
 SIZES = tuple(range(1, 17))
@@ -66,7 +74,8 @@ def task_graphs(draw, count: int) -> TaskGraph:
     configuration = Configuration(
         Packs(sizes[0], packs(last) if last else ()), Packs(sizes[1], backward)
     )
-    off = draw(st.sets(st.sampled_from(["grouping", "prefetch", "jit", "offload", "p2p"])))
+    switches = st.sets(st.sampled_from(["grouping", "prefetch", "jit", "offload", "p2p"]))
+    off = draw(st.one_of(st.just({"offload"}), switches))  # where devices update and reduce
     return TaskGraph.of(configuration, mode, devices, minibatch, Switches.without(off))
 
 
@@ -142,6 +151,64 @@ def test_three_times_the_weights_whatever_the_micro_batches(mode, factor, device
         assert total == 3 * (factor or devices) * sum(profile.w_bytes)
 
 
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_in_shares_three_times_the_weights_whatever_the_devices(devices):
+    for microbatches in (1, 3):
+        graph, profile = one_layer_setting("dp", devices, microbatches)
+        graph = replace(graph, swaps=Swaps(sharded=True))
+        server = SERVER.with_(num_devices=devices)
+        timeline, weights = packs_timeline(graph, profile, server), sum(profile.w_bytes)
+        volumes = volumes_bytes(timeline.step)
+        assert volumes["weights in"] == 2 * weights and volumes["gradients out"] == weights
+        if devices > 1:  # who has a share gets the others
+            assert volumes["weights gathered"] == 2 * (devices - 1) * weights
+            assert volumes["gradients scattered"] == (devices - 1) * weights
+        found = estimate(graph, profile, server)
+        assert (found.volumes_bytes["WB in"], found.volumes_bytes["dWB out"]) == (
+            2 * weights,
+            weights,
+        )
+        p2p = server.p2p_bytes_per_second.value
+        exchanged = sum(
+            seconds
+            for what, seconds in zip(found.items.whats, found.items.seconds, strict=True)
+            if what.kind in ("AGW", "RSD")
+        )
+        assert exchanged == pytest.approx(3 * weights * (1 - 1 / devices) / p2p)
+        simulated = [i.seconds for i in timeline.simulation.work if i.kind in ("gather", "scatter")]
+        assert sum(simulated) == pytest.approx(exchanged)
+
+
+@pytest.mark.parametrize(("mode", "sizes"), [("pp", (1, 4)), ("dp", (1, 2)), ("dp", (1, 1))])
+def test_casts_are_streamed_instead_of_parameters(mode, sizes):
+    """Of 14 bytes of each layer, 12 as casts of 6: 8 come each time, and so much goes back where
+    one micro-batch makes it."""
+    weights = [0, 14, 14, 14, 14, 0]
+    casts = [6 if w else 0 for w in weights]
+    comes = tuple(w - cast for w, cast in zip(weights, casts, strict=True))
+    profile = replace(
+        profile_of(weights, [1] * 6),
+        casts={"bfloat16": Casts(comes, (0,) * 6, tuple(casts), comes)},
+    )
+    each = tuple((i, i + 1) for i in range(6))
+    configuration = Configuration(Packs(sizes[0], each[:-1]), Packs(sizes[1], each))
+    server, swaps = SERVER.with_(num_devices=2), Swaps("bfloat16")
+    graph = TaskGraph.of(configuration, mode, 2, 4, swaps=swaps)
+    alone, times = sizes[1] * (2 if mode == "dp" else 1) == 4, 2 if mode == "dp" else 1
+    step = packs_step(graph, profile, server)
+    volumes, kept = volumes_bytes(step), replay(step).peak_of("host").parts
+    assert volumes["weights in"] == times * 2 * 8 and volumes["casts in"] == times * 2 * 24
+    assert volumes["gradients out"] == times * (32 if alone else 56)
+    assert kept["parameters"] == 56 + 24
+    paper = estimate(graph, profile, server).volumes_bytes
+    assert paper["WB in"] == volumes["weights in"] + volumes["casts in"]
+    assert paper["dWB out"] == volumes["gradients out"]
+    # The host converts what comes, if it is of casts, and what goes.
+    timeline = packs_timeline(graph, profile, server)
+    found = [item for item in timeline.simulation.work if item.kind in ("widen", "cast")]
+    assert len(found) == 4 + alone * 4 * times and all(item.seconds > 0 for item in found)
+
+
 def test_the_last_pack_comes_once():
     profile = profile_of([5, 6, 7, 8], [1] * 4)
     configuration = Configuration(Packs(2, ((0, 3),)), Packs(2, ((0, 2), (2, 3), (3, 4))))
@@ -201,6 +268,29 @@ def test_prefetch_leaves_room_for_updates(mode, off):
     assert least < most
     for limit in range(least, most, 40):
         assert peak_of(graph, profile, server, limit) <= limit
+
+
+@pytest.mark.parametrize("minibatch", [8, 9])
+def test_no_device_runs_ahead_of_updates_that_wait_for_all(minibatch):
+    """It would hold the next pack's weights and gradients beside those that are to be added."""
+    profile = profile_of([86, 98, 98, 50], [4] * 4)
+    packs = ((0, 1), (1, 3), (3, 4))
+    configuration = Configuration(Packs(2, packs[:2]), Packs(2, packs))
+    graph = TaskGraph.of(configuration, "dp", 2, minibatch, Switches.without(["offload"]))
+    server = SERVER.with_(num_devices=2)
+    predicted = packs_timeline(graph, profile, server).program_order.peak_bytes_per_device
+    begins = begins_without_copies(graph, lambda task, examples: examples * len(task.layers))
+    run = replay(StreamedBuilder(graph, ProfileSizes(profile), server, begins).build())
+    assert max(run.peak_bytes_per_device) == max(predicted)
+
+
+def test_updates_that_need_all_gradients_keep_them_on_the_host():
+    profile = replace(profile_of([50, 60, 70, 80], [1] * 4), summary_bytes=4)
+    configuration = Configuration(Packs(4, ((0, 3),)), Packs(4, ((0, 2), (2, 3), (3, 4))))
+    graph = TaskGraph.of(configuration, "pp", 2, 8)
+    timeline = packs_timeline(graph, profile, SERVER.with_(num_devices=2))
+    parts = timeline.program_order.peak_of("host").parts
+    assert parts["gradients"] == parts["parameters"] == 260
 
 
 def test_what_a_pass_takes():
@@ -292,6 +382,17 @@ def test_what_the_next_pass_needs_comes_before_this_one_and_what_goes_out_is_awa
     graph = TaskGraph.of(configuration, "pp", 1, 2, Switches.without(off))
     step = packs_step(graph, profile_of([50, 60, 70], [1, 2, 3]), SERVER.with_(num_devices=1))
     assert "\n".join(passes(step)) == expected
+
+
+def test_an_input_that_is_not_kept_comes_before_its_pass_too():
+    """Of the second micro-batch, beside the weights and the first."""
+    configuration = Configuration(Packs(1, ((0, 1), (1, 2))), Packs(2, ((0, 2), (2, 3))))
+    graph = TaskGraph.of(configuration, "pp", 1, 2)
+    step = packs_step(graph, profile_of([50, 60, 70], [1, 2, 3]), SERVER.with_(num_devices=1))
+    first = next(line for line in passes(step) if line.endswith("forward 1"))
+    assert first.count("+activation") == 1 and "-activation ~activation" in first
+    before = passes(step)[passes(step).index(first) - 1]
+    assert before.count("+activation") == 1  # of the first, beside the pass that makes the second
 
 
 def test_seconds_are_those_of_the_profile_and_bytes_over_shared_bandwidths():

@@ -10,6 +10,7 @@ import pytest
 from capture.machine.server import Server
 from capture.measured.layer_profile import LayerProfile, PassProfile
 from capture.plan.task_graph import Configuration, Packs
+from capture.step.virtual_memory import Operation
 from recommender.harmony.baselines import (
     all_baselines,
     dp_swap,
@@ -21,7 +22,7 @@ from recommender.harmony.baselines import (
 from recommender.harmony.packing import of_length
 from recommender.harmony.problem import PacksProblem
 from recommender.harmony.search import search
-from recommender.harmony.swapping import Memory, Operation, run
+from recommender.harmony.swapping import Memory, run
 
 PROFILES = Path(__file__).parents[2] / "benchmarks" / "harmony_paper" / "profiles"
 SERVER = Server.load("gtx1080ti-x4")

@@ -116,3 +116,52 @@ def test_files_that_are_none(text, code, tmp_path):
 def test_a_misspelt_field_is_named():
     with pytest.raises(ProfileError, match="w_byte is no field; 'w_bytes' is"):
         LayerProfile.from_json({**TOY, "w_byte": []})
+
+
+def half_streamed() -> dict:
+    """Three of six layers read half of their weights, of 8 bytes each, as casts of half the size;
+    the second of them in two places."""
+    document, casts = copy.deepcopy(TOY), [1, 1, 0, 1, 0, 0]
+    document["w_bytes"], document["k_bytes"] = [8] * 6, [16] * 6
+    document["update_cpu_time"], document["b_bytes"] = [7.0] * 6, [4, 0, 0, 0, 0, 0]
+    document["casts"] = {
+        "bfloat16": {
+            "w_bytes": [8 - 2 * cast for cast in casts],
+            "b_bytes": [2, 0, 0, 0, 0, 0],
+            "cast_bytes": [2 * cast for cast in casts],
+            "gradient_bytes": [6, 8, 8, 6, 8, 8],
+        }
+    }
+    return document
+
+
+def test_what_devices_get_of_layers_that_are_streamed_as_casts():
+    profile = LayerProfile.from_json(half_streamed())
+    assert profile.streamed_bytes(0, 6) == profile.gradient_bytes(0, 6, alone=True) == 52
+    streamed = profile.as_streamed("bfloat16")
+    assert streamed.as_streamed("bfloat16") is streamed and streamed.as_streamed("") == profile
+    assert LayerProfile.from_json(streamed.to_json()) == streamed
+    assert streamed.weight_bytes(0, 6) == streamed.gradient_bytes(0, 6) == 52
+    assert (streamed.streamed_bytes(0, 6), streamed.streamed_bytes(0, 1)) == (44, 8)
+    assert streamed.gradient_bytes(0, 6, alone=True) == 48
+    assert streamed.cast_bytes(1, 4) == 4
+    # A layer holds so much less; the host also reads 4 bytes of parameters per 2 of casts.
+    for which in ("forward", "backward"):
+        less = profile.at(which, 1).memory_bytes - streamed.at(which, 1).memory_bytes
+        assert less.tolist() == [4, 2, 0, 2, 0, 0]
+    assert streamed.update_seconds(0, 6) == 42
+    assert streamed.cast_seconds(0, 6) == pytest.approx(42 * (12 + 6) / (6 * 56))
+    assert streamed.widen_seconds(0, 1) == pytest.approx(7 * (12 + 10) / 56)
+    assert streamed.widen_seconds(1, 3) == profile.cast_seconds(0, 6) == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "said"), [("bfloat16", "parameters as they are"), ("float16", "as bfloat16,")]
+)
+def test_nothing_to_stream_is_said(dtype, said):
+    document = half_streamed() if dtype == "float16" else TOY
+    with pytest.raises(ProfileError, match=said) as error:
+        LayerProfile.from_json(document).as_streamed(dtype)
+    assert error.value.codes == ("packs-stream",)
+    with pytest.raises(ProfileError, match="not among the casts"):
+        LayerProfile.from_json(document | {"streamed": dtype})

@@ -19,7 +19,7 @@ from capture.runtime.residuals import Residuals, ValueSplit
 from capture.tracing.dataflow import DataFlow
 from capture.tracing.jaxprs import is_variable
 from capture.tracing.mincut import TRAFFIC_PER_KEPT_BYTE, least_kept
-from capture.tracing.recompute import aval_bytes, recompute_bytes, unlisted
+from capture.tracing.recompute import aval_bytes, product_bytes, recompute_bytes, unlisted
 
 
 def test_every_primitive_that_can_be_lowered_is_listed():
@@ -192,6 +192,41 @@ def test_bytes_are_those_of_one_device_and_nothing_is_exchanged_again():
     assert split.recompute_bytes(over_columns) is split.recompute_bytes(over_rows) is None
     alone = ValueSplit(flow, [("data", 1, [None, 0]), ("model", 1, [1, None])])
     assert alone.recompute_bytes(over_columns) == recompute_bytes(over_columns)
+
+
+def test_products_run_again_on_every_device_where_they_sum_over_nothing_that_is_split():
+    """Columns of one, rows of the next, as in Megatron; scores per head; a convolution's images and
+    its output channels."""
+
+    def layer(w, v, heads, kernel, x, images):
+        h = x @ w
+        scores = jnp.einsum("bsh,bth->hbst", heads, heads)
+        dims = ("NHWC", "HWIO", "NHWC")
+        return (
+            h @ v,
+            scores,
+            jax.lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=dims),
+        )
+
+    shapes = ((8, 64), (64, 8), (4, 16, 2), (3, 3, 4, 6), (32, 8), (4, 8, 8, 4))
+    flow = flow_of(layer, *shapes)
+    columns, scores, rows, convolved = (
+        e for e in flow.jaxpr.eqns if e.primitive.name in ("dot_general", "conv_general_dilated")
+    )
+    for equation, dims, parts in (
+        (columns, [1, 0, None, None, None, None], 2),
+        (columns, [None, None, None, None, 0, None], 2),
+        (columns, [None, None, None, None, 1, None], None),
+        (rows, [1, 0, None, None, None, None], None),
+        (scores, [None, None, 2, None, None, None], 2),
+        (convolved, [None, None, None, 3, None, None], 2),
+        (convolved, [None, None, None, None, None, 0], 2),
+        (convolved, [None, None, None, None, None, 3], None),
+    ):
+        split = ValueSplit(flow, [("model", 2, dims)])
+        assert split.recompute_bytes(equation) is None
+        cost = split.recompute_bytes(equation, products=True)
+        assert cost == (None if parts is None else product_bytes(equation) / parts)
 
 
 # ---- within a budget of time ---------------------------------------------------------------------

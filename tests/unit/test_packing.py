@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 
 from capture.errors import PlanError
 from capture.machine.server import Server
-from capture.measured.layer_profile import LayerProfile, SizedLayers
-from capture.plan.task_graph import Switches
+from capture.measured.layer_profile import Casts, LayerProfile, SizedLayers
+from capture.plan.task_graph import Swaps, Switches
 from recommender.harmony import PacksQuestion, harmony
+from recommender.harmony.bound import least_seconds
 from recommender.harmony.packing import (
     PACKINGS,
     LeastMaxTime,
@@ -139,6 +141,28 @@ def test_wide_is_never_slower_and_keeps_whole_tasks_below_the_limit(devices, pre
     if (devices, prefetch) != (2, False):  # where the paper's own choice is above the limit
         assert paper.best.task_bytes > asked.limit_bytes
     assert wide.seconds < paper.best.seconds
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_bounds_stay_below_what_is_streamed_and_shared(prefetch):
+    """Where a device has one micro-batch, and where it has several."""
+    profile = LayerProfile.load(PROFILES / "toy6.json")
+    half = tuple(w // 2 for w in profile.w_bytes)
+    casts = {"bfloat16": Casts(half, profile.b_bytes, half, half)}
+    plain = problem("toy6", mode="dp", devices=4, switches=Switches(prefetch=prefetch))
+    seconds = {}
+    for swaps in (Swaps(), Swaps("bfloat16"), Swaps(sharded=True), Swaps("bfloat16", True)):
+        asked = replace(plain, profile=replace(profile, casts=casts), swaps=swaps)
+        choices = list(asked.choices())
+        for choice in choices:
+            found = asked.estimate(choice.configuration).seconds
+            assert 0 < least_seconds(asked, choice.configuration) <= found
+        paper, bounded = search(asked, "paper").best, search(asked, "bounded").best
+        assert paper == bounded
+        assert search(asked, "wide").best.seconds > 0
+        seconds[swaps] = paper.seconds
+    assert seconds[Swaps("bfloat16", True)] < min(seconds[Swaps("bfloat16")], seconds[Swaps()])
+    assert seconds[Swaps(sharded=True)] < seconds[Swaps()]
 
 
 def test_points_that_hold_the_model_rank_by_time_or_first():

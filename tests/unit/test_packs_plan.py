@@ -10,7 +10,7 @@ from capture.errors import PlanError
 from capture.machine.server import Server
 from capture.plan.kinds import load_plan
 from capture.plan.packs import PacksPlan, PacksPrediction, PaperTimes
-from capture.plan.task_graph import Configuration, Packs, Switches
+from capture.plan.task_graph import Configuration, Packs, Swaps, Switches
 
 SERVER = Server.load("gtx1080ti-x4")
 
@@ -24,11 +24,15 @@ def plan(forward=((0, 2), (2, 4)), backward=((0, 3), (3, 4), (4, 6)), **changes)
 
 def test_the_file_goes_in_and_out(tmp_path):
     paper = PaperTimes(1.5, (1.5, 1.0), (0.0, 0.3), (0.1, 0.4), (10, 20), {"WB in": 3})
-    written = plan(switches=Switches(p2p=False), prediction=PacksPrediction(paper), model="toy")
+    swaps = Swaps("bfloat16")
+    written = plan(
+        switches=Switches(p2p=False), swaps=swaps, prediction=PacksPrediction(paper), model="toy"
+    )
     written.save(tmp_path / "plan.json")
     read = load_plan(tmp_path / "plan.json")
     assert read == written and read.prediction == written.prediction
     assert written.to_json()["backward"]["packs"] == [[0, 2], [3, 3], [4, 5]]
+    assert read.swaps == read.tasks().swaps == swaps
     assert written.known_peak_bytes == 20
     assert written.headroom().verdict == "fits by extrapolation"
     assert written.headroom(19).verdict == "does not fit"
@@ -51,6 +55,18 @@ def test_the_file_goes_in_and_out(tmp_path):
         ({"mode": "dp", "sizes": (2, 3)}, ["packs-size"]),
         ({"mode": "dp", "minibatch_size": 3, "sizes": (1, 1)}, ["packs-batch"]),
         ({"mode": "mp", "minibatch_size": 0}, ["packs-mode", "packs-batch"]),
+        ({"swaps": Swaps("float32")}, ["packs-stream"]),
+        ({"swaps": Swaps("float32", sharded=True)}, ["packs-shard", "packs-stream"]),
+        (
+            {
+                "swaps": Swaps(sharded=True),
+                "mode": "dp",
+                "sizes": (2, 2),
+                "switches": Switches(p2p=False),
+            },
+            ["packs-shard"],
+        ),
+        ({"swaps": Swaps("bfloat16"), "switches": Switches(offload=False)}, ["packs-stream"]),
     ],
 )
 def test_every_broken_rule_is_said(changes, codes):
