@@ -120,6 +120,7 @@ class ProfileSizes:
 
     Attributes:
         profile: Of the layers.
+        num_shares: Into which weights are cut, one for each device.
         num_lanes: Devices that make gradients of the same parameters.
     """
 

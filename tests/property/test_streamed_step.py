@@ -296,8 +296,8 @@ def test_updates_that_need_all_gradients_keep_them_on_the_host():
 def test_updates_on_devices_count_gradients_of_what_later_layers_read():
     profile = profile_of([50, 60, 70, 80], [1] * 4)
     tied = replace(profile, b_bytes=(0, 0, 0, 30), model_hashes={1: "traced"})
-    assert ProfileSizes(tied, 2).transient_bytes("update", (0, 1), 0, 0) == 2 * 30
-    assert ProfileSizes(tied, 2).transient_bytes("update", (3, 4), 0, 0) == 0
+    assert ProfileSizes(tied, num_lanes=2).transient_bytes("update", (0, 1), 0, 0) == 2 * 30
+    assert ProfileSizes(tied, num_lanes=2).transient_bytes("update", (3, 4), 0, 0) == 0
     packs = tuple((i, i + 1) for i in range(4))
     configuration = Configuration(Packs(4, packs[:3]), Packs(4, packs))
     graph = TaskGraph.of(configuration, "dp", 2, 8, Switches.without(["offload"]))
