@@ -7,7 +7,7 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from itertools import product
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.options import Option
 from capture.cli.output import emit, say, table
-from capture.errors import PlanError
+from capture.errors import PlanError, Violation
 from capture.model.workload import WorkloadSpec
 from capture.plan.array import ArrayPlan, Member
 from capture.quantities import counted, format_bytes, parse_bytes
@@ -80,6 +80,26 @@ def models_of(models: str | None, varied: Sequence[tuple[str, tuple[float, ...]]
                 f"--models {models} says what differs; leave --vary out.", "array-vary"
             )
         return _models_of_file(Path(models))
+    names = [name for name, _ in varied]
+    twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+    twice += [name for name, values in varied if len(set(values)) < len(values)]
+    broken = [
+        name
+        for name, values in varied
+        if not all(isfinite(v) and (name != "seed" or v.is_integer()) for v in values)
+    ]
+    errors = [
+        f"--vary {name}=... is given twice, or has a value twice; give each value once, and all of "
+        "a name in one --vary."
+        for name in dict.fromkeys(twice)
+    ]
+    errors += [
+        f"--vary {name}=... has a value that is none; give "
+        f"{'whole' if name == 'seed' else 'finite'} numbers."
+        for name in broken
+    ]
+    if errors:
+        raise PlanError([Violation(each, "array-vary") for each in errors])
     combinations = [
         member_of(dict(zip([name for name, _ in varied], values, strict=True)))
         for values in product(*(values for _, values in varied))
@@ -122,7 +142,7 @@ def plan(options: argparse.Namespace) -> int:
         WorkloadSpec.parse(options.workload),
         tuple(members),
         cluster,
-        options.global_batch or shared.DEFAULT_MICROBATCH_SIZE,
+        shared.DEFAULT_MICROBATCH_SIZE if options.global_batch is None else options.global_batch,
         asked.read_limit(vars(options)),
         options.host_memory and parse_bytes(options.host_memory),
         options.shared_batches,

@@ -140,13 +140,15 @@ def plan(options: argparse.Namespace) -> int:
     lines += [f"assumed {name} {said}" for name, said in server.assumed.items()]
     lines += [f"{answer.status}: {answer.why.summary}"]
     if answer.plan is not None:
+        if answer.status != "ok":
+            lines.append("the nearest plan, which is not saved:")
         lines += [pack_table(answer.plan), *prediction_lines(answer.plan)]
         streamed = question.profile.as_streamed(question.swaps.stream)
         updates = streamed.update_seconds(0, streamed.num_layers)
         lines.append(
             f"updates take {updates:.4g} s of one host process, shared by {server.devices}"
         )
-        lines += [str(answer.headroom)] if answer.headroom else []
+        lines += [f"a device: {answer.headroom}"] if answer.headroom else []
     if answer.status == "ok" and answer.plan is not None:
         answer.plan.save(options.output)
         lines.append(

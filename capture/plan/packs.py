@@ -185,10 +185,11 @@ class PacksPlan:
         )
 
     def headroom(self, memory_limit_bytes: int | None = None) -> Headroom | None:
-        """What the prediction, which nothing calibrates, leaves of a limit or of the device."""
+        """What the prediction, which nothing calibrates, leaves of a limit, or of what packs were
+        planned for."""
         if self.prediction is None:
             return None
-        peak, memory = self.known_peak_bytes, self.machine.memory_bytes.value
+        peak, memory = self.known_peak_bytes, self.machine.usable_bytes.value
         limit = int(memory) if memory_limit_bytes is None else memory_limit_bytes
         return Headroom.of([peak], [(peak, peak)], None, limit, None, extrapolated=True)
 

@@ -42,7 +42,7 @@ def harmony(question: PacksQuestion) -> PacksAnswer:
     have = int(question.server.host_memory_bytes.value)
     if not found:
         mode = question.modes[0]
-        why = _no_packs(question.problem(mode), question.algorithm)
+        why = _no_packs(question, mode)
         return Answer("infeasible", None, tried[mode][0], why)
     # The fastest of those that the host can hold.
     mode = min(found, key=lambda mode: (_host_bytes(found[mode].plan) > have, found[mode].seconds))
@@ -83,9 +83,9 @@ class _Chosen:
 
 
 def _searched(question: PacksQuestion, mode: Mode) -> tuple[PacksResult, _Chosen | None]:
-    """What a search finds, and its plan. Of a model that can be run, the plan's own instructions
-    are held below the limit, too: they hold what no task counts, and where they exceed it, packs
-    are searched again below a limit that is lower by that."""
+    """What a search finds, and its plan. Where instructions are held below the limit, too, which
+    hold what no task counts, packs are searched again below a limit that is lower by what they
+    exceed it by."""
     problem, limit = question.problem(mode), int(question.server.usable_bytes.value)
     for _ in range(_MOST_SEARCHES):
         result = search(problem, question.algorithm)
@@ -93,11 +93,17 @@ def _searched(question: PacksQuestion, mode: Mode) -> tuple[PacksResult, _Chosen
             return result, None
         chosen = _chosen(question, mode, result)
         above = chosen.plan.known_peak_bytes - limit
-        if above <= 0 or not question.profile.model_hashes:
+        if above <= 0 or not _holds_instructions(question):
             return result, chosen
         lowered = max(1, int(problem.limit_bytes) - above)
         problem = replace(problem, server=problem.server.with_(usable_bytes=lowered))
     return replace(result, status="infeasible", points=()), None
+
+
+def _holds_instructions(question: PacksQuestion) -> bool:
+    """Of a model that can be run, and below a limit that was given, but by the paper's rules."""
+    given = question.server.usable_bytes.source == "given" and question.algorithm != "paper"
+    return given or bool(question.profile.model_hashes)
 
 
 def _chosen(question: PacksQuestion, mode: Mode, result: PacksResult) -> _Chosen:
@@ -219,8 +225,9 @@ def _how(plan: PacksPlan) -> str:
     return said + (", swapped in shares" if plan.swaps.sharded else "")
 
 
-def _no_packs(problem: PacksProblem, algorithm: str) -> Why:
+def _no_packs(question: PacksQuestion, mode: Mode) -> Why:
     """The layer that is too large, and the least limit with which the search finds packs."""
+    problem, algorithm = question.problem(mode), question.algorithm
     profile, limit, is_wide = problem.profile, int(problem.limit_bytes), algorithm == "wide"
     asked: tuple[Pass, ...] = ("forward", "backward")
     sizes = {way: problem.all_sizes(way) if is_wide else problem.sizes(way) for way in asked}
@@ -235,20 +242,22 @@ def _no_packs(problem: PacksProblem, algorithm: str) -> Why:
         )
     size = sizes["backward"][0]
     needs = profile.at("backward", size).memory_bytes.tolist()
-    if profile.model_hashes and finds_packs(problem, algorithm):
-        said = (
-            f"packs are found below the limit of {format_bytes(limit)}, but none whose "
-            "instructions hold as little. Cheapest change: more memory per device, or a smaller "
-            "minibatch."
-        )
-        return Why(said, code="packs-none", memory_limit_bytes=limit)
     layer = max(range(profile.num_layers), key=lambda i: needs[i])
     least = least_limit(problem, needs[layer], algorithm)
+    if _holds_instructions(question):
+        least = _least_held(question, mode, max(limit + 1, least))
+    if _holds_instructions(question) and finds_packs(problem, algorithm):
+        said = (
+            f"packs are found below the limit of {format_bytes(limit)}, but none whose "
+            f"instructions hold as little. Cheapest change: a limit of {least} bytes per device, "
+            "or a smaller minibatch; or --algorithm paper, which holds packs alone below it."
+        )
+        return Why(said, code="packs-none", memory_limit_bytes=limit, least_peak_bytes=least)
     change = f"Cheapest change: a limit of {least} bytes per device"
     if needs[layer] <= limit:
         what, other = "packs", "other packings"
         if is_wide:
-            what, other = "tasks", "--algorithm bounded, which holds packs alone below it"
+            what, other = "tasks", "--algorithm paper, which holds packs alone below it"
         said = (
             f"every layer alone fits {format_bytes(limit)} for {size} examples, but no {what} that "
             f"the search finds. {change}; or {other}."
@@ -279,6 +288,20 @@ def least_limit(problem: PacksProblem, at_least: int, algorithm: str) -> int:
         middle = (low + high) // 2
         low, high = (low, middle) if found(middle) else (middle, high)
     return high
+
+
+def _least_held(question: PacksQuestion, mode: Mode, at_least: int) -> int:
+    """A limit below which packs and their instructions are found, not far from the smallest."""
+    limit = at_least
+    for _ in range(_MOST_SEARCHES):
+        server = question.server.with_(usable_bytes=limit)
+        asked = replace(question, server=server)
+        if _searched(asked, mode)[1] is not None:
+            return limit
+        found = search(asked.problem(mode), question.algorithm)
+        more = _chosen(asked, mode, found).plan.known_peak_bytes if found.best else 2 * limit
+        limit = max(limit + 1, more)
+    return limit
 
 
 def _no_host(profile: LayerProfile, need: int, have: int) -> Why:

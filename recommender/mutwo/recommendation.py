@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from capture.errors import PlanError
-from capture.machine.cluster import Cluster
+from capture.machine.cluster import Cluster, Machine
 from capture.model.workload import WorkloadProtocol, WorkloadSpec
 from capture.plan.array import BUNDLE_BYTES, ArrayPlan, Member
 from capture.plan.why import Why
@@ -62,6 +62,9 @@ class ArrayQuestion:
     def __post_init__(self) -> None:
         if not self.models:
             raise PlanError.of("models is empty; name one at least.", "array-models")
+        if self.batch_size < 1:
+            raise PlanError.of(f"batch_size={self.batch_size}; give at least 1.", "array-size")
+        Machine.of(self.cluster)  # before anything is compiled
         algorithm_named(self.algorithm, ALGORITHMS)
         if self.algorithm in OF_THE_PAPER and len(self.models) == 1:
             raise PlanError.of(

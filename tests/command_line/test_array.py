@@ -81,6 +81,7 @@ def test_a_sweep_is_planned_and_run_within_its_limit(folder, capsys):
         (["--vary", "b1=0.1,0.2"], "array-hyperparameter"),
         (["--vary", "seed=0,1", "--schedule", "gpipe"], "plan-system"),
         (["--vary", "seed=0,1", "--target", "cpu"], "devices-no-rates"),
+        (["--vary", "seed=0,1", "--global-batch", "0"], "array-size"),
         (["--vary", "seed=0", "--algorithm", "paper"], "search-algorithm"),
         (["--vary", "seed=0,1", "--algorithm", "wide"], "search-algorithm"),
     ],
