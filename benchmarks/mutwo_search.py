@@ -6,7 +6,8 @@ Random graphs of four to eight bundles (``benchmarks/mutwo_graphs.py``), two mod
 in turn, three link speeds, and limits from the unlimited peak down to the least: ours, the best of
 every choice on the same clock, and the bound, an integer programme of whole choices. What the bound
 proves to be the best is not enumerated. And the chain of 12 equal blocks, whose simple plans were
-measured beforehand on a simulator that lets a copy wait for its room by itself.
+measured beforehand on a simulator that lets a copy wait for its room by itself; and the time of a
+search over all partitions of eight models of GPT-2.
 Seconds of searches are of one processor.
 """
 
@@ -20,7 +21,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from benchmarks.documents import arguments, finish
-from benchmarks.mutwo_graphs import chain, host_link, random_graph
+from benchmarks.mutwo_graphs import chain, gpt2, host_link, random_graph
 from recommender.mutwo.bound import TOLERANCE, bound_seconds, floor_seconds
 from recommender.mutwo.descent import descend
 from recommender.mutwo.enumerate import enumerate_choices
@@ -104,6 +105,24 @@ def chain_rows() -> Iterator[dict[str, Any]]:
             }
 
 
+def gpt2_rows() -> Iterator[dict[str, Any]]:
+    """Of eight models of GPT-2 over an H200's host link, all partitions, from costs that are
+    there."""
+    costs, link = gpt2(), host_link(52e9, latency=1e-5)
+    for limit in (67, 44, 19):
+        asked = ArrayProblem(costs, 8, link, limit * 10**9, rule="all")
+        found, seconds = _timed(lambda asked=asked: search(asked))
+        yield {
+            "limit_gigabytes": limit,
+            "way": found.best.way.name,
+            "step_seconds": found.best.weighed.seconds,
+            "bound_seconds": found.bound_seconds,
+            "num_ways_searched": len(found.candidates),
+            "num_evaluated": found.num_evaluated,
+            "seconds": seconds,
+        }
+
+
 def claims_of(rows: list[dict[str, Any]], chains: list[dict[str, Any]]) -> dict[str, Any]:
     answered = [row for row in rows if row["optimum_seconds"] is not None]
     gaps = [
@@ -139,7 +158,8 @@ def main() -> int:
         rows += rows_of(seed, options.limits)
         print(f"graph {seed}: {len(rows)} points", file=sys.stderr, flush=True)
     chains = list(chain_rows())
-    return finish("mutwo_search", rows, options, claims=claims_of(rows, chains), chain=chains)
+    more = {"chain": chains, "gpt2": list(gpt2_rows())}
+    return finish("mutwo_search", rows, options, claims=claims_of(rows, chains), **more)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ from capture.step.sub_array import Call, Lifetimes
 from recommender.mutwo.problem import PROMPTS, Space
 from recommender.mutwo.ways import Way, placed
 
-#: Units of all sub-arrays up to which a multiplexed way has more of a bound than its programs.
-MOST_INSTANCES = 96
+#: Units of all sub-arrays up to which it is asked when copies flow; of more, only how much in all.
+MOST_INSTANCES = 48
 #: Relative, with which a programme is solved.
 TOLERANCE = 1e-6
 
@@ -88,9 +88,8 @@ def bound_seconds(space: Space, *, whole: bool = False, swaps: bool = True) -> f
     """
     if space.way.order == "in turn" and len(space.way.partition) > 1:
         return _apart(space, whole, swaps)
-    if not whole and len(space.units) * len(space.way.partition) > MOST_INSTANCES:
-        return floor_seconds(space)
-    return _solved(_Rows(space, swaps), whole)
+    flows = whole or len(space.units) * len(space.way.partition) <= MOST_INSTANCES
+    return _solved(_Rows(space, swaps, flows), whole)
 
 
 def _apart(space: Space, whole: bool, swaps: bool) -> float:
@@ -221,7 +220,7 @@ class _Rows:
     before program k and 2 k + 1 during it; what is still on its way then has the last.
     """
 
-    def __init__(self, space: Space, swaps: bool):
+    def __init__(self, space: Space, swaps: bool, flows: bool):
         timeline = _Timeline(space)
         self.seconds, nodes = timeline.seconds, len(timeline.nodes)
         self.num_spans = 2 * nodes + 1
@@ -249,19 +248,41 @@ class _Rows:
         self._held: list[dict[int, float]] = [{} for _ in range(nodes)]
         self._limit = float(space.problem.limit_bytes)
         self._fixed = timeline.live / self._limit
+        totals: tuple[dict[int, float], dict[int, float]] = ({}, {})
         for one in timeline.instances():
-            self._instance(one, again[one.unit], swaps)
+            x = self._whole()
+            self._add({x: 1.0, again[one.unit]: 1.0}, 1.0)
+            if not swaps:
+                self._add({x: 1.0}, 0)
+            if flows:
+                self._instance(one, again[one.unit], x)
+            else:
+                self._at_once(one, again[one.unit], x)
+                totals[0][x] = one.out_seconds / self.scale
+                totals[1][x] = one.in_seconds / self.scale
+        for total in totals:
+            self._add({**total, **dict.fromkeys(range(self.num_spans), -1.0)}, 0)
         for terms, fixed in zip(self._held, self._fixed, strict=True):
             self._add(terms, 1.0 - fixed)
         for at, (out, come) in enumerate(zip(self._outs, self._ins, strict=True)):
             for busy in (out, come) if space.problem.host.duplex else ({**out, **come},):
                 self._add({**busy, at: -1.0}, 0)
 
-    def _instance(self, one: _Instance, again: int, swaps: bool) -> None:
-        x, size, nodes = self._whole(), one.nbytes / self._limit, len(self._held)
-        self._add({x: 1.0, again: 1.0}, 1.0)
-        if not swaps:
-            self._add({x: 1.0}, 0)
+    def _at_once(self, one: _Instance, again: int, x: int) -> None:
+        """What is swapped needs no room until it is used."""
+        size = one.nbytes / self._limit
+        for at, terms in enumerate(self._held):
+            if one.crosses:
+                there, rests = not one.last < at < one.made, at < one.used or one.rests <= at
+            else:
+                there, rests = one.made <= at <= one.last, one.rests <= at < one.used
+            self._fixed[at] += size * there
+            if there and rests:
+                self._term(terms, again, -size)
+                self._term(terms, x, -size)
+
+    def _instance(self, one: _Instance, again: int, x: int) -> None:
+        size, nodes = one.nbytes / self._limit, len(self._held)
         until = self.num_spans if one.crosses else 2 * one.used + 1
         out = {at: self._variable() for at in range(2 * one.made, until)}
         come = {at: self._variable() for at in range(2 * one.early, 2 * one.used + 1)}

@@ -145,6 +145,7 @@ def search(problem: ArrayProblem, algorithm: Algorithm = "descent") -> ArrayResu
 
     def add(space: Space, found: tuple[Chosen, Weighed], least: float) -> None:
         nonlocal enough
+        candidates[:] = [one for one in candidates if one.space is not space]
         candidates.append(Candidate(space, *found, least, problem.limit_bytes))
         enough = min(enough, found[1].seconds * (1 - 2 * TOLERANCE))
 
@@ -159,17 +160,21 @@ def search(problem: ArrayProblem, algorithm: Algorithm = "descent") -> ArrayResu
     bounded = []
     for floor, n, space in left:
         least = floor if floor >= enough else max(floor, bound_seconds(space))
-        bounded.append((least, n, space))
+        bound = min(bound, least)
+        # Those first of which more is known than what their programs take.
+        bounded.append((least <= floor, least, n, space))
+    bounded.sort(key=lambda one: one[:3])
     if len(bounded) > MOST_REVISED and algorithm not in OF_THE_PAPER:
         # What each begins with says well enough which are worth it.
-        begun = [(descend(space, budget=0), least, n, space) for least, n, space in bounded]
-        begun.sort(key=lambda one: (one[0][1], one[2]))
-        for found, least, _, space in begun[MOST_REVISED:]:
-            bound = min(bound, least)
-            add(space, found, least)
-        bounded = [one[1:] for one in begun[:MOST_REVISED]]
-    for least, _, space in sorted(bounded, key=lambda one: one[:2]):
-        bound = min(bound, least)
+        begun = []
+        for _, least, n, space in bounded:
+            if least < enough or not candidates:
+                found = descend(space, budget=0)
+                add(space, found, least)
+                begun.append((found[1], n, least, space))
+        begun.sort(key=lambda one: one[:2])
+        bounded = [(False, least, n, space) for _, n, least, space in begun[:MOST_REVISED]]
+    for _, least, _, space in bounded:
         if least < enough or not candidates:
             add(space, chosen_by(space, least * (1 + TOLERANCE)), least)
     return ArrayResult(

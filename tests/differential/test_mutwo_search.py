@@ -41,7 +41,7 @@ def space_of(
 
 @pytest.mark.parametrize("way", [MULTIPLEXED, IN_TURN], ids=lambda way: way.order)
 @pytest.mark.parametrize("seed", range(6))
-def test_every_choice_is_between_the_bound_and_what_is_found(seed, way):
+def test_every_choice_is_between_the_bound_and_what_is_found(seed, way, monkeypatch):
     """The least of all choices, unpruned, is what pruning and the descent find; and no bound, of
     parts or of whole choices, is above it."""
     for gigabytes, part in ((2, 0.5), (8, 0.1), (30, 0.8)):
@@ -53,6 +53,9 @@ def test_every_choice_is_between_the_bound_and_what_is_found(seed, way):
         relaxed, whole = bound_seconds(space), bound_seconds(space, whole=True)
         assert floor_seconds(space) * (1 - 1e-5) <= relaxed <= whole * (1 + 1e-5)
         assert whole <= best.seconds
+        with monkeypatch.context() as many:
+            many.setattr("recommender.mutwo.bound.MOST_INSTANCES", 0)
+            assert bound_seconds(space) <= relaxed * (1 + 1e-5)
 
 
 @pytest.mark.parametrize("seed", range(3))
