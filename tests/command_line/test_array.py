@@ -64,7 +64,7 @@ def test_a_sweep_is_planned_and_run_within_its_limit(folder, capsys):
     for algorithm in ("corrected", "paper"):
         code, theirs = asked(capsys, *common, "--memory", limit, "--algorithm", algorithm)
         assert theirs["search"]["algorithm"] == algorithm
-        assert {row["order"] for row in theirs["baselines"]} == {"multiplexed"}
+        assert {row["order"] for row in theirs["ways"]} == {"multiplexed"}
         assert (code, theirs["status"]) in ((0, "ok"), (1, "infeasible"))
         if code == 0:
             assert theirs["plan"]["peak_bytes"] <= limit
