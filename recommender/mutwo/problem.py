@@ -42,6 +42,8 @@ class Choice(NamedTuple):
 RETAIN, RECOMPUTE = Choice("retain"), Choice("recompute")
 #: How many segments early what is swapped may come.
 PROMPTS = (1, 2, 4)
+#: Decided sub-arrays that are remembered.
+MOST_LIVES = 256
 
 
 class Profiled(Programs, Protocol):
@@ -292,6 +294,8 @@ class Space:
         ]
         key = size, tuple(choice for _, choice in own)
         if key not in self._lives:
+            if len(self._lives) >= MOST_LIVES:  # of thousands that an enumeration asks for once
+                self._lives.clear()
             self._lives[key] = Lifetimes(
                 self._uses[size],
                 {n: choice.ahead for unit, choice in own if choice.kind == "swap" for n in unit[3]},
