@@ -62,9 +62,11 @@ class LayerBackend:
 
     Attributes:
         clock: What executions are timed with.
+        typical: Which of their times counts.
     """
 
     clock = staticmethod(time.perf_counter)
+    typical = staticmethod(median)
 
     def __init__(
         self,
@@ -240,24 +242,24 @@ class LayerBackend:
                 held = update(*held, grads)
                 return held
 
-            return LayerNeeds(seconds=self._median_seconds(call))
+            return LayerNeeds(seconds=self._typical_seconds(call))
 
     def _executed(self, nbytes: int, call: Any, arguments: Any) -> LayerNeeds:
         try:
             arrays = jax.tree.map(lambda s: jax.device_put(_filled(s), s.sharding), arguments)
-            return LayerNeeds(nbytes, self._median_seconds(lambda: call(*arrays)))
+            return LayerNeeds(nbytes, self._typical_seconds(lambda: call(*arrays)))
         except jax.errors.JaxRuntimeError as error:
             if _OUT_OF_MEMORY not in str(error):
                 raise
             return LayerNeeds(nbytes, failure=str(error).splitlines()[0])
 
-    def _median_seconds(self, call: Callable[[], Any]) -> float:
+    def _typical_seconds(self, call: Callable[[], Any]) -> float:
         found = []
         for _ in range(NUM_EXECUTIONS + 1):
             start = self.clock()
             jax.block_until_ready(call())
             found.append(self.clock() - start)
-        return median(found[1:])
+        return self.typical(found[1:])
 
 
 def input_bytes(graph: LayerGraph) -> list[int]:
