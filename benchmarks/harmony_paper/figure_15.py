@@ -7,9 +7,10 @@ on one device of this machine, minibatch 8. Layers are executed one by one, the 
 is timed, and steps are estimated by the paper's rules and as instructions; then every configuration
 trains.
 
-Seconds are those of the processor, on one thread, the least of five executions, since other work
-may share the machine. There copies and updates of the host hide behind nothing, so an estimate is
-the sum of all its passes, copies and updates: what a step consists of, and not how it overlaps.
+Seconds are those of the processor, on one thread. There copies and updates of the host hide behind
+nothing, so an estimate is the sum of all its passes, copies and updates: what a step consists of,
+and not how it overlaps. Other work that shares the caches still adds to them: to be recorded on a
+quiet machine, for layers and steps are timed minutes apart.
 
 Paper: BERT-Large, minibatch 600, four GPUs, Harmony PP: within 5 % on average.
 """
@@ -23,6 +24,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 # One thread computes, so that the processor's seconds are those of the work.
@@ -74,13 +76,13 @@ def swap_bytes_per_second() -> float:
 
 
 def seconds_of(call: Callable[[], Any]) -> float:
-    """The least of the processor's, after one call."""
+    """Median of the processor's, after one call."""
     found = []
     for _ in range(NUM_STEPS + 1):
         start = time.process_time()
         call()
         found.append(time.process_time() - start)
-    return min(found[1:])
+    return median(found[1:])
 
 
 def points(profile: LayerProfile, server: Server) -> list[Configuration]:
@@ -155,8 +157,7 @@ def panel_of(rows: list[dict[str, Any]]) -> Panel:
 def main() -> int:
     options = arguments(__doc__).parse_args()
     before = os.getloadavg()
-    # Other work that shares caches only adds to them.
-    LayerBackend.clock, LayerBackend.typical = staticmethod(time.process_time), staticmethod(min)
+    LayerBackend.clock = staticmethod(time.process_time)
     spec = WorkloadSpec.parse(f"{ZOO}/{WORKLOAD}")
     asked = LayersQuestion(spec, backend="run", most=MINIBATCH, stride=2)
     profile = profile_layers(asked, where=Where(0))

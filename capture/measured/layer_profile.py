@@ -19,6 +19,8 @@ and, where ``capture profile`` wrote it:
     model_hashes              of the traced loss, by micro-batch size
     coupled                   why both directions need micro-batches of one size; empty if they do
                               not
+    shared                    of every parameter that several layers read: bytes, the layer that it
+                              belongs to, and the others; they are in b_bytes of these
     summary_bytes             of what an update needs of the gradients of each other pack, such as
                               their norm; 0 if nothing, and updates need not come last
     made                      backend, versions, limit_bytes; the stride between sizes, the sizes
@@ -138,6 +140,7 @@ class LayerProfile:
     workload: WorkloadSpec | None = None
     model_hashes: Mapping[int, str] = field(default_factory=dict, hash=False)
     coupled: str = ""
+    shared: tuple[tuple[int, ...], ...] = ()
     summary_bytes: int = 0
     made: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
@@ -177,7 +180,7 @@ class LayerProfile:
 
     def to_json(self) -> dict[str, Any]:
         document = documents.fields_of(self)
-        known = ("workload", "model_hashes", "coupled", "summary_bytes", "made")
+        known = ("workload", "model_hashes", "coupled", "shared", "summary_bytes", "made")
         return {key: value for key, value in document.items() if value or key not in known}
 
     def save(self, path: Path | str) -> None:

@@ -36,8 +36,7 @@ def packs_step(graph: TaskGraph, profile: LayerProfile, server: Server) -> Step:
         server: Bandwidths, and memory of the host.
     """
     begins = begins_of(graph, estimate(graph, profile, server))
-    sizes = ProfileSizes(profile, graph.num_devices if graph.mode == "dp" else 1)
-    return StreamedBuilder(graph, sizes, server, begins).build()
+    return StreamedBuilder(graph, ProfileSizes(profile), server, begins).build()
 
 
 def packs_timeline(graph: TaskGraph, profile: LayerProfile, server: Server) -> StepTimeline:

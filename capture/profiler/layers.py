@@ -62,11 +62,9 @@ class LayerBackend:
 
     Attributes:
         clock: What executions are timed with.
-        typical: Which of their times counts.
     """
 
     clock = staticmethod(time.perf_counter)
-    typical = staticmethod(median)
 
     def __init__(
         self,
@@ -123,6 +121,14 @@ class LayerBackend:
         each."""
         structs = self._update[1].state_structs
         return [sum(_struct_bytes(structs[k]) for k in stage.state) for stage in self._updates]
+
+    def shared(self) -> tuple[tuple[int, ...], ...]:
+        """Of every parameter that several layers read: bytes, and these layers."""
+        graph = self.graph()
+        readers = {p: graph.param_readers(p) for p in range(len(graph.params))}
+        return tuple(
+            (graph.params[p].nbytes, *layers) for p, layers in readers.items() if len(layers) > 1
+        )
 
     def summary_bytes(self) -> int:
         """Of what an update needs of the gradients of other layers; 0 if nothing."""
@@ -242,24 +248,24 @@ class LayerBackend:
                 held = update(*held, grads)
                 return held
 
-            return LayerNeeds(seconds=self._typical_seconds(call))
+            return LayerNeeds(seconds=self._median_seconds(call))
 
     def _executed(self, nbytes: int, call: Any, arguments: Any) -> LayerNeeds:
         try:
             arrays = jax.tree.map(lambda s: jax.device_put(_filled(s), s.sharding), arguments)
-            return LayerNeeds(nbytes, self._typical_seconds(lambda: call(*arrays)))
+            return LayerNeeds(nbytes, self._median_seconds(lambda: call(*arrays)))
         except jax.errors.JaxRuntimeError as error:
             if _OUT_OF_MEMORY not in str(error):
                 raise
             return LayerNeeds(nbytes, failure=str(error).splitlines()[0])
 
-    def _typical_seconds(self, call: Callable[[], Any]) -> float:
+    def _median_seconds(self, call: Callable[[], Any]) -> float:
         found = []
         for _ in range(NUM_EXECUTIONS + 1):
             start = self.clock()
             jax.block_until_ready(call())
             found.append(self.clock() - start)
-        return self.typical(found[1:])
+        return median(found[1:])
 
 
 def input_bytes(graph: LayerGraph) -> list[int]:

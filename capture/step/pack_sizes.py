@@ -82,22 +82,19 @@ class PackSizes(Protocol):
 
 @dataclass(frozen=True)
 class ProfileSizes:
-    """Those of a layer profile, which knows the sizes of layers and none of their arrays: nothing
-    is shared, and the batch is the input of the first layer.
-
-    Attributes:
-        profile: Of the layers.
-        num_lanes: Devices that make gradients of the same parameters.
-    """
+    """Those of a layer profile, which knows the sizes of layers and none of their arrays but for
+    the parameters that several layers read: the batch is the input of the first layer. Buffers of
+    profiles that name no such parameters belong to their layers."""
 
     profile: LayerProfile
-    num_lanes: int = 1
 
     @property
     def num_layers(self) -> int:
         return self.profile.num_layers
 
     def weight_bytes(self, span: Span) -> int:
+        if self.profile.shared:
+            return sum(self.profile.w_bytes[span[0] : span[1]])
         return self.profile.weight_bytes(*span)
 
     def state_bytes(self, pack: Span) -> int:
@@ -107,16 +104,22 @@ class ProfileSizes:
         return self.profile.summary_bytes
 
     def shared(self, pack: Span) -> tuple[int, ...]:
-        return ()
+        return tuple(
+            param
+            for param, (_, owner, *readers) in enumerate(self.profile.shared)
+            if owner < pack[0] and any(pack[0] <= layer < pack[1] for layer in readers)
+        )
 
     def owned(self, span: Span) -> tuple[int, ...]:
-        raise AssertionError("a layer profile has no parameters")
+        """Of those that are shared."""
+        every = range(len(self.profile.shared))
+        return tuple(param for param in every if span[0] <= self.owner(param) < span[1])
 
     def owner(self, param: int) -> int:
-        raise AssertionError("a layer profile has no parameters")
+        return self.profile.shared[param][1]
 
     def param_bytes(self, param: int) -> int:
-        raise AssertionError("a layer profile has no parameters")
+        return self.profile.shared[param][0]
 
     def values(self, layer: int) -> tuple[int, ...]:
         return (layer,)
@@ -138,20 +141,16 @@ class ProfileSizes:
         which a pass that adds to those that are there makes layer by layer, as compiled programs
         do; the released profiles are of a framework that adds in place. An update writes over what
         it reads; what reduces gradients does not."""
-        if which == "update" and self.profile.model_hashes:
-            # Parameters that later layers read may be of this pack: an update on a device then adds
-            # their gradients of all devices.
-            own, later = self.weight_bytes(pack), self.profile.b_bytes[pack[1] :]
-            return self.num_lanes * sum(min(own, nbytes) for nbytes in later)
         if which in ("update", "reduce"):
             return output_bytes
-        (first, stop), weights = pack, self.weight_bytes(pack)
+        (first, stop), weights = pack, self.profile.weight_bytes(*pack)
         layers = self.profile.at("forward" if which == "forward" else "backward", size)
         own = layers.pack_bytes(first, stop) - weights - layers.inputs[first]
         if which == "forward":
             return max(own, layers.inputs[stop], 0)
         if which == "accumulate":
-            made = range(first, stop) if self.profile.model_hashes else ()
-            largest = max((self.profile.weight_bytes(i, i + 1) for i in made), default=0)
+            alone = range(first, stop) if self.profile.model_hashes else ()
+            largest = max((self.profile.weight_bytes(i, i + 1) for i in alone), default=0)
             return max(own - weights + largest, output_bytes)
-        return max(own, output_bytes + weights)
+        made = self.weight_bytes(pack) + sum(map(self.param_bytes, self.shared(pack)))
+        return max(own, output_bytes + made)

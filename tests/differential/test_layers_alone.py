@@ -85,6 +85,7 @@ def test_a_profile_says_what_the_layers_are(tmp_path):
     square, row = 8 * 8 * 4, 8 * 4
     assert profile.w_bytes == (square, square, square, 0)
     assert profile.b_bytes == (0, 0, 0, square)  # what the last layer reads of the first
+    assert profile.shared == ((square, 0, 3),)
     assert profile.k_bytes == (2 * square + 4,) * 3 + (0,)
     # The batch; what skips a layer goes through it.
     assert profile.x_bytes_per_sample == (2 * row, row, 2 * row, row)
