@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from capture.documents import read
 from capture.errors import ProfileError, plain
 from capture.machine.target import Target
-from capture.measured.layer_profile import LayerProfile, Pass, PassProfile
+from capture.measured.layer_passes import Pass, PassProfile
+from capture.measured.layer_profile import LayerProfile
 from capture.measured.store import Store
 from capture.plan.packs import PacksPlan
 from capture.profiler.layer_pass import Direction, LayerNeeds, LayerPass
@@ -249,6 +250,7 @@ class _Measured:
             workload=question.spec,
             model_hashes={u: backend.graph(u).model_hash for u in every},
             coupled=backend.coupled(*apart) if every[-1] > 1 else "",
+            shared=backend.shared(),
             summary_bytes=backend.summary_bytes(),
             made={
                 **backend.provenance,

@@ -12,7 +12,8 @@ from typing import Any
 from benchmarks import documents
 from benchmarks.drawing import COLORS, draw, grouped_bars
 from capture.machine.server import Server
-from capture.measured.layer_profile import LayerProfile, PassProfile
+from capture.measured.layer_passes import PassProfile
+from capture.measured.layer_profile import LayerProfile
 from capture.plan.task_graph import Configuration, Mode, Packs, Switches
 from recommender.harmony.packing import of_length
 from recommender.harmony.problem import PacksProblem

@@ -12,7 +12,8 @@ from capture.cli.asked import Values
 from capture.cli.options import Option, at_least
 from capture.errors import ProfileError, Violation
 from capture.machine.target import resolved_target
-from capture.measured.layer_profile import INTERPOLATIONS, LayerProfile
+from capture.measured.layer_passes import INTERPOLATIONS
+from capture.measured.layer_profile import LayerProfile
 from capture.model.workload import WorkloadSpec
 from capture.quantities import counted, format_bytes, parse_bytes
 from profiling_runs.batch import Progress, Watch

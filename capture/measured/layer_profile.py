@@ -19,6 +19,8 @@ and, where ``capture profile`` wrote it:
     model_hashes              of the traced loss, by micro-batch size
     coupled                   why both directions need micro-batches of one size; empty if they do
                               not
+    shared                    of every parameter that several layers read: bytes, the layer that it
+                              belongs to, and the others; they are in b_bytes of these
     summary_bytes             of what an update needs of the gradients of each other pack, such as
                               their norm; 0 if nothing, and updates need not come last
     casts                     by dtype, what devices need of layers whose parameters they get as
@@ -46,6 +48,15 @@ import numpy as np
 
 from capture import documents
 from capture.errors import ProfileError, Violation
+from capture.measured.layer_passes import (
+    Interpolation,
+    Pass,
+    PassProfile,
+    SizedLayers,
+    interpolated,
+    pass_violations,
+    row_violations,
+)
 from capture.model.workload import WorkloadSpec
 
 LAYERS = documents.Format(
@@ -57,27 +68,7 @@ LAYERS = documents.Format(
     strict=True,
 )
 
-Pass = Literal["forward", "backward"]
-#: How sizes between the profiled ones follow: by the line between their neighbours, or by a
-#: polynomial of degree 1 or 2 through all.
-Interpolation = Literal["piecewise", "linear", "quadratic"]
-INTERPOLATIONS: tuple[Interpolation, ...] = ("piecewise", "linear", "quadratic")
 _UNITS = {"time": "seconds", "memory": "bytes"}
-
-
-@dataclass(frozen=True)
-class PassProfile:
-    """One direction, as it was measured.
-
-    Attributes:
-        u: Micro-batch sizes, ascending.
-        time: Per size, per layer, seconds.
-        memory: Likewise, bytes.
-    """
-
-    u: tuple[int, ...]
-    time: tuple[tuple[float, ...], ...]
-    memory: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -89,56 +80,14 @@ class Casts:
         w_bytes, b_bytes: Of weights and buffers, as devices get them.
         cast_bytes: Of w_bytes, the casts: the host keeps them beside the parameters.
         gradient_bytes: Of the gradients of a single pass, where those of casts are as good.
+        shared: Per parameter that several layers read, as devices get it.
     """
 
     w_bytes: tuple[int, ...]
     b_bytes: tuple[int, ...]
     cast_bytes: tuple[int, ...]
     gradient_bytes: tuple[int, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class SizedLayers:
-    """Every layer in one direction, at one micro-batch size.
-
-    Attributes:
-        seconds: Per layer.
-        memory_bytes: Per layer, as of ``PassProfile``.
-        input_bytes: Per layer.
-        profiled: Whether the size was measured, not interpolated.
-    """
-
-    seconds: np.ndarray
-    memory_bytes: np.ndarray
-    input_bytes: np.ndarray
-    profiled: bool
-
-    @cached_property
-    def sums(self) -> list[float]:
-        """Seconds of the first i layers, i from 0."""
-        return [0.0, *np.cumsum(self.seconds).tolist()]
-
-    @cached_property
-    def inner_sums(self) -> list[int]:
-        """Bytes of the first i layers without their inputs, i from 0."""
-        return [0, *np.cumsum(self.memory_bytes - self.input_bytes).tolist()]
-
-    @cached_property
-    def inputs(self) -> list[int]:
-        """Bytes of the input of each layer, and none behind the last."""
-        return [*self.input_bytes.tolist(), 0]
-
-    def time(self, first: int, stop: int) -> float:
-        """Seconds of layers [first, stop)."""
-        return self.sums[stop] - self.sums[first]
-
-    def pack_bytes(self, first: int, stop: int) -> int:
-        """C of layers [first, stop): their memory, with the input of the first alone.
-
-        What passes between two layers of a pack is counted by both measurements; the paper's plain
-        sum counts it twice (H-i).
-        """
-        return self.inner_sums[stop] - self.inner_sums[first] + self.inputs[first]
+    shared: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -160,6 +109,7 @@ class LayerProfile:
     workload: WorkloadSpec | None = None
     model_hashes: Mapping[int, str] = field(default_factory=dict, hash=False)
     coupled: str = ""
+    shared: tuple[tuple[int, ...], ...] = ()
     summary_bytes: int = 0
     made: Mapping[str, Any] = field(default_factory=dict, hash=False)
     casts: Mapping[str, Casts] = field(default_factory=dict, hash=False)
@@ -202,7 +152,7 @@ class LayerProfile:
     def to_json(self) -> dict[str, Any]:
         document = documents.fields_of(self)
         known = (
-            *("workload", "model_hashes", "coupled", "summary_bytes", "made"),
+            *("workload", "model_hashes", "coupled", "shared", "summary_bytes", "made"),
             *("casts", "streamed"),
         )
         return {key: value for key, value in document.items() if value or key not in known}
@@ -320,7 +270,7 @@ class LayerProfile:
             )
         left = [i for i in range(len(sizes)) if i not in kept]
         known = [sizes[i] for i in kept]
-        guessed = (_at(known, rows[kept], sizes[i], interpolation) for i in left)
+        guessed = (interpolated(known, rows[kept], sizes[i], interpolation) for i in left)
         return [
             float(error)
             for i, guess in zip(left, guessed, strict=True)
@@ -335,11 +285,12 @@ class LayerProfile:
         return self._sums[what][stop] - self._sums[what][first]
 
     @cached_property
-    def _casts(self) -> Casts:
-        """As devices get them now."""
+    def as_sent(self) -> Casts:
+        """The layers as devices get them now."""
         if self.streamed:
             return self.casts[self.streamed]
-        return Casts(self.w_bytes, self.b_bytes, (0,) * self.num_layers, self.w_bytes)
+        shared = tuple(nbytes for nbytes, *_ in self.shared)
+        return Casts(self.w_bytes, self.b_bytes, (0,) * self.num_layers, self.w_bytes, shared)
 
     @cached_property
     def _sums(self) -> Mapping[str, list[int]]:
@@ -348,7 +299,7 @@ class LayerProfile:
         def sums(*rows: Sequence[int]) -> list[int]:
             return list(accumulate(map(sum, zip(*rows, strict=True)), initial=0))
 
-        casts = self._casts
+        casts = self.as_sent
         return {
             "weights": sums(self.w_bytes, self.b_bytes),
             "streamed": sums(casts.w_bytes, casts.b_bytes),
@@ -365,7 +316,7 @@ class LayerProfile:
 
     @cached_property
     def _arrays(self) -> Mapping[Pass, tuple[np.ndarray, np.ndarray]]:
-        casts = self._casts
+        casts = self.as_sent
         whole, come = (np.array(each.w_bytes) + np.array(each.b_bytes) for each in (self, casts))
 
         def arrays(measured: PassProfile) -> tuple[np.ndarray, np.ndarray]:
@@ -387,8 +338,8 @@ class LayerProfile:
         if size in sizes and interpolation == "piecewise":
             i = sizes.index(size)
             return SizedLayers(times[i], memories[i], inputs, True)
-        seconds = _at(sizes, times, size, interpolation)
-        memory = _at(sizes, memories, size, interpolation).astype(np.int64)
+        seconds = interpolated(sizes, times, size, interpolation)
+        memory = interpolated(sizes, memories, size, interpolation).astype(np.int64)
         return SizedLayers(seconds, memory, inputs, False)
 
     def _violations(self) -> Iterator[Violation]:
@@ -398,9 +349,9 @@ class LayerProfile:
         if dict(self.units) != _UNITS:
             yield Violation(f"units={dict(self.units)}; give {_UNITS}.", "layers-units")
         for name in ("x_bytes_per_sample", "w_bytes", "b_bytes", "k_bytes", "update_cpu_time"):
-            yield from _row(name, getattr(self, name), num_layers)
+            yield from row_violations(name, getattr(self, name), num_layers)
         for name in ("fwd", "bwd"):
-            yield from _measured(name, getattr(self, name), num_layers)
+            yield from pass_violations(name, getattr(self, name), num_layers)
         if self.streamed and self.streamed not in self.casts:
             yield Violation(
                 f"streamed={self.streamed!r} is not among the casts, {list(self.casts)}.",
@@ -408,7 +359,15 @@ class LayerProfile:
             )
         for dtype, casts in self.casts.items():
             for name, row in vars(casts).items():
-                yield from _row(f"casts.{dtype}.{name}", row, num_layers)
+                if name != "shared":
+                    yield from row_violations(f"casts.{dtype}.{name}", row, num_layers)
+            if len(casts.shared) != len(self.shared):
+                yield Violation(
+                    f"casts.{dtype}.shared has {len(casts.shared)} parameters and shared "
+                    f"{len(self.shared)}; give one value for each.",
+                    "layers-shared",
+                )
+        yield from self._shared_violations()
         for name, what in (("time", "seconds"), ("memory", "bytes")):
             for size in sorted({*self.fwd.u} & {*self.bwd.u}):
                 forward = _rows(self.fwd, name).get(size, ())
@@ -424,58 +383,30 @@ class LayerProfile:
                         "layers-backward",
                     )
 
+    def _shared_violations(self) -> Iterator[Violation]:
+        borrowed = [0] * self.num_layers
+        for nbytes, *layers in self.shared:
+            ascend = all(one < other for one, other in pairwise([-1, *layers, self.num_layers]))
+            if len(layers) < 2 or not ascend or nbytes < 0:
+                yield Violation(
+                    f"shared has {[nbytes, *layers]}; give bytes and, ascending, two or more of "
+                    f"layers 0 to {self.num_layers - 1}.",
+                    "layers-shared",
+                )
+                return
+            for layer in layers[1:]:
+                borrowed[layer] += nbytes
+        traced = bool(self.model_hashes)  # buffers are of profiles that were given
+        if (self.shared or traced) and borrowed != list(self.b_bytes[: self.num_layers]):
+            yield Violation(
+                f"b_bytes={list(self.b_bytes)} and by the parameters in shared it is {borrowed}: "
+                "mend the file, or profile again what an earlier version profiled.",
+                "layers-shared",
+            )
+
 
 def _rows(measured: PassProfile, name: str) -> dict[int, Sequence[float]]:
     return dict(zip(measured.u, getattr(measured, name), strict=False))
-
-
-def _measured(name: str, measured: PassProfile, num_layers: int) -> Iterator[Violation]:
-    sizes = measured.u
-    ascending = all(one < other for one, other in pairwise(sizes))
-    if not sizes or sizes[0] < 1 or not ascending:
-        yield Violation(
-            f"{name}.u={list(sizes)} must be micro-batch sizes that ascend from 1 or more.",
-            "layers-sizes",
-        )
-    for what in ("time", "memory"):
-        rows = getattr(measured, what)
-        if len(rows) != len(sizes):
-            yield Violation(
-                f"{name}.{what} has {len(rows)} rows for {len(sizes)} sizes; give one each.",
-                "layers-count",
-            )
-        for i, row in enumerate(rows):
-            yield from _row(f"{name}.{what}[{i}]", row, num_layers)
-
-
-def _row(name: str, row: Sequence[float], num_layers: int) -> Iterator[Violation]:
-    if len(row) != num_layers:
-        yield Violation(
-            f"{name} has {len(row)} layers and num_layers={num_layers}; give one value for each.",
-            "layers-count",
-        )
-    # Not a number is not at least 0 either.
-    wrong = [i for i, value in enumerate(row) if not 0 <= value < float("inf")]
-    if wrong:
-        yield Violation(
-            f"{name} is {row[wrong[0]]} for layer {wrong[0]} ({len(wrong)} such); give 0 or more.",
-            "layers-number",
-        )
-
-
-def _at(
-    sizes: Sequence[int], rows: np.ndarray, size: int, interpolation: Interpolation
-) -> np.ndarray:
-    """The row of a size, from those of others."""
-    if interpolation != "piecewise":
-        degree = min(INTERPOLATIONS.index(interpolation), len(sizes) - 1)
-        powers = np.vander(np.array(sizes, dtype=float), degree + 1)
-        fitted, *_ = np.linalg.lstsq(powers, rows.astype(float), rcond=None)
-        return np.maximum(np.vander(np.array([float(size)]), degree + 1)[0] @ fitted, 0)
-    above = int(np.searchsorted(sizes, size))
-    low, high = sizes[above - 1], sizes[above]
-    share = (size - low) / (high - low)
-    return rows[above - 1] + (rows[above] - rows[above - 1]) * share
 
 
 _NOTHING = PassProfile((1,), ((0.0,),), ((0,),))

@@ -37,8 +37,7 @@ def packs_step(graph: TaskGraph, profile: LayerProfile, server: Server) -> Step:
     """
     profile = profile.as_streamed(graph.swaps.stream)
     begins = begins_of(graph, estimate(graph, profile, server))
-    lanes = graph.num_devices if graph.mode == "dp" else 1
-    sizes = ProfileSizes(profile, graph.num_shares, lanes)
+    sizes = ProfileSizes(profile, graph.num_shares)
     return StreamedBuilder(graph, sizes, server, begins).build()
 
 

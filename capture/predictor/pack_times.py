@@ -28,7 +28,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from capture.machine.server import Server
-from capture.measured.layer_profile import LayerProfile, SizedLayers
+from capture.measured.layer_passes import SizedLayers
+from capture.measured.layer_profile import LayerProfile
 from capture.plan.task_graph import Span, Task, TaskGraph
 from capture.predictor.pack_items import P2P_OUT, STREAMS, Items, What
 from capture.step.simulator import Simulation, Work, simulate, times

@@ -124,6 +124,13 @@ class LayerBackend:
         structs = self._update[1].state_structs
         return [sum(_struct_bytes(structs[k]) for k in stage.state) for stage in self._updates]
 
+    def shared(self) -> tuple[tuple[int, ...], ...]:
+        """Of every parameter that several layers read: bytes, and these layers."""
+        graph = self.graph()
+        return tuple(
+            (graph.params[p].nbytes, *graph.param_readers(p)) for p in shared_params(graph)
+        )
+
     def summary_bytes(self) -> int:
         """Of what an update needs of the gradients of other layers; 0 if nothing."""
         stages = self._update[1].stages
@@ -283,6 +290,11 @@ def weight_bytes(graph: LayerGraph) -> tuple[list[int], list[int]]:
     return own, others
 
 
+def shared_params(graph: LayerGraph) -> list[int]:
+    """That several layers read."""
+    return [p for p in range(len(graph.params)) if len(graph.param_readers(p)) > 1]
+
+
 def cast_bytes(traced: TracedModel) -> dict[str, Casts]:
     """By dtype to which some parameters are cast wherever they are read."""
     graph = traced.graph
@@ -301,6 +313,7 @@ def cast_bytes(traced: TracedModel) -> dict[str, Casts]:
             tuple(sum(map(nbytes, others)) for _, others in parts),
             tuple(sum(nbytes(p) for p in own if p in chosen) for own, _ in parts),
             tuple(sum(nbytes(p, once) for p in own) for own, _ in parts),
+            tuple(map(nbytes, shared_params(graph))),
         )
 
     return {dtype: of(dtype) for dtype in sorted({cast.dtype for cast in traced.casts if cast})}

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from capture.measured.layer_profile import Pass
+from capture.measured.layer_passes import Pass
 from capture.model.graph import Tensor, content_hash
 from capture.model.workload import PyTree, WorkloadProtocol
 from capture.runtime.pack_functions import PackFunctions, differentiable

@@ -3,8 +3,9 @@ keep."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from capture.measured.layer_profile import LayerProfile
 from capture.plan.task_graph import Span
@@ -115,44 +116,55 @@ class PackSizes(Protocol):
 
 @dataclass(frozen=True)
 class ProfileSizes:
-    """Those of a layer profile, which knows the sizes of layers and none of their arrays: nothing
-    is shared, and the batch is the input of the first layer.
+    """Those of a layer profile, which knows the sizes of layers and none of their arrays but for
+    the parameters that several layers read: the batch is the input of the first layer. Buffers of
+    profiles that name no such parameters belong to their layers.
 
     Attributes:
         profile: Of the layers.
         num_shares: Into which weights are cut, one for each device.
-        num_lanes: Devices that make gradients of the same parameters.
     """
 
     profile: LayerProfile
     num_shares: int = 1
-    num_lanes: int = 1
 
     @property
     def num_layers(self) -> int:
         return self.profile.num_layers
 
     def weight_bytes(self, span: Span) -> int:
-        return self.profile.weight_bytes(*span)
+        return self.profile.weight_bytes(*span) - self._borrowed(self.profile.b_bytes, span)
 
     def cast_bytes(self, span: Span) -> int:
         return self.profile.cast_bytes(*span)
 
     def whole_bytes(self, span: Span) -> int:
-        return self.profile.streamed_bytes(*span) - self.profile.cast_bytes(*span)
+        borrowed = self._borrowed(self.profile.as_sent.b_bytes, span)
+        return self.profile.streamed_bytes(*span) - borrowed - self.profile.cast_bytes(*span)
 
     def whole(self, span: Span) -> None:
         return None
 
     def cast(self, span: Span) -> tuple[int, ...]:
-        raise AssertionError("a layer profile has no parameters")
+        """Of those that are shared."""
+        return tuple(p for p in self.owned(span) if self.streamed_bytes(p) < self.param_bytes(p))
 
     def alone_bytes(self, span: Span) -> int:
-        return self.profile.gradient_bytes(*span, alone=True)
+        borrowed = self._borrowed(self.profile.b_bytes, span)
+        return self.profile.gradient_bytes(*span, alone=True) - borrowed
+
+    def _borrowed(self, row: Sequence[int], span: Span) -> int:
+        """Of parameters of other layers, which are not buffers."""
+        return sum(row[span[0] : span[1]]) if self.profile.shared else 0
 
     def share_bytes(self, what: PartOf, of: Span | int, which: int) -> int:
-        assert isinstance(of, tuple), "a layer profile has no parameters"
-        sizes = {"weights": self.weight_bytes, "whole": self.whole_bytes, "casts": self.cast_bytes}
+        sizes: Mapping[PartOf, Callable[[Any], int]] = {
+            "weights": self.weight_bytes,
+            "whole": self.whole_bytes,
+            "casts": self.cast_bytes,
+            "shared": self.streamed_bytes,
+            "shared gradient": self.param_bytes,
+        }
         nbytes = sizes[what](of)
         return (which + 1) * nbytes // self.num_shares - which * nbytes // self.num_shares
 
@@ -163,19 +175,25 @@ class ProfileSizes:
         return self.profile.summary_bytes
 
     def shared(self, pack: Span) -> tuple[int, ...]:
-        return ()
+        return tuple(
+            param
+            for param, (_, owner, *readers) in enumerate(self.profile.shared)
+            if owner < pack[0] and any(pack[0] <= layer < pack[1] for layer in readers)
+        )
 
     def owned(self, span: Span) -> tuple[int, ...]:
-        raise AssertionError("a layer profile has no parameters")
+        """Of those that are shared."""
+        every = range(len(self.profile.shared))
+        return tuple(param for param in every if span[0] <= self.owner(param) < span[1])
 
     def owner(self, param: int) -> int:
-        raise AssertionError("a layer profile has no parameters")
+        return self.profile.shared[param][1]
 
     def param_bytes(self, param: int) -> int:
-        raise AssertionError("a layer profile has no parameters")
+        return self.profile.shared[param][0]
 
     def streamed_bytes(self, param: int) -> int:
-        raise AssertionError("a layer profile has no parameters")
+        return self.profile.as_sent.shared[param]
 
     def values(self, layer: int) -> tuple[int, ...]:
         return (layer,)
@@ -197,21 +215,17 @@ class ProfileSizes:
         which a pass that adds to those that are there makes layer by layer, as compiled programs
         do; the released profiles are of a framework that adds in place. An update writes over what
         it reads; what reduces gradients does not."""
-        if which == "update" and self.profile.model_hashes:
-            # Parameters that later layers read may be of this pack: an update on a device then adds
-            # their gradients of all devices.
-            own, later = self.weight_bytes(pack), self.profile.b_bytes[pack[1] :]
-            return self.num_lanes * sum(min(own, nbytes) for nbytes in later)
         if which in ("update", "reduce", "gather", "scatter"):
             return output_bytes
-        (first, stop), weights = pack, self.weight_bytes(pack)
+        (first, stop), weights = pack, self.profile.weight_bytes(*pack)
         layers = self.profile.at("forward" if which == "forward" else "backward", size)
         come = self.profile.streamed_bytes(first, stop)
         own = layers.pack_bytes(first, stop) - come - layers.inputs[first]
         if which == "forward":
             return max(own, layers.inputs[stop], 0)
         if which == "accumulate":
-            made = range(first, stop) if self.profile.model_hashes else ()
-            largest = max((self.profile.weight_bytes(i, i + 1) for i in made), default=0)
+            alone = range(first, stop) if self.profile.model_hashes else ()
+            largest = max((self.profile.weight_bytes(i, i + 1) for i in alone), default=0)
             return max(own - weights + largest, output_bytes)
-        return max(own, output_bytes + weights)
+        made = self.weight_bytes(pack) + sum(map(self.param_bytes, self.shared(pack)))
+        return max(own, output_bytes + made)

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from capture.measured.layer_profile import SizedLayers
+from capture.measured.layer_passes import SizedLayers
 from capture.plan.task_graph import Span
 
 Packs = tuple[Span, ...]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from capture.machine.server import Server
-from capture.measured.layer_profile import LayerProfile, Pass
+from capture.measured.layer_passes import Pass
+from capture.measured.layer_profile import LayerProfile
 from capture.plan.task_graph import (
     ALL_ON,
     AS_THEY_ARE,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from capture.measured.layer_profile import LayerProfile, Pass
+from capture.measured.layer_passes import Pass
+from capture.measured.layer_profile import LayerProfile
 from capture.plan.packs import PacksPlan, PacksPrediction, PaperTimes, StepTimes
 from capture.plan.task_graph import Configuration, Mode
 from capture.plan.why import Why

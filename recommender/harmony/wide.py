@@ -11,7 +11,7 @@ from itertools import islice, pairwise, takewhile
 
 import numpy as np
 
-from capture.measured.layer_profile import Pass, SizedLayers
+from capture.measured.layer_passes import Pass, SizedLayers
 from capture.plan.task_graph import Configuration, Packs, Span, microbatches
 from capture.predictor.pack_times import forward_bytes
 from recommender.harmony.packing import CUTS, LeastMaxTime, fewest_packs

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,11 @@ from capture import Cluster, Store, Workload, WorkloadSpec, decompose, streamed
 from capture.errors import ProfileError, TargetError
 from capture.machine.server import Server
 from capture.machine.target import Target
+from capture.measured.layer_passes import PassProfile
 from capture.measured.layer_profile import LayerProfile
-from capture.profiler.layers import LayerBackend
+from capture.profiler.layers import LayerBackend, cast_bytes, weight_bytes
+from capture.runtime.packs import TracedSizes
+from capture.step.pack_sizes import ProfileSizes
 from profiling_runs import LayersQuestion, Where, profile_layers
 from recommender.harmony import PacksQuestion, harmony
 from tests.processes import user_model
@@ -85,6 +89,7 @@ def test_a_profile_says_what_the_layers_are(tmp_path):
     square, row = 8 * 8 * 4, 8 * 4
     assert profile.w_bytes == (square, square, square, 0)
     assert profile.b_bytes == (0, 0, 0, square)  # what the last layer reads of the first
+    assert profile.shared == ((square, 0, 3),)
     assert profile.k_bytes == (2 * square + 4,) * 3 + (0,)
     # The batch; what skips a layer goes through it.
     assert profile.x_bytes_per_sample == (2 * row, row, 2 * row, row)
@@ -96,6 +101,46 @@ def test_a_profile_says_what_the_layers_are(tmp_path):
     assert (profile.at("backward", 4).memory_bytes > profile.at("forward", 4).memory_bytes).all()
     profile.save(tmp_path / "layers.json")
     assert LayerProfile.load(tmp_path / "layers.json") == profile
+
+
+def halved(only: str) -> Workload:
+    """The same loss of some parameters in bfloat16."""
+    plain = skipping()
+
+    def loss_fn(params, batch):
+        return plain.loss_fn(
+            {n: w.astype(jnp.bfloat16) if n in only else w for n, w in params.items()}, batch
+        )
+
+    return replace(plain, loss_fn=loss_fn)
+
+
+@pytest.mark.parametrize("only", ["abc", "a", "bc", "c", ""])
+def test_sizes_of_a_profile_are_those_of_its_arrays(only):
+    """Of parameters that several layers read, too, and of those that devices get as casts."""
+    backend = LayerBackend(halved(only), target=Target.load(CPU_LIKE))
+    graph, traced = backend.graph(), backend.layers(1).traced
+    own, borrowed = weight_bytes(graph)
+    nothing = PassProfile((1,), ((0.0,) * 4,), ((0,) * 4,))
+    rows = ((0,) * 4, tuple(own), tuple(borrowed), (0,) * 4, (0.0,) * 4)
+    profile = LayerProfile("tied", 4, nothing, nothing, *rows, shared=backend.shared())
+    profile = replace(profile, casts=cast_bytes(traced))
+    assert bool(profile.casts) == bool(only)
+    spans = [(i, j) for i in range(4) for j in range(i + 1, 5)]
+    optimizer: Any = None  # says what no layer profile is asked here
+    for streamed_as in ("", *profile.casts):
+        casts = dict(enumerate(traced.casts)) if streamed_as else {}
+        arrays = TracedSizes(graph, optimizer, (), {p: c for p, c in casts.items() if c})
+        sizes = ProfileSizes(profile.as_streamed(streamed_as))
+        for span in spans:
+            for of in ("weight_bytes", "cast_bytes", "whole_bytes", "alone_bytes"):
+                assert getattr(sizes, of)(span) == getattr(arrays, of)(span), (of, span)
+            # A profile counts those that are shared alone, and knows them by their places there.
+            assert len(sizes.shared(span)) == len(arrays.shared(span))
+            assert sizes.owned(span) == ((0,) if 0 in arrays.owned(span) else ())
+            assert sizes.cast(span) == ((0,) if 0 in arrays.cast(span) else ())
+        for of in ("owner", "param_bytes", "streamed_bytes"):
+            assert getattr(sizes, of)(0) == getattr(arrays, of)(0), of
 
 
 def test_memory_is_that_of_the_compiled_layer_with_its_arguments():

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from capture.errors import ExecutionError
 from capture.machine.server import Server
-from capture.measured.layer_profile import Casts, LayerProfile, PassProfile
+from capture.measured.layer_passes import PassProfile
+from capture.measured.layer_profile import Casts, LayerProfile
 from capture.plan.task_graph import (
     Configuration,
     Packs,
@@ -293,16 +294,17 @@ def test_updates_that_need_all_gradients_keep_them_on_the_host():
     assert parts["gradients"] == parts["parameters"] == 260
 
 
-def test_updates_on_devices_count_gradients_of_what_later_layers_read():
-    profile = profile_of([50, 60, 70, 80], [1] * 4)
-    tied = replace(profile, b_bytes=(0, 0, 0, 30), model_hashes={1: "traced"})
-    assert ProfileSizes(tied, num_lanes=2).transient_bytes("update", (0, 1), 0, 0) == 2 * 30
-    assert ProfileSizes(tied, num_lanes=2).transient_bytes("update", (3, 4), 0, 0) == 0
+@pytest.mark.parametrize(("mode", "lanes"), [("pp", 1), ("dp", 2)])
+def test_gradients_of_what_later_layers_read_wait_for_the_update(mode, lanes):
+    """On the host, from every device in data parallelism; its place is with its owner alone."""
+    tied = replace(profile_of([50, 2, 3, 4], [1] * 4), b_bytes=(0, 0, 0, 50), shared=((50, 0, 3),))
     packs = tuple((i, i + 1) for i in range(4))
     configuration = Configuration(Packs(4, packs[:3]), Packs(4, packs))
-    graph = TaskGraph.of(configuration, "dp", 2, 8, Switches.without(["offload"]))
-    peaks = [peak_of(graph, each, SERVER.with_(num_devices=2), 1) for each in (profile, tied)]
-    assert peaks[0] + 2 * 30 <= peaks[1]
+    graph = TaskGraph.of(configuration, mode, 2, 8)
+    timeline = packs_timeline(graph, tied, SERVER.with_(num_devices=2))
+    parts = timeline.program_order.peak_of("host").parts
+    assert parts["parameters"] == 59 and parts["optimizer"] == 2 * 59
+    assert parts["gradients"] >= 2 * lanes * 50
 
 
 def test_what_a_pass_takes():

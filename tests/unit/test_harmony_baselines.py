@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from capture.machine.server import Server
-from capture.measured.layer_profile import LayerProfile, PassProfile
+from capture.measured.layer_passes import PassProfile
+from capture.measured.layer_profile import LayerProfile
 from capture.plan.task_graph import Configuration, Packs
 from capture.step.virtual_memory import Operation
 from recommender.harmony.baselines import (

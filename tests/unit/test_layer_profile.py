@@ -12,6 +12,7 @@ import pytest
 
 from capture.errors import ProfileError
 from capture.measured.layer_profile import LayerProfile
+from capture.step.pack_sizes import ProfileSizes
 
 PROFILES = Path(__file__).parents[2] / "benchmarks" / "harmony_paper" / "profiles"
 TOY = json.loads((PROFILES / "toy6.json").read_text())
@@ -165,3 +166,23 @@ def test_nothing_to_stream_is_said(dtype, said):
     assert error.value.codes == ("packs-stream",)
     with pytest.raises(ProfileError, match="not among the casts"):
         LayerProfile.from_json(document | {"streamed": dtype})
+
+
+@pytest.mark.parametrize(
+    ("shared", "says"),
+    [
+        ([], "by the parameters in shared it is [0, 0, 0, 0, 0, 0]"),
+        ([[7, 0, 5], [2, 1, 5]], "by the parameters in shared it is [0, 0, 0, 0, 0, 9]"),
+        ([[7, 5, 0]], "shared has [7, 5, 0]"),
+        ([[7, 0, 6]], "shared has [7, 0, 6]"),
+        ([[7, 0]], "shared has [7, 0]"),
+    ],
+)
+def test_parameters_of_several_layers_are_those_that_later_ones_read(shared, says):
+    """Of traced models, whose gradients an update on a device would leave out otherwise."""
+    document = {**TOY, "b_bytes": [0, 0, 0, 0, 0, 7], "model_hashes": {"1": "traced"}}
+    right = LayerProfile.from_json({**document, "shared": [[7, 0, 5]]})
+    assert ProfileSizes(right).shared((3, 6)) == (0,) and ProfileSizes(right).shared((0, 5)) == ()
+    with pytest.raises(ProfileError, match="layers-shared") as error:
+        LayerProfile.from_json({**document, "shared": shared})
+    assert says in str(error.value)

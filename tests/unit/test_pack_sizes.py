@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from capture.measured.layer_profile import LayerProfile, PassProfile
+from capture.measured.layer_passes import PassProfile
+from capture.measured.layer_profile import LayerProfile
 from capture.step.pack_sizes import ProfileSizes
 
 WEIGHTS, INPUTS = (10, 30, 0), (5, 7, 2)

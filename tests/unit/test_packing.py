@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from capture.errors import PlanError
 from capture.machine.server import Server
-from capture.measured.layer_profile import Casts, LayerProfile, SizedLayers
+from capture.measured.layer_passes import SizedLayers
+from capture.measured.layer_profile import Casts, LayerProfile
 from capture.plan.task_graph import Swaps, Switches
 from recommender.harmony import PacksQuestion, harmony
 from recommender.harmony.bound import least_seconds

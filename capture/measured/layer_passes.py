@@ -1,0 +1,128 @@
+"""Seconds and bytes of layers in one direction, at the micro-batch sizes that were measured and
+between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+
+from capture.errors import Violation
+
+Pass = Literal["forward", "backward"]
+#: How sizes between the profiled ones follow: by the line between their neighbours, or by a
+#: polynomial of degree 1 or 2 through all.
+Interpolation = Literal["piecewise", "linear", "quadratic"]
+INTERPOLATIONS: tuple[Interpolation, ...] = ("piecewise", "linear", "quadratic")
+
+
+@dataclass(frozen=True)
+class PassProfile:
+    """One direction, as it was measured.
+
+    Attributes:
+        u: Micro-batch sizes, ascending.
+        time: Per size, per layer, seconds.
+        memory: Likewise, bytes.
+    """
+
+    u: tuple[int, ...]
+    time: tuple[tuple[float, ...], ...]
+    memory: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class SizedLayers:
+    """Every layer in one direction, at one micro-batch size.
+
+    Attributes:
+        seconds: Per layer.
+        memory_bytes: Per layer, as of ``PassProfile``.
+        input_bytes: Per layer.
+        profiled: Whether the size was measured, not interpolated.
+    """
+
+    seconds: np.ndarray
+    memory_bytes: np.ndarray
+    input_bytes: np.ndarray
+    profiled: bool
+
+    @cached_property
+    def sums(self) -> list[float]:
+        """Seconds of the first i layers, i from 0."""
+        return [0.0, *np.cumsum(self.seconds).tolist()]
+
+    @cached_property
+    def inner_sums(self) -> list[int]:
+        """Bytes of the first i layers without their inputs, i from 0."""
+        return [0, *np.cumsum(self.memory_bytes - self.input_bytes).tolist()]
+
+    @cached_property
+    def inputs(self) -> list[int]:
+        """Bytes of the input of each layer, and none behind the last."""
+        return [*self.input_bytes.tolist(), 0]
+
+    def time(self, first: int, stop: int) -> float:
+        """Seconds of layers [first, stop)."""
+        return self.sums[stop] - self.sums[first]
+
+    def pack_bytes(self, first: int, stop: int) -> int:
+        """C of layers [first, stop): their memory, with the input of the first alone.
+
+        What passes between two layers of a pack is counted by both measurements; the paper's plain
+        sum counts it twice (H-i).
+        """
+        return self.inner_sums[stop] - self.inner_sums[first] + self.inputs[first]
+
+
+def pass_violations(name: str, measured: PassProfile, num_layers: int) -> Iterator[Violation]:
+    sizes = measured.u
+    ascending = all(one < other for one, other in pairwise(sizes))
+    if not sizes or sizes[0] < 1 or not ascending:
+        yield Violation(
+            f"{name}.u={list(sizes)} must be micro-batch sizes that ascend from 1 or more.",
+            "layers-sizes",
+        )
+    for what in ("time", "memory"):
+        rows = getattr(measured, what)
+        if len(rows) != len(sizes):
+            yield Violation(
+                f"{name}.{what} has {len(rows)} rows for {len(sizes)} sizes; give one each.",
+                "layers-count",
+            )
+        for i, row in enumerate(rows):
+            yield from row_violations(f"{name}.{what}[{i}]", row, num_layers)
+
+
+def row_violations(name: str, row: Sequence[float], num_layers: int) -> Iterator[Violation]:
+    if len(row) != num_layers:
+        yield Violation(
+            f"{name} has {len(row)} layers and num_layers={num_layers}; give one value for each.",
+            "layers-count",
+        )
+    # Not a number is not at least 0 either.
+    wrong = [i for i, value in enumerate(row) if not 0 <= value < float("inf")]
+    if wrong:
+        yield Violation(
+            f"{name} is {row[wrong[0]]} for layer {wrong[0]} ({len(wrong)} such); give 0 or more.",
+            "layers-number",
+        )
+
+
+def interpolated(
+    sizes: Sequence[int], rows: np.ndarray, size: int, interpolation: Interpolation
+) -> np.ndarray:
+    """The row of a size, from those of others."""
+    if interpolation != "piecewise":
+        degree = min(INTERPOLATIONS.index(interpolation), len(sizes) - 1)
+        powers = np.vander(np.array(sizes, dtype=float), degree + 1)
+        fitted, *_ = np.linalg.lstsq(powers, rows.astype(float), rcond=None)
+        return np.maximum(np.vander(np.array([float(size)]), degree + 1)[0] @ fitted, 0)
+    above = int(np.searchsorted(sizes, size))
+    low, high = sizes[above - 1], sizes[above]
+    share = (size - low) / (high - low)
+    return rows[above - 1] + (rows[above] - rows[above - 1]) * share
