@@ -262,6 +262,7 @@ def run_text(plan: ArrayPlan, document: Mapping[str, Any]) -> str:
 
 def explain(options: argparse.Namespace, plan: ArrayPlan) -> int:
     """What is fused, what is moved, and who needs the memory."""
+    asked.refuse_unread(options, "array")
     rows = [
         [a, decision.bundle, decision.choice, decision.ahead if decision.choice == "swap" else "-"]
         for a, own in enumerate(plan.decisions)
@@ -287,6 +288,7 @@ def report(options: argparse.Namespace, plan: ArrayPlan) -> int:
             "plans of arrays have no page and no trace in this version; leave out -o and --trace.",
             "array-page",
         )
+    asked.refuse_unread(options, "array", "memory")
     limit = asked.read_limit(vars(options)) or plan.memory_limit_bytes
     room = None if limit is None else plan.headroom(limit)
     document = {"plan": plan.to_json(), "headroom": room and room.to_json()}
@@ -296,6 +298,7 @@ def report(options: argparse.Namespace, plan: ArrayPlan) -> int:
 
 def diff(options: argparse.Namespace, first: ArrayPlan, second: ArrayPlan) -> int:
     """What two plans decide and need, where they differ."""
+    asked.refuse_unread(options, "array")
     pairs = zip(_facts(first).items(), _facts(second).values(), strict=True)
     rows = [
         {"what": what, "first": one, "second": other}

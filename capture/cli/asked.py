@@ -4,7 +4,7 @@ made with."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -211,6 +211,47 @@ def workload_of(plan: AnyPlan, named: str | None) -> WorkloadSpec:
             "plan-workload",
         )
     return plan.workload
+
+
+def refuse_unread(options: argparse.Namespace, kind: str, *read: str) -> None:
+    """Refuse options that a verb does not read of a plan of a kind.
+
+    Raises:
+        PlanError: ``plan-kind``.
+    """
+    known = {"plan", "first", "second", "json", "quiet", "main", "parser", *read}
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name, value in vars(options).items()
+        if name not in known and value != options.parser.get_default(name)
+    ]
+    if given:
+        raise PlanError.of(
+            f"{', '.join(given)}: {options.parser.prog} does not read "
+            f"{'it' if len(given) == 1 else 'them'} with a plan of kind {kind!r}; leave "
+            f"{'it' if len(given) == 1 else 'them'} out.",
+            "plan-kind",
+        )
+
+
+def check_workload_is_read(
+    options: argparse.Namespace, plans: Sequence[Plan], profiles: Sequence[Profile | None]
+) -> None:
+    """Refuse a workload where plans have their predictions, or profiles, and nothing is traced.
+
+    Raises:
+        PlanError: ``plan-workload``.
+    """
+    known = (
+        plan.prediction is not None or profile is not None
+        for plan, profile in zip(plans, profiles, strict=True)
+    )
+    if options.workload is not None and all(known):
+        raise PlanError.of(
+            f"--workload {options.workload}: nothing is traced where plans have a prediction or a "
+            "profile is given, so it would not be read; leave it out.",
+            "plan-workload",
+        )
 
 
 def with_prediction(

@@ -187,6 +187,7 @@ def baseline_table(found: Sequence[Baseline]) -> str:
 
 def explain(options: argparse.Namespace, plan: PacksPlan) -> int:
     """The tasks of a plan, in the order of issue, and what is predicted."""
+    asked.refuse_unread(options, "packs")
     graph = plan.tasks()
     rows = [
         [
@@ -221,6 +222,7 @@ def verify(options: argparse.Namespace, plan: PacksPlan) -> int:
     """
     if options.output is not None:
         raise PlanError.of("plans of packs keep no verification; leave out -o.", "packs-page")
+    asked.refuse_unread(options, "packs", "workload", "memory")
     spec = asked.workload_of(plan, options.workload)
     if plan.cluster is not None:
         asked.prepare(plan.cluster)
@@ -270,6 +272,8 @@ def report(options: argparse.Namespace, plan: PacksPlan) -> int:
         raise PlanError.of(
             "plans of packs have no page; leave out -o, or write --trace FILE.", "packs-page"
         )
+    read = ("memory", "trace", *(["profile"] if options.trace else []))
+    asked.refuse_unread(options, "packs", *read)
     room, written = plan.headroom(asked.read_limit(vars(options))), {}
     if options.trace is not None:
         profile = _profile_of(options, plan)
@@ -305,6 +309,7 @@ def _profile_of(options: argparse.Namespace, plan: PacksPlan) -> LayerProfile:
 
 def diff(options: argparse.Namespace, first: PacksPlan, second: PacksPlan) -> int:
     """What two plans decide and need, where they differ."""
+    asked.refuse_unread(options, "packs")
     rows = [
         {"what": what, "first": one, "second": other}
         for (what, one), other in zip(_facts(first).items(), _facts(second).values(), strict=True)

@@ -198,10 +198,13 @@ def _load(name: str) -> Server:
             "path of a server file (.json), or --cluster 1xG and --target.",
             "server-unknown",
         )
-    data = SERVER.load(name if is_file else SERVERS_FOLDER / f"{name}.json")
-    if missing := _without_rate(data):
-        raise ClusterError(missing)
-    return replace(SERVER.read(data, Server), name=name)
+    path = name if is_file else SERVERS_FOLDER / f"{name}.json"
+    return replace(SERVER.load(path, _read), name=name)
+
+
+def _read(data: Any) -> Server:
+    ClusterError.check(_without_rate(data))
+    return SERVER.read(data, Server)
 
 
 def _without_rate(data: Any) -> list[Violation]:

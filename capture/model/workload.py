@@ -47,12 +47,14 @@ class Workload:
         batch: ``batch(key, batch_size)`` makes a batch, a pytree whose leaves carry the examples in
             one dimension.
         optimizer: Any optax gradient transformation.
+        name: As the command line names it; empty for one that was made in Python.
     """
 
     loss_fn: Callable[..., Any]
     init: Callable[[Any], PyTree]
     batch: Callable[[Any, int], PyTree]
     optimizer: Any
+    name: str = ""
 
 
 def takes_key(workload: WorkloadProtocol) -> bool:
@@ -211,7 +213,8 @@ class WorkloadSpec:
                 f"{dict(self.arguments)}: {error}.",
                 "workload-arguments",
             ) from None
-        return check_workload(function(**self.arguments), str(self))
+        made = check_workload(function(**self.arguments), str(self))
+        return Workload(made.loss_fn, made.init, made.batch, made.optimizer, str(self))
 
 
 def _read_value(text: str) -> Any:

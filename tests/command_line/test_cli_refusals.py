@@ -145,6 +145,7 @@ def test_a_plan_of_a_model_that_was_edited_since_is_refused(inside_planned, caps
         status, out, err = run_here(capsys, *arguments, "--workload", f"{tmp_path}/edited.py:model")
         assert (status, out) == (2, "")
         assert re.search(r"^error: .* \[plan-other-model\]$", err, re.MULTILINE), err
+        assert "made for tiny.py:model" in err and f"{tmp_path}/edited.py:model has " in err
 
 
 def test_a_plan_made_from_objects_asks_for_its_workload(inside_planned, capsys, tmp_path):
