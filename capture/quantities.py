@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
 from decimal import Decimal
 
 from capture.errors import PlanError
@@ -48,6 +50,18 @@ def parse_bytes(text: str) -> int:
             "memory-syntax",
         )
     return int(Decimal(match[1]) * _UNITS[(match[2] or "").lower()])
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A question with the known name that is spelled most alike, to end a sentence; empty if none
+    is.
+
+    Example:
+        >>> nearest("gradens", ["seed", "gradient"]), nearest("x", ["seed"])
+        (' Did you mean gradient?', '')
+    """
+    near = difflib.get_close_matches(name, tuple(known), 1)
+    return f" Did you mean {near[0]}?" if near else ""
 
 
 def format_bytes(nbytes: float) -> str:

@@ -21,6 +21,7 @@ from capture.measured.store import Store
 from capture.model.workload import WorkloadSpec
 from capture.plan.choices import REMAT_POLICIES
 from capture.plan.kinds import AnyPlan
+from capture.plan.packs import PacksPlan
 from capture.plan.schedule import SCHEDULES
 from capture.plan.space import StageSpace
 from capture.plan.stages import Plan, batch_violations
@@ -206,8 +207,13 @@ def workload_of(plan: AnyPlan, named: str | None) -> WorkloadSpec:
     if named is not None:
         return WorkloadSpec.parse(named)
     if plan.workload is None:
+        made_from = (
+            f"the layer profile of {plan.model!r}"
+            if isinstance(plan, PacksPlan) and plan.model
+            else "Python objects"
+        )
         raise PlanError.of(
-            "the plan was made from Python objects and names no workload; give --workload.",
+            f"the plan was made from {made_from} and names no workload; give --workload.",
             "plan-workload",
         )
     return plan.workload

@@ -86,7 +86,7 @@ OPTIONS = (
 #: And those that it shares; of a workload, also those of a layer profile.
 _SHARED = {"workload", "global_batch", "memory", "algorithm", "mode", "output", "cluster"}
 _SHARED |= {"target"}
-_OF_A_WORKLOAD = layers.SHARED | {option.name for option in (*layers.OPTIONS, *STORE)}
+OF_A_WORKLOAD = layers.SHARED | {option.name for option in (*layers.OPTIONS, *STORE)}
 
 
 #: No other system has these.
@@ -96,7 +96,7 @@ OWN = {option.name for option in (*OPTIONS, *layers.OPTIONS)}
 def known_options(options: argparse.Namespace) -> set[str]:
     """Those that a plan of packs has a meaning for."""
     known = {option.name for option in OPTIONS} | _SHARED
-    return known | (_OF_A_WORKLOAD if options.layers is None else set())
+    return known | (OF_A_WORKLOAD if options.layers is None else set())
 
 
 def plan(options: argparse.Namespace) -> int:

@@ -237,11 +237,15 @@ def _refuse_options(options: argparse.Namespace) -> None:
         known = packs.known_options(options) | _OF_ALL
     elif options.system == array.SYSTEM:
         known = array.OWN | array.SHARED | _OF_ALL
+    of_layers = options.system == layers.SYSTEM and options.layers is not None
+
+    def why(name: str) -> str:
+        if of_layers and name in packs.OF_A_WORKLOAD:
+            return f"is of a workload that is profiled, and --layers {options.layers} is a profile"
+        return f"is not of --system {options.system}"
+
     PlanError.check(
-        Violation(
-            f"--{name.replace('_', '-')} is not of --system {options.system}; leave it out.",
-            "plan-system",
-        )
+        Violation(f"--{name.replace('_', '-')} {why(name)}; leave it out.", "plan-system")
         for name, value in vars(options).items()
         if name not in known and value != options.parser.get_default(name)
     )

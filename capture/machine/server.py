@@ -18,6 +18,7 @@ from capture import documents
 from capture.errors import ClusterError, Violation
 from capture.machine.cluster import Cluster, Machine
 from capture.machine.target import Sourced
+from capture.quantities import nearest
 
 SERVER = documents.Format(
     "server file",
@@ -193,9 +194,10 @@ def server_names() -> tuple[str, ...]:
 def _load(name: str) -> Server:
     is_file = name.endswith(".json")
     if not is_file and name not in server_names():
+        near = nearest(name, server_names())
         raise ClusterError.of(
             f"machine={name!r} is unknown; choose one of {', '.join(server_names())}, give the "
-            "path of a server file (.json), or --cluster 1xG and --target.",
+            f"path of a server file (.json), or --cluster 1xG and --target.{near}",
             "server-unknown",
         )
     path = name if is_file else SERVERS_FOLDER / f"{name}.json"

@@ -27,7 +27,7 @@ from capture.errors import ExecutionError, PlanError, Violation
 from capture.model.workload import PyTree, WorkloadProtocol
 from capture.plan.array import ArrayPlan, Member
 from capture.plan.files import traced_for
-from capture.quantities import format_bytes
+from capture.quantities import format_bytes, nearest
 from capture.runtime.array_programs import ArrayPrograms
 from capture.runtime.dispatch import BoundStep, Call, Observer
 from capture.runtime.fast_paths import flat_call
@@ -460,6 +460,6 @@ def hyperparameter_violations(optimizer: LayerwiseOptimizer, models: Sequence[Me
             yield Violation(
                 f"the models set {name!r}, and the optimizer injects "
                 f"{', '.join(sorted(known)) or 'nothing'}; make it with "
-                f"optax.inject_hyperparams(...)({name}=...).",
+                f"optax.inject_hyperparams(...)({name}=...).{nearest(name, (*known, 'seed'))}",
                 "array-hyperparameter",
             )

@@ -114,6 +114,29 @@ def test_a_layer_that_is_too_large_is_a_result(tmp_path, monkeypatch, capsys):
     assert code == 0
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--update-rate 10GB", "is a profile; leave it out. [plan-system]"),
+        ("--num-layers 4", "--num-layers is of a workload that is profiled, and --layers "),
+        ("--schedule gpipe", "--schedule is not of --system harmony; leave it out."),
+        ("--without jot", "Did you mean jit? [packs-switch]"),
+        ("--packing balanced_tim", "Did you mean balanced_time? [packs-packing]"),
+    ],
+)
+def test_options_that_mean_nothing_here_say_why(capsys, more, message):
+    assert main(asked("toy6", *more.split())) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_plan_from_layers_says_so_where_a_workload_is_missing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(asked("toy6", "--memory", "2.2GB")) == 0
+    assert main(["run", "plan.json"]) == 2
+    said = "the plan was made from the layer profile of 'toy6' and names no workload; give --work"
+    assert said in capsys.readouterr().err
+
+
 def test_a_profile_without_casts_is_refused(capsys):
     code, document = answer(capsys, *asked("toy6", "--stream", "bfloat16"))
     assert (code, [error["code"] for error in document["errors"]]) == (2, ["packs-stream"])
