@@ -309,6 +309,16 @@ def check_profiles_nothing(values: Values) -> None:
         )
 
 
+def say_layers(
+    options: argparse.Namespace, question: ProfileQuestion, measurements: Measurements
+) -> None:
+    """Into how many layers a model is cut where nobody chose, before they are measured."""
+    traced = measurements.backend.traced(question.microbatch_size)
+    if question.num_layers is None and traced.auto_layers:
+        count = counted(traced.graph.num_layers, "layer")
+        say(options, f"cutting the model into {count} of nearly equal work")
+
+
 def layers_note(question: ProfileQuestion, profile: Profile) -> list[str]:
     """A line about layers that nobody chose."""
     if question.num_layers is not None or not profile.auto_layers:

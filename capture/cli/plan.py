@@ -156,8 +156,10 @@ def main(options: argparse.Namespace) -> int:
         asked.check_profiles_nothing(vars(options))
         profile = read_profile(options.profile, of_profile, options.remat)
     else:
-        if of_profile.backend == "compile" and question.mode == "default":
+        if not of_profile.executes:
             measurements = asked.open_measurements(options, of_profile)
+            asked.say_layers(options, of_profile, measurements)
+        if measurements is not None and question.mode == "default":
             refused = _refused(options, question, of_profile, measurements)
             if refused is not None:
                 return refused
