@@ -136,9 +136,9 @@ def main(options: argparse.Namespace) -> int:
     pose = ShardingQuestion if plan is None else partial(ShardingQuestion.of_plan, plan)
     question = pose(spec.load(), **further)
     result = osdp(question, verify=not options.no_verify, watch=lambda text: say(options, text))
-    facts = {"status": result.status, "verified": result.compiled}
+    facts = {**result.to_json(), "verified": result.compiled}
     if result.plan is None:
-        emit(options, {**facts, "why": result.why.summary}, str(result))
+        emit(options, facts, str(result))
         return 1
     found = replace(result.plan, workload=spec)
     found.save(options.output)

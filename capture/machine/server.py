@@ -18,7 +18,7 @@ from capture import documents
 from capture.errors import ClusterError, Violation
 from capture.machine.cluster import Cluster, Machine
 from capture.machine.target import Sourced
-from capture.quantities import nearest
+from capture.quantities import format_quantity, nearest
 
 SERVER = documents.Format(
     "server file",
@@ -132,7 +132,7 @@ class Server:
         """Numbers that nobody measured, specified or gave, and where they are from."""
         found = {name: getattr(self, name) for name in vars(self)}
         return {
-            name: f"{number.value:g}: {number.source.removeprefix(ASSUMED)}"
+            name: f"{format_quantity(name, number.value)}: {number.source.removeprefix(ASSUMED)}"
             for name, number in found.items()
             if isinstance(number, Sourced) and number.source.startswith(ASSUMED)
         }

@@ -214,7 +214,8 @@ class WorkloadSpec:
                 "workload-arguments",
             ) from None
         made = check_workload(function(**self.arguments), str(self))
-        return Workload(made.loss_fn, made.init, made.batch, made.optimizer, str(self))
+        named: Any = Workload(made.loss_fn, made.init, made.batch, made.optimizer, str(self))
+        return named
 
 
 def _read_value(text: str) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from capture.errors import PlanError, TracingError
+from capture.errors import CaptureError, PlanError, TracingError
 from capture.machine.cluster import Cluster
 from capture.machine.target import relative_target, resolved_target
 
@@ -102,7 +102,7 @@ def traced_for(
     return traced
 
 
-def other_model(plan: Any, workload: Any, has: str) -> PlanError:
+def other_model(plan: Any, workload: Any, has: str) -> CaptureError:
     """The error of a workload that is not the plan's.
 
     Args:

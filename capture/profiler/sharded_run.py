@@ -184,7 +184,7 @@ def _train(
         losses.append(float(np.float64(loss)))
         jax.block_until_ready(state)
         seconds.append(time.perf_counter() - start)
-        report(f"step {i}: loss {losses[-1]:.6f}")
+        report(f"step {i + 1}: loss {losses[-1]:.6f}")
         if i == 0 and (allocated := allocator.peak_bytes_per_device) is not None:
             peaks, meter = allocated, allocator.meter
     return {

@@ -83,7 +83,7 @@ def test_a_workload_is_streamed_as_casts(folder, capsys):
     assert code == 0 and "streamed as bfloat16" in document["why"]["summary"]
     assert load_plan("plan.json").swaps.stream == "bfloat16"
     _, document = answer(capsys, "diff", "whole.json", "plan.json")
-    rows = {row["what"]: (row["first"], row["second"]) for row in document["differences"]}
+    rows = {row["name"]: (row["first"], row["second"]) for row in document["differences"]}
     assert rows["streamed as"] == ("they are", "bfloat16")
     assert main(["explain", "plan.json", "--quiet"]) == 0
     assert "read as bfloat16 alone" in capsys.readouterr().out

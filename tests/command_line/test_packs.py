@@ -53,7 +53,11 @@ def test_baselines_beside_the_plan(tmp_path, monkeypatch, capsys):
     _, document = answer(capsys, *arguments)
     rows = {row["name"]: row for row in document["baselines"]}
     assert len(rows) == 8 and rows["DP Swap"]["step_seconds"] > 0
-    assert rows["resident"]["step_seconds"] is None and rows["resident"]["reason"]
+    assert (
+        rows["resident"]["step_seconds"] is None
+        and rows["resident"]["why"]
+        and not rows["resident"]["fits"]
+    )
     assert main(arguments) == 0
     assert "cannot run because" in capsys.readouterr().out
 
@@ -152,7 +156,7 @@ def test_swaps_in_shares(tmp_path, monkeypatch, capsys):
     one, other = (each["plan"]["prediction"]["step"]["volumes_bytes"] for each in (whole, document))
     assert other["gradients out"] * 4 == one["gradients out"]
     _, document = answer(capsys, "diff", "whole.json", "plan.json")
-    assert {"what": "swapped", "first": "whole", "second": "in shares"} in document["differences"]
+    assert {"name": "swapped", "first": "whole", "second": "in shares"} in document["differences"]
     assert main(["explain", "plan.json", "--quiet"]) == 0
     assert "every device swaps its share" in capsys.readouterr().out
     for mode in ("pp", "both"):
@@ -289,9 +293,10 @@ def test_two_plans_differ(tmp_path, monkeypatch, capsys):
     main(asked("toy6", "--memory", "2.2GB", "--without", "p2p", "-o", "other.json"))
     capsys.readouterr()
     code, document = answer(capsys, "diff", "plan.json", "other.json")
-    rows = {row["what"]: (row["first"], row["second"]) for row in document["differences"]}
+    rows = {row["name"]: (row["first"], row["second"]) for row in document["differences"]}
     assert code == 0 and rows["off"] == ("-", "p2p") and "mode" not in rows
-    assert answer(capsys, "diff", "plan.json", "plan.json")[1] == {"differences": []}
+    same = answer(capsys, "diff", "plan.json", "plan.json")[1]
+    assert same["same_decision"] and same["differences"] == []
 
 
 @pytest.mark.parametrize("more", [[], ["--algorithm", "wide"]], ids=["bounded", "wide"])

@@ -181,10 +181,18 @@ def test_operators_are_shown(folder, capsys):
     lines = text.splitlines()
     header = "operator mode parameters resident transient at the peak time"
     assert code == 0 and lines[0].split() == header.split()
-    heaviest = "embedding DP 400 B 1.6 kB 10 B 2 kB 0.5 ms"
+    heaviest = "embedding DP 400 B 1.6 kB 10 B 2 kB 500 µs"
     assert lines[1].split() == heaviest.split(), "heaviest first"
     assert "At the estimated peak: parameters 900 B, optimizer 1.6 kB, temporaries 500 B." in text
     assert "fits by extrapolation" in text, "an estimate that nobody compiled never just fits"
+    last = [line.split() for line in lines[3:5]]
+    assert last[0] == ["all", "operators", "-", "4.4", "kB", "2.4", "kB", "-", "3", "kB", "2", "ms"]
+    assert last[1] == ["peak", "per", "device", "(estimated)", "-", "-", "-", "-", "3", "kB", "-"]
+    compiled = said(capsys, "report", "a.json")[1]
+    assert [line.split() for line in compiled.splitlines() if line.startswith(("of", "peak"))] == [
+        ["of", "none", "of", "them", "-", "-", "-", "-", "4", "kB", "-"],
+        ["peak", "per", "device", "(compiled)", "-", "-", "-", "-", "7", "kB", "-"],
+    ]
     code, text = said(capsys, "report", "a.json", "--memory", "5kB", "--json")
     facts = json.loads(text)
     assert facts["headroom"]["verdict"] == "does not fit" and facts["compiled_peak_bytes"] == 7000
