@@ -172,7 +172,7 @@ def plan(options: argparse.Namespace) -> int:
         ]
         for one in answer.proof.baselines
     ]
-    lines.append(table(["", "models of each", "an update", "device", "fits"], rows))
+    lines.append(table(["way", "models of each", "an update", "device", "fits"], rows))
     if answer.plan is not None:
         lines += plan_lines(answer.plan)
         lines += [str(answer.headroom)] if answer.headroom else []
@@ -244,7 +244,7 @@ def run_text(plan: ArrayPlan, document: Mapping[str, Any]) -> str:
         [str(model), _set(plan, model), " ".join(f"{loss:.6f}" for loss in of)]
         for model, of in enumerate(losses)
     ]
-    lines.append(table(["model", "", "losses"], rows))
+    lines.append(table(["model", "with", "losses"], rows))
     if "reference_losses" in document:
         lines.append(
             "largest relative error beside each model alone: losses "
@@ -285,7 +285,7 @@ def report(options: argparse.Namespace, plan: ArrayPlan) -> int:
     asked.refuse_unread(options, "array", "memory")
     limit = asked.read_limit(vars(options)) or plan.memory_limit_bytes
     room = None if limit is None else plan.headroom(limit)
-    document = {"plan": plan.to_json(), "headroom": room and room.to_json()}
+    document = {"plan": plan.to_json(), "headroom": room and room.to_json(), "written": {}}
     emit(options, document, "\n".join([*plan_lines(plan), *([str(room)] if room else [])]))
     return 0
 

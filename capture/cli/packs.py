@@ -388,7 +388,7 @@ def pack_table(plan: PacksPlan) -> str:
             ("backward", plan.configuration.backward),
         )
     ]
-    return table(["", "examples", "packs", "layers of each"], rows)
+    return table(["pass", "examples", "packs", "layers of each"], rows)
 
 
 def prediction_lines(plan: PacksPlan) -> list[str]:

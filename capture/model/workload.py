@@ -47,14 +47,36 @@ class Workload:
         batch: ``batch(key, batch_size)`` makes a batch, a pytree whose leaves carry the examples in
             one dimension.
         optimizer: Any optax gradient transformation.
-        name: As the command line names it; empty for one that was made in Python.
     """
 
     loss_fn: Callable[..., Any]
     init: Callable[[Any], PyTree]
     batch: Callable[[Any, int], PyTree]
     optimizer: Any
+
+
+@dataclass(frozen=True)
+class LoadedWorkload(Workload):
+    """A workload that knows how it was named; it has whatever else the function returned.
+
+    Attributes:
+        name: For sentences.
+        returned: By the function.
+    """
+
     name: str = ""
+    returned: Any = None
+
+    def __getattr__(self, attribute: str) -> Any:
+        # Of what is not yet made (copies, pickles) nothing is known.
+        if attribute == "returned":
+            raise AttributeError(attribute)
+        return getattr(self.returned, attribute)
+
+
+def name_of(workload: WorkloadProtocol) -> str:
+    """How a workload was named; one that was made in Python has no name."""
+    return workload.name if isinstance(workload, LoadedWorkload) else "this model"
 
 
 def takes_key(workload: WorkloadProtocol) -> bool:
@@ -214,7 +236,8 @@ class WorkloadSpec:
                 "workload-arguments",
             ) from None
         made = check_workload(function(**self.arguments), str(self))
-        named: Any = Workload(made.loss_fn, made.init, made.batch, made.optimizer, str(self))
+        own = made.loss_fn, made.init, made.batch, made.optimizer
+        named: Any = LoadedWorkload(*own, str(self), made)
         return named
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from capture.errors import CaptureError, PlanError, TracingError
 from capture.machine.cluster import Cluster
 from capture.machine.target import relative_target, resolved_target
+from capture.model.workload import name_of
 
 #: A plan of some kind: a dataclass with ``cluster``, ``workload`` and ``to_json``.
 AnyPlan = TypeVar("AnyPlan")
@@ -113,10 +114,9 @@ def other_model(plan: Any, workload: Any, has: str) -> CaptureError:
     num_layers, known = getattr(plan, "num_layers", 0), plan.model_hash
     about = [f"num_layers={num_layers}"] if num_layers else []
     about += [f"model_hash={known}"] if known else []
-    given = getattr(workload, "name", "") or "this model"
     return PlanError.of(
         f"the plan was made for {plan.workload or 'a model'} with {' and '.join(about)}, and "
-        f"{given} {has}: another model, or its shapes or the version of JAX changed. Give the "
-        "plan's own workload, or plan this one.",
+        f"{name_of(workload)} {has}: another model, or its shapes or the version of JAX changed. "
+        "Give the plan's own workload, or plan this one.",
         "plan-other-model",
     )

@@ -75,14 +75,11 @@ def test_bad_input_ends_with_2_and_one_message_with_its_code(
 ):
     status, out, err = run_here(capsys, *arguments, "--json")
     assert status == 2
-    if code == "option-number":  # refused before it is known that a document is wanted
-        assert out == ""
-    else:
-        document = json.loads(out)
-        assert (document["status"], [error["code"] for error in document["errors"]]) == (
-            "error",
-            [code],
-        )
+    document = json.loads(out)
+    assert (document["status"], [error["code"] for error in document["errors"]]) == (
+        "error",
+        [code],
+    )
     (message,) = [line for line in err.splitlines() if "error: " in line]
     assert message.endswith(f"[{code}]")
     assert "Traceback" not in err

@@ -45,6 +45,8 @@ def test_a_row_of_table_1_from_the_command_line(tmp_path, monkeypatch, capsys):
     assert isinstance(plan, PacksPlan) and plan.to_json() == written
     code, explained = answer(capsys, "explain", "plan.json")
     assert code == 0 and len(explained["tasks"]) == 10 + 2 * 17
+    assert explained["tasks"][0]["microbatch_sizes"] == [4] * 16
+    assert explained["tasks"][0]["layers"] == written["forward"]["packs"][0]
 
 
 def test_baselines_beside_the_plan(tmp_path, monkeypatch, capsys):
