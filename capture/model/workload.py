@@ -236,8 +236,9 @@ class WorkloadSpec:
                 "workload-arguments",
             ) from None
         made = check_workload(function(**self.arguments), str(self))
-        own = made.loss_fn, made.init, made.batch, made.optimizer
-        named: Any = LoadedWorkload(*own, str(self), made)
+        named: Any = LoadedWorkload(
+            made.loss_fn, made.init, made.batch, made.optimizer, str(self), made
+        )
         return named
 
 
