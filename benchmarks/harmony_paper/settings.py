@@ -13,7 +13,7 @@ from benchmarks import documents
 from benchmarks.drawing import COLORS, draw, grouped_bars
 from capture.machine.server import Server
 from capture.measured.layer_passes import PassProfile
-from capture.measured.layer_profile import LayerProfile
+from capture.measured.layer_profile import Casts, LayerProfile
 from capture.plan.task_graph import Configuration, Mode, Packs, Switches
 from recommender.harmony.packing import of_length
 from recommender.harmony.problem import PacksProblem
@@ -51,6 +51,12 @@ def deeper(profile: LayerProfile, layer: int, more: int) -> LayerProfile:
         times, memory = (tuple(map(row, of)) for of in (measured.time, measured.memory))
         return PassProfile(measured.u, times, memory)
 
+    def cast(of: Casts) -> Casts:
+        names = ("w_bytes", "b_bytes", "cast_bytes", "gradient_bytes")
+        return replace(of, **{name: row(getattr(of, name)) for name in names})
+
+    read = {i for _, *layers in profile.shared for i in layers}
+    assert layer not in read, "equal blocks share no parameters with others"
     return replace(
         profile,
         name=f"{profile.name}, {more} more of layer {layer}",
@@ -62,6 +68,11 @@ def deeper(profile: LayerProfile, layer: int, more: int) -> LayerProfile:
         b_bytes=row(profile.b_bytes),
         k_bytes=row(profile.k_bytes),
         update_cpu_time=row(profile.update_cpu_time),
+        shared=tuple(
+            (nbytes, *(i + more if i > layer else i for i in layers))
+            for nbytes, *layers in profile.shared
+        ),
+        casts={dtype: cast(of) for dtype, of in profile.casts.items()},
         source=f"derived: {profile.name} with {more} more of layer {layer}. {profile.source}",
     )
 

@@ -15,6 +15,7 @@ from benchmarks.harmony_paper.models import differences, input_bytes, parameter_
 from benchmarks.harmony_paper.settings import deeper, profile_of
 from capture.machine.cluster import Cluster
 from capture.machine.server import Server
+from capture.measured.layer_profile import Casts
 from capture.tracing.model import trace
 
 TRANSFORMERS = {
@@ -75,6 +76,12 @@ def test_a_derived_profile_is_the_one_of_the_deeper_model():
     assert derived.to_json() == shipped.to_json() | same
     eighty = profile_of("gpt2_80b")
     assert eighty.num_layers == 404 and sum(eighty.w_bytes) // 4 == 80_967_843_840
+    toy = profile_of("toy6")
+    half = tuple(w // 2 for w in toy.w_bytes)
+    casts, shared = {"bfloat16": Casts(half, toy.b_bytes, half, half)}, ((8, 0, 5),)
+    found = deeper(replace(toy, casts=casts, shared=shared), 2, 3)
+    assert found.shared == ((8, 0, 8),), "layers behind it move"
+    assert found.casts["bfloat16"].w_bytes == (*half[:3], *[half[2]] * 3, *half[3:])
 
 
 def test_large_models_fit_hosts_that_hold_their_plans():
