@@ -78,8 +78,9 @@ def test_a_derived_profile_is_the_one_of_the_deeper_model():
     assert eighty.num_layers == 404 and sum(eighty.w_bytes) // 4 == 80_967_843_840
     toy = profile_of("toy6")
     half = tuple(w // 2 for w in toy.w_bytes)
-    casts, shared = {"bfloat16": Casts(half, toy.b_bytes, half, half)}, ((8, 0, 5),)
-    found = deeper(replace(toy, casts=casts, shared=shared), 2, 3)
+    read = {"b_bytes": (0, 0, 0, 0, 0, 8), "shared": ((8, 0, 5),)}
+    casts = {"bfloat16": Casts(half, (0, 0, 0, 0, 0, 4), half, half, (4,))}
+    found = deeper(replace(toy, casts=casts, **read), 2, 3)
     assert found.shared == ((8, 0, 8),), "layers behind it move"
     assert found.casts["bfloat16"].w_bytes == (*half[:3], *[half[2]] * 3, *half[3:])
 
