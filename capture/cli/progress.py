@@ -79,6 +79,7 @@ _WORDS = {
     "largest sizes": ("measuring", "measured", "layer", "layers"),
     "layers": ("measuring", "measured", "layer", "layers"),
     "updates on the host": ("measuring", "measured", "update", "updates"),
+    "sums of gradients": ("measuring", "measured", "sum", "sums"),
     "profiling runs": ("making", "made", "profiling run", "profiling runs"),
     "devices of the workers": (
         "asking",
