@@ -6,6 +6,7 @@ Source: Li et al. 2022 (Harmony), 4.2.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -97,6 +98,7 @@ class _Measured:
     watch: Watch
     _needs: dict[str, LayerNeeds] = field(default_factory=dict)
     _failures: dict[str, str] = field(default_factory=dict)
+    _done: Counter[str] = field(default_factory=Counter)
     _runner: Runner | None = None
 
     def close(self) -> None:
@@ -156,7 +158,13 @@ class _Measured:
         values = backend.store.get(missing)
         jobs = [Job(k, what, "layer", kind) for k, what in missing.items() if k not in values]
         spec = self.question.spec
-        batch = Batch(jobs, backend.store, backend.provenance, spec, self.progress, self.watch)
+        before = self._done[kind]
+        self._done[kind] += len(jobs)
+
+        def told(kind: str, done: int, total: int) -> None:
+            self.progress(kind, before + done, before + total)
+
+        batch = Batch(jobs, backend.store, backend.provenance, spec, told, self.watch)
         for outcome in batch.run(lambda: _Kept(self._open(len(jobs)))):
             if outcome.value is None:
                 self._failures[outcome.job.key] = plain(outcome.error)

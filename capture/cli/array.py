@@ -15,11 +15,11 @@ from capture import environment
 from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.options import Option
-from capture.cli.output import emit, say, table
+from capture.cli.output import Totals, compared, emit, say, table
 from capture.errors import PlanError, Violation
 from capture.model.workload import WorkloadSpec
 from capture.plan.array import ArrayPlan, Member
-from capture.quantities import counted, format_bytes, parse_bytes
+from capture.quantities import counted, format_bytes, format_seconds, parse_bytes
 from recommender.mutwo import ArrayQuestion, plan_array
 from recommender.mutwo.recommendation import member_of
 from recommender.mutwo.search import ALGORITHMS
@@ -55,7 +55,7 @@ SHARED |= {"algorithm"}
 SEARCHES = tuple(ALGORITHMS)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: shared.Arguments) -> None:
     """What is given several times."""
     parser.add_argument(
         "--vary",
@@ -156,7 +156,7 @@ def plan(options: argparse.Namespace) -> int:
         [
             one.way.name,
             " ".join(str(len(group)) for group in one.way.partition),
-            f"{one.weighed.seconds:.4g} s" if one.fits else "-",
+            format_seconds(one.weighed.seconds) if one.fits else "-",
             format_bytes(one.weighed.peak_bytes),
             "yes" if one.fits else "no",
         ]
@@ -166,13 +166,13 @@ def plan(options: argparse.Namespace) -> int:
         [
             one.name,
             " ".join(map(str, one.sizes)) + (" in rounds" if one.in_rounds else ""),
-            f"{one.step_seconds:.4g} s" if one.fits else "-",
+            format_seconds(one.step_seconds) if one.fits else "-",
             format_bytes(one.peak_bytes),
             "yes" if one.fits else "no",
         ]
         for one in answer.proof.baselines
     ]
-    lines.append(table(["", "models of each", "an update", "device", "fits"], rows))
+    lines.append(table(["way", "models of each", "an update", "device", "fits"], rows))
     if answer.plan is not None:
         lines += plan_lines(answer.plan)
         lines += [str(answer.headroom)] if answer.headroom else []
@@ -221,24 +221,18 @@ def run(options: argparse.Namespace, plan: ArrayPlan) -> int:
 def run_text(plan: ArrayPlan, document: Mapping[str, Any]) -> str:
     """Memory, and the losses of each model."""
     rows = [
-        [
-            memory,
-            *(
-                "-" if document[key] is None else format_bytes(document[key])
-                for key in (planned, measured)
-            ),
-        ]
-        for memory, planned, measured in (
-            ("device", "planned_peak_bytes", "measured_peak_bytes"),
-            ("host", "planned_host_peak_bytes", "host_peak_bytes"),
+        [memory, *("-" if nbytes is None else format_bytes(nbytes) for nbytes in peaks)]
+        for memory, *peaks in (
+            ("device", document["planned_peak_bytes"], document["measured_peak_bytes"]),
+            ("host", document["host"]["predicted_peak_bytes"], document["host_peak_bytes"]),
         )
     ]
-    lines = [table(["memory", "planned peak", "measured peak"], rows)]
+    lines = [table(["memory", "predicted peak", "measured peak"], rows)]
     lines.append(f"measured by {document['meter']}")
     if not document["is_target"]:
         lines.append(
-            f"planned for target {document['target']}, measured on {document['platform']}: not to "
-            "be compared"
+            f"predicted for target {document['target']}, measured on {document['platform']}: not "
+            "to be compared"
         )
     moved = document["moved_bytes"]
     lines.append(
@@ -250,7 +244,7 @@ def run_text(plan: ArrayPlan, document: Mapping[str, Any]) -> str:
         [str(model), _set(plan, model), " ".join(f"{loss:.6f}" for loss in of)]
         for model, of in enumerate(losses)
     ]
-    lines.append(table(["model", "", "losses"], rows))
+    lines.append(table(["model", "with", "losses"], rows))
     if "reference_losses" in document:
         lines.append(
             "largest relative error beside each model alone: losses "
@@ -262,6 +256,7 @@ def run_text(plan: ArrayPlan, document: Mapping[str, Any]) -> str:
 
 def explain(options: argparse.Namespace, plan: ArrayPlan) -> int:
     """What is fused, what is moved, and who needs the memory."""
+    asked.refuse_unread(options, "array")
     rows = [
         [a, decision.bundle, decision.choice, decision.ahead if decision.choice == "swap" else "-"]
         for a, own in enumerate(plan.decisions)
@@ -287,29 +282,25 @@ def report(options: argparse.Namespace, plan: ArrayPlan) -> int:
             "plans of arrays have no page and no trace in this version; leave out -o and --trace.",
             "array-page",
         )
+    asked.refuse_unread(options, "array", "memory")
     limit = asked.read_limit(vars(options)) or plan.memory_limit_bytes
     room = None if limit is None else plan.headroom(limit)
-    document = {"plan": plan.to_json(), "headroom": room and room.to_json()}
+    document = {"plan": plan.to_json(), "headroom": room and room.to_json(), "written": {}}
     emit(options, document, "\n".join([*plan_lines(plan), *([str(room)] if room else [])]))
     return 0
 
 
 def diff(options: argparse.Namespace, first: ArrayPlan, second: ArrayPlan) -> int:
     """What two plans decide and need, where they differ."""
-    pairs = zip(_facts(first).items(), _facts(second).values(), strict=True)
-    rows = [
-        {"what": what, "first": one, "second": other}
-        for (what, one), other in pairs
-        if one != other
-    ]
-    lines = [[row["what"], row["first"], row["second"]] for row in rows]
-    said = table(["", "first", "second"], lines) if rows else "no difference"
-    emit(options, {"differences": rows}, said)
+    asked.refuse_unread(options, "array")
+    emit(
+        options,
+        *compared("array", [_decided(first), _decided(second)], [_needs(first), _needs(second)]),
+    )
     return 0
 
 
-def _facts(plan: ArrayPlan) -> dict[str, str]:
-    found = plan.prediction
+def _decided(plan: ArrayPlan) -> dict[str, str]:
     return {
         "models": "; ".join(_set(plan, model) for model in range(len(plan.models))),
         "batch": f"{plan.batch_size}{' shared' if plan.shared_batches else ''}",
@@ -318,10 +309,12 @@ def _facts(plan: ArrayPlan) -> dict[str, str]:
         "swapped": _named(plan, "swap"),
         "recomputed": _named(plan, "recompute"),
         "limit": "-" if plan.memory_limit_bytes is None else format_bytes(plan.memory_limit_bytes),
-        "device": format_bytes(found.peak_bytes) if found else "-",
-        "host": format_bytes(found.host_peak_bytes) if found else "-",
-        "a step": f"{found.step_seconds:.4g} s" if found else "-",
     }
+
+
+def _needs(plan: ArrayPlan) -> Totals:
+    names = ("peak_bytes", "host_peak_bytes", "step_seconds")
+    return {name: getattr(plan.prediction, name, None) for name in names}
 
 
 def _named(plan: ArrayPlan, choice: str) -> str:
@@ -347,14 +340,15 @@ def plan_lines(plan: ArrayPlan) -> list[str]:
         for a, group in enumerate(plan.partition)
     ]
     lines = [
-        f"{len(plan.models)} models of {plan.batch_size} examples each, {plan.order}",
+        f"{counted(len(plan.models), 'model')} of {counted(plan.batch_size, 'example')} each, "
+        f"{plan.order}",
         table(["sub-array", "models", "bundles swapped", "recomputed"], rows),
     ]
     if (found := plan.prediction) is not None:
         ordered = sorted(found.parts_bytes.items(), key=lambda item: -item[1])
         parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in ordered)
         lines += [
-            f"{found.step_seconds:.4g} s for an update of every model, simulated for "
+            f"{format_seconds(found.step_seconds)} for an update of every model, simulated for "
             f"{plan.cluster.target}",
             f"device: {format_bytes(found.peak_bytes)} at its peak ({parts})",
             f"feature maps: {format_bytes(found.retained_bytes)} retained, "

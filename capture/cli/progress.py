@@ -34,8 +34,9 @@ class Tally:
 
     def note(self, kind: str, done: int, total: int) -> None:
         """A kind has come so far. When all that was known is done, what follows is counted from the
-        start again."""
-        if self.done == self.total:
+        start again, unless there is more of the same kind."""
+        _, known = self.kinds.get(kind, (0, total))
+        if self.done == self.total and total <= known:
             self.kinds.clear()
         if not self.kinds:
             self._began = self.clock()
@@ -167,7 +168,7 @@ def _progress_lines(pause_seconds: float = 15.0) -> Progress:
         now = tally.clock()
         if tally.done == tally.total:
             print(_did(kind, tally), file=sys.stderr, flush=True)
-            said = float("-inf")
+            said = now
         elif tally.done and now - said >= pause_seconds:
             # When the first is done all kinds are known.
             print(_doing(kind, tally) + _left(tally), file=sys.stderr, flush=True)

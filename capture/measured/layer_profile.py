@@ -130,7 +130,7 @@ class LayerProfile:
             ProfileError: ``layers-file`` if it cannot be read or is no JSON, and those of
                 ``from_json``.
         """
-        profile = cls.from_json(LAYERS.load(path))
+        profile = LAYERS.load(path, cls.from_json)
         if profile.workload is None:
             return profile
         workload = profile.workload.resolved_from(Path(path).parent)

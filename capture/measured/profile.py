@@ -303,7 +303,7 @@ class Profile:
                 JSON, and the codes of ``from_json``.
         """
         path = Path(path)
-        profile = cls.from_json(PROFILE.load(path))
+        profile = PROFILE.load(path, cls.from_json)
         target = resolved_target(profile.target, path.parent)
         return (
             profile

@@ -201,7 +201,7 @@ class ArrayPlan:
             PlanError: ``array-plan-file`` if it cannot be read or is no JSON, and those of
                 ``from_json``.
         """
-        return resolved(cls.from_json(ARRAY_PLAN.load(path)), path)
+        return resolved(ARRAY_PLAN.load(path, cls.from_json), path)
 
     def _violations(self) -> Iterator[Violation]:
         count = len(self.models)

@@ -125,17 +125,24 @@ def run_array(
             moved["to_host" if host else "to_device"] += each.nbytes
     predicted, target = plan.prediction, Target.load(plan.cluster.target)
     document: dict[str, Any] = {
+        "kind": "array",
         "planned_peak_bytes": predicted and predicted.peak_bytes,
-        "replayed_peak_bytes": peak_of(ledgers, 0)[0],
         "measured_peak_bytes": meter.peak_bytes,
+        "predicted_peak_bytes_per_device": predicted and [predicted.peak_bytes],
+        "replayed_peak_bytes_per_device": [peak_of(ledgers, 0)[0]],
+        "measured_peak_bytes_per_device": [meter.peak_bytes],
         "meter": meter.meter,
         "ledger_checks": meter.num_checks,
-        "planned_host_peak_bytes": predicted and predicted.host_peak_bytes,
         "host_peak_bytes": meter.host_peak_bytes,
+        "host": {
+            "predicted_peak_bytes": predicted and predicted.host_peak_bytes,
+            "measured_peak_bytes": meter.host_peak_bytes,
+        },
         "moved_bytes": moved,
         "losses": losses,
         "num_compiled": compiled,
         "num_compiled_after_first_step": num_after_first,
+        "num_devices": 1,
         "target": plan.cluster.target,
         "platform": training.device.platform,
         "is_target": (target.platform == "cpu") == (training.device.platform == "cpu"),

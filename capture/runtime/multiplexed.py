@@ -26,7 +26,8 @@ from capture.compiler.executable import HOST_MEMORY, Compiler
 from capture.errors import ExecutionError, PlanError, Violation
 from capture.model.workload import PyTree, WorkloadProtocol
 from capture.plan.array import ArrayPlan, Member
-from capture.quantities import format_bytes
+from capture.plan.files import traced_for
+from capture.quantities import format_bytes, nearest
 from capture.runtime.array_programs import ArrayPrograms
 from capture.runtime.dispatch import BoundStep, Call, Observer
 from capture.runtime.fast_paths import flat_call
@@ -43,7 +44,6 @@ from capture.step.multiplexed import (
     peak_of,
 )
 from capture.step.program import Run, Slot
-from capture.tracing import TracedModel
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,8 @@ def train_array(
         fast_compile: As for ``pipeshard``.
 
     Raises:
-        PlanError: ``plan-other-model``, ``plan-num-layers``, ``array-hyperparameter`` for one that
-            the optimizer does not inject, ``array-bundle`` for a decision about what the model has
-            not.
+        PlanError: ``plan-other-model``, ``array-hyperparameter`` for one that the optimizer does
+            not inject, ``array-bundle`` for a decision about what the model has not.
         WorkloadError: ``array-optimizer``, ``array-key``.
         ExecutionError: ``run-devices``, ``run-host-memory``.
     """
@@ -121,12 +120,17 @@ def train_array(
             "the plan swaps; run it on GPUs, TPUs or CPU devices.",
             "run-host-memory",
         )
-    fuser = Fuser(
+    fuser = traced_for(
+        plan,
         workload,
-        plan.batch_size,
-        plan.num_layers,
-        shared_batches=plan.shared_batches,
-        bundle_bytes=plan.bundle_bytes,
+        lambda: Fuser(
+            workload,
+            plan.batch_size,
+            plan.num_layers,
+            shared_batches=plan.shared_batches,
+            bundle_bytes=plan.bundle_bytes,
+        ),
+        lambda fuser: fuser.traced.graph,
     )
     programs = ArrayPrograms(device, Compiler(fast_compile=fast_compile))
     return ArrayTraining(fuser, programs, plan, device)
@@ -145,7 +149,6 @@ class ArrayTraining:
     def __init__(self, fuser: Fuser, programs: ArrayPrograms, plan: ArrayPlan, device: Any):
         self.fuser, self.programs, self.plan, self.device = fuser, programs, plan, device
         self.traced, self.optimizer = fuser.traced, fuser.optimizer
-        PlanError.check(_model_violations(self.traced, plan))
         PlanError.check(hyperparameter_violations(self.optimizer, plan.models))
         self.arrays = [fuser.of(len(group)) for group in plan.partition]
         self._bound: dict[int, BoundStep] = {}
@@ -155,6 +158,7 @@ class ArrayTraining:
         same = ("batch_size", "shared_batches", "bundle_bytes", "num_layers")
         other = [name for name in same if getattr(plan, name) != getattr(self.plan, name)]
         assert not other, f"plans that share programs differ in {other}"
+        traced_for(plan, self.fuser.workload, lambda: self.traced.graph)
         return ArrayTraining(self.fuser, self.programs, plan, self.device)
 
     @cached_property
@@ -213,7 +217,7 @@ class ArrayTraining:
         return joined_params(self.traced, found)
 
     def optimizer_state(self, state: ArrayState, model: int) -> PyTree:
-        """One model's optimizer state, as optax holds it over ``TracedModel.split_struct``."""
+        """One model's optimizer state, as optax holds it over ``traced.split_struct``."""
         found = self._leaves(state, model, of_state=True)
         return self.optimizer.sliced.unflatten_state([found[n] for n in sorted(found)])
 
@@ -447,23 +451,6 @@ def _check_count(what: str, given: Any, count: int) -> None:
         )
 
 
-def _model_violations(traced: TracedModel, plan: ArrayPlan):
-    graph = traced.graph
-    if plan.num_layers and graph.num_layers != plan.num_layers:
-        yield Violation(
-            f"the plan has num_layers={plan.num_layers} and the model {graph.num_layers}; plan "
-            "this model again.",
-            "plan-num-layers",
-        )
-    elif plan.model_hash and graph.model_hash != plan.model_hash:
-        yield Violation(
-            f"the plan was made for model_hash={plan.model_hash} and this model has "
-            f"{graph.model_hash}: the model, its shapes or the version of JAX changed. Plan it "
-            "again.",
-            "plan-other-model",
-        )
-
-
 def hyperparameter_violations(optimizer: LayerwiseOptimizer, models: Sequence[Member]):
     """Values for what the optimizer does not take."""
     known = optimizer.hyperparameters
@@ -473,6 +460,6 @@ def hyperparameter_violations(optimizer: LayerwiseOptimizer, models: Sequence[Me
             yield Violation(
                 f"the models set {name!r}, and the optimizer injects "
                 f"{', '.join(sorted(known)) or 'nothing'}; make it with "
-                f"optax.inject_hyperparams(...)({name}=...).",
+                f"optax.inject_hyperparams(...)({name}=...).{nearest(name, (*known, 'seed'))}",
                 "array-hyperparameter",
             )

@@ -43,6 +43,7 @@ from capture.plan.why import Why
 from capture.predictor import AdditivePredictor
 from capture.predictor.formula import StageMemory
 from capture.predictor.times import TimePredictor
+from capture.quantities import format_seconds
 from recommender.answer import Answer, StageAnswer
 from recommender.capture.problem import NEVER, SearchProblem
 from recommender.capture.recommendation import plan_of
@@ -264,8 +265,8 @@ def autostage(
     plan = plan_of(profile, question, stages)
     prediction = AdditivePredictor(profile).predict(plan)
     summary = (
-        f"{LABEL}: least step time, {result.step_seconds:.3g} s without updates and transfers "
-        "between stages."
+        f"{LABEL}: least step time, {format_seconds(result.step_seconds)} without updates and "
+        "transfers between stages."
     )
     fits = limit is None or prediction.peak_bytes <= limit
     if not fits:

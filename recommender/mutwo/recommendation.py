@@ -11,7 +11,7 @@ from capture.machine.cluster import Cluster, Machine
 from capture.model.workload import WorkloadProtocol, WorkloadSpec
 from capture.plan.array import BUNDLE_BYTES, ArrayPlan, Member
 from capture.plan.why import Why
-from capture.quantities import format_bytes, parse_bytes
+from capture.quantities import format_bytes, format_seconds, parse_bytes
 from capture.step.multiplexed import peak_of
 from recommender.algorithms import algorithm_named
 from recommender.answer import Answer
@@ -204,12 +204,12 @@ def _why(result: ArrayResult, limit: int) -> Why:
     best = result.best
     others = [one for one in result.candidates if one is not best]
     beside = ", ".join(
-        f"{one.way.name} " + (f"{one.weighed.seconds:.4g} s" if one.fits else "does not fit")
+        f"{one.way.name} " + (format_seconds(one.weighed.seconds) if one.fits else "does not fit")
         for one in others
     )
     said = (
-        f"{best.way.name}: {best.evaluation.seconds:.4g} s for an update of every model, within "
-        f"{format_bytes(limit)}"
+        f"{best.way.name}: {format_seconds(best.evaluation.seconds)} for an update of every model, "
+        f"within {format_bytes(limit)}"
     )
     said += f" (beside it: {beside})" if beside else ""
     rounds = [one for one in result.baselines if one.in_rounds and one.fits]
@@ -218,7 +218,8 @@ def _why(result: ArrayResult, limit: int) -> Why:
         if fastest.step_seconds < best.weighed.seconds:
             said += (
                 f"; {fastest.name}, rounds of {' + '.join(map(str, fastest.sizes))} models that "
-                f"train to their end one after the other, takes {fastest.step_seconds:.4g} s"
+                "train to their end one after the other, takes "
+                f"{format_seconds(fastest.step_seconds)}"
             )
     return Why(said, num_choices=len(others) + 1)
 

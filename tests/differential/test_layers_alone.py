@@ -185,7 +185,11 @@ def test_equal_layers_are_measured_once_and_a_profile_resumes(tmp_path):
         store=Store(tmp_path / "store"),
         watch=lambda event: began.append(event["key"]) if event["state"] == "running" else None,
     ).save(tmp_path / "resumed.json")
-    profile_layers(question, where=HERE).save(tmp_path / "whole.json")
+    told = []
+    profile_layers(question, where=HERE, progress=lambda *of: told.append(of)).save(
+        tmp_path / "whole.json"
+    )
+    assert len({*told}) == len(told), "what follows is not counted from the start again"
     assert (tmp_path / "resumed.json").read_bytes() == (tmp_path / "whole.json").read_bytes()
     # First, inner and last layers, both ways, at two sizes; one was interrupted.
     assert len({*began}) == 3 * 2 * 2 and len(began) <= 3 * 2 * 2 + 1

@@ -153,7 +153,7 @@ def test_batches_parameters_and_optimizer_states_are_of_each_model():
     document = run_array(plan, workload, 2, check=True, fast_compile=True)
     assert document["max_relative_loss_error"] < 1e-6
     assert document["max_relative_param_error"] < 1e-5
-    assert document["measured_peak_bytes"] == document["replayed_peak_bytes"]
+    assert document["measured_peak_bytes_per_device"] == document["replayed_peak_bytes_per_device"]
     assert document["num_compiled_after_first_step"] == 0
 
 

@@ -297,7 +297,7 @@ def test_a_state_comes_from_a_pipeline_and_goes_back(tmp_path):
     ("workload", "plan", "code"),
     [
         (tied, packs_plan((1, 2, 1), (2, 1), (4, 2)), "packs-coupled"),
-        (mlp, packs_plan((2, 1), (2,)), "plan-num-layers"),
+        (mlp, packs_plan((2, 1), (2,)), "plan-other-model"),
         (mlp, packs_plan(devices=9), "run-devices"),
     ],
 )
