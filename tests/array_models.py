@@ -57,6 +57,39 @@ def tiny_gpt(num_blocks: int = 4, tied: bool = False, dead: bool = False) -> Wor
     return Workload(loss_fn, init, batch, optimizer)
 
 
+def tiny_lora(num_blocks: int = 2) -> Workload:
+    """A base that stays, and adapters of its products, trained with momentum."""
+
+    def init(key):
+        keys = iter(jax.random.split(key, 3 * num_blocks + 2))
+
+        def draw(*shape):
+            return 0.4 * jax.random.normal(next(keys), shape)
+
+        base = {
+            "table": draw(VOCABULARY, WIDTH),
+            "blocks": [draw(WIDTH, WIDTH) for _ in range(num_blocks)],
+            "head": draw(WIDTH, VOCABULARY),
+        }
+        own = [{"a": draw(WIDTH, 2), "b": draw(2, WIDTH)} for _ in range(num_blocks)]
+        return {"base": base, "own": own}
+
+    def loss_fn(params, batch):
+        base = params["base"]
+        x = base["table"][batch["tokens"]]
+        for i, (w, own) in enumerate(zip(base["blocks"], params["own"], strict=True)):
+            x = x if i == 0 else checkpoint_name(x, "layer_boundary")
+            x = x + jax.nn.gelu(x @ w + x @ own["a"] @ own["b"])
+        logits = x @ base["head"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+    momentum = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1, momentum=0.9)
+    optimizer = optax.multi_transform(
+        {"own": momentum, "base": optax.set_to_zero()}, {"own": "own", "base": "base"}
+    )
+    return Workload(loss_fn, init, tiny_gpt(0).batch, optimizer)
+
+
 MEMBERS = tuple(
     Member(seed, {"learning_rate": rate, "momentum": decay})
     for seed, (rate, decay) in enumerate([(0.3, 0.9), (0.1, 0.8), (0.03, 0.95), (0.01, 0.0)])

@@ -21,7 +21,6 @@ from capture.model.workload import WorkloadSpec
 from capture.plan.array import ArrayPlan, Member
 from capture.quantities import counted, format_bytes, parse_bytes
 from recommender.mutwo import ArrayQuestion, plan_array
-from recommender.mutwo.recommendation import member_of
 from recommender.mutwo.search import ALGORITHMS
 
 SYSTEM = "mutwo"
@@ -42,13 +41,13 @@ def _varied(text: str) -> tuple[str, tuple[float, ...]]:
 OPTIONS = (
     Option(
         "models",
-        "mutwo: how many models, or a file (.json): a list with the seed and the hyperparameters "
-        "of each",
+        "mutwo: how many models, which differ in their seeds unless --vary says in what, or a "
+        "file (.json): a list with the seed and the hyperparameters of each",
         metavar="N|FILE",
     ),
     Option("shared_batches", "mutwo: all models read the same batch", False),
 )
-OWN = {option.name for option in OPTIONS} | {"vary"}
+OWN = {option.name for option in OPTIONS} | {"vary", "shared"}
 #: And those that it shares; ``--global-batch`` is that of one model.
 SHARED = {"workload", "num_layers", "global_batch", "memory", "host_memory", "output", "target"}
 SHARED |= {"algorithm"}
@@ -64,6 +63,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME=V,V",
         help="mutwo: values of a hyperparameter, or of seed; again: every combination",
+    )
+    parser.add_argument(
+        "--shared",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="mutwo: parameters that all models have alike and the optimizer leaves alone, by "
+        "path, such as 'base/*'; again: more of them",
     )
 
 
@@ -101,13 +108,15 @@ def models_of(models: str | None, varied: Sequence[tuple[str, tuple[float, ...]]
     if errors:
         raise PlanError([Violation(each, "array-vary") for each in errors])
     combinations = [
-        member_of(dict(zip([name for name, _ in varied], values, strict=True)))
+        Member.of(dict(zip([name for name, _ in varied], values, strict=True)))
         for values in product(*(values for _, values in varied))
     ]
     if models is None and not varied:
         raise PlanError.of(
             "an array needs models: give --vary NAME=V,V, or --models FILE.", "array-models"
         )
+    if models is not None and models.isdigit() and int(models) and not varied:
+        return [Member(seed) for seed in range(int(models))]
     if models is not None and (not models.isdigit() or int(models) != len(combinations)):
         sizes = " x ".join(str(len(values)) for _, values in varied) or "nothing"
         raise PlanError.of(
@@ -122,7 +131,7 @@ def _models_of_file(path: Path) -> list[Member]:
     try:
         rows = json.loads(path.read_text())
         if isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
-            return [member_of(row) for row in rows]
+            return [Member.of(row) for row in rows]
     except (OSError, TypeError, ValueError) as error:
         raise PlanError.of(f"--models {path} cannot be read: {error}.", "array-models") from None
     raise PlanError.of(
@@ -148,6 +157,7 @@ def plan(options: argparse.Namespace) -> int:
         options.shared_batches,
         options.num_layers or 0,
         algorithm=options.algorithm or SEARCHES[0],
+        shared=tuple(options.shared),
     )
     say(options, f"compiling segments of {counted(len(members), 'model')} for {cluster.target}")
     answer = plan_array(question)
@@ -312,6 +322,7 @@ def _facts(plan: ArrayPlan) -> dict[str, str]:
     found = plan.prediction
     return {
         "models": "; ".join(_set(plan, model) for model in range(len(plan.models))),
+        "shared": ", ".join(plan.shared) or "-",
         "batch": f"{plan.batch_size}{' shared' if plan.shared_batches else ''}",
         "sub-arrays": " ".join(str(list(group)) for group in plan.partition),
         "order": plan.order,
@@ -347,7 +358,8 @@ def plan_lines(plan: ArrayPlan) -> list[str]:
         for a, group in enumerate(plan.partition)
     ]
     lines = [
-        f"{len(plan.models)} models of {plan.batch_size} examples each, {plan.order}",
+        f"{len(plan.models)} models of {plan.batch_size} examples each, {plan.order}"
+        + (f"; they share {', '.join(plan.shared)}" if plan.shared else ""),
         table(["sub-array", "models", "bundles swapped", "recomputed"], rows),
     ]
     if (found := plan.prediction) is not None:

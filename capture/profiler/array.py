@@ -6,15 +6,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from glob import escape
 
 from capture.compiler.target_compiler import TargetCompiler
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster, Machine
 from capture.model.workload import WorkloadProtocol
-from capture.plan.array import BUNDLE_BYTES, Member
+from capture.plan.array import BUNDLE_BYTES, Member, Shared
 from capture.runtime.array_programs import ArrayPrograms
 from capture.runtime.fused import Fuser
-from capture.runtime.multiplexed import hyperparameter_violations
+from capture.runtime.layerwise import hyperparameter_violations, param_paths
 from capture.step.sub_array import Call, ProgramFacts, SubArray
 
 
@@ -27,13 +28,14 @@ class ArrayProfile:
         cluster: One device of a target with rates.
         batch_size: Examples of one model in a step.
         num_layers: Of a loss without marks; 0 to choose.
-        shared_batches, bundle_bytes: As in the plan.
+        shared, shared_batches, bundle_bytes: As in the plan; what is shared may be a predicate.
     """
 
     workload: WorkloadProtocol
     cluster: Cluster
     batch_size: int
     num_layers: int = 0
+    shared: Shared = ()
     shared_batches: bool = False
     bundle_bytes: int = BUNDLE_BYTES
 
@@ -52,6 +54,7 @@ class ArrayProfile:
             self.workload,
             self.batch_size,
             self.num_layers,
+            shared=self.shared,
             shared_batches=self.shared_batches,
             bundle_bytes=self.bundle_bytes,
         )
@@ -61,6 +64,16 @@ class ArrayProfile:
         compiler = TargetCompiler(self.machine.target, count_work=True)
         (device,) = compiler.devices(1)
         return ArrayPrograms(device, compiler, self.machine.rates)
+
+    @property
+    def shared_patterns(self) -> tuple[str, ...]:
+        """As a plan has them: of a predicate, the paths that it chose."""
+        if isinstance(self.shared, str):
+            return (self.shared,)
+        if not callable(self.shared):
+            return tuple(self.shared)
+        paths, shared = param_paths(self.fuser.traced), self.fuser.optimizer.shared
+        return tuple(dict.fromkeys(escape(paths[p]) for p in sorted(shared)))
 
     @property
     def model_hash(self) -> str:

@@ -13,9 +13,11 @@ from capture import environment
 from capture.machine.target import Target
 from capture.model.workload import WorkloadProtocol
 from capture.plan.array import ArrayPlan
+from capture.runtime.array_state import ArrayState, Losses
 from capture.runtime.meter import AllocatorMeter, LiveArrayMeter
-from capture.runtime.multiplexed import ArrayState, ArrayTraining, Losses, train_array
+from capture.runtime.multiplexed import ArrayTraining, train_array
 from capture.runtime.reference import ReferenceStep, max_relative_error, rounding_floor
+from capture.runtime.state import joined_params
 from capture.step.multiplexed import peak_of
 from capture.step.program import Copy
 
@@ -169,8 +171,10 @@ def _compare(
     floor = rounding_floor(traced.graph)
     expected: list[list[float]] = []
     worst = 0.0
-    for model, member in enumerate(plan.models):
-        params, own = reference.init(workload.init(jax.random.key(member.seed)))
+    begins = training.initial_leaves()
+    for model, (member, leaves) in enumerate(zip(plan.models, begins, strict=True)):
+        begin = joined_params(traced, dict(enumerate(leaves)))
+        params, own = reference.init(begin)
         own = training.optimizer.with_hyperparameters(own, member.hyperparameters)
         alone = []
         for batch in batches:

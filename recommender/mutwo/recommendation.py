@@ -9,7 +9,7 @@ from typing import Any
 from capture.errors import PlanError
 from capture.machine.cluster import Cluster, Machine
 from capture.model.workload import WorkloadProtocol, WorkloadSpec
-from capture.plan.array import BUNDLE_BYTES, ArrayPlan, Member
+from capture.plan.array import BUNDLE_BYTES, ArrayPlan, Member, Shared
 from capture.plan.why import Why
 from capture.quantities import format_bytes, parse_bytes
 from capture.step.multiplexed import peak_of
@@ -37,6 +37,8 @@ class ArrayQuestion:
         batch_size: Examples of one model in a step.
         memory_limit_bytes: Of the device; None for what the target can use.
         host_memory_bytes: What may be swapped at once; None if nobody knows.
+        shared: Parameters that all have alike, and nothing updates: patterns of paths such as
+            ``"base/*"``, or a predicate on paths.
         shared_batches: Whether all read the same batch.
         num_layers: Of a loss without marks; 0 to choose.
         bundle_bytes: See the plan.
@@ -58,6 +60,7 @@ class ArrayQuestion:
     num_layers: int = 0
     bundle_bytes: int = BUNDLE_BYTES
     algorithm: Algorithm = "descent"
+    shared: Shared = ()
 
     def __post_init__(self) -> None:
         if not self.models:
@@ -140,21 +143,17 @@ def mutwo(
         **options: What else ``ArrayQuestion`` has.
     """
     limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
-    members = tuple(member_of(one) for one in models)
+    members = tuple(map(Member.of, models))
     cluster = Cluster((1,), target)
     return plan_array(ArrayQuestion(workload, members, cluster, batch_size, limit, **options))
-
-
-def member_of(row: Mapping[str, Any]) -> Member:
-    """A model as people write it: ``{"learning_rate": 1e-3, "seed": 0}``."""
-    return Member(int(row.get("seed", 0)), {k: float(v) for k, v in row.items() if k != "seed"})
 
 
 def plan_array(question: ArrayQuestion) -> ArrayAnswer:
     """Answer a question; compiles for its target.
 
     Raises:
-        PlanError: ``array-hyperparameter``; WorkloadError: ``array-optimizer``, ``array-key``;
+        PlanError: ``array-hyperparameter``, ``array-shared``; WorkloadError: ``array-optimizer``,
+            ``array-key``, ``array-shared-updated``;
             TargetError: ``devices-no-rates``, and those of the compiler.
     """
     from capture.profiler.array import ArrayProfile
@@ -166,6 +165,7 @@ def plan_array(question: ArrayQuestion) -> ArrayAnswer:
         question.cluster,
         question.batch_size,
         question.num_layers,
+        question.shared,
         question.shared_batches,
         question.bundle_bytes,
     )
@@ -186,6 +186,7 @@ def plan_array(question: ArrayQuestion) -> ArrayAnswer:
         partition=best.way.partition,
         order=best.way.order,
         decisions=best.evaluation.decisions,
+        shared=profile.shared_patterns,
         shared_batches=question.shared_batches,
         bundle_bytes=question.bundle_bytes,
         memory_limit_bytes=limit,
