@@ -16,6 +16,7 @@ from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.options import Option
 from capture.cli.output import emit, say, table
+from capture.cli.progress import progress
 from capture.errors import PlanError, Violation
 from capture.model.workload import WorkloadSpec
 from capture.plan.array import ArrayPlan, Member
@@ -160,7 +161,7 @@ def plan(options: argparse.Namespace) -> int:
         shared=tuple(options.shared),
     )
     say(options, f"compiling segments of {counted(len(members), 'model')} for {cluster.target}")
-    answer = plan_array(question)
+    answer = plan_array(question, progress(options))
     lines = [f"{answer.status}: {answer.why.summary}"]
     rows = [
         [

@@ -3,8 +3,8 @@ that need not be there, with their memory and seconds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from glob import escape
 
@@ -16,7 +16,9 @@ from capture.plan.array import BUNDLE_BYTES, Member, Shared
 from capture.runtime.array_programs import ArrayPrograms
 from capture.runtime.fused import Fuser
 from capture.runtime.layerwise import hyperparameter_violations, param_paths
-from capture.step.sub_array import Call, ProgramFacts, SubArray
+from capture.step.sub_array import Call, ProgramFacts, SubArray, Uses
+
+Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class ArrayProfile:
         batch_size: Examples of one model in a step.
         num_layers: Of a loss without marks; 0 to choose.
         shared, shared_batches, bundle_bytes: As in the plan; what is shared may be a predicate.
+        progress: Told (kind, done, total) of what is compiled.
     """
 
     workload: WorkloadProtocol
@@ -38,6 +41,8 @@ class ArrayProfile:
     shared: Shared = ()
     shared_batches: bool = False
     bundle_bytes: int = BUNDLE_BYTES
+    progress: Progress = field(default=lambda kind, done, total: None, compare=False)
+    _prepared: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
 
     @cached_property
     def machine(self) -> Machine:
@@ -68,8 +73,6 @@ class ArrayProfile:
     @property
     def shared_patterns(self) -> tuple[str, ...]:
         """As a plan has them: of a predicate, the paths that it chose."""
-        if isinstance(self.shared, str):
-            return (self.shared,)
         if not callable(self.shared):
             return tuple(self.shared)
         paths, shared = param_paths(self.fuser.traced), self.fuser.optimizer.shared
@@ -91,9 +94,36 @@ class ArrayProfile:
         """So many models, fused."""
         return self.fuser.of(num_models)
 
+    def prepare(self, sizes: Iterable[int]) -> None:
+        """Compile the segments of sub-arrays of some sizes: what every search asks for first."""
+        wanted = {
+            self.programs.name_of(array, issued.call): (array, issued.call)
+            for array in map(self.fuser.of, sorted(set(sizes)))
+            for issued in Uses(array).issued
+        }
+        for done, (array, call) in enumerate(wanted.values()):
+            self.progress("segments", done, len(wanted))
+            self.programs.facts(array, call)
+        self.progress("segments", len(wanted), len(wanted))
+        self._prepared.update(wanted)
+
     def facts(self, sub_array: SubArray, call: Call) -> ProgramFacts:
         """See ``Programs``."""
-        return self.programs.facts(sub_array, call)
+        before = len(self.programs.executables)
+        found = self.programs.facts(sub_array, call)
+        if len(self.programs.executables) > before:
+            # How many more there will be nobody knows.
+            self.progress("more programs", self._num_more, self._num_more + 1)
+        return found
+
+    def end(self) -> None:
+        """Nothing more will be asked for."""
+        if self._num_more:
+            self.progress("more programs", self._num_more, self._num_more)
+
+    @property
+    def _num_more(self) -> int:
+        return len(self.programs.executables) - len(self._prepared)
 
     @property
     def counts(self) -> Mapping[str, int]:

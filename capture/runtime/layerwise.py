@@ -98,7 +98,6 @@ def shared_params(traced: TracedModel, shared: Shared) -> frozenset[int]:
         PlanError: ``array-shared`` for what names nothing, or everything.
     """
     paths = param_paths(traced)
-    shared = [shared] if isinstance(shared, str) else shared
     if callable(shared):
         found = {path for path in paths if shared(path)}
         wrong = [] if found else [_matches_nothing("the predicate of shared=", paths)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,9 @@ from recommender.mutwo.search import (
     beside_baselines,
     search,
 )
+from recommender.mutwo.ways import ways
+
+Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,7 @@ def mutwo(
     target: str,
     batch_size: int,
     memory_limit: int | str | None = None,
+    shared: str | Shared = (),
     **options: Any,
 ) -> ArrayAnswer:
     """Choose what is fused, multiplexed, swapped and recomputed, for the least seconds of an
@@ -140,16 +144,25 @@ def mutwo(
         target: With rates.
         batch_size: Examples of one model in a step.
         memory_limit: Of the device, such as ``"40GB"``; None for what the target can use.
+        shared: A pattern of paths such as ``"base/*"``, several, or a predicate on paths: parameters
+            that all models have alike, and that the optimizer leaves alone.
         **options: What else ``ArrayQuestion`` has.
     """
     limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
+    options["shared"] = (shared,) if isinstance(shared, str) else shared
     members = tuple(map(Member.of, models))
     cluster = Cluster((1,), target)
     return plan_array(ArrayQuestion(workload, members, cluster, batch_size, limit, **options))
 
 
-def plan_array(question: ArrayQuestion) -> ArrayAnswer:
+def plan_array(
+    question: ArrayQuestion, progress: Progress = lambda kind, done, total: None
+) -> ArrayAnswer:
     """Answer a question; compiles for its target.
+
+    Args:
+        question: What is asked.
+        progress: Told (kind, done, total) of what is compiled.
 
     Raises:
         PlanError: ``array-hyperparameter``, ``array-shared``; WorkloadError: ``array-optimizer``,
@@ -168,6 +181,7 @@ def plan_array(question: ArrayQuestion) -> ArrayAnswer:
         question.shared,
         question.shared_batches,
         question.bundle_bytes,
+        progress,
     )
     machine = profile.machine
     profile.check(question.models)
@@ -176,7 +190,10 @@ def plan_array(question: ArrayQuestion) -> ArrayAnswer:
     problem = ArrayProblem(
         profile, len(question.models), machine.rates.host, limit, question.host_memory_bytes
     )
+    sizes = (size for way in ways(problem.num_models, problem.rule) for size in way.sizes)
+    profile.prepare([1, *sizes])
     result = beside_baselines(problem, search(problem, question.algorithm))
+    profile.end()
     best = result.best
     why = _why(result, limit) if best.fits else _nothing(result, limit, question.host_memory_bytes)
     plan = ArrayPlan(
