@@ -202,14 +202,12 @@ def run(options: argparse.Namespace, plan: ArrayPlan) -> int:
     """Train the array here.
 
     Raises:
-        PlanError: ``array-run`` for options that arrays do not have.
+        PlanError: ``array-run`` for an option that arrays do not have.
     """
-    given = [name for name in ("save", "restore") if getattr(options, name) is not None]
-    if given or options.seed:
-        names = " and ".join(f"--{name}" for name in [*given, *(["seed"] if options.seed else [])])
+    if options.seed:
         raise PlanError.of(
-            f"{names}: models of an array have seeds of their own in the plan, and their state is "
-            "not stored by this version; leave it out.",
+            f"--seed {options.seed}: models of an array have seeds of their own in the plan; leave "
+            "it out.",
             "array-run",
         )
     spec = asked.workload_of(plan, options.workload)
@@ -223,6 +221,8 @@ def run(options: argparse.Namespace, plan: ArrayPlan) -> int:
         spec.load(),
         options.steps,
         check=options.check,
+        save=options.save,
+        restore=options.restore,
         report=lambda text: say(options, text),
     )
     emit(options, document, run_text(plan, document))

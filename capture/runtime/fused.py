@@ -1,7 +1,8 @@
 """Several models as one program: the joint step of a sub-array, its segments and its bundles.
 
 One function makes a whole update of one model: every layer's ``jax.vjp``, and right after a layer's
-gradients the update of what it owns. ``jax.vmap`` over the models makes of it that of all. The vjp
+gradients the update of what it owns; all updates at the end, where one needs a value made from all
+gradients, such as their norm. ``jax.vmap`` over the models makes of it that of all. The vjp
 is inside the vmap: the other way round, every product has a batch dimension by the time that remat
 policies see it. The joint step is traced from shapes alone, flattened as a loss is, and cut where
 layers end.
@@ -22,10 +23,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from capture.errors import WorkloadError
 from capture.model.graph import item_bytes
 from capture.model.workload import WorkloadProtocol
 from capture.plan.array import BUNDLE_BYTES, Shared
-from capture.runtime.layerwise import LayerwiseOptimizer, shared_params
+from capture.runtime.layerwise import KEYS, LayerwiseOptimizer, key_violations, shared_params
 from capture.step.sub_array import Bundle, Segment
 from capture.tracing import TracedModel, trace
 from capture.tracing.flatten import LAYER_BOUNDARY, flatten
@@ -103,6 +105,9 @@ class FusedArray:
         renewed: By bundle of state, their new values; empty where nothing replaces them.
         params, state: Values of the parameters, in the order of the layer graph, and by layer those
             of its optimizer's state.
+
+    Raises:
+        WorkloadError: ``array-key`` for a loss that draws with keys of another kind than threefry.
     """
 
     def __init__(
@@ -119,6 +124,7 @@ class FusedArray:
         self.num_leaves = len(graph.batch)
         self._traced, self._stages = traced, optimizer.stages
         self._bundle_bytes, self._shared = bundle_bytes, optimizer.shared
+        self._late = any(stage.summary for stage in self._stages)
 
         def stacked(struct: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((num_models, *struct.shape), struct.dtype)
@@ -130,14 +136,21 @@ class FusedArray:
         ]
         state = [[stacked(structs[leaf]) for leaf in stage.state] for stage in self._stages]
         leaves = [struct_of(tensor) for tensor in graph.batch]
-        batch = leaves if shared_batches else [stacked(leaf) for leaf in leaves]
+        batch_axes = [
+            None if shared_batches and tensor.dtype not in KEYS else 0 for tensor in graph.batch
+        ]
+        batch = [
+            leaf if axis is None else stacked(leaf)
+            for leaf, axis in zip(leaves, batch_axes, strict=True)
+        ]
         axes = [None if p in self._shared else 0 for p in range(len(params))]
         joint = jax.vmap(
             self._update,
-            in_axes=(axes, 0, None if shared_batches else 0),
+            in_axes=(axes, 0, batch_axes),
             out_axes=(0, axes, 0),
         )
         closed = jax.make_jaxpr(joint)(params, state, batch)
+        WorkloadError.check(key_violations(closed.jaxpr))
         self.program = flatten(closed, len(params), None, {}).program
         num_state = sum(map(len, state))
         self.params = self.program.params
@@ -170,6 +183,8 @@ class FusedArray:
         cotangents = {loss_value: jnp.ones_like(loss)}
         gradients: dict[int, Any] = {}
         new_params, new_state = list(params), [list(own) for own in state]
+        waiting: dict[int, tuple[list[Any], Sequence[Any], list[Any]]] = {}
+        summaries: list[list[Any]] = [[] for _ in self._stages[0].siblings]
         for layer in reversed(range(self.num_layers)):
             part = self._traced.slice(layer, layer + 1)
             made = [v for v in part.outputs if graph.values[v].differentiable]
@@ -180,9 +195,16 @@ class FusedArray:
             stage = self._stages[layer]
             own = [params[p] for p in stage.params]
             arrived = [gradients.pop(p, jnp.zeros_like(params[p])) for p in stage.params]
-            updated, new_state[layer] = stage.update(own, state[layer], arrived, [])
-            for param, array in zip(stage.params, updated, strict=True):
-                new_params[param] = array
+            waiting[layer] = own, state[layer], arrived
+            if self._late:
+                summaries[layer] = stage.summarize(*waiting[layer])
+            # Where one layer's update reads all gradients, every layer waits for the last of them.
+            ready = [layer] if not self._late else [] if layer else list(waiting)
+            for n in ready:
+                others = [made for m, made in enumerate(summaries) if m != n] if self._late else []
+                updated, new_state[n] = self._stages[n].update(*waiting.pop(n), others)
+                for param, array in zip(self._stages[n].params, updated, strict=True):
+                    new_params[param] = array
             if layer:  # a mark stands where the layer ends, on whatever there is
                 loss = checkpoint_name(loss, LAYER_BOUNDARY)
         return loss, new_params, new_state

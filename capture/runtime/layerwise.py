@@ -19,9 +19,12 @@ from capture.runtime.optimizer import SlicedOptimizer, StageUpdate, TracedOptimi
 from capture.step.interface import owned_and_borrowed
 from capture.tracing import TracedModel
 from capture.tracing.dataflow import DataFlow
+from capture.tracing.jaxprs import sub_jaxprs
 
 #: Of ``optax.inject_hyperparams``, in the path of a leaf of its state.
 _INJECTED = "hyperparams"
+#: The dtype of keys with which every model of an array draws what it would alone.
+KEYS = ("key<fry>",)
 #: Operations that make zeros of zeros, and of a value the same value.
 _FILLS = ("broadcast_in_dim", "reshape")
 _COPIES = ("convert_element_type", "copy", "copy_p")
@@ -41,9 +44,8 @@ class LayerwiseOptimizer:
             is.
 
     Raises:
-        WorkloadError: ``array-optimizer`` for an optimizer that needs all gradients at once,
-            ``array-key`` for a loss that takes a random key, ``array-shared-updated`` for one that
-            would update a shared parameter, and those of ``traced_optimizer``.
+        WorkloadError: ``array-shared-updated`` for an optimizer that would update a shared
+            parameter, and those of ``traced_optimizer``.
     """
 
     def __init__(
@@ -66,7 +68,6 @@ class LayerwiseOptimizer:
         # The shared ones are a part of their own, which never runs.
         self.sliced = SlicedOptimizer(update, [*owned, sorted(shared)] if shared else owned)
         self.stages: tuple[StageUpdate, ...] = self.sliced.stages[: graph.num_layers]
-        WorkloadError.check(_refusals(self.sliced, graph.batch))
         self.shared = shared
         self.hyperparameters = {
             name: leaf
@@ -209,20 +210,30 @@ def _injected_name(path: Sequence[Any]) -> str:
     return key.key if injected and isinstance(key, jax.tree_util.DictKey) else ""
 
 
-def _refusals(optimizer: SlicedOptimizer, batch: Sequence[Any]) -> Iterator[Violation]:
-    if any(stage.summary for stage in optimizer.stages):
+def key_violations(jaxpr: Any) -> Iterator[Violation]:
+    """Random numbers that are others under ``jax.vmap``: its rule for XLA's own generator draws
+    with the first key of a batch for all of them."""
+    drawn = set(_generators(jaxpr)) - {*KEYS}
+    if drawn:
         yield Violation(
-            "the optimizer needs a value made from all gradients, such as their norm, before it "
-            "updates any parameter, and an array of models updates each layer right after its "
-            "gradients; leave the clipping out.",
-            "array-optimizer",
-        )
-    if any(tensor.dtype.startswith("key<") for tensor in batch):
-        yield Violation(
-            "loss_fn(params, batch, key) takes a random key, which arrays of models do not draw "
-            "in this version; leave dropout out, or make its mask in batch(key, batch_size).",
+            f"the loss draws with {', '.join(sorted(drawn))}, with which models that are one "
+            "program do not draw what each draws alone; take keys of threefry, "
+            "jax.random.key(seed, impl='threefry2x32'), and leave jax_default_prng_impl alone.",
             "array-key",
         )
+
+
+def _generators(jaxpr: Any) -> Iterator[str]:
+    """Kinds of random keys, and generators that know none."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "rng_bit_generator":
+            yield equation.primitive.name
+        for value in equation.invars:
+            dtype = str(getattr(value.aval, "dtype", ""))
+            if dtype.startswith("key<"):
+                yield dtype
+        for inner in sub_jaxprs(equation.params):
+            yield from _generators(inner)
 
 
 def model_violations(traced: TracedModel, plan: ArrayPlan) -> Iterator[Violation]:

@@ -76,7 +76,7 @@ def train_array(
         PlanError: ``plan-other-model``, ``plan-num-layers``, ``array-hyperparameter`` for one that
             the optimizer does not inject, ``array-bundle`` for a decision about what the model has
             not.
-        WorkloadError: ``array-optimizer``, ``array-key``.
+        WorkloadError: ``array-key``, ``array-shared-updated``.
         ExecutionError: ``run-devices``, ``run-host-memory``.
     """
     environment.warn()
@@ -362,7 +362,8 @@ class ArrayTraining:
         """
         train = self.of_state(state)
         known = [] if state.ahead is None else [state.ahead[0]]
-        batches = [*known, stacked(train.plan, train.traced, batch)]
+        update = state.num_steps + len(known)
+        batches = [*known, stacked(train.plan, train.traced, batch, update)]
         return train._execute(train.step_of(state), state, batches, observer)
 
     def finish(

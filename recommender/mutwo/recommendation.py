@@ -144,8 +144,8 @@ def mutwo(
         target: With rates.
         batch_size: Examples of one model in a step.
         memory_limit: Of the device, such as ``"40GB"``; None for what the target can use.
-        shared: A pattern of paths such as ``"base/*"``, several, or a predicate on paths: parameters
-            that all models have alike, and that the optimizer leaves alone.
+        shared: Parameters that all models have alike, and that the optimizer leaves alone: a
+            pattern of paths such as ``"base/*"``, several, or a predicate on paths.
         **options: What else ``ArrayQuestion`` has.
     """
     limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
@@ -165,9 +165,8 @@ def plan_array(
         progress: Told (kind, done, total) of what is compiled.
 
     Raises:
-        PlanError: ``array-hyperparameter``, ``array-shared``; WorkloadError: ``array-optimizer``,
-            ``array-key``, ``array-shared-updated``;
-            TargetError: ``devices-no-rates``, and those of the compiler.
+        PlanError: ``array-hyperparameter``, ``array-shared``; WorkloadError: ``array-key``,
+            ``array-shared-updated``; TargetError: ``devices-no-rates``, and those of the compiler.
     """
     from capture.profiler.array import ArrayProfile
 

@@ -79,6 +79,7 @@ def test_a_sweep_is_planned_and_run_within_its_limit(folder, capsys):
     [
         (["--models", "3", "--vary", "seed=0,1"], "array-vary"),
         (["--vary", "b1=0.1,0.2"], "array-hyperparameter"),
+        (["--vary", "seed=0,1", "--shared", "base/*"], "array-shared"),
         (["--vary", "seed=0,1", "--schedule", "gpipe"], "plan-system"),
         (["--vary", "seed=0,1", "--target", "cpu"], "devices-no-rates"),
         (["--vary", "seed=0,1", "--global-batch", "0"], "array-size"),

@@ -53,7 +53,8 @@ def same(one, other) -> bool:
 
 
 def test_shared_parameters_are_there_once_and_products_with_them_are_one():
-    document = run_array(PLAN, tiny_lora(), 2, check=True, fast_compile=True)
+    """Each model draws its own dropout, and is clipped by its own norm."""
+    document = run_array(PLAN, tiny_lora(noisy=True), 2, check=True, fast_compile=True)
     assert document["max_relative_loss_error"] < 1e-6
     assert document["max_relative_param_error"] < 1e-5
     assert document["measured_peak_bytes"] == document["replayed_peak_bytes"]
