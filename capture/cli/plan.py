@@ -261,6 +261,7 @@ def _question(options: argparse.Namespace, of_profile: ProfileQuestion) -> PlanQ
         options.algorithm,
         of_profile.space,
         options.merge_layers,
+        None if options.remat == shared.AUTO else options.remat,
     )
 
 
