@@ -63,7 +63,8 @@ class PlanQuestion:
 
     Raises:
         PlanError: ``plan-batch``, ``plan-schedule``, ``plan-remat``, ``plan-algorithm`` for options
-            that Alpa's algorithm does not know, and the codes of ``search_of``; all at once.
+            that the mode or Alpa's algorithm does not know, and the codes of ``search_of``; all at
+            once.
     """
 
     cluster: Cluster
@@ -116,9 +117,17 @@ class PlanQuestion:
                 for name, given in (
                     ("merge_layers", self.merge_layers is not None),
                     ("any_divisor", self.space.any_divisor),
+                    ("remat", self.remat is not None),
                 )
                 if given
             ]
+        if self.mode == "paper" and self.remat is not None:
+            found.append(
+                Violation(
+                    f"mode='paper' recomputes as its profile does; leave out {self.remat!r}.",
+                    "plan-algorithm",
+                )
+            )
         return found
 
     @property

@@ -125,6 +125,8 @@ def test_a_mixture_by_name_is_what_all_stages_have():
     bounds = replace(profile, provenance={**profile.provenance, "bounds": "least"})
     assert stage_choices(bounds) == [CHEAP, FULL]
     assert code_of(lambda: replace(asked, remat="full:0")) == "plan-remat"
+    for refused in ({"mode": "paper"}, {"algorithm": "autostage", "objective": "throughput"}):
+        assert code_of(lambda refused=refused: replace(asked, **refused)) == "plan-algorithm"
 
 
 def test_what_is_measured_for_a_mixture_are_its_parts():
