@@ -24,9 +24,8 @@ REMATS = (*REMAT_POLICIES, "20%")
 
 #: Of a schedule that no other test executes.
 SAMPLE = ("zb-h1", "cheap", True)
-#: Of two layers per stage, one of each kind: with split backward passes; without sequence
-#: parallelism.
-MIXTURES = {("zb-h1", "full:1", True): (), ("gpipe", "full:1", False): pytest.mark.slow}
+#: Of two layers per stage, one of each kind: with split backward passes and activations; without.
+MIXTURES = [("zb-h1", "full:1", True), ("gpipe", "full:1", False)]
 
 
 def gated() -> Workload:
@@ -60,7 +59,7 @@ def _marks(case: tuple[str, str, bool]):
     if case == SAMPLE:
         return ()
     if case in MIXTURES:
-        return MIXTURES[case]
+        return pytest.mark.slow
     schedule, remat, sequence_parallel = case
     number = list(SCHEDULES).index(schedule) + REMATS.index(remat) + sequence_parallel
     return pytest.mark.exhaustive if number % 2 else pytest.mark.slow

@@ -114,7 +114,11 @@ def test_layers_that_recompute_as_a_whole_keep_their_inputs_and_the_others_a_cut
 
 
 def test_a_step_of_split_stages_is_the_single_device_step_and_its_replay():
+    """Replicas that keep a cut, and tensor parallelism that runs one of two layers again."""
     plan = pipeline((2, 2), ((2, 1), (1, 2)), remat="cheap")
+    first, second = plan.stages
+    second = replace(second, choice=replace(second.choice, remat="full:1"))
+    plan = plan.with_(stages=(first, second))
     workload = tied(optax.adam(1e-3))
     step = pipeshard(workload, plan)
     params, batch = workload.init(jax.random.key(0)), workload.batch(jax.random.key(1), 8)
