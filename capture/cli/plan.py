@@ -21,6 +21,7 @@ from capture.cli.progress import progress
 from capture.errors import PlanError, ProfileError, Violation
 from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile
+from capture.plan.choices import num_full_layers
 from capture.plan.schedule import PLAIN_SCHEDULES, SCHEDULES
 from capture.plan.why import Front
 from capture.predictor.step_time import describe_time, has_times, predicted_timeline, time_summary
@@ -287,6 +288,7 @@ def _question(options: argparse.Namespace, of_profile: ProfileQuestion) -> PlanQ
         options.algorithm,
         of_profile.space,
         options.merge_layers,
+        options.remat if num_full_layers(options.remat or "") else None,
     )
 
 
