@@ -236,8 +236,8 @@ class WorkloadSpec:
                 "workload-arguments",
             ) from None
         made = check_workload(function(**self.arguments), str(self))
-        own = made.loss_fn, made.init, made.batch, made.optimizer
-        named: Any = LoadedWorkload(*own, str(self), made)
+        parts = made.loss_fn, made.init, made.batch, made.optimizer
+        named: Any = LoadedWorkload(*parts, str(self), made)
         return named
 
 
