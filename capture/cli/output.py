@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from capture.quantities import format_bytes
+from capture.quantities import counted, format_bytes
 
 
 def emit(options: argparse.Namespace, document: Mapping[str, Any], text: str) -> None:
@@ -99,3 +99,22 @@ def peak_line(plan: Any, prediction: Any) -> str:
         else ""
     )
     return f"peak {format_bytes(prediction.peak_bytes)} per device{doubt}"
+
+
+def attempts_table(attempts: Sequence[Any]) -> str:
+    """What was tried, one line each."""
+    rows = [
+        [
+            f"{attempt.question.cluster}, batch {attempt.question.global_batch_size}, "
+            f"{counted(attempt.question.num_microbatches, 'micro-batch', 'micro-batches')}, "
+            f"{attempt.question.schedule}",
+            attempt.result.status,
+            format_bytes(attempt.result.peak_bytes) if attempt.result.plan else "-",
+            attempt.rests_on if attempt.result.plan else "-",
+            "-"
+            if attempt.result.proof.step_seconds is None
+            else f"{attempt.result.proof.step_seconds:.4g} s",
+        ]
+        for attempt in attempts
+    ]
+    return table(["tried", "status", "peak", "is", "step"], rows)
