@@ -172,9 +172,16 @@ class _Asking:
             told=lambda bracket: say(options, in_words(bracket)),
         )
 
+    def one_of_several(self, question: PlanQuestion) -> StageAnswer:
+        """As ``answer``; but an interrupt ends what it is a part of, too."""
+        found = self.answer(question)
+        if _ended(found) == "interrupted":
+            raise KeyboardInterrupt
+        return found
+
     def if_better(self, question: PlanQuestion) -> StageAnswer:
         """The plan of least peak, where it may be below those of the questions before."""
-        found = self.answer(question)
+        found = self.one_of_several(question)
         if found.status == "ok" and found.compiled:
             self._below = min(found.peak_bytes, self._below or found.peak_bytes)
         return found
@@ -183,7 +190,7 @@ class _Asking:
         """The answer to what the options ask for, and what was tried for it."""
         options = self._options
         if options.smallest_cluster:
-            best, attempts = smallest_cluster(self.answer, question)
+            best, attempts = smallest_cluster(self.one_of_several, question)
         elif options.try_microbatches:
             best, attempts = best_of(
                 self.if_better,
@@ -253,15 +260,17 @@ def _told(
         *(f"warning: {warning}" for warning in warnings),
         *(f"failed: {failure}" for failure in failures),
     ]
-    proven = result.why.proven
-    was_interrupted = proven is not None and proven.ended == "interrupted"
-    if proven is not None and proven.ended == "memory" and not attempts:
+    if _ended(result) == "memory" and not attempts:
         tell(options, lines)  # what follows may compile
         lines = [name_change(document, asking.cheapest_change(question), "fits")]
     emit(options, document, "\n".join(lines))
-    if was_interrupted:
+    if _ended(result) == "interrupted":
         return 130
     return 0 if result.status == "ok" and result.compiled else 1
+
+
+def _ended(result: StageAnswer) -> str:
+    return "" if result.why.proven is None else result.why.proven.ended
 
 
 def in_words(bracket: Bracket) -> str:

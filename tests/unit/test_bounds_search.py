@@ -18,6 +18,7 @@ from recommender.capture.bounds_first import Effort, bounds_first
 
 QUESTION = PlanQuestion(Cluster((2, 2)), 8 * MICROBATCH_SIZE, 8)
 SPREAD = 0.3
+WHOLE = Effort()
 
 
 class Planted4:
@@ -53,7 +54,7 @@ class Planted4:
         said, known = self.compiler(plan, known)
         return replace(said, num_stages_compiled=len(configs)), known
 
-    def search(self, attempted=None, effort=Effort(), **changes):
+    def search(self, attempted=None, effort=WHOLE, **changes):
         asked = replace(QUESTION, **changes)
         return bounds_first(self.least, self.most, asked, attempted or self.attempted, effort)
 
