@@ -75,6 +75,7 @@ _WORDS = {
     "other sizes": ("compiling", "compiled", "stage", "stages"),
     "paper runs": ("compiling", "compiled", "stage", "stages"),
     "buffers of the stages": ("compiling", "compiled", "stage", "stages"),
+    "bounds from tracing": ("tracing", "traced", "stage", "stages"),
     "stages of the plan": ("compiling", "compiled", "stage of the plan", "stages of the plan"),
     "stages of the plans": ("compiling", "compiled", "stage of the plans", "stages of the plans"),
     "largest sizes": ("measuring", "measured", "layer", "layers"),
