@@ -232,6 +232,18 @@ class PlanCompiler:
             check_profile(self._profile, self._measurements)
         return self._measurements
 
+    def attempt(self, plan: Plan, known: Profile) -> tuple[Verified | None, Profile]:
+        """As a call; but of a stage that does not compile it is known from then on that no memory
+        suffices, and why (``recommender.capture.bounds_first.Attempted``)."""
+        try:
+            return self(plan, known)
+        except ProfileError:
+            failures = self.open().failures
+            configs = {StageConfig.of(stage, plan.microbatch_size) for stage in plan.stages}
+            if refused := {config: failures[config] for config in configs & failures.keys()}:
+                return None, known.without_stages(refused)
+            raise
+
     def __call__(self, plan: Plan, known: Profile) -> tuple[Verified, Profile]:
         sizes = self._profile.microbatch_sizes
         if plan.microbatch_size not in sizes and self._measurements is None:

@@ -16,12 +16,12 @@ from capture.cli import asked
 from capture.cli import options as shared
 from capture.cli.options import Option
 from capture.cli.output import Totals, compared, emit, say, table
+from capture.cli.progress import progress
 from capture.errors import PlanError, Violation
 from capture.model.workload import WorkloadSpec
 from capture.plan.array import ArrayPlan, Member
 from capture.quantities import counted, format_bytes, format_seconds, parse_bytes
 from recommender.mutwo import ArrayQuestion, plan_array
-from recommender.mutwo.recommendation import member_of
 from recommender.mutwo.search import ALGORITHMS
 
 SYSTEM = "mutwo"
@@ -42,13 +42,13 @@ def _varied(text: str) -> tuple[str, tuple[float, ...]]:
 OPTIONS = (
     Option(
         "models",
-        "mutwo: how many models, or a file (.json): a list with the seed and the hyperparameters "
-        "of each",
+        "mutwo: how many models, which differ in their seeds unless --vary says in what, or a "
+        "file (.json): a list with the seed and the hyperparameters of each",
         metavar="N|FILE",
     ),
     Option("shared_batches", "mutwo: all models read the same batch", False),
 )
-OWN = {option.name for option in OPTIONS} | {"vary"}
+OWN = {option.name for option in OPTIONS} | {"vary", "shared"}
 #: And those that it shares; ``--global-batch`` is that of one model.
 SHARED = {"workload", "num_layers", "global_batch", "memory", "host_memory", "output", "target"}
 SHARED |= {"algorithm"}
@@ -64,6 +64,14 @@ def add_arguments(parser: shared.Arguments) -> None:
         default=[],
         metavar="NAME=V,V",
         help="mutwo: values of a hyperparameter, or of seed; again: every combination",
+    )
+    parser.add_argument(
+        "--shared",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="mutwo: parameters that all models have alike and the optimizer leaves alone, by "
+        "path, such as 'base/*'; again: more of them",
     )
 
 
@@ -101,13 +109,15 @@ def models_of(models: str | None, varied: Sequence[tuple[str, tuple[float, ...]]
     if errors:
         raise PlanError([Violation(each, "array-vary") for each in errors])
     combinations = [
-        member_of(dict(zip([name for name, _ in varied], values, strict=True)))
+        Member.of(dict(zip([name for name, _ in varied], values, strict=True)))
         for values in product(*(values for _, values in varied))
     ]
     if models is None and not varied:
         raise PlanError.of(
             "an array needs models: give --vary NAME=V,V, or --models FILE.", "array-models"
         )
+    if models is not None and models.isdigit() and int(models) and not varied:
+        return [Member(seed) for seed in range(int(models))]
     if models is not None and (not models.isdigit() or int(models) != len(combinations)):
         sizes = " x ".join(str(len(values)) for _, values in varied) or "nothing"
         raise PlanError.of(
@@ -122,7 +132,7 @@ def _models_of_file(path: Path) -> list[Member]:
     try:
         rows = json.loads(path.read_text())
         if isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
-            return [member_of(row) for row in rows]
+            return [Member.of(row) for row in rows]
     except (OSError, TypeError, ValueError) as error:
         raise PlanError.of(f"--models {path} cannot be read: {error}.", "array-models") from None
     raise PlanError.of(
@@ -148,9 +158,10 @@ def plan(options: argparse.Namespace) -> int:
         options.shared_batches,
         options.num_layers or 0,
         algorithm=options.algorithm or SEARCHES[0],
+        shared=tuple(options.shared),
     )
     say(options, f"compiling segments of {counted(len(members), 'model')} for {cluster.target}")
-    answer = plan_array(question)
+    answer = plan_array(question, progress(options))
     lines = [f"{answer.status}: {answer.why.summary}"]
     rows = [
         [
@@ -191,14 +202,12 @@ def run(options: argparse.Namespace, plan: ArrayPlan) -> int:
     """Train the array here.
 
     Raises:
-        PlanError: ``array-run`` for options that arrays do not have.
+        PlanError: ``array-run`` for an option that arrays do not have.
     """
-    given = [name for name in ("save", "restore") if getattr(options, name) is not None]
-    if given or options.seed:
-        names = " and ".join(f"--{name}" for name in [*given, *(["seed"] if options.seed else [])])
+    if options.seed:
         raise PlanError.of(
-            f"{names}: models of an array have seeds of their own in the plan, and their state is "
-            "not stored by this version; leave it out.",
+            f"--seed {options.seed}: models of an array have seeds of their own in the plan; leave "
+            "it out.",
             "array-run",
         )
     spec = asked.workload_of(plan, options.workload)
@@ -212,6 +221,8 @@ def run(options: argparse.Namespace, plan: ArrayPlan) -> int:
         spec.load(),
         options.steps,
         check=options.check,
+        save=options.save,
+        restore=options.restore,
         report=lambda text: say(options, text),
     )
     emit(options, document, run_text(plan, document))
@@ -303,6 +314,7 @@ def diff(options: argparse.Namespace, first: ArrayPlan, second: ArrayPlan) -> in
 def _decided(plan: ArrayPlan) -> dict[str, str]:
     return {
         "models": "; ".join(_set(plan, model) for model in range(len(plan.models))),
+        "shared": ", ".join(plan.shared) or "-",
         "batch": f"{plan.batch_size}{' shared' if plan.shared_batches else ''}",
         "sub-arrays": " ".join(str(list(group)) for group in plan.partition),
         "order": plan.order,
@@ -341,7 +353,7 @@ def plan_lines(plan: ArrayPlan) -> list[str]:
     ]
     lines = [
         f"{counted(len(plan.models), 'model')} of {counted(plan.batch_size, 'example')} each, "
-        f"{plan.order}",
+        f"{plan.order}" + (f"; they share {', '.join(plan.shared)}" if plan.shared else ""),
         table(["sub-array", "models", "bundles swapped", "recomputed"], rows),
     ]
     if (found := plan.prediction) is not None:

@@ -184,14 +184,15 @@ SCHEDULE = Option(
 )
 REMAT = Option(
     "remat",
-    f"what the backward pass recomputes: {', '.join(REMAT_POLICIES)}; or X%%, to keep the fewest "
-    "bytes for so much more time (default: cheap; none in the paper's mode)",
+    f"what the backward pass recomputes: {', '.join(REMAT_POLICIES)}; full:K, full for the first K "
+    "layers of a stage and cheap for the others; or X%%, to keep the fewest bytes for so much more "
+    "time (default: cheap; none in the paper's mode)",
     read=remat_or(),
     metavar="MODE",
 )
 REMAT_OF_A_SEARCH = replace(
     REMAT,
-    help=f"{REMAT.help}; {AUTO}: a name, chosen per stage",
+    help=f"{REMAT.help}; {AUTO}: a name or full:K, chosen per stage",
     read=remat_or(AUTO),
 )
 SHARD_OPTIMIZER = Option(

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from capture.quantities import format_bytes, format_seconds
+from capture.quantities import counted, format_bytes, format_seconds
 
 #: What a plan needs, by the key of documents; None where nothing says it.
 Totals = Mapping[str, float | None]
@@ -137,3 +137,22 @@ def peak_line(plan: Any, prediction: Any) -> str:
         else ""
     )
     return f"peak {format_bytes(prediction.peak_bytes)} per device{doubt}"
+
+
+def attempts_table(attempts: Sequence[Any]) -> str:
+    """What was tried, one line each."""
+    rows = [
+        [
+            f"{attempt.question.cluster}, batch {attempt.question.global_batch_size}, "
+            f"{counted(attempt.question.num_microbatches, 'micro-batch', 'micro-batches')}, "
+            f"{attempt.question.schedule}",
+            attempt.result.status,
+            format_bytes(attempt.result.peak_bytes) if attempt.result.plan else "-",
+            attempt.rests_on if attempt.result.plan else "-",
+            "-"
+            if attempt.result.proof.step_seconds is None
+            else format_seconds(attempt.result.proof.step_seconds),
+        ]
+        for attempt in attempts
+    ]
+    return table(["tried", "status", "peak", "is", "step"], rows)

@@ -10,31 +10,31 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from capture.cli import array, asked, bounds_first, layers, packs
 from capture.cli import options as shared
+from capture.cli.fitting import least_state_of, measuring, name_change, tell
 from capture.cli.options import Option
-from capture.cli.output import emit, peak_line, say, stage_table, table
+from capture.cli.output import attempts_table, emit, peak_line, say, stage_table, table
 from capture.cli.profile_file import read_profile
 from capture.cli.progress import progress
 from capture.errors import PlanError, ProfileError, Violation
 from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile
+from capture.plan.choices import num_full_layers
 from capture.plan.schedule import PLAIN_SCHEDULES, SCHEDULES
 from capture.plan.why import Front
 from capture.predictor.step_time import describe_time, has_times, predicted_timeline, time_summary
-from capture.quantities import counted, format_bytes, format_seconds
+from capture.quantities import format_bytes, format_seconds
 from profiling_runs.collect import profile as make_profile
 from profiling_runs.measurements import Measurements
 from profiling_runs.question import ProfileQuestion
 from profiling_runs.verify import PlanCompiler
 from recommender.answer import StageAnswer
-from recommender.capture.changes import FittingChange, Measuring, cheapest_change
+from recommender.capture.changes import Measuring, cheapest_change
 from recommender.capture.extent import Attempt, best_of, front_of, largest_batch, smallest_cluster
-from recommender.capture.least_state import beyond_memory, least_state
+from recommender.capture.least_state import beyond_memory
 from recommender.capture.recommendation import recommend
-from recommender.capture.result import SearchResult
 from recommender.capture.verified import MOST_PLANS, Knowledge
 from recommender.question import (
     AUTOSTAGE,
@@ -234,16 +234,16 @@ def main(options: argparse.Namespace) -> int:
     ]
     may_ask_on = question.mode == "default" and question.algorithm != AUTOSTAGE
     if result.status == "infeasible" and result.memory_limit_bytes is not None and may_ask_on:
-        _tell(options, lines)  # what follows may measure, for as long as the answer took
+        tell(options, lines)  # what follows may measure, for as long as the answer took
         most = max([attempt.question.num_microbatches for attempt in attempts], default=None)
         tried = replace(
             chosen,
             num_microbatches=most or question.num_microbatches,
             schedule=question.schedule,
         )
-        measuring = None if measurements is None else _measuring(of_profile, measurements)
-        change = cheapest_change(tried, profile.graph.num_layers, knowledge, measuring)
-        lines = [_name_change(document, change, "fits")]
+        measure = None if measurements is None else _measuring(of_profile, measurements)
+        change = cheapest_change(tried, profile.graph.num_layers, knowledge, measure)
+        lines = [name_change(document, change, "fits")]
     emit(options, document, "\n".join(lines))
     return 0 if result.status == "ok" else 1
 
@@ -287,54 +287,15 @@ def _question(options: argparse.Namespace, of_profile: ProfileQuestion) -> PlanQ
         options.algorithm,
         of_profile.space,
         options.merge_layers,
-    )
-
-
-def _tell(options: argparse.Namespace, lines: Sequence[str]) -> None:
-    """The answer as far as it is known; with ``--json``, whose document comes at the end, as
-    progress."""
-    if options.json:
-        say(options, "\n".join(lines))
-    else:
-        print("\n".join(lines), flush=True)
-    say(options, "looking for the cheapest change that fits; interrupt where the answer is enough")
-
-
-def _least_state(
-    of_profile: ProfileQuestion, measurements: Measurements, size: int, limit: int | None = None
-) -> SearchResult:
-    """The least that any plan needs for its state, at the cost of tracing at a micro-batch size
-    (``recommender.capture.least_state``)."""
-    backend = measurements.backend
-    sharding = backend.sharding(size)
-    return least_state(
-        backend.traced(size).graph,
-        {
-            split: sharding.param_bytes(split)
-            for split in {choice.param_split for choice in of_profile.stage_choices}
-        },
-        backend.state_bytes(size),
-        of_profile.stage_choices,
-        of_profile.cluster,
-        space=of_profile.space,
-        memory_limit_bytes=limit,
+        options.remat if num_full_layers(options.remat or "") else None,
     )
 
 
 def _measuring(of_profile: ProfileQuestion, measurements: Measurements) -> Measuring:
-    """How changes are measured."""
-
-    def measured(**changes: Any) -> Profile:
-        # Of a plan that is not made, no interval is shown: nothing is compiled to calibrate it.
-        changed = replace(of_profile, **changes, calibration_plans=0)
-        return make_profile(changed, measurements=measurements)
-
-    def state_bytes(cluster: Cluster, **changes: Any) -> int | None:
-        changed = replace(of_profile, cluster=cluster, **changes)
-        result = _least_state(changed, measurements, of_profile.microbatch_size)
-        return result.peak_bytes if result.stages else None
-
-    return Measuring(of_profile.remat, of_profile.shard_optimizer, measured, state_bytes)
+    """How changes are measured: by profiles."""
+    return measuring(
+        of_profile, measurements, lambda changed: make_profile(changed, measurements=measurements)
+    )
 
 
 def _refused(
@@ -349,7 +310,7 @@ def _refused(
     if any(SCHEDULES[name].stages_per_group > 1 for name in names):
         return None  # a device with several stages may hold less than any stage in one piece
     limit = question.limit_bytes
-    found = _least_state(of_profile, measurements, of_profile.microbatch_size, limit)
+    found = least_state_of(of_profile, measurements, of_profile.microbatch_size, limit)
     if found.stages and limit is not None:
         needs = (
             "parameters, gradients and optimizer state alone need at least "
@@ -363,21 +324,11 @@ def _refused(
     document, lines = {**result.to_json(), "warnings": []}, [f"infeasible: {result.why.summary}"]
     if found.stages and limit is not None:
         num_layers = measurements.backend.traced(of_profile.microbatch_size).graph.num_layers
-        measuring = _measuring(of_profile, measurements)
-        change = cheapest_change(question, num_layers, None, measuring)
-        lines.append(_name_change(document, change, "can fit"))
+        measure = _measuring(of_profile, measurements)
+        change = cheapest_change(question, num_layers, None, measure)
+        lines.append(name_change(document, change, "can fit"))
     emit(options, document, "\n".join(lines))
     return 1
-
-
-def _name_change(document: dict[str, Any], change: FittingChange | None, fits: str) -> str:
-    """Add it to the document; a line for people."""
-    document["why"] = {**document["why"], "cheapest_change": change and change.to_json()}
-    return (
-        f"cheapest change: {change.summary}"
-        if change
-        else f"no single change of those that were tried {fits}"
-    )
 
 
 def _knowledge(options: argparse.Namespace, profile: Profile, cluster: Cluster) -> Knowledge:
@@ -449,25 +400,6 @@ def _chosen(
     else:
         return question, (), None
     return (question, attempts, None) if best is None else (best.question, attempts, best.result)
-
-
-def attempts_table(attempts: Sequence[Attempt]) -> str:
-    """What was tried, one line each."""
-    rows = [
-        [
-            f"{attempt.question.cluster}, batch {attempt.question.global_batch_size}, "
-            f"{counted(attempt.question.num_microbatches, 'micro-batch', 'micro-batches')}, "
-            f"{attempt.question.schedule}",
-            attempt.result.status,
-            format_bytes(attempt.result.peak_bytes) if attempt.result.plan else "-",
-            attempt.rests_on if attempt.result.plan else "-",
-            "-"
-            if attempt.result.proof.step_seconds is None
-            else format_seconds(attempt.result.proof.step_seconds),
-        ]
-        for attempt in attempts
-    ]
-    return table(["tried", "status", "peak", "is", "step"], rows)
 
 
 def front_table(front: Front) -> list[str]:

@@ -75,11 +75,15 @@ _WORDS = {
     "other sizes": ("compiling", "compiled", "stage", "stages"),
     "paper runs": ("compiling", "compiled", "stage", "stages"),
     "buffers of the stages": ("compiling", "compiled", "stage", "stages"),
+    "bounds from tracing": ("tracing", "traced", "stage", "stages"),
     "stages of the plan": ("compiling", "compiled", "stage of the plan", "stages of the plan"),
     "stages of the plans": ("compiling", "compiled", "stage of the plans", "stages of the plans"),
     "largest sizes": ("measuring", "measured", "layer", "layers"),
     "layers": ("measuring", "measured", "layer", "layers"),
+    "segments": ("compiling", "compiled", "segment", "segments"),
+    "more programs": ("compiling", "compiled", "more program", "more programs"),
     "updates on the host": ("measuring", "measured", "update", "updates"),
+    "sums of gradients": ("measuring", "measured", "sum", "sums"),
     "profiling runs": ("making", "made", "profiling run", "profiling runs"),
     "devices of the workers": (
         "asking",
@@ -97,6 +101,8 @@ _DETAILS = {
     "paper runs": "those of the paper's profiling runs",
     "largest sizes": "alone, to find the largest micro-batch size that fits",
     "layers": "alone, at the sizes between",
+    "segments": "the passes of every layer, for each number of models that may be fused",
+    "more programs": "what makes feature maps again, and other numbers of models",
     "buffers of the stages": "what their memory consists of",
 }
 

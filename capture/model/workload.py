@@ -236,9 +236,8 @@ class WorkloadSpec:
                 "workload-arguments",
             ) from None
         made = check_workload(function(**self.arguments), str(self))
-        named: Any = LoadedWorkload(
-            made.loss_fn, made.init, made.batch, made.optimizer, str(self), made
-        )
+        parts = made.loss_fn, made.init, made.batch, made.optimizer
+        named: Any = LoadedWorkload(*parts, str(self), made)
         return named
 
 

@@ -401,7 +401,8 @@ class AdditivePredictor(ComponentTables):
         )
         # A degree that was not profiled: a + b / k was seen to miss 8 % at 8 ways and 17 % at 16
         # where a temporary hits a floor.
-        width = 0 if config.choice in self.profile.choices else 0.17
+        known = set(self._known(config.choice)) <= set(self.profile.choices)
+        width = 0 if known else 0.17
         return max(0.0, low - width), high + width
 
     def _layer_parts(

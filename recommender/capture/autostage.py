@@ -264,7 +264,7 @@ def autostage(
     stages = (replace(s, devices=devices) for s, devices in zip(result.stages, placed, strict=True))
     plan = plan_of(profile, question, stages)
     prediction = AdditivePredictor(profile).predict(plan)
-    assert result.step_seconds is not None, "that is what was searched for"
+    assert result.step_seconds is not None, "it is feasible"
     summary = (
         f"{LABEL}: least step time, {format_seconds(result.step_seconds)} without updates and "
         "transfers between stages."

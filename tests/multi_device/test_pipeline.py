@@ -206,6 +206,7 @@ def test_weight_decay_masked_by_path():
     )
 
 
+@pytest.mark.slow
 def test_adafactor():
     compare(
         mlp(optax.adafactor(1e-2, min_dim_size_to_factor=8)),

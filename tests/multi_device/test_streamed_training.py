@@ -178,8 +178,10 @@ def switched(off: str = "") -> tuple[bytes, dict[str, int], Ledger, Step]:
     "off",
     [
         "grouping",
-        "offload",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("prefetch", "jit", "p2p")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("offload", "prefetch", "jit", "p2p")
+        ),
     ],
 )
 def test_off_means_off_in_the_volumes_and_on_the_arrays(off):
@@ -357,6 +359,7 @@ def unet(width: int = 8) -> Workload:
     return Workload(loss, init, batch, optax.adam(1e-3))
 
 
+@pytest.mark.slow
 def test_a_value_that_skips_packs_is_kept_once():
     step = compare(unet(), packs_plan((1,) * 7, (1,) * 6, batch=3))
     volumes, value = volumes_bytes(step.program), 3 * 8 * 4
