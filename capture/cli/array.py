@@ -191,8 +191,9 @@ def plan(options: argparse.Namespace) -> int:
         answer.plan.save(options.output)
         proof = answer.proof
         lines.append(
-            f"plan -> {options.output} (search: {proof.algorithm}, {proof.num_evaluated} "
-            f"simulations, {proof.seconds:.1f} s with what was compiled)"
+            f"plan -> {options.output} (search: {proof.algorithm}, "
+            f"{counted(proof.num_evaluated, 'simulation')}, {format_seconds(proof.seconds)} with "
+            "what was compiled)"
         )
     emit(options, answer.to_json(), "\n".join(lines))
     return 0 if answer.status == "ok" else 1

@@ -155,7 +155,8 @@ def plan(options: argparse.Namespace) -> int:
         answer.plan.save(options.output)
         lines.append(
             f"plan -> {options.output} (search: {answer.proof.algorithm}, "
-            f"{len(answer.proof.points)} simulations, {answer.proof.seconds * 1e3:.1f} ms)"
+            f"{counted(len(answer.proof.points), 'simulation')}, "
+            f"{format_seconds(answer.proof.seconds)})"
         )
     document = {**answer.to_json(), "assumed": server.assumed}
     if measured is not None:
