@@ -4,7 +4,7 @@ made with."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -240,22 +240,16 @@ def refuse_unread(options: argparse.Namespace, kind: str, *read: str) -> None:
         )
 
 
-def check_workload_is_read(
-    options: argparse.Namespace, plans: Sequence[Plan], profiles: Sequence[Profile | None]
-) -> None:
-    """Refuse a workload where plans have their predictions, or profiles, and nothing is traced.
+def check_workload_is_read(options: argparse.Namespace, is_known: Iterable[bool]) -> None:
+    """Refuse a workload where all plans are known without tracing it.
 
     Raises:
         PlanError: ``plan-workload``.
     """
-    known = (
-        plan.prediction is not None or profile is not None
-        for plan, profile in zip(plans, profiles, strict=True)
-    )
-    if options.workload is not None and all(known):
+    if options.workload is not None and all(is_known):
         raise PlanError.of(
-            f"--workload {options.workload}: nothing is traced where plans have a prediction or a "
-            "profile is given, so it would not be read; leave it out.",
+            f"--workload {options.workload}: nothing is traced where a plan has a prediction or a "
+            "profile says all of it, so it would not be read; leave it out.",
             "plan-workload",
         )
 

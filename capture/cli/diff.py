@@ -75,7 +75,10 @@ def main(options: argparse.Namespace) -> int:
 
     limit, profiles = asked.read_limit(vars(options)), _profiles(options.profile)
     stages = [of_stages(plan) for plan in plans]
-    asked.check_workload_is_read(options, stages, profiles)
+    known = zip(stages, profiles, strict=True)
+    asked.check_workload_is_read(
+        options, (p.prediction is not None or f is not None for p, f in known)
+    )
     first, second = _facts(options, stages, profiles, limit)
     document = compare(first, second)
     emit(options, document, as_text(first, second))

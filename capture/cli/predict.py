@@ -49,6 +49,8 @@ def main(options: argparse.Namespace) -> int:
     plan = of_stages(load_plan(options.plan))
     profile = Profile.load(options.profile)
     prediction = AdditivePredictor(profile, allow_extrapolation=options.extrapolate).predict(plan)
+    compiles = prediction.extrapolated and not options.no_compile
+    asked.check_workload_is_read(options, [not compiles])
     plan = plan.with_(prediction=prediction)
     shown = plan.with_(verification=None)
     document: dict[str, Any] = {
@@ -57,7 +59,7 @@ def main(options: argparse.Namespace) -> int:
         "verification": None,
     }
     lines = []
-    if prediction.extrapolated and not options.no_compile:
+    if compiles:
         compiler = PlanCompiler(
             profile,
             lambda: asked.plan_measurements(options, plan),

@@ -163,9 +163,10 @@ def test_what_has_no_meaning_is_refused_and_says_what_to_use(folder, capsys, arg
 
 
 def test_a_workload_that_nothing_reads_is_refused(folder, capsys):
-    plan = str(FILES / "uneven.plan.json")
-    code, text = said(capsys, "report", plan, "--workload", "other.py:model")
-    assert code == 2 and "it would not be read" in text and "[plan-workload]" in text
+    plan, profile = (str(FILES / f"uneven.{what}.json") for what in ("plan", "profile"))
+    for verb in (["report", plan], ["diff", plan, plan], ["predict", plan, "--profile", profile]):
+        code, text = said(capsys, *verb, "--workload", "other.py:model")
+        assert code == 2 and "it would not be read" in text and "[plan-workload]" in text
 
 
 def test_python_refuses_it_with_the_code(folder):
