@@ -192,8 +192,7 @@ def plan(options: argparse.Namespace) -> int:
         proof = answer.proof
         lines.append(
             f"plan -> {options.output} (search: {proof.algorithm}, "
-            f"{counted(proof.num_evaluated, 'simulation')}, {format_seconds(proof.seconds)} with "
-            "what was compiled)"
+            f"{counted(proof.num_evaluated, 'simulation')}, {format_seconds(proof.seconds)})"
         )
     emit(options, answer.to_json(), "\n".join(lines))
     return 0 if answer.status == "ok" else 1
