@@ -93,7 +93,7 @@ def test_adapters_share_their_base(folder, capsys):
     ("more", "code"),
     [
         (["--models", "3", "--vary", "seed=0,1"], "array-vary"),
-        (["--vary", "b1=0.1,0.2"], "array-hyperparameter"),
+        (["--vary", "learning_rat=0.1,0.2"], "array-hyperparameter"),
         (["--vary", "seed=0,1", "--shared", "base/*"], "array-shared"),
         (["--vary", "seed=0,1", "--schedule", "gpipe"], "plan-system"),
         (["--vary", "seed=0,1", "--target", "cpu"], "devices-no-rates"),
@@ -109,3 +109,5 @@ def test_wrong_questions_are_refused(folder, capsys, more, code):
     exit_code, document = asked(capsys, *given, *more)
     assert exit_code == 2
     assert [error["code"] for error in document["errors"]] == [code]
+    if code == "array-hyperparameter":
+        assert "Did you mean learning_rate?" in document["errors"][0]["message"]
