@@ -72,6 +72,10 @@ def remat_or(*others: str) -> Callable[[str], str]:
     return read
 
 
+#: What options are added to: all of a verb, or a group of them.
+Arguments = argparse.ArgumentParser | argparse._ArgumentGroup
+
+
 @dataclass(frozen=True)
 class Option:
     """An option of a command line, and a key of a job file.
@@ -98,7 +102,7 @@ class Option:
     def flag(self) -> str:
         return f"--{self.name.replace('_', '-')}"
 
-    def add_to(self, parser: argparse.ArgumentParser) -> None:
+    def add_to(self, parser: Arguments) -> None:
         names = [name for name in (self.short, self.flag) if name]
         if self.default is False:
             parser.add_argument(*names, action="store_true", help=self.help)
@@ -130,7 +134,7 @@ class Option:
         return read
 
 
-def add(parser: argparse.ArgumentParser, *options: Option) -> None:
+def add(parser: Arguments, *options: Option) -> None:
     for option in options:
         option.add_to(parser)
 

@@ -29,6 +29,10 @@ from capture.plan.choices import ChoiceRow, ParamSplit, StageChoice, num_full_la
 from capture.plan.stage import Stage
 from capture.plan.stages import Plan, TensorParallelRule
 
+#: What a stage that the compiler refuses is said to need: above all memories, and far enough below
+#: what int64 holds to be added up.
+REFUSED_BYTES = 1 << 58
+
 PROFILE = documents.Format("profile", ProfileError, "profile", "make it again with capture profile")
 
 
@@ -231,6 +235,17 @@ class Profile:
         """The graph with every batch dimension scaled to another micro-batch size."""
         return rescaled(self.graph, microbatch_size, self.model_hashes.get(microbatch_size, ""))
 
+    def without_stages(self, refused: Mapping[StageConfig, str]) -> Profile:
+        """The profile in which no memory suffices for some stages, which a compiler refuses: why,
+        by stage."""
+        cost = StageCost(0, REFUSED_BYTES, REFUSED_BYTES, 0, 0, (), (), ())
+        said = [f"{config}: {why}" for config, why in refused.items()]
+        return replace(
+            self,
+            verified={**self.verified, **dict.fromkeys(refused, cost)},
+            failures=tuple(dict.fromkeys((*self.failures, *said))),
+        )
+
     def plan(
         self,
         cluster: Cluster,
@@ -308,7 +323,7 @@ class Profile:
                 JSON, and the codes of ``from_json``.
         """
         path = Path(path)
-        profile = cls.from_json(PROFILE.load(path))
+        profile = PROFILE.load(path, cls.from_json)
         target = resolved_target(profile.target, path.parent)
         return (
             profile

@@ -293,7 +293,7 @@ class AdditivePredictor(ComponentTables):
                 ``profile-target`` if it is for another target than the profile, and the codes of
                 ``table``.
         """
-        of_stages(plan, "Its estimate is in the plan.")
+        of_stages(plan)
         self._check_model(plan)
         schedule, memories = plan.schedule_table, of_interfaces(self.interfaces(plan))
         peaks = [

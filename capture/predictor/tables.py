@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -111,12 +112,44 @@ class ComponentTables:
                 "profile-missing",
             ) from None
         if self.profile.is_lower_bound:
-            # What a layer adds to the largest product before it says nothing of the next one.
-            measured = _measured(table, windows)
-            for row, component in enumerate(self.components):
-                if component in _TEMPORARIES:
-                    table[row], drift[row] = _largest_part(measured[row]), 0
+            self._bound_parts(table, drift, windows, choice, microbatch_size)
         return table, drift
+
+    def _bound_parts(
+        self,
+        table: np.ndarray,
+        drift: np.ndarray,
+        windows: Mapping[tuple[int, int], np.ndarray],
+        choice: StageChoice,
+        microbatch_size: int,
+    ) -> None:
+        """Take sums over windows down to what no stage can be below, where these are lower bounds:
+        what a layer adds to the largest product before it says nothing of the next one."""
+        graph, measured = self.graph(microbatch_size), _measured(table, windows)
+        split = choice.value_split
+        crossing = np.array(
+            [
+                sum(graph.value_bytes(v, split) for v in graph.crossing(cut))
+                for cut in range(graph.num_layers + 1)
+            ]
+        )
+        for row, component in enumerate(self.components):
+            known = measured[row]
+            if component in ("forward", "backward"):
+                # What a part takes and gives may never be in memory in a stage that goes on there.
+                begins = known - crossing * (component == "forward")
+                ends = known - crossing[:-1, None]
+                inner = begins - crossing[:-1, None]
+                least = np.fmax(np.fmax.accumulate(begins, axis=1), _largest_part(inner))
+                if component == "forward":
+                    least = np.fmax(least, np.fmax.accumulate(ends[::-1])[::-1])
+            elif component in ("update", "summarize"):
+                least = _largest_part(known)
+            else:
+                continue
+            table[row], drift[row] = np.where(np.isnan(known), least, known), 0
+        longest = max(stop - first for first, stop in windows)
+        table[self.components.index("kept")] -= _kept_twice(graph, longest, choice)
 
     def table(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
         """Components of every stage: float64 (len(components), L, L + 1), bytes per device.
@@ -252,6 +285,32 @@ def _measured(like: np.ndarray, windows: Mapping[tuple[int, int], np.ndarray]) -
 def _largest_part(of_stage: np.ndarray) -> np.ndarray:
     """Per stage [first, stop), the most of any stage within it that is known; NaN of no stage."""
     return np.fmax.accumulate(np.fmax.accumulate(of_stage[::-1])[::-1], axis=1)
+
+
+def _kept_twice(graph: LayerGraph, longest: int, choice: StageChoice) -> np.ndarray:
+    """Most bytes that the sum over windows counts again of stages [first, stop), (L, L + 1): of a
+    value or batch leaf that two layers have to do with, too far apart for a window, and none
+    between."""
+    found = np.zeros((graph.num_layers, graph.num_layers + 1))
+    touched: list[tuple[int, set[int]]] = [
+        (
+            graph.value_bytes(v, choice.value_split),
+            {layer.layer_id for layer in graph.layers if v in layer.inputs + layer.outputs},
+        )
+        for v in range(len(graph.values))
+    ]
+    touched += [
+        (
+            leaf.shard_bytes(choice.data_parallel),
+            {layer.layer_id for layer in graph.layers if b in layer.batch},
+        )
+        for b, leaf in enumerate(graph.batch)
+    ]
+    for nbytes, layers in touched:
+        for layer, later in pairwise(sorted(layers)):
+            if later - layer >= longest:
+                found[: layer + 1, later + 1 :] += nbytes
+    return found
 
 
 def _kind(choice: StageChoice) -> StageChoice:
