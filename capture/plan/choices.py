@@ -34,6 +34,8 @@ def remat_time_fraction(remat: Remat) -> float | None:
 def num_full_layers(remat: Remat) -> int:
     """Of a mixture, how many layers are as with ``"full"``; 0 for anything else.
 
+    They are the first ones: a backward pass runs them again when the others are done with.
+
     Example:
         >>> num_full_layers("full:3"), num_full_layers("full")
         (3, 0)

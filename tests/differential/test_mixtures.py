@@ -10,6 +10,7 @@ from capture.plan.choices import StageChoice
 from capture.plan.stage import Stage
 from capture.predictor import AdditivePredictor
 from capture.predictor.formula import kept_bytes
+from profiling_runs.calibrate import calibration_of
 from profiling_runs.collect import profile
 from profiling_runs.measurements import open_measurements
 from profiling_runs.question import ProfileQuestion
@@ -47,3 +48,12 @@ def test_what_is_predicted_of_a_mixture_is_no_less_than_what_is_compiled():
         assert kept == kept_bytes(made.graph, config.first, config.stop, choice, cost)
         assert truth <= found.peak_bytes <= 13 / 12 * truth
         assert found.interval_bytes[0] <= truth <= found.interval_bytes[1]
+
+
+def test_plans_that_calibrate_have_mixtures_where_stages_may():
+    """Of both kinds together; of one there are none."""
+    for remat, expected in ((("cheap", "full"), {"full:1", "full:2"}), (("cheap",), set())):
+        asked = ProfileQuestion(models.repeated(4, marked=True), Cluster((2,)), 4, remat=remat)
+        plans = calibration_of(asked, open_measurements(asked))
+        drawn = {stage.choice.remat for plan in plans for stage in plan.stages}
+        assert drawn == {*remat, *expected}

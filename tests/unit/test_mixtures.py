@@ -13,6 +13,7 @@ from refusals import code_of
 from synthetic_profiles import Planted, make_plan
 from test_table_search import every_plan, question, recomputing
 
+from capture.cli.profile_file import read_profile
 from capture.machine.cluster import Cluster
 from capture.measured.profile import Calibration, StageConfig, StageError
 from capture.model.workload import WorkloadSpec
@@ -94,15 +95,15 @@ def test_a_prediction_of_a_mixture_has_the_width_of_what_was_not_compiled():
     )
 
 
-@pytest.mark.parametrize(("name", "num_layers"), [("1f1b", 5), ("interleaved", 8)])
+@pytest.mark.parametrize(("name", "num_layers"), [("1f1b", 5), ("interleaved", 7)])
 def test_every_stage_recomputes_as_many_layers_as_it_must(name, num_layers):
     """The fastest plans within limits between those of one kind; of two stages by brute force."""
     profile = recomputing(Planted(num_layers, seed=7), CHEAP, FULL)
     asked = question(name, target="a100-40g", memory_limit_bytes=1 << 40)
     choices = with_mixtures((CHEAP, FULL), num_layers)
     assert stage_choices(profile) == choices
-    every = every_plan(profile, asked, choices if name == "1f1b" else (CHEAP, FULL))
     alone = every_plan(profile, asked, (CHEAP, FULL))
+    every = every_plan(profile, asked, choices) if name == "1f1b" else alone
     least, most = min(alone)[0], min(alone, key=lambda one: (one[1], one[0]))[0]
     gains = []
     for limit in range(least, most + 1, 1 + (most - least) // 5):
@@ -127,6 +128,19 @@ def test_a_mixture_by_name_is_what_all_stages_have():
     assert code_of(lambda: replace(asked, remat="full:0")) == "plan-remat"
     for refused in ({"mode": "paper"}, {"algorithm": "autostage", "objective": "throughput"}):
         assert code_of(lambda refused=refused: replace(asked, **refused)) == "plan-algorithm"
+
+
+def test_a_profile_in_a_file_serves_a_mixture_where_it_has_both_kinds(tmp_path):
+    profile = recomputing(Planted(5, seed=7), StageChoice(), CHEAP, FULL)
+    asked = ProfileQuestion(WorkloadSpec.parse("models/gpt.py:gpt"), Cluster((2,)), 16)
+    paths = [tmp_path / "all.json", tmp_path / "cheap.json"]
+    profile.save(paths[0])
+    recomputing(Planted(5, seed=7), CHEAP).save(paths[1])
+    for remat, kinds in (("full:2", {CHEAP, FULL}), ("cheap", {CHEAP})):
+        read = read_profile(paths[:1], replace(asked, remat=(remat,)), remat)
+        assert set(read.choices) == kinds
+    refused = lambda: read_profile(paths[1:], replace(asked, remat=("full:2",)), "full:2")  # noqa: E731
+    assert code_of(refused) == "profile-choice"
 
 
 def test_what_is_measured_for_a_mixture_are_its_parts():
