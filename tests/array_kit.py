@@ -22,6 +22,7 @@ class Chain:
         num_models: All bytes are for so many.
         border_bytes, maps_bytes: What a layer hands on, and what its own passes alone use.
         weight_bytes: Of a layer.
+        shared_bytes: Of parameters that every layer reads, and all sub-arrays have alike.
     """
 
     num_layers: int
@@ -29,6 +30,7 @@ class Chain:
     border_bytes: int = 100
     maps_bytes: int = 400
     weight_bytes: int = 50
+    shared_bytes: int = 0
 
     @property
     def num_leaves(self) -> int:
@@ -40,10 +42,10 @@ class Chain:
         reads: list[list[int]] = [[] for _ in range(2 * last)]
         writes: list[list[int]] = [[] for _ in range(2 * last)]
 
-        def add(name, category, nbytes, writer, readers, updater=None, feed=()):
+        def add(name, category, nbytes, writer, readers, updater=None, feed=(), shared=False):
             number = len(bundles)
-            size = nbytes * self.num_models
-            bundles.append(Bundle(name, category, size, writer, readers, updater, feed))
+            size = nbytes * (1 if shared else self.num_models)
+            bundles.append(Bundle(name, category, size, writer, readers, updater, feed, shared))
             for reader in readers:
                 reads[reader].append(number)
             for made in (writer, updater):
@@ -51,6 +53,9 @@ class Chain:
                     writes[made].append(number)
 
         add("batch 0", "batch", 10, None, (0, 2 * last - 1), None, (0,))
+        if self.shared_bytes:
+            readers = tuple(range(2 * last))
+            add("shared", "shared", self.shared_bytes, None, readers, shared=True)
         for layer in range(last):
             back = 2 * last - 1 - layer
             add(
@@ -107,13 +112,15 @@ class Kit:
     Attributes:
         num_layers: Of every sub-array.
         forward_seconds: Of one model; backward twice that.
+        shared_bytes: As of ``Chain``.
     """
 
     num_layers: int
     forward_seconds: float = 1e-6
+    shared_bytes: int = 0
 
     def sub_array(self, num_models: int) -> Chain:
-        return _chain(self.num_layers, num_models)
+        return _chain(self.num_layers, num_models, self.shared_bytes)
 
     def facts(self, sub_array: Chain, call: Call) -> ProgramFacts:
         models = sub_array.num_models
@@ -124,5 +131,5 @@ class Kit:
 
 
 @cache
-def _chain(num_layers: int, num_models: int) -> Chain:
-    return Chain(num_layers, num_models)
+def _chain(num_layers: int, num_models: int, shared_bytes: int) -> Chain:
+    return Chain(num_layers, num_models, shared_bytes=shared_bytes)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from array_kit import Kit
 
 from benchmarks.mutwo_graphs import chain, host_link, random_graph
 from recommender.mutwo.bound import bound_seconds, floor_seconds
@@ -99,6 +100,23 @@ def test_every_limit_is_kept_and_less_memory_is_never_faster():
         assert best.seconds >= before * (1 - 1e-9)
         before = best.seconds
     assert before == float("inf") and not best.fits
+
+
+def test_what_all_sub_arrays_share_takes_its_room_once():
+    """With so much more memory, nothing else changes: no step, no bound, no answer."""
+    link = host_link(4e8)
+    free = ArrayProblem(Kit(3), 4, link, 10**12)
+    space = free.space(Way(((0,), (1,), (2,), (3,)), "multiplexed"))
+    most, least = (space.least(chosen).peak_bytes for chosen in (space.retained, space.swapped))
+    plain = replace(free, limit_bytes=(most + least) // 2)
+    shared = ArrayProblem(Kit(3, shared_bytes=700), 4, link, plain.limit_bytes + 700)
+    for way in ways(4):
+        one, other = plain.space(way), shared.space(way)
+        assert bound_seconds(one) == pytest.approx(bound_seconds(other), rel=1e-6)
+        assert one.weigh(one.swapped).seconds == other.weigh(other.swapped).seconds
+    found, same = search(plain), search(shared)
+    assert found.best.weighed.seconds == same.best.weighed.seconds < float("inf")
+    assert same.best.weighed.peak_bytes == found.best.weighed.peak_bytes + 700
 
 
 def test_what_is_weighed_is_what_is_written():

@@ -20,11 +20,11 @@ LINKS = LinkTimes(MACHINE.cluster, MACHINE.rates)
 
 
 @st.composite
-def decided(draw, layers):
+def decided(draw, layers, shared_bytes=0):
     """Sub-arrays of a chain with choices drawn for each bundle."""
     found = []
     for models in draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (2, 1, 1)])):
-        chain = Kit(layers).sub_array(models)
+        chain = Kit(layers, shared_bytes=shared_bytes).sub_array(models)
         again = recomputable(chain)
         decisions = []
         for number in movable(chain):
@@ -111,7 +111,8 @@ def test_the_clock_and_the_counted_bytes_are_those_of_the_instructions(
     data, layers, between, slower, duplex
 ):
     """What a search asks thousands of times is what the step says that is written."""
-    arrays = data.draw(decided(layers))
+    shared_bytes = data.draw(st.sampled_from([0, 70]))
+    arrays = data.draw(decided(layers, shared_bytes))
     turns = data.draw(st.sampled_from(["multiplexed", "in turn"]))
     kit, host = Kit(layers), MACHINE.rates.host
     free = peak_of(build_array(arrays, turns, kit).replay(), 0)[0]
@@ -135,3 +136,5 @@ def test_the_clock_and_the_counted_bytes_are_those_of_the_instructions(
     ledger = timeline.program_order
     assert issued.peak_bytes == ledger.peak_of(0).peak_bytes
     assert issued.host_peak_bytes == ledger.peak_of("host").peak_bytes
+    # Once for all sub-arrays.
+    assert ledger.peak_of(0).parts.get("shared", 0) == shared_bytes

@@ -11,7 +11,7 @@ from capture.step.sub_array import movable
 from recommender.mutwo.paper.partitions import fastest, schedule_partition
 from recommender.mutwo.paper.profiler import profile
 from recommender.mutwo.paper.readings import CORRECTED, PAPER
-from recommender.mutwo.paper.sub_arrays import pose
+from recommender.mutwo.paper.sub_arrays import pose, resident_bytes
 
 HOST = MACHINE.rates.host
 
@@ -70,10 +70,11 @@ def test_the_profiler_takes_the_median_of_three_after_one_and_holds_what_one_ope
 @pytest.mark.parametrize("by_bundle", [False, True])
 def test_a_sub_array_as_a_graph_needs_what_its_step_does(by_bundle):
     """With everything retained, in every segment, but for what is static there: batch and loss."""
-    kit = Kit(4)
+    kit = Kit(4, shared_bytes=90)
     chain = kit.sub_array(2)
     posed = pose(chain, kit, HOST, "one", by_bundle)
     graph = posed.graph
+    assert resident_bytes([posed, posed]) == 2 * posed.static_bytes + 90
     assert sum(len(own) for v, own in enumerate(posed.bundles) if v in graph.intermediates) == len(
         movable(chain)
     )
@@ -88,7 +89,7 @@ def test_a_sub_array_as_a_graph_needs_what_its_step_does(by_bundle):
             for v in graph.intermediates
             if graph.last_fw_access[v] < rank < graph.num_forward + graph.first_bw_access[v]
         ]
-        ours = posed.static_bytes + graph.peak_bytes[rank]
+        ours = resident_bytes([posed]) + graph.peak_bytes[rank]
         ours += sum(graph.values[v].nbytes for v in resting)
         loss = chain.bundles[chain.loss].nbytes
         assert nbytes <= ours <= nbytes + loss, label
