@@ -109,7 +109,10 @@ def wanted_configs(
     traced, and that needs no device."""
     graph = measurements.backend.traced(question.microbatch_size).graph
     windows = window_configs(
-        graph.num_layers, question.stage_choices, question.microbatch_sizes, question.num_neighbours
+        graph.num_layers,
+        question.profiled_choices,
+        question.microbatch_sizes,
+        question.num_neighbours,
     )
     wanted = {WINDOWS: windows}
     if question.paper is not None:

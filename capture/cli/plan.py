@@ -1,4 +1,8 @@
-"""Recommend the plan of least peak memory; profiles first, unless --profile is given."""
+"""Recommend a plan: of pipeline stages the one of least peak memory (--system capture), of packs of
+layers that are streamed (harmony), or of an array of models on one device (mutwo).
+
+What is not known is measured first, unless --profile, or for packs --layers, gives it.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +21,11 @@ from capture.cli.progress import progress
 from capture.errors import PlanError, ProfileError, Violation
 from capture.machine.cluster import Cluster
 from capture.measured.profile import Profile
+from capture.plan.choices import num_full_layers
 from capture.plan.schedule import PLAIN_SCHEDULES, SCHEDULES
 from capture.plan.why import Front
 from capture.predictor.step_time import describe_time, has_times, predicted_timeline, time_summary
-from capture.quantities import format_bytes
+from capture.quantities import format_bytes, format_seconds
 from profiling_runs.collect import profile as make_profile
 from profiling_runs.measurements import Measurements
 from profiling_runs.question import ProfileQuestion
@@ -43,29 +48,61 @@ from recommender.question import (
 #: Of every system.
 _OF_ALL = {"system", "json", "quiet", "main", "parser"}
 
+#: Of the options of a profile, those that other systems or no pipelines have, too.
+_OF_SEVERAL = {
+    option.name
+    for option in (*shared.CLUSTER[:2], shared.GLOBAL_BATCH, shared.NUM_LAYERS, *shared.BACKEND)
+}
+
 NAME = "plan"
-HELP = "recommend the plan of least peak memory"
+HELP = "recommend a plan: pipeline stages, packs of layers, or an array of models"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_workload(parser, required=False)
     shared.add(
-        parser,
+        parser.add_argument_group("The question, of every system"),
         replace(
             layers.SYSTEM_OPTION,
-            help=f"{layers.SYSTEM_OPTION.help}; mutwo: several models on one device",
+            help=f"{layers.SYSTEM_OPTION.help}; mutwo: several models on one device. OSDP, per "
+            "operator: capture osdp",
             choices=(*(layers.SYSTEM_OPTION.choices or ()), array.SYSTEM),
         ),
-        *packs.OPTIONS,
-        *layers.OPTIONS,
-        *array.OPTIONS,
-        *shared.QUESTION,
-        *shared.STORE,
+        *shared.CLUSTER[:2],
+        shared.GLOBAL_BATCH,
+        shared.NUM_LAYERS,
         Option(
             "memory",
             "limit per device, such as 40GB (default: what the target can use); exit code 1 if "
             "nothing fits",
             metavar="SIZE",
+        ),
+        Option(
+            "algorithm",
+            "; ".join(f"{name}: {', '.join(search_names(name))}" for name in OBJECTIVES)
+            + f". {AUTOSTAGE} is Alpa's, for step time, on this cost model: the plan to compare "
+            "with (default: the first of its objective); harmony: "
+            f"{', '.join(packs.SEARCHES)}; mutwo: {', '.join(array.SEARCHES)}",
+            choices=tuple(dict.fromkeys((*SEARCH_NAMES, *packs.SEARCHES, *array.SEARCHES))),
+        ),
+        Option(
+            "mode",
+            "paper: the paper's predictor and space; of harmony pp (wrap-around pipeline, its "
+            "default), dp, or both: the faster",
+            "default",
+            choices=(*MODES, *packs.MODES),
+        ),
+        shared.output("plan.json"),
+    )
+    of_pipelines = parser.add_argument_group("Pipelines (--system capture)")
+    shared.add(
+        of_pipelines,
+        *(option for option in shared.QUESTION if option.name not in _OF_SEVERAL),
+        Option(
+            "objective",
+            "least peak; least step time that fits; that and the front of both. Times need an "
+            "accelerator target (default: memory, or that of --algorithm)",
+            choices=OBJECTIVES,
         ),
         Option(
             "verify",
@@ -76,31 +113,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ),
         shared.NO_COMPILE,
         Option(
-            "objective",
-            "least peak; least step time that fits; that and the front of both. Times need an "
-            "accelerator target (default: memory, or that of --algorithm)",
-            choices=OBJECTIVES,
-        ),
-        Option(
             "try_schedules",
             "choose the best of all schedules that the profile, and --algorithm, --mode and "
             "--merge-layers where they are given, know",
             False,
-        ),
-        Option(
-            "mode",
-            "paper: the paper's predictor and space; of harmony pp (wrap-around pipeline, its "
-            "default), dp, or both: the faster",
-            "default",
-            choices=(*MODES, *packs.MODES),
-        ),
-        Option(
-            "algorithm",
-            "; ".join(f"{name}: {', '.join(search_names(name))}" for name in OBJECTIVES)
-            + f". {AUTOSTAGE} is Alpa's, for step time, on this cost model: the plan to compare "
-            "with (default: the first of its objective); harmony: "
-            f"{', '.join(packs.SEARCHES)}; mutwo: {', '.join(array.SEARCHES)}",
-            choices=(*SEARCH_NAMES, *packs.SEARCHES, *array.SEARCHES),
         ),
         Option(
             "merge_layers",
@@ -109,17 +125,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="L",
         ),
         *bounds_first.OPTIONS,
-        shared.output("plan.json"),
     )
-    parser.add_argument(
+    of_pipelines.add_argument(
         "--profile",
         type=Path,
         action="append",
         metavar="FILE",
         help="use this profile instead of measuring; again: put several together",
     )
-    array.add_arguments(parser)
-    extent = parser.add_mutually_exclusive_group()
+    extent = of_pipelines.add_mutually_exclusive_group()
     extent.add_argument(
         "--smallest-cluster",
         action="store_true",
@@ -136,6 +150,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="M,M,...",
         help="numbers of micro-batches to choose the best of",
     )
+    of_packs = parser.add_argument_group("Packs (--system harmony)")
+    shared.add(of_packs, *packs.OPTIONS, *layers.OPTIONS)
+    of_arrays = parser.add_argument_group("Arrays (--system mutwo)")
+    shared.add(of_arrays, *array.OPTIONS)
+    array.add_arguments(of_arrays)
+    measuring = parser.add_argument_group("Measuring (pipelines, and packs of a workload)")
+    shared.add(measuring, *shared.BACKEND, *shared.STORE)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -155,8 +176,10 @@ def main(options: argparse.Namespace) -> int:
         asked.check_profiles_nothing(vars(options))
         profile = read_profile(options.profile, of_profile, options.remat)
     else:
-        if of_profile.backend == "compile" and question.mode == "default":
+        if not of_profile.executes:
             measurements = asked.open_measurements(options, of_profile)
+            asked.say_layers(options, of_profile, measurements)
+        if measurements is not None and question.mode == "default":
             refused = _refused(options, question, of_profile, measurements)
             if refused is not None:
                 return refused
@@ -236,11 +259,15 @@ def _refuse_options(options: argparse.Namespace) -> None:
         known = packs.known_options(options) | _OF_ALL
     elif options.system == array.SYSTEM:
         known = array.OWN | array.SHARED | _OF_ALL
+    of_layers = options.system == layers.SYSTEM and options.layers is not None
+
+    def why(name: str) -> str:
+        if of_layers and name in packs.OF_A_WORKLOAD:
+            return f"is of a workload that is profiled, and --layers {options.layers} is a profile"
+        return f"is not of --system {options.system}"
+
     PlanError.check(
-        Violation(
-            f"--{name.replace('_', '-')} is not of --system {options.system}; leave it out.",
-            "plan-system",
-        )
+        Violation(f"--{name.replace('_', '-')} {why(name)}; leave it out.", "plan-system")
         for name, value in vars(options).items()
         if name not in known and value != options.parser.get_default(name)
     )
@@ -260,6 +287,7 @@ def _question(options: argparse.Namespace, of_profile: ProfileQuestion) -> PlanQ
         options.algorithm,
         of_profile.space,
         options.merge_layers,
+        options.remat if num_full_layers(options.remat or "") else None,
     )
 
 
@@ -379,7 +407,7 @@ def front_table(front: Front) -> list[str]:
     rows = [
         [
             format_bytes(point.peak_bytes),
-            f"{point.step_seconds:.4g} s",
+            format_seconds(point.step_seconds),
             f"{point.schedule}, {point.num_microbatches}" if point.schedule else "-",
             ", ".join(
                 f"{s.first}-{s.stop - 1} ({s.choice.data_parallel}x{s.choice.tensor_parallel})"

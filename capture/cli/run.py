@@ -20,8 +20,7 @@ from capture.plan.array import ArrayPlan
 from capture.plan.kinds import load_plan
 from capture.plan.packs import PacksPlan
 from capture.plan.sharding import ShardingPlan
-from capture.quantities import format_bytes
-from capture.report.units import format_seconds
+from capture.quantities import format_bytes, format_seconds
 
 NAME = "run"
 HELP = "execute a plan on the devices of this machine"

@@ -1,5 +1,5 @@
 """Tables of what the compiler alone knows of stages: M_i plus the sum of M_a of every component,
-for every choice and micro-batch size."""
+for every choice and micro-batch size; those of mixtures from the tables of their parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from capture.errors import ProfileError, plain
 from capture.measured.profile import Profile, StageConfig
 from capture.measured.stage_cost import StageCost
 from capture.model.graph import LayerGraph
-from capture.plan.choices import StageChoice
+from capture.plan.choices import StageChoice, num_full_layers
+from capture.predictor import mixture
 from capture.predictor.fit import fit_degrees, fit_line
 from capture.predictor.formula import kept_bytes, split_bytes
 from capture.predictor.statistics import extend_windows
@@ -167,9 +168,19 @@ class ComponentTables:
                 )
             elif sizes:
                 self._tables[key] = self._table_off_sizes(choice, sizes, microbatch_size)
+            elif len(choice.measured) > 1:
+                self._tables[key] = self._mixed_table(choice, microbatch_size)
             else:
                 self._tables[key] = self._extrapolated_table(choice, microbatch_size)
         return self._tables[key]
+
+    def _mixed_table(self, choice: StageChoice, microbatch_size: int) -> np.ndarray:
+        full, cheap = (self.table(part, microbatch_size) for part in choice.measured)
+        table, num_full = cheap.copy(), num_full_layers(choice.remat)
+        for row, component in enumerate(self.components[: self.num_passes]):
+            mixed = mixture.running if component in _TEMPORARIES else mixture.kept
+            table[row] = mixed(full[row], cheap[row], num_full)
+        return table
 
     def _drifted(
         self, total: np.ndarray, drift: np.ndarray, windows: Mapping[tuple[int, int], np.ndarray]
@@ -246,12 +257,21 @@ class ComponentTables:
 
     def has_long_windows(self, choice: StageChoice, microbatch_size: int) -> bool:
         """Whether all windows were measured at a size that are at the largest one."""
-        sizes = [size for known, size in self._windows if known == choice]
-        own = self._windows.get((choice, microbatch_size), {})
-        return bool(sizes) and own.keys() >= self._windows[choice, max(sizes)].keys()
+        if self.is_extrapolated(choice, microbatch_size):
+            return False
+        for part in self._known(choice):
+            largest = max(size for known, size in self._windows if known == part)
+            own = self._windows[part, microbatch_size]
+            if not own.keys() >= self._windows[part, largest].keys():
+                return False
+        return True
 
     def is_extrapolated(self, choice: StageChoice, microbatch_size: int) -> bool:
-        return (choice, microbatch_size) not in self._windows
+        return any((part, microbatch_size) not in self._windows for part in self._known(choice))
+
+    def _known(self, choice: StageChoice) -> tuple[StageChoice, ...]:
+        """The choices whose windows tell of one."""
+        return (choice,) if choice in self.profile.choices else choice.measured
 
 
 def _measured(like: np.ndarray, windows: Mapping[tuple[int, int], np.ndarray]) -> np.ndarray:

@@ -15,11 +15,11 @@ import numpy as np
 
 from capture import environment
 from capture.compiler.executable import Compiler, Executable
-from capture.errors import PlanError, Violation
 from capture.measured.profile import StageConfig
 from capture.model.workload import PyTree, WorkloadProtocol
 from capture.partition.sharding import ModelSharding
 from capture.partition.tensor_parallel import Rule
+from capture.plan.files import traced_for
 from capture.plan.kinds import of_stages
 from capture.plan.stages import Plan
 from capture.runtime.dispatch import BoundStep, Observer, to_device, to_host
@@ -89,11 +89,11 @@ def pipeshard(
         ``step(state, batch)`` or ``step(state, batch, key)``, with ``step.init(key)``.
 
     Raises:
-        PlanError: ``plan-other-model`` if the plan was made for another model, ``plan-num-layers``.
+        PlanError: ``plan-other-model`` if the plan was made for another model.
         ExecutionError: ``run-devices`` if there are fewer devices than the plan uses.
     """
     environment.warn()
-    of_stages(plan, "Train with capture.shard(workload, plan, mesh).")
+    of_stages(plan)
     devices = first_devices(devices, plan.cluster.num_devices)
     traced = trace_for_plan(workload, plan)
     sharding = ModelSharding(traced, rule or cast(Rule, plan.tensor_parallel_rule))
@@ -104,35 +104,19 @@ def trace_for_plan(workload: WorkloadProtocol, plan: Plan) -> TracedModel:
     """The model cut into the plan's layers, at the plan's micro-batch size.
 
     Raises:
-        PlanError: ``plan-other-model`` or ``plan-num-layers`` if it is not the model that the plan
-            was made for.
+        PlanError: ``plan-other-model`` if it is not the model that the plan was made for.
     """
-    traced = trace(
+    return traced_for(
+        plan,
         workload,
-        plan.microbatch_size,
-        plan.num_layers if plan.auto_layers else None,
-        unmarked_layers=plan.num_layers,
+        lambda: trace(
+            workload,
+            plan.microbatch_size,
+            plan.num_layers if plan.auto_layers else None,
+            unmarked_layers=plan.num_layers,
+        ),
+        lambda traced: traced.graph,
     )
-    violations = []
-    if traced.graph.num_layers != plan.num_layers:
-        violations.append(
-            Violation(
-                f"the plan has num_layers={plan.num_layers} and the model "
-                f"{traced.graph.num_layers}; plan this model again.",
-                "plan-num-layers",
-            )
-        )
-    elif plan.model_hash and traced.graph.model_hash != plan.model_hash:
-        violations.append(
-            Violation(
-                f"the plan was made for model_hash={plan.model_hash} and this model has "
-                f"{traced.graph.model_hash}: the model, its "
-                "shapes or the version of JAX changed. Plan it again with capture plan.",
-                "plan-other-model",
-            )
-        )
-    PlanError.check(violations)
-    return traced
 
 
 class PipelinedStep:
