@@ -166,7 +166,7 @@ class _Asking:
             between.least,
             between.most,
             question,
-            self.compiler(between.least).attempt,
+            self.compiler(between.least),
             Effort(
                 options.within or 0.0,
                 0 if options.quick else options.compiles,
@@ -216,8 +216,7 @@ class _Asking:
             return bounds(changed, self._measurements, progress(options)).least
 
         is_limited = options.quick or options.compiles is not None or options.seconds is not None
-        attempted = self.compiler(least).attempt
-        known = BoundedKnowledge(least, attempted=attempted)
+        known = BoundedKnowledge(least, compiler=self.compiler(least))
         return cheapest_change(
             question,
             least.graph.num_layers,

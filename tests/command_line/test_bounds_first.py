@@ -59,7 +59,7 @@ class Model:
         compiled = PlanCompiler(self.between.least, lambda: self.measurements)
         between = self.between
         return bounds_first(
-            between.least, between.most, replace(QUESTION, **changes), compiled.attempt, effort
+            between.least, between.most, replace(QUESTION, **changes), compiled, effort
         )
 
 
