@@ -143,12 +143,20 @@ def with_verified(profile: Profile, plan: Plan, measurements: Measurements) -> P
     What is kept is counted by the graph at the plan's own micro-batch size, which may be another
     than the profile's graph scaled to it.
     """
-    size = plan.microbatch_size
-    graph = measurements.backend.sharding(size).graph(stage.choice for stage in plan.stages)
-    costs = {
-        config: measurements.costs[config]
-        for config in (StageConfig.of(stage, size) for stage in plan.stages)
-    }
+    configs = [StageConfig.of(stage, plan.microbatch_size) for stage in plan.stages]
+    return with_stages(profile, configs, measurements)
+
+
+def with_stages(
+    profile: Profile, configs: Sequence[StageConfig], measurements: Measurements
+) -> Profile:
+    """As ``with_verified``, of stages of one micro-batch size that were compiled; the profile as it
+    is without any."""
+    if not configs:
+        return profile
+    size = configs[0].microbatch_size
+    graph = measurements.backend.sharding(size).graph(config.choice for config in configs)
+    costs = {config: measurements.costs[config] for config in configs}
     verified = {
         config: replace(
             cost,
@@ -234,15 +242,25 @@ class PlanCompiler:
 
     def attempt(self, plan: Plan, known: Profile) -> tuple[Verified | None, Profile]:
         """As a call; but of a stage that does not compile it is known from then on that no memory
-        suffices, and why (``recommender.capture.bounds_first.Attempted``)."""
+        suffices, and why (``recommender.capture.bounds_first.StageCompiler``)."""
         try:
             return self(plan, known)
         except ProfileError:
-            failures = self.open().failures
-            configs = {StageConfig.of(stage, plan.microbatch_size) for stage in plan.stages}
-            if refused := {config: failures[config] for config in configs & failures.keys()}:
-                return None, known.without_stages(refused)
-            raise
+            configs = [StageConfig.of(stage, plan.microbatch_size) for stage in plan.stages]
+            if self.open().failures.keys().isdisjoint(configs):
+                raise
+            return None, self.probe(configs, known)[1]
+
+    def probe(self, configs: Sequence[StageConfig], known: Profile) -> tuple[int, Profile]:
+        """As ``attempt``, of some stages; how many of them the store did not have."""
+        measurements = self.open()
+        keys = {measurements.key(config) for config in configs}
+        missing = keys - set(measurements.backend.store.get(keys))
+        measurements.require({"stages of the plan": configs})
+        compiled = [config for config in configs if config in measurements.costs]
+        failures = measurements.failures
+        refused = {config: failures[config] for config in configs if config in failures}
+        return len(missing), with_stages(known, compiled, measurements).without_stages(refused)
 
     def __call__(self, plan: Plan, known: Profile) -> tuple[Verified, Profile]:
         sizes = self._profile.microbatch_sizes

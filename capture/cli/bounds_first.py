@@ -17,6 +17,7 @@ from capture.cli.progress import progress
 from capture.errors import PlanError, Violation
 from capture.machine.target import Target
 from capture.measured.profile import Profile
+from capture.plan.choices import num_full_layers
 from capture.plan.schedule import SCHEDULES
 from capture.plan.why import Bracket
 from capture.predictor.step_time import describe_time, time_summary
@@ -118,8 +119,11 @@ def is_asked(options: argparse.Namespace, of_profile: ProfileQuestion) -> bool:
 
 
 def _is_default(options: argparse.Namespace, of_profile: ProfileQuestion) -> bool:
+    # Mixtures of what is recomputed, which several modes stand for, too, have no bounds.
+    are_same = len(of_profile.remat) == 1 and not num_full_layers(of_profile.remat[0])
     return (
         options.algorithm is None
+        and are_same
         and options.neighbours == DEFAULT_NEIGHBOURS
         and options.objective in (None, "memory")
         and options.mode == "default"
@@ -162,7 +166,7 @@ class _Asking:
             between.least,
             between.most,
             question,
-            self.compiler(between.least).attempt,
+            self.compiler(between.least),
             Effort(
                 options.within or 0.0,
                 0 if options.quick else options.compiles,
@@ -212,8 +216,7 @@ class _Asking:
             return bounds(changed, self._measurements, progress(options)).least
 
         is_limited = options.quick or options.compiles is not None or options.seconds is not None
-        attempted = self.compiler(least).attempt
-        known = BoundedKnowledge(least, attempted=attempted)
+        known = BoundedKnowledge(least, compiler=self.compiler(least))
         return cheapest_change(
             question,
             least.graph.num_layers,

@@ -15,7 +15,9 @@ from capture.profiler.compile import CompileBackend
 from capture.runtime.bounds import BoundedProgram, Bounder
 
 #: Bump when the bounds of the same programs change.
-BOUNDS_VERSION = 7
+BOUNDS_VERSION = 8
+#: What XLA gives every product of cuBLAS to work in: 4 MiB, on some devices more.
+_CUBLAS_BYTES = 4 * 2**20
 
 
 class BoundsBackend:
@@ -28,7 +30,10 @@ class BoundsBackend:
 
     def __init__(self, backend: CompileBackend):
         self._backend = backend
-        self._bounder = Bounder(is_cpu=backend.target.platform == "cpu")
+        target = backend.target
+        # Of Triton's products nothing is known.
+        uses_cublas = target.compiler_options.get("xla_gpu_enable_triton_gemm") is False
+        self._bounder = Bounder(target.platform == "cpu", _CUBLAS_BYTES * uses_cublas)
 
     def key(self, config: StageConfig) -> str:
         """Content hash of everything that can change the bounds."""

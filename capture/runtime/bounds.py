@@ -51,6 +51,9 @@ _PRODUCTS = frozenset({"conv_general_dilated", "dot_general"})
 #: experts and convolutions for h100: copies and gradients that wait, and scratch of libraries.
 _MARGIN, _SCRATCH_BYTES = 1.15, 8 * 2**20
 _CPU_SCRATCH_BYTES = 2**16
+#: Rows, columns and terms per device from which on every product is a library's: smaller ones, and
+#: those with vectors, a compiler may compute otherwise.
+_SMALLEST_PRODUCT = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,9 +77,12 @@ class Bounder:
     Attributes:
         is_cpu: XLA's CPU compiler orders operations so that they may run side by side, and gives
             every program its memory as a whole.
+        product_scratch_bytes: What a compiler gives to every matrix product while it runs, at
+            least.
     """
 
     is_cpu: bool = False
+    product_scratch_bytes: int = 0
 
     def __call__(
         self,
@@ -127,7 +133,8 @@ class Bounder:
                 continue
             key = value if is_variable(value) else object()
             fresh[key], least_fresh[key] = shard_bytes(result), nbytes
-        memory = Memory(flow, split, fresh, least_fresh)
+        scratch = (self.product_scratch_bytes, mesh.size)
+        memory = Memory(flow, split, fresh, least_fresh, scratch)
         return BoundedProgram(
             _not_compiled,
             jax.tree.unflatten(jax.tree.structure(shapes), results),
@@ -145,6 +152,7 @@ class Memory:
         split: How its values lie on the devices.
         fresh: Bytes per device of the results that no donated argument holds.
         least_fresh: The same, at least.
+        scratch: Bytes of every matrix product that is large, split over so many devices at most.
     """
 
     def __init__(
@@ -153,8 +161,9 @@ class Memory:
         split: ValueSplit,
         fresh: Mapping[Any, int],
         least_fresh: Mapping[Any, int],
+        scratch: tuple[int, int] = (0, 1),
     ):
-        self._flow, self._split = flow, split
+        self._flow, self._split, self._scratch = flow, split, scratch
         self._fresh, self._least_fresh = fresh, least_fresh
         self._elsewhere = {*flow.inputs, *_variables(flow.outputs)}
         self._equations: list[Any] = flow.jaxpr.eqns
@@ -164,11 +173,16 @@ class Memory:
         order of the operations."""
         before, fresh = self._before(), self._fresh_before()
         at_products = (
-            fresh[at] + self._while_running(at, before[at])
+            fresh[at] + self._while_running(at, before[at]) + self._scratch_bytes(equation)
             for at, equation in enumerate(self._equations)
             if _is_product(equation)
         )
         return max(sum(self._least_fresh.values()), max(at_products, default=0))
+
+    def _scratch_bytes(self, equation: Any) -> int:
+        nbytes, num_devices = self._scratch
+        smallest = _SMALLEST_PRODUCT * num_devices
+        return nbytes if min(_product_sizes(equation)) >= smallest else 0
 
     def _while_running(self, product: int, before: Collection[int]) -> int:
         """What it makes, and what is read with it or after it: of products before it, or what is
@@ -356,6 +370,20 @@ class _Groups:
 
 def _is_fused(equation: Any) -> bool:
     return equation.primitive.name in _FUSED and not equation.effects
+
+
+def _product_sizes(equation: Any) -> tuple[int, int, int]:
+    """Rows, columns and what is summed over, of a matrix product; nothing of anything else."""
+    [result] = equation.outvars
+    if equation.primitive.name != "dot_general" or result.aval.dtype.kind in "biu":
+        return 0, 0, 0
+    (contract, others), batch = equation.params["dimension_numbers"]
+    shapes = [operand.aval.shape for operand in equation.invars]
+    rows, columns = (
+        math.prod(size for dim, size in enumerate(shape) if dim not in summed and dim not in apart)
+        for shape, summed, apart in zip(shapes, (contract, others), batch, strict=True)
+    )
+    return rows, columns, math.prod(shapes[0][dim] for dim in contract)
 
 
 def _is_product(equation: Any) -> bool:

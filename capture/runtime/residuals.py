@@ -217,8 +217,12 @@ class ValueSplit:
 
 
 def _dims_of(spec: PartitionSpec, axis: str) -> list[int]:
-    """Dimensions that a mesh axis splits, beside others or alone."""
-    return [dim for dim, names in enumerate(spec) if names == axis or axis in (names or ())]
+    """Dimensions that a mesh axis is asked to split, beside others or alone."""
+    return [
+        dim
+        for dim, names in enumerate(spec)
+        if names == axis or (isinstance(names, tuple) and axis in names)
+    ]
 
 
 def _dim(dims: Mapping[Any, int | None], atom: Any) -> int | None:

@@ -9,12 +9,13 @@ Once the best compiled plan is not above what the search finds, no plan needs le
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from capture.errors import ProfileError
 from capture.machine.target import Target
-from capture.measured.profile import REFUSED_BYTES, Profile
+from capture.measured.profile import REFUSED_BYTES, Profile, StageConfig
 from capture.plan.prediction import Verified
 from capture.plan.stages import Plan
 from capture.plan.why import Bracket, CompiledPlans, Proven, Why
@@ -26,9 +27,21 @@ from recommender.capture.search import search
 from recommender.capture.verified import Knowledge, of_compiler, same_model
 from recommender.question import BOUNDS_FIRST, PlanQuestion
 
-#: ``attempted(plan, known)`` compiles a plan's stages: what the compiler says, None where it
-#: refuses one, and what is known then.
-Attempted = Callable[[Plan, Profile], tuple[Verified | None, Profile]]
+#: Stages of a plan that are compiled side by side before the others are.
+_AT_ONCE = 2
+
+
+class StageCompiler(Protocol):
+    """Compiles stages, and knows them from then on; of one that is refused, that no memory
+    suffices for it."""
+
+    def attempt(self, plan: Plan, known: Profile) -> tuple[Verified | None, Profile]:
+        """Of a whole plan: what the compiler says, None where it refuses a stage."""
+        ...
+
+    def probe(self, configs: Sequence[StageConfig], known: Profile) -> tuple[int, Profile]:
+        """Of some: how many of them were not known."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -54,7 +67,7 @@ def bounds_first(
     least: Profile,
     most: Profile,
     question: PlanQuestion,
-    attempted: Attempted,
+    compiler: StageCompiler,
     effort: Effort = Effort(),
     *,
     told: Callable[[Bracket], None] = lambda bracket: None,
@@ -65,8 +78,7 @@ def bounds_first(
         least: Lower bounds of the stages of the space (``profiling_runs.bounds``).
         most: What they are expected to need at most.
         question: What is asked, for least memory.
-        attempted: Compiles a plan's stages: what the compiler says, and the lower bounds with it.
-            An interrupt meanwhile ends the search with what is known.
+        compiler: An interrupt meanwhile ends the search with what is known.
         effort: When to end.
         told: Every bracket, as it is known.
 
@@ -76,7 +88,7 @@ def bounds_first(
         ``why.uncompiled`` says so. That nothing fits is proven by bounds alone where they are above
         the limit.
     """
-    return _Search(most, replace(question, algorithm=None), attempted, effort, told).run(least)
+    return _Search(most, replace(question, algorithm=None), compiler, effort, told).run(least)
 
 
 @dataclass
@@ -85,10 +97,10 @@ class BoundedKnowledge(Knowledge):
     is compiled.
 
     Attributes:
-        attempted: Compiles plans.
+        compiler: Of its stages.
     """
 
-    attempted: Attempted | None = None
+    compiler: StageCompiler | None = None
 
     def answer(
         self,
@@ -98,9 +110,9 @@ class BoundedKnowledge(Knowledge):
         any_that_fits: bool = False,
     ) -> StageAnswer:
         """The plan of least peak in compiled bytes; or the first that fits."""
-        assert self.attempted is not None, "bounds alone are no answer"
+        assert self.compiler is not None, "bounds alone are no answer"
         effort = Effort(any_that_fits=any_that_fits)
-        return bounds_first(self.profile, self.profile, question, self.attempted, effort)
+        return bounds_first(self.profile, self.profile, question, self.compiler, effort)
 
 
 class _Search:
@@ -108,11 +120,11 @@ class _Search:
         self,
         most: Profile,
         question: PlanQuestion,
-        attempted: Attempted,
+        compiler: StageCompiler,
         effort: Effort,
         told: Callable[[Bracket], None],
     ):
-        self._most, self._question, self._attempted = most, question, attempted
+        self._most, self._question, self._compiler = most, question, compiler
         self._effort, self._told, self._start = effort, told, time.perf_counter()
         self._trail: list[Bracket] = []
         self._num_compiled = 0
@@ -144,7 +156,11 @@ class _Search:
             return ended
         if same_model(found.plan, self._known) in self._compiled_plans:
             return "search"
-        said, self._known = self._attempted(found.plan, self._known)
+        if configs := self._deciding(found):
+            count, self._known = self._compiler.probe(configs, self._known)
+            self._num_compiled += count
+            return ""
+        said, self._known = self._compiler.attempt(found.plan, self._known)
         if said is None:
             return ""
         self._num_compiled += said.num_stages_compiled
@@ -154,6 +170,20 @@ class _Search:
         if self._best is None or answer.peak_bytes < self._best.peak_bytes:
             self._best = answer
         return ""
+
+    def _deciding(self, found: StageAnswer) -> list[StageConfig]:
+        """The largest stages of a plan that are not compiled: if they need more than is known, the
+        others need not be. None of the first plan, which is compiled to have one."""
+        assert found.plan is not None and found.prediction is not None, "a plan was found"
+        size, stages = found.plan.microbatch_size, found.prediction.stages
+        peaks = {
+            StageConfig.of(stage, size): predicted.peak_bytes
+            for stage, predicted in zip(found.plan.stages, stages, strict=True)
+        }
+        unknown = [config for config in peaks if config not in self._known.verified]
+        if self._best is None or len(unknown) <= _AT_ONCE:
+            return []
+        return sorted(unknown, key=lambda config: -peaks[config])[:_AT_ONCE]
 
     def _bracket(self, found: StageAnswer) -> Bracket:
         """What is known now of the least peak.

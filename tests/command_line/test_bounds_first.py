@@ -59,7 +59,7 @@ class Model:
         compiled = PlanCompiler(self.between.least, lambda: self.measurements)
         between = self.between
         return bounds_first(
-            between.least, between.most, replace(QUESTION, **changes), compiled.attempt, effort
+            between.least, between.most, replace(QUESTION, **changes), compiled, effort
         )
 
 
@@ -157,13 +157,15 @@ def asks_for_bounds(text):
         ("", False),
         ("--algorithm bounds-first", True),
         ("--target h100", True),
-        ("--target v5e --objective memory --remat auto --shard-params", True),
+        ("--target v5e --objective memory --remat full --shard-params", True),
         ("--target h100 --smallest-cluster --memory 1GB", True),
         ("--target h100 --try-microbatches 2,4", True),
         *(
             (f"--target h100 {option}", False)
             for option in (
                 "--profile p.json",
+                "--remat auto",
+                "--remat full:2",
                 "--objective throughput",
                 "--objective pareto",
                 "--algorithm minmax",

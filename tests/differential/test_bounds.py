@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 
+import jax
 import pytest
 
 from capture.machine.cluster import Cluster
@@ -15,6 +16,7 @@ from capture.predictor import AdditivePredictor
 from capture.predictor.formula import kept_bytes
 from capture.profiler.bounds import BoundsBackend
 from capture.profiler.compile import CompileBackend
+from capture.runtime.bounds import Bounder
 from profiling_runs.bounds import bounds
 from profiling_runs.measurements import open_measurements
 from profiling_runs.question import ProfileQuestion
@@ -137,6 +139,16 @@ def test_a_stage_is_not_bounded_above_what_its_own_trace_says(model):
         assert memory.kept[first, stop] <= kept_bytes(least.graph, first, stop, choice, cost)
         for part in ("forward", "backward", "update", "optimizer"):
             assert getattr(memory, part)[first, stop] <= getattr(cost, f"{part}_bytes"), part
+
+
+@pytest.mark.parametrize(("size", "scratch"), [(32, 100), (16, 0)])
+def test_large_products_have_room_to_work_in(size, scratch):
+    sharding = jax.sharding.NamedSharding(jax.make_mesh((1,), ("data",)), jax.P())
+    square = jax.ShapeDtypeStruct((size, size), "float32", sharding=sharding)
+    bounders = Bounder(), Bounder(product_scratch_bytes=100)
+    plain, more = (each(lambda x, y: x @ y @ y, (square, square)) for each in bounders)
+    assert plain.least_bytes == 4 * size**2
+    assert more.least_bytes == plain.least_bytes + scratch
 
 
 def test_bounds_are_kept_in_the_store():

@@ -17,21 +17,23 @@ from recommender import PlanQuestion, recommend
 from recommender.capture.bounds_first import Effort, bounds_first
 
 QUESTION = PlanQuestion(Cluster((2, 2)), 8 * MICROBATCH_SIZE, 8)
+FIVE = Cluster((1,) * 5)
 SPREAD = 0.3
 WHOLE = Effort()
 
 
 class Planted4:
-    """Six layers, what a compiler says of them, and bounds of it.
+    """A few layers, what a compiler says of them, and bounds of it.
 
     Attributes:
         refused: Stages that do not compile.
     """
 
-    def __init__(self, seed: int, *refused: StageConfig):
-        planted = Planted(6, seed)
+    def __init__(self, seed: int, *refused: StageConfig, num_layers: int = 6):
+        planted = Planted(num_layers, seed)
         exact = planted.profile(hybrid(2), sizes=(MICROBATCH_SIZE,), num_neighbours=5)
         self.compiler, self.refused = Compiler(planted, exact, SPREAD), set(refused)
+        self.probed = []
         self.all = replace(
             exact, verified={config: self.compiler.cost(config) for config in exact.measurements}
         )
@@ -47,16 +49,29 @@ class Planted4:
         windows = {c: scaled(cost) for c, cost in exact.measurements.items() if c.num_layers <= 2}
         return replace(exact, measurements=windows, provenance={**exact.provenance, "bounds": name})
 
-    def attempted(self, plan: Plan, known: Profile):
+    def probe(self, configs, known: Profile):
+        refused = self.refused.intersection(configs)
+        costs = {config: self.compiler.cost(config) for config in {*configs} - refused}
+        self.probed.append(set(configs))
+        known = replace(known, verified={**known.verified, **costs})
+        return len(configs), known.without_stages(dict.fromkeys(refused, "it is odd"))
+
+    def attempt(self, plan: Plan, known: Profile):
         configs = {StageConfig.of(stage, MICROBATCH_SIZE) for stage in plan.stages}
         if refused := configs & self.refused:
             return None, known.without_stages(dict.fromkeys(refused, "it is odd"))
         said, known = self.compiler(plan, known)
         return replace(said, num_stages_compiled=len(configs)), known
 
-    def search(self, attempted=None, effort=WHOLE, **changes):
-        asked = replace(QUESTION, **changes)
-        return bounds_first(self.least, self.most, asked, attempted or self.attempted, effort)
+    def search(self, effort=WHOLE, **changes):
+        return bounds_first(self.least, self.most, replace(QUESTION, **changes), self, effort)
+
+
+def num_asked(planted):
+    """Stages that were compiled, counted as often as they were asked for."""
+    return sum(map(len, planted.probed)) + sum(
+        plan.num_stages for plan in planted.compiler.compiled
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -66,6 +81,19 @@ def test_no_plan_needs_less_where_every_stage_is_compiled(seed):
     assert found.peak_bytes == recommend(planted.all, QUESTION).peak_bytes
     assert found.proof.optimal and found.why.proven.ended == "proven"
     assert len(planted.compiler.compiled) == len(set(planted.compiler.compiled))
+    assert found.why.proven.trail[-1].num_compiled == num_asked(planted)
+
+
+def test_stages_that_decide_are_compiled_first(monkeypatch):
+    counts = []
+    for at_once in (2, 99):
+        monkeypatch.setattr("recommender.capture.bounds_first._AT_ONCE", at_once)
+        planted = Planted4(1, num_layers=10)
+        peak = planted.search(cluster=FIVE).peak_bytes
+        counts.append((num_asked(planted), peak, len(planted.probed)))
+    (few, peak, probed), (all_of_them, same, none) = counts
+    assert few < all_of_them and peak == same
+    assert probed > 0 == none
 
 
 def test_a_stage_that_is_refused_is_left_out_by_name():
@@ -82,28 +110,20 @@ def test_a_stage_that_is_refused_is_left_out_by_name():
         every.search()
 
 
-def test_an_interrupt_ends_with_the_best_so_far():
-    planted = Planted4(1)
-
-    def once(plan, known):
-        if planted.compiler.compiled:
-            raise KeyboardInterrupt
-        return planted.attempted(plan, known)
-
-    found = planted.search(once)
-    proven = found.why.proven
-    assert (proven.ended, found.compiled, len(planted.compiler.compiled)) == (
-        "interrupted",
-        True,
-        1,
-    )
-    assert proven.trail[-1].least_bytes < found.peak_bytes == proven.trail[-1].most_bytes
-    assert proven.within_fraction > 0
-
-    def at_once(plan, known):
+def test_an_interrupt_ends_with_the_best_so_far(monkeypatch):
+    def interrupted(self, *arguments):
         raise KeyboardInterrupt
 
-    assert planted.search(at_once).why.proven.trail[-1].compiled is False
+    planted = Planted4(1, num_layers=10)
+    monkeypatch.setattr(Planted4, "probe", interrupted)
+    found = planted.search(cluster=FIVE)
+    proven = found.why.proven
+    assert (proven.ended, found.compiled) == ("interrupted", True)
+    assert len(planted.compiler.compiled) == 1
+    assert proven.trail[-1].least_bytes < found.peak_bytes == proven.trail[-1].most_bytes
+    assert proven.within_fraction > 0
+    monkeypatch.setattr(Planted4, "attempt", interrupted)
+    assert not planted.search(cluster=FIVE).why.proven.trail[-1].compiled
 
 
 def test_a_search_ends_where_it_is_told_to():

@@ -2,9 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from capture.partition.split_reach import SplitReach
+from capture.runtime.residuals import ValueSplit
 from capture.tracing.dataflow import DataFlow
 
 WIDE = jnp.ones((6, 8))  # of an input: rows are examples, columns features
@@ -72,3 +75,17 @@ def test_a_table_is_looked_up_without_its_split():
     assert reached(looked_up, table, words, split=[(1, 0)]) == [True]
     gradient = jax.grad(lambda t, w: (looked_up(t, w) ** 2).sum())
     assert reached(gradient, table, words, split=[(1, 0)]) == [False]
+
+
+def test_a_constraint_splits_what_it_names_and_leaves_the_rest_open():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
+
+    def constrained(x):
+        spec = PartitionSpec(PartitionSpec.UNCONSTRAINED, ("data", "model"))
+        return x.sum(1), jax.lax.with_sharding_constraint(x + 1, NamedSharding(mesh, spec)).sum(0)
+
+    flow = DataFlow(jax.make_jaxpr(constrained)(WIDE))
+    split = ValueSplit(flow, [("model", 2, [None])])
+    assert [split.least_bytes(v) for v in flow.outputs] == [6 * 4, 8 * 4 // 2]
+    asked = ValueSplit(flow, [("data", 2, [None])], [PartitionSpec("data"), None])
+    assert [asked.least_bytes(v) for v in flow.outputs] == [6 * 4 // 2, 8 * 4 // 2]
