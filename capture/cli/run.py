@@ -16,12 +16,14 @@ from capture import environment
 from capture.cli import array, asked, sharding
 from capture.cli import options as shared
 from capture.cli.output import emit, say, table
+from capture.errors import PlanError
 from capture.plan.array import ArrayPlan
-from capture.plan.kinds import load_plan
+from capture.plan.kinds import AnyPlan, load_plan, of_stages
 from capture.plan.packs import PacksPlan
 from capture.plan.sharding import ShardingPlan
 from capture.quantities import format_bytes
 from capture.report.units import format_seconds
+from capture.runtime.hosts.driver import run_on_this_machine
 
 NAME = "run"
 HELP = "execute a plan on the devices of this machine"
@@ -53,10 +55,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="continue from a saved state, also of another plan of the model",
     )
+    parser.add_argument(
+        "--hosts",
+        choices=["local"],
+        help="one process per node of the plan's cluster, each executing its part; local: on this "
+        "machine, on virtual CPU devices",
+    )
 
 
 def main(options: argparse.Namespace) -> int:
     plan = load_plan(options.plan)
+    if options.hosts is not None:
+        return _over_hosts(options, plan)
     if isinstance(plan, ShardingPlan):
         return sharding.run(options, plan)
     if isinstance(plan, ArrayPlan):
@@ -71,6 +81,22 @@ def main(options: argparse.Namespace) -> int:
 
     training = Training(options.steps, options.seed, options.check, options.save, options.restore)
     document = train(plan, spec.load(), training, lambda text: say(options, text))
+    emit(options, document, as_text(document))
+    return 0
+
+
+def _over_hosts(options: argparse.Namespace, plan: AnyPlan) -> int:
+    plan = of_stages(plan, "Run it in one process, without --hosts.")
+    given = [name for name in ("save", "restore") if getattr(options, name) is not None]
+    if given:
+        raise PlanError.of(
+            f"--{given[0]} is for runs in one process, and --hosts has no checkpoints yet; leave "
+            "one of them out.",
+            "run-hosts-checkpoint",
+        )
+    spec = asked.workload_of(plan, options.workload)
+    training = {"num_steps": options.steps, "seed": options.seed, "check": options.check}
+    document = run_on_this_machine(plan, spec, training, lambda text: say(options, text))
     emit(options, document, as_text(document))
     return 0
 
@@ -91,8 +117,13 @@ def as_text(document: dict[str, Any]) -> str:
         ]
         for d, peak in enumerate(measured)
     ]
+    header = ["device", "predicted peak", "measured peak", "prediction off by"]
+    if hosts := document.get("hosts"):
+        host_of = [h for h, host in enumerate(hosts) for _ in range(host["num_devices"])]
+        header = ["host", *header]
+        rows = [[host_of[d], *row] for d, row in enumerate(rows)]
     lines = [
-        table(["device", "predicted peak", "measured peak", "prediction off by"], rows),
+        table(header, rows),
         f"measured by {document['meter']}",
     ]
     if (host := document.get("host")) is not None:
