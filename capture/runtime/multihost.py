@@ -82,7 +82,18 @@ def initialize(
             "and a free port of host 0 that every host reaches.",
             "run-hosts-start",
         ) from error
-    hosts = Hosts(coordinator, window, patience_seconds, on_silence or _end)
+    from jax._src import distributed  # what it knows has no public name
+
+    known = distributed.global_state
+    hosts = Hosts(
+        jax.process_index(),
+        jax.process_count(),
+        known.client,
+        _own_address(coordinator or str(known.coordinator_address)),
+        window=window,
+        patience_seconds=patience_seconds,
+        on_silence=on_silence or _end,
+    )
     hosts.compare(
         {"versions": environment.versions(), "XLA_FLAGS": list(environment.active_flags())}
     )
@@ -93,25 +104,26 @@ class Hosts:
     """The processes of a run, seen by one of them. Made by ``initialize``.
 
     Args:
-        coordinator: As for ``initialize``.
-        window, patience_seconds, on_silence: As there.
+        process, count: This one, of how many.
+        store: Keys and values that all see: the client of ``jax.distributed``.
+        address: Of this host, for the others.
+        window, patience_seconds, on_silence: As for ``initialize``.
     """
 
     def __init__(
         self,
-        coordinator: str | None,
-        window: int,
-        patience_seconds: float,
+        process: int,
+        count: int,
+        store: Any,
+        address: str,
+        *,
+        window: int = WINDOW,
+        patience_seconds: float = PATIENCE,
         on_silence: Callable[[str], None],
     ):
-        from jax._src import distributed
-
-        self.process, self.count, self.window = jax.process_index(), jax.process_count(), window
-        self._store: Any = distributed.global_state.client
+        self.process, self.count, self.window = process, count, window
+        self._store, self._address = store, address
         self._patience_seconds, self._on_silence = patience_seconds, on_silence
-        self._address = _own_address(
-            coordinator or str(distributed.global_state.coordinator_address)
-        )
         self._exchanges = self._numbers = 0
 
     @cached_property

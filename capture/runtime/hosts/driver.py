@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -58,10 +58,30 @@ def run_on_this_machine(
     jobs = [
         HostJob(plan, workload, training, coordinator, nodes, host, flags) for host in range(nodes)
     ]
+    return joined(run_processes(jobs, serve, report, silent_seconds))
+
+
+def run_processes(
+    jobs: Sequence[HostJob],
+    life: Callable[[HostJob, Connection, int], None],
+    report: Callable[[str], None] = lambda text: None,
+    silent_seconds: float = SILENT_SECONDS,
+) -> list[dict[str, Any]]:
+    """What each process has done, by host. None is left.
+
+    Args:
+        jobs: One per host.
+        life: Of a process, given its job, the connection to this one and this one's id.
+        report, silent_seconds: As for ``run_on_this_machine``.
+
+    Raises:
+        ExecutionError: As there.
+    """
     processes: list[_Host] = []
     try:
-        processes += [_Host(job) for job in jobs]
-        return joined(_hear(processes, report, silent_seconds))
+        for job in jobs:
+            processes.append(_Host(job, life))
+        return _hear(processes, report, silent_seconds)
     finally:
         for process in processes:
             process.end()
@@ -89,13 +109,13 @@ def check_nodes(plan: Plan) -> None:
 class _Host:
     """A process that is started here."""
 
-    def __init__(self, job: HostJob):
+    def __init__(self, job: HostJob, life: Callable[[HostJob, Connection, int], None]):
         context = multiprocessing.get_context("spawn")
         self.connection: Connection
         self.connection, theirs = context.Pipe()
         self.number, self.heard = job.host, time.monotonic()
         self.process: SpawnProcess = context.Process(
-            target=serve, args=(job, theirs, os.getpid()), daemon=True
+            target=life, args=(job, theirs, os.getpid()), daemon=True
         )
         self.process.start()
         theirs.close()  # so that the end of the process is the end of the pipe

@@ -74,6 +74,7 @@ class Failed:
 
 def serve(job: HostJob, connection: Connection, parent: int) -> None:
     """The life of a process: it ends when the one that started it ends it, or has ended."""
+    os.dup2(2, 1)  # standard output is the document's, of the one that started it
     faulthandler.enable()
     # Ctrl-C reaches the whole group; the parent decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -21,6 +21,8 @@ from capture import environment
 
 #: Sockets to each peer over which pieces of an array travel side by side.
 _SOCKETS = 2
+#: In which pieces, and how many at once; by default JAX reserves 256 MiB for each.
+_PIECE_BYTES, _PIECES = 2**22, 8
 
 
 class Transport(Protocol):
@@ -57,7 +59,9 @@ class Sockets:
     ):
         client = jax.local_devices()[0].client
         own = [f"{address}:0"] * _SOCKETS
-        self._server: Any = transfer.start_transfer_server(client, f"{address}:0", own)
+        self._server: Any = transfer.start_transfer_server(
+            client, f"{address}:0", own, _PIECES, _PIECE_BYTES
+        )
         self._addresses = exchange(self._server.address())
         self._connections: dict[int, Any] = {}
         self._pulled: dict[int, tuple[Any, float, str]] = {}
