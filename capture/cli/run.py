@@ -1,5 +1,5 @@
-"""Execute a plan here, on virtual CPU devices or accelerators: measured memory beside predicted,
-loss beside that of one device.
+"""Execute a plan here, on virtual CPU devices or accelerators, in one process or in one per node:
+measured memory beside predicted, loss beside that of one device.
 
 Measured is only what was executed: live arrays of this process and the buffer assignment of the
 running program (on CPU), or the allocator (on GPU). On CPU, two counters that know neither ledger
@@ -126,6 +126,11 @@ def as_text(document: dict[str, Any]) -> str:
         table(header, rows),
         f"measured by {document['meter']}",
     ]
+    if offered := max(document.get("offered_peak_bytes_per_device", [0])):
+        lines.append(
+            f"what waits until another host pulls it adds {format_bytes(offered)} to the peak of a "
+            "device; predictions are of one process, without it"
+        )
     if (host := document.get("host")) is not None:
         said, held = host["predicted_peak_bytes"], host["measured_peak_bytes"]
         lines.append(

@@ -179,6 +179,21 @@ class Hosts:
             if other.get(name) != first[name]
         )
 
+    def first_does(self, what: str, call: Callable[[], None]) -> None:
+        """Host 0 does something, and the others wait for it.
+
+        Raises:
+            ExecutionError: what it raises there, in every process.
+        """
+        failed: list[tuple[str, str]] = []
+        if self.process == 0:
+            try:
+                call()
+            except ExecutionError as error:
+                failed = [(violation.message, violation.code) for violation in error.violations]
+        failed, *_ = self.exchange(what, failed)
+        ExecutionError.check(Violation(message, code) for message, code in failed)
+
     def has(self, mesh: Mesh) -> bool:
         """Whether a stage's devices are this process's."""
         return mesh.devices.flat[0].process_index == self.process

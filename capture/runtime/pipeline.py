@@ -175,7 +175,12 @@ class PipelinedStep:
     @cached_property
     def program(self) -> Step:
         """The step's instructions; compiles every stage of this process."""
-        return self._shared(build_step(self._interfaces, self.plan.schedule_table))
+        return self._shared(self.program_of_one_process)
+
+    @cached_property
+    def program_of_one_process(self) -> Step:
+        """The same without what several wait for."""
+        return build_step(self._interfaces, self.plan.schedule_table)
 
     @cached_property
     def evaluation(self) -> Step:

@@ -25,10 +25,11 @@ from capture.plan.packs import PacksPlan
 from capture.plan.stages import Plan
 from capture.runtime import checkpoint
 from capture.runtime.meter import AnyStep, Measurement, measure_heap, measure_step
-from capture.runtime.pipeline import pipeshard
+from capture.runtime.pipeline import PipelinedStep, pipeshard
 from capture.runtime.reference import ReferenceStep, max_relative_error
 from capture.runtime.streamed import StreamedStep, streamed
 from capture.step.ledger import Ledger
+from capture.step.program import replay
 
 if TYPE_CHECKING:
     from capture.runtime.multihost import Hosts
@@ -164,6 +165,8 @@ def train(
         "is_target": (target == "cpu") == (jax.devices()[0].platform == "cpu"),
         "versions": environment.versions(),
     }
+    if isinstance(step, PipelinedStep) and hosts is not None:
+        document["offered_peak_bytes_per_device"] = _offered_bytes(step)
     if isinstance(plan, PacksPlan):
         document["host"] = _host_bytes(plan, replayed, measured)
     if "reference_loss" in document:
@@ -171,6 +174,15 @@ def train(
             document["loss"], document["reference_loss"]
         )
     return document
+
+
+def _offered_bytes(step: PipelinedStep) -> list[int]:
+    """By how much the replayed peaks are above those of one process: what waits to be pulled."""
+    alone = replay(step.program_of_one_process).peak_bytes_per_device
+    return [
+        peak - before
+        for peak, before in zip(step.replay().peak_bytes_per_device, alone, strict=True)
+    ]
 
 
 def _predicted_bytes(plan: Plan | PacksPlan) -> list[int] | None:
