@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from pipeline_models import mlp, pipeline, tied
 from capture.machine.cluster import Cluster
 from capture.model.workload import Workload, takes_key
 from capture.plan.stages import Plan
+from capture.runtime import checkpoint
 from capture.runtime.meter import measure_step
 from capture.runtime.pipeline import PipelinedStep
 
@@ -29,6 +31,9 @@ def _plan(*arguments, nodes: tuple[int, ...] = NODES, **options) -> Plan:
 CASES: dict[str, Callable[[], tuple[Workload, Plan, int]]] = {
     # Tied parameters, dropout, a value that skips a stage, clipping, and layouts that are not alike.
     "unequal": lambda: (tied(CLIPPED), _plan((2, 2), ((2, 1), (1, 2)), remat="full"), 1),
+}
+
+SLOW_CASES: dict[str, Callable[[], tuple[Workload, Plan, int]]] = {
     # Several stages on a host; what is sharded over replicas.
     "shared": lambda: (
         mlp(optax.adam(1e-2)),
@@ -41,9 +46,6 @@ CASES: dict[str, Callable[[], tuple[Workload, Plan, int]]] = {
         ),
         2,
     ),
-}
-
-SLOW_CASES: dict[str, Callable[[], tuple[Workload, Plan, int]]] = {
     "data": lambda: (tied(), _plan((2, 2), ((2, 1), (2, 1))), 2),
     "tensor": lambda: (mlp(CLIPPED), _plan((2, 2), ((1, 2), (1, 2)), schedule="gpipe"), 1),
     "interleaved": lambda: (
@@ -65,14 +67,24 @@ THREE_HOSTS: dict[str, Callable[[], tuple[Workload, Plan, int]]] = {
 ALL = CASES | SLOW_CASES | THREE_HOSTS
 
 
+#: The case whose training is saved, and restored.
+SAVED = "data"
+
+
 def train(
-    step: PipelinedStep, workload: Workload, observer: Any = None, num_steps: int = 3
+    step: PipelinedStep, workload: Workload, observer: Any = None, directory: Path | None = None
 ) -> dict[str, Any]:
-    """Losses, parameters and optimizer state after some steps, of which the first is measured; and
-    the loss of an evaluation before them."""
+    """Losses, parameters and optimizer state after three steps, of which the first is measured; and
+    the loss of an evaluation before them.
+
+    Args:
+        step, workload: Of a plan.
+        observer: As for the step.
+        directory: To save the training in; what is read from there again is compared with it.
+    """
     state = step.init(jax.random.key(0))
     found: dict[str, Any] = {}
-    for i in range(num_steps):
+    for i in range(3):
         batch = workload.batch(jax.random.key(100 + i), step.plan.global_batch_size)
         key = jax.random.key(1000 + i) if takes_key(workload) else None
         if i == 0:
@@ -87,6 +99,15 @@ def train(
             state, metrics = step(state, batch, key, observer=observer)
             loss = metrics.loss
         found[f"loss {i}"] = np.float64(loss)
+    if directory is not None:
+        checkpoint.save(step, state, directory)
+        read = checkpoint.restore(step, directory)
+        again = _named("optimizer", step.optimizer_state(read)) | _named(
+            "params", step.params(read)
+        )
+        held = _named("optimizer", step.optimizer_state(state))
+        held |= _named("params", step.params(state))
+        assert read.num_steps == 3 and all((again[what] == held[what]).all() for what in held)
     found["replayed"] = np.array(step.replay().peak_bytes_per_device)
     return (
         found

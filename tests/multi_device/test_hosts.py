@@ -16,6 +16,7 @@ from processes import QUICK_CODE, REPOSITORY, environment_apart
 from timeouts import TIMEOUT_SECONDS
 
 from capture import pipeshard
+from capture.runtime import checkpoint
 
 
 def run_hosts(folder: Path, names: list[str], num_hosts: int = 2, delay: float = 0.0) -> None:
@@ -78,6 +79,12 @@ def test_more_plans_and_late_processes(tmp_path):
     run_hosts(tmp_path, list(host_cases.SLOW_CASES), delay=0.02)
     for name in host_cases.SLOW_CASES:
         assert_as_one_process(tmp_path, name)
+    workload, plan, _ = host_cases.ALL[host_cases.SAVED]()
+    alone = pipeshard(workload, plan, jax.devices()[:4])
+    state = checkpoint.restore(alone, tmp_path / "saved")
+    found = np.load(tmp_path / f"{host_cases.SAVED}.0.npz")
+    for i, leaf in enumerate(jax.tree.leaves(alone.params(state))):
+        np.testing.assert_array_equal(leaf, found[f"params {i}"])
 
 
 @pytest.mark.slow

@@ -32,7 +32,8 @@ def main(coordinator: str, num_hosts: str, host: str, folder: str, delay: str, *
     for name in names:
         workload, plan, hosts.window = host_cases.ALL[name]()
         step = pipeshard(workload, plan, hosts=hosts)
-        found = host_cases.train(step, workload, observer)
+        directory = Path(folder) / "saved" if name == host_cases.SAVED else None
+        found = host_cases.train(step, workload, observer, directory)
         np.savez(Path(folder) / f"{name}.{host}.npz", **found)
     hosts.exchange("end", None)
 

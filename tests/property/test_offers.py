@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from capture.step.evaluation import build_evaluation
 from capture.step.offers import Crossing, OfferedStep, with_offers
 from capture.step.pipeline import build_step
-from capture.step.program import Copy, Free, Run, Step, Wait, replay
+from capture.step.program import Copy, Feed, Free, Place, Program, Run, Step, Wait, replay
 from tests.property import test_step, test_step_tables
 from tests.property.test_step import check_lifetimes
 
@@ -110,3 +110,22 @@ def check_no_deadlock(
         while may_go_on(process) and at[process] not in copy_of:
             at[process] += 1
     assert at == [len(instructions)] * count
+
+
+def test_a_program_takes_over_only_what_was_pulled():
+    places = Place("here", (0,)), Place("there", (1,))
+    step = Step(places, {"double": Program("double", places[0], 0)})
+    source, target, made = (
+        step.slot(name, place, "activations", 4)
+        for name, place in (("source", places[0]), ("target", places[1]), ("made", places[0]))
+    )
+    step.instructions = [
+        Feed(source, 0, (0,), "feed"),
+        Copy(source, target, 4, "send"),
+        Run("double", ((source,),), (made,), (source,), "double"),
+        Free((target, made)),
+        Free(()),
+    ]
+    step.num_passes = len(step.instructions)
+    offered = with_offers(step, {1: Crossing(frozenset({(0, 1)}))}, window=3)
+    assert offered.step.instructions[2:4] == [Wait(target), step.instructions[2]]
