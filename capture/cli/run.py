@@ -16,7 +16,6 @@ from capture import environment
 from capture.cli import array, asked, sharding
 from capture.cli import options as shared
 from capture.cli.output import emit, say, table
-from capture.errors import PlanError
 from capture.plan.array import ArrayPlan
 from capture.plan.kinds import AnyPlan, load_plan, of_stages
 from capture.plan.packs import PacksPlan
@@ -87,15 +86,14 @@ def main(options: argparse.Namespace) -> int:
 
 def _over_hosts(options: argparse.Namespace, plan: AnyPlan) -> int:
     plan = of_stages(plan, "Run it in one process, without --hosts.")
-    given = [name for name in ("save", "restore") if getattr(options, name) is not None]
-    if given:
-        raise PlanError.of(
-            f"--{given[0]} is for runs in one process, and --hosts has no checkpoints yet; leave "
-            "one of them out.",
-            "run-hosts-checkpoint",
-        )
     spec = asked.workload_of(plan, options.workload)
-    training = {"num_steps": options.steps, "seed": options.seed, "check": options.check}
+    training = {
+        "num_steps": options.steps,
+        "seed": options.seed,
+        "check": options.check,
+        "save": options.save,
+        "restore": options.restore,
+    }
     document = run_on_this_machine(plan, spec, training, lambda text: say(options, text))
     emit(options, document, as_text(document))
     return 0

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,11 @@ import orbax.checkpoint as ocp
 from capture import documents
 from capture.errors import ExecutionError, Violation
 from capture.runtime.meter import AnyStep
+from capture.runtime.pipeline import PipelinedStep
 from capture.runtime.state import PipelineState
+
+if TYPE_CHECKING:
+    from capture.runtime.multihost import Hosts
 
 CHECKPOINT = documents.Format(
     "checkpoint", ExecutionError, "checkpoint", "save it again with this version"
@@ -38,6 +42,8 @@ _KEY_IMPLS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsaf
 
 def save(step: AnyStep, state: PipelineState, directory: Path | str, *, keep: int = 2) -> Path:
     """Write a checkpoint and wait until it is complete.
+
+    Several processes save together: host 0 writes what it gathers.
 
     Args:
         step: Whose state it is.
@@ -54,28 +60,14 @@ def save(step: AnyStep, state: PipelineState, directory: Path | str, *, keep: in
             step.
     """
     params, optimizer = _by_path(step.params(state)), _by_path(step.optimizer_state(state))
-    with _manager(Path(directory), keep) as manager:
-        latest = manager.latest_step()
-        if latest is not None and latest >= state.num_steps:
-            raise ExecutionError.of(
-                f"{str(directory)!r} holds a checkpoint of step {latest}, and this state is at "
-                f"step {state.num_steps}; save it into "
-                "another directory, or restore from this one first.",
-                "checkpoint-exists",
-            )
-        metadata = {
-            "schema_version": CHECKPOINT.versions[-1],
-            "num_steps": state.num_steps,
-            "params": _described(params),
-            "optimizer": _described(optimizer),
-        }
-        stored = {"params": _stored(params), "optimizer": _stored(optimizer)}
-        parts = ocp.args.Composite(
-            state=ocp.args.StandardSave(stored), metadata=ocp.args.JsonSave(metadata)
+    directory, hosts = Path(directory), _hosts_of(step)
+    if hosts is None:
+        _write(directory, keep, state.num_steps, params, optimizer)
+    else:
+        hosts.first_does(
+            "checkpoint", lambda: _write(directory, keep, state.num_steps, params, optimizer)
         )
-        manager.save(state.num_steps, args=parts)
-        manager.wait_until_finished()
-    return Path(directory) / str(state.num_steps)
+    return directory / str(state.num_steps)
 
 
 def restore(step: AnyStep, directory: Path | str, num_steps: int | None = None) -> PipelineState:
@@ -83,7 +75,7 @@ def restore(step: AnyStep, directory: Path | str, num_steps: int | None = None) 
 
     Args:
         step: To go on with.
-        directory: That ``save`` was given.
+        directory: That ``save`` was given; of several processes, each reads it.
         num_steps: Which checkpoint; by default the latest.
 
     Raises:
@@ -112,6 +104,9 @@ def restore(step: AnyStep, directory: Path | str, num_steps: int | None = None) 
         metadata = manager.restore(
             chosen, args=ocp.args.Composite(metadata=ocp.args.JsonRestore())
         )["metadata"]
+        hosts = _hosts_of(step)
+        if hosts is not None:
+            hosts.compare({"checkpoint": chosen})
         _check(metadata, directory / str(chosen), _described(params), _described(optimizer))
         wanted_leaves = {"params": _stored(params), "optimizer": _stored(optimizer)}
         read = manager.restore(
@@ -124,17 +119,66 @@ def restore(step: AnyStep, directory: Path | str, num_steps: int | None = None) 
     )
 
 
+def _write(
+    directory: Path,
+    keep: int,
+    num_steps: int,
+    params: Mapping[str, Any],
+    optimizer: Mapping[str, Any],
+) -> None:
+    """Leaves by path.
+
+    Raises:
+        ExecutionError: ``checkpoint-exists``.
+    """
+    with _manager(directory, keep) as manager:
+        latest = manager.latest_step()
+        if latest is not None and latest >= num_steps:
+            raise ExecutionError.of(
+                f"{str(directory)!r} holds a checkpoint of step {latest}, and this state is at "
+                f"step {num_steps}; save it into "
+                "another directory, or restore from this one first.",
+                "checkpoint-exists",
+            )
+        metadata = {
+            "schema_version": CHECKPOINT.versions[-1],
+            "num_steps": num_steps,
+            "params": _described(params),
+            "optimizer": _described(optimizer),
+        }
+        stored = {"params": _stored(params), "optimizer": _stored(optimizer)}
+        parts = ocp.args.Composite(
+            state=ocp.args.StandardSave(stored), metadata=ocp.args.JsonSave(metadata)
+        )
+        manager.save(num_steps, args=parts)
+        manager.wait_until_finished()
+
+
 def _manager(directory: Path, keep: int | None) -> ocp.CheckpointManager:
     """To write, keeping so many; None to read only."""
+    if keep is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+    # Orbax would wait for all processes; this one reads or writes alone.
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=jax.process_index(),
+        active_processes={jax.process_index()},
+        barrier_sync_key_prefix=f"host{jax.process_index()}",
+    )
     options = ocp.CheckpointManagerOptions(
         max_to_keep=keep,
-        create=keep is not None,
+        create=False,
         enable_async_checkpointing=False,
         cleanup_tmp_directories=False,
+        multiprocessing_options=alone,
     )
     return ocp.CheckpointManager(
         directory.resolve(), options=options, item_names=("state", "metadata")
     )
+
+
+def _hosts_of(step: AnyStep) -> Hosts | None:
+    """The processes that share it."""
+    return step.hosts if isinstance(step, PipelinedStep) else None
 
 
 def _by_path(tree: Any) -> dict[str, Any]:

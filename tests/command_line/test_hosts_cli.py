@@ -38,13 +38,7 @@ def plan(tmp_path) -> Path:
     return tmp_path / "plan.json"
 
 
-def test_what_hosts_cannot_do_is_refused(plan, capsys):
-    code, _, said = run_here(capsys, "run", str(plan), "--hosts", "local", "--save", "there")
-    assert (code, said) == (
-        2,
-        "error: --save is for runs in one process, and --hosts has no checkpoints yet; leave one "
-        "of them out. [run-hosts-checkpoint]\n",
-    )
+def test_a_stage_that_spans_nodes_is_refused(plan, capsys):
     spanning = plan.with_name("spanning.json")
     two_stages(workload=WorkloadSpec.parse(WORKLOAD), cluster=Cluster((1, 3))).save(spanning)
     code, _, said = run_here(capsys, "run", str(spanning), "--hosts", "local")
@@ -63,9 +57,9 @@ def start(plan: Path, *options: str) -> subprocess.Popen:
 
 @pytest.mark.slow
 def test_hosts_train_as_one_process(plan):
-    options = ("--steps", "2", "--check", "--json")
     documents = []
-    for where in ((), ("--hosts", "local")):
+    for name, where in (("one", ()), ("hosts", ("--hosts", "local"))):
+        options = ("--steps", "2", "--check", "--json", "--save", str(plan.with_name(name)))
         out, said = start(plan, *options, *where).communicate(timeout=TIMEOUT_SECONDS)
         documents.append(json.loads(out))
         assert "step 1: loss" in said
@@ -79,6 +73,13 @@ def test_hosts_train_as_one_process(plan):
     assert both == hosts["replayed_peak_bytes_per_device"] and max(offered) > 0
     assert [host["num_devices"] for host in hosts["hosts"]] == [2, 2]
     assert min(host["ledger_checks"] for host in hosts["hosts"]) > 50
+    # The training goes on over hosts from what one process saved, and the other way round.
+    losses = []
+    for name, where in (("hosts", ()), ("one", ("--hosts", "local"))):
+        options = ("--steps", "1", "--json", "--restore", str(plan.with_name(name)))
+        out, _ = start(plan, *options, *where).communicate(timeout=TIMEOUT_SECONDS)
+        losses.append(json.loads(out)["loss"])
+    assert losses[0] == losses[1]
 
 
 def hosts_of(command: subprocess.Popen) -> list[int]:
